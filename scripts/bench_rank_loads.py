@@ -5,7 +5,9 @@
 
 The ranks load a model whose parameters all of them hold (`ddp`), which all share (`fsdp`), or which each half of them
 shares (`hsdp`). Before each load the page cache has nothing of the files. A load takes as long as its slowest rank, and
-reads what all of them had the disk read. A figure is the median of the rounds, with the lowest and the highest.
+reads what all of them had the disk read. With `--hosts` the ranks take each other for ranks of other hosts, which pass
+on what they read through the process group, here over the loopback device. A figure is the median of the rounds, with
+the lowest and the highest.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mb", type=int, default=1024, help="size of the model (default: 1024)")
     parser.add_argument("--ranks", type=int, default=4, help="an even number (default: 4)")
+    parser.add_argument("--hosts", type=int, default=1, help="number of hosts that the ranks say they are of (default: 1)")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
     parser.add_argument("--folder", type=Path, default=Path())
     parser.add_argument("--against", type=Path, help="another checkout, which is measured in the same rounds")
@@ -51,7 +54,7 @@ def main() -> int:
         for number in range(args.rounds):
             for layout, name in random.Random(number).sample(cells, len(cells)):
                 _make_cold(Path(folder, "checkpoint"))
-                job = {"folder": folder, "mb": args.mb, "layout": layout}
+                job = {"folder": folder, "mb": args.mb, "layout": layout, "hosts": args.hosts}
                 ranks = _in_ranks(versions[name], job, args.ranks)
                 read = sum(rank["bytes"] for rank in ranks) / (args.mb << 20)
                 found[layout, name].append((max(rank["seconds"] for rank in ranks), read))
@@ -92,7 +95,7 @@ def _in_ranks(root: Path, job: dict[str, Any], num_ranks: int) -> list[dict[str,
     return [json.loads(answer.splitlines()[-1]) for answer in answers]
 
 
-def _rank(rank: int, num_ranks: int, meeting: str, folder: str, mb: int, layout: str) -> None:
+def _rank(rank: int, num_ranks: int, meeting: str, folder: str, mb: int, layout: str, hosts: int = 1) -> None:
     """Save, or load, on one rank; print how long a load took and what it had the disk read."""
     import torch
     import torch.distributed as dist
@@ -100,8 +103,11 @@ def _rank(rank: int, num_ranks: int, meeting: str, folder: str, mb: int, layout:
     from torch.distributed.fsdp import fully_shard
 
     from torchtitan_lite.checkpoint import CheckpointManager
+    from torchtitan_lite.checkpoint.reading import shared_reads
 
     torch.set_num_threads(1)
+    if hosts > 1:
+        shared_reads.host_id = lambda: f"host {rank * hosts // num_ranks}"
     dist.init_process_group("gloo", init_method=f"file://{meeting}/rendezvous", rank=rank, world_size=num_ranks)
     width = 2048
     model = torch.nn.Sequential(

@@ -54,7 +54,7 @@ RUNS = 3
 MOST_RANKS_REPEATED = 20_000
 """Of more ranks everything runs once."""
 DRAWN_RANKS = 64
-"""Of more ranks about so many load; of fewer the first, the middle and the last."""
+"""The ranks that load, of more ranks; of fewer the first, the middle and the last."""
 
 
 def stock(tensors: Sequence[Planned], mesh: Mesh) -> Figures:

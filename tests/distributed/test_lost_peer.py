@@ -17,5 +17,11 @@ def test_a_time_out_names_the_call_that_another_rank_does_not_make_as_a_cause() 
     assert "or does not make the same call, as under `if rank == 0`" in str(lost)
 
 
+def test_a_connection_that_was_given_up_after_a_time_out_is_a_lost_peer_too() -> None:
+    lost = as_peer_lost(RuntimeError("Application timeout caused pair closure"))
+    assert lost is not None
+    assert "waited until the time-out" in str(lost)
+
+
 def test_another_error_is_no_lost_peer() -> None:
     assert as_peer_lost(RuntimeError("Timed out waiting for a lock")) is None

@@ -23,7 +23,7 @@ def digests_of(size: int, rank: int) -> bytes:
 
 
 def in_columns(by_rank: list[tuple[int, int] | None]) -> FilesOfRanks:
-    """Return the files of ranks that wrote that many bytes, and a record of so many; None: nothing."""
+    """Return the files of ranks by the sizes of their files and records; None: it wrote none."""
     pairs = [pair or (None, None) for pair in by_rank]
     records = [record for _, record in pairs]
     digests = b"".join(digests_of(size, rank) for rank, size in enumerate(records) if size is not None)

@@ -34,6 +34,7 @@ from torchtitan_lite.disk.read_requests import (
     by_block,
     in_order,
     portions,
+    scatter,
     segments,
 )
 from torchtitan_lite.disk.request_memory import request_memory
@@ -51,8 +52,6 @@ PAUSE_SECONDS = 0.1
 
 
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
-_LARGE_COPY = 32 << 10
-"""Bytes from which a copy releases the GIL."""
 
 
 class DamagedRange(ValueError):
@@ -216,7 +215,7 @@ class _File:
         begin = segment.begin - segment.begin % ALIGNMENT
         self._fill_bounce(buffers, begin, segment.end, direct)
         wrong = self._wrong_blocks(segment, begin, blocks, buffers) if blocks else []
-        _scatter(segment, begin, buffers)
+        scatter(segment, begin, buffers.bounce, buffers.address)
         if wrong:
             # The right blocks are in their places by now: reading again overwrites the buffer.
             for part in by_block(segment):
@@ -241,7 +240,7 @@ class _File:
             finding = f"expected a block with the digest {expected.hex()}, found {found.hex()}, twice"
             raise DamagedRange(self.path, part.begin, part.end, finding)
         logger.warning("%s: bytes %d to %d were right only when read again", self.path, part.begin, part.end)
-        _scatter(part, part.begin, buffers)
+        scatter(part, part.begin, buffers.bounce, buffers.address)
 
     def _fill_bounce(self, buffers: _Buffers, begin: int, end: int, direct: int | None) -> None:
         """Read bytes [begin, end) of the file to the start of the bounce buffer; `begin` is aligned."""
@@ -277,21 +276,6 @@ class _File:
             if fd is not None and done < wanted and done % ALIGNMENT:
                 return False
         return True
-
-
-def _scatter(segment: Segment, begin: int, buffers: _Buffers) -> None:
-    """Copy to the pieces of `segment` their bytes of the bounce buffer, which begins with byte `begin` of the file."""
-    bounce, address = buffers.bounce, buffers.address
-    for span in segment.spans:
-        span.fill(address, begin)
-    for at, into in segment.pieces:
-        count = len(into)
-        if count == 0:
-            continue
-        if count < _LARGE_COPY:
-            into[:] = bounce[at - begin : at - begin + count]
-        else:
-            ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(into)), address + at - begin, count)
 
 
 def _digest_of(begin: int, blocks: bytes) -> bytes:

@@ -21,6 +21,8 @@ GAP_BYTES = 256 << 10
 """Without digests, a gap of up to this size between two pieces is read, not skipped."""
 PORTION_BYTES = BLOCK_BYTES // 2
 """Bytes read and hashed at a time: source and destination fit together into a core's cache."""
+_LARGE_COPY = 32 << 10
+"""Bytes from which a copy releases the GIL."""
 _MANY_PIECES = 32
 """Pieces of one block above which one read and copies are faster than many small reads."""
 
@@ -127,6 +129,23 @@ def _split(piece: Piece, unit: int) -> Sequence[Piece]:
         parts.append(Piece(at + done, part))
         done += len(part)
     return parts
+
+
+def scatter(segment: Segment, begin: int, data: memoryview, address: int) -> None:
+    """Copy to the pieces of `segment` their bytes of `data`, at `address`, which begins with byte `begin` of the file.
+
+    Any thread.
+    """
+    for span in segment.spans:
+        span.fill(address, begin)
+    for at, into in segment.pieces:
+        count = len(into)
+        if count == 0:
+            continue
+        if count < _LARGE_COPY:
+            into[:] = data[at - begin : at - begin + count]
+        else:
+            ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(into)), address + at - begin, count)
 
 
 def by_block(segment: Segment) -> Iterator[Segment]:

@@ -20,6 +20,8 @@ from typing import Protocol
 
 import xxhash
 
+from torchtitan_lite.disk.reads_blocks import ReadsBlocks
+
 SLOT_BYTES = 8 << 20
 SLOTS = 4
 PATIENCE_SECONDS = 15.0
@@ -61,10 +63,14 @@ class Exchanges(Protocol):
 
 
 class ReadsAlike(Protocol):
-    """What the ranks of a job are about to read, and which of them read the same. Both methods are **collective**."""
+    """What the ranks of a job are about to read, and which of them read the same. All methods are **collective**."""
 
     def is_shared(self) -> bool:
         """Return whether another rank of this host reads exactly what this one does, and it is much."""
+        ...
+
+    def over_hosts(self, own: ReadsBlocks) -> ReadsBlocks | None:
+        """Return what reads with `own`, and with ranks of other hosts that read the same; None if there are none."""
         ...
 
     def exchange(self) -> AbstractContextManager[Exchanges]:

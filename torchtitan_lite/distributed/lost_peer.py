@@ -19,6 +19,8 @@ _GLOO = "gloo/transport"
 _CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 _NCCL = "ncclRemoteError"
 _TIMED_OUT = "Timed out waiting"
+_GAVE_UP = "Application timeout caused pair closure"
+"""Of a connection on which gloo has waited until a time-out before."""
 
 
 def as_peer_lost(error: BaseException) -> PeerLost | None:
@@ -32,7 +34,7 @@ def as_peer_lost(error: BaseException) -> PeerLost | None:
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else launched().rank
     if _NCCL in text or (_GLOO in text and any(closed in text for closed in _CLOSED)):
         return PeerLost(rank, "lost its connection to another rank, which was killed or has failed")
-    if _GLOO in text and _TIMED_OUT in text:
+    if (_GLOO in text and _TIMED_OUT in text) or _GAVE_UP in text:
         other = "hangs, is stopped, or does not make the same call, as under `if rank == 0`"
         return PeerLost(rank, f"waited until the time-out for another rank, which {other}")
     return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar, cast
 
 import torch
@@ -177,14 +177,22 @@ class Peers:
         `mine` is what the first rank, without a `previous`, sends, and elsewhere a tensor of the same size in the
         host's memory. **Collective** for the ranks of a chain; a rank in several goes through them in one order.
         """
-        theirs = mine.contiguous()
+        theirs = mine.contiguous() if previous is None else torch.empty_like(mine)
+        self.relay(theirs, previous, following)()
+        return theirs
+
+    def relay(self, message: torch.Tensor, previous: int | None, following: int | None) -> Callable[[], object]:
+        """Receive `message` from the rank `previous`, then begin to send it to the rank `following`; None: do not.
+
+        Returns what waits until it was sent; it must not change before. **Collective** as `pass_on`.
+        """
+        sending: dist.Work | None = None
         with naming_lost_peers():
             if previous is not None:
-                theirs = torch.empty_like(mine)
-                dist.recv(theirs, src=previous, group=self._control_group)
+                dist.recv(message, src=previous, group=self._control_group)
             if following is not None:
-                dist.send(theirs, dst=following, group=self._control_group)
-        return theirs
+                sending = dist.isend(message, dst=following, group=self._control_group)
+        return bool if sending is None else partial(_finish, sending)
 
     def raise_together(self, error: Exception | None) -> None:
         """Return if no rank has an error; else raise the error of the lowest such rank on every rank.
@@ -207,6 +215,12 @@ class Peers:
                 if isinstance(own, TorchtitanLiteError):
                     own.origin_rank, own.reported_elsewhere = rank, not self.is_coordinator
                 raise own
+
+
+def _finish(sending: dist.Work) -> None:
+    """Wait until `sending` is over. Raises PeerLost."""
+    with naming_lost_peers():
+        sending.wait()
 
 
 def _attempted(make: Callable[[], T]) -> tuple[T | None, Exception | None]:

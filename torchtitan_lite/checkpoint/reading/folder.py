@@ -24,8 +24,9 @@ from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.place import Place, on_disk
 from torchtitan_lite.store.rank_records import RecordedFiles, RecordsOfRanks
 
-Verify = Literal["off", "size", "full"]
-"""What a load compares with the manifest: nothing; the files' sizes; these and every byte that it reads."""
+Verify = Literal["off", "size", "full", "full_alone"]
+"""What a load compares with the manifest: nothing; the files' sizes; these and every byte that it reads. `full_alone`:
+the same, and no rank takes bytes that another one has read."""
 
 
 class CheckpointFolder:
@@ -121,8 +122,8 @@ class CheckpointFolder:
 
     @cached_property
     def records(self) -> Mapping[str, FileRecord]:
-        """The recorded size and digests of each file; empty unless `verify` is "full"."""
-        if self.verify != "full" or self.manifest is None or self._rank_records is None:
+        """The recorded size and digests of each file; empty unless every byte is verified."""
+        if self.verify in ("off", "size") or self.manifest is None or self._rank_records is None:
             return {}
         return RecordedFiles(self.manifest, self._rank_records)
 

@@ -9,18 +9,47 @@ part, and gives it to the others (host_exchange.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 
 import xxhash
 
 from torchtitan_lite.checkpoint.reading.reader import RankReads
+from torchtitan_lite.checkpoint.reading.relayed_reads import RelayedReader
+from torchtitan_lite.disk.reads_blocks import ReadsBlocks
 from torchtitan_lite.distributed.host_exchange import MOST_RANKS, Alone, Exchanges, HostExchange, made, opened
 from torchtitan_lite.distributed.peers import Peers
+from torchtitan_lite.distributed.relay import Relay
 from torchtitan_lite.host_memory import host_id
 
 SHARED_BYTES = 64 << 20
 """Below this, to read twice takes less than to find out."""
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Which ranks read what one of them does."""
+
+    on_host: Sequence[int]
+    """It, and those of its host if no other host has one."""
+    over_hosts: Sequence[int] = ()
+    """All of them, host by host, if they are on several."""
+    is_anywhere: bool = False
+    """Whether any ranks of one host, and of no other, read the same: on all ranks alike."""
+
+    @classmethod
+    def of(cls, rank: int, reads: Sequence[int], hosts: Sequence[int]) -> Sharing:
+        """Return that of `rank`, of the numbers by rank of what each reads, and of its host."""
+        groups: dict[int, list[int]] = {}
+        for other, number in enumerate(reads):
+            groups.setdefault(number, []).append(other)
+        is_anywhere = any(len(group) > len({hosts[each] for each in group}) == 1 for group in groups.values())
+        own = sorted(groups[reads[rank]], key=lambda other: (hosts[other], other))
+        if len({hosts[other] for other in own}) > 1:
+            return cls([rank], own, is_anywhere)
+        return cls(own, is_anywhere=is_anywhere)
 
 
 class SharedReads:
@@ -30,18 +59,25 @@ class SharedReads:
         self._wanted = wanted
         self._peers = peers
         self._exchange: Exchanges = Alone()
+        self._relayed: RelayedReader | None = None
 
     def leave(self) -> None:
         """Let no other rank wait for this one, which has read what it wants, or failed. Any rank."""
         self._exchange.leave()
+        if self._relayed is not None:
+            self._relayed.leave()
 
     def is_shared(self) -> bool:
-        return len(self._sharing()[0]) > 1
+        return len(self._sharing.on_host) > 1
+
+    def over_hosts(self, own: ReadsBlocks) -> ReadsBlocks | None:
+        if self._sharing.over_hosts:
+            self._relayed = RelayedReader(own, Relay(self._peers, self._sharing.over_hosts))
+        return self._relayed
 
     @contextmanager
     def exchange(self) -> Iterator[Exchanges]:
-        ranks, is_anywhere = self._sharing()
-        exchange = self._met(ranks) if is_anywhere else None
+        exchange = self._met(self._sharing.on_host) if self._sharing.is_anywhere else None
         if exchange is None:
             yield self._exchange
             return
@@ -52,19 +88,16 @@ class SharedReads:
             self._exchange = Alone()
             exchange.close()
 
-    def _sharing(self) -> tuple[list[int], bool]:
-        """Return the ranks of this host that read the same, and whether any ranks of the job do. **Collective**.
-
-        Both are for reads that are large on some rank. The first has this rank; the second is the same on all.
-        """
+    @cached_property
+    def _sharing(self) -> Sharing:
+        """Which ranks read the same: none, unless the reads of some rank are large. **Collective** at the first use."""
         peers = self._peers
         if peers.world_size == 1 or peers.max_over_ranks(_num_bytes(self._wanted))[0] < SHARED_BYTES:
-            return [peers.rank], False
-        numbers = peers.gather_number(xxhash.xxh3_64_intdigest(f"{host_id()} {_digest(self._wanted)}".encode()) >> 1)
-        ranks = [rank for rank, number in enumerate(numbers) if number == numbers[peers.rank]]
-        return ranks, len({*numbers}) < len(numbers)
+            return Sharing([peers.rank])
+        hosts = peers.gather_number(_number(host_id()))
+        return Sharing.of(peers.rank, peers.gather_number(_number(_digest(self._wanted))), hosts)
 
-    def _met(self, ranks: list[int]) -> HostExchange | None:
+    def _met(self, ranks: Sequence[int]) -> HostExchange | None:
         """Return the exchange with the others of `ranks`; None if there are no others. **Collective**.
 
         No rank has one if the memory of a rank cannot be opened by another one.
@@ -85,6 +118,11 @@ class SharedReads:
                 return None
             stack.pop_all()
             return exchange
+
+
+def _number(text: str) -> int:
+    """Return a number of 63 bits that differs for other texts."""
+    return xxhash.xxh3_64_intdigest(text.encode()) >> 1
 
 
 def _num_bytes(wanted: RankReads) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -75,7 +76,7 @@ class StoredCheckpoint:
         return self._folder.contents
 
     def verify_rest(self) -> None:
-        """Verify the parts of the files that no tensor is read from, if `verify` is "full". **Collective**.
+        """Verify the parts of the files that no tensor is read from, if `verify` has all verified. **Collective**.
 
         If they are not what was committed, or cannot be read, on one rank, it raises the error on every rank.
         """
@@ -237,7 +238,10 @@ class StoredCheckpoint:
             failure = error
         dcp.raise_worst(failure, self._peers, str(self.path))
         shared = SharedReads(planner.wanted, self._peers)
-        with self._folder.files.shared_reader(self._blocks, shared) as blocks:
+        is_alone = self._folder.verify == "full_alone"
+        with (
+            nullcontext(self._blocks) if is_alone else self._folder.files.shared_reader(self._blocks, shared) as blocks
+        ):
             reader = OwnReader(self._folder, blocks, shared.leave)
             # All of it is one entry of the state dict, because DCP takes long for each entry.
             dcp.load({ALL: planner.state}, reader, planner, self._peers, str(self.path))

@@ -15,7 +15,7 @@ from torchtitan_lite.errors import ConfigError
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
 IntervalType = Literal["steps", "seconds", "auto", "continuous", "none"]
-VerifyOnLoad = Literal["off", "size", "full"]
+VerifyOnLoad = Literal["off", "size", "full", "full_alone"]
 WhenBusy = Literal["wait", "skip"]
 DcpMetadata = Literal["auto", "always", "never"]
 DigestTime = Literal["save", "load", "staging"]
@@ -175,7 +175,8 @@ class Checkpoint:
 
     verify_on_load: VerifyOnLoad = "full"
     """What a load checks before it uses a checkpoint. "full": every byte that it reads, in the same pass, against the
-    digests taken at the save; "size": the manifest and the sizes of files; "off": only the manifest."""
+    digests taken at the save; "full_alone": the same, and no rank takes bytes that another one has read; "size": the
+    manifest and the sizes of files; "off": only the manifest."""
 
     new_branch: bool = False
     """With load_step: start another branch at that step, even if the latest checkpoint is on a branch that started

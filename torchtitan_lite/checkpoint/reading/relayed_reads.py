@@ -1,0 +1,262 @@
+"""Reads that ranks of several hosts make alike: each reads a part of the bytes, and they pass them on to each other.
+
+The requests of a file are numbered, and their owners take turns. All ranks go through them in the same order: the owner
+of a request reads it, ahead of its turn, and it goes around (distributed/relay.py). What comes from another rank is
+verified like what comes from a disk; what is wrong is read again. Whether that is faster than if each rank read all of
+it follows from the first bytes: a rank that finds that it is not says so with its next request, as does one that cannot
+read, and after that request each rank reads for itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, FileRecord, block_digest
+from torchtitan_lite.disk.piece_table import PieceTable
+from torchtitan_lite.disk.read_requests import REQUEST_BYTES, Piece, Segment, scatter, segments
+from torchtitan_lite.disk.reads_blocks import ReadsBlocks
+from torchtitan_lite.disk.request_memory import request_memory
+from torchtitan_lite.distributed.relay import Relay
+from torchtitan_lite.errors import PeerLost
+
+BATCH = 4
+"""Requests that a rank reads together, so that several threads read at a time. It reads two batches ahead."""
+FORWARDED = 3
+"""Messages of others that may be on their way at a time. With those read ahead: 44 MiB."""
+TRIED_BYTES = 64 << 20
+"""After so many it is decided whether to go on."""
+_STATUS_BYTES = 8
+_HAS_BYTES, _IS_LAST = 1, 2
+"""Bits of the status at the end of a message: its bytes are right; after it each rank reads for itself."""
+
+
+class RelayedReader:
+    """Reads with `own`, and with the ranks in `relay`, which make the same calls in the same order. Not thread-safe."""
+
+    def __init__(self, own: ReadsBlocks, relay: Relay, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._own, self._relay, self._clock = own, relay, clock
+        self._is_over = False
+        self._turn = 0
+        self._pace = _Pace(clock)
+        self._thread = ThreadPoolExecutor(1)
+        self._forwarded = _Messages(FORWARDED)
+        self._read_ahead = _Messages(2 * BATCH)
+
+    def read(
+        self, path: Path, record: FileRecord | None, pieces: Sequence[Piece], table: PieceTable | None = None
+    ) -> None:
+        """Fill each of `pieces`, and those of `table`, as `BlockReader.read` does. Raises as that, and `PeerLost`."""
+        if self._is_over or record is None or not record.blocks or self._any(False):
+            self._own.read(path, record, pieces, table)
+            return
+        requests = list(segments(pieces, record.size, whole_blocks=True, table=table))
+        with self._over_after_an_error(), self._pace.running():
+            missing, failure = self._relayed(path, record, requests)
+        if failure is not None:
+            raise failure
+        self._read_alone(path, record, missing)
+
+    def verify(self, path: Path, record: FileRecord, blocks: Sequence[int]) -> None:
+        """Check the digest of each of `blocks`. Not passed on."""
+        self._own.verify(path, record, blocks)
+
+    def leave(self) -> None:
+        """End it: from now on the others read for themselves. Once, after the last `read`; raises nothing."""
+        if not self._is_over:
+            with suppress(PeerLost):  # What all ranks do next raises it, too.
+                self._any(True)
+        self._thread.shutdown()
+
+    def _any(self, ends: bool) -> bool:
+        """Return whether a rank ends it, and end it then."""
+        with self._over_after_an_error():
+            self._is_over = self._relay.any(ends)
+        return self._is_over
+
+    @contextmanager
+    def _over_after_an_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._is_over = True
+            raise
+
+    def _relayed(
+        self, path: Path, record: FileRecord, requests: Sequence[Segment]
+    ) -> tuple[list[Segment], Exception | None]:
+        """Fill `requests`, as far as their bytes are passed on; return those that were not, and an error of its own."""
+        size, position = self._relay.size, self._relay.position
+        owners = [(number + self._turn) % size for number in range(len(requests))]
+        self._turn += len(requests)
+        own = [request for request, owner in zip(requests, owners, strict=True) if owner == position]
+        missing: list[Segment] = []
+        failure: Exception | None = None
+        with self._reading_ahead(path, record, own) as next_own:
+            for number, (request, owner) in enumerate(zip(requests, owners, strict=True)):
+                if owner == position:
+                    message, error = next_own()
+                    failure = failure or error
+                    ends = failure is not None or self._pace.is_slow()
+                    message.status = (_HAS_BYTES if failure is None else 0) | (_IS_LAST if ends else 0)
+                else:
+                    message = self._forwarded.free(request)
+                message.send = self._relay.pass_on(owner, message.tensor)
+                self._pace.num_bytes += message.length
+                if not message.status & _HAS_BYTES or (owner != position and not _is_right(message, request, record)):
+                    missing.append(request)
+                else:
+                    scatter(request, request.begin, message.data, message.address)
+                if message.status & _IS_LAST:
+                    self._is_over = True
+                    return [*missing, *requests[number + 1 :]], failure
+        return missing, failure
+
+    @contextmanager
+    def _reading_ahead(
+        self, path: Path, record: FileRecord, requests: Sequence[Segment]
+    ) -> Iterator[Callable[[], tuple[_Message, Exception | None]]]:
+        """Yield what returns the message with the bytes of the next of `requests`, and what failed instead."""
+        batches = [requests[at : at + BATCH] for at in range(0, len(requests), BATCH)]
+        begun: list[tuple[list[_Message], Future[float]]] = []
+
+        def begin() -> None:
+            if len(begun) < len(batches):
+                batch = batches[len(begun)]
+                messages = [self._read_ahead.free(request) for request in batch]
+                pieces = [Piece(request.begin, each.data) for request, each in zip(batch, messages, strict=True)]
+                begun.append((messages, self._thread.submit(self._timed, path, record, pieces)))
+
+        def ready() -> Iterator[tuple[_Message, Exception | None]]:
+            begin()
+            for number in range(len(batches)):
+                begin()
+                messages, read = begun[number]
+                error = read.exception()
+                if error is not None and not isinstance(error, Exception):
+                    raise error
+                if error is None:
+                    self._pace.note(sum(message.length for message in messages), read.result())
+                for message in messages:
+                    yield message, error
+
+        waiting = ready()
+        try:
+            yield lambda: next(waiting)
+        finally:
+            for _, read in begun:
+                if not read.cancel():
+                    read.exception()
+
+    def _timed(self, path: Path, record: FileRecord, pieces: Sequence[Piece]) -> float:
+        began = self._clock()
+        self._own.read(path, record, pieces)
+        return self._clock() - began
+
+    def _read_alone(self, path: Path, record: FileRecord, requests: Sequence[Segment]) -> None:
+        self._own.read(path, record, [piece for request in requests for piece in request.pieces])
+        for request in requests:
+            if request.spans:
+                message = self._forwarded.free(request)
+                self._own.read(path, record, [Piece(request.begin, message.data)])
+                scatter(request, request.begin, message.data, message.address)
+
+
+@dataclass
+class _Pace:
+    """How fast bytes come around, and how fast this rank reads, by `clock`."""
+
+    clock: Callable[[], float]
+    num_bytes: int = 0
+    """That came around, or were its own."""
+    _seconds: float = 0.0
+    _began: float = 0.0
+    _own_bytes: int = 0
+    _own_seconds: float = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the time of the block."""
+        self._began = self.clock()
+        try:
+            yield
+        finally:
+            self._seconds += self.clock() - self._began
+
+    def note(self, num_bytes: int, seconds: float) -> None:
+        """Note a batch that it read; only the first ones count, which all ranks read at the same time."""
+        if self._own_bytes < 2 * BATCH * REQUEST_BYTES:
+            self._own_bytes += num_bytes
+            self._own_seconds += seconds
+
+    def is_slow(self) -> bool:
+        """Return whether this rank would have read all of it by itself in less than 0.9 of the time so far."""
+        if self.num_bytes < TRIED_BYTES:
+            return False
+        alone = self._own_seconds / self._own_bytes * self.num_bytes
+        return alone < 0.9 * (self._seconds + self.clock() - self._began)
+
+
+class _Message:
+    """The bytes of one request, and its status."""
+
+    def __init__(self) -> None:
+        self._memory = request_memory(REQUEST_BYTES + _STATUS_BYTES)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.length = 0
+        self.send: Callable[[], object] = bool
+        """Waits until it was sent."""
+
+    @property
+    def data(self) -> memoryview:
+        return self._memory[: self.length]
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return torch.frombuffer(self._memory, dtype=torch.uint8, count=self.length + _STATUS_BYTES)
+
+    @property
+    def status(self) -> int:
+        return self._memory[self.length]
+
+    @status.setter
+    def status(self, value: int) -> None:
+        self._memory[self.length] = value
+
+
+@dataclass
+class _Messages:
+    """Memory for `count` messages, which are used in turn."""
+
+    count: int
+    _all: list[_Message] = field(default_factory=list)
+    _next: int = 0
+
+    def free(self, request: Segment) -> _Message:
+        """Return a message with room for `request`, once it was sent for which that was used before."""
+        if len(self._all) < self.count:
+            self._all.append(_Message())
+        message = self._all[self._next % len(self._all)]
+        self._next += 1
+        message.send()
+        message.send = bool
+        message.length = request.end - request.begin
+        return message
+
+
+def _is_right(message: _Message, request: Segment, record: FileRecord) -> bool:
+    """Return whether each block in `message` has the digest in `record`."""
+    data = message.data
+    for block in range(request.begin, request.end, BLOCK_BYTES):
+        at = block // BLOCK_BYTES * DIGEST_BYTES
+        end = min(block + BLOCK_BYTES, request.end)
+        if block_digest(data[block - request.begin : end - request.begin]) != record.blocks[at : at + DIGEST_BYTES]:
+            return False
+    return True
