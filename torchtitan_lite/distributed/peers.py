@@ -16,10 +16,16 @@ from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from torchtitan_lite.distributed.groups import destroy, gloo_group, world_size
+from torchtitan_lite.distributed.host_tree import HostTree
 from torchtitan_lite.distributed.lost_peer import naming_lost_peers
 from torchtitan_lite.errors import TorchtitanLiteError
+from torchtitan_lite.host_memory import host_id
+
+TREE_FROM = 64
+"""From this number of ranks on, objects go over hosts; with fewer the exchanges of torch take fewer steps."""
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -74,6 +80,7 @@ class Peers:
 
         This rank may be in no exchange. A group in doubt stays: a thread may still hang in it.
         """
+        self.__dict__.pop("_tree", None)
         destroy(self.__dict__.pop("_control_group", None))
         if not self.is_group_in_doubt:
             destroy(self._save_group)
@@ -82,6 +89,11 @@ class Peers:
     @cached_property
     def _control_group(self) -> dist.ProcessGroup:
         return gloo_group(self._timeout)
+
+    @cached_property
+    def _tree(self) -> HostTree:
+        host = xxhash.xxh3_64_intdigest(host_id().encode()) >> 1
+        return HostTree(self.gather_number(host), self._control_group)
 
     def on_coordinator(self, choose: Callable[[], T]) -> T:
         """Call `choose` on the coordinator; return its result on every rank, or raise its error on every rank."""
@@ -99,6 +111,10 @@ class Peers:
         """Return each rank's `mine`, by rank, on every rank."""
         if self.world_size == 1:
             return [mine]
+        if self.world_size >= TREE_FROM:
+            parts = self._tree.to_coordinator(pickle.dumps(mine))
+            all_parts = self._tree.from_coordinator_to_all(None if parts is None else pickle.dumps(parts))
+            return [pickle.loads(part) for part in pickle.loads(all_parts)]
         gathered: list[T | None] = [None] * self.world_size
         with naming_lost_peers():
             dist.all_gather_object(gathered, mine, group=self._control_group)
@@ -157,19 +173,35 @@ class Peers:
             return answer([mine])[0]
         if isinstance(mine, Exception):
             mine = cast(T, _picklable(mine))
+        gathered = self._gathered_on_coordinator(mine)
+        outcomes: list[tuple[U | None, Exception | None]] | None = None
+        own: Exception | None = None
+        if gathered is not None:
+            answers, own = _attempted(lambda: answer(gathered))
+            by_rank: Sequence[U | None] = answers if answers is not None else [None] * self.world_size
+            failure = _picklable(own)
+            outcomes = [(given, failure) for given in by_rank]
+        return _result(*self._scattered(outcomes), own)
+
+    def _gathered_on_coordinator(self, mine: T) -> list[T] | None:
+        """Return each rank's `mine`, by rank, on the coordinator; None on the others."""
+        if self.world_size >= TREE_FROM:
+            parts = self._tree.to_coordinator(pickle.dumps(mine))
+            return None if parts is None else [pickle.loads(part) for part in parts]
         gathered: list[T | None] | None = [None] * self.world_size if self.is_coordinator else None
         with naming_lost_peers():
             dist.gather_object(mine, gathered, dst=0, group=self._control_group)
-        outcomes: list[tuple[U | None, Exception | None]] | None = None
-        own: Exception | None = None
-        if self.is_coordinator:
-            answers, own = _attempted(lambda: answer(cast(list[T], gathered)))
-            by_rank: Sequence[U | None] = answers if answers is not None else [None] * self.world_size
-            outcomes = [(given, _picklable(own)) for given in by_rank]
-        received: list[tuple[U | None, Exception | None]] = [(None, None)]
+        return cast("list[T] | None", gathered)
+
+    def _scattered(self, by_rank: list[T] | None) -> T:
+        """Return this rank's one of what the coordinator gives, by rank."""
+        if self.world_size >= TREE_FROM:
+            parts = None if by_rank is None else [pickle.dumps(each) for each in by_rank]
+            return cast(T, pickle.loads(self._tree.from_coordinator(parts)))
+        received: list[T | None] = [None]
         with naming_lost_peers():
-            dist.scatter_object_list(received, outcomes, src=0, group=self._control_group)
-        return _result(*received[0], own)
+            dist.scatter_object_list(received, by_rank, src=0, group=self._control_group)
+        return cast(T, received[0])
 
     def pass_on(self, mine: torch.Tensor, previous: int | None, following: int | None) -> torch.Tensor:
         """Return the tensor of the first rank of a chain: receive it from `previous`, send it to the rank `following`.

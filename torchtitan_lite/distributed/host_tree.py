@@ -1,0 +1,97 @@
+"""Exchanges of all ranks with the coordinator, through one rank of each host: every message as long as it is.
+
+torch's exchanges of objects pad every rank's to the longest: if one of 16,000 ranks sends a megabyte, the coordinator
+receives 16 GB, and from each rank. Here the ranks of a host send to its lowest rank, and these send to rank 0; answers
+come back the same way.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_lite.distributed.lost_peer import naming_lost_peers
+
+
+class HostTree:
+    """The ranks of `group`, all ranks, whose hosts have the numbers `hosts`. All methods are **collective**."""
+
+    def __init__(self, hosts: Sequence[int], group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._rank = dist.get_rank()
+        by_host: dict[int, list[int]] = {}
+        for rank, host in enumerate(hosts):
+            by_host.setdefault(host, []).append(rank)
+        self._hosts = list(by_host.values())
+        """The ranks of each host; the first one of the first host is the coordinator."""
+        self._own = by_host[hosts[self._rank]]
+
+    def to_coordinator(self, mine: bytes) -> list[bytes] | None:
+        """Return what each rank gave, by rank, on the coordinator; None on the others."""
+        first = self._own[0]
+        if self._rank != first:
+            self._send(mine, first)
+            return None
+        of_host = [mine, *self._received(self._own[1:])]
+        if first != 0:
+            self._send(pickle.dumps(of_host), 0)
+            return None
+        of_hosts = [of_host, *map(pickle.loads, self._received([ranks[0] for ranks in self._hosts[1:]]))]
+        found = [b""] * sum(map(len, self._hosts))
+        for ranks, parts in zip(self._hosts, of_hosts, strict=True):
+            for rank, part in zip(ranks, parts, strict=True):
+                found[rank] = part
+        return found
+
+    def from_coordinator(self, parts: Sequence[bytes] | None) -> bytes:
+        """Return this rank's part of what the coordinator gives, by rank."""
+        first = self._own[0]
+        if self._rank != first:
+            return self._received([first])[0]
+        if parts is None:
+            of_host: list[bytes] = pickle.loads(self._received([0])[0])
+        else:
+            for ranks in self._hosts[1:]:
+                self._send(pickle.dumps([parts[rank] for rank in ranks]), ranks[0])
+            of_host = [parts[rank] for rank in self._own]
+        for rank, part in zip(self._own[1:], of_host[1:], strict=True):
+            self._send(part, rank)
+        return of_host[0]
+
+    def from_coordinator_to_all(self, data: bytes | None) -> bytes:
+        """Return what the coordinator gives to all."""
+        size = torch.tensor([len(data or b"")])
+        with naming_lost_peers():
+            dist.broadcast(size, src=0, group=self._group)
+            message = _tensor(data) if data is not None else torch.empty(int(size), dtype=torch.uint8)
+            dist.broadcast(message, src=0, group=self._group)
+        return message.numpy().tobytes()
+
+    def _send(self, data: bytes, rank: int) -> None:
+        with naming_lost_peers():
+            dist.send(torch.tensor([len(data)]), dst=rank, group=self._group)
+            dist.send(_tensor(data), dst=rank, group=self._group)
+
+    def _received(self, ranks: Sequence[int]) -> list[bytes]:
+        """Return what each of `ranks` sends; they send at the same time."""
+        sizes = torch.empty(len(ranks), 1, dtype=torch.int64)
+        with naming_lost_peers():
+            _wait_for([dist.irecv(size, src=rank, group=self._group) for size, rank in zip(sizes, ranks, strict=True)])
+            messages = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
+            _wait_for(
+                [dist.irecv(each, src=rank, group=self._group) for each, rank in zip(messages, ranks, strict=True)]
+            )
+        return [message.numpy().tobytes() for message in messages]
+
+
+def _wait_for(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
