@@ -37,6 +37,7 @@ from torchtitan_lite.disk.block_writer import in_memory
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.distributed import dcp
+from torchtitan_lite.distributed.apart import Sent, SentApart
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
@@ -122,6 +123,16 @@ class RankContent:
     """Returns when the state may change. Raises RuntimeError if it changed while it was copied."""
 
 
+class Details(NamedTuple):
+    """What may be long, or empty, of a rank's report about its file."""
+
+    objects: Sequence[PlacedObject] = ()
+    digests: Mapping[str, TensorDigest] = {}  # never changed
+    """By key, the part of each tensor's digest that comes from this file."""
+    nan_in: Sequence[str] = ()
+    """Keys of weights in which NaN was seen."""
+
+
 class WrittenFile(NamedTuple):
     """A rank's report to the coordinator about the file that it wrote.
 
@@ -132,11 +143,8 @@ class WrittenFile(NamedTuple):
     """Bytes of its file of tensors."""
     blocks: bytes
     """The digests of the blocks of that; empty if they are in its record."""
-    objects: Sequence[PlacedObject] = ()
-    digests: Mapping[str, TensorDigest] = {}  # never changed
-    """By key, the part of each tensor's digest that comes from this file."""
-    nan_in: Sequence[str] = ()
-    """Keys of weights in which NaN was seen."""
+    details: Sent | None = None
+    """Its `Details`; None if they are empty."""
     record_size: int | None = None
     """Bytes of its record; None if it has none."""
     record_blocks: bytes = b""
@@ -151,8 +159,9 @@ class CommittingWriter(StorageWriter):
     One instance a save.
     """
 
-    def __init__(self, target: SaveTarget, content: RankContent | None) -> None:
+    def __init__(self, target: SaveTarget, content: RankContent | None, group: dist.ProcessGroup | None = None) -> None:
         self._target, self._content = target, content
+        self._details = SentApart[Details](group)
         self._place = ""
         self.committed: CheckpointInfo | None = None
         """What was committed: on the coordinator, after `finish`; else None."""
@@ -187,9 +196,11 @@ class CommittingWriter(StorageWriter):
         target, description = self._target, self._content.plan.description
         assert description is not None, "the coordinator describes"
         by_rank = received(results)
-        files = [*by_rank.values()]
-        objects = [placed for file in files for placed in file.objects]
-        nan_in = sorted({key for file in files for key in file.nan_in})
+        details = [
+            self._details.received(rank, file.details) for rank, file in by_rank.items() if file.details is not None
+        ]
+        objects = [placed for each in details for placed in each.objects]
+        nan_in = sorted({key for each in details for key in each.nan_in})
         listed = files_of(by_rank, len(results))
         is_of_new_form = in_columns(listed)[1] is not None
         target.fence()  # The staging folder may belong to another job by now.
@@ -216,7 +227,7 @@ class CommittingWriter(StorageWriter):
             extra={
                 "topology": target.origin.topology,
                 "config": target.origin.config,
-                "tensor_digests": _tensor_digests(files, description),
+                "tensor_digests": _tensor_digests([each.digests for each in details], description),
                 **({} if has_metadata else {DCP_METADATA: LEFT_OUT}),
                 **({NAN_IN: nan_in} if nan_in else {}),
                 **({METRICS: dict(target.origin.metrics)} if target.origin.metrics else {}),
@@ -258,8 +269,9 @@ class CommittingWriter(StorageWriter):
         nan_in = names_with_nan(plan.items, content.tensors(), prefix)
         seconds = time.perf_counter() - began
         record_size, record_blocks = (None, b"") if of_rank is None else (of_rank.size, of_rank.blocks)
-        written = (record.size, record.blocks, objects, digests, nan_in, record_size, record_blocks, seconds)
-        return [tuple(WrittenFile(*written))]
+        details = Details(objects, digests, nan_in)
+        sent = self._details.send(details) if any(details) else None
+        return [tuple(WrittenFile(record.size, record.blocks, sent, record_size, record_blocks, seconds))]
 
     def _lineage(self) -> Lineage:
         lineage = self._target.origin.lineage
@@ -281,7 +293,7 @@ def commit(
     **Collective** over `group`, any thread. `failure` is what failed on this rank before, if anything did. Raises
     `SaveFailed` or `LeaseLost` on every rank if one rank failed.
     """
-    writer, planner = CommittingWriter(target, content), AgreedPlanner(failure)
+    writer, planner = CommittingWriter(target, content, group), AgreedPlanner(failure)
     try:
         dcp.save({}, writer, planner, group, target.step)
     except CheckpointError as error:
@@ -321,11 +333,11 @@ def _of_start(origin: Origin) -> dict[str, Any]:
     return of_images | ({RESUMED_FROM_MEMORY: origin.image_of} if origin.image_of >= 0 else {})
 
 
-def _tensor_digests(files: Sequence[WrittenFile], description: Description) -> dict[str, str]:
+def _tensor_digests(shares: Sequence[Mapping[str, TensorDigest]], description: Description) -> dict[str, str]:
     """Return each tensor's digest by key, summed over its chunks."""
     total: dict[str, TensorDigest] = {}
-    for file in files:
-        for key, digest in file.digests.items():
+    for share in shares:
+        for key, digest in share.items():
             total[key] = total.get(key, TensorDigest.zero()) + digest
     found: dict[str, str] = {}
     for key, digest in total.items():
