@@ -37,9 +37,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mb", type=int, default=1024, help="size of the model (default: 1024)")
     parser.add_argument("--ranks", type=int, default=4, help="an even number (default: 4)")
-    parser.add_argument(
-        "--hosts", type=int, default=1, help="hosts that the ranks claim to be on (default: 1)"
-    )
+    parser.add_argument("--hosts", type=int, default=1, help="hosts that the ranks claim to be on (default: 1)")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
     parser.add_argument("--folder", type=Path, default=Path())
     parser.add_argument("--against", type=Path, help="another checkout, which is measured in the same rounds")
