@@ -1,4 +1,4 @@
-"""Objects that are sent beside an exchange: each as long as it is, and none taken for another."""
+"""Objects that are sent alongside an exchange: each as long as it is, and none taken for another."""
 
 from __future__ import annotations
 

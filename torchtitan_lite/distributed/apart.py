@@ -1,4 +1,4 @@
-"""Objects that go to the coordinator beside an exchange of all ranks, each as long as it is.
+"""Objects that go to the coordinator alongside an exchange of all ranks, each as long as it is.
 
 DCP's exchange of results pads each rank's to the longest: the settings of a large optimizer, megabytes that one rank
 has, would come from every rank. So what is not small is sent from rank to rank, under a number of its own: if the

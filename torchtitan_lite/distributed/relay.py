@@ -1,7 +1,7 @@
 """Bytes that ranks pass around a ring: each message comes from one of them, and goes from neighbour to neighbour.
 
 So each link carries a message once, and the last rank has it as soon as the pipeline is full. All ranks pass the same
-messages in the same order; then a message is behind those before it only, and nobody waits in a circle.
+messages in the same order; then a message is behind those before it only, and no rank waits in a circle.
 """
 
 from __future__ import annotations
