@@ -38,6 +38,7 @@ def main() -> int:
     parser.add_argument("--mb", type=int, default=1024, help="size of the model (default: 1024)")
     parser.add_argument("--ranks", type=int, default=4, help="an even number (default: 4)")
     parser.add_argument("--hosts", type=int, default=1, help="hosts that the ranks claim to be on (default: 1)")
+    parser.add_argument("--alone", action="store_true", help="each rank reads by itself (verify_on_load full_alone)")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
     parser.add_argument("--folder", type=Path, default=Path())
     parser.add_argument("--against", type=Path, help="another checkout, which is measured in the same rounds")
@@ -54,7 +55,7 @@ def main() -> int:
         for number in range(args.rounds):
             for layout, name in random.Random(number).sample(cells, len(cells)):
                 _make_cold(Path(folder, "checkpoint"))
-                job = {"folder": folder, "mb": args.mb, "layout": layout, "hosts": args.hosts}
+                job = {"folder": folder, "mb": args.mb, "layout": layout, "hosts": args.hosts, "alone": args.alone}
                 ranks = _in_ranks(versions[name], job, args.ranks)
                 read = sum(rank["bytes"] for rank in ranks) / (args.mb << 20)
                 found[layout, name].append((max(rank["seconds"] for rank in ranks), read))
@@ -95,7 +96,16 @@ def _in_ranks(root: Path, job: dict[str, Any], num_ranks: int) -> list[dict[str,
     return [json.loads(answer.splitlines()[-1]) for answer in answers]
 
 
-def _rank(rank: int, num_ranks: int, meeting: str, folder: str, mb: int, layout: str, hosts: int = 1) -> None:
+def _rank(
+    rank: int,
+    num_ranks: int,
+    meeting: str,
+    folder: str,
+    mb: int,
+    layout: str,
+    hosts: int = 1,
+    alone: bool = False,
+) -> None:
     """Save, or load, on one rank; print how long a load took and what it had the disk read."""
     import torch
     import torch.distributed as dist
@@ -118,7 +128,8 @@ def _rank(rank: int, num_ranks: int, meeting: str, folder: str, mb: int, layout:
     if layout == "hsdp":
         fully_shard(model, mesh=init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("replicate", "shard")))
     loads = layout != "save"
-    with CheckpointManager.for_loop(model=model, folder=Path(folder, "checkpoint"), load_only=loads) as manager:
+    options: dict[str, Any] = {"load_only": loads, "verify_on_load": "full_alone" if alone else "full"}
+    with CheckpointManager.for_loop(model=model, folder=Path(folder, "checkpoint"), **options) as manager:
         dist.barrier()
         before, began = _bytes_read(), time.monotonic()
         manager.load()

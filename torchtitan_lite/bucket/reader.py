@@ -92,9 +92,9 @@ class ObjectFiles:
     @contextmanager
     def shared_reader(self, own: ReadsBlocks, ranks: ReadsAlike) -> Iterator[ReadsBlocks]:
         """Yield what fetches each request on one rank, for all that make it."""
-        over_hosts = ranks.over_hosts(own)
         with ranks.exchange() as exchange:
-            yield over_hosts or ObjectReader(self._objects, self._place.name, self._sizes, exchange=exchange)
+            alone = ObjectReader(self._objects, self._place.name, self._sizes, exchange=exchange)
+            yield ranks.over_hosts(own, alone)
 
     def share(self, names: Sequence[str], number: int, count: int) -> Sequence[str]:
         """Return the part of `names` that rank `number` of `count` looks at."""

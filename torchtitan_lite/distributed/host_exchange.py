@@ -69,8 +69,11 @@ class ReadsAlike(Protocol):
         """Return whether another rank of this host reads exactly what this one does, and it is much."""
         ...
 
-    def over_hosts(self, own: ReadsBlocks) -> ReadsBlocks | None:
-        """Return what reads with `own`, and with ranks of other hosts that read the same; None if there are none."""
+    def over_hosts(self, own: ReadsBlocks, alone: ReadsBlocks) -> ReadsBlocks:
+        """Return what reads with `own`, and with ranks of other hosts that read the same: `alone`, if there are none.
+
+        What these ranks do not pass on it reads with `alone`.
+        """
         ...
 
     def exchange(self) -> AbstractContextManager[Exchanges]:

@@ -226,6 +226,16 @@ class Peers:
                 sending = dist.isend(message, dst=following, group=self._control_group)
         return bool if sending is None else partial(_finish, sending)
 
+    def swap(self, mine: torch.Tensor, previous: int, following: int) -> torch.Tensor:
+        """Send `mine` to the rank `following`; return what the rank `previous` sends. **Collective** as `pass_on`."""
+        theirs = torch.empty_like(mine)
+        with naming_lost_peers():
+            sending = dist.isend(mine, dst=following, group=self._control_group)
+            dist.recv(theirs, src=previous, group=self._control_group)
+            if sending is not None:
+                sending.wait()
+        return theirs
+
     def raise_together(self, error: Exception | None) -> None:
         """Return if no rank has an error; else raise the error of the lowest such rank on every rank.
 

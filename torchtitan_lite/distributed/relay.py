@@ -19,6 +19,7 @@ class Relay:
     def __init__(self, peers: Peers, members: Sequence[int]) -> None:
         self._peers = peers
         self.size = len(members)
+        self._members = members
         self.position = members.index(peers.rank)
         self._previous = members[self.position - 1]
         self._following = members[(self.position + 1) % self.size]
@@ -33,9 +34,14 @@ class Relay:
         return self._peers.relay(message, previous, following)
 
     def any(self, mine: bool) -> bool:
-        """Return whether `mine` is true on any member."""
-        messages = [torch.tensor([owner == self.position and mine]) for owner in range(self.size)]
-        waits = [self.pass_on(owner, message) for owner, message in enumerate(messages)]
-        for wait in waits:
-            wait()
-        return any(map(bool, messages))
+        """Return whether `mine` is true on any member.
+
+        Each tells what it knows to the one that is 1, 2, 4, ... places on.
+        """
+        is_any, distance = torch.tensor([mine]), 1
+        while distance < self.size:
+            following = self._members[(self.position + distance) % self.size]
+            previous = self._members[(self.position - distance) % self.size]
+            is_any |= self._peers.swap(is_any.clone(), previous, following)
+            distance *= 2
+        return bool(is_any)

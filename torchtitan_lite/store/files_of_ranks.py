@@ -89,11 +89,14 @@ def together(others: dict[str, FileRecord], of_ranks: FilesOfRanks) -> Files:
 
 
 def in_columns(files: Files) -> tuple[dict[str, FileRecord], FilesOfRanks | None]:
-    """Return those of `files` that are not in columns, and those that are."""
+    """Return those of `files` that are not in columns, and those that are.
+
+    Of the second also those whose digests were added from records are only there.
+    """
     *others, last = files.maps if isinstance(files, ChainMap) else [files]
     if not isinstance(last, FilesOfRanks):
         return dict(files), None
-    return dict(ChainMap(*others)), last
+    return {name: record for name, record in ChainMap(*others).items() if name not in last}, last
 
 
 def recorded_sizes(files: Mapping[str, FileRecord]) -> dict[str, int]:

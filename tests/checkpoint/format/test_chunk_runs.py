@@ -222,6 +222,7 @@ def manifest_of(runs: list[Any], shape: list[int], files: int) -> Manifest:
     ("runs", "message"),
     [
         ([[5, [0, 1], 0, 0, [0], [200]]], "a run of 5 chunks, each in another file, but there are 4 files"),
+        ([[4, [0, 1 << 40], 0, 0, [0], [250]]], "a run that ends past rank 8388608"),
         ([[10**15, [0, 1], 0, 0, [0], [1]]], "but there are 4 files"),
         ([[4, [0, 1], 0, 0, [0], [200]]], "its chunks have 800 elements where there are 1000"),
         ([[4, [0, 1], 0, 0, [0], [250]]] * 2, "its chunks have 2000 elements where there are 1000"),

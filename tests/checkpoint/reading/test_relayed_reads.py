@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count, pairwise
@@ -109,6 +110,20 @@ class Failing(BlockReader):
         super().read(path, record, pieces, table)
 
 
+class Slow(BlockReader):
+    """Reads 50 MB/s."""
+
+    num_bytes = 0
+
+    def read(
+        self, path: Path, record: FileRecord | None, pieces: Sequence[Piece], table: PieceTable | None = None
+    ) -> None:
+        count = sum(len(piece.into) for piece in pieces)
+        self.num_bytes += count
+        time.sleep(count / 5e7)
+        super().read(path, record, pieces, table)
+
+
 class Counting(BlockReader):
     """Counts what is read."""
 
@@ -142,8 +157,9 @@ def read_all(
     known = {folder / name: FileRecord.of(data) for name, data in CONTENTS.items()}
     reader = own.get(rank, Counting)()
     ticks = count(step=1000 if slow else 0)
-    relayed_reads.TRIED_BYTES = MIB
-    together = RelayedReader(reader, Relay(Peers(timedelta(seconds=60)), [2, 0, 3, 1]), lambda: float(next(ticks)))
+    relayed_reads.TRIED_BYTES, relayed_reads.LEAST_BYTES = MIB, 0
+    relay = Relay(Peers(timedelta(seconds=60)), [2, 0, 3, 1])
+    together = RelayedReader(reader, reader, relay, lambda: float(next(ticks)))
     errors = []
     for path in sorted(known):
         if rank == leaves and path.name == "b":
@@ -185,7 +201,7 @@ def test_the_others_read_what_a_failing_rank_does_not(four_ranks: Ranks, folder:
     assert "it is not there" in found[3][1][0]
 
 
-def test_the_others_go_on_without_a_rank_that_failed_elsewhere(four_ranks: Ranks, folder: Path) -> None:
+def test_the_others_continue_without_a_rank_that_failed_elsewhere(four_ranks: Ranks, folder: Path) -> None:
     assert [errors for _, errors in four_ranks.run(read_all, folder=folder, own={}, number=0, leaves=2)] == [[]] * 4
 
 
@@ -195,13 +211,49 @@ def test_each_rank_reads_for_itself_once_that_is_faster(four_ranks: Ranks, folde
     assert sum(num_bytes for num_bytes, _ in found) > 2 * sum(num_bytes for num_bytes, _ in together)
 
 
+def read_slowly(rank: int, folder: Path, breaks: bool = False) -> int:
+    """Return how much a rank with a slow disk reads of a file; if it `breaks`, one has no memory for messages."""
+    path, data = folder / "d", random.Random("d").randbytes(97 * MIB)
+    if rank == 0:
+        path.write_bytes(data)
+    peers, reader = Peers(timedelta(seconds=60)), Slow()
+    peers.raise_together(None)
+    relayed_reads.TRIED_BYTES, relayed_reads.LEAST_BYTES = 32 * MIB, MIB
+    make = relayed_reads.request_memory
+    if breaks and rank == 2:
+        relayed_reads.request_memory = no_memory
+    try:
+        together = RelayedReader(reader, reader, Relay(peers, [0, 1, 2, 3]))
+    finally:
+        relayed_reads.request_memory = make
+    found = bytearray(len(data))
+    together.read(path, FileRecord.of(data), [Piece(0, memoryview(found))])
+    together.leave()
+    assert found == data
+    return reader.num_bytes
+
+
+def no_memory(num_bytes: int) -> memoryview:
+    raise MemoryError(num_bytes)
+
+
+def test_a_slow_disk_is_read_once(four_ranks: Ranks, tmp_path: Path) -> None:
+    found = four_ranks.run(read_slowly, folder=tmp_path)
+    assert max(found) <= 28 * MIB
+
+
+def test_all_read_for_themselves_if_one_has_no_memory_to_take_part(four_ranks: Ranks, tmp_path: Path) -> None:
+    found = four_ranks.run(read_slowly, folder=tmp_path, breaks=True)
+    assert found == [97 * MIB] * 4
+
+
 @pytest.mark.parametrize(
     ("reads", "hosts", "on_host", "over_hosts", "is_anywhere"),
     [
         ([7, 7, 7, 7], [1, 1, 1, 1], [0, 1, 2, 3], [], True),
         ([7, 8, 7, 8], [1, 1, 1, 1], [0, 2], [], True),
         ([7, 8, 9, 6], [1, 1, 1, 1], [0], [], False),
-        ([7, 7, 7, 7], [2, 1, 2, 1], [0], [1, 3, 0, 2], False),
+        ([7, 7, 7, 7], [2, 1, 2, 1], [0, 2], [1, 3, 0, 2], True),
         ([7, 8, 7, 8], [1, 1, 2, 2], [0], [0, 2], False),
         ([7, 8, 9, 8], [1, 2, 2, 2], [0], [], True),
     ],

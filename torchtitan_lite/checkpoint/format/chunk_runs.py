@@ -23,7 +23,8 @@ from torchtitan_lite.store.manifest import FORMAT_WITH_RUNS, FORMAT_WITHOUT_RUNS
 LEAST_CHUNKS = 4
 """A tensor of fewer chunks is stored as a list of them, which earlier versions can read."""
 _MOST_FILES = 1 << 23
-"""Files that the different rows of runs in one checkpoint may name together: looking each up takes a second or two."""
+"""Files that the different rows of runs in one checkpoint may name together, and ranks: looking each up takes a second
+or two."""
 
 Row = tuple[int, int, int]
 """Number of chunks, first rank, and step of the rank: the files of a run."""
@@ -177,6 +178,8 @@ def check_rows(rows: Collection[Row], num_files: int) -> None:
     longest = max((count for count, _, _ in rows), default=0)
     if longest > num_files:
         raise ValueError(f"a run of {longest} chunks, each in another file, but there are {num_files} files")
+    if any(rank + (count - 1) * step >= _MOST_FILES for count, rank, step in rows):
+        raise ValueError(f"a run that ends past rank {_MOST_FILES}")
     if (total := sum(count for count, _, _ in rows)) > _MOST_FILES:
         raise ValueError(f"runs over {total} files in all; expected at most {_MOST_FILES}")
 

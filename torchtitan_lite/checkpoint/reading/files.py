@@ -109,7 +109,7 @@ class FilesOnDisk:
     @contextmanager
     def shared_reader(self, own: ReadsBlocks, ranks: ReadsAlike) -> Iterator[ReadsBlocks]:
         # The page cache gives to all ranks of this host what one has read.
-        yield ranks.over_hosts(own) or (self.reader(cached=True) if ranks.is_shared() else own)
+        yield ranks.over_hosts(own, self.reader(cached=True) if ranks.is_shared() else own)
 
     def share(self, names: Sequence[str], number: int, count: int) -> Sequence[str]:
         return names[number::count]

@@ -13,8 +13,8 @@ import ctypes
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,38 +31,56 @@ BATCH = 4
 """Requests that a rank reads together, so that several threads read at a time. It reads two batches ahead."""
 FORWARDED = 3
 """Messages of others that may be on their way at a time. With those read ahead: 44 MiB."""
+LEAST_BYTES = 16 << 20
+"""Of a call; of fewer each rank reads all, because to agree takes as long."""
 TRIED_BYTES = 64 << 20
-"""After so many it is decided whether to go on."""
+"""After these it is decided whether to continue."""
 _STATUS_BYTES = 8
 _HAS_BYTES, _IS_LAST = 1, 2
 """Bits of the status at the end of a message: its bytes are right; after it each rank reads for itself."""
 
 
 class RelayedReader:
-    """Reads with `own`, and with the ranks in `relay`, which make the same calls in the same order. Not thread-safe."""
+    """Reads with `own`, and with the ranks in `relay`, which make the same calls in the same order. Not thread-safe.
 
-    def __init__(self, own: ReadsBlocks, relay: Relay, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._own, self._relay, self._clock = own, relay, clock
+    What is not passed on it reads with `alone`, which may share with ranks of this host.
+    """
+
+    def __init__(
+        self, own: ReadsBlocks, alone: ReadsBlocks, relay: Relay, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._own, self._alone, self._relay, self._clock = own, alone, relay, clock
         self._is_over = False
         self._turn = 0
         self._pace = _Pace(clock)
         self._thread = ThreadPoolExecutor(1)
-        self._forwarded = _Messages(FORWARDED)
-        self._read_ahead = _Messages(2 * BATCH)
+        self._failure: Exception | None = None
+        """Why this rank cannot take part; the others hear of it at the next agreement."""
+        try:
+            self._forwarded, self._read_ahead = _Messages(FORWARDED), _Messages(2 * BATCH)
+            self._thread.submit(bool).result()
+        except (MemoryError, OSError, RuntimeError) as error:  # RuntimeError: no more threads.
+            self._failure = error
 
     def read(
         self, path: Path, record: FileRecord | None, pieces: Sequence[Piece], table: PieceTable | None = None
     ) -> None:
         """Fill each of `pieces`, and those of `table`, as `BlockReader.read` does. Raises as that, and `PeerLost`."""
-        if self._is_over or record is None or not record.blocks or self._any(False):
-            self._own.read(path, record, pieces, table)
+        if self._is_over or record is None or not record.blocks:
+            self._alone.read(path, record, pieces, table)
             return
         requests = list(segments(pieces, record.size, whole_blocks=True, table=table))
+        is_small = sum(request.end - request.begin for request in requests) < LEAST_BYTES
+        if is_small or self._any(self._failure is not None):
+            self._alone.read(path, record, pieces, table)
+            return
         with self._over_after_an_error(), self._pace.running():
-            missing, failure = self._relayed(path, record, requests)
+            missing, rest, failure = self._relayed(path, record, requests)
         if failure is not None:
             raise failure
-        self._read_alone(path, record, missing)
+        for request in missing:
+            self._read_again(path, record, request)
+        self._read_rest(path, record, rest)
 
     def verify(self, path: Path, record: FileRecord, blocks: Sequence[int]) -> None:
         """Check the digest of each of `blocks`. Not passed on."""
@@ -77,7 +95,9 @@ class RelayedReader:
 
     def _any(self, ends: bool) -> bool:
         """Return whether a rank ends it, and end it then."""
-        with self._over_after_an_error():
+        # At the first one ranks wait until all have come.
+        counted = self._pace.running() if self._pace.num_bytes else nullcontext()
+        with self._over_after_an_error(), counted:
             self._is_over = self._relay.any(ends)
         return self._is_over
 
@@ -91,8 +111,12 @@ class RelayedReader:
 
     def _relayed(
         self, path: Path, record: FileRecord, requests: Sequence[Segment]
-    ) -> tuple[list[Segment], Exception | None]:
-        """Fill `requests`, as far as their bytes are passed on; return those that were not, and an error of its own."""
+    ) -> tuple[list[Segment], Sequence[Segment], Exception | None]:
+        """Fill `requests`, as far as their bytes are passed on.
+
+        Returns those that did not come as they are, those that are not passed on, and an error of this rank, which the
+        others heard of. Raises `PeerLost`.
+        """
         size, position = self._relay.size, self._relay.position
         owners = [(number + self._turn) % size for number in range(len(requests))]
         self._turn += len(requests)
@@ -113,11 +137,12 @@ class RelayedReader:
                 if not message.status & _HAS_BYTES or (owner != position and not _is_right(message, request, record)):
                     missing.append(request)
                 else:
-                    scatter(request, request.begin, message.data, message.address)
+                    failure = failure or _filled(request, message)
                 if message.status & _IS_LAST:
                     self._is_over = True
-                    return [*missing, *requests[number + 1 :]], failure
-        return missing, failure
+                    return missing, requests[number + 1 :], failure
+        # What failed after the own last turn, the others hear when this rank leaves.
+        return missing, (), failure
 
     @contextmanager
     def _reading_ahead(
@@ -135,9 +160,9 @@ class RelayedReader:
                 begun.append((messages, self._thread.submit(self._timed, path, record, pieces)))
 
         def ready() -> Iterator[tuple[_Message, Exception | None]]:
-            begin()
             for number in range(len(batches)):
-                begin()
+                if number:
+                    begin()
                 messages, read = begun[number]
                 error = read.exception()
                 if error is not None and not isinstance(error, Exception):
@@ -149,6 +174,9 @@ class RelayedReader:
 
         waiting = ready()
         try:
+            # All ranks read their first ones at the same time.
+            begin()
+            begin()
             yield lambda: next(waiting)
         finally:
             for _, read in begun:
@@ -160,13 +188,16 @@ class RelayedReader:
         self._own.read(path, record, pieces)
         return self._clock() - began
 
-    def _read_alone(self, path: Path, record: FileRecord, requests: Sequence[Segment]) -> None:
-        self._own.read(path, record, [piece for request in requests for piece in request.pieces])
+    def _read_again(self, path: Path, record: FileRecord, request: Segment) -> None:
+        message = self._forwarded.free(request)
+        self._own.read(path, record, [Piece(request.begin, message.data)])
+        scatter(request, request.begin, message.data, message.address)
+
+    def _read_rest(self, path: Path, record: FileRecord, requests: Sequence[Segment]) -> None:
+        self._alone.read(path, record, [piece for request in requests for piece in request.pieces])
         for request in requests:
             if request.spans:
-                message = self._forwarded.free(request)
-                self._own.read(path, record, [Piece(request.begin, message.data)])
-                scatter(request, request.begin, message.data, message.address)
+                self._read_again(path, record, request._replace(pieces=[]))
 
 
 @dataclass
@@ -191,7 +222,7 @@ class _Pace:
             self._seconds += self.clock() - self._began
 
     def note(self, num_bytes: int, seconds: float) -> None:
-        """Note a batch that it read; only the first ones count, which all ranks read at the same time."""
+        """Note a batch that this rank read; only the first ones count, which all ranks read at the same time."""
         if self._own_bytes < 2 * BATCH * REQUEST_BYTES:
             self._own_bytes += num_bytes
             self._own_seconds += seconds
@@ -231,24 +262,30 @@ class _Message:
         self._memory[self.length] = value
 
 
-@dataclass
 class _Messages:
-    """Memory for `count` messages, which are used in turn."""
+    """Memory for `count` messages, which are used in turn. Raises MemoryError and OSError."""
 
-    count: int
-    _all: list[_Message] = field(default_factory=list)
-    _next: int = 0
+    def __init__(self, count: int) -> None:
+        self._all = [_Message() for _ in range(count)]
+        self._next = 0
 
     def free(self, request: Segment) -> _Message:
         """Return a message with room for `request`, once it was sent for which that was used before."""
-        if len(self._all) < self.count:
-            self._all.append(_Message())
         message = self._all[self._next % len(self._all)]
         self._next += 1
         message.send()
         message.send = bool
         message.length = request.end - request.begin
         return message
+
+
+def _filled(request: Segment, message: _Message) -> Exception | None:
+    """Fill the pieces of `request`; return what failed."""
+    try:
+        scatter(request, request.begin, message.data, message.address)
+    except Exception as error:
+        return error
+    return None
 
 
 def _is_right(message: _Message, request: Segment, record: FileRecord) -> bool:

@@ -33,11 +33,11 @@ class Sharing:
     """Which ranks read what one of them does."""
 
     on_host: Sequence[int]
-    """It, and those of its host if no other host has one."""
+    """It, and those of its host."""
     over_hosts: Sequence[int] = ()
     """All of them, host by host, if they are on several."""
     is_anywhere: bool = False
-    """Whether any ranks of one host, and of no other, read the same: on all ranks alike."""
+    """Whether any ranks of one host read the same: on all ranks alike."""
 
     @classmethod
     def of(cls, rank: int, reads: Sequence[int], hosts: Sequence[int]) -> Sharing:
@@ -45,11 +45,10 @@ class Sharing:
         groups: dict[int, list[int]] = {}
         for other, number in enumerate(reads):
             groups.setdefault(number, []).append(other)
-        is_anywhere = any(len(group) > len({hosts[each] for each in group}) == 1 for group in groups.values())
+        is_anywhere = any(len(group) > len({hosts[each] for each in group}) for group in groups.values())
         own = sorted(groups[reads[rank]], key=lambda other: (hosts[other], other))
-        if len({hosts[other] for other in own}) > 1:
-            return cls([rank], own, is_anywhere)
-        return cls(own, is_anywhere=is_anywhere)
+        on_host = [other for other in own if hosts[other] == hosts[rank]]
+        return cls(on_host, own if len(own) > len(on_host) else (), is_anywhere)
 
 
 class SharedReads:
@@ -70,9 +69,10 @@ class SharedReads:
     def is_shared(self) -> bool:
         return len(self._sharing.on_host) > 1
 
-    def over_hosts(self, own: ReadsBlocks) -> ReadsBlocks | None:
-        if self._sharing.over_hosts:
-            self._relayed = RelayedReader(own, Relay(self._peers, self._sharing.over_hosts))
+    def over_hosts(self, own: ReadsBlocks, alone: ReadsBlocks) -> ReadsBlocks:
+        if not self._sharing.over_hosts:
+            return alone
+        self._relayed = RelayedReader(own, alone, Relay(self._peers, self._sharing.over_hosts))
         return self._relayed
 
     @contextmanager
