@@ -1,12 +1,12 @@
 """Measure how long ranks of one host take to load, and how much they read, in one or two versions of this project.
 
-    python scripts/bench_rank_loads.py --rounds 5
+    python scripts/bench_rank_loads.py --rounds 5 --alone --hosts
     python scripts/bench_rank_loads.py --rounds 5 --against ../older-checkout
 
 The ranks load a model whose parameters all of them hold (`ddp`), which all share (`fsdp`), or which each half of them
 shares (`hsdp`). Before each load the page cache has nothing of the files. A load takes as long as its slowest rank, and
-reads what all of them had the disk read. With `--hosts` the ranks take each other for ranks of other hosts, which pass
-on what they read through the process group, here over the loopback device. A figure is the median of the rounds, with
+reads what all of them had the disk read. With `--hosts` two of four ranks take the others for ranks of another host, and
+pass on what they read through the process group, here over the loopback device. A figure is the median of the rounds, with
 the lowest and the highest.
 """
 
@@ -37,8 +37,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mb", type=int, default=1024, help="size of the model (default: 1024)")
     parser.add_argument("--ranks", type=int, default=4, help="an even number (default: 4)")
-    parser.add_argument("--hosts", type=int, default=1, help="hosts that the ranks claim to be on (default: 1)")
-    parser.add_argument("--alone", action="store_true", help="each rank reads by itself (verify_on_load full_alone)")
+    parser.add_argument("--hosts", action="store_true", help="also as if the ranks were on two hosts")
+    parser.add_argument("--alone", action="store_true", help="also with each rank by itself (full_alone)")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=LAYOUTS)
     parser.add_argument("--folder", type=Path, default=Path())
     parser.add_argument("--against", type=Path, help="another checkout, which is measured in the same rounds")
@@ -47,16 +47,19 @@ def main() -> int:
     if args.child:
         _rank(**json.loads(args.child))
         return 0
-    versions = {"this": ROOT} | ({"other": args.against.resolve()} if args.against else {})
-    cells = [(layout, name) for layout in args.layouts for name in versions]
+    ways: dict[str, tuple[Path, dict[str, Any]]] = {"this": (ROOT, {})}
+    ways |= {"hosts": (ROOT, {"hosts": 2})} if args.hosts else {}
+    ways |= {"alone": (ROOT, {"alone": True})} if args.alone else {}
+    ways |= {"other": (args.against.resolve(), {})} if args.against else {}
+    cells = [(layout, name) for layout in args.layouts for name in ways]
     found: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory(dir=args.folder.absolute()) as folder:
         _in_ranks(ROOT, {"folder": folder, "mb": args.mb, "layout": "save"}, 1)
         for number in range(args.rounds):
             for layout, name in random.Random(number).sample(cells, len(cells)):
                 _make_cold(Path(folder, "checkpoint"))
-                job = {"folder": folder, "mb": args.mb, "layout": layout, "hosts": args.hosts, "alone": args.alone}
-                ranks = _in_ranks(versions[name], job, args.ranks)
+                root, way = ways[name]
+                ranks = _in_ranks(root, {"folder": folder, "mb": args.mb, "layout": layout} | way, args.ranks)
                 read = sum(rank["bytes"] for rank in ranks) / (args.mb << 20)
                 found[layout, name].append((max(rank["seconds"] for rank in ranks), read))
     for layout, name in cells:
