@@ -5,9 +5,9 @@
 
 The ranks load a model whose parameters all of them hold (`ddp`), which all share (`fsdp`), or which each half of them
 shares (`hsdp`). Before each load the page cache has nothing of the files. A load takes as long as its slowest rank, and
-reads what all of them had the disk read. With `--hosts` two of four ranks take the others for ranks of another host, and
-pass on what they read through the process group, here over the loopback device. A figure is the median of the rounds, with
-the lowest and the highest.
+reads what all of them had the disk read. With `--hosts` two of four ranks take the others for ranks of another host,
+and pass on what they read through the process group, here over the loopback device. A figure is the median of the
+rounds, with the lowest and the highest.
 """
 
 from __future__ import annotations
