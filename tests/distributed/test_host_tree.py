@@ -77,6 +77,7 @@ def lose(rank: int, hosts: list[int]) -> str:
     return "nothing raised"
 
 
+@pytest.mark.slow  # waits for a time-out
 def test_a_rank_that_does_not_take_part_is_a_lost_peer_on_the_others(tmp_path: object) -> None:
     ranks = Ranks(4, once=True, grace_seconds=40)
     assert ranks.run(lose, hosts=[0, 0, 1, 1]) == ["PeerLost"] * 3 + ["left"]

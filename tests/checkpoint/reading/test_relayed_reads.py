@@ -34,8 +34,7 @@ def step(tmp_path: Path) -> Path:
     return cold_step(tmp_path)
 
 
-@pytest.mark.parametrize("ranks_of_host", [2, 1])
-@pytest.mark.parametrize("layout", ["ddp", "hsdp"])
+@pytest.mark.parametrize(("layout", "ranks_of_host"), [("ddp", 2), ("hsdp", 1)])
 def test_hosts_read_each_byte_once(four_ranks: Ranks, step: Path, layout: str, ranks_of_host: int) -> None:
     found = four_ranks.run(load, step=step, layout=layout, ranks_of_host=ranks_of_host, tried=ALWAYS)
     assert [error for _, error, _ in found] == [""] * 4
@@ -63,6 +62,7 @@ def test_damage_is_found_by_all_and_named(four_ranks: Ranks, step: Path) -> None
     assert all("twice" in error and "weight" in error for _, error, _ in found), found
 
 
+@pytest.mark.slow  # waits for time-outs
 def test_a_rank_that_is_killed_is_noticed_by_all_others_in_time(step: Path) -> None:
     ranks = Ranks(4, grace_seconds=60)
     options = {
