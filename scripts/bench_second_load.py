@@ -2,7 +2,7 @@
 
     python scripts/bench_second_load.py --rounds 5
 
-Every load is a process of its own, as after a crash, or of an evaluation beside the training. Before the first load of
+Every load is a process of its own, as after a crash, or of an evaluation next to the training. Before the first load of
 a round the page cache has nothing of the files. torch.load reads into new tensors; with mmap it maps the file, and the
 tensors are copied into the model's.
 """

@@ -36,7 +36,7 @@ class Relay:
     def any(self, mine: bool) -> bool:
         """Return whether `mine` is true on any member.
 
-        Each tells what it knows to the one that is 1, 2, 4, ... places on.
+        Each sends what it knows to the one that is 1, 2, 4, ... places on.
         """
         is_any, distance = torch.tensor([mine]), 1
         while distance < self.size:

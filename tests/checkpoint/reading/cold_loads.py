@@ -60,7 +60,7 @@ def load(
 ) -> tuple[int, str, float]:
     """Return how many bytes a load had the disk read, its error, and how long it took.
 
-    So many ranks are of one host; reads over hosts go on or end after `tried` bytes.
+    `ranks_of_host` ranks are of one host; after `tried` bytes of reads over hosts it is decided whether to continue.
     """
     shared_reads.host_id = lambda: f"host {rank // ranks_of_host}"
     relayed_reads.TRIED_BYTES = tried or relayed_reads.TRIED_BYTES
