@@ -56,7 +56,7 @@ class SentApart(Generic[T]):
         if isinstance(sent, bytes):
             return cast(T, pickle.loads(sent))
         num_bytes, number = sent
-        message = torch.empty(num_bytes, dtype=torch.uint8)
+        message = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         with naming_lost_peers():
             dist.recv(message, src=rank, group=self._group, tag=number)
         return cast(T, pickle.loads(message.numpy().tobytes()))

@@ -63,24 +63,24 @@ class HostTree:
 
     def from_coordinator_to_all(self, data: bytes | None) -> bytes:
         """Return what the coordinator gives to all."""
-        size = torch.tensor([len(data or b"")])
+        size = torch.tensor([len(data or b"")], device="cpu")
         with naming_lost_peers():
             dist.broadcast(size, src=0, group=self._group)
-            message = _tensor(data) if data is not None else torch.empty(int(size), dtype=torch.uint8)
+            message = _tensor(data) if data is not None else torch.empty(int(size), dtype=torch.uint8, device="cpu")
             dist.broadcast(message, src=0, group=self._group)
         return message.numpy().tobytes()
 
     def _send(self, data: bytes, rank: int) -> None:
         with naming_lost_peers():
-            dist.send(torch.tensor([len(data)]), dst=rank, group=self._group)
+            dist.send(torch.tensor([len(data)], device="cpu"), dst=rank, group=self._group)
             dist.send(_tensor(data), dst=rank, group=self._group)
 
     def _received(self, ranks: Sequence[int]) -> list[bytes]:
         """Return what each of `ranks` sends; they send at the same time."""
-        sizes = torch.empty(len(ranks), 1, dtype=torch.int64)
+        sizes = torch.empty(len(ranks), 1, dtype=torch.int64, device="cpu")
         with naming_lost_peers():
             _wait_for([dist.irecv(size, src=rank, group=self._group) for size, rank in zip(sizes, ranks, strict=True)])
-            messages = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
+            messages = [torch.empty(int(size), dtype=torch.uint8, device="cpu") for size in sizes]
             _wait_for(
                 [dist.irecv(each, src=rank, group=self._group) for each, rank in zip(messages, ranks, strict=True)]
             )
@@ -94,4 +94,8 @@ def _wait_for(works: Sequence[dist.Work | None]) -> None:
 
 
 def _tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )

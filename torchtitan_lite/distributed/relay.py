@@ -38,7 +38,7 @@ class Relay:
 
         Each sends what it knows to the one that is 1, 2, 4, ... places on.
         """
-        is_any, distance = torch.tensor([mine]), 1
+        is_any, distance = torch.tensor([mine], device="cpu"), 1
         while distance < self.size:
             following = self._members[(self.position + distance) % self.size]
             previous = self._members[(self.position - distance) % self.size]

@@ -308,7 +308,7 @@ def received(results: Sequence[Sequence[tuple[Any, ...]]]) -> dict[int, WrittenF
 
 
 def files_of(by_rank: Mapping[int, WrittenFile], world_size: int) -> Files:
-    """Return the files that the ranks wrote: in columns if they have records, which all or none of them have."""
+    """Return the files that the ranks wrote: in columns if the ranks have records; all have one, or none has."""
     if all(file.record_size is None for file in by_rank.values()):
         return {layout.data_file(rank, 0): FileRecord(file.size, file.blocks) for rank, file in by_rank.items()}
     sizes: list[int | None] = [None] * world_size
