@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,13 @@ def test_the_running_torch_reads_it_as_its_own(step: Path) -> None:
     state = {"model": {"weight": torch.zeros(2, 3)}}
     dcp.load(state, checkpoint_id=step)
     assert state["model"]["weight"].abs().sum() > 0
+
+
+def test_its_parts_make_one_plain_pickle(step: Path) -> None:
+    listing = io.StringIO()
+    # Raises ValueError for a number of the memo that is given twice, or that stands for nothing.
+    pickletools.dis((step / ".metadata").read_bytes(), out=listing)
+    assert listing.getvalue().count("TensorStorageMetadata") == 1
 
 
 def test_nothing_but_the_strides_differs_from_an_ordinary_pickle() -> None:

@@ -153,6 +153,12 @@ class TensorTable(Mapping[str, StoredTensor]):
         of_whole = sum(kind.nbytes * len(places) for kind, places in self.places_by_kind.items())
         return of_whole + sum(tensor.nbytes for tensor in self.others.values())
 
+    @property
+    def dtypes(self) -> Sequence[Any]:
+        """The dtypes of all tensors, each once."""
+        of_kinds = [kind.dtype for kind in self.places_by_kind]
+        return [*dict.fromkeys(of_kinds + [tensor.dtype for tensor in self.others.values()])]
+
     @classmethod
     def _of_text(cls, text: bytes | None, dtypes: Mapping[str, Any]) -> TensorTable | None:
         """Return the table in the JSON `text`; None unless every entry is, as we write it, of a whole chunk or of runs.
