@@ -11,16 +11,14 @@ its trainer, because an orphan must not write into a folder that a restarted job
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchtitan_lite import faults, log
+from torchtitan_lite.disk import child_process
 from torchtitan_lite.disk.background import give_way
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.forks import forget_in_children
@@ -28,8 +26,6 @@ from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.disk.writer_line import Arena, DigestRequest, Line, LineBroken, Write, answer_all
 from torchtitan_lite.errors import WriterProcessDied
 
-IGNORED_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
-"""What a scheduler or a launcher sends to process groups, besides the signals that the trainer itself handles."""
 STOP_SECONDS = 10.0
 """How long an idle process may take to end by itself before it is killed."""
 
@@ -39,8 +35,7 @@ class WriterProcess:
 
     def __init__(self, timeout_seconds: float, ignored_signals: Sequence[str] = (), *, rank: int = 0) -> None:
         self._timeout_seconds = timeout_seconds
-        names = {*IGNORED_SIGNALS, *ignored_signals}
-        self._ignored = sorted(int(signal.Signals[name]) for name in names if name in signal.Signals.__members__)
+        self._ignored = child_process.numbers_of(ignored_signals)
         self._rank = rank
         self._process: subprocess.Popen[bytes] | None = None
         self._lines: tuple[Line, Line] | None = None
@@ -68,16 +63,11 @@ class WriterProcess:
         self.close()
         lines = Line(self._timeout_seconds), Line(self._timeout_seconds)
         with lines[0].theirs as writes, lines[1].theirs as digests:
-            # The process inherits this mask, so no signal can end it before it has set its own actions.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, self._ignored)
-            try:
-                sockets = [writes.fileno(), digests.fileno()]
-                # Not `multiprocessing`, which imports the user's main module and needs a `__main__` guard. Nor DCP's
-                # own background process: signals to the process group end it, it may outlive its trainer, and one rank
-                # alone cannot restart it.
-                self._process = subprocess.Popen(_command(sockets, self._ignored, self._rank), pass_fds=sockets)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            sockets = [writes.fileno(), digests.fileno()]
+            call = f"serve({sockets}, {os.getpid()}, {self._ignored}, {self._rank}, {faults.installed()!r})"
+            # Not DCP's own background process: signals to the process group end it, it may outlive its trainer, and one
+            # rank alone cannot restart it.
+            self._process = child_process.start(__name__, call, sockets, self._ignored)
         self._lines, self._is_reported = lines, False
 
     def write(
@@ -143,11 +133,7 @@ class WriterProcess:
 
 def serve(socket_fds: Sequence[int], trainer_pid: int, ignored: Sequence[int], rank: int, fault_spec: str) -> None:
     """Serve requests, in the process, until the trainer closes the socket of writes or dies."""
-    for number in ignored:
-        # Ignored before they are unblocked, or one that is pending would end the process here.
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)
-    _die_with(trainer_pid)
+    child_process.begin(trainer_pid, ignored)
     # Before the first thread, because threads inherit the priority.
     give_way()
     log.setup(rank)
@@ -164,15 +150,6 @@ def _wait_for_killed(process: subprocess.Popen[bytes]) -> None:
         log.logger.warning("Writer process %d hangs in the system; leaving it behind", process.pid)
 
 
-def _die_with(trainer_pid: int) -> None:
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    # Looked at after `prctl`: a trainer that died before that call sends no signal.
-    if os.getppid() != trainer_pid:
-        os._exit(0)
-
-
 def _is_stopped(pid: int) -> bool:
     """Return whether the process is stopped (SIGSTOP, a debugger)."""
     try:
@@ -180,22 +157,3 @@ def _is_stopped(pid: int) -> bool:
     except OSError:
         return False
     return status.rpartition(")")[2].split()[0] in "Tt"
-
-
-def _command(socket_fds: Sequence[int], ignored: Sequence[int], rank: int) -> list[str]:
-    call = f"serve({list(socket_fds)}, {os.getpid()}, {list(ignored)}, {rank}, {faults.installed()!r})"
-    return [sys.executable, "-c", f"import sys; sys.path[:] = {_search_path()}; from {__name__} import serve; {call}"]
-
-
-def _search_path() -> list[str]:
-    """Return the module search path of the process: the standard library, this package, then the paths of the trainer.
-
-    `-c` and `-m` would put the working directory first, and a file in it with the name of a standard module would end
-    the process. `-P` prevents that only from Python 3.11 on.
-    """
-    library = Path(os.__file__).parent
-    zipped = library.parent / f"python{sys.version_info.major}{sys.version_info.minor}.zip"
-    standard = [path for path in sys.path if Path(path) in (zipped, library, library / "lib-dynload")]
-    # The trainer may have found the package through sys.path, which a new interpreter does not share.
-    root = str(Path(__file__).resolve().parents[2])
-    return list(dict.fromkeys([*standard, root, *(path for path in sys.path if Path(path).is_absolute())]))
