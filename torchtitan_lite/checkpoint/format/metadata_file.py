@@ -36,8 +36,8 @@ DCP_VERSION = "1.0.0"
 """The `Metadata.version` that DCP's own writer sets."""
 
 MOST_ENTRIES = 50_000
-"""Tensors and chunks of which the file is made with a save: those in runs take about 20 us and 150 bytes each, that is a
-second and 7 MB; whole tensors a tenth of the time."""
+"""Tensors and chunks of which the file is made with a save: those in runs take about 20 us and 150 bytes each, that is
+a second and 7 MB; whole tensors a tenth of the time."""
 
 PlacedItem = tuple[str, str, int, int]
 """The key of an object, and its item: file, first byte, number of bytes."""
