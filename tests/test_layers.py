@@ -32,6 +32,7 @@ LAYERS = {
     "checkpoint.format": 4,
     "checkpoint.context": 5,
     "checkpoint.run_folders": 6,
+    "uploading": 7,
     "checkpoint.state": 5,
     "checkpoint.untrusted": 6,
     "checkpoint.staging": 6,
@@ -42,6 +43,8 @@ LAYERS = {
     "checkpoint.examining": 8,
     "checkpoint.converting": 9,
     "checkpoint.no_images": 9,
+    "checkpoint.no_uploads": 9,
+    "checkpoint.uploads": 10,
     "checkpoint.hugging_face": 10,
     "checkpoint.importing": 10,
     "checkpoint.images": 10,
@@ -74,7 +77,7 @@ WITHOUT_TORCH = (
         "config",
         "keeper",
     ),
-    *("bucket", "checkpoint.run_folders"),
+    *("bucket", "checkpoint.run_folders", "uploading"),
     *(
         f"checkpoint.format.{name}"
         for name in ("clocks", "containers", "contents", "dtypes", "plain_value", "structure")

@@ -296,6 +296,17 @@ class LeaseLost(CheckpointError, RuntimeError):
         super().__init__(f"{folder} {what}. This job commits nothing more there. {fix}.")
 
 
+class UploadRefused(CheckpointError, RuntimeError):
+    """Nothing can be uploaded into the folder `address`: `finding`. What was saved on disk is unchanged."""
+
+    def __init__(self, address: str, finding: str) -> None:
+        self.address, self.finding = address, finding
+        super().__init__(
+            f"Nothing is uploaded to {address}: {finding}. Name another folder with --checkpoint.upload_folder; "
+            f"torchtitan-lite upload FOLDER {address} sends what is missing once it is free."
+        )
+
+
 class CorpusChanged(TorchtitanLiteError, ValueError):
     """The data at resume is not the data of the run; `changes` lists the differences."""
 

@@ -153,6 +153,40 @@ class Purged(Event, name="purged"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Uploaded(Event, name="uploaded"):
+    """The checkpoint is complete in `upload_folder`, too."""
+
+    path: str
+    """That folder."""
+    bytes: int
+    """That this start sent of it."""
+    seconds: float
+    """How long that took, tries that failed included."""
+    failures: int
+    """Tries that failed since the last upload."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UploadFailed(Event, name="upload_failed"):
+    """The upload of this step does not get on for now; it is tried again. Once for each reason."""
+
+    path: str
+    """The folder that it goes to."""
+    reason: str
+    """The error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UploadsEnded(Event, name="uploads_ended"):
+    """This start uploads nothing more: another job or run has that folder. Saves continue; the end is no success."""
+
+    path: str
+    """That folder."""
+    reason: str
+    """The error."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class WeightsImported(Event, name="imported"):
     """Published weights became `step-0`."""
 

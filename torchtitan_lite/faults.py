@@ -42,6 +42,7 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "metadata": "DCP's `.metadata` is about to be written; coordinator",
         "manifest": "the manifest is about to be written; coordinator",
         "seal": "the complete staging folder is about to be synced; coordinator",
+        "upload": "a file of a checkpoint is about to be uploaded; uploader",
         "commit": "right before the rename that is the commit; coordinator",
         "committed": "right after that rename, before the folder is synced; coordinator",
         "hugging_face": "right before the rename that puts the last save in Hugging Face's format in place",
@@ -77,7 +78,7 @@ CONDITIONS: Mapping[str, str] = MappingProxyType(
     {
         "rank": "on this rank only",
         "step": "at this step only",
-        "process": "in this process only: trainer or writer",
+        "process": "in this process only: trainer, writer or uploader",
         "path": "only where the path, or its end, matches this glob",
         "after": "not at the first N passes that match",
         "times": "at N passes, or always; 1 if not given",
@@ -86,7 +87,7 @@ CONDITIONS: Mapping[str, str] = MappingProxyType(
 )
 """What restricts a fault to some passes of its point."""
 
-PROCESSES = ("trainer", "writer")
+PROCESSES = ("trainer", "writer", "uploader")
 FORM = "KIND@POINT:rank=1,step=10"
 
 T = TypeVar("T")

@@ -56,6 +56,14 @@ class BucketSaves:
         self._begun[name] = claim
         return name
 
+    def resume(self, step: int, name: str) -> dict[str, int]:
+        """Continue the save `name` of `step`; return the sizes of its files that are there. Raises OSError."""
+        claim, attempt = self._held.claim(), naming.parse_attempt(name)
+        if attempt is None or attempt[0] != step or self._held.read().find(name) is not None:
+            return {}
+        self._begun[name] = claim
+        return {each.key.removeprefix(f"{name}/"): each.size for each in self._objects.list(f"{name}/")}
+
     def add_metadata(self, name: str, data: bytes) -> None:
         """Write DCP's `.metadata` of the save `name`."""
         self._objects.put(f"{name}/{layout.METADATA}", data)

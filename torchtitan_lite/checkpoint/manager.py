@@ -317,12 +317,16 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for the save in flight, report how it ended, end threads and processes, and give the folder up.
 
-        Waits at most `timeout_seconds` for each of them. Raises `SaveFailed` if that save failed and was one too many
-        in a row; all else is closed then, too. Idempotent; any other call opens the manager again.
+        Waits at most `timeout_seconds` for each of them. With an `upload_folder` waits until all is there, as long as
+        something is sent within `timeout_seconds`. Raises `SaveFailed` if that save failed and was one too many in a
+        row, and `UploadRefused`; all else is closed then, too. Idempotent; any other call opens the manager again.
         """
+        self._close(is_cut=False)
+
+    def _close(self, *, is_cut: bool) -> None:
         if self._is_open:
             self._is_open = self._has_started_saver = False
-            self._parts.end(self._hooks, self._opener)
+            self._parts.end(self._hooks, self._opener, is_cut=is_cut)
         for groups in self._own_groups:  # Unless something failed: a rank may still be in an exchange then.
             groups.close()
 
@@ -333,7 +337,7 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            self.close()
+            self._close(is_cut=error is not None)
         except Exception as closing:
             if error is None:
                 raise
@@ -354,7 +358,7 @@ class CheckpointManager:
             try:
                 self._parts.start(self._hooks, self._opener, step)
             except BaseException:
-                self.close()
+                self._close(is_cut=True)
                 raise
         return True
 
@@ -368,6 +372,7 @@ class CheckpointManager:
             self._has_started_saver = True
             with naming_missing_ranks(f"the first {caller}() of the checkpoint manager"):
                 self._peers.together(self._saver.start)
+            self._parts.uploads.start(self._maker.origin.lineage.run_id)
 
     def _forget(self) -> None:
         """Have nothing open in a child that was just forked: closing it there touches nothing of the parent's."""

@@ -6,6 +6,7 @@ folder, a process or a signal: the manager's methods do, through the parts.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.no_images import NoImages
+from torchtitan_lite.checkpoint.no_uploads import NoUploads
 from torchtitan_lite.checkpoint.one_folder import refuse_where_not_shared
 from torchtitan_lite.checkpoint.one_opener import OneOpener
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
@@ -27,6 +29,7 @@ from torchtitan_lite.checkpoint.resume.first_save import FirstSave
 from torchtitan_lite.checkpoint.resume.initial_import import ImportWeights, InitialImport
 from torchtitan_lite.checkpoint.resume.load_source import new_run
 from torchtitan_lite.checkpoint.resume.run_load import RunLoad
+from torchtitan_lite.checkpoint.resume.source import Sources
 from torchtitan_lite.checkpoint.resume.wrong_folder import refuse_wrong_folders
 from torchtitan_lite.checkpoint.run_end import LastFormat, RunEnd, build_last_save
 from torchtitan_lite.checkpoint.run_folders import RunFolders
@@ -52,7 +55,7 @@ from torchtitan_lite.distributed.step_consensus import StepConsensus
 from torchtitan_lite.events import EventListener, emit_to
 from torchtitan_lite.store.housekeeping import Housekeeping, build_housekeeping
 from torchtitan_lite.store.protocol import StoresCheckpoints
-from torchtitan_lite.store.retention import RetentionPolicy, build_retention
+from torchtitan_lite.store.retention import KeepAll, RetentionPolicy, build_retention
 from torchtitan_lite.store.store import CheckpointStore
 
 RunObjects = tuple[
@@ -63,6 +66,10 @@ RunObjects = tuple[
     Mapping[str, Stateful | dict[Any, Any]] | None,
 ]
 """Dataloader, model parts, optimizers, LR schedulers and further states."""
+
+
+_SECONDS_TO_LEAVE = 5.0
+"""Of the grace period, for what comes after the uploads."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,7 @@ class Parts:
     store: StoresCheckpoints
     saver: Saver
     images: NoImages
+    uploads: NoUploads
     preemption: PreemptionWatch
     housekeeping: Housekeeping
     waiter: SaveWaiter
@@ -123,8 +131,11 @@ class Parts:
             self.end_of_run.refuse_foreign_folder()
             self.maker.origin = self.images.begin(self.maker.origin)
 
-    def end(self, hooks: StepHooks, opener: OneOpener) -> None:
-        """Wait for the save in flight, end threads and processes, and give the folders up, whatever of it fails."""
+    def end(self, hooks: StepHooks, opener: OneOpener, *, is_cut: bool) -> None:
+        """Wait for the save in flight, end threads and processes, and give the folders up, whatever of it fails.
+
+        Waits for uploads, too, unless the run `is_cut` by an error.
+        """
         # Called from the last to the first, whatever one of them raises. The folders are released only when no thread
         # and no process of this job writes into them.
         with ExitStack() as in_reverse:
@@ -134,6 +145,7 @@ class Parts:
             in_reverse.callback(self.preemption.close)
             in_reverse.callback(self.housekeeping.close, self.config.timeout_seconds)
             in_reverse.callback(self.images.leave)
+            in_reverse.callback(self._close_uploads, is_cut)
             in_reverse.callback(self._close_saver)
             in_reverse.callback(self.images.close)
             in_reverse.callback(hooks.close)
@@ -143,6 +155,10 @@ class Parts:
     def _take_folders(self, step: int) -> list[str]:
         refuse_wrong_folders(self.folders, self.config, step)
         return [] if self.config.load_only else self.folders.take()
+
+    def _close_uploads(self, is_cut: bool) -> None:
+        left = self.preemption.seconds_left() - _SECONDS_TO_LEAVE  # Infinity without a signal.
+        self.uploads.close(0.0 if is_cut else max(0.0, left))
 
     def _close_saver(self) -> None:
         # A save that was not over in time is not awaited twice: the other ranks wait for this one to leave.
@@ -166,18 +182,22 @@ def build_parts(
     config = job_config.checkpoint
     timeout, lineage = timedelta(seconds=config.timeout_seconds), new_run()
     peers, consensus = seams.peers or Peers(timeout), seams.consensus or StepConsensus(timeout)
-    context = RunContext(config, peers, seams.clock, emit_to(seams.on_event))
+    emit = emit_to(seams.on_event)
+    context = RunContext(config, peers, seams.clock, emit)
     topology = topology or f"{peers.world_size} ranks"
     run = RunState(*objects, config.save_trained_only)
     folders = RunFolders(job_config, lineage.run_id, seams.store)
+    retention = seams.retention or build_retention(config)
     comparison = RankComparison(peers, may_differ=ranks_may_differ)
     replicas = build_replicas(run.model.parameter_names, run.small)
     plans = PlanCache(peers, replicas, comparison, states_of_ranks=run.states_of_ranks)
     images = build_images(folders.checkpoints, plans, context)
     saver = seams.saver or build_saver(config, peers, plans, images.copying, images.process)
     watch = seams.preemption or PreemptionWatch(config.preemption_signals, config.preemption_grace_seconds)
-    retention = seams.retention or build_retention(config)
-    housekeeping = build_housekeeping(config, retention, context.emit)
+    rules = None if seams.retention is not None else retention
+    uploads = build_uploads(folders, rules, context, images.sources)
+    context = dataclasses.replace(context, emit=uploads.heard_by(emit))
+    housekeeping = build_housekeeping(config, retention, context.emit, uploads.protected)
     waiter = build_waiter(housekeeping, context)
     origin = Origin(
         lineage,
@@ -201,6 +221,7 @@ def build_parts(
         store=folders.checkpoints,
         saver=saver,
         images=images,
+        uploads=uploads,
         preemption=watch,
         housekeeping=housekeeping,
         waiter=waiter,
@@ -208,8 +229,8 @@ def build_parts(
         maker=maker,
         departure=departure,
         first_save=FirstSave(folders.checkpoints, config, peers),
-        initial_import=InitialImport(folders.checkpoints, import_weights, context),
-        load=RunLoad(run, folders, job_config, topology, images.sources, context),
+        initial_import=InitialImport(folders.checkpoints, import_weights, context, uploads.has_checkpoint),
+        load=RunLoad(run, folders, job_config, topology, uploads.sources, context),
         decider=SaveDecider(policy, maker, waiter, departure, consensus, auto, context),
         end_of_run=RunEnd(job_config, folders, maker, last_save, peers),
     )
@@ -226,3 +247,17 @@ def build_images(store: StoresCheckpoints, plans: PlanCache, context: RunContext
     from torchtitan_lite.checkpoint.images.run_images import build_run_images
 
     return build_run_images(store, plans, context)
+
+
+def build_uploads(
+    folders: RunFolders, retention: RetentionPolicy | None, context: RunContext, sources: Sources
+) -> NoUploads:
+    """Return what uploads the checkpoints of `folders`; `retention` says which stay there, None: all."""
+    config, source = context.config, folders.checkpoints
+    if folders.uploads is None or not config.enable_checkpoint or not isinstance(source, CheckpointStore):
+        return NoUploads(sources)
+    from torchtitan_lite.checkpoint.uploads import UploadedSources, Uploads
+
+    if config.load_only or config.create_seed_checkpoint or config.dry_run:
+        return NoUploads(UploadedSources(sources, folders.uploads))
+    return Uploads(source, folders.uploads, retention or KeepAll(), context, sources)

@@ -37,6 +37,8 @@ class RunFolders:
         section, dump_folder = config.checkpoint, config.job.dump_folder
         self.checkpoints = checkpoints or open_store(section.folder, dump_folder)
         self.exports = open_store(section.export_folder, dump_folder) if section.export_folder else None
+        self.uploads = open_store(section.upload_folder, dump_folder) if section.upload_folder else None
+        """The second folder of checkpoints, which another process holds; None for none."""
         self._stores = [store for store in (self.checkpoints, self.exports) if store is not None]
         self._leases = {store: store.lease(run_id, section.lease_timeout_seconds) for store in self._stores}
 
@@ -94,6 +96,11 @@ class RunFolders:
         return self._leases[store].check
 
     def _refuse_one_for_both(self) -> None:
+        if self.uploads is not None and self.uploads.identity in self.identities:
+            raise ConfigError(
+                f"checkpoint.upload_folder: {self.uploads.address} is another folder of this run, too. Name one of its "
+                "own."
+            )
         if self.exports is not None and self.exports.identity == self.checkpoints.identity:
             raise ConfigError(
                 f"checkpoint.export_folder: {self.exports.address} is also the folder of checkpoints, where the "

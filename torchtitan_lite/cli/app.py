@@ -42,6 +42,7 @@ VERBS = {
     "convert": "torchtitan_lite.cli.convert:Convert",
     "reshard": "torchtitan_lite.cli.reshard:Reshard",
     "add-metadata": "torchtitan_lite.cli.add_metadata:AddMetadata",
+    "upload": "torchtitan_lite.cli.upload:Upload",
     "prune": "torchtitan_lite.cli.prune:Prune",
     "pin": "torchtitan_lite.cli.pin:Pin",
     "unpin": "torchtitan_lite.cli.pin:Unpin",

@@ -29,6 +29,9 @@ from torchtitan_lite.store.manifest_fields import topology_in_words
 from torchtitan_lite.store.pins import Pins
 from torchtitan_lite.store.retention import Verdict
 from torchtitan_lite.store.verified import FULL
+from torchtitan_lite.uploading.choice import save_of
+from torchtitan_lite.uploading.record import Record
+from torchtitan_lite.uploading.record import read as read_uploads
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -72,6 +75,8 @@ class _Found:
     pins_error: str
     keys: dict[str, Any]
     verdicts: dict[int, Verdict]
+    uploads: Record
+    """What was seen of it in another folder."""
 
     @classmethod
     def of(
@@ -81,12 +86,13 @@ class _Found:
         holder: Holder | None,
         pinned: frozenset[int],
         pins_error: str = "",
+        uploads: Record | None = None,
     ) -> _Found:
         keys, now = keep_keys(entries), time.time()
         # Where the pins cannot be known, no job removes anything.
         verdicts = {} if pins_error else outlook(entries, keys, pinned, now)
         lives = None if holder is None or holder.has_ended() else holder
-        return cls(root, entries, now, lives, pinned, pins_error, keys, verdicts)
+        return cls(root, entries, now, lives, pinned, pins_error, keys, verdicts, uploads or Record())
 
     @property
     def latest(self) -> ListedCheckpoint | None:
@@ -98,6 +104,9 @@ class _Found:
         verdict = self.verdicts.get(entry.step) if entry.info is not None and entry.step is not None else None
         return verdict is not None and verdict.goes
 
+    def uploaded_at(self, entry: ListedCheckpoint) -> float | None:
+        return None if entry.info is None else self.uploads.stored.get(save_of(entry.info))
+
     def is_pinned(self, entry: ListedCheckpoint) -> bool:
         return entry.step in self.pinned and entry.has_name_of_step
 
@@ -106,6 +115,7 @@ class _Found:
             "folder": str(self.root),
             "in_use_by": str(self.holder) if self.holder is not None else None,
             "retention": self.keys,
+            "uploads_to": self.uploads.address or None,
             "checkpoints": [self._json_of(entry) for entry in self.entries],
         }
 
@@ -118,6 +128,9 @@ class _Found:
         parts: list[RenderableType] = [Text(f"{self.root}: {counted(len(usable), 'checkpoint')}, {_total(usable)}")]
         if self.holder is not None:
             parts.append(Text(f"In use by {self.holder}"))
+        if self.uploads.stored:
+            (step, *_), at = max(self.uploads.stored.items())
+            parts.append(Text(f"Uploaded to {self.uploads.address}: up to step {step}, {age(self.now - at)} ago"))
         rows = {entry.name: self._row(entry) for entry in usable}
         widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows.values(), strict=True)]
         for number, (title, of_run) in enumerate(_by_run(usable)):
@@ -154,6 +167,8 @@ class _Found:
             yield "pinned"
         if self.goes(entry):
             yield "to be removed"
+        if self.uploads.address and entry.info is not None:
+            yield "not uploaded" if self.uploaded_at(entry) is None else "uploaded"
         if entry.has_nan:
             yield "NaN in weights"
         if entry.verified is not None:
@@ -195,6 +210,7 @@ class _Found:
             "nan_in_weights": entry.has_nan,
             "metrics": entry.metrics,
             "pinned": self.is_pinned(entry),
+            "uploaded_at": self.uploaded_at(entry),
             "kept_by": list(verdict.kept_by) if verdict else None,
             "to_be_removed": verdict.goes if verdict else None,
             "verified": {
@@ -256,7 +272,7 @@ def _on_disk(root: Path) -> _Found:
         pinned = Pins(root).read()
     except PinsUnreadable as unreadable:
         error = str(unreadable)
-    return _Found.of(root, entries, _holder(root), pinned, error)
+    return _Found.of(root, entries, _holder(root), pinned, error, read_uploads(root))
 
 
 def _in_store(spelling: str) -> _Found:

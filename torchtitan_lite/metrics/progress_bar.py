@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.disk.forks import forget_in_children
-from torchtitan_lite.events import Committed, Event, Loaded, Resumed, SaveFailure, SaveStarted
+from torchtitan_lite.events import Committed, Event, Loaded, Resumed, SaveFailure, SaveStarted, Uploaded
 from torchtitan_lite.log import logger
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ class Progress:
     seconds_left: float | None = None
     durable: int | None = None
     """The last step that is on disk; None if the run saves none."""
+    uploaded: int | None = None
+    """The last step that this start uploaded; None for none."""
 
     def fields(self) -> list[str]:
         """Return the texts on the right of the bar, in their order."""
@@ -62,6 +64,7 @@ class Progress:
             *([] if self.tps is None else [f"tps {round(self.tps):,}"]),
             *([] if self.durable is None or self.step <= self.durable else [f"{self.step - self.durable} at risk"]),
             *([self.saved] if self.saved else []),
+            *([] if self.uploaded is None else [f"uploaded {self.uploaded}"]),
             f"{'-:--' if self.seconds_left is None else readable_duration(self.seconds_left)} left",
         ]
 
@@ -131,6 +134,8 @@ class TerminalProgressBar(NoProgressBar):
                     self._change(durable=event.step)
                 case Loaded():
                     self._change(durable=event.step - event.at_risk_steps)
+        if isinstance(event, Uploaded):
+            self._change(uploaded=max(event.step, self._progress.uploaded or 0))
         if type(event) in SAVED:
             self._change(saved=SAVED[type(event)].format(event.step))
             self._draw()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from torchtitan_lite.disk import durable
 from torchtitan_lite.log import logger
@@ -16,6 +17,13 @@ from torchtitan_lite.metrics.accounts import Accounts
 _LOGGED = {
     "loss": ("loss_metrics/global_avg_loss", "Loss of the last logged step."),
     "tokens_per_second": ("throughput(tps)", "Tokens a second and device."),
+}
+
+_UPLOADS = {
+    "uploaded_step": "The last step that is in the upload folder.",
+    "uploaded_timestamp_seconds": "Unix seconds at which it was complete there.",
+    "uploaded_bytes_per_second": "How fast it was sent.",
+    "upload_failures": "Tries to upload that failed, in this start.",
 }
 
 
@@ -28,10 +36,12 @@ class PrometheusFile:
         self._has_failed = False
         self.logged: Mapping[str, float] = {}
         """The tags of the last logged step. Replace it as a whole: another thread reads it."""
+        self.uploads: Mapping[str, float] = {}
+        """Figures of the uploads, by name. Replace it as a whole, too."""
 
     def write(self, accounts: Accounts, at_risk: tuple[int, float], *, is_up: bool) -> None:
         """Replace the file; if the disk refuses, log one warning. **Any thread**, one at a time."""
-        text = metrics_text(self._run, accounts, at_risk, self.logged, is_up=is_up)
+        text = metrics_text(self._run, accounts, at_risk, self.logged, self.uploads, is_up=is_up)
         temporary = self._path.with_name(durable.temporary_name(self._path.name))
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +54,13 @@ class PrometheusFile:
 
 
 def metrics_text(
-    run: str, accounts: Accounts, at_risk: tuple[int, float], logged: Mapping[str, float], *, is_up: bool
+    run: str,
+    accounts: Accounts,
+    at_risk: tuple[int, float],
+    logged: Mapping[str, float],
+    uploads: Mapping[str, float] = MappingProxyType({}),
+    *,
+    is_up: bool,
 ) -> str:
     """Return the figures in Prometheus' text format; all are gauges."""
     last = accounts.starts[-1]
@@ -61,6 +77,7 @@ def metrics_text(
         ("at_risk_seconds", "Seconds of training that the disk lacks.", {"": at_risk[1]}),
     ]
     figures += [(name, about, {"": logged[tag]}) for name, (tag, about) in _LOGGED.items() if tag in logged]
+    figures += [(name, _UPLOADS[name], {"": value}) for name, value in uploads.items()]
     return "".join(_gauge(name, about, values, run) for name, about, values in figures)
 
 

@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,17 @@ from torchtitan_lite.checkpoint.schedule.failures import Past
 from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.distributed.process_group import World
-from torchtitan_lite.events import EVENTS, Committed, Event, ImageMissed, ImageReady, Loaded, SaveStaged
+from torchtitan_lite.events import (
+    EVENTS,
+    Committed,
+    Event,
+    ImageMissed,
+    ImageReady,
+    Loaded,
+    SaveStaged,
+    Uploaded,
+    UploadFailed,
+)
 from torchtitan_lite.log import logger
 from torchtitan_lite.metrics.goodput import Goodput
 from torchtitan_lite.metrics.heartbeat import Heartbeat
@@ -132,6 +142,8 @@ class RunMetrics:
         with self._lock:
             self._event_tags |= checkpoint_tags(event)
         self._bar.note(event)
+        if self._prometheus is not None and isinstance(event, Uploaded | UploadFailed):
+            self._prometheus.uploads = upload_figures(self._prometheus.uploads, event)
 
     def past(self) -> Past:
         """Return the hours and the unclean ends of earlier starts, from the ledger or, without one, events.jsonl."""
@@ -239,6 +251,18 @@ def _build_prometheus(config: JobConfig) -> PrometheusFile | None:
     return PrometheusFile(dump_folder / config.metrics.prometheus_file, str(dump_folder))
 
 
+def upload_figures(before: Mapping[str, float], event: Uploaded | UploadFailed) -> dict[str, float]:
+    """Return the figures for Prometheus after `event`."""
+    if isinstance(event, UploadFailed):
+        return {**before, "upload_failures": before.get("upload_failures", 0) + 1}
+    return {
+        "uploaded_step": event.step,
+        "uploaded_timestamp_seconds": time.time(),
+        "uploaded_bytes_per_second": event.bytes / event.seconds if event.seconds > 0 else 0.0,
+        "upload_failures": before.get("upload_failures", 0),
+    }
+
+
 def checkpoint_tags(event: Event) -> dict[str, float]:
     """Return the TensorBoard tags for the figures of `event`."""
     match event:
@@ -248,6 +272,8 @@ def checkpoint_tags(event: Event) -> dict[str, float]:
             return {"checkpoint/image(s)": event.seconds, "checkpoint/image_stall(s)": event.stall_seconds}
         case Loaded():
             return {"checkpoint/load(s)": event.seconds}
+        case Uploaded():
+            return {"checkpoint/upload(s)": event.seconds, "checkpoint/uploaded_step": event.step}
         case Committed():
             return {
                 "checkpoint/stall(s)": event.stall_seconds,

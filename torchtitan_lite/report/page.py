@@ -161,6 +161,9 @@ def _tiles(run: Run) -> list[dict[str, Any]]:
     if run.saves:
         kept = sum(save.fate.value == "kept" for save in run.saves)
         tiles.append(_tile("Checkpoints", f"{kept:,}", kept, f"{size_text(run.kept_bytes)} on disk"))
+    if run.uploaded is not None:
+        step, ago = run.uploaded.event.step, seconds_text(max(0.0, run.read_at - run.uploaded.time))
+        tiles.append(_tile("Uploaded", f"{step:,}", step, f"the last step, {ago} ago"))
     return tiles
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.examining.inventory import USABLE
 from torchtitan_lite.errors import CheckpointError, CheckpointNotFound
+from torchtitan_lite.events import Recorded, Uploaded
 from torchtitan_lite.metrics.accounts import CLEAN_ENDS, FAILED, read_accounts
 from torchtitan_lite.report.changes import KeyChange, changes_by_start, configs_of, without_secret_values
 from torchtitan_lite.report.folder import HolderSeen, SeenFolder
@@ -46,6 +47,8 @@ class Run:
     status: str
     """running, finished, preempted, failed, killed or unknown."""
     read_at: float
+    uploaded: Recorded | None = None
+    """The last upload into a second folder."""
 
     @property
     def steps_per_line(self) -> list[int]:
@@ -111,6 +114,7 @@ def read_run(spelling: str, *, now: float | None = None) -> Run:
         changes=changes_by_start(known),
         status=_status(starts, checkpoints.lock, now),
         read_at=now,
+        uploaded=next((each for each in reversed(events) if isinstance(each.event, Uploaded)), None),
     )
 
 

@@ -8,8 +8,10 @@ which checkpoints are known to be good (this run committed or loaded them), beca
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from torchtitan_lite import faults
@@ -27,6 +29,7 @@ class Housekeeping:
     """Removes the checkpoints that `retention` does not keep, and leftovers.
 
     `min_free_bytes`: while the disk has less free, more go, as `retention.judge` says. `now` returns Unix seconds.
+    `protected` returns steps that stay whatever the rules say, but not where a save lacks the room.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class Housekeeping:
         timeout_seconds: float = 60.0,
         min_free_bytes: int = 0,
         now: Callable[[], float] = time.time,
+        protected: Callable[[], AbstractSet[int]] = frozenset,
     ) -> None:
         self._retention = retention
         self._emit = emit
@@ -48,6 +52,7 @@ class Housekeeping:
         self._timeout_seconds = timeout_seconds
         self._min_free_bytes = min_free_bytes
         self._now = now
+        self._protected = protected
         self._warned_of = ""
 
     def note_good(self, step: int) -> None:
@@ -74,7 +79,8 @@ class Housekeeping:
         if not store.has_room(self._num_bytes[store.address, kind]):
             # Removals under way make room, and are no leftovers of a cut save.
             self.wait(self._timeout_seconds)
-        store.preflight(step, self._num_bytes[store.address, kind], lambda: self.purge(store), fence)
+        make_room = functools.partial(self.purge, store, protected=frozenset)
+        store.preflight(step, self._num_bytes[store.address, kind], make_room, fence)
 
     def purge_when_there_is_time(self, store: StoresCheckpoints, fence: Callable[[], None]) -> None:
         """Purge, before returning, or in the background if saves are made there."""
@@ -92,10 +98,15 @@ class Housekeeping:
         if self._background is not None and not self._background.close(seconds):
             logger.warning("A checkpoint is still being removed after %.0f s; the next start removes the rest", seconds)
 
-    def purge(self, store: StoresCheckpoints, fence: Callable[[], None] = nothing) -> None:
+    def purge(
+        self,
+        store: StoresCheckpoints,
+        fence: Callable[[], None] = nothing,
+        protected: Callable[[], AbstractSet[int]] | None = None,
+    ) -> None:
         """Remove the checkpoints that are not kept; remove nothing if the disk fails or the folder is another job's."""
         try:
-            verdicts = self.verdicts(store)
+            verdicts = self.verdicts(store, protected)
         except OSError as error:
             logger.warning("Could not list %s to remove what is no longer kept: %s", store.address, error)
         except PinsUnreadable as error:
@@ -104,16 +115,18 @@ class Housekeeping:
             self._warned_of = ""
             self.remove([verdict.info for verdict in verdicts if verdict.goes], store, fence)
 
-    def verdicts(self, store: StoresCheckpoints) -> list[Verdict]:
+    def verdicts(
+        self, store: StoresCheckpoints, protected: Callable[[], AbstractSet[int]] | None = None
+    ) -> list[Verdict]:
         """Return what happens to each committed checkpoint now. Changes nothing.
 
         Raises PinsUnreadable, and OSError if the disk fails.
         """
-        good = self._known_good
+        good, kept = self._known_good, (protected or self._protected)()
         return judge(
             self._retention,
             store.committed(),
-            protected=good & {max(good, default=-1)},
+            protected=(good & {max(good, default=-1)}) | kept,
             known_good=good,
             pinned=store.pins.read(),
             now=self._now(),
@@ -175,7 +188,12 @@ def _is_sound(info: CheckpointInfo, store: StoresCheckpoints) -> bool:
         return False
 
 
-def build_housekeeping(config: Checkpoint, retention: RetentionPolicy, emit: Emit) -> Housekeeping:
+def build_housekeeping(
+    config: Checkpoint,
+    retention: RetentionPolicy,
+    emit: Emit,
+    protected: Callable[[], AbstractSet[int]] = frozenset,
+) -> Housekeeping:
     """Return the housekeeping of a run, in the background if saves are."""
     in_background = config.async_mode != "disabled"
     return Housekeeping(
@@ -184,4 +202,5 @@ def build_housekeeping(config: Checkpoint, retention: RetentionPolicy, emit: Emi
         in_background=in_background,
         timeout_seconds=config.timeout_seconds,
         min_free_bytes=round(config.min_free_disk_gb * 1e9),
+        protected=protected,
     )

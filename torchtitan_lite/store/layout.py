@@ -26,6 +26,9 @@ FINDINGS = "findings.json"
 VERIFIED = "verified.json"
 """What `verify` found in which checkpoint; in the folder of checkpoints, next to them."""
 
+UPLOADS = "uploads.json"
+"""What of the folder of checkpoints has been uploaded, and how far; in it, next to them."""
+
 FOLDER_ID = "folder.id"
 """The random id of the folder of checkpoints; in it, next to them."""
 

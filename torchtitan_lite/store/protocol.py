@@ -7,7 +7,7 @@ checkpoint, a `NewFile` is written by whoever has its bytes. Errors of the machi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -145,6 +145,13 @@ class StoresCheckpoints(Protocol):
 
     def begin(self, step: int) -> str:
         """Make an empty place for a save of `step`; return its name, for `new_file`."""
+        ...
+
+    def resume(self, step: int, place: str) -> Mapping[str, int]:
+        """Continue a save of `step` that an earlier holder of the lease began at `place`; return the sizes of files.
+
+        A file is complete only if the caller knows that it was written; what is missing is written with `new_file`.
+        """
         ...
 
     def new_file(self, place: str, name: str) -> NewFile:

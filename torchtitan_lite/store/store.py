@@ -23,6 +23,7 @@ from torchtitan_lite import faults
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import DISK, Durable, naming
 from torchtitan_lite.disk.new_file import NewFileOnDisk
+from torchtitan_lite.disk.plain_file import sizes_of
 from torchtitan_lite.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -212,6 +213,13 @@ class CheckpointStore:
         """Make an empty place for a save of `step`; return its name, for `new_file`. **Coordinator only**."""
         self.clear_staging(step)
         return layout.staging_dir(step)
+
+    def resume(self, step: int, place: str) -> dict[str, int]:
+        """Return the sizes of the files at `place`, where an earlier holder began a save. **Coordinator only**."""
+        folder = self.root / place
+        if place != layout.staging_dir(step) or not is_folder(folder):
+            return {}
+        return sizes_of(folder, [entry.name for entry in os.scandir(folder)])
 
     def new_file(self, place: str, name: str) -> NewFileOnDisk:
         """Return the file `name` of the save that `begin` gave the name `place`. **Any rank**."""

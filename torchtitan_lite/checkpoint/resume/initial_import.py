@@ -29,13 +29,17 @@ _BY_COMMAND = (
 
 
 class InitialImport:
-    """Imports into `store` with `import_weights`. Raises ConfigError if the run wants an import and that is None."""
+    """Imports into `store` with `import_weights`. Raises ConfigError if the run wants an import and that is None.
+
+    `is_elsewhere` returns whether the run has a checkpoint in another folder; on the coordinator.
+    """
 
     def __init__(
         self,
         store: StoresCheckpoints,
         import_weights: ImportWeights | None,
         context: RunContext,
+        is_elsewhere: Callable[[], bool] = bool,
     ) -> None:
         config = context.config
         if config.initial_load_in_hf and config.enable_checkpoint and import_weights is None:
@@ -45,7 +49,7 @@ class InitialImport:
                 f"checkpoint.initial_load_in_hf: an import writes its step 0 to a disk, and {store.address} is none. "
                 f"{_BY_COMMAND}"
             )
-        self._store = store
+        self._store, self._is_elsewhere = store, is_elsewhere
         self._config = config
         self._import_weights = import_weights
         self._peers, self._clock, self._emit = context.peers, context.clock, context.emit
@@ -79,7 +83,7 @@ class InitialImport:
         store = self._store
         with usable(store.address):
             has_full = any(info.kind is CheckpointKind.FULL for info in store.committed())
-            return has_full or bool(store.damaged()) or bool(store.unreadable())
+            return has_full or bool(store.damaged()) or bool(store.unreadable()) or self._is_elsewhere()
 
     def _import(self, source: Path) -> None:
         assert self._import_weights is not None, "the constructor refuses that"

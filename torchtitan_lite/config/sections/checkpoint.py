@@ -43,6 +43,14 @@ class Checkpoint:
     """Folder for checkpoints, inside job.dump_folder, or the address of one in an object store: s3://bucket/run.
     docs/object_stores.md"""
 
+    upload_folder: str = ""
+    """Second folder for checkpoints: each committed one is uploaded there in the background, and a start loads from
+    there what its own disk lacks. An address such as s3://bucket/run, or a folder, inside job.dump_folder unless it is
+    absolute; empty: none. docs/uploads.md"""
+
+    upload_max_mb_per_second: float = 0.0
+    """Most megabytes (10^6 bytes) a second that uploads send; 0: no limit."""
+
     interval_type: IntervalType = "steps"
     """When to save. "steps" and "seconds": every `interval` of them. "auto": so that the time lost to saves and to
     failures is least, as measured. "continuous": as soon as the last save is durable, but not before
@@ -231,7 +239,7 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         check_types(self, "checkpoint")
-        for name in ("folder", "export_folder", "initial_load_path"):
+        for name in ("folder", "export_folder", "upload_folder", "initial_load_path"):
             refuse_unknown_address(f"checkpoint.{name}", getattr(self, name))
         refuse_address("checkpoint.hf_folder", self.hf_folder, "Name a folder inside job.dump_folder.")
         if is_in_object_store(self.folder):
@@ -263,6 +271,7 @@ class Checkpoint:
                 f"checkpoint.export_folder: {self.export_folder!r} is checkpoint.folder too, where the export would "
                 "take the place of the last full checkpoint. Name another folder."
             )
+        self._check_uploads()
         self._check_hugging_face()
         if self.create_seed_checkpoint and (self.load_only or not self.enable_checkpoint):
             raise ConfigError(
@@ -293,6 +302,20 @@ class Checkpoint:
                     f"checkpoint.{name}: found {getattr(self, name)} with a folder in an object store, which {why}. "
                     "Leave it out."
                 )
+
+    def _check_uploads(self) -> None:
+        not_negative("checkpoint.upload_max_mb_per_second", self.upload_max_mb_per_second)
+        if self.upload_folder and is_in_object_store(self.folder):
+            raise ConfigError(
+                f"checkpoint.upload_folder: found {self.upload_folder!r} with a folder in an object store, where saves "
+                "go at once. Name a folder on disk as checkpoint.folder, or leave upload_folder out."
+            )
+        taken = {PurePath(name) for name in (self.folder, self.export_folder, self.hf_folder) if name}
+        if self.upload_folder and PurePath(self.upload_folder) in taken:
+            raise ConfigError(
+                f"checkpoint.upload_folder: {self.upload_folder!r} is another folder of this run, too. Name one of its "
+                "own."
+            )
 
     def _check_interval(self) -> None:
         choice("checkpoint.interval_type", self.interval_type, get_args(IntervalType))

@@ -1,0 +1,188 @@
+"""Uploads from a disk into an object store: cut, refused, hanging, and what a start finds there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.bucket.proxy import Proxy, answers, hangs, where
+from tests.checkpoint.small_run import SmallRun, same
+from torchtitan_lite.bucket.obstore_objects import connect
+from torchtitan_lite.bucket.s3_parts import AT_A_TIME, parts_of
+from torchtitan_lite.bucket.store import open_bucket
+from torchtitan_lite.bucket.upload import PART_BYTES
+from torchtitan_lite.config.address import parse
+from torchtitan_lite.disk.block_writer import in_memory
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.manifest import CheckpointKind, Manifest
+from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.uploading import record
+from torchtitan_lite.uploading.uploader import UploadJob, upload_all
+
+ROOT = Path(__file__).parents[2]
+CUT = """
+import os, sys
+from torchtitan_lite.uploading.uploader import UploadJob, upload_all
+def report(state):
+    if state.sent_bytes >= int(sys.argv[3]):
+        os._exit(9)
+upload_all(UploadJob(sys.argv[1], sys.argv[2]), report)
+"""
+
+
+def written(folder: Path, num_bytes: int, step: int = 1) -> CheckpointStore:
+    """Return a folder on disk with a checkpoint that has one file of `num_bytes`, and a small one."""
+    store, block = CheckpointStore(folder), os.urandom(1 << 20)
+    place = store.begin(step)
+    data = (block * (num_bytes // len(block) + 1))[:num_bytes]
+    files = {name: store.new_file(place, name).write(in_memory(content)) for name, content in contents(data).items()}
+    store.add_metadata(place, b"no pickle")
+    manifest = Manifest(
+        step=step,
+        kind=CheckpointKind.FULL,
+        created_at=1.0,
+        world_size=1,
+        versions={},
+        files=files,
+        lineage=Lineage("run0"),
+    )
+    store.commit(step, manifest, place=place)
+    return store
+
+
+def contents(data: bytes) -> dict[str, bytes]:
+    return {layout.data_file(0, 0): data, layout.data_file(1, 0): b"small"}
+
+
+class Sent:
+    """The bytes of all bodies that the proxy was sent."""
+
+    def __init__(self, proxy: Proxy) -> None:
+        self.num_bytes = 0
+        proxy.rules.insert(0, self._count)
+
+    def _count(self, request: Any) -> None:
+        self.num_bytes += int(request.headers.get("content-length", 0)) if request.method == "PUT" else 0
+
+
+def cut(source: Path, folder: str, after_bytes: int) -> None:
+    """Upload in a process that ends like a killed one once it has read `after_bytes`."""
+    command = [sys.executable, "-c", CUT, str(source), folder, str(after_bytes)]
+    assert subprocess.run(command, cwd=ROOT, check=False, timeout=120).returncode == 9
+
+
+def steps_in(folder: str) -> list[int]:
+    return [info.step for info in open_bucket(folder).committed()]
+
+
+def test_a_cut_upload_sends_no_part_twice_but_those_under_way(folder: str, proxy: Proxy, tmp_path: Path) -> None:
+    size = 6 * PART_BYTES + 5
+    source = written(tmp_path / "run", size).root
+    cut(source, folder, 5 * PART_BYTES)
+    assert steps_in(folder) == []
+    begun = record.read(source).begun
+    assert begun is not None
+    assert list(begun.under_way) == [layout.data_file(0, 0)]
+    sent = Sent(proxy)
+    assert upload_all(UploadJob(str(source), folder), lambda state: None) == 1
+    # Four were read before the end, and three of these may have been under way.
+    assert sent.num_bytes <= size - (4 - AT_A_TIME) * PART_BYTES + 100_000
+    objects = connect(parse(folder))
+    name = open_bucket(folder).committed()[0].path.name
+    assert (
+        objects.get(f"{name}/{layout.data_file(0, 0)}")[0] == (source / "step-1" / layout.data_file(0, 0)).read_bytes()
+    )
+
+
+@pytest.mark.slow
+def test_a_gigabyte_that_is_cut_five_times_costs_a_fifth_more_at_most(
+    folder: str, proxy: Proxy, tmp_path: Path
+) -> None:
+    size = 1 << 30
+    source, sent = written(tmp_path / "run", size).root, Sent(proxy)
+    for _ in range(5):
+        cut(source, folder, size // 6)
+    assert upload_all(UploadJob(str(source), folder), lambda state: None) == 1
+    assert sent.num_bytes <= 1.2 * size
+
+
+def test_an_upload_that_the_store_has_forgotten_begins_again(folder: str, proxy: Proxy, tmp_path: Path) -> None:
+    source = written(tmp_path / "run", 3 * PART_BYTES).root
+    cut(source, folder, 2 * PART_BYTES)
+    parts = parts_of(folder)
+    assert parts is not None
+    parts.remove_all_but("")
+    assert upload_all(UploadJob(str(source), folder), lambda state: None) == 1
+    assert steps_in(folder) == [1]
+
+
+def test_parts_of_a_step_that_is_gone_are_removed_by_the_next_start(folder: str, proxy: Proxy, tmp_path: Path) -> None:
+    source = written(tmp_path / "run", 3 * PART_BYTES)
+    cut(source.root, folder, 2 * PART_BYTES)
+    source.empty(source.discard(source.get(1)))
+    written(tmp_path / "run", 100, step=2)
+    assert upload_all(UploadJob(str(source.root), folder), lambda state: None) == 1
+    upload_all(UploadJob(str(source.root), folder), lambda state: None)
+    assert list(_uploads_under_way(folder)) == []
+    keys = {each.key.partition("/")[0] for each in connect(parse(folder)).list("step")}
+    assert len(keys) == 1
+
+
+def _uploads_under_way(folder: str) -> Iterator[str]:
+    parts, address = parts_of(folder), parse(folder)
+    assert parts is not None
+    found = parts._client.list_multipart_uploads(Bucket=address.bucket, Prefix=f"{address.prefix}/")
+    yield from (each["Key"] for each in found.get("Uploads", ()))
+
+
+def run_of(folder: Path, address: str, **config: Any) -> SmallRun:
+    return SmallRun(folder, interval=1, upload_folder=address, **config)
+
+
+def test_a_lost_disk_costs_nothing_that_is_in_the_store(folder: str, proxy: Proxy, tmp_path: Path) -> None:
+    with run_of(tmp_path / "run", folder, keep_latest_k=2) as run:
+        run.manager.load()
+        run.train(3)
+        expected = run.contents()
+    assert steps_in(folder) == [2, 3]
+    shutil.rmtree(tmp_path / "run")
+    with run_of(tmp_path / "run", folder, keep_latest_k=2) as run:
+        assert run.manager.load()
+        assert same(run.contents(), expected)
+        run.train(5)
+    assert steps_in(folder) == [4, 5]
+
+
+def test_a_store_that_hangs_costs_no_step_and_no_save(folder: str, proxy: Proxy, tmp_path: Path) -> None:
+    with run_of(tmp_path / "run", folder, timeout_seconds=5) as run:
+        run.manager.load()
+        run.step()
+        proxy.again(where(hangs))
+        run.train(4)
+        assert run.committed() == [1, 2, 3, 4]
+    proxy.again()
+    with run_of(tmp_path / "run", folder) as run:
+        run.manager.load()
+        run.train(5)
+    assert steps_in(folder) == [1, 2, 3, 4, 5]
+
+
+def test_a_refused_key_is_one_sentence_and_the_saves_continue(
+    folder: str, proxy: Proxy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with run_of(tmp_path / "run", folder, timeout_seconds=3) as run:
+        run.manager.load()
+        proxy.again(where(answers(403, "AccessDenied"), method="P*"))
+        run.train(3)
+        assert run.committed() == [1, 2, 3]
+    assert "have no permission" in run.events.figures("upload_failed")["reason"]
+    (said,) = [line for line in caplog.messages if line.startswith("Not yet in")]
+    assert "\n" not in said

@@ -1,0 +1,68 @@
+"""Which checkpoints are uploaded, and what their commit abandons."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
+from torchtitan_lite.store.retention import KeepAll, KeepLatest, RetentionPolicy
+from torchtitan_lite.uploading.choice import is_of_another_run, lineage_in, missing, save_of
+
+
+def info(step: int, run: str = "a", *, branch: int | None = None, at: float = 1.0, **changes: object) -> CheckpointInfo:
+    lineage = Lineage(run, branch_point=branch)
+    made = CheckpointInfo(step, Path(f"step-{step}"), CheckpointKind.FULL, at, 10, lineage)
+    return dataclasses.replace(made, **changes)  # type: ignore[arg-type]  # fields of it
+
+
+def steps(
+    source: list[CheckpointInfo], target: list[CheckpointInfo], policy: RetentionPolicy, **more: object
+) -> list[int]:
+    found = missing(source, target, policy, now=2.0, **more)  # type: ignore[arg-type]  # its arguments
+    return [each.step for each in found]
+
+
+def test_the_latest_one_comes_first() -> None:
+    assert steps([info(1), info(2), info(3)], [info(1)], KeepAll()) == [3, 2]
+
+
+def test_what_the_rules_would_remove_there_is_not_sent() -> None:
+    source = [info(step) for step in (1, 2, 3)]
+    assert steps(source, [], KeepLatest(2)) == [3, 2]
+    assert steps(source, [info(2), info(3)], KeepLatest(2)) == []
+    assert steps(source, [], KeepLatest(1), pinned={1}) == [3, 1]
+
+
+def test_a_step_that_was_saved_again_is_sent_again() -> None:
+    assert steps([info(2, at=5.0)], [info(2)], KeepAll()) == [2]
+
+
+def test_weights_are_sent_too() -> None:
+    weights = info(4, kind=CheckpointKind.WEIGHTS_ONLY)
+    assert steps([info(3), weights], [info(3)], KeepLatest(1)) == [4]
+
+
+def test_a_folder_with_the_checkpoints_of_another_run_is_recognized() -> None:
+    assert is_of_another_run([info(1, "a")], [info(1, "b")])
+    assert not is_of_another_run([], [info(1, "b")])
+    assert not is_of_another_run([info(1, "a")], [])
+    assert not is_of_another_run([info(2, "a")], [info(1, "b"), info(2, "a")])
+    assert not is_of_another_run([info(12, "b", branch=10)], [info(20, "a")])
+
+
+def test_the_commit_of_a_branch_abandons_what_the_disk_has_left() -> None:
+    there = [info(10), info(20), info(30)]
+    source = [info(10), info(15, "b", branch=10)]
+    assert lineage_in(there, source[-1].lineage, source).abandons == ((20, "a"), (30, "a"))
+
+
+def test_an_old_step_that_comes_late_abandons_no_later_branch() -> None:
+    source = [info(12, "b", branch=10), info(30, "c", branch=20)]
+    there = [info(30, "c", branch=20), info(40, "c", branch=20)]
+    assert lineage_in(there, source[0].lineage, source) == source[0].lineage
+
+
+def test_a_save_is_known_by_step_run_and_time() -> None:
+    assert save_of(info(3, "b", at=7.0)) == (3, "b", 7.0)

@@ -1,0 +1,187 @@
+"""A run whose checkpoints are uploaded: nothing waits for it, the end does, and a lost disk costs what is not there."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.small_run import SmallRun, same
+from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.errors import ConfigError, FolderUnusable, UploadRefused
+from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.uploading import record
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    return tmp_path / "other"
+
+
+def run_of(folder: Path, other: Path | str, **config: Any) -> SmallRun:
+    return SmallRun(folder, interval=1, upload_folder=str(other), **config)
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [info.step for info in CheckpointStore(folder).committed()]
+
+
+def test_the_end_of_a_run_waits_until_all_is_there(tmp_path: Path, other: Path) -> None:
+    with run_of(tmp_path / "run", other) as run:
+        assert not run.manager.load()
+        run.train(4)
+    assert steps_in(other) == [1, 2, 3, 4]
+    assert run.events.steps("uploaded")[-1] in (1, 2, 3, 4)
+    assert {*run.events.steps("uploaded")} == {1, 2, 3, 4}
+    assert run.events.figures("uploaded")["path"] == str(other)
+
+
+def test_a_start_with_an_empty_disk_continues_from_there_bit_for_bit(tmp_path: Path, other: Path) -> None:
+    with SmallRun(tmp_path / "straight", interval=1) as straight:
+        straight.manager.load()
+        straight.train(6)
+    with run_of(tmp_path / "run", other, keep_latest_k=2) as run:
+        run.manager.load()
+        run.train(3, last=False)
+    shutil.rmtree(tmp_path / "run")
+    with run_of(tmp_path / "run", other, keep_latest_k=2) as run:
+        assert run.manager.load()
+        assert run.train_state.step == 3
+        assert run.events.figures("loaded")["origin"] == "upload_folder"
+        run.train(6)
+    assert same(run.contents(), straight.contents())
+    assert steps_in(other) == steps_in(run.root) == [5, 6]
+
+
+def test_the_later_step_of_the_two_folders_is_loaded(tmp_path: Path, other: Path) -> None:
+    with run_of(tmp_path / "run", other) as run:
+        run.manager.load()
+        run.train(3)
+    for step in (2, 3):
+        shutil.rmtree(tmp_path / "run" / "checkpoint" / f"step-{step}")
+    with run_of(tmp_path / "run", other) as run:
+        run.manager.load()
+        assert run.train_state.step == 3
+    shutil.rmtree(other / "step-3")
+    with SmallRun(tmp_path / "run", interval=1) as run:
+        run.manager.load()
+        run.train(4)
+    with run_of(tmp_path / "run", other) as run:
+        run.manager.load()
+        assert run.train_state.step == 4
+        assert run.events.figures("loaded")["origin"] == "disk"
+
+
+def test_a_step_that_is_damaged_on_disk_is_loaded_from_there(tmp_path: Path, other: Path) -> None:
+    with run_of(tmp_path / "run", other) as run:
+        run.manager.load()
+        run.train(3)
+        expected = run.contents()
+    flip(run.root / "step-3" / "__0_0.distcp")
+    with run_of(tmp_path / "run", other) as again:
+        again.manager.load()
+        assert same(again.contents(), expected)
+        assert again.events.figures("loaded")["origin"] == "upload_folder"
+
+
+def test_a_step_that_is_damaged_there_is_left_for_an_older_one(tmp_path: Path, other: Path) -> None:
+    with run_of(tmp_path / "run", other) as run:
+        run.manager.load()
+        run.train(3)
+    shutil.rmtree(tmp_path / "run")
+    flip(other / "step-3" / "__0_0.distcp")
+    with run_of(tmp_path / "run", other) as again:
+        again.manager.load()
+        assert again.train_state.step == 2
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_folder_that_is_not_there_costs_no_save(
+    tmp_path: Path, other: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other.write_text("no folder")
+    with run_of(tmp_path / "run", other, timeout_seconds=3) as run:
+        with pytest.raises(FolderUnusable):
+            run.manager.load()
+        other.unlink()
+        assert not run.manager.load()
+        run.step()
+        run.manager.wait()
+    with run_of(tmp_path / "run", other, timeout_seconds=3) as run:
+        shutil.rmtree(other)
+        other.write_text("no folder")
+        assert run.manager.load()
+        run.train(3)
+        assert run.committed() == [1, 2, 3]
+    assert "continuing with step 1" in caplog.text
+    assert "Not yet in" in caplog.text
+    assert "torchtitan-lite upload" in caplog.text
+    assert run.events.steps("upload_failed")
+
+
+def test_a_folder_of_another_run_ends_the_uploads_and_the_saves_continue(tmp_path: Path, other: Path) -> None:
+    with SmallRun(tmp_path / "first", interval=1) as first:
+        first.manager.load()
+        first.train(2)
+    with SmallRun(tmp_path / "run", interval=1) as run:
+        run.manager.load()
+        run.train(1)
+    with pytest.raises(UploadRefused, match="checkpoints of run"), run_of(tmp_path / "run", first.root) as run:
+        assert run.manager.load()
+        assert run.train_state.step == 1
+        run.train(3)
+        assert run.committed() == [1, 2, 3]
+    assert len(run.events.steps("uploads_ended")) == 1
+    assert steps_in(first.root) == [1, 2]
+
+
+def test_an_error_of_the_loop_waits_for_no_upload(tmp_path: Path, other: Path) -> None:
+    with pytest.raises(ZeroDivisionError), run_of(tmp_path / "run", other, upload_max_mb_per_second=1e-6) as run:
+        run.manager.load()
+        run.step()
+        run.step()
+        raise ZeroDivisionError
+    assert steps_in(run.root) == [1, 2]
+    with run_of(tmp_path / "run", other) as run:
+        assert run.manager.load()
+        run.train(3)
+    assert steps_in(other) == [1, 2, 3]
+
+
+def test_retention_leaves_the_step_that_is_being_uploaded(tmp_path: Path, other: Path) -> None:
+    with run_of(tmp_path / "run", other, keep_latest_k=1) as run:
+        run.manager.load()
+        run.step()
+        begun = record.Begun((1, "abc", 1.0), "step-1.staging")
+        while not run.events.steps("uploaded"):
+            run.step()
+        record.write(run.root, record.Record(str(other), "id", begun))
+        assert run.manager._parts.uploads.protected() == {1}
+        record.write(run.root, record.Record())
+
+
+def test_a_folder_is_not_uploaded_into_itself(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"checkpoint\.upload_folder"):
+        Checkpoint(upload_folder="checkpoint")
+    with pytest.raises(ConfigError, match=r"checkpoint\.upload_folder.*object store"):
+        Checkpoint(folder="s3://bucket/run", upload_folder="s3://bucket/other")
+    with run_of(tmp_path / "run", "x/../checkpoint") as run, pytest.raises(ConfigError, match="upload_folder"):
+        run.manager.load()
+
+
+def test_a_start_that_only_loads_looks_there_and_uploads_nothing(tmp_path: Path, other: Path) -> None:
+    with run_of(tmp_path / "run", other) as run:
+        run.manager.load()
+        run.train(2)
+    shutil.rmtree(tmp_path / "run")
+    with run_of(tmp_path / "run", other, load_only=True) as run:
+        assert run.manager.load()
+        assert run.train_state.step == 2
+    assert not run.root.exists()

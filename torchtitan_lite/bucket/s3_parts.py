@@ -1,0 +1,158 @@
+"""An upload to S3 that can be cut: the parts that the store has are not sent again.
+
+The client of the rest, obstore, gives up an upload that fails; boto3 continues one, also from another process, by the
+id that the store gave it. Without boto3, and in other stores, a file that was cut is sent again from its beginning.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any
+
+from torchtitan_lite.bucket.objects import StoreUnavailable
+from torchtitan_lite.bucket.refusals import meaning
+from torchtitan_lite.bucket.upload import part_bytes_of
+from torchtitan_lite.config.address import Address, parse
+from torchtitan_lite.disk.block_writer import FileSource
+from torchtitan_lite.distributed.environment import value_of
+
+AT_A_TIME = 3
+"""Parts under way, which a cut loses."""
+_CONNECT_SECONDS = 10.0
+_READ_SECONDS = 60.0
+_TRIES = 4
+_LOST = "NoSuchUpload"
+
+
+def parts_of(address: str) -> S3Parts | None:
+    """Return what uploads below `address` in parts that stay; None where that is not possible."""
+    where = parse(address)
+    if where.scheme != "s3" or value_of("AWS_SKIP_SIGNATURE").lower() in ("1", "true"):
+        return None
+    try:
+        import boto3
+        from botocore.config import Config
+    except ImportError:
+        return None
+    endpoint = value_of("AWS_ENDPOINT_URL_S3") or value_of("AWS_ENDPOINT_URL") or value_of("AWS_ENDPOINT") or None
+    region = value_of("AWS_REGION") or value_of("AWS_DEFAULT_REGION") or "us-east-1"
+    virtual = value_of("AWS_VIRTUAL_HOSTED_STYLE_REQUEST").lower() in ("1", "true") or endpoint is None
+    config = Config(
+        connect_timeout=_CONNECT_SECONDS,
+        read_timeout=_READ_SECONDS,
+        retries={"total_max_attempts": _TRIES, "mode": "standard"},
+        s3={"addressing_style": "virtual" if virtual else "path"},
+        # Stores that are compatible need not know checksums that S3 has had since 2024.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+    )
+    client = boto3.client("s3", endpoint_url=endpoint, region_name=region, config=config)
+    return S3Parts(client, where)
+
+
+class S3Parts:
+    """Uploads below `address` through `client`. Errors of the store are raised as those of `Objects`."""
+
+    def __init__(self, client: Any, address: Address) -> None:
+        self._client, self._address = client, address
+
+    def upload(self, key: str, source: FileSource, upload_id: str, note: Callable[[str], None]) -> None:
+        """Write the object `key` from `source`, and continue with `upload_id` if the store has it still.
+
+        `note` is called with the id before the first part of a new upload is sent.
+        """
+        part_bytes = part_bytes_of(source.num_bytes)
+        object_key = self._object(key)
+        done = self._parts(key, upload_id) if upload_id else None
+        if done is None:
+            with self._translated(key):
+                upload_id = self._client.create_multipart_upload(**object_key)["UploadId"]
+            note(upload_id)
+            done = {}
+        sizes = {number: min(part_bytes, source.num_bytes - begin) for number, begin in _begins(source, part_bytes)}
+        tags = {number: tag for number, (tag, size) in done.items() if sizes.get(number) == size}
+
+        def send(number: int, data: memoryview) -> tuple[int, str]:
+            of_part = {"UploadId": upload_id, "PartNumber": number, "Body": bytes(data)}
+            return number, self._client.upload_part(**object_key, **of_part)["ETag"]
+
+        with self._translated(key), ThreadPoolExecutor(AT_A_TIME) as pool:
+            under_way: set[Future[tuple[int, str]]] = set()
+            for number, begin in _begins(source, part_bytes):
+                if number in tags:
+                    continue
+                while len(under_way) >= AT_A_TIME:
+                    under_way = _settled(under_way, tags)
+                under_way.add(pool.submit(send, number, source.kept(begin, begin + sizes[number])))
+            while under_way:
+                under_way = _settled(under_way, tags)
+            parts = [{"PartNumber": number, "ETag": tags[number]} for number in sorted(tags)]
+            self._client.complete_multipart_upload(**object_key, UploadId=upload_id, MultipartUpload={"Parts": parts})
+
+    def remove_all_but(self, upload_id: str) -> None:
+        """Give up all uploads below the address that were cut, except `upload_id`: their parts cost money."""
+        with self._translated(""):
+            prefix = f"{self._address.prefix}/"
+            pages = self._client.get_paginator("list_multipart_uploads")
+            for page in pages.paginate(Bucket=self._address.bucket, Prefix=prefix):
+                for each in page.get("Uploads", ()):
+                    if each["UploadId"] != upload_id:
+                        where = {"Bucket": self._address.bucket, "Key": each["Key"]}
+                        self._client.abort_multipart_upload(**where, UploadId=each["UploadId"])
+
+    def _parts(self, key: str, upload_id: str) -> dict[int, tuple[str, int]] | None:
+        """Return tag and size of each part of `upload_id` in the store, by number; None if it has no such upload."""
+        found: dict[int, tuple[str, int]] = {}
+        try:
+            pages = self._client.get_paginator("list_parts")
+            for page in pages.paginate(**self._object(key), UploadId=upload_id):
+                found |= {each["PartNumber"]: (each["ETag"], each["Size"]) for each in page.get("Parts", ())}
+        except Exception as error:
+            if _code_of(error) == _LOST:
+                return None
+            raise _meaning(error, f"{self._address}/{key}") from None
+        return found
+
+    def _object(self, key: str) -> dict[str, str]:
+        return {"Bucket": self._address.bucket, "Key": f"{self._address.prefix}/{key}"}
+
+    @contextmanager
+    def _translated(self, key: str) -> Iterator[None]:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            yield
+        except (BotoCoreError, ClientError) as error:
+            raise _meaning(error, f"{self._address}/{key}") from None
+
+
+def _begins(source: FileSource, part_bytes: int) -> list[tuple[int, int]]:
+    """Return the number and the first byte of each part."""
+    return list(enumerate(range(0, source.num_bytes, part_bytes), start=1))
+
+
+def _settled(under_way: set[Future[tuple[int, str]]], tags: dict[int, str]) -> set[Future[tuple[int, str]]]:
+    """Wait for one of `under_way`; add the tags of those that are over, and return the others. Raises their errors."""
+    over, rest = wait(under_way, return_when=FIRST_COMPLETED)
+    tags.update(future.result() for future in over)
+    return rest
+
+
+def _code_of(error: Exception) -> str:
+    response = getattr(error, "response", None)
+    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
+
+
+def _meaning(error: Exception, key: str) -> OSError:
+    """Return `error` of boto3 as `Objects` raises it."""
+    code = _code_of(error)
+    if not code:
+        kind = type(error).__name__
+        if kind in ("NoCredentialsError", "PartialCredentialsError"):
+            return PermissionError(errno.EACCES, "there are no credentials", key)
+        return StoreUnavailable(errno.ETIMEDOUT, f"no usable answer from the store ({kind})", key)
+    status = getattr(error, "response", {}).get("ResponseMetadata", {}).get("HTTPStatusCode", "")
+    return meaning(OSError(f"status code: {status} <Code>{code}</Code>"), key)

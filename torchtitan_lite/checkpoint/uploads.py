@@ -1,0 +1,200 @@
+"""The second folder of a run, `upload_folder`: what is uploaded there behind the run, and what a start loads from it.
+
+The coordinator has a process that uploads; no step and no save waits for it. A start that finds a later step there than
+on its disk loads it from there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan_lite.checkpoint.context import RunContext
+from torchtitan_lite.checkpoint.no_uploads import NoUploads
+from torchtitan_lite.checkpoint.reading.files import Files
+from torchtitan_lite.checkpoint.resume.load_source import choose_source
+from torchtitan_lite.checkpoint.resume.source import LoadSource, Sources
+from torchtitan_lite.checkpoint.run_folders import usable
+from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.errors import CheckpointError, UploadRefused
+from torchtitan_lite.events import Committed, Emit, Event
+from torchtitan_lite.log import counted, logger, readable_bytes
+from torchtitan_lite.store.lineage import without_abandoned
+from torchtitan_lite.store.manifest import CheckpointKind
+from torchtitan_lite.store.protocol import StoresCheckpoints
+from torchtitan_lite.store.retention import RetentionPolicy
+from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.uploading import record
+from torchtitan_lite.uploading.choice import is_of_another_run
+from torchtitan_lite.uploading.process import UploadProcess
+from torchtitan_lite.uploading.uploader import State, UploadJob
+
+
+class Uploads(NoUploads):
+    """Uploads from `source` to `target`."""
+
+    def __init__(
+        self,
+        source: CheckpointStore,
+        target: StoresCheckpoints,
+        retention: RetentionPolicy,
+        context: RunContext,
+        sources: Sources,
+    ) -> None:
+        super().__init__(UploadedSources(sources, target))
+        self._source, self._target, self._context = source, target, context
+        self._retention = retention
+        self._emit = context.emit
+        self._process: UploadProcess | None = None
+
+    @property
+    def state(self) -> State:
+        """How it stands with the uploads. **Coordinator only**."""
+        return State() if self._process is None else self._process.state
+
+    def protected(self) -> AbstractSet[int]:
+        # What is under way. All else that the rules remove here they would remove there, too.
+        begun = record.read(self._source.root).begun
+        return frozenset() if begun is None else frozenset({begun.save[0]})
+
+    def heard_by(self, emit: Emit) -> Emit:
+        def hear(event: Event) -> None:
+            emit(event)
+            if isinstance(event, Committed) and self._process is not None:
+                self._process.look()
+
+        self._emit = emit
+        return hear
+
+    def has_checkpoint(self) -> bool:
+        with usable(self._target.address):
+            return any(info.kind is CheckpointKind.FULL for info in self._target.committed())
+
+    def start(self, run_id: str) -> None:
+        if self._process is not None or not self._context.peers.is_coordinator:
+            return
+        config = self._context.config
+        job = UploadJob(
+            self._source.address,
+            self._target.address,
+            run_id,
+            self._retention,
+            config.upload_max_mb_per_second * 1e6,
+            config.lease_timeout_seconds,
+            config.timeout_seconds,
+        )
+        self._process = UploadProcess(job, self._emit, config.preemption_signals)
+        self._process.start()
+
+    def close(self, seconds: float) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if not process.is_idle and not process.state.is_refused and seconds != 0:
+            logger.info("Waiting for uploads to %s", self._target.address)
+        is_done = process.wait(seconds, self._context.config.timeout_seconds)
+        state = process.state
+        process.close()
+        if state.is_refused:
+            raise UploadRefused(self._target.address, state.problem)
+        if not is_done:
+            self._report_missing(state)
+
+    def _report_missing(self, state: State) -> None:
+        missing = f"{counted(state.waiting, 'checkpoint')} ({readable_bytes(state.missing_bytes)})"
+        logger.warning(
+            "Not yet in %s: %s%s. The next start continues with the uploads, or: torchtitan-lite upload %s %s",
+            self._target.address,
+            missing if state.waiting else "the last checkpoint",
+            f" ({state.problem})" if state.problem else "",
+            self._source.address,
+            self._target.address,
+        )
+
+
+@dataclass(frozen=True)
+class InUploadFolder(LoadSource):
+    """A checkpoint that is loaded from the second folder."""
+
+    @property
+    def origin(self) -> str:
+        return "upload_folder"
+
+    @property
+    def remark(self) -> str:
+        return " The disk of this run has no such step, or a damaged one"
+
+
+class UploadedSources(Sources):
+    """The checkpoints in `target`, and what `inner` offers, which goes first where it is as late."""
+
+    def __init__(self, inner: Sources, target: StoresCheckpoints) -> None:
+        self._inner, self._target = inner, target
+        self._dropped: set[int] = set()
+
+    def look(self, topology: str) -> None:
+        self._inner.look(topology)
+
+    def preferred(
+        self, chosen: LoadSource | None, store: StoresCheckpoints, wanted: int, config: Checkpoint, *, is_exact: bool
+    ) -> LoadSource | None:
+        uploaded = chosen
+        if wanted == -1 and not is_exact and (chosen is None or chosen.initial or not chosen.is_explicit):
+            uploaded = self._later(chosen, store, config)
+        in_memory = self._inner.preferred(chosen, store, wanted, config, is_exact=is_exact)
+        if in_memory is not None and in_memory is not chosen and (uploaded is None or in_memory.step >= uploaded.step):
+            return in_memory
+        return uploaded
+
+    def drop(self, source: LoadSource, error: CheckpointError) -> bool:
+        if not isinstance(source, InUploadFolder):
+            return self._inner.drop(source, error)
+        logger.warning("Step %d in %s is not used: %s", source.step, self._target.address, error)
+        self._dropped.add(source.step)
+        return True
+
+    def opened(self, source: LoadSource, folder: str) -> AbstractContextManager[Files | None]:
+        return self._inner.opened(source, folder)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _later(self, chosen: LoadSource | None, store: StoresCheckpoints, config: Checkpoint) -> LoadSource | None:
+        """Return the latest checkpoint of the target if it is after `chosen`; else `chosen`.
+
+        Raises `FolderUnusable` where that cannot be known and the disk has nothing: the run would begin from scratch.
+        """
+        on_disk = store.committed()
+        has_steps = chosen is not None and not chosen.initial
+        try:
+            with usable(self._target.address):
+                found = self._latest(on_disk, config)
+        except CheckpointError as error:
+            if not has_steps:
+                raise
+            logger.warning(
+                "What is in %s is not known (%s); continuing with step %d", self._target.address, error, _of(chosen)
+            )
+            return chosen
+        if found is None or (has_steps and found.step <= _of(chosen)):
+            return chosen
+        return found
+
+    def _latest(self, on_disk: list[Any], config: Checkpoint) -> LoadSource | None:
+        there = self._target.committed()
+        left = {info.step for info in there} - {info.step for info in without_abandoned([*on_disk, *there])}
+        if is_of_another_run(on_disk, there):
+            return None
+        source = choose_source(
+            self._target, -1, dataclasses.replace(config, initial_load_path=""), self._dropped | left
+        )
+        if source is None:
+            return None
+        return InUploadFolder(**{field.name: getattr(source, field.name) for field in dataclasses.fields(source)})
+
+
+def _of(source: LoadSource | None) -> int:
+    return -1 if source is None else source.step

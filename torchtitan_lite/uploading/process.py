@@ -1,0 +1,238 @@
+"""A process that uploads what a trainer commits, at low priority.
+
+The trainer says when there is something new; the process says how it stands. Nothing waits for it but the end of a run.
+A store that fails or hangs is tried again for as long as the process lives: no step and no save ever waits for one.
+`UploadProcess` is the end of the trainer, `serve` the end of the process.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+from torchtitan_lite import faults, log
+from torchtitan_lite.disk import child_process
+from torchtitan_lite.disk.background import give_way
+from torchtitan_lite.disk.forks import forget_in_children
+from torchtitan_lite.errors import CheckpointError, ConfigError, FolderInUse, LeaseLost, UploadRefused
+from torchtitan_lite.events import Emit, UploadFailed, UploadsEnded
+from torchtitan_lite.uploading.uploader import State, Uploader, UploadJob
+
+_FIRST_PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 60.0
+_REPORT_SECONDS = 1.0
+"""Between two words about bytes alone."""
+_STOP_SECONDS = 5.0
+
+_LOOK = "look"
+
+
+class UploadProcess:
+    """The trainer's end. `emit` and `state` are for any thread."""
+
+    def __init__(self, job: UploadJob, emit: Emit, ignored_signals: Sequence[str] = ()) -> None:
+        self._job, self._emit = job, emit
+        self._ignored = child_process.numbers_of(ignored_signals)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._line: Connection | None = None
+        self._listener: threading.Thread | None = None
+        self._changed = threading.Condition()
+        self._asked = self._answered = 0
+        self.state = State()
+        """What the process said last."""
+        forget_in_children(self.forget)
+
+    def start(self) -> None:
+        """Start the process unless it was started; do not wait for it. Main thread only."""
+        if self._process is not None:
+            return
+        ours, theirs = socket.socketpair()
+        with theirs:
+            call = f"serve({theirs.fileno()}, {os.getpid()}, {self._ignored}, {faults.installed()!r})"
+            self._process = child_process.start(__name__, call, [theirs.fileno()], self._ignored)
+        self._line = Connection(ours.detach())
+        self._line.send_bytes(pickle.dumps(self._job))
+        self._listener = threading.Thread(target=self._listen, args=(self._line,), name="uploads", daemon=True)
+        self._listener.start()
+        self.look()
+
+    def look(self) -> None:
+        """Have the process look for a new checkpoint. Any thread."""
+        with self._changed:
+            if self._line is None:
+                return
+            self._asked += 1
+            with suppress(OSError):  # The listener sees the end.
+                self._line.send((_LOOK, self._asked))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the process has uploaded all that there was when it was last asked to look."""
+        return self._answered == self._asked
+
+    def wait(self, seconds: float, patience_seconds: float) -> bool:
+        """Wait until all is uploaded, at most `seconds` or `patience_seconds` without a byte; return whether it is."""
+        until = time.monotonic() + seconds
+        with self._changed:
+            sent, moved_at = self.state.sent_bytes, time.monotonic()
+            while not self.is_idle and not self.state.is_refused and self._line is not None:
+                now = time.monotonic()
+                if self.state.sent_bytes != sent:
+                    sent, moved_at = self.state.sent_bytes, now
+                if now >= until or now - moved_at >= patience_seconds:
+                    break
+                self._changed.wait(1.0)
+            return self.is_idle and not self.state.is_refused
+
+    def close(self) -> None:
+        """End the process; what is under way continues at the next start. Idempotent."""
+        with self._changed:
+            line, self._line = self._line, None
+            if line is not None:
+                # Not closed: a forked child may have a copy of this end, which would keep the connection open. The
+                # listener, which sees the end of it, closes this one.
+                end = socket.socket(fileno=line.fileno())
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+                end.detach()
+        if self._listener is not None:
+            self._listener.join()
+            self._listener = None
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_SECONDS)
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def forget(self) -> None:
+        """Drop the process in a forked child; the parent's process stays."""
+        if self._line is not None:
+            self._line.close()
+        self._line = None
+        if self._process is not None:
+            self._process.returncode = 0
+            self._process = None
+
+    def _listen(self, line: Connection) -> None:
+        try:
+            while True:
+                word = line.recv()
+                if isinstance(word, State):
+                    with self._changed:
+                        self.state = word
+                        self._changed.notify_all()
+                elif isinstance(word, int):
+                    with self._changed:
+                        self._answered = word
+                        self._changed.notify_all()
+                else:
+                    self._emit(word)
+        except (EOFError, OSError):
+            with self._changed:
+                if self._line is line:
+                    self._line = None
+                    self._report_death()
+                self._changed.notify_all()
+            line.close()
+
+    def _report_death(self) -> None:
+        if not self.state.is_refused:
+            log.logger.warning("The process that uploads checkpoints ended; the next start continues with the uploads")
+
+
+class _Reporter:
+    """Sends states to the trainer: at once, but for bytes alone."""
+
+    def __init__(self, line: Connection) -> None:
+        self._line, self._last, self._at = line, State(), 0.0
+
+    def __call__(self, state: State) -> None:
+        now = time.monotonic()
+        is_more = _without_bytes(state) != _without_bytes(self._last)
+        if is_more or now - self._at >= _REPORT_SECONDS:
+            self._line.send(state)
+            self._last, self._at = state, now
+
+
+def _without_bytes(state: State) -> tuple[object, ...]:
+    return state.stored, state.uploading, state.waiting, state.problem, state.is_refused
+
+
+def serve(socket_fd: int, trainer_pid: int, ignored: Sequence[int], fault_spec: str) -> None:
+    """Upload, in the process, until the trainer closes the socket or dies."""
+    child_process.begin(trainer_pid, ignored)
+    # Before the first thread, because threads inherit the priority.
+    give_way()
+    log.setup(0)
+    faults.install(fault_spec, rank=0, process="uploader")
+    line = Connection(socket_fd)
+    job: UploadJob = pickle.loads(line.recv_bytes())
+    orders = _Orders(line)
+    _serve(Uploader(job, _Reporter(line), line.send), orders, line)
+
+
+class _Orders:
+    """What the trainer asks for, received by a thread of its own: an upload takes hours."""
+
+    def __init__(self, line: Connection) -> None:
+        self._line = line
+        self._changed = threading.Condition()
+        self.asked = 0
+        threading.Thread(target=self._receive, daemon=True).start()
+
+    def wait(self, done: int, seconds: float | None) -> int:
+        """Return the number of the latest order once it is higher than `done`, or after `seconds`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.asked > done, seconds)
+            return self.asked
+
+    def _receive(self) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                _, number = self._line.recv()
+                with self._changed:
+                    self.asked = number
+                    self._changed.notify_all()
+        # The trainer has closed the line. What is under way is cut here, as by a kill: the next start continues.
+        os._exit(0)
+
+
+def _serve(uploader: Uploader, orders: _Orders, line: Connection) -> None:
+    done, pause, is_open, said = 0, _FIRST_PAUSE_SECONDS, False, ""
+    while True:
+        asked = orders.wait(done, None)
+        try:
+            if not is_open:
+                uploader.open()
+                is_open = True
+            while (info := uploader.next()) is not None:
+                uploader.upload(info)
+            done, pause, said = asked, _FIRST_PAUSE_SECONDS, ""
+            line.send(done)
+        except (UploadRefused, FolderInUse, LeaseLost, ConfigError) as error:
+            line.send(UploadsEnded(_step(uploader), path=uploader.address, reason=str(error)))
+            uploader.say(problem=str(error), is_refused=True)
+            uploader.close()
+            return
+        except (OSError, CheckpointError) as error:
+            # Whatever it is, it may end: a bucket, a key, a route, a disk.
+            reason = str(error)
+            if reason != said:
+                line.send(UploadFailed(_step(uploader), path=uploader.address, reason=reason))
+            uploader.failures += 1
+            uploader.say(problem=reason)
+            said = reason
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+def _step(uploader: Uploader) -> int:
+    return uploader.state.uploading or 0

@@ -1,0 +1,116 @@
+"""What has been uploaded from a folder of checkpoints, and how far: for the next start, for `ls` and for people.
+
+One file in the folder, next to the checkpoints. What is in the other folder is decided there: an entry only says when
+it was last seen. Only the process that uploads writes the file. Whatever it holds, reading it yields values of the
+right types, or none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.disk.durable import DISK, Durable
+from torchtitan_lite.disk.plain_file import read_plain
+from torchtitan_lite.errors import CheckpointUnsafe
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.manifest_fields import file_name, number, refuse_constant, seconds, value_of
+from torchtitan_lite.uploading.choice import Save
+
+_MOST_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Begun:
+    """An upload that has begun."""
+
+    save: Save
+    place: str
+    """Its name in the other folder."""
+    done: Mapping[str, int] = field(default_factory=dict)
+    """The files that are complete there, and their sizes in bytes."""
+    under_way: Mapping[str, str] = field(default_factory=dict)
+    """The file of which the store has parts, and the id of that upload."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """The contents of the file."""
+
+    address: str = ""
+    """The other folder, as people write it."""
+    folder_id: str = ""
+    """Its id."""
+    begun: Begun | None = None
+    stored: Mapping[Save, float] = field(default_factory=dict)
+    """What was last seen there, and the Unix second at which it was complete."""
+
+
+def read(root: Path) -> Record:
+    """Return the record in the folder of checkpoints `root`; an empty one if there is none that can be read."""
+    try:
+        return _parsed(json.loads(read_plain(root / layout.UPLOADS, _MOST_BYTES), parse_constant=refuse_constant))
+    except (OSError, CheckpointUnsafe, ValueError, RecursionError):
+        return Record()
+
+
+def write(root: Path, record: Record, durable: Durable = DISK) -> None:
+    """Write `record` into the folder of checkpoints `root`. Raises OSError."""
+    durable.write_atomically(root / layout.UPLOADS, _text(record))
+
+
+def _text(record: Record) -> bytes:
+    begun = record.begun
+    document = {
+        "address": record.address,
+        "folder_id": record.folder_id,
+        "begun": None if begun is None else {**_save(begun.save), **_place(begun)},
+        "stored": [{**_save(save), "stored_at": at} for save, at in sorted(record.stored.items())],
+    }
+    return (json.dumps(document, indent=1) + "\n").encode()
+
+
+def _place(begun: Begun) -> dict[str, Any]:
+    return {"place": begun.place, "done": dict(begun.done), "under_way": dict(begun.under_way)}
+
+
+def _parsed(document: Any) -> Record:
+    """Return the record in `document`. Raise ValueError if it is not what `_text` makes."""
+    if not isinstance(document, dict):
+        raise ValueError("expected a JSON object")
+    begun = document.get("begun")
+    stored: list[Any] = value_of(document, "stored", list)
+    return Record(
+        value_of(document, "address", str),
+        value_of(document, "folder_id", str),
+        None if begun is None else _begun(_object(begun)),
+        {_saved(_object(each)): seconds(each, "stored_at") for each in stored},
+    )
+
+
+def _begun(document: dict[str, Any]) -> Begun:
+    done: dict[str, Any] = value_of(document, "done", dict)
+    under_way: dict[str, Any] = value_of(document, "under_way", dict)
+    return Begun(
+        _saved(document),
+        file_name(value_of(document, "place", str)),
+        {file_name(name): number(done, name, 0) for name in done},
+        {file_name(name): value_of(under_way, name, str) for name in under_way},
+    )
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError("expected a JSON object")
+    return value
+
+
+def _save(save: Save) -> dict[str, Any]:
+    return dict(zip(("step", "run_id", "created_at"), save, strict=True))
+
+
+def _saved(document: dict[str, Any]) -> Save:
+    return number(document, "step", 0), value_of(document, "run_id", str), seconds(document, "created_at")

@@ -1,0 +1,281 @@
+"""Uploads committed checkpoints of one folder into another one, one after another.
+
+The other folder is held like that of a job, and a checkpoint appears there by the same commit: complete or not at all.
+What is sent is what was committed: each block is verified as it is read. Files that were complete when an upload was
+cut are not sent again. Retention removes in the other folder what it would remove in this one. One thread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_lite import faults
+from torchtitan_lite.bucket.s3_parts import S3Parts, parts_of
+from torchtitan_lite.bucket.store import BucketStore
+from torchtitan_lite.bucket.upload import PART_BYTES, ObjectToUpload
+from torchtitan_lite.checkpoint.run_folders import open_store, usable
+from torchtitan_lite.disk.block_reader import BlockReader
+from torchtitan_lite.disk.plain_file import sizes_of
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, UploadRefused
+from torchtitan_lite.events import Emit, Event, Uploaded, UploadFailed, ignore
+from torchtitan_lite.store.housekeeping import Housekeeping
+from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
+from torchtitan_lite.store.place import on_disk
+from torchtitan_lite.store.rank_records import RecordedFiles, RecordsOfRanks
+from torchtitan_lite.store.retention import KeepAll, RetentionPolicy
+from torchtitan_lite.store.store import CheckpointStore, recover
+from torchtitan_lite.uploading import record
+from torchtitan_lite.uploading.choice import Save, is_of_another_run, lineage_in, missing, save_of
+from torchtitan_lite.uploading.rate import Rate
+from torchtitan_lite.uploading.record import Begun, Record
+from torchtitan_lite.uploading.stored_file import StoredFile
+
+
+@dataclass(frozen=True)
+class UploadJob:
+    """What to upload, whereto, and how."""
+
+    folder: str
+    """The folder of checkpoints on disk."""
+    address: str
+    """The other one: an address, or a folder on disk."""
+    run_id: str = ""
+    """The run that holds the other folder meanwhile."""
+    retention: RetentionPolicy = dataclasses.field(default_factory=KeepAll)
+    """Which checkpoints stay in the other folder."""
+    max_bytes_per_second: float = 0.0
+    """0: no limit."""
+    lease_timeout_seconds: float = 30.0
+    timeout_seconds: float = 1800.0
+
+
+@dataclass(frozen=True)
+class State:
+    """How it stands with the uploads of a folder."""
+
+    stored: Save | None = None
+    """The latest one in the other folder."""
+    stored_at: float = 0.0
+    """The Unix second at which it was complete there."""
+    uploading: int | None = None
+    """The step under way."""
+    waiting: int = 0
+    """Checkpoints that the other folder lacks, that one included."""
+    sent_bytes: int = 0
+    """In all uploads of this process."""
+    missing_bytes: int = 0
+    """Of the checkpoints that wait."""
+    problem: str = ""
+    """Why nothing gets on; empty while all is well."""
+    is_refused: bool = False
+    """Whether nothing will be uploaded any more."""
+
+
+class Uploader:
+    """Uploads as `job` says, and calls `report` with each change of the state, from the thread that uploads."""
+
+    def __init__(
+        self,
+        job: UploadJob,
+        report: Callable[[State], None],
+        emit: Emit = ignore,
+        *,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._job, self._report, self._emit, self._now = job, report, emit, now
+        self._source, self._target = CheckpointStore(Path(job.folder)), open_store(job.address)
+        self._lease = self._target.lease(job.run_id, job.lease_timeout_seconds)
+        self._housekeeping = Housekeeping(job.retention, ignore, now=now, protected=self._source.pins.read)
+        self._rate = Rate(job.max_bytes_per_second)
+        self._record = Record()
+        self._parts: S3Parts | None = None
+        self._damaged: set[Save] = set()
+        self._since: tuple[int, float, int] | None = None
+        """The step under way, when it began, and the bytes that had been sent then."""
+        self.failures = 0
+        """Tries that failed since the last upload; the caller counts them."""
+        self.state = State()
+
+    @property
+    def address(self) -> str:
+        """The other folder, as people write it."""
+        return self._target.address
+
+    def say(self, **changes: object) -> None:
+        """Change the state, and report."""
+        self.state = dataclasses.replace(self.state, **changes)  # type: ignore[arg-type]  # fields of State
+        self._report(self.state)
+
+    def open(self) -> None:
+        """Take the other folder. Raises FolderInUse, UploadRefused, FolderUnusable and OSError; it is not held then."""
+        with usable(self._target.address):
+            self._lease.take()
+        try:
+            self._look()
+        except BaseException:
+            self.close()
+            raise
+
+    def _look(self) -> None:
+        """Find out how far the uploads are, and remove what was given up."""
+        with usable(self._target.address):
+            known = record.read(self._source.root)
+            target = self._target.committed()
+            folder_id = self._target.folder_id(make=True)
+            if folder_id != known.folder_id:
+                if is_of_another_run(self._source.committed(), target):
+                    raise UploadRefused(self._target.address, f"it has checkpoints of run {target[-1].run_id}")
+                known = Record()
+            self._record = dataclasses.replace(known, address=self._target.address, folder_id=folder_id)
+            begun = self._record.begun
+            if begun is None:
+                recover(self._target)  # It would remove an upload that is to be continued.
+            if isinstance(self._target, BucketStore):
+                self._parts = parts_of(self._target.address)
+            if self._parts is not None:
+                under_way = {} if begun is None else begun.under_way
+                self._parts.remove_all_but(next(iter(under_way.values()), ""))
+        self._note_target(target)
+
+    def close(self) -> None:
+        """Give the other folder up. Idempotent."""
+        self._lease.release()
+
+    def next(self) -> CheckpointInfo | None:
+        """Return the checkpoint to upload now; None if the other folder has what it is to have."""
+        target = self._target.committed()
+        self._note_target(target)
+        pinned = self._source.pins.read() | self._target.pins.read()
+        source = self._source.committed()
+        lacking = missing(source, target, self._job.retention, pinned=pinned, now=self._now())
+        lacking = [info for info in lacking if save_of(info) not in self._damaged]
+        begun = self._record.begun
+        if begun is not None and begun.save not in map(save_of, lacking):
+            self._give_up(begun)
+        # What has begun comes first: with a save each minute, uploads of ten would never end.
+        lacking.sort(key=lambda info: begun is None or save_of(info) != begun.save)
+        chosen = lacking[0] if lacking else None
+        self.say(
+            uploading=None if chosen is None else chosen.step,
+            waiting=len(lacking),
+            missing_bytes=sum(info.nbytes for info in lacking),
+            problem="",
+        )
+        return chosen
+
+    def upload(self, info: CheckpointInfo) -> None:
+        """Upload `info`. Raises LeaseLost, SaveFailed and the OSError of the other folder.
+
+        Returns without having done so if the checkpoint was removed meanwhile, or proved damaged, which an event says.
+        """
+        if self._since is None or self._since[0] != info.step:
+            self._since = info.step, time.monotonic(), self.state.sent_bytes
+        _, began, sent = self._since
+        try:
+            self._send(info)
+        except CheckpointDamaged as damage:
+            self._damaged.add(save_of(info))
+            self._emit(UploadFailed(info.step, path=self.address, reason=str(damage)))
+            return
+        except FileNotFoundError:
+            if on_disk(info.path).exists():
+                raise
+            return
+        stored_at = self._now()
+        stored = {**self._record.stored, save_of(info): stored_at}
+        self._write(dataclasses.replace(self._record, begun=None, stored=stored))
+        self.say(uploading=None, stored=save_of(info), stored_at=stored_at)
+        sent_bytes, seconds = self.state.sent_bytes - sent, time.monotonic() - began
+        failures, self.failures = self.failures, 0
+        self._emit(Uploaded(info.step, path=self.address, bytes=sent_bytes, seconds=seconds, failures=failures))
+        self._housekeeping.note_committed(info, self._target)
+        self._housekeeping.purge(self._target, self._lease.check)
+
+    def _send(self, info: CheckpointInfo) -> None:
+        folder = on_disk(info.path)
+        if (manifest := Manifest.of_folder(folder)) is None:
+            raise FileNotFoundError(str(folder))
+        reader = BlockReader()
+        records = RecordsOfRanks(
+            manifest, str(folder), reader, lambda name: folder / name, lambda names: sizes_of(folder, names)
+        )
+        files = RecordedFiles(manifest, records)
+        begun = self._begun(info)
+        for name, size in manifest.files.items():
+            if begun.done.get(name) == size.size:
+                continue
+            faults.point("upload", step=info.step)
+            self._lease.check()
+            self._send_file(begun, name, StoredFile(folder / name, files[name], self._pass))
+            begun = dataclasses.replace(begun, done={**begun.done, name: size.size}, under_way={})
+            self._write(dataclasses.replace(self._record, begun=begun))
+        lineage = lineage_in(self._target.intact(), manifest.lineage, self._source.committed())
+        manifest = dataclasses.replace(manifest, lineage=lineage)
+        self._target.commit(info.step, manifest, self._lease.check, place=begun.place)
+
+    def _send_file(self, begun: Begun, name: str, file: StoredFile) -> None:
+        new = self._target.new_file(begun.place, name)
+        if self._parts is None or not isinstance(new, ObjectToUpload) or file.num_bytes <= PART_BYTES:
+            new.write(file)
+            return
+
+        def note(upload_id: str) -> None:
+            started = dataclasses.replace(begun, under_way={name: upload_id})
+            self._write(dataclasses.replace(self._record, begun=started))
+
+        self._parts.upload(new.key, file, begun.under_way.get(name, ""), note)
+
+    def _begun(self, info: CheckpointInfo) -> Begun:
+        """Return the upload of `info` that was cut, with the files of it that are complete; else a new one."""
+        begun = self._record.begun
+        if begun is not None and begun.save == save_of(info):
+            there = self._target.resume(info.step, begun.place)
+            done = {name: size for name, size in begun.done.items() if there.get(name) == size}
+            if there or begun.under_way:
+                return dataclasses.replace(begun, done=done)
+        begun = Begun(save_of(info), self._target.begin(info.step))
+        self._write(dataclasses.replace(self._record, begun=begun))
+        return begun
+
+    def _give_up(self, begun: Begun) -> None:
+        """Remove what was sent of an upload that is not wanted any more; what is complete there stays."""
+        self._target.remove_staging(begun.save[0], begun.place)
+        if self._parts is not None:
+            self._parts.remove_all_but("")
+        self._write(dataclasses.replace(self._record, begun=None))
+
+    def _pass(self, num_bytes: int) -> None:
+        self._rate.wait_for(num_bytes)
+        self.say(sent_bytes=self.state.sent_bytes + num_bytes)
+
+    def _note_target(self, target: list[CheckpointInfo]) -> None:
+        known, now = self._record.stored, self._now()
+        stored = {save_of(info): known.get(save_of(info), now) for info in target}
+        if stored != known:
+            self._write(dataclasses.replace(self._record, stored=stored))
+        latest = save_of(target[-1]) if target else None
+        self.say(stored=latest, stored_at=0.0 if latest is None else stored[latest])
+
+    def _write(self, new: Record) -> None:
+        self._record = new
+        record.write(self._source.root, new)
+
+
+def upload_all(job: UploadJob, report: Callable[[State], None]) -> int:
+    """Upload what the other folder of `job` lacks, and return how many checkpoints that were. Raises as `Uploader`."""
+    failures: list[Event] = []
+    uploader, count = Uploader(job, report, failures.append), 0
+    uploader.open()
+    try:
+        while (info := uploader.next()) is not None:
+            uploader.upload(info)
+            count += uploader.state.uploading is None
+    finally:
+        uploader.close()
+    if damaged := [event.reason for event in failures if isinstance(event, UploadFailed)]:
+        raise CheckpointError(damaged[0])
+    return count
