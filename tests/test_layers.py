@@ -138,6 +138,8 @@ NO_EVENTS = {
     "bucket.saves": ("committed",),
     "checkpoint.examining.inventory": ("committed", "quarantined"),
     "report.saves": ("purged", "quarantined"),
+    "cli.ls": ("uploaded",),
+    "cli.upload": ("uploaded",),
 }
 """The same words with another meaning: a point for faults, states of a folder, words of a page."""
 DANGEROUS_ON_DISK = (

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.bucket.proxy import Proxy, answers, hangs, where
+from tests.bucket.stored_files import uploads_under_way, written
 from tests.checkpoint.small_run import SmallRun, same
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.bucket.s3_parts import AT_A_TIME, parts_of
 from torchtitan_lite.bucket.store import open_bucket
 from torchtitan_lite.bucket.upload import PART_BYTES
 from torchtitan_lite.config.address import parse
-from torchtitan_lite.disk.block_writer import in_memory
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.lineage import Lineage
-from torchtitan_lite.store.manifest import CheckpointKind, Manifest
-from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.uploading import record
-from torchtitan_lite.uploading.uploader import UploadJob, upload_all
+from torchtitan_lite.uploading.host_uploader import HostUploader
+from torchtitan_lite.uploading.share import Share
+from torchtitan_lite.uploading.uploader import Uploader, UploadJob, upload_all
 
 ROOT = Path(__file__).parents[2]
 CUT = """
@@ -36,30 +34,6 @@ def report(state):
         os._exit(9)
 upload_all(UploadJob(sys.argv[1], sys.argv[2]), report)
 """
-
-
-def written(folder: Path, num_bytes: int, step: int = 1) -> CheckpointStore:
-    """Return a folder on disk with a checkpoint that has one file of `num_bytes`, and a small one."""
-    store, block = CheckpointStore(folder), os.urandom(1 << 20)
-    place = store.begin(step)
-    data = (block * (num_bytes // len(block) + 1))[:num_bytes]
-    files = {name: store.new_file(place, name).write(in_memory(content)) for name, content in contents(data).items()}
-    store.add_metadata(place, b"no pickle")
-    manifest = Manifest(
-        step=step,
-        kind=CheckpointKind.FULL,
-        created_at=1.0,
-        world_size=1,
-        versions={},
-        files=files,
-        lineage=Lineage("run0"),
-    )
-    store.commit(step, manifest, place=place)
-    return store
-
-
-def contents(data: bytes) -> dict[str, bytes]:
-    return {layout.data_file(0, 0): data, layout.data_file(1, 0): b"small"}
 
 
 class Sent:
@@ -88,9 +62,8 @@ def test_a_cut_upload_sends_no_part_twice_but_those_under_way(folder: str, proxy
     source = written(tmp_path / "run", size).root
     cut(source, folder, 5 * PART_BYTES)
     assert steps_in(folder) == []
-    begun = record.read(source).begun
-    assert begun is not None
-    assert list(begun.under_way) == [layout.data_file(0, 0)]
+    assert record.read(source).begun is not None
+    assert [key.rpartition("/")[2] for key in uploads_under_way(folder)] == [layout.data_file(0, 0)]
     sent = Sent(proxy)
     assert upload_all(UploadJob(str(source), folder), lambda state: None) == 1
     # Four were read before the end, and three of these may have been under way.
@@ -131,16 +104,43 @@ def test_parts_of_a_step_that_is_gone_are_removed_by_the_next_start(folder: str,
     written(tmp_path / "run", 100, step=2)
     assert upload_all(UploadJob(str(source.root), folder), lambda state: None) == 1
     upload_all(UploadJob(str(source.root), folder), lambda state: None)
-    assert list(_uploads_under_way(folder)) == []
+    assert uploads_under_way(folder) == []
     keys = {each.key.partition("/")[0] for each in connect(parse(folder)).list("step")}
     assert len(keys) == 1
 
 
-def _uploads_under_way(folder: str) -> Iterator[str]:
-    parts, address = parts_of(folder), parse(folder)
-    assert parts is not None
-    found = parts._client.list_multipart_uploads(Bucket=address.bucket, Prefix=f"{address.prefix}/")
-    yield from (each["Key"] for each in found.get("Uploads", ()))
+def test_each_host_sends_the_files_of_its_ranks(
+    folder: str, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtitan_lite.uploading.uploader._LOOK_SECONDS", 0.05)
+    source = written(tmp_path / "run", 3 * PART_BYTES).root
+    jobs = [UploadJob(str(source), folder, share=Share(host, (0, 1))) for host in (0, 1)]
+    first, second = Uploader(jobs[0], lambda state: None), HostUploader(jobs[1])
+    first.open()
+    try:
+        info = first.next()
+        assert info is not None
+        second.look()
+        with ThreadPoolExecutor() as pool:
+            uploaded = pool.submit(first.upload, info)
+            while not uploaded.done():
+                second.look()
+            uploaded.result()
+    finally:
+        first.close()
+    assert steps_in(folder) == [1]
+    small = [entry for entry in proxy.log if entry.method == "PUT" and entry.path.endswith(layout.data_file(1, 0))]
+    assert len(small) == 1
+
+
+def test_what_a_host_that_has_stopped_does_not_send_the_first_one_sends(
+    folder: str, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtitan_lite.uploading.uploader._LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("torchtitan_lite.uploading.uploader._SILENT_SECONDS", 0.2)
+    source = written(tmp_path / "run", 1000).root
+    assert upload_all(UploadJob(str(source), folder, share=Share(0, (0, 1))), lambda state: None) == 1
+    assert steps_in(folder) == [1]
 
 
 def run_of(folder: Path, address: str, **config: Any) -> SmallRun:

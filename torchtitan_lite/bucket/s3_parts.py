@@ -7,7 +7,7 @@ id that the store gave it. Without boto3, and in other stores, a file that was c
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +24,6 @@ AT_A_TIME = 3
 _CONNECT_SECONDS = 10.0
 _READ_SECONDS = 60.0
 _TRIES = 4
-_LOST = "NoSuchUpload"
 
 
 def parts_of(address: str) -> S3Parts | None:
@@ -59,19 +58,13 @@ class S3Parts:
     def __init__(self, client: Any, address: Address) -> None:
         self._client, self._address = client, address
 
-    def upload(self, key: str, source: FileSource, upload_id: str, note: Callable[[str], None]) -> None:
-        """Write the object `key` from `source`, and continue with `upload_id` if the store has it still.
-
-        `note` is called with the id before the first part of a new upload is sent.
-        """
+    def upload(self, key: str, source: FileSource) -> None:
+        """Write the object `key` from `source`; continue an upload of it that was cut. No other process writes it."""
         part_bytes = part_bytes_of(source.num_bytes)
         object_key = self._object(key)
-        done = self._parts(key, upload_id) if upload_id else None
-        if done is None:
-            with self._translated(key):
-                upload_id = self._client.create_multipart_upload(**object_key)["UploadId"]
-            note(upload_id)
-            done = {}
+        with self._translated(key):
+            upload_id = self._cut(key) or self._client.create_multipart_upload(**object_key)["UploadId"]
+            done = self._parts(key, upload_id)
         sizes = {number: min(part_bytes, source.num_bytes - begin) for number, begin in _begins(source, part_bytes)}
         tags = {number: tag for number, (tag, size) in done.items() if sizes.get(number) == size}
 
@@ -92,28 +85,42 @@ class S3Parts:
             parts = [{"PartNumber": number, "ETag": tags[number]} for number in sorted(tags)]
             self._client.complete_multipart_upload(**object_key, UploadId=upload_id, MultipartUpload={"Parts": parts})
 
-    def remove_all_but(self, upload_id: str) -> None:
-        """Give up all uploads below the address that were cut, except `upload_id`: their parts cost money."""
+    def sent_bytes(self, key: str) -> int:
+        """Return how much the store has of an upload of `key` that is not complete."""
+        with self._translated(key):
+            upload_id = self._cut(key)
+            return sum(size for _, size in self._parts(key, upload_id).values()) if upload_id else 0
+
+    def remove_all_but(self, kept: str) -> None:
+        """Give up all uploads below the address that were cut, but those of keys that begin with `kept`, if any does.
+
+        Their parts cost money. A store may list none of them, and remove them by a rule of its own.
+        """
         with self._translated(""):
             prefix = f"{self._address.prefix}/"
-            pages = self._client.get_paginator("list_multipart_uploads")
-            for page in pages.paginate(Bucket=self._address.bucket, Prefix=prefix):
-                for each in page.get("Uploads", ()):
-                    if each["UploadId"] != upload_id:
-                        where = {"Bucket": self._address.bucket, "Key": each["Key"]}
-                        self._client.abort_multipart_upload(**where, UploadId=each["UploadId"])
+            for key, upload_id in self._under_way(prefix):
+                if not kept or not key.startswith(prefix + kept):
+                    where = {"Bucket": self._address.bucket, "Key": key}
+                    self._client.abort_multipart_upload(**where, UploadId=upload_id)
 
-    def _parts(self, key: str, upload_id: str) -> dict[int, tuple[str, int]] | None:
-        """Return tag and size of each part of `upload_id` in the store, by number; None if it has no such upload."""
+    def _cut(self, key: str) -> str:
+        """Return the id of the latest upload of `key` that is not complete; the empty string if there is none."""
+        whole = self._object(key)["Key"]
+        return next((upload_id for found, upload_id in reversed(self._under_way(whole)) if found == whole), "")
+
+    def _under_way(self, prefix: str) -> list[tuple[str, str]]:
+        """Return key and id of each upload that is not complete, of keys with `prefix`, the oldest first."""
+        found = []
+        pages = self._client.get_paginator("list_multipart_uploads")
+        for page in pages.paginate(Bucket=self._address.bucket, Prefix=prefix):
+            found += page.get("Uploads", ())
+        return [(each["Key"], each["UploadId"]) for each in sorted(found, key=lambda each: each["Initiated"])]
+
+    def _parts(self, key: str, upload_id: str) -> dict[int, tuple[str, int]]:
+        """Return tag and size of each part of `upload_id` in the store, by number."""
         found: dict[int, tuple[str, int]] = {}
-        try:
-            pages = self._client.get_paginator("list_parts")
-            for page in pages.paginate(**self._object(key), UploadId=upload_id):
-                found |= {each["PartNumber"]: (each["ETag"], each["Size"]) for each in page.get("Parts", ())}
-        except Exception as error:
-            if _code_of(error) == _LOST:
-                return None
-            raise _meaning(error, f"{self._address}/{key}") from None
+        for page in self._client.get_paginator("list_parts").paginate(**self._object(key), UploadId=upload_id):
+            found |= {each["PartNumber"]: (each["ETag"], each["Size"]) for each in page.get("Parts", ())}
         return found
 
     def _object(self, key: str) -> dict[str, str]:

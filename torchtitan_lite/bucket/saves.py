@@ -56,12 +56,19 @@ class BucketSaves:
         self._begun[name] = claim
         return name
 
-    def resume(self, step: int, name: str) -> dict[str, int]:
-        """Continue the save `name` of `step`; return the sizes of its files that are there. Raises OSError."""
+    def resume(self, step: int, name: str) -> dict[str, int] | None:
+        """Continue the save `name` of `step`; return the sizes of its files that are there. Raises OSError.
+
+        None for one that is over, or none at all.
+        """
         claim, attempt = self._held.claim(), naming.parse_attempt(name)
         if attempt is None or attempt[0] != step or self._held.read().find(name) is not None:
-            return {}
+            return None
         self._begun[name] = claim
+        return self.sizes_at(name)
+
+    def sizes_at(self, name: str) -> dict[str, int]:
+        """Return the sizes of the files of the save `name` that are there. Raises OSError. **Any rank**."""
         return {each.key.removeprefix(f"{name}/"): each.size for each in self._objects.list(f"{name}/")}
 
     def add_metadata(self, name: str, data: bytes) -> None:

@@ -235,9 +235,13 @@ class BucketStore:
         """Return the name of a new save of `step`, for `new_file`. **Coordinator only**. Sends nothing."""
         return self._saves.begin(step)
 
-    def resume(self, step: int, place: str) -> dict[str, int]:
-        """Return the sizes of the files at `place`, where an earlier holder began a save. **Coordinator only**."""
+    def resume(self, step: int, place: str) -> dict[str, int] | None:
+        """Continue the save of `step` that an earlier holder began at `place`. **Coordinator only**."""
         return self._saves.resume(step, place)
+
+    def sizes_at(self, place: str) -> dict[str, int]:
+        """Return the sizes of the files of the save `place` that are there. **Any rank**. Raises OSError."""
+        return self._saves.sizes_at(place)
 
     def new_file(self, place: str, name: str) -> ObjectToUpload:
         """Return the file `name` of the save that `begin` gave the name `place`. **Any rank**."""

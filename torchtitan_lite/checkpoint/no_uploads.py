@@ -28,7 +28,7 @@ class NoUploads:
         return False
 
     def start(self, run_id: str) -> None:
-        """Start what uploads, for `run_id`, unless that is done. Any rank, main thread."""
+        """Start what uploads, for `run_id`, unless that is done. **Collective**, main thread."""
 
     def close(self, seconds: float) -> None:
         """Wait for the uploads, at most `seconds` and while there is progress, and end what uploads. Any rank.

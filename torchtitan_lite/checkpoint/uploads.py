@@ -7,10 +7,13 @@ on its disk loads it from there.
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+
+import xxhash
 
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.no_uploads import NoUploads
@@ -21,6 +24,7 @@ from torchtitan_lite.checkpoint.run_folders import usable
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import CheckpointError, UploadRefused
 from torchtitan_lite.events import Committed, Emit, Event
+from torchtitan_lite.host_memory import host_id
 from torchtitan_lite.log import counted, logger, readable_bytes
 from torchtitan_lite.store.lineage import without_abandoned
 from torchtitan_lite.store.manifest import CheckpointKind
@@ -30,7 +34,10 @@ from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.uploading import record
 from torchtitan_lite.uploading.choice import is_of_another_run
 from torchtitan_lite.uploading.process import UploadProcess
+from torchtitan_lite.uploading.share import Share
 from torchtitan_lite.uploading.uploader import State, UploadJob
+
+_LOOK_SECONDS = 1.0
 
 
 class Uploads(NoUploads):
@@ -49,6 +56,7 @@ class Uploads(NoUploads):
         self._retention = retention
         self._emit = context.emit
         self._process: UploadProcess | None = None
+        self._has_started = False
 
     @property
     def state(self) -> State:
@@ -74,9 +82,17 @@ class Uploads(NoUploads):
             return any(info.kind is CheckpointKind.FULL for info in self._target.committed())
 
     def start(self, run_id: str) -> None:
-        if self._process is not None or not self._context.peers.is_coordinator:
+        config, peers = self._context.config, self._context.peers
+        if self._has_started:
             return
-        config = self._context.config
+        self._has_started = True
+        # On a disk a file that is being written has its size already: there one process writes all.
+        share, is_first_of_host = Share(), peers.is_coordinator
+        if not isinstance(self._target, CheckpointStore):
+            hosts = peers.gather_number(xxhash.xxh3_64_intdigest(host_id().encode()) >> 1)
+            share, is_first_of_host = Share.of(peers.rank, hosts), hosts.index(hosts[peers.rank]) == peers.rank
+        if not is_first_of_host:
+            return
         job = UploadJob(
             self._source.address,
             self._target.address,
@@ -85,13 +101,19 @@ class Uploads(NoUploads):
             config.upload_max_mb_per_second * 1e6,
             config.lease_timeout_seconds,
             config.timeout_seconds,
+            share,
         )
         self._process = UploadProcess(job, self._emit, config.preemption_signals)
         self._process.start()
 
     def close(self, seconds: float) -> None:
         process, self._process = self._process, None
+        self._has_started = False
         if process is None:
+            return
+        if not self._context.peers.is_coordinator:
+            self._wait_for_coordinator(seconds)
+            process.close()
             return
         if not process.is_idle and not process.state.is_refused and seconds != 0:
             logger.info("Waiting for uploads to %s", self._target.address)
@@ -102,6 +124,12 @@ class Uploads(NoUploads):
             raise UploadRefused(self._target.address, state.problem)
         if not is_done:
             self._report_missing(state)
+
+    def _wait_for_coordinator(self, seconds: float) -> None:
+        """Wait, on another host, while an upload is under way that may lack files of this one."""
+        until = time.monotonic() + min(seconds, self._context.config.timeout_seconds)
+        while record.read(self._source.root).begun is not None and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
 
     def _report_missing(self, state: State) -> None:
         missing = f"{counted(state.waiting, 'checkpoint')} ({readable_bytes(state.missing_bytes)})"

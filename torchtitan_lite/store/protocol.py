@@ -147,10 +147,11 @@ class StoresCheckpoints(Protocol):
         """Make an empty place for a save of `step`; return its name, for `new_file`."""
         ...
 
-    def resume(self, step: int, place: str) -> Mapping[str, int]:
-        """Continue a save of `step` that an earlier holder of the lease began at `place`; return the sizes of files.
+    def resume(self, step: int, place: str) -> Mapping[str, int] | None:
+        """Continue a save of `step` that an earlier holder of the lease began at `place`; None if that is not possible.
 
-        A file is complete only if the caller knows that it was written; what is missing is written with `new_file`.
+        Returns the sizes of the files that are there. On a disk one is complete only if the caller knows that it was
+        written; what is missing is written with `new_file`.
         """
         ...
 

@@ -214,11 +214,11 @@ class CheckpointStore:
         self.clear_staging(step)
         return layout.staging_dir(step)
 
-    def resume(self, step: int, place: str) -> dict[str, int]:
-        """Return the sizes of the files at `place`, where an earlier holder began a save. **Coordinator only**."""
+    def resume(self, step: int, place: str) -> dict[str, int] | None:
+        """Continue the save of `step` that an earlier holder began at `place`. **Coordinator only**."""
         folder = self.root / place
         if place != layout.staging_dir(step) or not is_folder(folder):
-            return {}
+            return None
         return sizes_of(folder, [entry.name for entry in os.scandir(folder)])
 
     def new_file(self, place: str, name: str) -> NewFileOnDisk:

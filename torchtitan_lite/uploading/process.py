@@ -23,12 +23,15 @@ from torchtitan_lite.disk.background import give_way
 from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.errors import CheckpointError, ConfigError, FolderInUse, LeaseLost, UploadRefused
 from torchtitan_lite.events import Emit, UploadFailed, UploadsEnded
+from torchtitan_lite.uploading.host_uploader import HostUploader
 from torchtitan_lite.uploading.uploader import State, Uploader, UploadJob
 
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
 _REPORT_SECONDS = 1.0
 """Between two words about bytes alone."""
+_LOOK_SECONDS = 2.0
+"""Between two looks at what the coordinator's process has begun, on other hosts."""
 _STOP_SECONDS = 5.0
 
 _LOOK = "look"
@@ -176,7 +179,10 @@ def serve(socket_fd: int, trainer_pid: int, ignored: Sequence[int], fault_spec: 
     line = Connection(socket_fd)
     job: UploadJob = pickle.loads(line.recv_bytes())
     orders = _Orders(line)
-    _serve(Uploader(job, _Reporter(line), line.send), orders, line)
+    if job.share.host:
+        _serve_host(HostUploader(job, line.send), line)
+    else:
+        _serve(Uploader(job, _Reporter(line), line.send), orders, line)
 
 
 class _Orders:
@@ -232,6 +238,19 @@ def _serve(uploader: Uploader, orders: _Orders, line: Connection) -> None:
             said = reason
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+def _serve_host(uploader: HostUploader, line: Connection) -> None:
+    pause, said = _LOOK_SECONDS, ""
+    while True:
+        try:
+            uploader.look()
+            pause, said = _LOOK_SECONDS, ""
+        except (OSError, CheckpointError) as error:
+            if (reason := str(error)) != said:
+                line.send(UploadFailed(0, path=uploader.address, reason=reason))
+            pause, said = min(2 * pause, _LONGEST_PAUSE_SECONDS), reason
+        time.sleep(pause)
 
 
 def _step(uploader: Uploader) -> int:

@@ -32,8 +32,6 @@ class Begun:
     """Its name in the other folder."""
     done: Mapping[str, int] = field(default_factory=dict)
     """The files that are complete there, and their sizes in bytes."""
-    under_way: Mapping[str, str] = field(default_factory=dict)
-    """The file of which the store has parts, and the id of that upload."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ def _text(record: Record) -> bytes:
 
 
 def _place(begun: Begun) -> dict[str, Any]:
-    return {"place": begun.place, "done": dict(begun.done), "under_way": dict(begun.under_way)}
+    return {"place": begun.place, "done": dict(begun.done)}
 
 
 def _parsed(document: Any) -> Record:
@@ -93,12 +91,10 @@ def _parsed(document: Any) -> Record:
 
 def _begun(document: dict[str, Any]) -> Begun:
     done: dict[str, Any] = value_of(document, "done", dict)
-    under_way: dict[str, Any] = value_of(document, "under_way", dict)
     return Begun(
         _saved(document),
         file_name(value_of(document, "place", str)),
         {file_name(name): number(done, name, 0) for name in done},
-        {file_name(name): value_of(under_way, name, str) for name in under_way},
     )
 
 

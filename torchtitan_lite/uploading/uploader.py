@@ -14,25 +14,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_lite import faults
-from torchtitan_lite.bucket.s3_parts import S3Parts, parts_of
 from torchtitan_lite.bucket.store import BucketStore
-from torchtitan_lite.bucket.upload import PART_BYTES, ObjectToUpload
 from torchtitan_lite.checkpoint.run_folders import open_store, usable
-from torchtitan_lite.disk.block_reader import BlockReader
-from torchtitan_lite.disk.plain_file import sizes_of
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, UploadRefused
 from torchtitan_lite.events import Emit, Event, Uploaded, UploadFailed, ignore
 from torchtitan_lite.store.housekeeping import Housekeeping
-from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
+from torchtitan_lite.store.manifest import CheckpointInfo
 from torchtitan_lite.store.place import on_disk
-from torchtitan_lite.store.rank_records import RecordedFiles, RecordsOfRanks
 from torchtitan_lite.store.retention import KeepAll, RetentionPolicy
 from torchtitan_lite.store.store import CheckpointStore, recover
 from torchtitan_lite.uploading import record
 from torchtitan_lite.uploading.choice import Save, is_of_another_run, lineage_in, missing, save_of
 from torchtitan_lite.uploading.rate import Rate
 from torchtitan_lite.uploading.record import Begun, Record
-from torchtitan_lite.uploading.stored_file import StoredFile
+from torchtitan_lite.uploading.sending import Sending, committed_files
+from torchtitan_lite.uploading.share import Share
+
+_LOOK_SECONDS = 2.0
+"""Between two looks for a file that another host sends."""
+_SILENT_SECONDS = 60.0
+"""Without one more part of a file from the host that has it, after which the coordinator's sends it."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class UploadJob:
     """0: no limit."""
     lease_timeout_seconds: float = 30.0
     timeout_seconds: float = 1800.0
+    share: Share = dataclasses.field(default_factory=Share)
+    """The files that this host uploads; all, unless several hosts share the work."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class Uploader:
         self._housekeeping = Housekeeping(job.retention, ignore, now=now, protected=self._source.pins.read)
         self._rate = Rate(job.max_bytes_per_second)
         self._record = Record()
-        self._parts: S3Parts | None = None
+        self._sending = Sending(self._target, self._pass)
         self._damaged: set[Save] = set()
         self._since: tuple[int, float, int] | None = None
         """The step under way, when it began, and the bytes that had been sent then."""
@@ -134,11 +137,7 @@ class Uploader:
             begun = self._record.begun
             if begun is None:
                 recover(self._target)  # It would remove an upload that is to be continued.
-            if isinstance(self._target, BucketStore):
-                self._parts = parts_of(self._target.address)
-            if self._parts is not None:
-                under_way = {} if begun is None else begun.under_way
-                self._parts.remove_all_but(next(iter(under_way.values()), ""))
+            self._sending.remove_all_but("" if begun is None else begun.place)
         self._note_target(target)
 
     def close(self) -> None:
@@ -197,45 +196,42 @@ class Uploader:
 
     def _send(self, info: CheckpointInfo) -> None:
         folder = on_disk(info.path)
-        if (manifest := Manifest.of_folder(folder)) is None:
-            raise FileNotFoundError(str(folder))
-        reader = BlockReader()
-        records = RecordsOfRanks(
-            manifest, str(folder), reader, lambda name: folder / name, lambda names: sizes_of(folder, names)
-        )
-        files = RecordedFiles(manifest, records)
+        manifest, files = committed_files(folder)
         begun = self._begun(info)
-        for name, size in manifest.files.items():
-            if begun.done.get(name) == size.size:
-                continue
+        # With several hosts, those of the others last: these send them meanwhile.
+        for name in sorted(manifest.files, key=lambda name: not self._job.share.has(name)):
             faults.point("upload", step=info.step)
             self._lease.check()
-            self._send_file(begun, name, StoredFile(folder / name, files[name], self._pass))
-            begun = dataclasses.replace(begun, done={**begun.done, name: size.size}, under_way={})
+            record, is_mine = manifest.files[name], self._job.share.has(name)
+            if begun.done.get(name) != record.size and (is_mine or not self._arrives(begun.place, name, record.size)):
+                self._sending.send(folder / name, files[name], begun.place)
+            begun = dataclasses.replace(begun, done={**begun.done, name: record.size})
             self._write(dataclasses.replace(self._record, begun=begun))
         lineage = lineage_in(self._target.intact(), manifest.lineage, self._source.committed())
         manifest = dataclasses.replace(manifest, lineage=lineage)
         self._target.commit(info.step, manifest, self._lease.check, place=begun.place)
 
-    def _send_file(self, begun: Begun, name: str, file: StoredFile) -> None:
-        new = self._target.new_file(begun.place, name)
-        if self._parts is None or not isinstance(new, ObjectToUpload) or file.num_bytes <= PART_BYTES:
-            new.write(file)
-            return
-
-        def note(upload_id: str) -> None:
-            started = dataclasses.replace(begun, under_way={name: upload_id})
-            self._write(dataclasses.replace(self._record, begun=started))
-
-        self._parts.upload(new.key, file, begun.under_way.get(name, ""), note)
+    def _arrives(self, place: str, name: str, size: int) -> bool:
+        """Wait until another host has sent a file; return False if that host has stopped."""
+        assert isinstance(self._target, BucketStore), "only in an object store does a file appear complete"
+        seen, changed_at = self._sending.sent_bytes(place, name), time.monotonic()
+        patience = self._job.timeout_seconds if seen is None else _SILENT_SECONDS
+        while self._target.sizes_at(place).get(name) != size:
+            if (now_seen := self._sending.sent_bytes(place, name)) != seen:
+                seen, changed_at = now_seen, time.monotonic()
+            if time.monotonic() - changed_at > patience:
+                return False
+            self._lease.check()
+            time.sleep(_LOOK_SECONDS)
+        return True
 
     def _begun(self, info: CheckpointInfo) -> Begun:
         """Return the upload of `info` that was cut, with the files of it that are complete; else a new one."""
         begun = self._record.begun
         if begun is not None and begun.save == save_of(info):
             there = self._target.resume(info.step, begun.place)
-            done = {name: size for name, size in begun.done.items() if there.get(name) == size}
-            if there or begun.under_way:
+            if there is not None:
+                done = {name: size for name, size in begun.done.items() if there.get(name) == size}
                 return dataclasses.replace(begun, done=done)
         begun = Begun(save_of(info), self._target.begin(info.step))
         self._write(dataclasses.replace(self._record, begun=begun))
@@ -244,8 +240,7 @@ class Uploader:
     def _give_up(self, begun: Begun) -> None:
         """Remove what was sent of an upload that is not wanted any more; what is complete there stays."""
         self._target.remove_staging(begun.save[0], begun.place)
-        if self._parts is not None:
-            self._parts.remove_all_but("")
+        self._sending.remove_all_but("")
         self._write(dataclasses.replace(self._record, begun=None))
 
     def _pass(self, num_bytes: int) -> None:
