@@ -272,7 +272,7 @@ def test_a_fault_is_logged_when_it_is_installed_and_when_it_happens(caplog: pyte
         ("kill@write:rank", ["found 'rank'"]),
         ("kill@write:rank=one", ["rank: expected a number from 0, found 'one'"]),
         ("kill@write:step=-1", ["step: expected a number from 0, found '-1'"]),
-        ("kill@write:process=reader", ["process: expected trainer or writer, found 'reader'"]),
+        ("kill@write:process=reader", ["process: expected trainer or writer or uploader, found 'reader'"]),
         ("kill@write:times=0", ["times: expected a number from 1, or always, found '0'"]),
         ("kill@write:after=", ["after: expected a number from 0, found ''"]),
         ("kill@write:path=", ["path: expected a glob"]),

@@ -18,7 +18,8 @@
     |  |- FolderUnusable (OSError)               the system refuses to use a folder for checkpoints
     |  |- FolderNotShared (RuntimeError)         some ranks see another folder of the same name
     |  |- FolderInUse (RuntimeError)             another job writes the folder
-    |  `- LeaseLost (RuntimeError)               another job has taken the folder over
+    |  |- LeaseLost (RuntimeError)               another job has taken the folder over
+    |  `- UploadRefused (RuntimeError)           nothing can be uploaded into a folder
     |- CorpusChanged (ValueError)                the data at resume is not the data of the run
     |- TokensNotWritten (RuntimeError)           a disk is full, or fails, while the tokens of a corpus are made
     |- ExtraMissing (ImportError)                an optional dependency is not installed
@@ -61,6 +62,7 @@ __all__ = [
     "TokensNotWritten",
     "TorchtitanLiteError",
     "TrainingDiverged",
+    "UploadRefused",
     "WriterProcessDied",
 ]
 
@@ -302,8 +304,8 @@ class UploadRefused(CheckpointError, RuntimeError):
     def __init__(self, address: str, finding: str) -> None:
         self.address, self.finding = address, finding
         super().__init__(
-            f"Nothing is uploaded to {address}: {finding}. Name another folder with --checkpoint.upload_folder; "
-            f"torchtitan-lite upload FOLDER {address} sends what is missing once it is free."
+            f"Nothing is uploaded to {address}: {_clause(finding)}. Name another --checkpoint.upload_folder, "
+            f"or send what is missing once it is free, with torchtitan-lite upload FOLDER {address}."
         )
 
 

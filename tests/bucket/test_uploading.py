@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from tests.bucket.proxy import Proxy, answers, hangs, where
 from tests.bucket.stored_files import uploads_under_way, written
 from tests.checkpoint.small_run import SmallRun, same
+from tests.ranks import Ranks
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.bucket.s3_parts import AT_A_TIME, parts_of
 from torchtitan_lite.bucket.store import open_bucket
@@ -161,6 +163,49 @@ def test_a_lost_disk_costs_nothing_that_is_in_the_store(folder: str, proxy: Prox
     assert steps_in(folder) == [4, 5]
 
 
+@pytest.mark.slow
+def test_a_disk_that_is_lost_during_an_upload_costs_that_step(folder: str, proxy: Proxy, tmp_path: Path) -> None:
+    with run_of(tmp_path / "run", folder) as run:
+        run.manager.load()
+        run.train(2)
+        expected = run.contents()
+    with pytest.raises(ZeroDivisionError), run_of(tmp_path / "run", folder, upload_max_mb_per_second=1e-3) as run:
+        run.manager.load()
+        run.step()
+        while not any(each.size for each in connect(parse(folder)).list("step-3.")):
+            pass  # The first file of it is on its way.
+        raise ZeroDivisionError
+    shutil.rmtree(tmp_path / "run")
+    with run_of(tmp_path / "run", folder) as run:
+        run.manager.load()
+        assert same(run.contents(), expected)
+        run.train(4)
+    assert steps_in(folder) == [1, 2, 3, 4]
+
+
+def load_and_train(rank: int, dump_folder: Path, address: str, environment: dict[str, str], steps: int) -> Any:
+    """Load, train to `steps` and return the step that was loaded, its origin, and the losses."""
+    os.environ.update(environment)
+    with run_of(dump_folder, address) as run:
+        run.manager.load()
+        loaded = run.train_state.step
+        origin = run.events.figures("loaded")["origin"] if loaded else ""
+        run.train(steps)
+        return loaded, origin, run.losses
+
+
+@pytest.mark.slow
+def test_ranks_load_together_what_their_disk_lost(two_ranks: Ranks, folder: str, proxy: Proxy, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"address": folder, "environment": proxy.environment}
+    straight = two_ranks.run(load_and_train, dump_folder=tmp_path / "s", steps=4, **arguments | {"address": ""})
+    assert two_ranks.run(load_and_train, dump_folder=tmp_path / "run", steps=2, **arguments)[0][0] == 0
+    shutil.rmtree(tmp_path / "run")
+    ended = two_ranks.run(load_and_train, dump_folder=tmp_path / "run", steps=4, **arguments)
+    assert [each[:2] for each in ended] == [(2, "upload_folder")] * 2
+    assert [each[2] for each in ended] == [each[2] for each in straight]
+
+
+@pytest.mark.slow
 def test_a_store_that_hangs_costs_no_step_and_no_save(folder: str, proxy: Proxy, tmp_path: Path) -> None:
     with run_of(tmp_path / "run", folder, timeout_seconds=5) as run:
         run.manager.load()
@@ -175,14 +220,21 @@ def test_a_store_that_hangs_costs_no_step_and_no_save(folder: str, proxy: Proxy,
     assert steps_in(folder) == [1, 2, 3, 4, 5]
 
 
-def test_a_refused_key_is_one_sentence_and_the_saves_continue(
-    folder: str, proxy: Proxy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("code", "said_of_it"),
+    [
+        ("AccessDenied", "have no permission"),
+        pytest.param("RequestTimeTooSkewed", "set this host's clock", marks=pytest.mark.slow),
+    ],
+)
+def test_what_the_store_refuses_is_one_sentence_and_the_saves_continue(
+    code: str, said_of_it: str, folder: str, proxy: Proxy, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with run_of(tmp_path / "run", folder, timeout_seconds=3) as run:
         run.manager.load()
-        proxy.again(where(answers(403, "AccessDenied"), method="P*"))
+        proxy.again(where(answers(403, code), method="P*"))
         run.train(3)
         assert run.committed() == [1, 2, 3]
-    assert "have no permission" in run.events.figures("upload_failed")["reason"]
+    assert said_of_it in run.events.figures("upload_failed")["reason"]
     (said,) = [line for line in caplog.messages if line.startswith("Not yet in")]
     assert "\n" not in said

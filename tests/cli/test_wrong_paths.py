@@ -16,6 +16,7 @@ FURTHER = {
     "convert": ["OUT", "--layout", "dcp"],
     "reshard": ["OUT", "--files", "2"],
     "prune": ["--keep-latest", "2"],
+    "upload": ["OUT"],
     "bring-back": ["step-6.corrupt"],
 }
 """The arguments after the path that a verb needs."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.small_run import SmallRun, same
+from tests.disks import small_disk
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import ConfigError, FolderUnusable, UploadRefused
 from torchtitan_lite.store.store import CheckpointStore
@@ -103,6 +104,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_not_there_costs_no_save(
     tmp_path: Path, other: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -140,6 +142,32 @@ def test_a_folder_of_another_run_ends_the_uploads_and_the_saves_continue(tmp_pat
         assert run.committed() == [1, 2, 3]
     assert len(run.events.steps("uploads_ended")) == 1
     assert steps_in(first.root) == [1, 2]
+
+
+def test_a_folder_that_another_run_uploads_to_is_left_to_it(tmp_path: Path, other: Path) -> None:
+    with run_of(tmp_path / "first", other) as first:
+        first.manager.load()
+        first.step()
+        while not first.events.steps("uploaded"):
+            first.manager.wait()
+        with SmallRun(tmp_path / "second", interval=1) as second:
+            second.manager.load()
+            second.train(1)
+        with pytest.raises(UploadRefused, match="in use by"), run_of(tmp_path / "second", other) as second:
+            second.manager.load()
+            second.train(3)
+        assert second.committed() == [1, 2, 3]
+        first.train(2)
+    assert steps_in(other) == [1, 2]
+
+
+def test_a_full_folder_fails_the_upload_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with small_disk(tmp_path / "small", 1 << 16) as full, run_of(tmp_path / "run", full, timeout_seconds=3) as run:
+        run.manager.load()
+        run.train(2)
+        assert run.committed() == [1, 2]
+    assert "No space left on device" in run.events.figures("upload_failed")["reason"]
+    assert sum(message.startswith("Not yet in") for message in caplog.messages) == 1
 
 
 def test_an_error_of_the_loop_waits_for_no_upload(tmp_path: Path, other: Path) -> None:

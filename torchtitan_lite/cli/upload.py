@@ -13,10 +13,11 @@ from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import folder_of_checkpoints, names_step
 from torchtitan_lite.config.address import is_address
-from torchtitan_lite.config.argument_parser import Positional
+from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.config.checks import not_negative
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import CheckpointNotFound, ConfigError
 from torchtitan_lite.log import counted, readable_bytes
+from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.uploading.uploader import State, UploadJob, upload_all
 
 
@@ -31,17 +32,21 @@ class Upload:
     """A folder of checkpoints on disk, or the dump folder of a run."""
     to: Annotated[str, Positional("TO")]
     """An address such as s3://bucket/run, or a folder."""
-    max_mb_per_second: float = 0.0
+    max_mb_per_second: Annotated[float, Option("MB")] = 0.0
     """Most megabytes (10^6 bytes) a second; 0: no limit."""
     json: bool = False
     """Print JSON."""
 
     def run(self, screen: Screen) -> ExitCode:
         not_negative("--max-mb-per-second", self.max_mb_per_second)
-        if is_address(self.folder) or names_step(self.folder):
-            raise ConfigError(f"{self.folder}: expected a folder of checkpoints on disk")
+        if is_address(self.folder):
+            raise ConfigError(f"{self.folder} is an address, and uploads are from a folder on disk")
+        if names_step(self.folder):
+            raise ConfigError(f"{self.folder} is one checkpoint: name the folder of checkpoints")
         root = folder_of_checkpoints(self.folder)
         to = self.to if is_address(self.to) else os.fspath(Path(self.to).absolute())
+        if not CheckpointStore(root).committed():
+            raise CheckpointNotFound(str(root), None, finding="there is no complete checkpoint in it")
         job = UploadJob(str(root), to, "torchtitan-lite upload", max_bytes_per_second=self.max_mb_per_second * 1e6)
         with ExitStack() as stack:
             shown = _Shown(screen, stack)
