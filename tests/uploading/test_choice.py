@@ -8,7 +8,7 @@ from pathlib import Path
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.retention import KeepAll, KeepLatest, RetentionPolicy
-from torchtitan_lite.uploading.choice import is_of_another_run, lineage_in, missing, save_of
+from torchtitan_lite.uploading.choice import continues, is_of_another_run, lineage_in, missing, save_of
 
 
 def info(step: int, run: str = "a", *, branch: int | None = None, at: float = 1.0, **changes: object) -> CheckpointInfo:
@@ -66,3 +66,12 @@ def test_an_old_step_that_comes_late_abandons_no_later_branch() -> None:
 
 def test_a_save_is_known_by_step_run_and_time() -> None:
     assert save_of(info(3, "b", at=7.0)) == (3, "b", 7.0)
+
+
+def test_the_run_continues_from_a_later_step_of_its_own_or_from_a_branch_that_left_it() -> None:
+    assert continues(None, info(3), [info(3)])
+    assert continues(info(3), info(4), [info(4)])
+    assert not continues(info(3), info(3), [info(3)])
+    assert not continues(info(3, "b", branch=2), info(9), [info(9)])
+    left = info(2, "c", lineage=Lineage("c", branch_point=1, abandons=((3, "a"),)))
+    assert continues(info(3), left, [info(1), left])

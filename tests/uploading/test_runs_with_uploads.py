@@ -190,9 +190,11 @@ def test_retention_leaves_the_step_that_is_being_uploaded(tmp_path: Path, other:
         begun = record.Begun((1, "abc", 1.0), "step-1.staging")
         while not run.events.steps("uploaded"):
             run.step()
-        record.write(run.root, record.Record(str(other), "id", begun))
-        assert run.manager._parts.uploads.protected() == {1}
-        record.write(run.root, record.Record())
+    # The process that writes it has ended.
+    record.write(run.root, record.Record(str(other), "id", begun))
+    assert run.manager._parts.uploads.protected() == {1}
+    record.write(run.root, record.Record())
+    assert run.manager._parts.uploads.protected() == frozenset()
 
 
 def test_a_folder_is_not_uploaded_into_itself(tmp_path: Path) -> None:
@@ -213,3 +215,85 @@ def test_a_start_that_only_loads_looks_there_and_uploads_nothing(tmp_path: Path,
         assert run.manager.load()
         assert run.train_state.step == 2
     assert not run.root.exists()
+
+
+def test_what_a_roll_back_left_is_not_loaded_from_there(tmp_path: Path, other: Path) -> None:
+    with run_of(tmp_path / "run", other) as run:
+        run.manager.load()
+        run.train(6)
+    # The branch is cut before its first step is uploaded.
+    with pytest.raises(ZeroDivisionError), run_of(tmp_path / "run", other, load_step=2, **SLOW) as run:
+        run.manager.load()
+        run.step()
+        run.manager.wait()
+        expected = run.contents()
+        raise ZeroDivisionError
+    assert steps_in(other) == [1, 2, 3, 4, 5, 6]
+    with run_of(tmp_path / "run", other) as run:
+        run.manager.load()
+        assert same(run.contents(), expected)
+        run.train(5)
+    assert steps_in(other) == steps_in(run.root) == [1, 2, 3, 4, 5]
+
+
+SLOW = {"upload_max_mb_per_second": 1e-6}
+
+
+def test_a_disk_that_missed_a_roll_back_elsewhere_is_left_behind(tmp_path: Path, other: Path) -> None:
+    with run_of(tmp_path / "first", other) as run:
+        run.manager.load()
+        run.train(6)
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    with run_of(tmp_path / "second", other, load_step=2) as run:
+        run.manager.load()
+        run.train(4)
+        expected = run.contents()
+    with run_of(tmp_path / "first", other) as run:
+        run.manager.load()
+        assert same(run.contents(), expected)
+        run.train(5)
+    assert steps_in(tmp_path / "first" / "checkpoint") == [1, 2, 5]
+
+
+def test_a_step_that_only_that_folder_has_can_be_named(tmp_path: Path, other: Path) -> None:
+    with run_of(tmp_path / "run", other) as run:
+        run.manager.load()
+        run.train(4)
+    shutil.rmtree(tmp_path / "run")
+    with run_of(tmp_path / "run", other, load_step=2) as run:
+        run.manager.load()
+        assert run.train_state.step == 2
+        run.train(3)
+    assert steps_in(other) == [1, 2, 3]
+    shutil.rmtree(tmp_path / "run")
+    with run_of(tmp_path / "run", other, load_step=2) as run:
+        run.manager.load()
+        assert run.train_state.step == 3
+
+
+def test_a_tool_that_has_the_folder_for_a_moment_delays_the_uploads_alone(tmp_path: Path, other: Path) -> None:
+    lease = CheckpointStore(other).lease("tool", 30.0)
+    lease.take()
+    with run_of(tmp_path / "run", other) as run:
+        run.manager.load()
+        run.step()
+        while not run.events.steps("upload_failed"):
+            run.manager.wait()
+        lease.release()
+        while not run.events.steps("uploaded"):
+            run.manager.wait()
+        run.train(2)
+    assert steps_in(other) == [1, 2]
+
+
+def test_a_step_that_is_saved_again_during_its_upload_is_sent_as_it_is_then(tmp_path: Path, other: Path) -> None:
+    with run_of(tmp_path / "run", other) as run:
+        run.manager.load()
+        run.train(2)
+    with run_of(tmp_path / "run", other, load_step=1) as run:
+        run.manager.load()
+        run.train(2)
+    there, here = CheckpointStore(other).committed(), CheckpointStore(run.root).committed()
+    assert [(info.step, info.run_id, info.created_at) for info in there] == [
+        (info.step, info.run_id, info.created_at) for info in here
+    ]

@@ -291,13 +291,14 @@ class CheckpointManager:
         return self._end.found()[1]
 
     def finish_ended(self) -> None:
-        """Write what a run that has ended still lacks and what needs no load, and free what it has in memory.
+        """Write what a run that has ended still lacks and what needs no load, and free what it has in memory. Uploads.
 
         Does nothing for a run that has not ended. Durable on return; raises `SaveFailed`.
         """
         ended, lacks_hugging_face = self._end.found() if self._opened() else (None, False)
         if ended is not None:
             self._images.finish()
+            self._parts.uploads.start(self._maker.origin.lineage.run_id)
             if lacks_hugging_face:
                 self._end.write_hugging_face(ended.step)
 

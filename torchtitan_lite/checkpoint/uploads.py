@@ -7,11 +7,12 @@ on its disk loads it from there.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import xxhash
 
@@ -22,17 +23,17 @@ from torchtitan_lite.checkpoint.resume.load_source import choose_source
 from torchtitan_lite.checkpoint.resume.source import LoadSource, Sources
 from torchtitan_lite.checkpoint.run_folders import usable
 from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.errors import CheckpointError, UploadRefused
+from torchtitan_lite.errors import CheckpointError, CheckpointNotFound, CheckpointUnreadable, UploadRefused
 from torchtitan_lite.events import Committed, Emit, Event
 from torchtitan_lite.host_memory import host_id
 from torchtitan_lite.log import counted, logger, readable_bytes
 from torchtitan_lite.store.lineage import without_abandoned
-from torchtitan_lite.store.manifest import CheckpointKind
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.retention import RetentionPolicy
 from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.uploading import record
-from torchtitan_lite.uploading.choice import is_of_another_run
+from torchtitan_lite.uploading.choice import continues, is_of_another_run
 from torchtitan_lite.uploading.process import UploadProcess
 from torchtitan_lite.uploading.share import Share
 from torchtitan_lite.uploading.uploader import State, UploadJob
@@ -115,12 +116,12 @@ class Uploads(NoUploads):
             self._wait_for_coordinator(seconds)
             process.close()
             return
-        if not process.is_idle and not process.state.is_refused and seconds != 0:
+        if not process.is_idle and not process.state.is_refused and seconds > 0:
             logger.info("Waiting for uploads to %s", self._target.address)
         is_done = process.wait(seconds, self._context.config.timeout_seconds)
         state = process.state
         process.close()
-        if state.is_refused:
+        if state.is_refused and seconds == math.inf:
             raise UploadRefused(self._target.address, state.problem)
         if not is_done:
             self._report_missing(state)
@@ -190,39 +191,56 @@ class UploadedSources(Sources):
     def close(self) -> None:
         self._inner.close()
 
+    def elsewhere(self, wanted: int, config: Checkpoint, *, is_exact: bool) -> LoadSource | None:
+        with usable(self._target.address):
+            try:
+                source = choose_source(self._target, wanted, config, self._dropped, is_exact=is_exact)
+            except CheckpointNotFound:
+                return None
+        return None if source is None or source.initial else _in_upload_folder(source)
+
     def _later(self, chosen: LoadSource | None, store: StoresCheckpoints, config: Checkpoint) -> LoadSource | None:
-        """Return the latest checkpoint of the target if it is after `chosen`; else `chosen`.
+        """Return the latest checkpoint of the target if the run continues from it; else `chosen`.
 
         Raises `FolderUnusable` where that cannot be known and the disk has nothing: the run would begin from scratch.
         """
-        on_disk = store.committed()
         has_steps = chosen is not None and not chosen.initial
         try:
             with usable(self._target.address):
-                found = self._latest(on_disk, config)
+                found = self._latest(chosen if has_steps else None, store.committed(), config)
         except CheckpointError as error:
-            if not has_steps:
+            if chosen is None or chosen.initial:
                 raise
             logger.warning(
-                "What is in %s is not known (%s); continuing with step %d", self._target.address, error, _of(chosen)
+                "What is in %s is not known (%s); continuing with step %d", self._target.address, error, chosen.step
             )
             return chosen
-        if found is None or (has_steps and found.step <= _of(chosen)):
-            return chosen
-        return found
+        return found or chosen
 
-    def _latest(self, on_disk: list[Any], config: Checkpoint) -> LoadSource | None:
+    def _latest(
+        self, chosen: LoadSource | None, on_disk: Sequence[CheckpointInfo], config: Checkpoint
+    ) -> LoadSource | None:
+        """Return the latest checkpoint of the target that comes after `chosen` of those `on_disk`; None for none."""
         there = self._target.committed()
-        left = {info.step for info in there} - {info.step for info in without_abandoned([*on_disk, *there])}
-        if is_of_another_run(on_disk, there):
+        latest = None if chosen is None else next((info for info in on_disk if info.step == chosen.step), None)
+        if latest is None and is_of_another_run(on_disk, there):
             return None
-        source = choose_source(
-            self._target, -1, dataclasses.replace(config, initial_load_path=""), self._dropped | left
-        )
-        if source is None:
-            return None
-        return InUploadFolder(**{field.name: getattr(source, field.name) for field in dataclasses.fields(source)})
+        kept = without_abandoned([*on_disk, *there])
+        usable_steps = {info.step for info in there if info in kept and continues(latest, info, there)}
+        skipped = self._dropped | {info.step for info in there} - usable_steps
+        source = choose_source(self._target, -1, dataclasses.replace(config, initial_load_path=""), skipped)
+        self._report_damaged(-1 if source is None else source.step, latest)
+        return None if source is None else _in_upload_folder(source)
+
+    def _report_damaged(self, found: int, latest: CheckpointInfo | None) -> None:
+        """Warn of damaged checkpoints after step `found`; raise for those of which nothing could be read."""
+        begin = max(found, -1 if latest is None else latest.step)
+        for step, error in sorted((self._target.damaged() | self._target.unreadable()).items()):
+            if step > begin:
+                if isinstance(error, CheckpointUnreadable):
+                    raise error
+                logger.warning("Skipped step %d: %s", step, error)
 
 
-def _of(source: LoadSource | None) -> int:
-    return -1 if source is None else source.step
+def _in_upload_folder(source: LoadSource) -> InUploadFolder:
+    return InUploadFolder(**{field.name: getattr(source, field.name) for field in dataclasses.fields(source)})

@@ -57,3 +57,17 @@ def lineage_in(target: Sequence[CheckpointInfo], lineage: Lineage, source: Seque
     left = [info for info in target if (info.step, info.run_id) not in kept]
     there = abandoned_by(lineage.run_id, lineage.branch_point, left)
     return dataclasses.replace(lineage, abandons=tuple(dict.fromkeys((*lineage.abandons, *there))))
+
+
+def continues(disk: CheckpointInfo | None, info: CheckpointInfo, target: Sequence[CheckpointInfo]) -> bool:
+    """Return whether `info` of `target` comes after `disk`, the latest full checkpoint on disk; None for none.
+
+    Of another run than that only if `target` has left that one: uploads come late, so what the disk has left by a roll
+    back may still be there.
+    """
+    if disk is None:
+        return True
+    if info.run_id == disk.run_id:
+        return info.step > disk.step
+    left = {pair for each in target for pair in each.lineage.abandons}
+    return (disk.step, disk.run_id) in left

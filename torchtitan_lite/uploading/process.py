@@ -192,12 +192,17 @@ class _Orders:
         self._line = line
         self._changed = threading.Condition()
         self.asked = 0
+        self.is_over = False
+        """Whether the trainer has closed the line."""
+        self._is_waited_for = False
         threading.Thread(target=self._receive, daemon=True).start()
 
     def wait(self, done: int, seconds: float | None) -> int:
         """Return the number of the latest order once it is higher than `done`, or after `seconds`."""
         with self._changed:
-            self._changed.wait_for(lambda: self.asked > done, seconds)
+            self._is_waited_for = True
+            self._changed.wait_for(lambda: self.asked > done or self.is_over, seconds)
+            self._is_waited_for = False
             return self.asked
 
     def _receive(self) -> None:
@@ -207,23 +212,32 @@ class _Orders:
                 with self._changed:
                     self.asked = number
                     self._changed.notify_all()
-        # The trainer has closed the line. What is under way is cut here, as by a kill: the next start continues.
-        os._exit(0)
+        with self._changed:
+            self.is_over = True
+            self._changed.notify_all()
+            if not self._is_waited_for:
+                # What is under way is cut here, as by a kill: the next start continues.
+                os._exit(0)
 
 
 def _serve(uploader: Uploader, orders: _Orders, line: Connection) -> None:
     done, pause, is_open, said = 0, _FIRST_PAUSE_SECONDS, False, ""
     while True:
         asked = orders.wait(done, None)
+        if orders.is_over:
+            uploader.close()
+            return
         try:
             if not is_open:
                 uploader.open()
                 is_open = True
+                uploader.say(problem="", is_refused=False)
             while (info := uploader.next()) is not None:
                 uploader.upload(info)
             done, pause, said = asked, _FIRST_PAUSE_SECONDS, ""
             line.send(done)
-        except (UploadRefused, FolderInUse, LeaseLost, ConfigError) as error:
+        except (UploadRefused, LeaseLost, ConfigError) as error:
+            log.logger.error("Uploads have ended: %s", error)
             line.send(UploadsEnded(_step(uploader), path=uploader.address, reason=str(error)))
             uploader.say(problem=str(error), is_refused=True)
             uploader.close()
@@ -232,9 +246,11 @@ def _serve(uploader: Uploader, orders: _Orders, line: Connection) -> None:
             # Whatever it is, it may end: a bucket, a key, a route, a disk.
             reason = str(error)
             if reason != said:
+                log.logger.warning("Could not upload to %s: %s. Trying again", uploader.address, reason)
                 line.send(UploadFailed(_step(uploader), path=uploader.address, reason=reason))
             uploader.failures += 1
-            uploader.say(problem=reason)
+            # A tool holds a folder for a moment, another run until its end.
+            uploader.say(problem=reason, is_refused=isinstance(error, FolderInUse))
             said = reason
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

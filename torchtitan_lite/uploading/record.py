@@ -31,7 +31,7 @@ class Begun:
     place: str
     """Its name in the other folder."""
     done: Mapping[str, int] = field(default_factory=dict)
-    """The files that are complete there, and their sizes in bytes."""
+    """The files that are complete there, and their sizes in bytes; of an object store, which has them listed, none."""
 
 
 @dataclass(frozen=True)

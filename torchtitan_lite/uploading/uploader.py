@@ -18,6 +18,7 @@ from torchtitan_lite.bucket.store import BucketStore
 from torchtitan_lite.checkpoint.run_folders import open_store, usable
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, UploadRefused
 from torchtitan_lite.events import Emit, Event, Uploaded, UploadFailed, ignore
+from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store.housekeeping import Housekeeping
 from torchtitan_lite.store.manifest import CheckpointInfo
 from torchtitan_lite.store.place import on_disk
@@ -96,6 +97,8 @@ class Uploader:
         self._rate = Rate(job.max_bytes_per_second)
         self._record = Record()
         self._sending = Sending(self._target, self._pass)
+        self._is_atomic = isinstance(self._target, BucketStore)
+        """Whether a file appears complete or not at all."""
         self._damaged: set[Save] = set()
         self._since: tuple[int, float, int] | None = None
         """The step under way, when it began, and the bytes that had been sent then."""
@@ -173,22 +176,27 @@ class Uploader:
         """
         if self._since is None or self._since[0] != info.step:
             self._since = info.step, time.monotonic(), self.state.sent_bytes
-        _, began, sent = self._since
+        _, began, sent_before = self._since
         try:
             self._send(info)
         except CheckpointDamaged as damage:
+            if not self._is_there(info):
+                return  # Another save of the step took its place.
             self._damaged.add(save_of(info))
             self._emit(UploadFailed(info.step, path=self.address, reason=str(damage)))
             return
         except FileNotFoundError:
-            if on_disk(info.path).exists():
+            if self._is_there(info):
                 raise
             return
         stored_at = self._now()
         stored = {**self._record.stored, save_of(info): stored_at}
         self._write(dataclasses.replace(self._record, begun=None, stored=stored))
         self.say(uploading=None, stored=save_of(info), stored_at=stored_at)
-        sent_bytes, seconds = self.state.sent_bytes - sent, time.monotonic() - began
+        sent_bytes, seconds = self.state.sent_bytes - sent_before, time.monotonic() - began
+        logger.info(
+            "Uploaded step %d to %s: %s in %.1f s", info.step, self.address, readable_bytes(sent_bytes), seconds
+        )
         failures, self.failures = self.failures, 0
         self._emit(Uploaded(info.step, path=self.address, bytes=sent_bytes, seconds=seconds, failures=failures))
         self._housekeeping.note_committed(info, self._target)
@@ -201,15 +209,23 @@ class Uploader:
         # With several hosts, those of the others last: these send them meanwhile.
         for name in sorted(manifest.files, key=lambda name: not self._job.share.has(name)):
             faults.point("upload", step=info.step)
-            self._lease.check()
+            if not self._is_atomic:
+                self._lease.check()  # In a bucket no other job writes under this name, and the commit finds out.
             record, is_mine = manifest.files[name], self._job.share.has(name)
             if begun.done.get(name) != record.size and (is_mine or not self._arrives(begun.place, name, record.size)):
                 self._sending.send(folder / name, files[name], begun.place)
-            begun = dataclasses.replace(begun, done={**begun.done, name: record.size})
-            self._write(dataclasses.replace(self._record, begun=begun))
+            if not self._is_atomic:
+                begun = dataclasses.replace(begun, done={**begun.done, name: record.size})
+                self._write(dataclasses.replace(self._record, begun=begun))
+        if not self._is_there(info):
+            raise FileNotFoundError(str(folder))
         lineage = lineage_in(self._target.intact(), manifest.lineage, self._source.committed())
         manifest = dataclasses.replace(manifest, lineage=lineage)
         self._target.commit(info.step, manifest, self._lease.check, place=begun.place)
+
+    def _is_there(self, info: CheckpointInfo) -> bool:
+        """Return whether the folder on disk has this very save still."""
+        return save_of(info) in map(save_of, self._source.committed())
 
     def _arrives(self, place: str, name: str, size: int) -> bool:
         """Wait until another host has sent a file; return False if that host has stopped."""
@@ -231,7 +247,8 @@ class Uploader:
         if begun is not None and begun.save == save_of(info):
             there = self._target.resume(info.step, begun.place)
             if there is not None:
-                done = {name: size for name, size in begun.done.items() if there.get(name) == size}
+                known = there if self._is_atomic else begun.done
+                done = {name: size for name, size in known.items() if there.get(name) == size}
                 return dataclasses.replace(begun, done=done)
         begun = Begun(save_of(info), self._target.begin(info.step))
         self._write(dataclasses.replace(self._record, begun=begun))

@@ -9,7 +9,7 @@ proof of damage. Every public method is **collective**.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from torchtitan_lite.errors import (
     AllCheckpointsDamaged,
     CheckpointDamaged,
     CheckpointError,
+    CheckpointNotFound,
     CheckpointUnreadable,
     CheckpointUnsafe,
 )
@@ -128,7 +129,7 @@ class Candidates:
         """Return the next candidate whose manifest and file sizes are right, and all damaged ones found so far."""
         damaged = dict(self.damaged)
         while True:
-            source = self.choose(self.store, self.wanted, self.config, damaged, is_exact=self.is_exact)
+            source = self._chosen_of(damaged)
             newer = {step: error for step, error in self.store.damaged().items() if self._is_newer(step, source)}
             # What a load found wins over what the manifest shows, because it names the keys.
             damaged = newer | damaged
@@ -150,6 +151,14 @@ class Candidates:
         self._chosen = None if source is None else files_of(source.path).identity()
         preferred = self.sources.preferred(source, self.store, self.wanted, self.config, is_exact=self.is_exact)
         return preferred, damaged
+
+    def _chosen_of(self, damaged: Collection[int]) -> LoadSource | None:
+        try:
+            return self.choose(self.store, self.wanted, self.config, damaged, is_exact=self.is_exact)
+        except CheckpointNotFound:
+            if (source := self.sources.elsewhere(self.wanted, self.config, is_exact=self.is_exact)) is None:
+                raise
+            return source
 
     def _refuse_what_may_be_newer(self, source: LoadSource | None) -> None:
         """Raise for an unreadable step after `source`: to resume without it might lose it."""

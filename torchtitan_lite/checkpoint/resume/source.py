@@ -115,6 +115,10 @@ class Sources:
         """Return what goes before `chosen`, which `store` has for `wanted`; else `chosen`. **Coordinator only**."""
         return chosen
 
+    def elsewhere(self, wanted: int, config: Checkpoint, *, is_exact: bool) -> LoadSource | None:
+        """Return the step `wanted`, which is not on disk; None without one. **Coordinator only**."""
+        return None
+
     def drop(self, source: LoadSource, error: CheckpointError) -> bool:
         """Return whether `source` was offered here; it is damaged then, and not offered again. **Collective**."""
         return False
