@@ -64,7 +64,7 @@ def test_a_cut_upload_sends_no_part_twice_but_those_under_way(folder: str, proxy
     source = written(tmp_path / "run", size).root
     cut(source, folder, 5 * PART_BYTES)
     assert steps_in(folder) == []
-    assert record.read(source).begun is not None
+    assert record.read(source, folder).begun is not None
     assert [key.rpartition("/")[2] for key in uploads_under_way(folder)] == [layout.data_file(0, 0)]
     sent = Sent(proxy)
     assert upload_all(UploadJob(str(source), folder), lambda state: None) == 1

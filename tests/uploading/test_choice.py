@@ -11,8 +11,10 @@ from torchtitan_lite.store.retention import KeepAll, KeepLatest, RetentionPolicy
 from torchtitan_lite.uploading.choice import continues, is_of_another_run, lineage_in, missing, save_of
 
 
-def info(step: int, run: str = "a", *, branch: int | None = None, at: float = 1.0, **changes: object) -> CheckpointInfo:
-    lineage = Lineage(run, branch_point=branch)
+def info(
+    step: int, run: str = "a", *, at: float = 1.0, ancestors: tuple[tuple[int, str], ...] = (), **changes: object
+) -> CheckpointInfo:
+    lineage = Lineage(run, ancestors=ancestors)
     made = CheckpointInfo(step, Path(f"step-{step}"), CheckpointKind.FULL, at, 10, lineage)
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]  # fields of it
 
@@ -49,29 +51,43 @@ def test_a_folder_with_the_checkpoints_of_another_run_is_recognized() -> None:
     assert not is_of_another_run([], [info(1, "b")])
     assert not is_of_another_run([info(1, "a")], [])
     assert not is_of_another_run([info(2, "a")], [info(1, "b"), info(2, "a")])
-    assert not is_of_another_run([info(12, "b", branch=10)], [info(20, "a")])
+    branch = info(12, "b", ancestors=((10, "a"),))
+    assert not is_of_another_run([branch], [info(20, "a")])
+    assert not is_of_another_run([info(20, "a")], [branch])
+    assert is_of_another_run([branch], [info(20, "x")])
 
 
-def test_the_commit_of_a_branch_abandons_what_the_disk_has_left() -> None:
-    there = [info(10), info(20), info(30)]
-    source = [info(10), info(15, "b", branch=10)]
-    assert lineage_in(there, source[-1].lineage, source).abandons == ((20, "a"), (30, "a"))
+def test_the_commit_of_a_branch_abandons_what_its_run_has_left() -> None:
+    there = [info(10), info(20), info(30), info(40, "x")]
+    branch = Lineage("b", branch_point=10, ancestors=((10, "a"),))
+    assert lineage_in(there, branch).abandons == ((20, "a"), (30, "a"))
+    again = Lineage("c", ancestors=((-1, "a"),))
+    assert lineage_in(there, again).abandons == ((10, "a"), (20, "a"), (30, "a"))
 
 
 def test_an_old_step_that_comes_late_abandons_no_later_branch() -> None:
-    source = [info(12, "b", branch=10), info(30, "c", branch=20)]
-    there = [info(30, "c", branch=20), info(40, "c", branch=20)]
-    assert lineage_in(there, source[0].lineage, source) == source[0].lineage
+    there = [info(30, "c", ancestors=((20, "b"), (10, "a"))), info(40, "c", ancestors=((20, "b"), (10, "a")))]
+    old = Lineage("b", branch_point=10, ancestors=((10, "a"),))
+    assert lineage_in(there, old) == old
+
+
+def test_a_branch_is_sent_however_many_steps_of_the_run_that_it_left_are_there() -> None:
+    branch = [info(step, "b", ancestors=((4, "a"),)) for step in (7, 8)]
+    assert steps(branch, [info(11), info(12)], KeepLatest(2)) == [8, 7]
+    assert steps([info(step, "c", ancestors=((-1, "a"),)) for step in (1, 2)], [info(11), info(12)], KeepLatest(2)) == [
+        2,
+        1,
+    ]
 
 
 def test_a_save_is_known_by_step_run_and_time() -> None:
     assert save_of(info(3, "b", at=7.0)) == (3, "b", 7.0)
 
 
-def test_the_run_continues_from_a_later_step_of_its_own_or_from_a_branch_that_left_it() -> None:
-    assert continues(None, info(3), [info(3)])
-    assert continues(info(3), info(4), [info(4)])
-    assert not continues(info(3), info(3), [info(3)])
-    assert not continues(info(3, "b", branch=2), info(9), [info(9)])
-    left = info(2, "c", lineage=Lineage("c", branch_point=1, abandons=((3, "a"),)))
-    assert continues(info(3), left, [info(1), left])
+def test_the_run_continues_from_a_later_step_of_its_own_or_from_a_branch_of_it() -> None:
+    assert continues(None, info(3))
+    assert continues(info(3), info(4))
+    assert not continues(info(3), info(3))
+    assert not continues(info(3, "b", ancestors=((2, "a"),)), info(9))
+    assert continues(info(9), info(3, "b", ancestors=((2, "a"),)))
+    assert continues(info(1), info(3, "b", ancestors=((2, "a"),)))

@@ -193,7 +193,7 @@ def test_retention_leaves_the_step_that_is_being_uploaded(tmp_path: Path, other:
     # The process that writes it has ended.
     record.write(run.root, record.Record(str(other), "id", begun))
     assert run.manager._parts.uploads.protected() == {1}
-    record.write(run.root, record.Record())
+    record.write(run.root, record.Record(str(other)))
     assert run.manager._parts.uploads.protected() == frozenset()
 
 

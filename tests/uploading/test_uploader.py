@@ -73,19 +73,19 @@ def test_an_upload_that_was_cut_continues_with_the_files_that_are_missing(tmp_pa
 
         def cut_in_the_second_file(state: State) -> None:
             written.append(state.sent_bytes)
-            if len(record.read(source).begun.done) == 1 and state.sent_bytes > written[0]:  # type: ignore[union-attr]
+            if len(record.read(source, str(tmp_path / "other")).begun.done) == 1 and state.sent_bytes > written[0]:  # type: ignore[union-attr]
                 raise KeyboardInterrupt
 
         uploader._report = cut_in_the_second_file
         uploader.upload(info)
-    begun = record.read(source).begun
+    begun = record.read(source, str(tmp_path / "other")).begun
     assert begun is not None
     assert len(begun.done) == 1
     assert steps_in(tmp_path / "other") == []
     assert upload_all(work, states.append) == 1
     assert states[-1].sent_bytes == total - sum(begun.done.values())
     assert steps_in(tmp_path / "other") == [1]
-    assert record.read(source).begun is None
+    assert record.read(source, str(tmp_path / "other")).begun is None
 
 
 def test_a_damaged_checkpoint_is_not_uploaded_and_the_others_are(tmp_path: Path) -> None:

@@ -12,28 +12,36 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
+from torchtitan_lite.bucket import naming
 from torchtitan_lite.bucket.objects import StoreUnavailable
 from torchtitan_lite.bucket.refusals import meaning
 from torchtitan_lite.bucket.upload import part_bytes_of
 from torchtitan_lite.config.address import Address, parse
 from torchtitan_lite.disk.block_writer import FileSource
 from torchtitan_lite.distributed.environment import value_of
+from torchtitan_lite.log import logger
 
 AT_A_TIME = 3
 """Parts under way, which a cut loses."""
 _CONNECT_SECONDS = 10.0
 _READ_SECONDS = 60.0
 _TRIES = 4
+_ONLY_OBSTORE = (
+    *("AWS_SKIP_SIGNATURE", "AWS_SERVER_SIDE_ENCRYPTION", "AWS_SSE_KMS_KEY_ID", "AWS_SSE_BUCKET_KEY_ENABLED"),
+    "AWS_SSE_CUSTOMER_KEY_BASE64",
+)
+"""What the other client takes from the environment, and this one does not."""
 
 
 def parts_of(address: str) -> S3Parts | None:
     """Return what uploads below `address` in parts that stay; None where that is not possible."""
     where = parse(address)
-    if where.scheme != "s3" or value_of("AWS_SKIP_SIGNATURE").lower() in ("1", "true"):
+    if where.scheme != "s3" or any(map(value_of, _ONLY_OBSTORE)):
         return None
     try:
         import boto3
         from botocore.config import Config
+        from botocore.exceptions import BotoCoreError
     except ImportError:
         return None
     endpoint = value_of("AWS_ENDPOINT_URL_S3") or value_of("AWS_ENDPOINT_URL") or value_of("AWS_ENDPOINT") or None
@@ -48,8 +56,12 @@ def parts_of(address: str) -> S3Parts | None:
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )
-    client = boto3.client("s3", endpoint_url=endpoint, region_name=region, config=config)
-    return S3Parts(client, where)
+    try:
+        return S3Parts(boto3.client("s3", endpoint_url=endpoint, region_name=region, config=config), where)
+    except (BotoCoreError, ValueError) as error:
+        # A profile that is not there, which the other client does not look for.
+        logger.warning("Files that are cut will be sent again from their beginning: %s", error)
+        return None
 
 
 class S3Parts:
@@ -92,14 +104,16 @@ class S3Parts:
             return sum(size for _, size in self._parts(key, upload_id).values()) if upload_id else 0
 
     def remove_all_but(self, kept: str) -> None:
-        """Give up all uploads below the address that were cut, but those of keys that begin with `kept`, if any does.
+        """Give up the uploads of checkpoints below the address that were cut, but those of the checkpoint `kept`.
 
         Their parts cost money. A store may list none of them, and remove them by a rule of its own.
         """
         with self._translated(""):
             prefix = f"{self._address.prefix}/"
             for key, upload_id in self._under_way(prefix):
-                if not kept or not key.startswith(prefix + kept):
+                found = naming.split_key(key.removeprefix(prefix))
+                # Below the folder there may be one of another run.
+                if found is not None and found[0] != kept:
                     where = {"Bucket": self._address.bucket, "Key": key}
                     self._client.abort_multipart_upload(**where, UploadId=upload_id)
 

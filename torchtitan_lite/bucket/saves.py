@@ -96,6 +96,8 @@ class BucketSaves:
 
         What may be committed after all stays until a later call, or commit, finds that it will not be.
         """
+        if naming.parse_attempt(name) is None:
+            return  # No save has such a name.
         self._failed[name] = None
         self._remove_failed()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 
 from torchtitan_lite.checkpoint.resume.source import Sources
@@ -30,8 +31,8 @@ class NoUploads:
     def start(self, run_id: str) -> None:
         """Start what uploads, for `run_id`, unless that is done. **Collective**, main thread."""
 
-    def close(self, seconds: float) -> None:
-        """Wait for the uploads, at most `seconds` and while there is progress, and end what uploads. Any rank.
+    def close(self, seconds_left: Callable[[], float]) -> None:
+        """Wait for the uploads, while there are `seconds_left` and there is progress, and end what uploads. Any rank.
 
         Says what is missing then. Raises `UploadRefused` if nothing can be uploaded any more.
         """

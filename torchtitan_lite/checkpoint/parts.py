@@ -157,8 +157,8 @@ class Parts:
         return [] if self.config.load_only else self.folders.take()
 
     def _close_uploads(self, is_cut: bool) -> None:
-        left = self.preemption.seconds_left() - _SECONDS_TO_LEAVE  # Infinity without a signal.
-        self.uploads.close(0.0 if is_cut else max(0.0, left))
+        # Infinity until a signal comes.
+        self.uploads.close(lambda: 0.0 if is_cut else self.preemption.seconds_left() - _SECONDS_TO_LEAVE)
 
     def _close_saver(self) -> None:
         # A save that was not over in time is not awaited twice: the other ranks wait for this one to leave.

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,26 +20,34 @@ import xxhash
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.no_uploads import NoUploads
 from torchtitan_lite.checkpoint.reading.files import Files
-from torchtitan_lite.checkpoint.resume.load_source import choose_source
+from torchtitan_lite.checkpoint.resume.load_source import choose_source, is_branch_of
 from torchtitan_lite.checkpoint.resume.source import LoadSource, Sources
 from torchtitan_lite.checkpoint.run_folders import usable
 from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.errors import CheckpointError, CheckpointNotFound, CheckpointUnreadable, UploadRefused
-from torchtitan_lite.events import Committed, Emit, Event
+from torchtitan_lite.errors import (
+    AllCheckpointsDamaged,
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointNotFound,
+    CheckpointUnreadable,
+    UploadRefused,
+)
+from torchtitan_lite.events import Committed, Emit, Event, UploadsEnded
 from torchtitan_lite.host_memory import host_id
 from torchtitan_lite.log import counted, logger, readable_bytes
-from torchtitan_lite.store.lineage import without_abandoned
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.retention import RetentionPolicy
 from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.uploading import record
-from torchtitan_lite.uploading.choice import continues, is_of_another_run
+from torchtitan_lite.uploading.choice import continues, is_of_another_run, not_left, save_of
 from torchtitan_lite.uploading.process import UploadProcess
 from torchtitan_lite.uploading.share import Share
 from torchtitan_lite.uploading.uploader import State, UploadJob
 
 _LOOK_SECONDS = 1.0
+_SILENT_SECONDS = 60.0
+"""Without a word of the coordinator's process about an upload, after which another host leaves."""
 
 
 class Uploads(NoUploads):
@@ -66,7 +75,7 @@ class Uploads(NoUploads):
 
     def protected(self) -> AbstractSet[int]:
         # What is under way. All else that the rules remove here they would remove there, too.
-        begun = record.read(self._source.root).begun
+        begun = record.read(self._source.root, self._target.address).begun
         return frozenset() if begun is None else frozenset({begun.save[0]})
 
     def heard_by(self, emit: Emit) -> Emit:
@@ -80,7 +89,8 @@ class Uploads(NoUploads):
 
     def has_checkpoint(self) -> bool:
         with usable(self._target.address):
-            return any(info.kind is CheckpointKind.FULL for info in self._target.committed())
+            has_full = any(info.kind is CheckpointKind.FULL for info in self._target.committed())
+            return has_full or bool(self._target.damaged()) or bool(self._target.unreadable())
 
     def start(self, run_id: str) -> None:
         config, peers = self._context.config, self._context.peers
@@ -105,31 +115,46 @@ class Uploads(NoUploads):
             share,
         )
         self._process = UploadProcess(job, self._emit, config.preemption_signals)
-        self._process.start()
+        # Of a manager that is dropped without `close`, whose next one could not upload.
+        weakref.finalize(self, self._process.close)
+        try:
+            self._process.start()
+        except OSError as error:
+            logger.warning("Nothing is uploaded to %s in this start: %s", self._target.address, error)
+            self._emit(UploadsEnded(0, path=self._target.address, reason=str(error)))
 
-    def close(self, seconds: float) -> None:
+    def close(self, seconds_left: Callable[[], float]) -> None:
         process, self._process = self._process, None
         self._has_started = False
         if process is None:
             return
         if not self._context.peers.is_coordinator:
-            self._wait_for_coordinator(seconds)
+            self._wait_for_coordinator(seconds_left)
             process.close()
             return
-        if not process.is_idle and not process.state.is_refused and seconds > 0:
+        if not process.is_idle and seconds_left() > 0:
             logger.info("Waiting for uploads to %s", self._target.address)
-        is_done = process.wait(seconds, self._context.config.timeout_seconds)
+        is_done = process.wait(seconds_left, self._context.config.timeout_seconds)
         state = process.state
         process.close()
-        if state.is_refused and seconds == math.inf:
+        if is_done:
+            return
+        # For a signal the exit code is that of the signal.
+        if state.is_refused and seconds_left() == math.inf:
             raise UploadRefused(self._target.address, state.problem)
-        if not is_done:
-            self._report_missing(state)
+        self._report_missing(state)
 
-    def _wait_for_coordinator(self, seconds: float) -> None:
-        """Wait, on another host, while an upload is under way that may lack files of this one."""
-        until = time.monotonic() + min(seconds, self._context.config.timeout_seconds)
-        while record.read(self._source.root).begun is not None and time.monotonic() < until:
+    def _wait_for_coordinator(self, seconds_left: Callable[[], float]) -> None:
+        """Wait, on another host, until the latest checkpoint is uploaded, which may lack files of this one."""
+        known, changed_at = record.Record(), time.monotonic()
+        while seconds_left() > 0:
+            seen = record.read(self._source.root, self._target.address)
+            if seen != known:
+                known, changed_at = seen, time.monotonic()
+            saves = [save_of(info) for info in self._source.committed()]
+            patience = self._context.config.timeout_seconds if seen.begun is not None else _SILENT_SECONDS
+            if not saves or saves[-1] in seen.stored or time.monotonic() - changed_at > patience:
+                return
             time.sleep(_LOOK_SECONDS)
 
     def _report_missing(self, state: State) -> None:
@@ -148,6 +173,9 @@ class Uploads(NoUploads):
 class InUploadFolder(LoadSource):
     """A checkpoint that is loaded from the second folder."""
 
+    is_all_there_is: bool = False
+    """Whether the disk has no checkpoint of the run."""
+
     @property
     def origin(self) -> str:
         return "upload_folder"
@@ -163,6 +191,7 @@ class UploadedSources(Sources):
     def __init__(self, inner: Sources, target: StoresCheckpoints) -> None:
         self._inner, self._target = inner, target
         self._dropped: set[int] = set()
+        self._damaged: dict[int, str] = {}
 
     def look(self, topology: str) -> None:
         self._inner.look(topology)
@@ -171,17 +200,23 @@ class UploadedSources(Sources):
         self, chosen: LoadSource | None, store: StoresCheckpoints, wanted: int, config: Checkpoint, *, is_exact: bool
     ) -> LoadSource | None:
         uploaded = chosen
-        if wanted == -1 and not is_exact and (chosen is None or chosen.initial or not chosen.is_explicit):
-            uploaded = self._later(chosen, store, config)
+        if not is_exact and (wanted == -1 or not config.new_branch):
+            uploaded = self._later(chosen, store, wanted, config)
         in_memory = self._inner.preferred(chosen, store, wanted, config, is_exact=is_exact)
-        if in_memory is not None and in_memory is not chosen and (uploaded is None or in_memory.step >= uploaded.step):
-            return in_memory
-        return uploaded
+        if uploaded is chosen or in_memory is None or in_memory is chosen or uploaded is None:
+            return in_memory if uploaded is chosen else uploaded
+        is_of_its_run = in_memory.lineage.run_id == uploaded.lineage.run_id
+        return in_memory if is_of_its_run and in_memory.step >= uploaded.step else uploaded
 
     def drop(self, source: LoadSource, error: CheckpointError) -> bool:
         if not isinstance(source, InUploadFolder):
             return self._inner.drop(source, error)
+        # A store that fails to answer makes each of its checkpoints look damaged.
+        if isinstance(error, CheckpointUnreadable) and source.is_all_there_is:
+            raise error
         logger.warning("Step %d in %s is not used: %s", source.step, self._target.address, error)
+        if isinstance(error, CheckpointDamaged):
+            self._damaged[source.step] = error.summary
         self._dropped.add(source.step)
         return True
 
@@ -197,40 +232,53 @@ class UploadedSources(Sources):
                 source = choose_source(self._target, wanted, config, self._dropped, is_exact=is_exact)
             except CheckpointNotFound:
                 return None
-        return None if source is None or source.initial else _in_upload_folder(source)
+        return None if source is None or source.initial else _in_upload_folder(source, is_all_there_is=True)
 
-    def _later(self, chosen: LoadSource | None, store: StoresCheckpoints, config: Checkpoint) -> LoadSource | None:
+    def _later(
+        self, chosen: LoadSource | None, store: StoresCheckpoints, wanted: int, config: Checkpoint
+    ) -> LoadSource | None:
         """Return the latest checkpoint of the target if the run continues from it; else `chosen`.
 
-        Raises `FolderUnusable` where that cannot be known and the disk has nothing: the run would begin from scratch.
+        Raises `FolderUnusable` where that cannot be known, and `AllCheckpointsDamaged` where there are only damaged
+        ones, if the disk has nothing: the run would begin from scratch.
         """
-        has_steps = chosen is not None and not chosen.initial
+        disk = None if chosen is None or chosen.initial else chosen
         try:
             with usable(self._target.address):
-                found = self._latest(chosen if has_steps else None, store.committed(), config)
+                found = self._latest(disk, store.committed(), wanted, config)
         except CheckpointError as error:
-            if chosen is None or chosen.initial:
+            if disk is None:
                 raise
             logger.warning(
-                "What is in %s is not known (%s); continuing with step %d", self._target.address, error, chosen.step
+                "What is in %s is not known (%s); continuing with step %d", self._target.address, error, disk.step
             )
             return chosen
+        if found is None and disk is None and self._damaged:
+            raise AllCheckpointsDamaged(self._target.address, self._damaged)
         return found or chosen
 
     def _latest(
-        self, chosen: LoadSource | None, on_disk: Sequence[CheckpointInfo], config: Checkpoint
+        self, disk: LoadSource | None, on_disk: Sequence[CheckpointInfo], wanted: int, config: Checkpoint
     ) -> LoadSource | None:
-        """Return the latest checkpoint of the target that comes after `chosen` of those `on_disk`; None for none."""
+        """Return the latest checkpoint of the target that comes after the choice of the disk; None for none."""
         there = self._target.committed()
-        latest = None if chosen is None else next((info for info in on_disk if info.step == chosen.step), None)
-        if latest is None and is_of_another_run(on_disk, there):
+        if is_of_another_run(on_disk, there):
             return None
-        kept = without_abandoned([*on_disk, *there])
-        usable_steps = {info.step for info in there if info in kept and continues(latest, info, there)}
-        skipped = self._dropped | {info.step for info in there} - usable_steps
-        source = choose_source(self._target, -1, dataclasses.replace(config, initial_load_path=""), skipped)
+        latest = None if disk is None else next((info for info in on_disk if info.step == disk.step), None)
+        full = [info for info in not_left(there, [*on_disk, *there]) if info.kind is CheckpointKind.FULL]
+        full = [info for info in full if info.step not in self._dropped]
+        if wanted != -1:
+            # The disk would begin another branch, or has not all of the one that began there.
+            begins = disk is not None and disk.is_explicit
+            full = [info for info in full if is_branch_of(info, wanted, config) and (begins or continues(latest, info))]
+        else:
+            full = [info for info in full if continues(latest, info)]
+        kept = {info.step for info in full}
+        skipped = self._dropped | {info.step for info in there if info.step not in kept}
+        own = dataclasses.replace(config, initial_load_path="")
+        source = choose_source(self._target, wanted, own, skipped) if full else None
         self._report_damaged(-1 if source is None else source.step, latest)
-        return None if source is None else _in_upload_folder(source)
+        return None if source is None else _in_upload_folder(source, is_all_there_is=disk is None)
 
     def _report_damaged(self, found: int, latest: CheckpointInfo | None) -> None:
         """Warn of damaged checkpoints after step `found`; raise for those of which nothing could be read."""
@@ -239,8 +287,10 @@ class UploadedSources(Sources):
             if step > begin:
                 if isinstance(error, CheckpointUnreadable):
                     raise error
+                self._damaged[step] = error.summary
                 logger.warning("Skipped step %d: %s", step, error)
 
 
-def _in_upload_folder(source: LoadSource) -> InUploadFolder:
-    return InUploadFolder(**{field.name: getattr(source, field.name) for field in dataclasses.fields(source)})
+def _in_upload_folder(source: LoadSource, *, is_all_there_is: bool) -> InUploadFolder:
+    fields = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
+    return InUploadFolder(**fields, is_all_there_is=is_all_there_is)

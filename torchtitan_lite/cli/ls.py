@@ -30,8 +30,7 @@ from torchtitan_lite.store.pins import Pins
 from torchtitan_lite.store.retention import Verdict
 from torchtitan_lite.store.verified import FULL
 from torchtitan_lite.uploading.choice import save_of
-from torchtitan_lite.uploading.record import Record
-from torchtitan_lite.uploading.record import read as read_uploads
+from torchtitan_lite.uploading.record import Record, read_all
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -76,7 +75,7 @@ class _Found:
     keys: dict[str, Any]
     verdicts: dict[int, Verdict]
     uploads: Record
-    """What was seen of it in another folder."""
+    """What was seen of it in another folder, the last one."""
 
     @classmethod
     def of(
@@ -272,7 +271,8 @@ def _on_disk(root: Path) -> _Found:
         pinned = Pins(root).read()
     except PinsUnreadable as unreadable:
         error = str(unreadable)
-    return _Found.of(root, entries, _holder(root), pinned, error, read_uploads(root))
+    uploads = max(read_all(root), key=lambda each: max(each.stored.values(), default=0.0), default=None)
+    return _Found.of(root, entries, _holder(root), pinned, error, uploads)
 
 
 def _in_store(spelling: str) -> _Found:

@@ -14,6 +14,8 @@ from typing import Any, Protocol, TypeGuard, TypeVar
 
 MAX_ABANDONED = 100_000
 """Checkpoints that one commit may abandon."""
+MAX_ANCESTORS = 1000
+"""Runs that a branch remembers, the last ones."""
 _RUN_ID_LETTERS = 64
 
 
@@ -34,6 +36,8 @@ class Lineage:
 
     Not in the manifest: after that commit there is nothing left to abandon.
     """
+    ancestors: tuple[tuple[int, str], ...] = ()
+    """(last step kept, run id) of each run that this one left by rolling back, or by counting again (-1)."""
 
     @property
     def last_kept(self) -> int | None:
@@ -47,6 +51,7 @@ class Lineage:
             "parent_step": self.parent_step,
             "branch_point": self.branch_point,
             "abandons": [list(pair) for pair in self.abandons],
+            **({"ancestors": [list(pair) for pair in self.ancestors]} if self.ancestors else {}),
         }
 
     @classmethod
@@ -67,7 +72,20 @@ class Lineage:
             parent_step=_step(document, "parent_step"),
             branch_point=_step(document, "branch_point"),
             abandons=tuple((step, run) for step, run in pairs),
+            ancestors=_ancestors(document.get("ancestors", [])),
         )
+
+    def branch(self, last_kept: int) -> tuple[tuple[int, str], ...]:
+        """Return the ancestors of a run that leaves this one after step `last_kept`."""
+        return ((last_kept, self.run_id), *self.ancestors)[:MAX_ANCESTORS]
+
+    def leaves(self, step: int, run_id: str) -> bool:
+        """Return whether this run has left the checkpoint of `step` of the run `run_id` behind."""
+        return (step, run_id) in self.abandons or any(run_id == run and step > kept for kept, run in self.ancestors)
+
+    def comes_from(self, run_id: str) -> bool:
+        """Return whether this run began in the run `run_id`."""
+        return any(run_id == run for _, run in self.ancestors)
 
 
 class OfARun(Protocol):
@@ -95,6 +113,23 @@ def abandoned_by(run_id: str, branch_point: int | None, committed: Iterable[OfAR
         return ()
     others = (info for info in committed if info.lineage.run_id != run_id)
     return tuple((info.step, info.lineage.run_id) for info in others if info.step > branch_point)
+
+
+def _ancestors(pairs: object) -> tuple[tuple[int, str], ...]:
+    if (
+        isinstance(pairs, list)
+        and len(pairs) <= MAX_ANCESTORS
+        and all(_is_pair([max(0, pair[0]), *pair[1:]]) for pair in pairs if _begins_with_step(pair))
+        and all(map(_begins_with_step, pairs))
+    ):
+        return tuple((step, run) for step, run in pairs)
+    raise ValueError(
+        f"lineage: ancestors: expected pairs of step and run id, {MAX_ANCESTORS} at most, found {pairs!r:.100}"
+    )
+
+
+def _begins_with_step(pair: object) -> bool:
+    return isinstance(pair, list) and bool(pair) and type(pair[0]) is int and pair[0] >= -1
 
 
 def _is_pair(pair: object) -> bool:

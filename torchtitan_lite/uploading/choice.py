@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
-from torchtitan_lite.store.lineage import Lineage, abandoned_by, without_abandoned
+from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointInfo
 from torchtitan_lite.store.retention import RetentionPolicy, judge
 
@@ -34,40 +34,43 @@ def missing(
     """
     there = {save_of(info) for info in target}
     lacking = {info.step: info for info in source if save_of(info) not in there}
-    together = {info.step: info for info in without_abandoned([*target, *source])} | lacking
+    together = {info.step: info for info in (*not_left(target, source), *not_left(source, target))} | lacking
     verdicts = judge(policy, [*together.values()], pinned=pinned, now=now)
     return [each.info for each in reversed(verdicts) if not each.goes and lacking.get(each.info.step) is each.info]
 
 
+def not_left(infos: Sequence[CheckpointInfo], others: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Return those of `infos` that the run of none of `others`, in another folder, has left behind."""
+    lineages = {info.lineage for info in others}
+    return [info for info in infos if not any(each.leaves(info.step, info.run_id) for each in lineages)]
+
+
 def is_of_another_run(source: Sequence[CheckpointInfo], target: Sequence[CheckpointInfo]) -> bool:
-    """Return whether `target` has checkpoints, and none of a run that `source` has, or that a branch there left."""
+    """Return whether `target` has checkpoints, and none of a run of `source`, of its ancestors or begun in it."""
+    here, there = _family(source), _family(target)
     runs = {info.run_id for info in source}
-    branches = any(info.lineage.branch_point is not None for info in source)
-    return bool(runs and target) and not branches and runs.isdisjoint(info.run_id for info in target)
+    return bool(source and target) and here.isdisjoint(info.run_id for info in target) and there.isdisjoint(runs)
 
 
-def lineage_in(target: Sequence[CheckpointInfo], lineage: Lineage, source: Sequence[CheckpointInfo]) -> Lineage:
-    """Return the `lineage` of a checkpoint of `source` for `target`: its commit there abandons what `source` left.
+def _family(infos: Sequence[CheckpointInfo]) -> set[str]:
+    """Return the runs of `infos` and their ancestors."""
+    return {info.run_id for info in infos}.union(run for info in infos for _, run in info.lineage.ancestors)
 
-    In `source` only the first commit of a branch abandons something, and that one may never be uploaded.
+
+def lineage_in(target: Sequence[CheckpointInfo], lineage: Lineage) -> Lineage:
+    """Return the `lineage` of a checkpoint for `target`: its commit there abandons what its run has left.
+
+    On disk only the first commit of a branch abandons something, and that one may never be uploaded.
     """
-    if not source or source[-1].run_id != lineage.run_id:
-        return lineage  # Of a run that is over: a later branch may have begun in it.
-    kept = {(info.step, info.run_id) for info in source}
-    left = [info for info in target if (info.step, info.run_id) not in kept]
-    there = abandoned_by(lineage.run_id, lineage.branch_point, left)
-    return dataclasses.replace(lineage, abandons=tuple(dict.fromkeys((*lineage.abandons, *there))))
+    left = ((info.step, info.run_id) for info in target if lineage.leaves(info.step, info.run_id))
+    return dataclasses.replace(lineage, abandons=tuple(dict.fromkeys((*lineage.abandons, *left))))
 
 
-def continues(disk: CheckpointInfo | None, info: CheckpointInfo, target: Sequence[CheckpointInfo]) -> bool:
-    """Return whether `info` of `target` comes after `disk`, the latest full checkpoint on disk; None for none.
+def continues(disk: CheckpointInfo | None, info: CheckpointInfo) -> bool:
+    """Return whether `info` of the target comes after `disk`, the latest full checkpoint on disk; None for none.
 
-    Of another run than that only if `target` has left that one: uploads come late, so what the disk has left by a roll
-    back may still be there.
+    Of another run it does if that run began in the one of `disk`: what `disk` has beyond is left behind.
     """
     if disk is None:
         return True
-    if info.run_id == disk.run_id:
-        return info.step > disk.step
-    left = {pair for each in target for pair in each.lineage.abandons}
-    return (disk.step, disk.run_id) in left
+    return info.step > disk.step if info.run_id == disk.run_id else info.lineage.comes_from(disk.run_id)

@@ -34,7 +34,7 @@ class HostUploader:
 
     def look(self) -> None:
         """Send what is missing of the upload under way, if there is one. Raises the OSError of the other folder."""
-        begun = record.read(self._root).begun
+        begun = record.read(self._root, self.address).begun
         if begun is None or begun.place == self._done:
             return
         step, folder = begun.save[0], self._root / layout.step_dir(begun.save[0])
@@ -48,5 +48,5 @@ class HostUploader:
             self._emit(UploadFailed(step, path=self.address, reason=str(damage)))
         except FileNotFoundError:
             if folder.exists():
-                raise
+                raise  # Of the bucket.
         self._done = begun.place

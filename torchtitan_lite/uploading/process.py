@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import struct
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
@@ -21,7 +22,7 @@ from torchtitan_lite import faults, log
 from torchtitan_lite.disk import child_process
 from torchtitan_lite.disk.background import give_way
 from torchtitan_lite.disk.forks import forget_in_children
-from torchtitan_lite.errors import CheckpointError, ConfigError, FolderInUse, LeaseLost, UploadRefused
+from torchtitan_lite.errors import CheckpointError, ConfigError, ExtraMissing, FolderInUse, LeaseLost, UploadRefused
 from torchtitan_lite.events import Emit, UploadFailed, UploadsEnded
 from torchtitan_lite.uploading.host_uploader import HostUploader
 from torchtitan_lite.uploading.uploader import State, Uploader, UploadJob
@@ -33,8 +34,11 @@ _REPORT_SECONDS = 1.0
 _LOOK_SECONDS = 2.0
 """Between two looks at what the coordinator's process has begun, on other hosts."""
 _STOP_SECONDS = 5.0
+_EVERY_ORDER = 1 << 62
 
-_LOOK = "look"
+_RESTART_SECONDS = 60.0
+"""Between two starts of a process that dies."""
+_SEND_SECONDS = 1
 
 
 class UploadProcess:
@@ -48,51 +52,67 @@ class UploadProcess:
         self._listener: threading.Thread | None = None
         self._changed = threading.Condition()
         self._asked = self._answered = 0
+        self._started_at = 0.0
+        self._has_died = self._has_ended = False
         self.state = State()
         """What the process said last."""
         forget_in_children(self.forget)
 
     def start(self) -> None:
-        """Start the process unless it was started; do not wait for it. Main thread only."""
+        """Start the process unless it was started; do not wait for it. Main thread only. Raises OSError."""
         if self._process is not None:
             return
         ours, theirs = socket.socketpair()
+        # A process that is stopped reads nothing, and a save would wait.
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", _SEND_SECONDS, 0))
         with theirs:
             call = f"serve({theirs.fileno()}, {os.getpid()}, {self._ignored}, {faults.installed()!r})"
             self._process = child_process.start(__name__, call, [theirs.fileno()], self._ignored)
-        self._line = Connection(ours.detach())
+        self._line, self._started_at = Connection(ours.detach()), time.monotonic()
         self._line.send_bytes(pickle.dumps(self._job))
         self._listener = threading.Thread(target=self._listen, args=(self._line,), name="uploads", daemon=True)
         self._listener.start()
         self.look()
 
     def look(self) -> None:
-        """Have the process look for a new checkpoint. Any thread."""
+        """Have the process look for a new checkpoint, and start another one if it has died. Any thread."""
         with self._changed:
-            if self._line is None:
+            if self._line is not None:
+                self._asked += 1
+                with suppress(OSError):  # The listener sees the end.
+                    self._line.send(self._asked)
                 return
-            self._asked += 1
-            with suppress(OSError):  # The listener sees the end.
-                self._line.send((_LOOK, self._asked))
+        is_due = time.monotonic() - self._started_at >= _RESTART_SECONDS
+        # It dies with the thread that starts it.
+        if self._has_died and is_due and threading.current_thread() is threading.main_thread():
+            self._has_died = False
+            self.close()
+            with suppress(OSError):
+                self.start()
 
     @property
     def is_idle(self) -> bool:
         """Whether the process has uploaded all that there was when it was last asked to look."""
         return self._answered == self._asked
 
-    def wait(self, seconds: float, patience_seconds: float) -> bool:
-        """Wait until all is uploaded, at most `seconds` or `patience_seconds` without a byte; return whether it is."""
-        until = time.monotonic() + seconds
+    def wait(self, seconds_left: Callable[[], float], patience_seconds: float) -> bool:
+        """Wait until all is uploaded, while there are `seconds_left` and something new is sent; return whether it is.
+
+        Something new is to be sent within `patience_seconds`. What is refused is tried once more.
+        """
+        if not self.is_idle:
+            self.look()
         with self._changed:
-            sent, moved_at = self.state.sent_bytes, time.monotonic()
-            while not self.is_idle and not self.state.is_refused and self._line is not None:
+            sent, moved_at, asked = self.state.new_bytes, time.monotonic(), self._asked
+            while not self.is_idle and self._line is not None:
                 now = time.monotonic()
-                if self.state.sent_bytes != sent:
-                    sent, moved_at = self.state.sent_bytes, now
-                if now >= until or now - moved_at >= patience_seconds:
+                if self.state.new_bytes != sent:
+                    sent, moved_at = self.state.new_bytes, now
+                is_refused = self.state.is_refused and self.state.tried >= asked
+                if is_refused or seconds_left() <= 0 or now - moved_at >= patience_seconds:
                     break
-                self._changed.wait(1.0)
-            return self.is_idle and not self.state.is_refused
+                self._changed.wait(_LOOK_SECONDS / 4)
+            return self.is_idle
 
     def close(self) -> None:
         """End the process; what is under way continues at the next start. Idempotent."""
@@ -105,9 +125,10 @@ class UploadProcess:
                 with suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)
                 end.detach()
-        if self._listener is not None:
+        # A collection of garbage may call this in the listener itself.
+        if self._listener is not None and self._listener is not threading.current_thread():
             self._listener.join()
-            self._listener = None
+        self._listener = None
         if self._process is not None:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_STOP_SECONDS)
@@ -137,6 +158,7 @@ class UploadProcess:
                         self._answered = word
                         self._changed.notify_all()
                 else:
+                    self._has_ended |= isinstance(word, UploadsEnded)
                     self._emit(word)
         except (EOFError, OSError):
             with self._changed:
@@ -147,8 +169,9 @@ class UploadProcess:
             line.close()
 
     def _report_death(self) -> None:
-        if not self.state.is_refused:
-            log.logger.warning("The process that uploads checkpoints ended; the next start continues with the uploads")
+        if not self._has_ended:
+            self._has_died = True
+            log.logger.warning("The process that uploads checkpoints ended; another one continues at the next save")
 
 
 class _Reporter:
@@ -166,7 +189,7 @@ class _Reporter:
 
 
 def _without_bytes(state: State) -> tuple[object, ...]:
-    return state.stored, state.uploading, state.waiting, state.problem, state.is_refused
+    return state.stored, state.uploading, state.waiting, state.problem, state.is_refused, state.tried
 
 
 def serve(socket_fd: int, trainer_pid: int, ignored: Sequence[int], fault_spec: str) -> None:
@@ -179,10 +202,15 @@ def serve(socket_fd: int, trainer_pid: int, ignored: Sequence[int], fault_spec: 
     line = Connection(socket_fd)
     job: UploadJob = pickle.loads(line.recv_bytes())
     orders = _Orders(line)
-    if job.share.host:
-        _serve_host(HostUploader(job, line.send), line)
-    else:
-        _serve(Uploader(job, _Reporter(line), line.send), orders, line)
+    try:
+        if job.share.host:
+            _serve_host(HostUploader(job, line.send), line)
+        else:
+            _serve(Uploader(job, _Reporter(line), line.send), orders, line)
+    except (ConfigError, ExtraMissing) as error:
+        log.logger.error("Uploads have ended: %s", error)
+        line.send(UploadsEnded(0, path=job.address, reason=str(error)))
+        line.send(State(problem=str(error), is_refused=True, tried=_EVERY_ORDER))
 
 
 class _Orders:
@@ -208,7 +236,7 @@ class _Orders:
     def _receive(self) -> None:
         with suppress(EOFError, OSError):
             while True:
-                _, number = self._line.recv()
+                number = self._line.recv()
                 with self._changed:
                     self.asked = number
                     self._changed.notify_all()
@@ -236,10 +264,10 @@ def _serve(uploader: Uploader, orders: _Orders, line: Connection) -> None:
                 uploader.upload(info)
             done, pause, said = asked, _FIRST_PAUSE_SECONDS, ""
             line.send(done)
-        except (UploadRefused, LeaseLost, ConfigError) as error:
+        except (UploadRefused, LeaseLost) as error:
             log.logger.error("Uploads have ended: %s", error)
             line.send(UploadsEnded(_step(uploader), path=uploader.address, reason=str(error)))
-            uploader.say(problem=str(error), is_refused=True)
+            uploader.say(problem=_finding(error), is_refused=True, tried=_EVERY_ORDER)
             uploader.close()
             return
         except (OSError, CheckpointError) as error:
@@ -250,9 +278,9 @@ def _serve(uploader: Uploader, orders: _Orders, line: Connection) -> None:
                 line.send(UploadFailed(_step(uploader), path=uploader.address, reason=reason))
             uploader.failures += 1
             # A tool holds a folder for a moment, another run until its end.
-            uploader.say(problem=reason, is_refused=isinstance(error, FolderInUse))
+            uploader.say(problem=_finding(error), is_refused=isinstance(error, FolderInUse), tried=asked)
             said = reason
-            time.sleep(pause)
+            orders.wait(asked, pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
@@ -267,6 +295,18 @@ def _serve_host(uploader: HostUploader, line: Connection) -> None:
                 line.send(UploadFailed(0, path=uploader.address, reason=reason))
             pause, said = min(2 * pause, _LONGEST_PAUSE_SECONDS), reason
         time.sleep(pause)
+
+
+def _finding(error: Exception) -> str:
+    """Return what is wrong, as a part of a sentence about the other folder."""
+    match error:
+        case UploadRefused():
+            return error.finding
+        case FolderInUse():
+            return f"it is in use by {error.holder}"
+        case LeaseLost():
+            return f"it was taken over by {error.holder or 'another job'}"
+    return str(error)
 
 
 def _step(uploader: Uploader) -> int:

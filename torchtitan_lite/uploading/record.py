@@ -1,19 +1,21 @@
 """What has been uploaded from a folder of checkpoints, and how far: for the next start, for `ls` and for people.
 
-One file in the folder, next to the checkpoints. What is in the other folder is decided there: an entry only says when
-it was last seen. Only the process that uploads writes the file. Whatever it holds, reading it yields values of the
-right types, or none.
+One file in the folder, next to the checkpoints, with a record of each other folder. What is there is decided there: an
+entry only says when it was last seen. Only the process that uploads there writes a record. Whatever the file holds,
+reading it yields values of the right types, or none.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.disk.durable import DISK, Durable
+from torchtitan_lite.disk.durable import DISK, Durable, temporary_name
+from torchtitan_lite.disk.folder_lock import locked
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointUnsafe
 from torchtitan_lite.store import layout
@@ -21,6 +23,8 @@ from torchtitan_lite.store.manifest_fields import file_name, number, refuse_cons
 from torchtitan_lite.uploading.choice import Save
 
 _MOST_BYTES = 16 << 20
+_WAIT_SECONDS = 10.0
+"""For others that change a file of the folder, which takes milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -47,38 +51,47 @@ class Record:
     """What was last seen there, and the Unix second at which it was complete."""
 
 
-def read(root: Path) -> Record:
-    """Return the record in the folder of checkpoints `root`; an empty one if there is none that can be read."""
+def read_all(root: Path) -> list[Record]:
+    """Return the records in the folder of checkpoints `root`, one for each other folder; none that cannot be read."""
     try:
-        return _parsed(json.loads(read_plain(root / layout.UPLOADS, _MOST_BYTES), parse_constant=refuse_constant))
+        document = json.loads(read_plain(root / layout.UPLOADS, _MOST_BYTES), parse_constant=refuse_constant)
+        return [_parsed(_object(each)) for each in value_of(_object(document), "uploads", list)]
     except (OSError, CheckpointUnsafe, ValueError, RecursionError):
-        return Record()
+        return []
+
+
+def read(root: Path, address: str) -> Record:
+    """Return the record in `root` of what was uploaded to `address`; an empty one without one."""
+    return next((each for each in read_all(root) if each.address == address), Record(address))
 
 
 def write(root: Path, record: Record, durable: Durable = DISK) -> None:
-    """Write `record` into the folder of checkpoints `root`. Raises OSError."""
-    durable.write_atomically(root / layout.UPLOADS, _text(record))
+    """Write `record` into the folder of checkpoints `root`, in place of the one of its address. Raises OSError."""
+    with locked(root, _WAIT_SECONDS):
+        others = [each for each in read_all(root) if each.address != record.address]
+        if os.path.lexists(temporary := root / temporary_name(layout.UPLOADS)):
+            # Opening it would follow a link that leads out of the folder.
+            durable.remove_file(temporary)
+        documents = [_document(each) for each in (*others, record)]
+        durable.write_atomically(root / layout.UPLOADS, (json.dumps({"uploads": documents}, indent=1) + "\n").encode())
 
 
-def _text(record: Record) -> bytes:
+def _document(record: Record) -> dict[str, Any]:
     begun = record.begun
-    document = {
+    return {
         "address": record.address,
         "folder_id": record.folder_id,
         "begun": None if begun is None else {**_save(begun.save), **_place(begun)},
         "stored": [{**_save(save), "stored_at": at} for save, at in sorted(record.stored.items())],
     }
-    return (json.dumps(document, indent=1) + "\n").encode()
 
 
 def _place(begun: Begun) -> dict[str, Any]:
     return {"place": begun.place, "done": dict(begun.done)}
 
 
-def _parsed(document: Any) -> Record:
-    """Return the record in `document`. Raise ValueError if it is not what `_text` makes."""
-    if not isinstance(document, dict):
-        raise ValueError("expected a JSON object")
+def _parsed(document: dict[str, Any]) -> Record:
+    """Return the record in `document`. Raise ValueError if it is not what `_document` makes."""
     begun = document.get("begun")
     stored: list[Any] = value_of(document, "stored", list)
     return Record(

@@ -24,7 +24,11 @@ class Share:
 
     def has(self, name: str) -> bool:
         """Return whether the file `name` of a checkpoint is one of these."""
+        return self.host == self.host_of(name)
+
+    def host_of(self, name: str) -> int:
+        """Return the number of the host that uploads the file `name`."""
         found = layout.parse_rank_file(name)
         rank = -1 if found is None else found[0]
         # A checkpoint of an earlier start may have more ranks.
-        return self.host == (self.host_of_rank[rank] if 0 <= rank < len(self.host_of_rank) else 0)
+        return self.host_of_rank[rank] if 0 <= rank < len(self.host_of_rank) else 0

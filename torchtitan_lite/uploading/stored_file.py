@@ -16,7 +16,8 @@ from torchtitan_lite.errors import CheckpointDamaged
 class StoredFile:
     """The contents of the file `path`, whose `record` is known; `wait_for` is called with the bytes of each read.
 
-    Reading raises CheckpointDamaged for a block that has another digest, and FileNotFoundError once it is removed.
+    Reading raises CheckpointDamaged for a block that has another digest, and for a file that is gone or cannot be read:
+    an OSError is one of the folder that it goes to.
     """
 
     request_bytes = 8 * BLOCK_BYTES
@@ -43,18 +44,26 @@ class StoredFile:
 
     def _read(self, into: memoryview, begin: int) -> None:
         self._wait_for(len(into))
-        with opened(self._path) as fd:
-            done = 0
-            while done < len(into):
-                if not (count := os.preadv(fd, [into[done:]], begin + done)):
-                    raise self._damage(f"it ends at byte {begin + done}")
-                done += count
-            # Read once, and training has better uses for the memory.
-            os.posix_fadvise(fd, begin, len(into), os.POSIX_FADV_DONTNEED)
+        try:
+            with opened(self._path) as fd:
+                done = 0
+                while done < len(into):
+                    if not (count := os.preadv(fd, [into[done:]], begin + done)):
+                        raise self._damage(f"it ends at byte {begin + done}")
+                    done += count
+                # Read once, and training has better uses for the memory.
+                os.posix_fadvise(fd, begin, len(into), os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise self._damage(error.strerror or str(error)) from None
         for at in range(0, len(into) if self._blocks else 0, BLOCK_BYTES):
             digest = (begin + at) // BLOCK_BYTES * DIGEST_BYTES
             if block_digest(into[at : at + BLOCK_BYTES]) != self._blocks[digest : digest + DIGEST_BYTES]:
                 raise self._damage(f"bytes {begin + at} to {begin + at + BLOCK_BYTES} do not have their digest")
+
+    def verify(self) -> None:
+        """Read all of it. Raises as reading does."""
+        for begin in range(0, self.num_bytes, self.request_bytes):
+            self.kept(begin, min(begin + self.request_bytes, self.num_bytes))
 
     def _damage(self, finding: str) -> CheckpointDamaged:
         return CheckpointDamaged(str(self._path.parent), f"{self._path.name}: {finding}")

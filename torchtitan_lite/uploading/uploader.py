@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_lite import faults
 from torchtitan_lite.bucket.store import BucketStore
 from torchtitan_lite.checkpoint.run_folders import open_store, usable
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, UploadRefused
+from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, SaveFailed, UploadRefused
 from torchtitan_lite.events import Emit, Event, Uploaded, UploadFailed, ignore
 from torchtitan_lite.log import logger, readable_bytes
+from torchtitan_lite.store import layout
 from torchtitan_lite.store.housekeeping import Housekeeping
 from torchtitan_lite.store.manifest import CheckpointInfo
 from torchtitan_lite.store.place import on_disk
@@ -30,6 +32,7 @@ from torchtitan_lite.uploading.rate import Rate
 from torchtitan_lite.uploading.record import Begun, Record
 from torchtitan_lite.uploading.sending import Sending, committed_files
 from torchtitan_lite.uploading.share import Share
+from torchtitan_lite.uploading.stored_file import StoredFile
 
 _LOOK_SECONDS = 2.0
 """Between two looks for a file that another host sends."""
@@ -71,6 +74,10 @@ class State:
     """Checkpoints that the other folder lacks, that one included."""
     sent_bytes: int = 0
     """In all uploads of this process."""
+    new_bytes: int = 0
+    """The same without what was sent again, and with what other hosts were seen to send."""
+    tried: int = 0
+    """The last order to look for which a try has failed; counted by the trainer."""
     missing_bytes: int = 0
     """Of the checkpoints that wait."""
     problem: str = ""
@@ -95,11 +102,15 @@ class Uploader:
         self._lease = self._target.lease(job.run_id, job.lease_timeout_seconds)
         self._housekeeping = Housekeeping(job.retention, ignore, now=now, protected=self._source.pins.read)
         self._rate = Rate(job.max_bytes_per_second)
-        self._record = Record()
+        self._record = Record(self.address)
         self._sending = Sending(self._target, self._pass)
         self._is_atomic = isinstance(self._target, BucketStore)
         """Whether a file appears complete or not at all."""
-        self._damaged: set[Save] = set()
+        self._done_with: set[Save] = set()
+        """Saves that this process does not send again: sent ones, and those that failed for a cause of theirs."""
+        self._at = self._furthest = 0
+        """Bytes of the upload under way, in this try and in the best one."""
+        self._silent_hosts: set[int] = set()
         self._since: tuple[int, float, int] | None = None
         """The step under way, when it began, and the bytes that had been sent then."""
         self.failures = 0
@@ -129,14 +140,14 @@ class Uploader:
     def _look(self) -> None:
         """Find out how far the uploads are, and remove what was given up."""
         with usable(self._target.address):
-            known = record.read(self._source.root)
+            known = record.read(self._source.root, self.address)
             target = self._target.committed()
             folder_id = self._target.folder_id(make=True)
             if folder_id != known.folder_id:
                 if is_of_another_run(self._source.committed(), target):
                     raise UploadRefused(self._target.address, f"it has checkpoints of run {target[-1].run_id}")
-                known = Record()
-            self._record = dataclasses.replace(known, address=self._target.address, folder_id=folder_id)
+                known = Record(self.address)
+            self._record = dataclasses.replace(known, folder_id=folder_id)
             begun = self._record.begun
             if begun is None:
                 recover(self._target)  # It would remove an upload that is to be continued.
@@ -154,7 +165,7 @@ class Uploader:
         pinned = self._source.pins.read() | self._target.pins.read()
         source = self._source.committed()
         lacking = missing(source, target, self._job.retention, pinned=pinned, now=self._now())
-        lacking = [info for info in lacking if save_of(info) not in self._damaged]
+        lacking = [info for info in lacking if save_of(info) not in self._done_with]
         begun = self._record.begun
         if begun is not None and begun.save not in map(save_of, lacking):
             self._give_up(begun)
@@ -176,19 +187,26 @@ class Uploader:
         """
         if self._since is None or self._since[0] != info.step:
             self._since = info.step, time.monotonic(), self.state.sent_bytes
+            self._furthest = 0
         _, began, sent_before = self._since
         try:
             self._send(info)
         except CheckpointDamaged as damage:
             if not self._is_there(info):
                 return  # Another save of the step took its place.
-            self._damaged.add(save_of(info))
+            self._done_with.add(save_of(info))
             self._emit(UploadFailed(info.step, path=self.address, reason=str(damage)))
+            return
+        except SaveFailed as error:
+            # Whatever it is, the others need not wait for it; the next start tries again.
+            self._done_with.add(save_of(info))
+            self._emit(UploadFailed(info.step, path=self.address, reason=str(error)))
             return
         except FileNotFoundError:
             if self._is_there(info):
                 raise
             return
+        self._done_with.add(save_of(info))
         stored_at = self._now()
         stored = {**self._record.stored, save_of(info): stored_at}
         self._write(dataclasses.replace(self._record, begun=None, stored=stored))
@@ -205,7 +223,8 @@ class Uploader:
     def _send(self, info: CheckpointInfo) -> None:
         folder = on_disk(info.path)
         manifest, files = committed_files(folder)
-        begun = self._begun(info)
+        begun = self._begun(info, files)
+        self._at = sum(begun.done.values())
         # With several hosts, those of the others last: these send them meanwhile.
         for name in sorted(manifest.files, key=lambda name: not self._job.share.has(name)):
             faults.point("upload", step=info.step)
@@ -219,7 +238,7 @@ class Uploader:
                 self._write(dataclasses.replace(self._record, begun=begun))
         if not self._is_there(info):
             raise FileNotFoundError(str(folder))
-        lineage = lineage_in(self._target.intact(), manifest.lineage, self._source.committed())
+        lineage = lineage_in(self._target.intact(), manifest.lineage)
         manifest = dataclasses.replace(manifest, lineage=lineage)
         self._target.commit(info.step, manifest, self._lease.check, place=begun.place)
 
@@ -230,25 +249,33 @@ class Uploader:
     def _arrives(self, place: str, name: str, size: int) -> bool:
         """Wait until another host has sent a file; return False if that host has stopped."""
         assert isinstance(self._target, BucketStore), "only in an object store does a file appear complete"
+        if (host := self._job.share.host_of(name)) in self._silent_hosts:
+            return self._target.sizes_at(place).get(name) == size
         seen, changed_at = self._sending.sent_bytes(place, name), time.monotonic()
         patience = self._job.timeout_seconds if seen is None else _SILENT_SECONDS
         while self._target.sizes_at(place).get(name) != size:
             if (now_seen := self._sending.sent_bytes(place, name)) != seen:
+                self.say(new_bytes=self.state.new_bytes + 1)
                 seen, changed_at = now_seen, time.monotonic()
             if time.monotonic() - changed_at > patience:
+                self._silent_hosts.add(host)
                 return False
             self._lease.check()
             time.sleep(_LOOK_SECONDS)
         return True
 
-    def _begun(self, info: CheckpointInfo) -> Begun:
-        """Return the upload of `info` that was cut, with the files of it that are complete; else a new one."""
+    def _begun(self, info: CheckpointInfo, files: Mapping[str, FileRecord]) -> Begun:
+        """Return the upload of `info` that was cut, with those of its `files` that are complete; else a new one."""
         begun = self._record.begun
         if begun is not None and begun.save == save_of(info):
             there = self._target.resume(info.step, begun.place)
             if there is not None:
                 known = there if self._is_atomic else begun.done
-                done = {name: size for name, size in known.items() if there.get(name) == size}
+                done = {name: size for name, size in known.items() if there.get(name) == size and name in files}
+                if isinstance(self._target, CheckpointStore):
+                    # Another run may have had a file of that name there since.
+                    place = self._target.root / begun.place
+                    done = {name: size for name, size in done.items() if _has(place / name, files[name])}
                 return dataclasses.replace(begun, done=done)
         begun = Begun(save_of(info), self._target.begin(info.step))
         self._write(dataclasses.replace(self._record, begun=begun))
@@ -256,13 +283,17 @@ class Uploader:
 
     def _give_up(self, begun: Begun) -> None:
         """Remove what was sent of an upload that is not wanted any more; what is complete there stays."""
-        self._target.remove_staging(begun.save[0], begun.place)
+        if begun.place.startswith(layout.step_dir(begun.save[0])):
+            self._target.remove_staging(begun.save[0], begun.place)
         self._sending.remove_all_but("")
         self._write(dataclasses.replace(self._record, begun=None))
 
     def _pass(self, num_bytes: int) -> None:
         self._rate.wait_for(num_bytes)
-        self.say(sent_bytes=self.state.sent_bytes + num_bytes)
+        self._at += num_bytes
+        new = max(0, self._at - self._furthest)
+        self._furthest += new
+        self.say(sent_bytes=self.state.sent_bytes + num_bytes, new_bytes=self.state.new_bytes + new)
 
     def _note_target(self, target: list[CheckpointInfo]) -> None:
         known, now = self._record.stored, self._now()
@@ -275,6 +306,15 @@ class Uploader:
     def _write(self, new: Record) -> None:
         self._record = new
         record.write(self._source.root, new)
+
+
+def _has(path: Path, known: FileRecord) -> bool:
+    """Return whether the file `path` has the contents of the record `known`."""
+    try:
+        StoredFile(path, known, lambda num_bytes: None).verify()
+    except CheckpointDamaged:
+        return False
+    return True
 
 
 def upload_all(job: UploadJob, report: Callable[[State], None]) -> int:

@@ -112,7 +112,11 @@ def with_exclusions(source: LoadSource, config: Checkpoint) -> LoadSource:
     # step of the old count.
     begun = source.lineage.branch_point if source.lineage.branch_point == config.load_step else None
     lineage = dataclasses.replace(
-        new_run(), parent_step=source.lineage.parent_step, branch_point=begun, counts_again=True
+        new_run(),
+        parent_step=source.lineage.parent_step,
+        branch_point=begun,
+        counts_again=True,
+        ancestors=() if source.initial else source.lineage.branch(-1),
     )
     return dataclasses.replace(source, excluded=config.exclude_from_loading, lineage=lineage)
 
@@ -129,7 +133,9 @@ def _of_a_run_that_continues(source: LoadSource, store: StoresCheckpoints) -> Lo
     abandoned = {run_id for info in store.intact() for _, run_id in info.lineage.abandons}
     if source.lineage.run_id not in abandoned:
         return source
-    return dataclasses.replace(source, lineage=dataclasses.replace(new_run(), parent_step=source.step))
+    ancestors = source.lineage.branch(source.step)
+    lineage = dataclasses.replace(new_run(), parent_step=source.step, ancestors=ancestors)
+    return dataclasses.replace(source, lineage=lineage)
 
 
 def _explicit(store: StoresCheckpoints, step: int) -> LoadSource:
@@ -138,7 +144,9 @@ def _explicit(store: StoresCheckpoints, step: int) -> LoadSource:
     if step in unmanaged:
         path = unmanaged[step]
         return LoadSource(path, step, model_only=is_seed(path, step), lineage=branch, is_explicit=True)
-    return dataclasses.replace(_committed(store.get(step)), lineage=branch, is_explicit=True)
+    found = _committed(store.get(step))
+    branch = dataclasses.replace(branch, ancestors=found.lineage.branch(step))
+    return dataclasses.replace(found, lineage=branch, is_explicit=True)
 
 
 def _committed(info: CheckpointInfo) -> LoadSource:
