@@ -65,6 +65,7 @@ PUBLIC = {
         "TokensNotWritten",
         "TorchtitanLiteError",
         "TrainingDiverged",
+        "UploadRefused",
         "WriterProcessDied",
     ],
     "torchtitan_lite.faults": ["install", "point"],

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from tests.bucket import proxy as proxies
 from tests.bucket.proxy import Proxy, where
 from tests.disk.pieces import SIZE, Room, dense, pieces_of, ranges
-from torchtitan_lite.bucket.object_path import ObjectPath
 from torchtitan_lite.bucket.object_reader import GAP_BYTES, ObjectReader
-from torchtitan_lite.bucket.objects import Objects
+from torchtitan_lite.bucket.objects import ObjectPath, Objects
 from torchtitan_lite.bucket.obstore_objects import ObstoreObjects, connect
 from torchtitan_lite.config.address import parse
 from torchtitan_lite.disk.block_reader import DamagedRange

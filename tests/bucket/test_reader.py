@@ -8,8 +8,7 @@ import pytest
 
 from tests.bucket import proxy as proxies
 from tests.bucket.proxy import Proxy, where
-from torchtitan_lite.bucket.object_path import ObjectPath
-from torchtitan_lite.bucket.objects import Objects
+from torchtitan_lite.bucket.objects import ObjectPath, Objects
 from torchtitan_lite.bucket.obstore_objects import ObstoreObjects, connect
 from torchtitan_lite.bucket.reader import ObjectFiles, files_at
 from torchtitan_lite.config.address import parse

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from tests.checkpoint.small_run import job_config
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.state.dict_state import DictState
 from torchtitan_lite.checkpoint.state.per_rank import PerRank
+from torchtitan_lite.checkpoint.state.stateful import DictState
 from torchtitan_lite.cli.app import main
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import AllCheckpointsDamaged

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchtitan_lite.store import layout
-from torchtitan_lite.uploading.share import Share
+from torchtitan_lite.uploading.choice import Share
 
 
 def test_each_file_has_one_host() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PosixPath
 from typing import Protocol
 
 Condition = Mapping[str, str]
@@ -80,3 +81,10 @@ class Objects(Protocol):
     def delete(self, keys: Iterable[str]) -> None:
         """Delete the objects `keys`; those that do not exist are no error."""
         ...
+
+
+class ObjectPath(PosixPath):
+    """A path that no file system has: s3://bucket/run/step-5.0123456789abcdef/__0_0.distcp."""
+
+    def __str__(self) -> str:
+        return super().__str__().replace(":/", "://", 1)

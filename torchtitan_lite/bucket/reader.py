@@ -10,9 +10,8 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from torchtitan_lite.bucket.object_path import ObjectPath
 from torchtitan_lite.bucket.object_reader import ObjectReader
-from torchtitan_lite.bucket.objects import Objects
+from torchtitan_lite.bucket.objects import ObjectPath, Objects
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.config.address import parse
 from torchtitan_lite.disk.plain_file import is_plain_name

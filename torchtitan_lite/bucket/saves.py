@@ -15,11 +15,9 @@ from torchtitan_lite import faults
 from torchtitan_lite.bucket import naming
 from torchtitan_lite.bucket.garbage import delete_attempt
 from torchtitan_lite.bucket.head import Entry, Head, Status
-from torchtitan_lite.bucket.holding import HeldHead
-from torchtitan_lite.bucket.lease import Claim
+from torchtitan_lite.bucket.lease import Claim, HeldHead
 from torchtitan_lite.bucket.manifests import AttemptManifests, last_digest_of, size_findings
-from torchtitan_lite.bucket.object_path import ObjectPath
-from torchtitan_lite.bucket.objects import Objects
+from torchtitan_lite.bucket.objects import ObjectPath, Objects
 from torchtitan_lite.bucket.recovery import ATTEMPT, EPOCH
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointError, SaveFailed

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from torchtitan_lite.bucket.head import Head, Status
 from torchtitan_lite.bucket.manifests import read_manifest, size_findings
-from torchtitan_lite.bucket.object_path import ObjectPath
 from torchtitan_lite.bucket.object_reader import ObjectReader
+from torchtitan_lite.bucket.objects import ObjectPath
 from torchtitan_lite.bucket.store import BucketStore
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound
 from torchtitan_lite.log import logger

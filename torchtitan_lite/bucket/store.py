@@ -16,9 +16,8 @@ from contextlib import AbstractContextManager
 from torchtitan_lite.bucket.garbage import KEPT_SECONDS, Inventory, remove, remove_beats, store_time
 from torchtitan_lite.bucket.head import Entry, Head, Status
 from torchtitan_lite.bucket.head_file import DEADLINE_SECONDS, BucketClock, HeadFile
-from torchtitan_lite.bucket.holding import HeldHead
 from torchtitan_lite.bucket.identity import id_of, make_id
-from torchtitan_lite.bucket.lease import BucketLease
+from torchtitan_lite.bucket.lease import BucketLease, HeldHead
 from torchtitan_lite.bucket.manifests import AttemptManifests, size_findings
 from torchtitan_lite.bucket.naming import beat_key
 from torchtitan_lite.bucket.objects import Objects

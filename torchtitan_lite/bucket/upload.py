@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torchtitan_lite import faults
-from torchtitan_lite.bucket.object_path import ObjectPath
-from torchtitan_lite.bucket.objects import Objects
+from torchtitan_lite.bucket.objects import ObjectPath, Objects
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.config.address import parse
 from torchtitan_lite.disk.block_writer import FileSource

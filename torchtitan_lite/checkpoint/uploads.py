@@ -40,9 +40,8 @@ from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.retention import RetentionPolicy
 from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.uploading import record
-from torchtitan_lite.uploading.choice import continues, is_of_another_run, not_left, save_of
+from torchtitan_lite.uploading.choice import Share, continues, is_of_another_run, not_left, save_of
 from torchtitan_lite.uploading.process import UploadProcess
-from torchtitan_lite.uploading.share import Share
 from torchtitan_lite.uploading.uploader import State, UploadJob
 
 _LOOK_SECONDS = 1.0

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Protocol, cast
 
 from torchtitan_lite.cli.exit_codes import INTERRUPTED, ExitCode, code_of, sentence_of
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.spelling import as_spelled
+from torchtitan_lite.cli.words import as_spelled
 from torchtitan_lite.config.argument_parser import Option, Parser
 from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
 from torchtitan_lite.log import forget_stdout
@@ -40,8 +40,8 @@ VERBS = {
     "export": "torchtitan_lite.cli.export:Export",
     "import-weights": "torchtitan_lite.cli.import_weights:ImportWeights",
     "convert": "torchtitan_lite.cli.convert:Convert",
-    "reshard": "torchtitan_lite.cli.reshard:Reshard",
-    "add-metadata": "torchtitan_lite.cli.add_metadata:AddMetadata",
+    "reshard": "torchtitan_lite.cli.convert:Reshard",
+    "add-metadata": "torchtitan_lite.cli.convert:AddMetadata",
     "upload": "torchtitan_lite.cli.upload:Upload",
     "prune": "torchtitan_lite.cli.prune:Prune",
     "pin": "torchtitan_lite.cli.pin:Pin",

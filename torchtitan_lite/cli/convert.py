@@ -1,4 +1,4 @@
-"""`convert`: a checkpoint in the layout of another tool."""
+"""`convert`, `reshard` and `add-metadata`: a checkpoint in another layout, in other files, or with `.metadata`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torchtitan_lite.cli.target import resolve
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted, readable_bytes
+from torchtitan_lite.store import layout
 from torchtitan_lite.store.place import Place
 
 
@@ -75,3 +76,76 @@ def _text(source: Place, out: Path, num_tensors: int, size: int, left_out: list[
     keys = {state: f" ({count} of its keys)" for state, count in states.items() if state not in left_out}
     names = ", ".join(f"{state}{keys.get(state, '')}" for state in states)
     return f"{text}\nLeft out, because the layout cannot hold it: {names}"
+
+
+@dataclass(frozen=True)
+class Reshard:
+    """Rewrite a checkpoint with another number of files, of equal size.
+
+    No load needs this: any number of ranks reads any number of files. Writes OUT only after verifying it.
+    """
+
+    step: Annotated[str, Positional("STEP")]
+    """A checkpoint: its folder, FOLDER:10, or FOLDER for the latest."""
+    out: Annotated[str, Positional("OUT")]
+    """Output folder (name it step-N if a job must find it)."""
+    files: int
+    """The number of files with tensors."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self, screen: Screen) -> ExitCode:
+        if self.files < 1:
+            raise ConfigError(f"--files {self.files}: expected at least 1")
+        out = new_place(self.out, is_step=True)
+        target = resolve(self.step)
+
+        from torchtitan_lite.checkpoint.converting.rewriting import reshard
+        from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
+        from torchtitan_lite.checkpoint.examining.presence import reporting_removal
+
+        with reporting_removal(target.folder):
+            done = reshard(open_checkpoint(target.folder), out, self.files, screen.progress)
+        data = {
+            "step": target.step,
+            "source": str(target.folder),
+            "out": str(out),
+            "files": done.files,
+            "tensors": done.num_tensors,
+            "bytes": done.num_bytes,
+        }
+        size = f"{readable_bytes(done.num_bytes)} in {counted(self.files, 'file')} of tensors"
+        text = f"Wrote {target.folder}\nto {out}: {size}"
+        screen.show(data, lambda: text)
+        return ExitCode.FINE
+
+
+@dataclass(frozen=True)
+class AddMetadata:
+    """Add .metadata, which DCP's own readers need, to a checkpoint that was saved without (see dcp_metadata).
+
+    Nothing else in it changes; a job may run meanwhile.
+    """
+
+    step: Annotated[str, Positional("STEP")]
+    """FOLDER:10, the folder of a checkpoint, or FOLDER for its latest one; on disk."""
+    json: bool = False
+    """Print JSON."""
+
+    def run(self, screen: Screen) -> ExitCode:
+        folder = resolve(self.step).folder
+        if not isinstance(folder, Path):
+            raise ConfigError(f"{folder} is in an object store; write a copy: convert {folder} OUT --layout dcp")
+        from torchtitan_lite.checkpoint.converting.adding_metadata import add_metadata
+        from torchtitan_lite.checkpoint.reading.derived_metadata import lacks_metadata
+        from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
+
+        if not lacks_metadata(CheckpointFolder(folder)):
+            if not (folder / layout.METADATA).is_file():
+                raise ConfigError(f"{folder}: it was saved with {layout.METADATA}, which is missing; verify it")
+            screen.show({"path": str(folder), "bytes": 0}, lambda: f"{folder} was saved with {layout.METADATA}")
+            return ExitCode.FINE
+        num_bytes = add_metadata(folder)
+        text = f"Added {layout.METADATA} to {folder}: {readable_bytes(num_bytes)}"
+        screen.show({"path": str(folder), "bytes": num_bytes}, lambda: text)
+        return ExitCode.FINE

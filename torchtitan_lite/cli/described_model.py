@@ -19,7 +19,7 @@ from torchtitan_lite.checkpoint.hugging_face.described import Place
 from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel
 from torchtitan_lite.checkpoint.hugging_face.writing import listed, misfit, stream_of
 from torchtitan_lite.cli.name_map import NameMap, read_name_map
-from torchtitan_lite.config.sections.model import Model
+from torchtitan_lite.config.sections.training import Model
 from torchtitan_lite.data.tokenizer import BYTES, Tokenizer, build_tokenizer
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointUnsafe, ConfigError

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.reading.files import files_of
-from torchtitan_lite.checkpoint.resume.initial_path import last_step
+from torchtitan_lite.checkpoint.resume.wrong_folder import last_step
 from torchtitan_lite.checkpoint.run_folders import open_store
 from torchtitan_lite.cli.spelt_address import LATEST, SpeltAddress
 from torchtitan_lite.config.address import Address, is_address

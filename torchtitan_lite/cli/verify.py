@@ -33,7 +33,7 @@ from torchtitan_lite.store.verified import FULL, SIZES, Verified, identity_of, r
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from torchtitan_lite.checkpoint.examining.findings import Finding
+    from torchtitan_lite.checkpoint.examining.file_digests import Finding
     from torchtitan_lite.checkpoint.examining.verification import Looked, Read
 
 INTACT, DAMAGED, GONE, UNREADABLE, TOO_NEW = "intact", "damaged", "removed", "unreadable", "too new"

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.config.field_types import check_sections
-from torchtitan_lite.config.sections.activation_checkpoint import ActivationCheckpoint, ActivationCheckpointMode
 from torchtitan_lite.config.sections.checkpoint import (
     AsyncMode,
     Checkpoint,
@@ -23,15 +22,21 @@ from torchtitan_lite.config.sections.checkpoint import (
     VerifyOnLoad,
     WhenBusy,
 )
-from torchtitan_lite.config.sections.comm import Comm
-from torchtitan_lite.config.sections.job import Job
-from torchtitan_lite.config.sections.lr_scheduler import DecayType, LRScheduler
-from torchtitan_lite.config.sections.metrics import Metrics
-from torchtitan_lite.config.sections.model import Model
-from torchtitan_lite.config.sections.optimizer import Optimizer, OptimizerImplementation, OptimizerName
-from torchtitan_lite.config.sections.parallelism import Parallelism, PipelineSchedule
-from torchtitan_lite.config.sections.profiling import Profiling
-from torchtitan_lite.config.sections.training import DtypeName, Training
+from torchtitan_lite.config.sections.job import Comm, Job, Metrics, Profiling
+from torchtitan_lite.config.sections.training import (
+    ActivationCheckpoint,
+    ActivationCheckpointMode,
+    DecayType,
+    DtypeName,
+    LRScheduler,
+    Model,
+    Optimizer,
+    OptimizerImplementation,
+    OptimizerName,
+    Parallelism,
+    PipelineSchedule,
+    Training,
+)
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted
 

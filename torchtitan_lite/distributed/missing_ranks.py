@@ -6,12 +6,25 @@ a word, and end in an error of gloo that names no call. A rank that is only late
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torchtitan_lite.distributed.groups import world_size
-from torchtitan_lite.distributed.overdue import if_overdue
 from torchtitan_lite.log import logger
+
+
+@contextmanager
+def if_overdue(seconds: float, act: Callable[[], None]) -> Iterator[None]:
+    """Call `act` once, in a thread, if the block takes longer than `seconds`. Any rank."""
+    timer = threading.Timer(seconds, act)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
 
 NOTICE_SECONDS = 60.0
 """Longer than ranks differ by in a step, and short next to the time-outs of training."""

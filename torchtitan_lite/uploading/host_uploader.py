@@ -13,8 +13,8 @@ from torchtitan_lite.errors import CheckpointDamaged
 from torchtitan_lite.events import Emit, UploadFailed, ignore
 from torchtitan_lite.store import layout
 from torchtitan_lite.uploading import record
-from torchtitan_lite.uploading.rate import Rate
 from torchtitan_lite.uploading.sending import Sending, committed_files
+from torchtitan_lite.uploading.stored_file import Rate
 from torchtitan_lite.uploading.uploader import UploadJob
 
 

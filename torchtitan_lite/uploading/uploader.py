@@ -27,12 +27,10 @@ from torchtitan_lite.store.place import on_disk
 from torchtitan_lite.store.retention import KeepAll, RetentionPolicy
 from torchtitan_lite.store.store import CheckpointStore, recover
 from torchtitan_lite.uploading import record
-from torchtitan_lite.uploading.choice import Save, is_of_another_run, lineage_in, missing, save_of
-from torchtitan_lite.uploading.rate import Rate
+from torchtitan_lite.uploading.choice import Save, Share, is_of_another_run, lineage_in, missing, save_of
 from torchtitan_lite.uploading.record import Begun, Record
 from torchtitan_lite.uploading.sending import Sending, committed_files
-from torchtitan_lite.uploading.share import Share
-from torchtitan_lite.uploading.stored_file import StoredFile
+from torchtitan_lite.uploading.stored_file import Rate, StoredFile
 
 _LOOK_SECONDS = 2.0
 """Between two looks for a file that another host sends."""

@@ -26,7 +26,7 @@ from tests.checkpoint.reading.foreign_folders import save_plain
 from tests.checkpoint.with_manifest import add_manifest, flip, tensors_at
 from tests.examples import examples
 from torchtitan_lite.checkpoint.examining import file_digests
-from torchtitan_lite.checkpoint.examining.findings import Finding
+from torchtitan_lite.checkpoint.examining.file_digests import Finding
 from torchtitan_lite.checkpoint.examining.verification import look_at, read_through
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.checkpoint.untrusted.stock_item import locate

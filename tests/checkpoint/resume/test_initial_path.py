@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.checkpoint.resume.initial_path import checked_initial_path
+from torchtitan_lite.checkpoint.resume.wrong_folder import checked_initial_path
 from torchtitan_lite.errors import CheckpointNotFound
 
 

@@ -13,9 +13,9 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.examining.findings import Finding
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.disk.block_reader import THREADS, BlockReader, DamagedRange
@@ -33,6 +33,18 @@ MOST_DAMAGED_BLOCKS = 64
 
 OnBytes = Callable[[int], None]
 """Receives the number of bytes that were read since its last call."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong."""
+
+    file: str
+    """The file, by name; empty if the finding is about no single one."""
+    text: str
+    """What is wrong."""
+    keys: tuple[str, ...] = ()
+    """The tensors and objects that it affects."""
 
 
 def one_thread() -> BlockReader:

@@ -17,8 +17,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.examining.file_digests import FileDigests, OnBytes, readers_of
-from torchtitan_lite.checkpoint.examining.findings import Finding
+from torchtitan_lite.checkpoint.examining.file_digests import FileDigests, Finding, OnBytes, readers_of
 from torchtitan_lite.checkpoint.examining.found_files import FoundFiles, found_at
 from torchtitan_lite.checkpoint.examining.item_checksums import PlacedItem, check_items
 from torchtitan_lite.checkpoint.examining.opened import absence

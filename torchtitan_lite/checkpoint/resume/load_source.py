@@ -16,9 +16,9 @@ from collections.abc import Collection
 from typing import Any
 
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
-from torchtitan_lite.checkpoint.resume.initial_path import checked_initial_path
 from torchtitan_lite.checkpoint.resume.seed import is_seed
 from torchtitan_lite.checkpoint.resume.source import LoadSource
+from torchtitan_lite.checkpoint.resume.wrong_folder import checked_initial_path
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import CheckpointMismatch, CheckpointUnreadable
 from torchtitan_lite.store import layout

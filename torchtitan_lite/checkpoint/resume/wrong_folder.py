@@ -7,16 +7,123 @@ warning. Looks at names only. Every function is **coordinator only**.
 
 from __future__ import annotations
 
+import os
+import re
+import shlex
 from contextlib import suppress
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.resume.initial_path import last_step
-from torchtitan_lite.checkpoint.run_folders import RunFolders, usable
+from torchtitan_lite.checkpoint.run_folders import RunFolders, open_store, usable
+from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import CheckpointNotFound, ConfigError
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing, is_checkpoint
+from torchtitan_lite.store.place import Place
 from torchtitan_lite.store.store import CheckpointStore
+
+_SCHEME = re.compile(r"[A-Za-z][\w+.-]*://")
+_NAME_ON_A_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+_NAME_A_STEP = "Name the folder of one step, such as outputs/checkpoint/step-500"
+_SAFETENSORS = ".safetensors"
+_PICKLED = (".pt", ".pth", ".bin", ".ckpt")
+_META = re.compile(r"consolidated\.\d+\.pth")
+_PARAMS = "params.json"
+_CONFIG = "config.json"
+_IMPORT = "Make a checkpoint out of it with: torchtitan-lite import-weights {source} OUT{names}; then name OUT here"
+_WEIGHTS_ALONE = "OUT has the weights alone; docs/moving.md says how an optimizer in the file comes along"
+_SAME_NAMES = " --names same"
+"""For weights without a description of their model: those of a loop of one's own."""
+
+
+def checked_initial_path(given: str) -> Place:
+    """Return the folder `given` if it holds a checkpoint; else raise `CheckpointNotFound` with what it is. Any rank."""
+    if is_in_object_store(given):
+        return _in_store(given)
+    path = Path(given)
+    # A `.metadata` that is no regular file is refused when it is read.
+    if not _SCHEME.match(given) and any(os.path.lexists(path / name) for name in (layout.METADATA, layout.MANIFEST)):
+        return path
+    raise CheckpointNotFound(given, None, finding=_finding(given, path))
+
+
+def _in_store(given: str) -> Place:
+    """Return the checkpoint that the address `given` names, which ends in step-N. Raises as the store's `get`."""
+    folder, _, name = given.rstrip("/").rpartition("/")
+    # As `ls` shows it, a name has the attempt, too.
+    if (step := layout.parse_step(name.partition(".")[0])) is None:
+        raise CheckpointNotFound(given, None, finding="it does not end in the name of a checkpoint, such as step-1000")
+    place = open_store(folder).get(step).path
+    if "." in name and place.name != name:
+        raise CheckpointNotFound(given, None, finding=f"that step is {place} now")
+    return place
+
+
+def _finding(given: str, path: Path) -> str:
+    if _SCHEME.match(given):
+        return (
+            "it is an address, and only folders of a file system are read. Copy the checkpoint to one, and name the "
+            "folder as a plain path"
+        )
+    if path.is_dir():
+        return _of_folder(path)
+    if path.exists():
+        return _of_file(path)
+    if _NAME_ON_A_HUB.fullmatch(given):
+        return (
+            f"there is no such folder in {Path.cwd()}. If it is a name on the Hugging Face hub: download it first, "
+            f"with hf download, and make a checkpoint with torchtitan-lite import-weights FOLDER OUT"
+        )
+    place = "" if path.is_absolute() else f" in {Path.cwd()}, the working directory"
+    return f"there is no such file or folder{place}. {_NAME_A_STEP}"
+
+
+def _of_file(path: Path) -> str:
+    if path.suffix == _SAFETENSORS:
+        return f"it is a file of safetensors. {_import(path, path.parent)}"
+    if path.suffix in _PICKLED:
+        return f"it is a file of torch.save. {_import(path, path.parent)}. {_WEIGHTS_ALONE}"
+    if layout.is_data_file(path.name) or path.name in (layout.METADATA, layout.MANIFEST):
+        return f"it is one of a checkpoint's files. Name their folder, {path.parent}"
+    return f"it is a file, not a folder. {_NAME_A_STEP}"
+
+
+def _of_folder(path: Path) -> str:
+    if found := last_step(path):
+        return f"it is the folder above the steps. Name one of them, such as {found}"
+    for folder in sorted(path.iterdir()):
+        if folder.is_dir() and (found := last_step(folder)):
+            return f"it is the dump folder of a run. Name one of its steps, such as {found}"
+    names = sorted(entry.name for entry in path.iterdir())
+    if _PARAMS in names and any(map(_META.fullmatch, names)):
+        return f"it is a Llama in Meta's layout. {_import(path, path)}"
+    if any(name.endswith(_SAFETENSORS) for name in names):
+        return f"it is a folder of safetensors. {_import(path, path)}"
+    if any(name.endswith(_PICKLED) for name in names):
+        return f"it is a folder of weights as torch.save writes them. {_import(path, path)}"
+    if any(layout.is_data_file(name) for name in names):
+        return f"it has a checkpoint's data and no {layout.METADATA}, as a save leaves it that was cut. Take another"
+    return f"there is no {layout.METADATA} file in it" + ("" if names else ", it is empty") + f". {_NAME_A_STEP}"
+
+
+def _import(source: Path, folder: Path) -> str:
+    """Return the command that makes a checkpoint out of `source`, whose model is described in `folder` or nowhere."""
+    is_described = any((folder / name).is_file() for name in (_CONFIG, _PARAMS))
+    return _IMPORT.format(source=shlex.quote(str(source)), names="" if is_described else _SAME_NAMES)
+
+
+def last_step(folder: Path) -> Path | None:
+    """Return the checkpoint with the highest step in `folder`, whichever tool wrote it; None if there is none.
+
+    Looks at names only. Any rank.
+    """
+    steps = [places[0] for places in Listing(folder).places().values() if _is_described(places[0])]
+    return steps[-1] if steps else None
+
+
+def _is_described(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (layout.METADATA, layout.MANIFEST))
+
 
 _MOST_NAMES = 8
 

@@ -37,7 +37,7 @@ from torchtitan_lite.disk.block_writer import in_memory
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.distributed import dcp
-from torchtitan_lite.distributed.apart import Sent, SentApart
+from torchtitan_lite.distributed.host_tree import Sent, SentApart
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger

@@ -15,14 +15,18 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.state import arguments, fsdp1
-from torchtitan_lite.checkpoint.state.dict_state import DictState
-from torchtitan_lite.checkpoint.state.forgotten import ForgottenWatch
 from torchtitan_lite.checkpoint.state.gradients import GradientWatch
 from torchtitan_lite.checkpoint.state.optimizer_owner import parameters_of
 from torchtitan_lite.checkpoint.state.per_rank import PerRank
 from torchtitan_lite.checkpoint.state.rng import RNG, RngState
-from torchtitan_lite.checkpoint.state.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper, Stateful
-from torchtitan_lite.checkpoint.state.unsaved import UnsavedWatch
+from torchtitan_lite.checkpoint.state.stateful import (
+    DictState,
+    LRSchedulerWrapper,
+    ModelWrapper,
+    OptimizerWrapper,
+    Stateful,
+)
+from torchtitan_lite.checkpoint.state.unsaved import ForgottenWatch, UnsavedWatch
 from torchtitan_lite.errors import ConfigError
 
 

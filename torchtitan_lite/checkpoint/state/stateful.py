@@ -22,3 +22,18 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class DictState:
+    """Saves the entries of `held`, and loads into that same dict: it then has the saved entries, and no others."""
+
+    def __init__(self, held: dict[Any, Any]) -> None:
+        self._held = held
+
+    def state_dict(self) -> dict[Any, Any]:
+        """Return a copy of the dict, with the values themselves."""
+        return self._held.copy()
+
+    def load_state_dict(self, state_dict: dict[Any, Any]) -> None:
+        self._held.clear()
+        self._held.update(state_dict)

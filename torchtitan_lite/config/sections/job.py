@@ -1,11 +1,14 @@
-"""The section [job]: where a job's files are, and its description."""
+"""The sections [job], [comm], [metrics] and [profiling]: what is around the training."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torchtitan_lite.config.checks import at_least
 from torchtitan_lite.config.field_types import check_types
 from torchtitan_lite.config.folders import refuse_address
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.log import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,3 +30,100 @@ class Job:
     def __post_init__(self) -> None:
         check_types(self, "job")
         refuse_address("job.dump_folder", self.dump_folder, "Name a folder, and copy it when the run is over.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comm:
+    """Timeouts of collectives, their trace, and ranks that are only simulated."""
+
+    init_timeout_seconds: int = 300
+    """Timeout of collectives, in seconds, until the first step after this start is done."""
+
+    train_timeout_seconds: int = 100
+    """Timeout of collectives, in seconds, after the first step."""
+
+    trace_buf_size: int = 20000
+    """Entries in NCCL's flight recorder; 0: off."""
+
+    simulated_ranks: int = 0
+    """With checkpoint.dry_run: act as rank 0 of this many ranks, in one process and without the others; 0: off."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "comm")
+        at_least("comm.init_timeout_seconds", self.init_timeout_seconds, 1)
+        at_least("comm.train_timeout_seconds", self.train_timeout_seconds, 1)
+        at_least("comm.simulated_ranks", self.simulated_ranks, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """What is logged, and how often."""
+
+    log_freq: int = 10
+    """Steps between logged steps; step 1 is always logged."""
+
+    enable_tensorboard: bool = False
+    """Write TensorBoard files in addition to metrics.jsonl."""
+
+    save_tb_folder: str = "tb"
+    """Folder for TensorBoard files, inside job.dump_folder; the same one for all restarts of a run."""
+
+    rank_0_only: bool = True
+    """Write TensorBoard files from rank 0 only; if off, each rank writes to its own folder."""
+
+    enable_progress_bar: bool = True
+    """Show a progress bar below the log lines, while stderr is a terminal; in a pipe or a file there is none."""
+
+    prometheus_file: str = ""
+    """File for Prometheus' textfile collector, inside job.dump_folder or absolute; empty for none. Its name must end
+    with ".prom". Rank 0 replaces it every four seconds."""
+
+    enable_wandb: bool = False
+    """Log to Weights & Biases from rank 0; restarts continue the same run there. Needs the extra "wandb"; the project
+    and the mode are those of WANDB_PROJECT and WANDB_MODE."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "metrics")
+        at_least("metrics.log_freq", self.log_freq, 1)
+        if self.prometheus_file and not self.prometheus_file.endswith(".prom"):
+            raise ConfigError(
+                f'metrics.prometheus_file: expected a name that ends with ".prom", which is what the collector reads, '
+                f"found {self.prometheus_file!r}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiling:
+    """Traces of the time that steps take, and snapshots of the memory."""
+
+    enable_profiling: bool = False
+    """Write a torch.profiler trace every `profile_freq` steps."""
+
+    save_traces_folder: str = "profile_traces"
+    """Folder for traces, inside job.dump_folder."""
+
+    profile_freq: int = 10
+    """Steps between traces or snapshots."""
+
+    profiler_active: int = 1
+    """Steps in a trace, the last ones of the `profile_freq`; at most as many."""
+
+    profiler_warmup: int = 3
+    """Steps that the profiler runs without recording before those, so that its own start is not in the trace."""
+
+    enable_memory_snapshot: bool = False
+    """Write a snapshot of the CUDA allocator every `profile_freq` steps (CUDA only)."""
+
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    """Folder for memory snapshots, inside job.dump_folder."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "profiling")
+        at_least("profiling.profile_freq", self.profile_freq, 1)
+        at_least("profiling.profiler_active", self.profiler_active, 1)
+        at_least("profiling.profiler_warmup", self.profiler_warmup, 0)
+        if self.profiler_active > self.profile_freq:
+            raise ConfigError(
+                "profiling.profiler_active: expected at most profiling.profile_freq, "
+                f"{counted(self.profile_freq, 'step')}, found {self.profiler_active}. Raise profiling.profile_freq."
+            )

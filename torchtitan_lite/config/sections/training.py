@@ -1,4 +1,4 @@
-"""The section [training]: data, batch sizes, precision and length of a run."""
+"""The sections [training], [model], [optimizer], [lr_scheduler], [parallelism] and [activation_checkpoint]."""
 
 from __future__ import annotations
 
@@ -116,3 +116,169 @@ class Training:
 
 
 _SUFFIXES = {"text": "txt", "jsonl": "jsonl", "parquet": "parquet"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Which model to train."""
+
+    name: Literal["llama3"] = "llama3"
+    """Model family; "llama" is accepted as another name of it."""
+
+    flavor: str = "debugmodel"
+    """Size: debugmodel, 1B, 8B, 70B or 405B."""
+
+    config_path: str = ""
+    """A config.json of a Llama, Meta's params.json, or the folder with one: sizes and rotary settings in place of the
+    flavor's. "" takes the flavor's."""
+
+    tokenizer_path: str = "bytes"
+    """Tokenizer: "bytes", which are UTF-8 bytes plus BOS and EOS; or a tokenizer.json, or the folder that holds one."""
+
+    dropout: float = 0.0
+    """Probability of dropping an activation after attention and after feed-forward."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "model")
+        if not self.tokenizer_path or self.tokenizer_path.endswith(".model"):
+            raise ConfigError(
+                "model.tokenizer_path: expected 'bytes', a tokenizer.json or the folder that holds one, found "
+                f"{self.tokenizer_path!r}. Set --model.tokenizer_path=bytes, or save the same tokenizer with "
+                "transformers (save_pretrained), which writes a tokenizer.json."
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ConfigError(f"model.dropout: expected a probability in [0, 1), found {self.dropout}.")
+
+
+OptimizerName = Literal["AdamW", "Adam"]
+OptimizerImplementation = Literal["fused", "foreach", "for-loop"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """The optimizer and its hyperparameters."""
+
+    name: OptimizerName = "AdamW"
+    """Algorithm."""
+
+    lr: float = 8e-4
+    """Peak learning rate; lr_scheduler multiplies it by a factor in [0, 1]."""
+
+    beta1: float = 0.9
+    """Decay of the running mean of gradients."""
+
+    beta2: float = 0.95
+    """Decay of the running mean of squared gradients."""
+
+    eps: float = 1e-8
+    """Term added to the denominator."""
+
+    weight_decay: float = 0.1
+    """Weight decay: decoupled in AdamW, an L2 penalty in Adam."""
+
+    implementation: OptimizerImplementation = "fused"
+    """Kernel. "fused" falls back to "foreach" on a device that has no fused kernel."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "optimizer")
+        positive("optimizer.lr", self.lr)
+        choice("optimizer.name", self.name, get_args(OptimizerName))
+        choice("optimizer.implementation", self.implementation, get_args(OptimizerImplementation))
+
+
+DecayType = Literal["linear", "sqrt", "cosine"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LRScheduler:
+    """The schedule of the learning rate: linear warm-up, constant, decay."""
+
+    warmup_steps: int = 200
+    """Steps of linear rise from 0 to the peak."""
+
+    decay_ratio: float | None = None
+    """Fraction of all steps spent in decay; unset: every step after warm-up; 0: none, constant after warm-up."""
+
+    decay_type: DecayType = "linear"
+    """Shape of the decay."""
+
+    min_lr_factor: float = 0.0
+    """Fraction of the peak learning rate at which the decay ends."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "lr_scheduler")
+        at_least("lr_scheduler.warmup_steps", self.warmup_steps, 0)
+        choice("lr_scheduler.decay_type", self.decay_type, get_args(DecayType))
+        for name, value in (("decay_ratio", self.decay_ratio), ("min_lr_factor", self.min_lr_factor)):
+            if value is not None and not 0.0 <= value <= 1.0:
+                raise ConfigError(f"lr_scheduler.{name}: expected a number in [0, 1], found {value}.")
+
+
+PipelineSchedule = Literal["1F1B", "GPipe", "Interleaved1F1B"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """How ranks share the model and the data. The product of the degrees is the number of processes."""
+
+    data_parallel_replicate_degree: int = 1
+    """Groups of ranks that each hold the complete model and take different data: HSDP, or DDP if
+    data_parallel_shard_degree is 1."""
+
+    data_parallel_shard_degree: int = -1
+    """Ranks over which FSDP2 shards parameters; -1: all that the other degrees leave."""
+
+    tensor_parallel_degree: int = 1
+    """Ranks that share each layer and, between layers, the sequence. Must divide the model's n_heads, n_kv_heads and
+    feed-forward width, and seq_len."""
+
+    pipeline_parallel_degree: int = 1
+    """Ranks that each hold some of the layers, as stages of a pipeline."""
+
+    pipeline_parallel_schedule: PipelineSchedule = "1F1B"
+    """Order of the micro-batches. "1F1B" and "GPipe" have one stage a rank, "Interleaved1F1B" two, or as many as the
+    split points make."""
+
+    pipeline_parallel_split_points: tuple[str, ...] = ()
+    """First layer of each stage except the first one, such as layers.2,layers.4. Empty: stages of equal length as far
+    as possible, the first and the last one shorter, because they also hold the embedding and the output."""
+
+    pipeline_parallel_microbatch_size: int = 1
+    """Sequences in a micro-batch, the part of a local batch that goes through a stage at a time."""
+
+    pipeline_parallel_microbatches: int | None = None
+    """Micro-batches in a local batch; if set, it overrides pipeline_parallel_microbatch_size."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "parallelism")
+        if self.data_parallel_shard_degree != -1:
+            at_least("parallelism.data_parallel_shard_degree (or -1)", self.data_parallel_shard_degree, 1)
+        for name in ("data_parallel_replicate_degree", "tensor_parallel_degree", "pipeline_parallel_degree"):
+            at_least(f"parallelism.{name}", getattr(self, name), 1)
+        choice("parallelism.pipeline_parallel_schedule", self.pipeline_parallel_schedule, get_args(PipelineSchedule))
+        at_least("parallelism.pipeline_parallel_microbatch_size", self.pipeline_parallel_microbatch_size, 1)
+        if self.pipeline_parallel_microbatches is not None:
+            at_least("parallelism.pipeline_parallel_microbatches", self.pipeline_parallel_microbatches, 1)
+
+
+ActivationCheckpointMode = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationCheckpoint:
+    """Which activations backward recomputes instead of keeping."""
+
+    mode: ActivationCheckpointMode = "selective"
+    """Blocks to recompute: "none"; "full", every block; or "selective", those of selective_ac_option."""
+
+    selective_ac_option: str = "2"
+    """A number n: every n-th block. "op": every block, except the results of its expensive operators."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "activation_checkpoint")
+        choice("activation_checkpoint.mode", self.mode, get_args(ActivationCheckpointMode))
+        option = self.selective_ac_option
+        if option != "op" and not (option.isdigit() and int(option) >= 1):
+            raise ConfigError(
+                f"activation_checkpoint.selective_ac_option: expected 'op' or a number >= 1, found {option!r}."
+            )
