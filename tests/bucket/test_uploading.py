@@ -24,7 +24,7 @@ from torchtitan_lite.config.address import parse
 from torchtitan_lite.store import layout
 from torchtitan_lite.uploading import record
 from torchtitan_lite.uploading.choice import Share
-from torchtitan_lite.uploading.host_uploader import HostUploader
+from torchtitan_lite.uploading.process import HostUploader
 from torchtitan_lite.uploading.uploader import Uploader, UploadJob, upload_all
 
 ROOT = Path(__file__).parents[2]

@@ -2,7 +2,8 @@
 
 The trainer says when there is something new; the process says how it stands. Nothing waits for it but the end of a run.
 A store that fails or hangs is tried again for as long as the process lives: no step and no save ever waits for one.
-`UploadProcess` is the end of the trainer, `serve` the end of the process.
+`UploadProcess` is the end of the trainer, `serve` the end of the process. On other hosts than the coordinator's
+it sends what that one has begun, as far as ranks of its host wrote it.
 """
 
 from __future__ import annotations
@@ -17,15 +18,63 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from torchtitan_lite import faults, log
+from torchtitan_lite.bucket.store import open_bucket
 from torchtitan_lite.disk import child_process
 from torchtitan_lite.disk.background import give_way
 from torchtitan_lite.disk.forks import forget_in_children
-from torchtitan_lite.errors import CheckpointError, ConfigError, ExtraMissing, FolderInUse, LeaseLost, UploadRefused
-from torchtitan_lite.events import Emit, UploadFailed, UploadsEnded
-from torchtitan_lite.uploading.host_uploader import HostUploader
+from torchtitan_lite.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    ConfigError,
+    ExtraMissing,
+    FolderInUse,
+    LeaseLost,
+    UploadRefused,
+)
+from torchtitan_lite.events import Emit, UploadFailed, UploadsEnded, ignore
+from torchtitan_lite.store import layout
+from torchtitan_lite.uploading import record
+from torchtitan_lite.uploading.sending import Sending, committed_files
+from torchtitan_lite.uploading.stored_file import Rate
 from torchtitan_lite.uploading.uploader import State, Uploader, UploadJob
+
+
+class HostUploader:
+    """Uploads the share of `job`, whose address is that of an object store. Its states are those of the coordinator."""
+
+    def __init__(self, job: UploadJob, emit: Emit = ignore) -> None:
+        self._root, self._share, self._emit = Path(job.folder), job.share, emit
+        self._target = open_bucket(job.address)
+        self._sending = Sending(self._target, Rate(job.max_bytes_per_second).wait_for)
+        self._done = ""
+
+    @property
+    def address(self) -> str:
+        """The other folder, as people write it."""
+        return self._target.address
+
+    def look(self) -> None:
+        """Send what is missing of the upload under way, if there is one. Raises the OSError of the other folder."""
+        begun = record.read(self._root, self.address).begun
+        if begun is None or begun.place == self._done:
+            return
+        step, folder = begun.save[0], self._root / layout.step_dir(begun.save[0])
+        try:
+            manifest, files = committed_files(folder)
+            there = self._target.sizes_at(begun.place)
+            for name, known in manifest.files.items():
+                if self._share.has(name) and there.get(name) != known.size:
+                    self._sending.send(folder / name, files[name], begun.place)
+        except CheckpointDamaged as damage:
+            self._emit(UploadFailed(step, path=self.address, reason=str(damage)))
+        except FileNotFoundError:
+            if folder.exists():
+                raise  # Of the bucket.
+        self._done = begun.place
+
 
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
