@@ -162,7 +162,7 @@ def test_a_run_that_falls_back_behind_the_branch_which_abandoned_it_is_a_new_one
     assert source is not None
     assert source.step == 2
     assert source.lineage.run_id not in ("run1", "branch")
-    assert source.lineage == Lineage(source.lineage.run_id, parent_step=2)
+    assert source.lineage == Lineage(source.lineage.run_id, parent_step=2, ancestors=((2, "run1"),))
 
 
 def test_a_run_that_falls_back_within_the_branch_stays_the_same_run(store: CheckpointStore) -> None:
@@ -191,7 +191,8 @@ def test_a_named_step_begins_a_branch_and_is_not_replaced(store: CheckpointStore
         source = chosen(store, step)
         assert source is not None
         assert source.lineage.run_id != "run1"
-        assert source.lineage == Lineage(source.lineage.run_id, parent_step=step, branch_point=step)
+        left = ((step, "run1"),)
+        assert source.lineage == Lineage(source.lineage.run_id, parent_step=step, branch_point=step, ancestors=left)
         assert (source.is_explicit, source.initial, source.model_only) == (True, False, False)
     latest = chosen(store)
     assert latest is not None
