@@ -191,7 +191,7 @@ def test_a_named_step_begins_a_branch_and_is_not_replaced(store: CheckpointStore
         source = chosen(store, step)
         assert source is not None
         assert source.lineage.run_id != "run1"
-        left = ((step, "run1"),)
+        left = ((2, "run1"),) if step == 2 else ()
         assert source.lineage == Lineage(source.lineage.run_id, parent_step=step, branch_point=step, ancestors=left)
         assert (source.is_explicit, source.initial, source.model_only) == (True, False, False)
     latest = chosen(store)
