@@ -67,11 +67,6 @@ class Uploads(NoUploads):
         self._process: UploadProcess | None = None
         self._has_started = False
 
-    @property
-    def state(self) -> State:
-        """How it stands with the uploads. **Coordinator only**."""
-        return State() if self._process is None else self._process.state
-
     def protected(self) -> AbstractSet[int]:
         # What is under way. All else that the rules remove here they would remove there, too.
         begun = record.read(self._source.root, self._target.address).begun

@@ -320,7 +320,7 @@ def _serve(uploader: Uploader, orders: _Orders, line: Connection) -> None:
             uploader.close()
             return
         except (OSError, CheckpointError) as error:
-            # Whatever it is, it may end: a bucket, a key, a route, a disk.
+            # Each of these may end: a bucket, a key, a route, a disk.
             reason = str(error)
             if reason != said:
                 log.logger.warning("Could not upload to %s: %s. Trying again", uploader.address, reason)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ from torchtitan_lite.uploading.record import Begun, Record
 from torchtitan_lite.uploading.sending import Sending, committed_files
 from torchtitan_lite.uploading.stored_file import Rate, StoredFile
 
+_MOST_COMMITS = 3
 _LOOK_SECONDS = 2.0
 """Between two looks for a file that another host sends."""
 _SILENT_SECONDS = 60.0
@@ -106,6 +108,7 @@ class Uploader:
         """Whether a file appears complete or not at all."""
         self._done_with: set[Save] = set()
         """Saves that this process does not send again: sent ones, and those that failed for a cause of theirs."""
+        self._commits_failed: Counter[Save] = Counter()
         self._at = self._furthest = 0
         """Bytes of the upload under way, in this try and in the best one."""
         self._silent_hosts: set[int] = set()
@@ -192,13 +195,14 @@ class Uploader:
         except CheckpointDamaged as damage:
             if not self._is_there(info):
                 return  # Another save of the step took its place.
-            self._done_with.add(save_of(info))
-            self._emit(UploadFailed(info.step, path=self.address, reason=str(damage)))
+            self._leave(info, damage)
             return
         except SaveFailed as error:
-            # Whatever it is, the others need not wait for it; the next start tries again.
-            self._done_with.add(save_of(info))
-            self._emit(UploadFailed(info.step, path=self.address, reason=str(error)))
+            # An answer may be lost. What fails again and again does not hold up the others.
+            self._commits_failed[save_of(info)] += 1
+            if self._commits_failed[save_of(info)] < _MOST_COMMITS:
+                raise
+            self._leave(info, error)
             return
         except FileNotFoundError:
             if self._is_there(info):
@@ -217,6 +221,12 @@ class Uploader:
         self._emit(Uploaded(info.step, path=self.address, bytes=sent_bytes, seconds=seconds, failures=failures))
         self._housekeeping.note_committed(info, self._target)
         self._housekeeping.purge(self._target, self._lease.check)
+
+    def _leave(self, info: CheckpointInfo, error: CheckpointError) -> None:
+        """Leave `info` to the next start, and say so."""
+        self._done_with.add(save_of(info))
+        logger.warning("Step %d is not uploaded in this start: %s", info.step, error)
+        self._emit(UploadFailed(info.step, path=self.address, reason=str(error)))
 
     def _send(self, info: CheckpointInfo) -> None:
         folder = on_disk(info.path)
