@@ -243,6 +243,16 @@ def test_a_kill_for_another_rank_does_nothing() -> None:
     assert (ended.stdout.split(), ended.returncode) == (["1", "2", "3", "end"], 0)
 
 
+def test_lock_keeps_every_thread_of_the_process_from_running_python() -> None:
+    code = (
+        "import threading; from torchtitan_lite import faults; faults.install('lock@step', rank=0); "
+        "threading.Timer(0.2, print, ['ran'], {'flush': True}).start(); faults.point('step')"
+    )
+    with pytest.raises(subprocess.TimeoutExpired) as expired:
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, timeout=1.5, check=False)
+    assert expired.value.stdout is None
+
+
 def test_stop_stops_the_process_until_a_sigcont() -> None:
     with subprocess.Popen(_command("stop@step:step=2", 0), cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         _, status = os.waitpid(process.pid, os.WUNTRACED)

@@ -9,6 +9,7 @@ closed; `POINTS` describes each.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import math
 import os
@@ -68,6 +69,7 @@ KINDS: Mapping[str, str] = MappingProxyType(
         "kill": "SIGKILL to the process itself",
         "stop": "SIGSTOP to the process itself, until it gets a SIGCONT",
         "slow": "the thread waits `seconds`",
+        "lock": "the thread waits in C for a lock that it has, and holds the GIL: no Python of the process runs again",
         "short": "half of the request is written, and the write returns that",
         "tear": "half of the request is written, and writing the rest fails with EIO",
     }
@@ -214,8 +216,17 @@ def _carry_out(fault: Fault, path: Path | None) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault.kind == "slow":
         time.sleep(fault.seconds)
+    elif fault.kind == "lock":
+        _lock_for_good()
     else:
         raise _error(getattr(errno, fault.kind), path)
+
+
+def _lock_for_good() -> None:
+    mutex = ctypes.create_string_buffer(256)  # A mutex of zeros is an unlocked one.
+    library = ctypes.PyDLL(None)  # Its calls keep the GIL.
+    for _ in range(2):
+        library.pthread_mutex_lock(mutex)
 
 
 def _log(fault: Fault, path: Path | None) -> None:
