@@ -57,7 +57,7 @@ def _converted(value: Any, kind: ValueKind) -> Any:
         return (value if isinstance(value, tuple) else tuple(value)) if fits else None
     expected = (int, float) if kind.base is float else kind.base
     is_of_kind = isinstance(value, expected) and (kind.base is bool or not isinstance(value, bool))
-    return value if is_of_kind else None
+    return value if is_of_kind or kind.is_word(value) else None
 
 
 def _found(value: Any, kind: ValueKind) -> str:

@@ -43,12 +43,16 @@ class ValueKind:
     choices: tuple[str, ...] = ()
     element: type = str
     """Of a tuple, what it holds: str or int."""
+    word: str = ""
+    """Of a number, the word that may stand in its place."""
 
     @classmethod
     def of(cls, annotation: Any) -> ValueKind:
         """Return the kind of a field with this (resolved) annotation."""
         if get_origin(annotation) in (Union, types.UnionType):
-            (inner,) = [arm for arm in get_args(annotation) if arm is not type(None)]
+            inner, *word = [arm for arm in get_args(annotation) if arm is not type(None)]
+            if word:  # int | Literal["auto"]
+                return dataclasses.replace(cls.of(inner), word=get_args(*word)[0])
             return dataclasses.replace(cls.of(inner), optional=True)
         if get_origin(annotation) is Literal:
             return cls(str, choices=get_args(annotation))
@@ -60,16 +64,21 @@ class ValueKind:
         """Return what is expected, in the words of an error."""
         if self.choices:
             return f"one of {', '.join(filter(None, self.choices))}"
-        return "a list of whole numbers" if self.element is int else _EXPECTED[self.base]
+        expected = "a list of whole numbers" if self.element is int else _EXPECTED[self.base]
+        return f'{expected} or "{self.word}"' if self.word else expected
 
     def text_of(self, value: object, where: str) -> str:
         """Return the text of a TOML value. Raise ConfigError if its type does not fit."""
-        fits = self.base is object or type(value) in _TOML_TYPES[self.base]
+        fits = self.base is object or type(value) in _TOML_TYPES[self.base] or self.is_word(value)
         if self.base is tuple and isinstance(value, list):
             fits = self.holds(value)
         if not fits:
             raise ConfigError(f"{where}: expected {self.describe()}, found {in_words(value, self.base)}.")
         return to_text(value)
+
+    def is_word(self, value: object) -> bool:
+        """Return whether `value` is the word that stands in place of a number."""
+        return bool(self.word) and value == self.word
 
     def holds(self, elements: Iterable[object]) -> bool:
         """Return whether a tuple of this kind may have these elements."""
@@ -94,18 +103,20 @@ class ValueKind:
         texts = split(text) if self.element is int else ()
         if not all(_is(self.element, element) for element in texts):
             raise ConfigError(f"{where}: expected {self.describe()}, found {text!r}.")
-        if not (self.optional and text == "None") and not _is(self.base, text):
+        if not (self.optional and text == "None") and not self.is_word(text) and not _is(self.base, text):
             raise ConfigError(f"{where}: expected {self.describe()}, found {text!r}.")
         return text.lower() if self.base is bool else text
 
     def fits(self, text: str) -> bool:
         """Return whether `text` is one of the choices, or of the kind."""
-        return text in self.choices if self.choices else _is(self.base, text)
+        return text in self.choices if self.choices else self.is_word(text) or _is(self.base, text)
 
     def value(self, text: str) -> Any:
         """Return the value of a checked text."""
         if self.optional and text == "None":
             return None
+        if self.is_word(text):
+            return text
         if self.base is tuple:
             return tuple(map(self.element, split(text)))
         return text == "true" if self.base is bool else self.base(text)
@@ -115,6 +126,7 @@ class ValueKind:
         """What a help calls a value of the kind."""
         named = f"{{{','.join(self.choices)}}}" if self.choices else self.base.__name__.upper()
         named = {int: "1,2,...", str: "A,B,..."}[self.element] if self.base is tuple else named
+        named = f"{named}|{self.word}" if self.word else named
         return f"{named}|None" if self.optional else named
 
     def _choice(self, text: str, key: str, where: str) -> str:

@@ -72,6 +72,7 @@ def _other_names(key: str) -> Iterator[str]:
 
 def _kind(kind: ValueKind) -> str:
     named = "list of whole numbers" if kind.element is int else _KINDS[kind.base]
+    named = f"{named}, or `{kind.word}`" if kind.word else named
     words = ", ".join(f"`{choice}`" for choice in kind.choices) or named
     return f"{words}, or unset" if kind.optional else words
 
