@@ -79,6 +79,11 @@ NAMES = (
         f"{_FSDP2}._get_fsdp_state()._fsdp_param_groups[].fsdp_params[].unsharded_accumulated_grad", _ALL, _NO_GRADIENTS
     ),
     Name("torch.distributed.distributed_c10d._set_pg_timeout", "2.11 to 2.13", "the public set_timeout is used"),
+    Name(
+        "torch.distributed.ProcessGroup._get_sequence_number_for_group",
+        _ALL,
+        "a rank that hangs is found by its state and its stack",
+    ),
     Name("torch.testing._internal.distributed.fake_pg", _ALL, "simulated ranks are refused by name"),
     Name("torch.cuda.memory._record_memory_history", _ALL, "AttributeError with profiling.enable_memory_snapshot"),
     Name("torch.cuda.memory._snapshot", _ALL, "AttributeError with profiling.enable_memory_snapshot"),
@@ -287,6 +292,12 @@ def set_timeout(group: dist.ProcessGroup | None, timeout: timedelta) -> None:
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     _set_pg_timeout(timeout, group)
+
+
+def collectives_begun(group: dist.ProcessGroup) -> int | None:
+    """Return how many collectives this rank has begun in `group`; None if torch does not count them. Any thread."""
+    count = getattr(group, "_get_sequence_number_for_group", None)
+    return None if count is None else int(count())
 
 
 def register_fake_backend() -> None:
