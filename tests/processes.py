@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ def command_line(pid: int) -> str:
     return _read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ")
 
 
-def send(pid: int, number: signal.Signals) -> None:
+def send(pid: int, number: int) -> None:
     try:
         os.kill(pid, number)
     except ProcessLookupError:

@@ -52,6 +52,7 @@ NAMES = {
     "fallback": ["damaged_step", "finding", "keys"],
     "quarantined": ["path"],
     "resumed": ["down_seconds", "redone_steps"],
+    "hung": ["rank", "host", "seconds", "reason"],
     "preempted": [*OF_THE_RUN, "signal", "given_up_steps"],
     "finished": OF_THE_RUN,
 }

@@ -56,6 +56,7 @@ LAYERS = {
     "parallelisms": 12,
     "dry_run": 12,
     "report": 13,
+    "hangs": 13,
     "preflight": 13,
     "trainer": 14,
     "cli": 15,
@@ -96,7 +97,7 @@ WITHOUT_TORCH = (
     *(f"metrics.{name}" for name in ("accounts", "ledger", "run_clock", "json_lines")),
     *("cli.verify", "cli.diff"),
     *("preflight", "data.batch_size"),
-    *("report", "cli.report"),
+    *("report", "cli.report", "hangs"),
     *(
         f"cli.{name}"
         for name in ("app", "exit_codes", "inspect_step", "key_cell", "ls", "memory", "screen", "target", "words")

@@ -287,6 +287,20 @@ class Resumed(Event, name="resumed"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Hung(Event, name="hung"):
+    """A rank hung in this step, and all ranks were killed; one for each of them if it is not known which."""
+
+    rank: int
+    """The rank."""
+    host: str
+    """Its host."""
+    seconds: float
+    """For how long the step had taken."""
+    reason: str
+    """How that is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CleanEnd(Event):
     """The end of a start that was not cut off, with what rank 0 has counted of the whole run. No event by itself."""
 

@@ -1,0 +1,113 @@
+"""A rank of a job that only counts steps, without torch, to be run as a process: it hangs at its fourth step.
+
+`python -m tests.hangs.ranks KIND RANK WORLD_SIZE FOLDER`; the ranks meet in the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from torchtitan_lite import faults, log
+from torchtitan_lite.hangs.watch import HangWatch, WatchPlace
+
+ROOT = Path(__file__).parents[2]
+BOUND_SECONDS = 1
+STEP_SECONDS = 0.05
+DEADLINE_SECONDS = 60.0
+BUSY_SECONDS = 2.0
+
+T = TypeVar("T")
+
+
+class InFolder:
+    """The ranks of a job, which exchange what rank 0 chooses through a file."""
+
+    def __init__(self, rank: int, world_size: int, folder: Path) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._file = folder / "chosen.json"
+
+    def on_coordinator(self, choose: Callable[[], T]) -> T:
+        if self.rank == 0:
+            new = self._file.with_suffix(".new")
+            new.write_text(json.dumps(choose()))
+            os.link(new, self._file)
+        while not self._file.exists():
+            time.sleep(0.01)
+        chosen: T = json.loads(self._file.read_text())
+        return chosen
+
+
+def start(kind: str, rank: int, world_size: int, folder: Path) -> subprocess.Popen[str]:
+    """Start a rank that hangs in the way of `kind`."""
+    command = [sys.executable, "-m", "tests.hangs.ranks", kind, str(rank), str(world_size), str(folder)]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Wait for the end of a rank. Return its exit code and what it and its watcher logged."""
+    _, logged = process.communicate(timeout=DEADLINE_SECONDS)
+    return process.returncode, logged
+
+
+def main(kind: str, rank: int, world_size: int, folder: Path) -> None:
+    log.setup(rank)
+    ranks = InFolder(rank, world_size, folder)
+    place = WatchPlace(address="localhost", events=folder / "events.jsonl", ignored_signals=())
+    begun = {"all ranks": 0}
+    with HangWatch(BOUND_SECONDS, ranks, place, lambda: begun, gives_up_seconds=100) as watch:
+        for step in range(1, 8):
+            watch.step(step)
+            time.sleep(STEP_SECONDS)
+            if step == 4:
+                (folder / f"rank{rank}").write_text(str(os.getpid()))
+                begun["all ranks"] += kind == "ahead"
+                _hang(kind, watch)
+            begun["all ranks"] += 1
+
+
+def _hang(kind: str, watch: HangWatch) -> None:
+    match kind:
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "sleep" | "ahead":
+            time.sleep(DEADLINE_SECONDS)
+        case "lock":
+            faults.install("lock@step", rank=0)
+            faults.point("step", step=4)
+        case "paused":
+            with watch.paused():
+                time.sleep(2.5 * BOUND_SECONDS)
+        case "slow":
+            time.sleep(0.5 * BOUND_SECONDS)
+        case "slower":
+            time.sleep(2.5 * BOUND_SECONDS)
+        case "busy":
+            threads = [
+                threading.Thread(target=_call_deep_until, args=(time.monotonic() + BUSY_SECONDS,)) for _ in "abc"
+            ]
+            for thread in threads:
+                thread.start()
+            with watch.paused():
+                _call_deep_until(time.monotonic() + BUSY_SECONDS)
+        case "fork":
+            if not os.fork():
+                sys.exit(0)
+            time.sleep(DEADLINE_SECONDS)
+
+
+def _call_deep_until(end: float, depth: int = 0) -> None:
+    while time.monotonic() < end and depth < 50:
+        _call_deep_until(end, depth + 1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

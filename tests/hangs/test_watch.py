@@ -1,0 +1,137 @@
+"""A rank and its watcher process: what is named and killed, and what is left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.hangs import ranks
+from tests.logged import logged_warnings
+from tests.processes import children, command_line, read_lines, send
+from torchtitan_lite.hangs.own_rank import dump_signal
+from torchtitan_lite.hangs.watch import HangWatch, WatchPlace
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + ranks.DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason", "innermost"),
+    [
+        ("stop", "it is stopped (SIGSTOP, or a debugger)", "_hang"),
+        ("sleep", "it does not get on", "_hang"),
+        ("lock", "it runs no Python: a call in C holds the GIL, or the system does not return", "_lock_for_good"),
+    ],
+)
+def test_a_rank_that_hangs_is_named_with_its_stack_and_killed(
+    kind: str, reason: str, innermost: str, tmp_path: Path
+) -> None:
+    code, logged = ranks.end(ranks.start(kind, 0, 1, tmp_path))
+    lines = logged.splitlines()
+    assert code == -signal.SIGKILL
+    assert lines[-1].startswith("No step ended for")
+    first = next(number for number, line in enumerate(lines) if line.endswith("ERROR - Rank 0 hangs in step 4:"))
+    assert lines[first + 1] == f"  {reason}"
+    assert lines[first + 3].endswith(f" in {innermost}")
+
+
+def test_events_have_the_rank_the_host_and_the_reason(tmp_path: Path) -> None:
+    ranks.end(ranks.start("stop", 0, 1, tmp_path))
+    (event,) = read_lines(tmp_path / "events.jsonl")
+    assert (event["event"], event["step"], event["rank"], event["host"]) == ("hung", 4, 0, os.uname().nodename)
+    assert "stopped" in event["reason"]
+    assert ranks.BOUND_SECONDS <= event["seconds"] < 2 * ranks.BOUND_SECONDS
+
+
+@pytest.mark.parametrize("kind", ["slow", "paused", "go"])
+def test_a_rank_that_is_slow_or_in_a_pause_is_left_alone(kind: str, tmp_path: Path) -> None:
+    assert ranks.end(ranks.start(kind, 0, 1, tmp_path)) == (0, "")
+
+
+@pytest.mark.parametrize("hangs", [0, 1])
+@pytest.mark.parametrize("kind", ["stop", "sleep", "lock"])
+def test_of_two_ranks_the_one_that_hangs_is_named_and_both_are_killed(kind: str, hangs: int, tmp_path: Path) -> None:
+    """The other one stands, too, one collective ahead."""
+    processes = [ranks.start(kind if rank == hangs else "ahead", rank, 2, tmp_path) for rank in range(2)]
+    ended = [ranks.end(process) for process in processes]
+    assert [code for code, _ in ended] == [-signal.SIGKILL] * 2
+    assert f"ERROR - Rank {hangs} hangs in step 4:\n" in ended[0][1]
+    assert f"Rank {1 - hangs} hangs" not in ended[0][1]
+    assert "hangs" not in ended[1][1], "rank 0 alone names ranks"
+
+
+def test_no_rank_is_killed_while_the_others_wait_for_one_in_a_pause(tmp_path: Path) -> None:
+    processes = [ranks.start(kind, rank, 2, tmp_path) for rank, kind in enumerate(["slower", "paused"])]
+    assert [ranks.end(process) for process in processes] == [(0, ""), (0, "")]
+
+
+def test_a_rank_whose_judge_is_gone_is_named_by_its_own_watcher(tmp_path: Path) -> None:
+    processes = [ranks.start(kind, rank, 2, tmp_path) for rank, kind in enumerate(["go", "sleep"])]
+    (code, _), (other_code, logged) = [ranks.end(process) for process in processes]
+    assert (code, other_code) == (0, -signal.SIGKILL)
+    assert "ERROR - Rank 1 hangs in step 4:" in logged
+
+
+def test_a_busy_process_survives_any_number_of_looks_at_its_stack(tmp_path: Path) -> None:
+    """Its threads run on, and their frames come and go, while one answers."""
+    process = ranks.start("busy", 0, 1, tmp_path)
+    wait_until((tmp_path / "rank0").exists)
+    while process.poll() is None:
+        send(process.pid, dump_signal())
+        time.sleep(0.0005)
+    assert ranks.end(process) == (0, "")
+
+
+@pytest.mark.parametrize(("pause_seconds", "warns"), [(100.0, False), (0.0, True)])
+def test_pauses_do_not_count_for_auto(pause_seconds: float, *, warns: bool, tmp_path: Path) -> None:
+    """The bound would exceed the time-out of collectives, which is a warning, once."""
+    now = 0.0
+    place = WatchPlace(address="", events=None, ignored_signals=())
+    alone = ranks.InFolder(0, 1, tmp_path)
+    watch = HangWatch("auto", alone, place, dict, gives_up_seconds=100, clock=lambda: now)
+    with logged_warnings() as logged:
+        for step in range(1, 15):
+            watch.step(step)
+            now += 1.0 if pause_seconds else 101.0
+            with watch.paused():
+                now += pause_seconds
+    expected = "A rank that hangs would be named after 1010 s, but the others give up before"
+    assert [line.partition(".")[0] for line in logged] == [expected] * warns
+
+
+def test_a_watcher_dies_with_its_rank(tmp_path: Path) -> None:
+    process = ranks.start("sleep", 0, 1, tmp_path)
+    wait_until((tmp_path / "rank0").exists)
+    (watcher,) = children(process.pid)
+    process.kill()
+    assert ranks.end(process) == (-signal.SIGKILL, "")
+    wait_until(lambda: not Path(f"/proc/{watcher}").exists())
+
+
+def test_a_watcher_has_its_own_name_and_neither_the_secret_nor_other_descriptors(tmp_path: Path) -> None:
+    process = ranks.start("sleep", 0, 2, tmp_path)
+    wait_until((tmp_path / "rank0").exists)
+    (watcher,) = children(process.pid)
+    wait_until(lambda: Path(f"/proc/{watcher}/comm").read_text() == "titan-watcher\n")
+    _, secret = (tmp_path / "chosen.json").read_text().strip("[]").replace('"', "").split(", ")
+    opened = [str(fd.readlink()) for fd in Path(f"/proc/{watcher}/fd").iterdir()]
+    process.kill()
+    ranks.end(process)
+    assert len(secret) == 64
+    assert secret not in command_line(watcher)
+    assert sum(name.startswith("socket:") for name in opened) == 2, opened
+
+
+def test_a_forked_child_that_leaves_does_not_end_the_watch(tmp_path: Path) -> None:
+    code, logged = ranks.end(ranks.start("fork", 0, 1, tmp_path))
+    assert code == -signal.SIGKILL
+    assert "ERROR - Rank 0 hangs in step 4:" in logged

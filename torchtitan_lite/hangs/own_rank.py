@@ -1,0 +1,145 @@
+"""A rank, as the watcher process next to it sees it: its steps, its state in the system, its stack.
+
+The rank counts its steps in shared memory, so a watcher needs nothing of it to see that it stands. For evidence the
+watcher asks a thread of it, which has to run Python to answer, and sends a signal, which faulthandler answers with the
+stack of its main thread even while a call in C holds the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import signal
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.hangs.bound import Stillness
+from torchtitan_lite.hangs.verdict import Evidence, frames_of
+
+COUNT, STEP, BOUND_MS, IS_PAUSED = range(4)
+"""The words of the shared memory."""
+WORDS_BYTES = mmap.PAGESIZE
+ANSWER_SECONDS = 1.0
+QUIET_SECONDS = 0.1
+"""Without another byte, after which the stack counts as complete: it has no end mark."""
+_SHORT_QUIET_SECONDS = 0.02
+"""Of a rank that was stopped, which trains on until it is stopped again."""
+_LONGEST_TICK, _SHORTEST_TICK = 0.5, 0.05
+_POLL_SECONDS = 0.005
+_MOST_BYTES = 1 << 16
+
+
+def dump_signal() -> int:
+    """Return the signal that a watched rank answers with its stack: no scheduler, launcher or key has it."""
+    return signal.SIGRTMIN + 7
+
+
+def map_words(fd: int) -> memoryview:
+    """Return the shared memory as words."""
+    return memoryview(mmap.mmap(fd, WORDS_BYTES)).cast("Q")
+
+
+class OwnRank:
+    """The process `pid`. It has the other end of `line`, and writes its stack to `stacks_fd`."""
+
+    def __init__(self, rank: int, pid: int, words: memoryview, stacks_fd: int, line: socket.socket) -> None:
+        self.rank = rank
+        self.line = line
+        self.seconds = 0.0
+        """For how long its count has stood."""
+        self._pid = pid
+        self._words = words
+        self._stacks_fd = stacks_fd
+        self._stillness = Stillness()
+        line.setblocking(False)
+
+    @property
+    def tick_seconds(self) -> float:
+        """How long to wait until the next look."""
+        bound = self._words[BOUND_MS] / 1000
+        return min(_LONGEST_TICK, max(_SHORTEST_TICK, bound / 20)) if bound else _LONGEST_TICK
+
+    def is_overdue(self) -> bool:
+        """Look at the count; return whether the step takes longer than its bound."""
+        words = self._words
+        is_paused = bool(words[IS_PAUSED] or not words[BOUND_MS])
+        self.seconds = self._stillness.look(
+            time.monotonic(), words[COUNT], is_paused=is_paused, tick_seconds=self.tick_seconds
+        )
+        return not is_paused and self.seconds >= words[BOUND_MS] / 1000
+
+    def has_ended(self) -> bool:
+        """Return whether the rank has closed its end of the line. Drops answers that came late."""
+        with suppress(BlockingIOError):
+            while self.line.recv(_MOST_BYTES):
+                pass
+            return True
+        return False
+
+    def evidence(self) -> Evidence:
+        """Return what can be found out about the rank, within `ANSWER_SECONDS`. A stopped one stays stopped."""
+        is_stopped, before = self._is_stopped(), os.fstat(self._stacks_fd).st_size
+        step, stopped_for = self._words[STEP], self.seconds
+        if self._words[IS_PAUSED] and not is_stopped:
+            return self._evidence(step, 0.0)  # It works, and is left alone.
+        self.has_ended()
+        with suppress(OSError):
+            self.line.send(b"?")
+        self._send_to_main_thread(dump_signal())
+        if is_stopped:
+            self._send(signal.SIGCONT)
+        answer = self._wait(before, _SHORT_QUIET_SECONDS if is_stopped else QUIET_SECONDS)
+        if is_stopped:
+            self._send(signal.SIGSTOP)
+        self.is_overdue()
+        return self._evidence(
+            step,
+            stopped_for if is_stopped else self.seconds,
+            is_stopped=is_stopped,
+            answers=answer is not None,
+            collectives=answer or {},
+            stack=frames_of(os.pread(self._stacks_fd, _MOST_BYTES, before).decode(errors="replace")),
+        )
+
+    def kill(self) -> None:
+        """End the rank, and with it this process."""
+        self._send(signal.SIGKILL)
+
+    def _evidence(self, step: int, seconds: float, **more: Any) -> Evidence:
+        return Evidence(self.rank, socket.gethostname(), self._pid, step, seconds, **more)
+
+    def _wait(self, size: int, quiet_seconds: float) -> dict[str, int] | None:
+        """Wait for a stack after the first `size` bytes, and for the answer. Return the answer, None without one."""
+        answer: dict[str, int] | None = None
+        first, begin = size, time.monotonic()
+        grown = begin
+        while (now := time.monotonic()) < begin + ANSWER_SECONDS:
+            if (found := os.fstat(self._stacks_fd).st_size) != size:
+                size, grown = found, now
+            with suppress(OSError, ValueError):
+                answer = json.loads(self.line.recv(_MOST_BYTES))
+            if answer is not None and size > first and now > grown + quiet_seconds:
+                break
+            time.sleep(_POLL_SECONDS)
+        return answer
+
+    def _send(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self._pid, number)
+
+    def _send_to_main_thread(self, number: int) -> None:
+        # A signal to the process may go to any thread, and meanwhile a rank that was stopped trains on. The C library
+        # has this call from version 2.30 on.
+        tgkill = getattr(ctypes.CDLL(None), "tgkill", None)
+        if tgkill is None or tgkill(self._pid, self._pid, number):
+            self._send(number)
+
+    def _is_stopped(self) -> bool:
+        with suppress(OSError):
+            return Path(f"/proc/{self._pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "Tt"
+        return False

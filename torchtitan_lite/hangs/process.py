@@ -1,0 +1,253 @@
+"""The watcher: a process next to each rank, which sees that a step takes too long and ends its rank then.
+
+A thread of the rank could not: while a rank is stopped, or a call in C holds the GIL, none of its threads runs. The
+watchers of all ranks are connected to the one of rank 0. It judges: when the step of any rank is overdue it collects
+what all watchers find, names the rank that hangs, and has all ranks killed, so that the launcher sees a failed start. A
+watcher that cannot reach it names its own rank. A watcher dies with its rank. `HangWatch` is the end of the rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import resource
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_lite import log
+from torchtitan_lite.disk import child_process
+from torchtitan_lite.events import Hung, Recorded
+from torchtitan_lite.hangs.link import Link, ready
+from torchtitan_lite.hangs.own_rank import OwnRank, map_words
+from torchtitan_lite.hangs.verdict import Evidence, HangVerdict, judge, report
+from torchtitan_lite.metrics.json_lines import JsonLines
+
+NAME = "titan-watcher"
+"""In top and ps."""
+CONNECT_SECONDS = 10.0
+REPORT_SECONDS = 2.5
+"""How long the judge waits for the other watchers, which take a second at most."""
+PATIENCE_SECONDS = 5.0
+"""How long the others wait for the judge."""
+AGAIN_SECONDS = 1.0
+"""From one look at all ranks to the next one while one of them is in a pause."""
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What a watcher has to know; the rank sends it over the line, because the secret may not be in a command line."""
+
+    rank: int
+    address: str
+    """Where the watcher of rank 0 listens; empty if there is no other rank."""
+    port: int
+    secret: str
+    events: str
+    """The file for the event; empty for none."""
+
+
+def serve(descriptors: Sequence[int], trainer_pid: int, ignored: Sequence[int]) -> None:
+    """Watch the rank `trainer_pid`, in the process, until it closes its line or dies."""
+    child_process.begin(trainer_pid, ignored)
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(NAME)
+    with suppress(OSError, ValueError):  # The judge has a connection for each rank.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    words_fd, stacks_fd, line_fd, *listener = descriptors
+    line = socket.socket(fileno=line_fd)
+    orders = Orders(**json.loads(line.recv(1 << 16)))
+    log.setup(orders.rank)
+    rank = OwnRank(orders.rank, trainer_pid, map_words(words_fd), stacks_fd, line)
+    if listener or not orders.address:
+        Judge(rank, orders, [socket.socket(fileno=fd) for fd in listener]).run()
+    else:
+        Follower(rank, _connected(orders)).run()
+
+
+class Judge:
+    """The watcher of rank 0."""
+
+    def __init__(self, rank: OwnRank, orders: Orders, listeners: Sequence[socket.socket]) -> None:
+        self._rank = rank
+        self._orders = orders
+        self._listeners = listeners
+        self._strangers: list[Link] = []
+        """Those that have not said which rank they watch."""
+        self._links: dict[int, Link] = {}
+        self._lost: set[int] = set()
+        """The ranks whose watchers hung up without a word."""
+        self._reports: dict[int, Evidence] = {}
+        self._is_alarmed = False
+
+    def run(self) -> None:
+        """Watch until the rank closes its line."""
+        next_judgement = 0.0
+        while not self._rank.has_ended():
+            self._wait(self._rank.tick_seconds)
+            # Looked at in each pass: the watcher counts only time in which it looks.
+            is_overdue = self._rank.is_overdue() or self._is_alarmed
+            if is_overdue and time.monotonic() >= next_judgement:
+                self._judge()
+                next_judgement = time.monotonic() + AGAIN_SECONDS
+
+    def _judge(self) -> None:
+        self._is_alarmed = False
+        self._reports = {}
+        self._send_all("report")
+        end = time.monotonic() + REPORT_SECONDS
+        own = self._rank.evidence()
+        while len(self._reports) < len(self._links) and time.monotonic() < end:
+            self._wait(max(0.0, end - time.monotonic()), for_rank=False)
+        found = [own, *(self._reports[rank] for rank in sorted(self._reports))]
+        silent = sorted(self._lost | (self._links.keys() - self._reports.keys()))
+        verdict = judge(found, silent=silent)
+        if verdict is None:
+            self._send_all("wait")
+            return
+        log.logger.error("%s", report(verdict, found))
+        _write_events(self._orders.events, verdict, found)
+        self._send_all("leave")
+        self._rank.kill()
+
+    def _wait(self, seconds: float, *, for_rank: bool = True) -> None:
+        """Read what the other watchers send, and return at the latest after `seconds`."""
+        links = [*self._strangers, *self._links.values()]
+        waited: list[socket.socket | Link] = [*self._listeners, *links]
+        if for_rank:
+            waited.append(self._rank.line)
+        can_be_read = ready(waited, seconds)
+        for listener in self._listeners:
+            if listener in can_be_read:
+                self._strangers.append(Link(listener.accept()[0], self._orders.secret))
+        for link in links:
+            if link in can_be_read:
+                self._read(link)
+
+    def _read(self, link: Link) -> None:
+        try:
+            messages = link.receive()
+        except (OSError, ValueError):
+            self._drop(link)
+            return
+        for message in messages:
+            rank = int(message["rank"])
+            match message["is"]:
+                case "here":
+                    self._strangers.remove(link)
+                    self._links[rank] = link
+                case "overdue":
+                    self._is_alarmed = True
+                case "report":
+                    self._reports[rank] = Evidence(**message["evidence"])
+                case "ended":
+                    self._links.pop(rank, None)
+
+    def _drop(self, link: Link) -> None:
+        link.close()
+        self._strangers = [each for each in self._strangers if each is not link]
+        for rank, each in list(self._links.items()):
+            if each is link:
+                del self._links[rank]
+                self._lost.add(rank)
+
+    def _send_all(self, order: str) -> None:
+        for link in list(self._links.values()):
+            try:
+                link.send({"is": order})
+            except OSError:
+                self._drop(link)
+
+
+class Follower:
+    """The watcher of another rank. Without a `link` to the judge it acts for its own rank."""
+
+    def __init__(self, rank: OwnRank, link: Link | None) -> None:
+        self._rank = rank
+        self._link = link
+        self._waits_since: float | None = None
+        """For the judge."""
+        self._next_alarm = 0.0
+
+    def run(self) -> None:
+        """Watch until the rank closes its line."""
+        self._send("here")
+        while not self._rank.has_ended():
+            waited: list[socket.socket | Link] = [self._rank.line]
+            if self._link is not None:
+                waited.append(self._link)
+            if self._link in ready(waited, self._rank.tick_seconds):
+                self._read()
+            if self._rank.is_overdue():
+                self._alarm(time.monotonic())
+            else:
+                self._waits_since = None
+        self._send("ended")
+
+    def _alarm(self, now: float) -> None:
+        """Call the judge, each second; without an answer of it, name this rank."""
+        if self._waits_since is None:
+            self._waits_since = now
+        if now >= self._next_alarm:
+            self._send("overdue")
+            self._next_alarm = now + AGAIN_SECONDS
+        if self._link is None or now >= self._waits_since + PATIENCE_SECONDS:
+            found = [self._rank.evidence()]
+            verdict = judge(found)
+            if verdict is not None:
+                log.logger.error("%s", report(verdict, found))
+                self._rank.kill()
+
+    def _read(self) -> None:
+        assert self._link is not None
+        try:
+            messages = self._link.receive()
+        except (OSError, ValueError):
+            self._hang_up()
+            return
+        for message in messages:
+            self._waits_since = None
+            match message["is"]:
+                case "report":
+                    self._send("report", evidence=dataclasses.asdict(self._rank.evidence()))
+                case "leave":
+                    self._rank.kill()
+
+    def _send(self, what: str, **more: object) -> None:
+        if self._link is not None:
+            try:
+                self._link.send({"is": what, "rank": self._rank.rank, **more})
+            except OSError:
+                self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+
+def _connected(orders: Orders) -> Link | None:
+    try:
+        return Link(socket.create_connection((orders.address, orders.port), CONNECT_SECONDS), orders.secret)
+    except OSError as error:
+        log.logger.warning(
+            "The watcher of rank %d cannot reach the one of rank 0 at %s, port %d: %s. If this rank hangs or waits for "
+            "one that does, this rank is named",
+            orders.rank,
+            orders.address,
+            orders.port,
+            error,
+        )
+        return None
+
+
+def _write_events(path: str, verdict: HangVerdict, found: Sequence[Evidence]) -> None:
+    by_rank = {each.rank: each for each in found}
+    for rank in verdict.ranks if path else ():
+        each = by_rank.get(rank, found[0])
+        hung = Hung(each.step, rank=rank, host=each.host, seconds=each.seconds, reason=verdict.reason)
+        JsonLines(Path(path)).append(Recorded(time.time(), hung).to_record())

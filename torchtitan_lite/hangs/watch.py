@@ -1,0 +1,194 @@
+"""The rank's end of its watcher process: a few words of shared memory, and a thread that answers it.
+
+A step costs four writes to memory. The thread waits for the watcher, which asks only when a step is overdue.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Protocol, TypeVar
+
+from torchtitan_lite.disk import child_process
+from torchtitan_lite.disk.forks import forget_in_children
+from torchtitan_lite.hangs import process
+from torchtitan_lite.hangs.bound import Bound
+from torchtitan_lite.hangs.no_watch import NoWatch
+from torchtitan_lite.hangs.own_rank import BOUND_MS, COUNT, IS_PAUSED, STEP, WORDS_BYTES, dump_signal, map_words
+from torchtitan_lite.log import logger
+
+_BACKLOG = 4096
+STOP_SECONDS = 1.0
+"""How long a watcher may take to end by itself before it is killed."""
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """The ranks of the job, as far as watchers need them."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def on_coordinator(self, choose: Callable[[], T]) -> T:
+        """Return on every rank what `choose` returns on rank 0. **Collective**."""
+        ...
+
+
+@dataclass(frozen=True)
+class WatchPlace:
+    """What is around a watch: `address` is how other hosts reach the one of rank 0."""
+
+    address: str
+    events: Path | None
+    """The file for the event that names a rank; None for none."""
+    ignored_signals: Sequence[str]
+    """Signals to ignore that a scheduler sends to process groups."""
+
+
+class HangWatch(NoWatch):
+    """Watches this rank from `__enter__`, which is **collective**, to `__exit__`. Main thread only.
+
+    `count_collectives` returns how many collectives this rank has begun, by group; any thread calls it.
+    """
+
+    def __init__(
+        self,
+        setting: int | Literal["auto"],
+        ranks: Ranks,
+        place: WatchPlace,
+        count_collectives: Callable[[], Mapping[str, int]],
+        *,
+        gives_up_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bound = Bound(setting)
+        self._ranks = ranks
+        self._place = place
+        self._count_collectives = count_collectives
+        self._gives_up_seconds = gives_up_seconds
+        self._clock = clock
+        self._began: float | None = None
+        self._is_warned = False
+        self._words = memoryview(bytearray(WORDS_BYTES)).cast("Q")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._fds: list[int] = []
+        self._line: socket.socket | None = None
+        forget_in_children(self._forget)
+
+    def step(self, step: int) -> None:
+        now = self._clock()
+        if self._began is not None:
+            self._bound.step_took(now - self._began)
+        self._began = now
+        seconds = self._bound.seconds
+        words = self._words
+        words[STEP], words[BOUND_MS] = step, round(1000 * seconds)
+        words[COUNT] += 1
+        if seconds >= self._gives_up_seconds and not self._is_warned:
+            self._is_warned = True
+            logger.warning(
+                "A rank that hangs would be named after %.0f s, but the others give up before. Raise "
+                "comm.train_timeout_seconds, which is %.0f",
+                seconds,
+                self._gives_up_seconds,
+            )
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        began, words = self._clock(), self._words
+        words[IS_PAUSED] = 1
+        try:
+            yield
+        finally:
+            words[IS_PAUSED] = 0
+            words[COUNT] += 1
+            if self._began is not None:
+                self._began += self._clock() - began
+
+    def __enter__(self) -> HangWatch:
+        listener = self._listener()
+        port, secret = self._ranks.on_coordinator(
+            lambda: (listener.getsockname()[1] if listener else 0, secrets.token_hex(32))
+        )
+        address = self._place.address if self._ranks.world_size > 1 else ""
+        events = str(self._place.events) if self._place.events is not None else ""
+        self._start(listener, process.Orders(self._ranks.rank, address, port, secret, events))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        faulthandler.unregister(dump_signal())
+        line, ended = self._line, self._process
+        self._forget()
+        if line is not None and ended is not None:
+            # The thread has the line, too: closing it would not hang up.
+            with suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
+            try:
+                ended.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                ended.kill()
+                ended.wait()
+
+    def _listener(self) -> socket.socket | None:
+        """Return the socket at which the watcher of rank 0 listens: open before any other rank knows of it."""
+        if self._ranks.world_size == 1 or self._ranks.rank:
+            return None
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
+        return socket.create_server(("", 0), backlog=_BACKLOG)
+
+    def _start(self, listener: socket.socket | None, orders: process.Orders) -> None:
+        words_fd = os.memfd_create("torchtitan_lite-watch", os.MFD_CLOEXEC)
+        os.ftruncate(words_fd, WORDS_BYTES)
+        self._words = map_words(words_fd)
+        stacks_fd = os.memfd_create("torchtitan_lite-stacks", os.MFD_CLOEXEC)
+        self._fds = [words_fd, stacks_fd]
+        # What `unregister` restores: a signal that comes late must not end the rank.
+        signal.signal(dump_signal(), signal.SIG_IGN)
+        # Not the stacks of all threads: those that run change their frames meanwhile, and the process would crash.
+        faulthandler.register(dump_signal(), file=stacks_fd, all_threads=False, chain=False)
+        line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._line = line
+        line.send(json.dumps(asdict(orders)).encode())
+        ignored = child_process.numbers_of(self._place.ignored_signals)
+        with theirs:
+            fds = [words_fd, stacks_fd, theirs.fileno(), *([listener.fileno()] if listener else [])]
+            self._process = child_process.start(
+                process.__name__, f"serve({fds}, {os.getpid()}, {ignored})", fds, ignored
+            )
+        if listener is not None:
+            listener.close()
+        threading.Thread(target=self._answer, args=(line,), name="hangs", daemon=True).start()
+
+    def _answer(self, line: socket.socket) -> None:
+        """Answer the watcher, in a thread, until it or this rank hangs up."""
+        with suppress(OSError):
+            while line.recv(64):
+                line.send(json.dumps(self._count_collectives()).encode())
+        if self._line is line:
+            logger.warning("The process that watches rank %d has ended: no hang of it is named", self._ranks.rank)
+
+    def _forget(self) -> None:
+        """Have nothing to watch and nothing to close in a forked child; the parent's process stays."""
+        if self._process is not None and self._line is not None:
+            self._process = self._line = None
+            for fd in self._fds:
+                os.close(fd)
