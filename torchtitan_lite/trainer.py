@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import random
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -29,15 +30,18 @@ from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.data.batch_size import global_batch_size
 from torchtitan_lite.data.loader import Loader, build_dataloader
 from torchtitan_lite.data.tokenizer import build_tokenizer
+from torchtitan_lite.distributed.collective_counts import counts_of
+from torchtitan_lite.distributed.environment import value_of
 from torchtitan_lite.distributed.process_group import World, shorten_timeouts
 from torchtitan_lite.distributed.reduce import broadcast_from_first, max_over_ranks, mean_over_ranks
 from torchtitan_lite.distributed.simulated import build_peers
 from torchtitan_lite.dry_run import report_start
 from torchtitan_lite.events import Finished, Resumed
+from torchtitan_lite.hangs.no_watch import NoWatch
 from torchtitan_lite.log import logger
 from torchtitan_lite.metrics.announcement import announce, write_config
 from torchtitan_lite.metrics.profiling import Profiler
-from torchtitan_lite.metrics.run_metrics import RunMetrics
+from torchtitan_lite.metrics.run_metrics import EVENTS_FILE, RunMetrics
 from torchtitan_lite.metrics.sample_trace import SampleTrace
 from torchtitan_lite.models.llama.args import settings_of
 from torchtitan_lite.models.llama.chosen import build_model_args
@@ -118,6 +122,7 @@ class Trainer:
             device=world.device,
         )
         self.checkpointer = self._build_checkpointer()
+        self.watch = self._build_watch()
         traces = config.training.trace_samples and self.plan.dims.takes_data_first(world.rank)
         self.samples = SampleTrace(self.dump_folder, rank=world.rank, writes=traces and not self._only_loads)
         # Each rank has its own dropout, and numbers of its own for user code. Seeded before the load, which restores
@@ -195,8 +200,10 @@ class Trainer:
         with (
             Profiler(self.dump_folder, config.profiling, rank=self.world.rank, loaded_step=state.step) as profiler,
             no_collection(),  # Pauses of ranks at different moments would add up. The loop collects.
+            self.watch,
         ):
             while state.step < config.training.steps:
+                self.watch.step(state.step + 1)
                 epoch = self.loader.progress.epoch
                 batch = self._next_batch()
                 if batch is None:
@@ -208,17 +215,24 @@ class Trainer:
                     gc.collect(1)
                 with self.metrics.goodput.step(state.step):
                     self._train_step(batch)
-                profiler.step()
+                with self.watch.paused():  # It may write a trace.
+                    profiler.step()
                 self._note_progress()
                 faults.point("step", step=state.step)
                 is_last = state.step == config.training.steps
-                with self.metrics.part("saving"):
+                with self._saving():
                     self.checkpointer.save(state.step, force=is_last, metrics=self.measured)
                 if left := self._left():
                     return left
                 if state.step == first:
                     shorten_timeouts(self.mesh, config.comm)
         return self._completed()
+
+    @contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Count the block as saving; it may take as long as it needs."""
+        with self.metrics.part("saving"), self.watch.paused():
+            yield
 
     def _has_no_step_left(self) -> bool:
         return self.train_state.step >= self.config.training.steps or self.loader.has_ended
@@ -263,7 +277,7 @@ class Trainer:
         pipeline = self.mesh.get_group("pp") if self.plan.dims.pp > 1 else None
         grad_norm = clip_grad_norm_(self.model_parts, self.config.training.max_norm, pipeline=pipeline)
         self.divergence_check.grad_norm(grad_norm)
-        with self.metrics.part("saving"):
+        with self._saving():
             self.checkpointer.maybe_wait_for_staging()
         for optimizer, scheduler in zip(self.optimizers, self.lr_schedulers, strict=True):
             self.scaler.step(optimizer)
@@ -296,7 +310,7 @@ class Trainer:
     def _end_of_data(self) -> int:
         step = self.train_state.step
         logger.info("The data ends after step %d (training.max_epochs)", step)
-        with self.metrics.part("saving"):
+        with self._saving():
             self.checkpointer.save(step, force=True, metrics=self.measured)
         return self._completed()
 
@@ -329,6 +343,21 @@ class Trainer:
             import_weights=importer(self.args),
             on_event=self.metrics.on_event,
             past=self.metrics.past,
+        )
+
+    def _build_watch(self) -> NoWatch:
+        comm = self.config.comm
+        if comm.hang_seconds == 0 or self.config.checkpoint.dry_run:
+            return NoWatch()
+        from torchtitan_lite.hangs.watch import HangWatch, WatchPlace
+
+        place = WatchPlace(
+            address=value_of("MASTER_ADDR"),
+            events=None if self._only_loads else self.dump_folder / EVENTS_FILE,
+            ignored_signals=self.config.checkpoint.preemption_signals,
+        )
+        return HangWatch(
+            comm.hang_seconds, self.peers, place, counts_of(self.mesh), gives_up_seconds=comm.train_timeout_seconds
         )
 
     def _build_part(self, stage: Stage) -> Transformer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torchtitan_lite.config.checks import at_least
 from torchtitan_lite.config.field_types import check_types
@@ -34,13 +35,18 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Comm:
-    """Timeouts of collectives, their trace, and ranks that are only simulated."""
+    """Timeouts of collectives, their trace, hangs, and ranks that are only simulated."""
 
     init_timeout_seconds: int = 300
     """Timeout of collectives, in seconds, until the first step after this start is done."""
 
     train_timeout_seconds: int = 100
     """Timeout of collectives, in seconds, after the first step."""
+
+    hang_seconds: int | Literal["auto"] = 0
+    """Seconds without the end of a step after which the rank that hangs is named and all ranks are killed; 0: never.
+    "auto": 10 times the slowest of the last 100 steps and at least 60, from step 10 of each start on. Saves do not
+    count."""
 
     trace_buf_size: int = 20000
     """Entries in NCCL's flight recorder; 0: off."""
@@ -53,6 +59,12 @@ class Comm:
         at_least("comm.init_timeout_seconds", self.init_timeout_seconds, 1)
         at_least("comm.train_timeout_seconds", self.train_timeout_seconds, 1)
         at_least("comm.simulated_ranks", self.simulated_ranks, 0)
+        at_least('comm.hang_seconds (or "auto")', 0 if self.hang_seconds == "auto" else self.hang_seconds, 0)
+        if self.hang_seconds != "auto" and self.hang_seconds >= self.train_timeout_seconds:
+            raise ConfigError(
+                f"comm.hang_seconds: expected less than comm.train_timeout_seconds ({self.train_timeout_seconds}), "
+                f"when ranks that wait give up, found {self.hang_seconds}. Raise comm.train_timeout_seconds."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
