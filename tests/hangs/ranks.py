@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 BOUND_SECONDS = 1
 STEP_SECONDS = 0.05
 DEADLINE_SECONDS = 60.0
-BUSY_SECONDS = 2.0
+BUSY_SECONDS = 1.0
 
 T = TypeVar("T")
 

@@ -57,7 +57,7 @@ def test_a_rank_that_is_slow_or_in_a_pause_is_left_alone(kind: str, tmp_path: Pa
     assert ranks.end(ranks.start(kind, 0, 1, tmp_path)) == (0, "")
 
 
-@pytest.mark.parametrize("hangs", [0, 1])
+@pytest.mark.parametrize("hangs", [pytest.param(0, marks=pytest.mark.slow), 1])  # 2 s each, like others here.
 @pytest.mark.parametrize("kind", ["stop", "sleep", "lock"])
 def test_of_two_ranks_the_one_that_hangs_is_named_and_both_are_killed(kind: str, hangs: int, tmp_path: Path) -> None:
     """The other one stands, too, one collective ahead."""
@@ -72,6 +72,18 @@ def test_of_two_ranks_the_one_that_hangs_is_named_and_both_are_killed(kind: str,
 def test_no_rank_is_killed_while_the_others_wait_for_one_in_a_pause(tmp_path: Path) -> None:
     processes = [ranks.start(kind, rank, 2, tmp_path) for rank, kind in enumerate(["slower", "paused"])]
     assert [ranks.end(process) for process in processes] == [(0, ""), (0, "")]
+
+
+def test_a_rank_whose_watcher_is_gone_says_so_and_is_named_as_silent(tmp_path: Path) -> None:
+    processes = [ranks.start(kind, rank, 2, tmp_path) for rank, kind in enumerate(["ahead", "sleep"])]
+    wait_until((tmp_path / "rank1").exists)
+    (watcher,) = children(processes[1].pid)
+    send(watcher, signal.SIGKILL)
+    code, logged = ranks.end(processes[0])
+    processes[1].kill()  # A launcher would, once rank 0 has ended.
+    assert code == -signal.SIGKILL
+    assert "ERROR - Rank 1 hangs:\n  it is silent, and so is its watcher: its host may be down\n" in logged
+    assert "The process that watches rank 1 has ended: no hang of it is named" in ranks.end(processes[1])[1]
 
 
 def test_a_rank_whose_judge_is_gone_is_named_by_its_own_watcher(tmp_path: Path) -> None:
