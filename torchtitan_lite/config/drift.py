@@ -95,7 +95,7 @@ class Change:
 
     def __str__(self) -> str:
         note = f" ({self.note})" if self.note else ""
-        return f"{self.key}: {_shown(self.before)} -> {_shown(self.now)}  {self.rule.value}{note}"
+        return f"{self.key}: {shown(self.before)} -> {shown(self.now)}  {self.rule.value}{note}"
 
 
 def rule_of(key: str) -> Rule:
@@ -116,6 +116,12 @@ def compare(stored: Mapping[str, Mapping[str, Any]], config: JobConfig) -> list[
     return [change for change in changes if change.rule is not Rule.IGNORED]
 
 
+def shown(value: Any) -> str:
+    """Return a value as people read it."""
+    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return text if text and value is not None else "(none)"
+
+
 def _change(key: str, before: Any, now: Any, excluded: tuple[str, ...]) -> Change:
     rule = rule_of(key)
     if key == "model.tokenizer_path" and "bytes" not in (before, now):
@@ -128,8 +134,3 @@ def _change(key: str, before: Any, now: Any, excluded: tuple[str, ...]) -> Chang
 def _plain(value: Any) -> Any:
     # JSON has no tuples.
     return list(value) if isinstance(value, tuple) else value
-
-
-def _shown(value: Any) -> str:
-    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    return text if text and value is not None else "(none)"
