@@ -55,6 +55,7 @@ PUBLIC = {
         "FolderNotShared",
         "FolderUnusable",
         "FormatTooNew",
+        "HostsDiffer",
         "KeeperUnavailable",
         "LeaseLost",
         "PeerLost",

@@ -20,6 +20,7 @@
     |  |- FolderInUse (RuntimeError)             another job writes the folder
     |  |- LeaseLost (RuntimeError)               another job has taken the folder over
     |  `- UploadRefused (RuntimeError)           nothing can be uploaded into a folder
+    |- HostsDiffer (RuntimeError)                ranks have other versions, configurations, data or clocks
     |- CorpusChanged (ValueError)                the data at resume is not the data of the run
     |- TokensNotWritten (RuntimeError)           a disk is full, or fails, while the tokens of a corpus are made
     |- ExtraMissing (ImportError)                an optional dependency is not installed
@@ -52,6 +53,7 @@ __all__ = [
     "FolderNotShared",
     "FolderUnusable",
     "FormatTooNew",
+    "HostsDiffer",
     "KeeperUnavailable",
     "LeaseLost",
     "PeerLost",
@@ -263,14 +265,17 @@ class FolderUnusable(CheckpointError, OSError):
 
 
 class FolderNotShared(CheckpointError, RuntimeError):
-    """What rank 0 on `host` wrote into `folder` is not seen by `blind`, ranks in words. No step was trained."""
+    """What rank 0 on `host` wrote into `folder` is not seen by `blind`, ranks in words. No step was trained.
 
-    def __init__(self, folder: str, host: str, blind: Sequence[str]) -> None:
-        self.folder, self.host, self.blind = folder, host, tuple(blind)
+    The folder is on `mount` there, empty where the system does not say.
+    """
+
+    def __init__(self, folder: str, host: str, blind: Sequence[str], mount: str = "") -> None:
+        self.folder, self.host, self.blind, self.mount = folder, host, tuple(blind), mount
         super().__init__(
-            f"the ranks do not share one folder for checkpoints: what rank 0 on {host} wrote into {folder} is not seen "
-            f"by {', '.join(self.blind)}. Name one that all hosts share: --job.dump_folder, or folder in a loop of "
-            "your own."
+            f"the ranks do not share one folder for checkpoints: what rank 0 on {host} wrote into {folder}"
+            f"{mount and f' ({mount})'} is not seen by {', '.join(self.blind)}. Name one that all hosts share: "
+            "--job.dump_folder, or folder in a loop of your own."
         )
 
 
@@ -307,6 +312,14 @@ class UploadRefused(CheckpointError, RuntimeError):
             f"Nothing is uploaded to {address}: {_clause(finding)}. Name another --checkpoint.upload_folder, "
             f"or send what is missing once it is free, with torchtitan-lite upload FOLDER {address}."
         )
+
+
+class HostsDiffer(TorchtitanLiteError, RuntimeError):
+    """The ranks do not fit together: `findings`, a sentence with its fix for each thing. No step was trained."""
+
+    def __init__(self, findings: Sequence[str]) -> None:
+        self.findings = tuple(findings)
+        super().__init__("\n  ".join(["the hosts of this job do not fit together:", *self.findings]))
 
 
 class CorpusChanged(TorchtitanLiteError, ValueError):

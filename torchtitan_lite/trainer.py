@@ -32,6 +32,7 @@ from torchtitan_lite.data.loader import Loader, build_dataloader
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.distributed.collective_counts import counts_of
 from torchtitan_lite.distributed.environment import value_of
+from torchtitan_lite.distributed.misfits import HostView, alike, facts_of
 from torchtitan_lite.distributed.process_group import World, shorten_timeouts
 from torchtitan_lite.distributed.reduce import broadcast_from_first, max_over_ranks, mean_over_ranks
 from torchtitan_lite.distributed.simulated import build_peers
@@ -75,6 +76,8 @@ class Trainer:
         seed = config.training.seed if config.training.seed is not None else random.SystemRandom().randrange(2**31)
         self.seed = broadcast_from_first(seed, world.device)
         self.peers = build_peers(config, simulated=world.is_simulated)
+        # Before any exchange that not all ranks would come to, with another configuration or version.
+        alike(lambda: facts_of(config), HostView, self.peers)
         self.tokenizer = self.peers.together(lambda: build_tokenizer(config.model.tokenizer_path))
         self.args = build_model_args(
             config.model, vocab_size=self.tokenizer.vocab_size, seq_len=config.training.seq_len
@@ -322,8 +325,11 @@ class Trainer:
     def _build_loader(self) -> Loader:
         dims = self.plan.dims
         rank, num_ranks = dims.dp_rank(self.world.rank), dims.dp_degree
-        return self.peers.together(
-            lambda: build_dataloader(self.config, self.tokenizer, seed=self.seed, rank=rank, num_ranks=num_ranks)
+        return alike(
+            lambda: build_dataloader(self.config, self.tokenizer, seed=self.seed, rank=rank, num_ranks=num_ranks),
+            # A dry run has not read the data, which its machine may be without.
+            lambda loader: HostView() if self.config.checkpoint.dry_run else loader.view(),
+            self.peers,
         )
 
     def _build_checkpointer(self) -> CheckpointManager:

@@ -178,11 +178,11 @@ def test_a_rank_that_may_not_read_is_no_rank_with_another_folder(proxy: Proxy, f
     first = RunFolders(job_config(tmp_path, folder=folder), "a1")
     tokens = first.take()
     other_rank = RunFolders(job_config(tmp_path, folder=folder), "a1")
-    assert other_rank.first_without(tokens) is None
-    assert other_rank.first_without(["another"]) == 0
+    assert other_rank.unseen(tokens) == []
+    assert other_rank.unseen(["another"]) == [0]
     proxy.again(where(answers(403, "InvalidAccessKeyId"), path="*head.json*"))
     with pytest.raises(FolderUnusable, match=r"does not know the access key: see AWS_ACCESS_KEY_ID.*folder"):
-        other_rank.first_without(tokens)
+        other_rank.unseen(tokens)
     proxy.again()
     first.release()
 

@@ -15,7 +15,10 @@ from tests.ranks import Ranks, on_two_ranks
 from tests.ranks import four_ranks as four_ranks
 from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.checkpoint.one_folder import find_unseen
+from torchtitan_lite.checkpoint.run_folders import RunFolders
+from torchtitan_lite.config.own_loop import loop_config
 from torchtitan_lite.disk.durable import Durable
+from torchtitan_lite.disk.mounts import mount_of
 from torchtitan_lite.errors import FolderNotShared
 from torchtitan_lite.store.lease import Lease
 from torchtitan_lite.store.store import CheckpointStore
@@ -41,7 +44,8 @@ def test_folders_that_are_not_shared_are_one_error_at_the_start(rank: int, tmp_p
             use(manager)
         error = refused.value
         assert (error.folder, error.host) == (f"{tmp_path}/0/checkpoint", HOST)
-        assert error.blind == (f"rank 1 on {HOST} ({tmp_path}/1/checkpoint)",)
+        assert error.blind == (f"rank 1 on {HOST} ({tmp_path}/1/checkpoint, {error.mount})",)
+        assert error.mount == mount_of(own)
         assert error.reported_elsewhere == (rank > 0)
     assert names_in(tmp_path / str(rank)) == ([] if rank else ["checkpoint"])
 
@@ -51,7 +55,8 @@ def test_an_export_folder_that_is_not_shared_is_found_too(rank: int, tmp_path: P
     export = str(tmp_path / str(rank))
     with a_manager(tmp_path / "checkpoint", export_folder=export) as manager, pytest.raises(FolderNotShared) as refused:
         manager.load()
-    assert (refused.value.folder, refused.value.blind) == (f"{tmp_path}/0", (f"rank 1 on {HOST} ({tmp_path}/1)",))
+    assert refused.value.folder == f"{tmp_path}/0"
+    assert refused.value.blind == (f"rank 1 on {HOST} ({tmp_path}/1, {mount_of(tmp_path)})",)
 
 
 @on_two_ranks
@@ -88,17 +93,24 @@ def test_ranks_that_only_load_need_not_share_a_folder_and_write_nothing(rank: in
 
 
 def test_all_ranks_that_see_another_folder_are_named_together(four_ranks: Ranks, tmp_path: Path) -> None:
+    mount = mount_of(tmp_path)
     messages = four_ranks.run(_message, folder=str(tmp_path))
     assert len({*messages}) == 1
-    assert (
-        f"is not seen by rank 1 on {HOST} ({tmp_path}/1), 2 ranks from rank 2 on {HOST} ({tmp_path}/2)." in messages[0]
-    )
+    blind = f"rank 1 on {HOST} ({tmp_path}/1, {mount}), 2 ranks from rank 2 on {HOST} ({tmp_path}/2, {mount})"
+    assert f"is not seen by {blind}." in messages[0]
 
 
 def _message(rank: int, folder: str) -> str:
     with a_manager(Path(folder) / str(min(rank, 2))) as manager, pytest.raises(FolderNotShared) as refused:
         manager.load()
     return str(refused.value)
+
+
+@pytest.mark.parametrize(("key", "on_disk"), [("upload_folder", False), ("export_folder", False), ("", True)])
+def test_a_folder_in_a_store_is_known_as_one(tmp_path: Path, key: str, on_disk: bool) -> None:
+    keys = {key: "s3://bucket/run"} if key else {"export_folder": "export"}
+    folders = RunFolders(loop_config(tmp_path / "checkpoint", keys), "r")
+    assert folders.are_all_on_disk == on_disk
 
 
 def test_a_view_that_is_late_is_waited_for(tmp_path: Path) -> None:
@@ -113,9 +125,9 @@ def test_a_view_that_is_late_is_waited_for(tmp_path: Path) -> None:
             (tmp_path / "elsewhere" / "writer.lock").write_bytes((tmp_path / "here" / "writer.lock").read_bytes())
 
     try:
-        for limit, unseen in ((30, 0), (60, None)):
+        for limit, unseen in ((30, [0]), (60, [])):
             found = find_unseen(
-                lambda: None if elsewhere.is_visible(here.token) else 0, limit, sleep, lambda: seconds[0]
+                lambda: [] if elsewhere.is_visible(here.token) else [0], limit, sleep, lambda: seconds[0]
             )
             assert found == unseen
     finally:

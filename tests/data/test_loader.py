@@ -11,11 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data.bpe import TEXTS, write_tokenizer
 from tests.data.numbered import Numbered, ids, loader
-from torchtitan_lite.config.job_config import JobConfig, Training
+from torchtitan_lite.config.job_config import Checkpoint, JobConfig, Training
 from torchtitan_lite.data.batch_size import global_batch_size
 from torchtitan_lite.data.loader import TokenLoader, build_dataloader
-from torchtitan_lite.data.tokenizer import ByteTokenizer
+from torchtitan_lite.data.tokenizer import ByteTokenizer, FileTokenizer
+from torchtitan_lite.disk.mounts import mount_of
+from torchtitan_lite.distributed.misfits import HostView
 from torchtitan_lite.errors import ConfigError, CorpusChanged
 
 
@@ -64,6 +67,24 @@ def test_a_resume_on_another_number_of_ranks_continues_exactly(before: int, afte
     for one in second:
         one.load_state_dict(states[0])
     assert taken + steps_of_all_ranks(second, 4) == straight
+
+
+def test_its_view_names_the_data_the_tokenizer_and_the_file_of_tokens(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(TEXTS))
+    training = Training(dataset="text", dataset_path=f"{tmp_path}/*.txt", seq_len=31, tokens_folder=str(tmp_path / "t"))
+    tokenizer, views = FileTokenizer(write_tokenizer(tmp_path / "tokenizer")), list[HostView]()
+    for load_only in (False, False, True):
+        checkpoint = Checkpoint(enable_checkpoint=True, load_only=load_only)
+        config = JobConfig(training=training, checkpoint=checkpoint)
+        views.append(build_dataloader(config, tokenizer, seed=0, rank=0, num_ranks=1).view())
+    first, second, only_loads = views
+    assert first == second
+    assert first.facts == only_loads.facts and only_loads.tokens is None
+    assert first.tokens is not None and Path(first.tokens.address).is_relative_to(tmp_path / "t")
+    assert first.tokens.mount == mount_of(tmp_path)
+    in_bytes = build_dataloader(JobConfig(training=training), ByteTokenizer(), seed=0, rank=0, num_ranks=1).view()
+    assert in_bytes.tokens is None
+    assert [*in_bytes.facts.values()][1] == "bytes"
 
 
 def test_a_resume_with_another_batch_size_continues_at_the_next_position() -> None:

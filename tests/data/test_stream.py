@@ -114,6 +114,14 @@ def test_another_number_of_ranks_is_refused_by_name(folder: Path) -> None:
         loader(folder).check_state(state)
 
 
+def test_its_view_names_the_dataset_and_the_tokenizer(folder: Path, tmp_path: Path) -> None:
+    other = loader(folder, tokenizer=FileTokenizer(write_tokenizer(tmp_path))).view()
+    for rank in range(2):
+        view = loader(folder, rank=rank, num_ranks=2).view()
+        assert [*view.facts.values()] == [f"{folder}, train", "bytes"]
+        assert len(other.where_it_differs(view).facts) == 1
+
+
 @pytest.mark.parametrize("change", ["tokenizer", "seq_len", "source"])
 def test_other_data_are_refused_by_name(folder: Path, tmp_path: Path, change: str) -> None:
     state = loader(folder).state_dict()

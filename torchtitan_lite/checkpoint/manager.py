@@ -168,9 +168,10 @@ class CheckpointManager:
         """Take the folder for this job and watch signals, unless that is done. The other methods do so, too.
 
         Raises `FolderInUse` if another job has the folder (after waiting `lease_timeout_seconds` for one on another
-        host that may have died), `FolderNotShared` if a rank sees another folder, `FolderUnusable`, and ConfigError for
-        `dry_run`, for a folder that is a checkpoint, or has only those of another tool, and for an optimizer that does
-        not fit the model; the manager is closed then.
+        host that may have died), `FolderNotShared` if a rank sees another folder, `HostsDiffer` if versions, keys or
+        clocks of ranks do not fit together, `FolderUnusable`, and ConfigError for `dry_run`, for a folder that is a
+        checkpoint, or has only those of another tool, and for an optimizer that does not fit the model; the manager is
+        closed then.
         """
         self._opened()
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -20,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.no_images import NoImages
 from torchtitan_lite.checkpoint.no_uploads import NoUploads
-from torchtitan_lite.checkpoint.one_folder import refuse_where_not_shared
+from torchtitan_lite.checkpoint.one_folder import seen_folders
 from torchtitan_lite.checkpoint.one_opener import OneOpener
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.planning.rank_comparison import RankComparison
@@ -49,6 +50,7 @@ from torchtitan_lite.checkpoint.state.stateful import Stateful
 from torchtitan_lite.checkpoint.state.step_hooks import StepHooks
 from torchtitan_lite.config.job_config import Checkpoint, JobConfig
 from torchtitan_lite.distributed.environment import memory_is_off
+from torchtitan_lite.distributed.misfits import HostView, SharedFolder, alike, build_facts, clock_around, facts_of
 from torchtitan_lite.distributed.missing_ranks import naming_missing_ranks
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.distributed.step_consensus import StepConsensus
@@ -93,6 +95,7 @@ class Parts:
     """The parts, each under the name of its question."""
 
     config: Checkpoint
+    job_config: JobConfig
     run: RunState
     peers: Peers
     own_groups: Sequence[Peers | StepConsensus]
@@ -123,11 +126,11 @@ class Parts:
             opener.open()
         with naming_missing_ranks("the first call of the checkpoint manager"):
             self.peers.together(self.preemption.start)
-        self.peers.together(hooks.start)
+        clock = clock_around(lambda: self.peers.together(hooks.start))
         self.run.optimizer.refuse_where_parts_differ(self.peers)
         tokens = self.peers.on_coordinator(lambda: self._take_folders(step))
+        alike(lambda: self._seen(tokens), partial(self._view, clock), self.peers)
         if not self.config.load_only:
-            refuse_where_not_shared(self.folders, tokens, self.peers, timeout_seconds=self.config.timeout_seconds)
             self.end_of_run.refuse_foreign_folder()
             self.maker.origin = self.images.begin(self.maker.origin)
 
@@ -151,6 +154,13 @@ class Parts:
             in_reverse.callback(hooks.close)
             in_reverse.callback(self.waiter.settle)
             in_reverse.callback(self.decider.drain)
+
+    def _seen(self, tokens: Sequence[str]) -> list[SharedFolder]:
+        return seen_folders(self.folders, tokens, timeout_seconds=self.config.timeout_seconds)
+
+    def _view(self, clock: tuple[float, float], folders: Sequence[SharedFolder]) -> HostView:
+        needs_clock = self.config.keep_for_hours > 0 or not self.folders.are_all_on_disk
+        return HostView({**facts_of(self.job_config), **build_facts()}, folders, clock=clock, needs_clock=needs_clock)
 
     def _take_folders(self, step: int) -> list[str]:
         refuse_wrong_folders(self.folders, self.config, step)
@@ -214,6 +224,7 @@ def build_parts(
     last_save = build_last_save(hugging_face, job_config, run, folders, context)
     return Parts(
         config=config,
+        job_config=job_config,
         run=run,
         peers=peers,
         own_groups=[each for each in (peers, consensus) if each not in (seams.peers, seams.consensus)],

@@ -13,6 +13,7 @@ from pathlib import Path
 from torchtitan_lite import faults
 from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.config.job_config import JobConfig
+from torchtitan_lite.disk.mounts import mount_of
 from torchtitan_lite.errors import ConfigError, FolderUnusable, TorchtitanLiteError
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.store import CheckpointStore, recover
@@ -48,6 +49,11 @@ class RunFolders:
         return [store.address for store in self._stores]
 
     @property
+    def mounts(self) -> list[str]:
+        """What each of `addresses` is on, as this rank sees it; empty for an object store. Any rank."""
+        return [mount_of(store.root) if isinstance(store, CheckpointStore) else "" for store in self._stores]
+
+    @property
     def identities(self) -> list[str]:
         """The folders, each the same however it is spelt. Any rank."""
         return [store.identity for store in self._stores]
@@ -56,6 +62,11 @@ class RunFolders:
     def roots(self) -> list[Path]:
         """The paths of those that are on disk. Any rank."""
         return [store.root for store in self._stores if isinstance(store, CheckpointStore)]
+
+    @property
+    def are_all_on_disk(self) -> bool:
+        """Whether none of them is in an object store, the one of uploads included. Any rank."""
+        return all(isinstance(store, CheckpointStore) for store in (*self._stores, self.uploads or self.checkpoints))
 
     def take(self) -> list[str]:
         """Reserve the folders for this job, and remove what a crash left in them. Return the tokens of the leases.
@@ -74,17 +85,18 @@ class RunFolders:
                 recover(store)
         return [lease.token for lease in self._leases.values()]
 
-    def first_without(self, tokens: Sequence[str]) -> int | None:
-        """Return which of `addresses` is the first whose lease this host does not see with its token; None for none.
+    def unseen(self, tokens: Sequence[str]) -> list[int]:
+        """Return which of `addresses` have leases that this host does not see with their `tokens`.
 
-        Any rank. `tokens` are those that `take` returned on the coordinator. Raises `FolderUnusable` where the system
-        does not let this rank see.
+        Any rank. `tokens` are those that `take` returned on the coordinator, which may have another number of folders.
+        Raises `FolderUnusable` where the system does not let this rank see.
         """
-        for number, (store, token) in enumerate(zip(self._stores, tokens, strict=True)):
+        found = []
+        for number, (store, token) in enumerate(zip(self._stores, tokens, strict=False)):
             with usable(store.address):
                 if not self._leases[store].is_visible(token):
-                    return number
-        return None
+                    found.append(number)
+        return found
 
     def release(self) -> None:
         """Give the folders up to other jobs."""

@@ -8,6 +8,7 @@ several, and the end of the stream that fills no window is left out. `dataset[i]
 from __future__ import annotations
 
 from functools import cached_property
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +33,10 @@ class Corpus(Protocol):
     @property
     def fingerprint(self) -> Fingerprint:
         """Return the fingerprint of the text."""
+
+    @property
+    def tokens_file(self) -> Path | None:
+        """Return the file that holds the tokens; None if there is none that other processes read."""
 
     @property
     def num_tokens(self) -> int:
@@ -66,6 +71,11 @@ class WindowDataset:
         return self._corpus.fingerprint
 
     @property
+    def tokens_file(self) -> Path | None:
+        """Return the file that holds the tokens; None if there is none that other processes read."""
+        return self._corpus.tokens_file
+
+    @property
     def tokenizer(self) -> str:
         """Return the fingerprint of the tokenizer."""
         return self._corpus.tokenizer
@@ -85,6 +95,7 @@ class ByteCorpus:
     """Documents whose tokens are their bytes. Reads from the documents as they are, without a file of tokens."""
 
     tokenizer = BYTES
+    tokens_file = None
 
     def __init__(self, documents: Documents) -> None:
         self._documents = documents

@@ -26,6 +26,8 @@ from torchtitan_lite.data.stream import build_stream
 from torchtitan_lite.data.texts import build_texts
 from torchtitan_lite.data.token_corpus import TokenCorpus
 from torchtitan_lite.data.tokenizer import BYTES, Tokenizer
+from torchtitan_lite.disk.mounts import mount_of
+from torchtitan_lite.distributed.misfits import HostView, Kind, SharedFolder
 from torchtitan_lite.errors import ConfigError, CorpusChanged
 from torchtitan_lite.log import counted, logger
 
@@ -49,6 +51,9 @@ class Loader(Protocol):
 
     def prepare(self) -> None:
         """Do what takes long, and refuse data that are too few. Needs no other rank."""
+
+    def view(self) -> HostView:
+        """Return what of the data must be the same on all hosts. After `prepare`."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -145,6 +150,15 @@ class TokenLoader:
                 f"{self._global_batch_size}. Lower the batch size or --training.seq_len."
             )
 
+    def view(self) -> HostView:
+        """Return what of the data must be the same on all hosts. After `prepare`."""
+        found, path = self._dataset.fingerprint, self._dataset.tokens_file
+        data = f"{found.kind}, {counted(found.files, 'file')}, {counted(found.bytes, 'byte')}, digest {found.digest}"
+        return HostView(
+            {(Kind.DATA, "the data"): data, (Kind.DATA, "the tokenizer"): self._dataset.tokenizer},
+            tokens=None if path is None else SharedFolder(str(path), mount_of(path), _identity_of(path)),
+        )
+
     @property
     def has_ended(self) -> bool:
         """Whether less than one step of data is left."""
@@ -216,3 +230,8 @@ class TokenLoader:
     def _window(self, position: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         epoch, place = divmod(position, len(self._dataset))
         return self._dataset[shuffled(place, size=len(self._dataset), seed=self._seed, epoch=epoch)]
+
+
+def _identity_of(path: Path) -> str:
+    stat = path.stat()
+    return f"{stat.st_ino} {stat.st_mtime_ns}"

@@ -21,6 +21,7 @@ from torchtitan_lite.data.adapters import HuggingFaceStreamAdapter
 from torchtitan_lite.data.progress import EpochProgress
 from torchtitan_lite.data.rank_state import pack, unpack
 from torchtitan_lite.data.tokenizer import Tokenizer
+from torchtitan_lite.distributed.misfits import HostView, Kind
 from torchtitan_lite.errors import ConfigError, CorpusChanged, ExtraMissing
 
 
@@ -101,6 +102,11 @@ class StreamLoader:
         """Read the first document, so that a dataset without text is refused before anything starts."""
         if not self._rest and self._next_position == 0:
             self._rest += next(self._documents)
+
+    def view(self) -> HostView:
+        """Return what of the data must be the same on all hosts."""
+        names = {"source": "the data", "tokenizer": "the tokenizer"}
+        return HostView({(Kind.DATA, words): str(self._identity[name]) for name, words in names.items()})
 
     @property
     def last_positions(self) -> range:

@@ -73,6 +73,11 @@ class TokenCorpus:
         return fingerprint_of(self._texts.kind, self._texts.paths, self._sizes, digests)
 
     @property
+    def tokens_file(self) -> Path | None:
+        """Return the file that holds the tokens; None for a process that writes none."""
+        return self._path if self._writes else None
+
+    @property
     def num_tokens(self) -> int:
         """Return the length of the stream. The first call may tokenise the corpus, or wait for who does."""
         return int(self._tokens.num_tokens)

@@ -126,6 +126,19 @@ class Peers:
         self.raise_together(error)
         return cast(T, made)
 
+    def made_with_maxima(
+        self, make: Callable[[], tuple[T, tuple[int, ...]]], num_numbers: int
+    ) -> tuple[T, tuple[int, ...]]:
+        """Return what `make` returns on this rank, with the maximum over all ranks of each of its `num_numbers`.
+
+        If it raised on any rank, raise as `raise_together`; one exchange for both.
+        """
+        made, error = _attempted(make)
+        failed, *maxima = self.max_over_ranks(error is not None, *(made[1] if made else [0] * num_numbers))
+        if failed:
+            self._raise_first(self.gather_errors(error), error)
+        return cast("tuple[T, tuple[int, ...]]", made)[0], tuple(maxima)
+
     def gather_made(self, make: Callable[[], T]) -> list[T]:
         """Return the result of `make` of each rank, by rank, or raise as `together`; one exchange for both."""
         made, error = _attempted(make)
