@@ -1,7 +1,7 @@
 """Hosts for tests: network namespaces of this machine, each with a name, a boot id and a runtime folder of its own.
 
-All hosts see the same disk. Each network is a bridge in a namespace, so no address leaves them. To kill a host is to
-kill all of its processes.
+All hosts see the same disk, but for mounts of their own. Each network is a bridge in a namespace, so no address leaves
+them. To kill a host is to kill all of its processes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ import pytest
 
 from tests.processes import send
 
-_IN_HOST = 'hostname "$1"; mount --bind "$2" /proc/sys/kernel/random/boot_id; shift 2; exec "$@"'
+_IN_HOST = """hostname "$1"
+shift
+while [ "$1" != -- ]; do
+    mount --bind "$1" "$2"
+    shift 2
+done
+shift
+exec "$@"
+"""
 
 
 @dataclass
@@ -36,11 +44,20 @@ class Host:
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(
-        self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        mounts: Mapping[Path, Path] | None = None,
     ) -> subprocess.Popen[str]:
-        """Start `command` here; its output is appended to `log`."""
+        """Start `command` here; its output is appended to `log`.
+
+        In the places of `mounts`, which exist, it sees the folders or files that these name.
+        """
         own = {"XDG_RUNTIME_DIR": f"{self.folder}/run", "TMPDIR": f"{self.folder}/tmp", "OMP_NUM_THREADS": "1"}
-        inside = ["sh", "-ec", _IN_HOST, "sh", self.name, f"{self.folder}/boot_id", *command]
+        seen = {"/proc/sys/kernel/random/boot_id": f"{self.folder}/boot_id", **(mounts or {})}
+        binds = [str(each) for place, other in seen.items() for each in (other, place)]
+        inside = ["sh", "-ec", _IN_HOST, "sh", self.name, *binds, "--", *command]
         with log.open("a") as output:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "--mount", *inside],
