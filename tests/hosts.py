@@ -55,6 +55,7 @@ class Host:
         In the places of `mounts`, which exist, it sees the folders or files that these name.
         """
         own = {"XDG_RUNTIME_DIR": f"{self.folder}/run", "TMPDIR": f"{self.folder}/tmp", "OMP_NUM_THREADS": "1"}
+        own |= {"TORCHTITAN_LITE_MEMORY": "on"}
         seen = {"/proc/sys/kernel/random/boot_id": f"{self.folder}/boot_id", **(mounts or {})}
         binds = [str(each) for place, other in seen.items() for each in (other, place)]
         inside = ["sh", "-ec", _IN_HOST, "sh", self.name, *binds, "--", *command]

@@ -38,6 +38,8 @@ NAMES = {
     "save_skipped": ["in_flight"],
     "image_ready": ["seconds", "stall_seconds", *AT_RISK],
     "image_missed": ["reason"],
+    "replica_ready": ["seconds", "bytes"],
+    "replica_missed": ["reason"],
     "interval_chosen": ["seconds", "reason", "cost_seconds", "stall_seconds", "save_seconds", "mtbf_hours"],
     "purged": ["bytes"],
     "uploaded": ["path", "bytes", "seconds", "failures"],

@@ -127,6 +127,24 @@ class ImageMissed(Event, name="image_missed"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplicaReady(Event, name="replica_ready"):
+    """A copy in memory of this rank is on another host, too; `events.jsonl` has the first one of each start."""
+
+    seconds: float
+    """From the beginning of the copy until it is complete there."""
+    bytes: int
+    """That were sent; 0 if the other host had it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaMissed(Event, name="replica_missed"):
+    """A copy in memory of this rank did not get to another host; `events.jsonl` has the first one of each start."""
+
+    reason: str
+    """What failed."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class IntervalChosen(Event, name="interval_chosen"):
     """With `interval_type = "auto"`: the interval from now on changed by a quarter, or has another reason."""
 

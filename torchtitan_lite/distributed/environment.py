@@ -63,6 +63,17 @@ def runtime_folder() -> Path | None:
     return Path(value) if value else None
 
 
+def replica_interface() -> str:
+    """Return the network interface that replicas arrive by, as the user chose it; empty if unset."""
+    own = os.environ.get("TORCHTITAN_LITE_REPLICA_INTERFACE", "")
+    return own or os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+
+
+def master_address() -> str:
+    """Return MASTER_ADDR, by which ranks find the first one; that of this host if unset."""
+    return os.environ.get("MASTER_ADDR", "") or "localhost"
+
+
 def value_of(name: str) -> str:
     """Return the value of the variable `name`; the empty string if it is not set."""
     return os.environ.get(name, "")

@@ -31,6 +31,8 @@ from torchtitan_lite.events import (
     ImageMissed,
     ImageReady,
     Loaded,
+    ReplicaMissed,
+    ReplicaReady,
     SaveStaged,
     Uploaded,
     UploadFailed,
@@ -50,7 +52,7 @@ from torchtitan_lite.metrics.step_timer import StepTimer
 from torchtitan_lite.metrics.wandb_run import WandbRun, import_wandb
 
 EVENTS_FILE = "events.jsonl"
-OF_IMAGES = (ImageReady, ImageMissed)
+OF_IMAGES = (ImageReady, ImageMissed, ReplicaReady, ReplicaMissed)
 """Events that may come with every step: events.jsonl has the first one of each in a start."""
 
 

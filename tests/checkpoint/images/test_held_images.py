@@ -82,7 +82,7 @@ def keys(found: HeldImages) -> list[ImageKey]:
 @contextmanager
 def taken(found: HeldImages, loaded: ImageKey | None) -> Iterator[tuple[list[int], list[int | None], list[str]]]:
     """Yield the inodes that this rank is to own, the step that the mark of each says, and the names."""
-    pairs, names, _ = found.shared_out(loaded)
+    pairs, names, *_ = found.shared_out(loaded)
     marked = [read_mark(mark) for _, mark in pairs]
     try:
         yield [os.fstat(arena).st_ino for arena, _ in pairs], [each and each.step for each in marked], names

@@ -42,7 +42,15 @@ NEW = Arena(NO_STEP, is_valid=False)
 def test_the_arena_to_overwrite_is_the_least_useful_one_that_is_spare(
     arenas: Sequence[Arena], complete: int, number: int | None
 ) -> None:
-    assert choose(arenas, complete) == number
+    assert choose(arenas, (complete,)) == number
+
+
+def test_the_image_that_has_replicas_is_kept_next_to_the_one_that_all_ranks_have() -> None:
+    arenas = [Arena(1), Arena(3), Arena(2), Arena(4, is_read=True)]
+    assert choose(arenas, (3, 1)) == 2
+    assert choose(arenas[:2], (3, 1)) is None
+    assert is_busy(arenas[:2], 2) and not is_busy(arenas, 2)
+    assert not is_busy([Arena(1), Arena(3, is_valid=False)], 2), "what is no image may be overwritten"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +103,7 @@ def test_a_pool_that_shrinks_keeps_the_image_that_all_ranks_have() -> None:
     pool = pool_of(3)
     for step in (1, 2):
         staged(pool, step)
-    pool.agree((False, True, False, True))  # Of the steps none, 1 and 2: all ranks have step 1.
+    pool.agree((False, True, True, False, True))  # Of the steps none, 1 and 2: all ranks have step 1.
     assert pool.complete == 1
     assert pool.shrink(3, 0.0) == []
     assert pool.shrink(1, 0.0) == []
@@ -111,29 +119,30 @@ def test_a_pool_that_shrinks_keeps_what_is_being_read() -> None:
     assert pool.slots == [read]
 
 
-def test_a_report_says_of_each_of_the_last_three_steps_whether_its_image_is_lacking() -> None:
+def test_a_report_says_of_each_of_the_last_four_steps_whether_its_image_is_lacking() -> None:
     pool = pool_of(3)
-    assert pool.report() == (False, True, True, True)
+    assert pool.report() == (False, True, True, True, True)
     staged(pool, 1)
     staged(pool, 2, valid=False)
-    assert pool.report() == (False, True, False, True)
+    assert pool.report() == (False, True, True, False, True)
     staged(pool, 3)
-    assert pool.report() == (False, False, True, False)
+    assert pool.report() == (False, True, False, True, False)
     staged(pool, 4)
-    assert pool.report() == (False, True, False, False), "step 1 is no longer in it"
-    staged(pool, 4)
-    assert pool.report() == (False, True, False, False), "a step that is staged again counts once"
+    staged(pool, 5)
+    assert pool.report() == (False, True, False, False, False), "step 1 is no longer in it"
+    staged(pool, 5)
+    assert pool.report() == (False, True, True, False, False), "a step that is staged again counts once"
 
 
 def test_the_latest_step_that_no_rank_lacks_is_complete_and_stays_so() -> None:
     pool = pool_of(3)
     for step in (1, 2, 3):
         staged(pool, step)
-    assert pool.agree((False, False, False, True))
+    assert pool.agree((False, True, False, False, True))
     assert pool.complete == 2
-    assert pool.agree((False, True, True, True)), "none is complete: the one before counts"
+    assert pool.agree((False, True, True, True, True)), "none is complete: the one before counts"
     assert pool.complete == 2
-    assert not pool.agree((True, False, False, False)), "a rank has none to spare"
+    assert not pool.agree((True, True, False, False, False)), "a rank has none to spare"
     assert pool.complete == 3
     assert pool.agree(()), "with one arena nothing is reported"
 
@@ -195,7 +204,7 @@ def test_adopted_images_are_valid_known_and_the_only_ones_that_are_visited() -> 
         (arenas[1], NO_STEP, False),
         (arenas[2], 5, True),
     ]
-    assert pool.report() == (False, True, False, False), "of steps 3, 5 and 7"
+    assert pool.report() == (False, True, True, False, False), "of steps 1, 3, 5 and 7"
     visited: list[StagingArena] = []
     pool.resize(4)
     pool.for_each_valid(visited.append)

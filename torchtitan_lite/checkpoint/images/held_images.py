@@ -18,7 +18,9 @@ from typing import NamedTuple
 from torchtitan_lite.checkpoint.images.assembled import assembled
 from torchtitan_lite.checkpoint.images.belonging import ImageFacts, ImageKey
 from torchtitan_lite.checkpoint.images.card import Card
+from torchtitan_lite.checkpoint.images.fetched import Fetched, fetched, moves
 from torchtitan_lite.checkpoint.images.files import FilesInMemory
+from torchtitan_lite.checkpoint.images.replica_memory import is_replica
 from torchtitan_lite.checkpoint.images.tier import TakenOver
 from torchtitan_lite.checkpoint.staging.mark import PAGE_BYTES, Mark, Marked, UnusableMark, read_mark
 from torchtitan_lite.disk.block_reader import DamagedRange
@@ -85,6 +87,8 @@ class HeldImages:
     """The other names of the same memory, by the name of the one in `_held`."""
     _local: dict[tuple[ImageKey, int], _Local] = field(default_factory=dict, init=False)
     _looks: Sequence[Look] = field(default=(), init=False)
+    _fetched: list[tuple[ImageKey, HeldMemory]] = field(default_factory=list, init=False)
+    """What this rank received of other hosts, which no keeper holds yet."""
 
     def look(self, *, topology: str) -> None:
         """Find the images on all hosts that fit together, for a run of `topology`. **Collective**."""
@@ -99,12 +103,28 @@ class HeldImages:
             if image is None or not self._is_complete(key, image, visible):
                 continue
             is_spread = not all((key, rank) in images for images in visible for rank in range(image.world_size))
-            if is_spread and not self._fits(key, image, visible, topology):
+            if is_spread and not self._fits(key, image, topology):
                 continue
             whole.append((key, image, is_spread))
         cards = self._cards_for_coordinator(whole, visible)
         if self.peers.is_coordinator:
             self.complete = [each for each in (self._put_together(*found, cards) for found in whole) if each]
+
+    def fetch(self, key: ImageKey) -> None:
+        """Have each rank receive its image of `key` from another host, if its own host lacks it. **Collective**.
+
+        The ranks have one image each. Raises OSError on every rank where one has no memory for it.
+        """
+        where = [frozenset(i.rank for i in look.images if i.key == key) for look in self._looks]
+        mine = self._local.get((key, self.peers.rank))
+        has = {rank: local for (of, rank), local in self._local.items() if of == key}
+        found = fetched(moves(where), {rank: _as_fetched(local) for rank, local in has.items()}, self.peers)
+        if found is not None and mine is None:
+            held = HeldMemory("", found.arena_fd, found.mark_fd, is_mapped=False)
+            self._fetched.append((key, held))
+            self._held.append(held)
+            card = Card.parse(found.card)
+            self._local[key, self.peers.rank] = _Local(held, ImageFacts.of_card(card), card)
 
     def files(self, key: ImageKey, manifest: Manifest, *, is_spread: bool) -> FilesInMemory:
         """Return the files of `manifest`, which the coordinator put together for the images `key`. Any rank."""
@@ -127,13 +147,22 @@ class HeldImages:
         local = {each.held.name: (key, each) for (key, _), each in self._local.items()}
         useful: list[tuple[bool, ImageKey, HeldMemory]] = []
         spare: list[HeldMemory] = []
+        replica_bytes = 0
+        for of, held in self._fetched:
+            self._held.remove(held)
+            useful.append((of == loaded, of, held))
         # By name, so that all ranks of a host divide them alike without an exchange.
         for number, held in enumerate(sorted(self._held, key=lambda each: each.name)):
             key, found = local.get(held.name, (None, None))
             writer = -1 if found is None else found.image.rank
-            if (writer if writer in on_host else on_host[number % len(on_host)]) != self.peers.rank:
+            stays = key is not None and self._stays(key, loaded)
+            if is_replica(held.name) and stays and writer not in on_host and writer < self.peers.world_size:
+                # Its rank is on another host again: whoever receives replicas here takes them over.
+                replica_bytes += os.fstat(held.arena_fd).st_size
                 held.close()
-            elif key is not None and self._stays(key, loaded) and _is_usable(held):
+            elif (writer if writer in on_host else on_host[number % len(on_host)]) != self.peers.rank:
+                held.close()
+            elif key is not None and stays and _is_usable(held):
                 useful.append((key == loaded, key, held))
             else:
                 _clear(held)
@@ -143,15 +172,15 @@ class HeldImages:
         usable = [held for held in spare if _is_usable(held)][:MOST_SPARE]
         self._drop([held for held in spare if held not in usable])
         own = [held for *_, held in useful] + usable
-        names = [name for held in own for name in (held.name, *self._more_names.get(held.name, ()))]
+        names = [name for held in own if held.name for name in (held.name, *self._more_names.get(held.name, ()))]
         arenas = [(held.arena_fd, held.mark_fd) for held in own]
-        return TakenOver(arenas, names, sum(is_loaded for is_loaded, *_ in useful))
+        return TakenOver(arenas, names, sum(is_loaded for is_loaded, *_ in useful), replica_bytes)
 
     def close(self) -> None:
         """Close what was not shared out. Idempotent."""
         for held in self._held:
             held.close()
-        self._held, self._local = [], {}
+        self._held, self._local, self._fetched = [], {}, []
 
     @property
     def are_any(self) -> bool:
@@ -238,20 +267,13 @@ class HeldImages:
     ) -> bool:
         return all(any((key, rank) in images for images in visible) for rank in range(image.world_size))
 
-    def _fits(
-        self, key: ImageKey, image: ImageFacts, visible: Sequence[dict[tuple[ImageKey, int], ImageFacts]], topology: str
-    ) -> bool:
-        """Return whether each rank has its own image on its host, as images on several hosts need it."""
-        if (
-            image.world_size == self.peers.world_size
-            and image.topology == topology
-            and all((key, rank) in images for rank, images in enumerate(visible))
-        ):
+    def _fits(self, key: ImageKey, image: ImageFacts, topology: str) -> bool:
+        """Return whether each rank needs its own image alone, as it can be had where they are on several hosts."""
+        if image.world_size == self.peers.world_size and image.topology == topology:
             return True
         if self.peers.is_coordinator:
             logger.warning(
-                "The images of step %d are on several hosts and of another topology (%s), or ranks are on other hosts "
-                "now: they are not used",
+                "The images of step %d are on several hosts and of another topology (%s): they are not used",
                 key.step,
                 image.topology,
             )
@@ -297,6 +319,10 @@ def _read(held: HeldMemory) -> _Local | None:
     card = Card.parse(marked.card)
     _check(card, marked, os.fstat(held.arena_fd).st_size)
     return _Local(held, ImageFacts.of_card(card), card)
+
+
+def _as_fetched(local: _Local) -> Fetched:
+    return Fetched(local.held.arena_fd, local.held.mark_fd, local.card.to_bytes())
 
 
 def _is_whole(local: _Local) -> bool:

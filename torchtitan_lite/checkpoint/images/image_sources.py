@@ -17,7 +17,7 @@ from torchtitan_lite.checkpoint.images.tier import TakenOver, Tier
 from torchtitan_lite.checkpoint.reading.files import Files
 from torchtitan_lite.checkpoint.resume.source import LoadSource, Sources
 from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.errors import CheckpointError, CheckpointMismatch
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from torchtitan_lite.events import ImageSkipped
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
@@ -67,6 +67,8 @@ class ImageSources(Sources):
             return
         peers = self._peers
         manifest = Manifest.parse(source.manifest, f"{source.path}/{layout.MANIFEST}")
+        if source.is_spread:
+            self._fetch(source)
         files = self._held.files(source.key, manifest, is_spread=source.is_spread)
         try:
             if source.is_spread:
@@ -81,6 +83,12 @@ class ImageSources(Sources):
             raise _of_image(error, source, folder) from None
         finally:
             files.close()
+
+    def _fetch(self, source: ImageSource) -> None:
+        try:
+            self._held.fetch(source.key)
+        except OSError as error:
+            raise CheckpointDamaged(str(source.path), f"an image of another host has no room here: {error}") from None
 
     def taken_over(self, source: LoadSource | None) -> TakenOver | None:
         """Return what this rank takes over from the start before, after a load of `source`; None for nothing.

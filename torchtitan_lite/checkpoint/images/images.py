@@ -17,8 +17,15 @@ from torchtitan_lite.checkpoint.images.former_images import FormerImages, step_i
 from torchtitan_lite.checkpoint.images.image import Image
 from torchtitan_lite.checkpoint.images.image_stager import ImageStager
 from torchtitan_lite.checkpoint.images.marker import Marker
-from torchtitan_lite.checkpoint.images.pool import NUM_RECENT
-from torchtitan_lite.checkpoint.images.room import MAX_ARENAS, Room, is_short, num_arenas, reserve_bytes
+from torchtitan_lite.checkpoint.images.replicas import HostReplicas, NoReplicas
+from torchtitan_lite.checkpoint.images.room import (
+    MAX_ARENAS,
+    REPLICATED_ARENAS,
+    Room,
+    is_short,
+    num_arenas,
+    reserve_bytes,
+)
 from torchtitan_lite.checkpoint.images.tier import Tier
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.saving.writer import Origin
@@ -33,8 +40,10 @@ from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 
 CLOSE_SECONDS = 30.0
 """How long the digest under way may take when the manager is closed."""
-_OF_RANK = 2
-"""The numbers of a report that are not of the pool: that no image can be made, and that memory is short."""
+_OF_RANK = 4
+"""The numbers of a report that are not of the pool: that no image can be made, that memory is short, and two of the
+replica that is due.
+"""
 
 
 class Images:
@@ -59,7 +68,9 @@ class Images:
         self._owns_process = owns_process
         self._plans, self._watch, self._peers = plans, build_staging_watch(config), context.peers
         self._clock, self._interval, self._emit = context.clock, config.memory_interval, context.emit
-        self.marker = Marker(tier, stager.pool, process, context)
+        self._most_arenas = REPLICATED_ARENAS if config.memory_replicas else MAX_ARENAS
+        self._replicas = HostReplicas(tier, stager.pool, context) if config.memory_replicas else NoReplicas()
+        self.marker = Marker(tier, stager.pool, process, context, self._replicas)
         """Makes images of the copies."""
         self.num_staged = 0
         """The copies that this start has begun to make: the same number on all ranks."""
@@ -97,7 +108,7 @@ class Images:
         is_apart = parts > 1
         # A job that the kernel killed for memory cannot say so, but the count of its cgroup can: one copy fewer for
         # each kill.
-        wanted = max(1, NUM_RECENT - oom_kills()) if self._interval else 1
+        wanted = max(1, self._most_arenas - oom_kills()) if self._interval else 1
         most = num_loaded if is_apart else max(wanted, num_loaded)
         for fd in [fd for pair in pairs[most:] for fd in pair]:
             os.close(fd)
@@ -126,7 +137,12 @@ class Images:
             self._former.free()
             # Again: it may have counted in the limits of another job.
             found = self._found(num_bytes)
-        if self._interval:
+        if not self._interval:
+            return
+        if self._replicas.begin(found):
+            self._have_slots(REPLICATED_ARENAS)
+            self._replicas.resend(self._former.step)
+        else:
             self._make(found)
 
     def _make(self, found: list[Room]) -> None:
@@ -165,7 +181,9 @@ class Images:
     def _found(self, num_bytes: int) -> list[Room]:
         """Return what `num_arenas` needs to know of all ranks. **Collective**."""
         have = sum(slot.arena.num_bytes for slot in self.stager.pool.slots if slot.arena is not None)
-        return self._peers.gather(Room(host_id(), num_bytes, have, free_bytes(), reserve_bytes(), oom_kills()))
+        return self._peers.gather(
+            Room(host_id(), num_bytes, have, free_bytes(), reserve_bytes(), self.tier.replica_bytes, oom_kills())
+        )
 
     def report(self) -> tuple[int, ...]:
         """Return what this rank reports to the others with its plan, as numbers of which the maximum counts."""
@@ -176,13 +194,20 @@ class Images:
         of_pool = self.stager.pool.report()
         # Looked at again for each image, because the first steps of a start do not show the last peak.
         short = not self._is_off and is_short()
-        return (is_off, short, *((of_pool[0] or self.stager.is_preparing, *of_pool[1:]) if of_pool else ()))
+        of_replicas = self._replicas.numbers()
+        return (
+            is_off,
+            short,
+            *of_replicas,
+            *((of_pool[0] or self.stager.is_preparing, *of_pool[1:]) if of_pool else ()),
+        )
 
     def agree(self, highest: Sequence[int]) -> bool:
         """Note the maximum over all ranks of their reports; return whether an image can be staged on all of them."""
         if not highest:
             return True
-        off, short, *of_pool = highest
+        off, short, lacks_replica, has_no_replica, *of_pool = highest
+        self._replicas.agree(lacks_replica, has_no_replica)
         has_spare = self.stager.pool.agree(of_pool)
         if off and not self._is_off:
             self._end("a rank cannot make or keep them")
@@ -272,6 +297,7 @@ class Images:
     def close(self) -> None:
         """Wait for the digest under way, and stop. Idempotent."""
         self.marker.close(CLOSE_SECONDS)
+        self._replicas.close()
         self._former.close()
         if self._owns_process and self.process is not None:
             self.process.close()
@@ -296,3 +322,4 @@ class Images:
         """Note that all ranks are about to stage `step`."""
         self.num_staged += 1
         self.stager.pool.note_staged(step)
+        self._replicas.note_staged(step, self.num_staged)

@@ -16,6 +16,7 @@ from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.images.image import Image, WrittenCard, record_of, renew_card
 from torchtitan_lite.checkpoint.images.pool import Pool
+from torchtitan_lite.checkpoint.images.replicas import NoReplicas
 from torchtitan_lite.checkpoint.images.tier import Tier
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.disk.background import Background
@@ -39,7 +40,9 @@ class Marker:
         pool: Pool,
         process: WriterProcess | None,
         context: RunContext,
+        replicas: NoReplicas,
     ) -> None:
+        self._replicas = replicas
         self._tier, self._pool, self._process, self._world_size = tier, pool, process, context.peers.world_size
         self._clock, self._emit = context.clock, context.emit
         self._background = Background("images")
@@ -147,6 +150,7 @@ class Marker:
             return False
         if card.latest != self._tier.latest:  # A save was committed meanwhile.
             self.renew_cards()
+        self._replicas.send(staged.slot, image.copy)
         with self._lock:
             self._num_failed = 0
         at_risk_steps, at_risk_seconds = image.origin.at_risk

@@ -1,21 +1,21 @@
 """The arenas of a rank that keeps images, and which of them the next copy goes to.
 
 With one arena each image replaces the last one, which must be written by then. With more, an arena is not overwritten
-while a disk write or a digest reads it, nor while it has the latest image that all ranks are known to have complete.
-So, whenever the job is killed, there is one step whose image every rank has. Which step that is, and whether a rank has
-no arena to spare, the ranks find out in the exchange that each image needs anyway: `report` goes in, `agree` takes what
-comes out. The rule itself is in pure functions.
+while a disk write or a digest reads it, nor while it has the latest image that all ranks are known to have complete, or
+the latest one whose replicas are. So, whenever the job is killed, there is one step whose image every rank has. Which
+step that is, and whether a rank has no arena to spare, the ranks find out in the exchange that each image needs anyway:
+`report` goes in, `agree` takes what comes out. The rule itself is in pure functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.slots import NO_STEP, ArenaSlot, Slots
 
-NUM_RECENT = 3
+NUM_RECENT = 4
 """Steps in a report: of more than there are arenas no rank has an image."""
 
 
@@ -38,8 +38,8 @@ class Seen(Protocol):
         ...
 
 
-def choose(arenas: Sequence[Seen], complete: int) -> int | None:
-    """Return the number of the arena to overwrite, None for none, if all ranks have the image of step `complete`."""
+def choose(arenas: Sequence[Seen], kept: Collection[int]) -> int | None:
+    """Return the number of the arena to overwrite, None for none, if the images of the steps in `kept` have to stay."""
     if len(arenas) == 1:
         return 0
     # Only what the last exchange found complete is protected, so all ranks protect the same image, however fast each of
@@ -47,15 +47,15 @@ def choose(arenas: Sequence[Seen], complete: int) -> int | None:
     spare = [
         number
         for number, arena in enumerate(arenas)
-        if not arena.is_read and not (arena.is_valid and arena.step == complete)
+        if not arena.is_read and not (arena.is_valid and arena.step in kept)
     ]
     return min(spare, key=lambda number: (arenas[number].is_valid, arenas[number].step), default=None)
 
 
-def is_busy(arenas: Sequence[Seen]) -> bool:
-    """Return whether `choose` could return None, whichever image the ranks find to be complete."""
+def is_busy(arenas: Sequence[Seen], num_kept: int = 1) -> bool:
+    """Return whether `choose` could return None, whichever `num_kept` images the ranks find to be complete."""
     spare = [arena for arena in arenas if not arena.is_read]
-    return not spare or (len(arenas) > 1 and len(spare) == 1 and spare[0].is_valid)
+    return not spare or (len(arenas) > 1 and len(spare) <= num_kept and all(arena.is_valid for arena in spare))
 
 
 def _has(slot: ArenaSlot, step: int) -> bool:
@@ -69,6 +69,10 @@ class Pool(Slots):
         super().__init__()
         self.complete = NO_STEP
         """The latest step whose image every rank has, as far as the ranks have found out."""
+        self.num_kept = 1
+        """How many images may have to stay: two with replicas."""
+        self.replicated = NO_STEP
+        """The latest step whose replicas are complete everywhere, likewise; `NO_STEP` where none are made."""
         self._recent: list[int] = []
         self._still_read: dict[tuple[int, int], ArenaSlot] = {}
         """The slots that were read at the last `clear`, by the memory that they had."""
@@ -103,7 +107,7 @@ class Pool(Slots):
             return ()
         with self._changed:
             here = {slot.step for slot in self.slots if slot.is_valid}
-            return (is_busy(self.slots), *(step not in here for step in self._last_steps()))
+            return (is_busy(self.slots, self.num_kept), *(step not in here for step in self._last_steps()))
 
     def agree(self, highest: Sequence[int]) -> bool:
         """Note the maximum over all ranks of what they reported; return whether each has an arena to spare."""
@@ -143,7 +147,7 @@ class Pool(Slots):
     def clear(self) -> list[tuple[StagingArena, bool]]:
         with self._changed:
             self._still_read = {slot.arena.identity: slot for slot in self.slots if slot.arena and slot.is_read}
-            self.complete = NO_STEP
+            self.complete = self.replicated = NO_STEP
             return super().clear()
 
     def adopt(self, arenas: Sequence[tuple[StagingArena, int]], steps: Sequence[int]) -> None:
@@ -161,7 +165,7 @@ class Pool(Slots):
             self._recent = sorted({step for step in steps if step != NO_STEP})[-NUM_RECENT:]
 
     def _free_slot(self) -> ArenaSlot | None:
-        number = choose(self.slots, self.complete)
+        number = choose(self.slots, (self.complete, self.replicated))
         return None if number is None else self.slots[number]
 
     def _last_steps(self) -> list[int]:

@@ -5,7 +5,7 @@ Between two steps a process has less memory than at its peak within them: the di
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +13,10 @@ from torchtitan_lite.host_memory import figures, free_bytes, number
 
 # One holds the image that all ranks have, one is being written or digested, and one is for the next copy.
 MAX_ARENAS = 3
+REPLICATED_ARENAS = 4
+"""With replicas: one more has the image whose replicas are complete."""
+_REPLICAS = 2
+"""Of each rank at its partner: one that is valid, one that arrives."""
 _USED = 0.8
 """The part of the free memory that arenas may take: what else grows takes the rest."""
 _GROWTH = 0.5
@@ -32,6 +36,8 @@ class Room(NamedTuple):
     free_bytes: int
     reserve_bytes: int = 0
     """What training takes of that, at its peak."""
+    replica_bytes: int = 0
+    """Of the replicas that its host has already."""
     oom_kills: int = 0
     """The processes that were killed because the cgroup of the job was full."""
 
@@ -47,15 +53,34 @@ def num_arenas(ranks: Sequence[Room]) -> int:
     return next((count for count in range(most, 0, -1) if _fits(ranks, count)), 0)
 
 
+def has_no_room_for_replicas(ranks: Sequence[Room], to: Sequence[int]) -> str:
+    """Return a host without room for `REPLICATED_ARENAS` of each rank and two replicas of each that sends some there.
+
+    `to` has by rank the one that keeps its replicas. Empty if all have it.
+    """
+    foreign = {rank.host: 0 for rank in ranks}
+    for rank, partner in zip(ranks, to, strict=True):
+        foreign[ranks[partner].host] += _REPLICAS * rank.arena_bytes
+    if any(rank.arena_bytes < 0 or rank.oom_kills for rank in ranks):
+        return ranks[0].host
+    return _full(ranks, REPLICATED_ARENAS, foreign)
+
+
 def _fits(ranks: Sequence[Room], count: int) -> bool:
-    for host in {rank.host for rank in ranks}:
+    return not _full(ranks, count, {})
+
+
+def _full(ranks: Sequence[Room], count: int, foreign: Mapping[str, int]) -> str:
+    """Return a host that has no room for `count` arenas of each of its ranks, and `foreign` bytes; empty for none."""
+    for host in dict.fromkeys(rank.host for rank in ranks):
         here = [rank for rank in ranks if rank.host == host]
         needed = sum(max(0, count * rank.arena_bytes - rank.have_bytes) for rank in here)
+        needed += max(0, foreign.get(host, 0) - max(rank.replica_bytes for rank in here))
         # What is free between two steps is more than what training leaves free at its peak.
         free = min(rank.free_bytes for rank in here) - sum(rank.reserve_bytes for rank in here)
         if needed > _USED * free and needed > 0:
-            return False
-    return True
+            return host
+    return ""
 
 
 def is_short(root: Path = Path("/")) -> bool:

@@ -57,6 +57,7 @@ class FoundImages(NoImages):
         self.begin_keeping()
         if taken is None:
             return
+        self.tier.replica_bytes = taken.replica_bytes
         self._use(taken)
         self._peers.gather(None)  # All ranks have adopted theirs.
         self.tier.drop_names(taken.names)

@@ -36,6 +36,8 @@ class TakenOver(NamedTuple):
     """Under which the keeper holds them."""
     num_loaded: int = 0
     """How many of the arenas have what was loaded: the parts of several ranks of before."""
+    replica_bytes: int = 0
+    """Of the replicas that stay as they are at the keeper of this host."""
 
 
 class Kept(Protocol):
@@ -57,6 +59,8 @@ class Tier:
         """The id of the folder of checkpoints."""
         self.commits: tuple[Commit, ...] = ()
         """The latest full checkpoints in the folder, as far as this rank knows: the coordinator does."""
+        self.replica_bytes = 0
+        """What the replicas of other hosts take here since the start before."""
         self.is_off = False
         """Whether this process keeps no images any more."""
         self.rank = rank

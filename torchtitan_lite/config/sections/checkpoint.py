@@ -119,6 +119,13 @@ class Checkpoint:
     copies that asynchronous saves make anyway. Above 0 the copies take three times the memory of one (two, if there is
     no room for three). Not with async_mode "disabled". docs/memory.md says what survives which end."""
 
+    memory_replicas: int = 0
+    """How many other hosts keep each image in their memory, too: 0 or 1. With 1 the loss of a host costs a few steps,
+    as that of a process. Needs memory_interval, several hosts, and six times the memory of one copy on each rank."""
+
+    memory_replica_max_mb_per_second: float = 0.0
+    """The most megabytes per second that a host sends to the next one for memory_replicas; 0: no limit."""
+
     memory_ttl_seconds: float = 600.0
     """Seconds that images stay in memory after the last trainer ended, for a restart to resume from; 0: no images, and
     no process that holds them."""
@@ -332,6 +339,14 @@ class Checkpoint:
             raise ConfigError(
                 f"checkpoint.memory_interval = {self.memory_interval} with checkpoint.async_mode = 'disabled': such "
                 "saves make no copy of the state. Set async_mode to 'async' or 'async_with_pinned_mem'."
+            )
+        if self.memory_replicas not in (0, 1):
+            raise ConfigError(f"checkpoint.memory_replicas: expected 0 or 1, found {self.memory_replicas!r}.")
+        not_negative("checkpoint.memory_replica_max_mb_per_second", self.memory_replica_max_mb_per_second)
+        if self.memory_replicas and not self.memory_interval:
+            raise ConfigError(
+                "checkpoint.memory_replicas = 1 with checkpoint.memory_interval = 0: replicas are copies of the images "
+                "that it makes. Set memory_interval, such as 10."
             )
         if self.memory_interval and not self.memory_ttl_seconds:
             raise ConfigError(

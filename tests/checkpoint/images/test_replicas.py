@@ -1,0 +1,306 @@
+"""Images of a rank at another host: whose go where, which step is due, and what arrives."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.checkpoint.images.cards import CARD
+from torchtitan_lite.checkpoint.images.belonging import ImageFacts, ImageKey
+from torchtitan_lite.checkpoint.images.card import Card
+from torchtitan_lite.checkpoint.images.fetched import Move, moves
+from torchtitan_lite.checkpoint.images.replica_link import LinkBroken, ReplicaLink
+from torchtitan_lite.checkpoint.images.replica_memory import ReplicaMemory, is_replica
+from torchtitan_lite.checkpoint.images.replica_process import Order, Outcome, ReplicaJob, ReplicaProcess
+from torchtitan_lite.checkpoint.images.replicas import Turns
+from torchtitan_lite.checkpoint.images.ring import ReplicaHost, in_words, own_address, partners
+from torchtitan_lite.checkpoint.images.room import Room, has_no_room_for_replicas
+from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
+from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.keeper.client import Keeper
+
+START = "a1"
+SECRET = b"of this start"
+DATA = os.urandom(3 << 20)
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=16))
+def test_no_rank_sends_its_replicas_to_its_own_host_and_all_of_a_host_to_the_same_one(hosts: list[str]) -> None:
+    to = partners(hosts)
+    if len(set(hosts)) == 1:
+        assert to == []
+        return
+    assert all(hosts[partner] != hosts[rank] for rank, partner in enumerate(to))
+    following = {host: {hosts[to[rank]] for rank, of in enumerate(hosts) if of == host} for host in set(hosts)}
+    assert all(len(hosts_of) == 1 for hosts_of in following.values())
+    assert len(set.union(*following.values())) == len(set(hosts)), "it is a ring"
+
+
+def test_ranks_share_the_work_of_the_next_host() -> None:
+    assert partners(["a", "a", "b", "b"]) == [2, 3, 0, 1]
+    assert partners(["a", "a", "b"]) == [2, 2, 0]
+
+
+def test_the_ring_is_named_by_its_hosts() -> None:
+    assert in_words([ReplicaHost(str(n // 2), f"node{n // 2}", "", 0) for n in range(4)]) == "node0 -> node1 -> node0"
+    many = in_words([ReplicaHost(str(n), f"node{n}", "", 0) for n in range(100)])
+    assert many.endswith("node6 -> 93 more -> node0")
+
+
+@pytest.mark.parametrize(
+    ("interface", "master"), [("lo", ""), ("", "localhost"), ("no-such", ""), ("", "no such host")]
+)
+def test_an_address_that_no_other_host_reaches_is_none(interface: str, master: str) -> None:
+    assert own_address(interface, master) == ""
+
+
+def test_a_host_without_room_for_four_images_and_two_replicas_is_named() -> None:
+    rooms = [Room("a", 10, 0, 1000), Room("b", 10, 0, 70)]
+    assert has_no_room_for_replicas(rooms, [1, 0]) == "b", "60 of 70 are more than the part that images may take"
+    assert has_no_room_for_replicas([rooms[0], rooms[1]._replace(free_bytes=80)], [1, 0]) == ""
+    assert has_no_room_for_replicas([rooms[0], rooms[1]._replace(have_bytes=20)], [1, 0]) == "", "20 of them are there"
+    assert has_no_room_for_replicas([rooms[0], rooms[1]._replace(replica_bytes=20)], [1, 0]) == ""
+    assert has_no_room_for_replicas([rooms[0]._replace(oom_kills=1), rooms[0]], [1, 0]) == "a"
+
+
+@given(st.lists(st.frozensets(st.integers(0, 5)), min_size=6, max_size=6))
+def test_each_rank_gets_the_image_that_its_host_lacks_from_one_that_has_it(where: list[frozenset[int]]) -> None:
+    found = moves(where)
+    assert all(move.rank in where[move.source] for move in found)
+    there = set().union(*where)
+    assert [move.rank for move in found] == [rank for rank in range(6) if rank not in where[rank] and rank in there]
+
+
+def test_ranks_that_have_the_same_images_share_the_sending() -> None:
+    both = frozenset({0, 1, 2, 3})
+    assert moves([both, both, frozenset(), frozenset()]) == [Move(0, 2), Move(1, 3)]
+
+
+def key(step: int) -> ImageKey:
+    return ImageKey(step, START, step)
+
+
+def exchange(*ranks: Turns, sending: bool = False) -> None:
+    numbers = [turns.numbers(is_sending=sending) for turns in ranks]
+    for turns in ranks:
+        turns.agree(max(lacks for lacks, _ in numbers), max(failed for _, failed in numbers))
+
+
+def test_an_image_is_complete_once_every_rank_has_sent_it() -> None:
+    one, two = Turns(), Turns()
+    for turns in (one, two):
+        turns.begin(key(2))
+    one.is_sent = True
+    exchange(one, two, sending=True)
+    assert (one.due, one.complete) == (two.due, two.complete) == (key(2), None)
+    two.is_sent = True
+    exchange(one, two)
+    assert (one.due, one.complete) == (two.due, two.complete) == (None, key(2))
+
+
+def test_where_one_rank_fails_all_go_on_to_a_later_image_and_the_one_before_stays_complete() -> None:
+    one, two = Turns(), Turns()
+    for turns in (one, two):
+        turns.complete = key(2)
+        turns.begin(key(4))
+    one.is_sent = two.has_failed = True
+    exchange(one, two)
+    assert one.due is two.due is None
+    assert one.complete == two.complete == key(2)
+
+
+def test_a_rank_that_never_had_the_image_does_not_hold_up_the_others() -> None:
+    one, two = Turns(), Turns()
+    for turns in (one, two):
+        turns.begin(key(2))
+    one.is_sent = True
+    for _ in range(4):
+        assert two.due == key(2)
+        exchange(one, two)
+    assert one.due is two.due is None
+
+
+def linked(secret: bytes, other: bytes) -> tuple[ReplicaLink, ReplicaLink]:
+    """Return both ends of a connection, the called one first. Raise what that one finds."""
+    ours, theirs = tcp_pair()
+    with ThreadPoolExecutor() as pool:
+        caller = pool.submit(ReplicaLink, theirs, other, is_caller=True)
+        try:
+            called = ReplicaLink(ours, secret, is_caller=False)
+        except LinkBroken:
+            ours.close()
+            assert isinstance(caller.exception(), LinkBroken), "the caller finds out, too"
+            theirs.close()
+            raise
+        return called, caller.result()
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        ours, _ = listener.accept()
+    return ours, theirs
+
+
+def test_messages_and_files_arrive_as_they_were_sent() -> None:
+    called, caller = linked(SECRET, SECRET)
+    caller.send({"what": "image"}, b"a card")
+    assert called.receive() == {"what": "image"}
+    assert called.receive_data() == b"a card"
+    called.send({"has_it": False})
+    assert caller.receive() == {"has_it": False}
+    for link in (called, caller):
+        link.close()
+
+
+def test_whoever_does_not_know_the_secret_is_refused() -> None:
+    with pytest.raises(LinkBroken, match="does not know the secret"):
+        linked(SECRET, b"another")
+
+
+def test_a_stranger_who_says_anything_is_refused() -> None:
+    ours, theirs = tcp_pair()
+    theirs.sendall(b"GET / HTTP/1.1\r\n" * 8)
+    with theirs, pytest.raises(LinkBroken, match="no process of this job"):
+        ReplicaLink(ours, SECRET, is_caller=False)
+    ours.close()
+
+
+class Sender:
+    """A rank of this host that sends images to a second one, whose keeper is `keeper`: both are on the loopback."""
+
+    def __init__(self, folder: Path, runtime: Path) -> None:
+        self.keeper = Keeper(folder, 60.0, runtime=runtime)
+        self.keeper.start()
+        self.keeper.join(START)
+        self.outcomes: queue.Queue[Outcome] = queue.Queue()
+        self._listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+        ports = [listener.getsockname()[1] for listener in self._listeners]
+        self.processes = [
+            ReplicaProcess(
+                ReplicaJob(
+                    rank=rank,
+                    start=START,
+                    folder=str(folder),
+                    ttl_seconds=60.0,
+                    runtime=str(runtime),
+                    secret=SECRET,
+                    address="127.0.0.1",
+                    port=ports[1 - rank],
+                    senders=(1 - rank,),
+                    most_bytes=len(DATA),
+                    bytes_per_second=0.0,
+                ),
+                self._listeners[rank],
+                self.outcomes.put,
+            )
+            for rank in range(2)
+        ]
+        for process in self.processes:
+            assert process.start() and not process.start()
+        self._number = 0
+
+    def send(self, card: Card, data: bytes, keeps: ImageKey | None = None) -> Outcome:
+        arena, mark = os.memfd_create("arena"), Mark()
+        os.write(arena, data)
+        mark.set(card.step, len(data), card.to_bytes())
+        self._number += 1
+        self.processes[0].send(Order(self._number, keeps), (arena, mark.fd))
+        os.close(arena)
+        mark.close()
+        return self.outcomes.get(timeout=60.0)
+
+    def replicas(self) -> dict[int, bytes]:
+        found = {}
+        for held in self.keeper.held():
+            marked = read_mark(held.mark_fd)
+            if is_replica(held.name) and marked is not None:
+                found[marked.step] = os.pread(held.arena_fd, marked.num_bytes, 0)
+            held.close()
+        return found
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.close()
+        self.keeper.finish()
+
+
+@pytest.fixture
+def sender(tmp_path: Path, memory_tier: Path) -> Iterator[Sender]:
+    made = Sender(tmp_path, memory_tier)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def image(step: int, data: bytes = DATA) -> Card:
+    return replace(CARD, step=step, rank=0, copy=step, file="__0_0.distcp", record=FileRecord.of(data))
+
+
+def test_an_image_arrives_is_verified_and_outlives_both_processes(sender: Sender) -> None:
+    assert sender.send(image(2), DATA) == Outcome(1, len(DATA))
+    assert sender.replicas() == {2: DATA}
+    assert sender.send(image(2), DATA) == Outcome(2, 0), "it is there already"
+    for process in sender.processes:
+        process.close()
+    assert sender.replicas() == {2: DATA}
+
+
+def test_the_image_that_is_to_be_kept_stays_while_later_ones_arrive(sender: Sender) -> None:
+    sender.send(image(2), DATA)
+    two = ImageFacts.of_card(image(2)).key
+    assert sender.send(image(4, DATA[::-1]), DATA[::-1], two).num_bytes == len(DATA)
+    assert sender.replicas() == {2: DATA, 4: DATA[::-1]}
+    assert sender.send(image(6), DATA, ImageFacts.of_card(image(4)).key).num_bytes == len(DATA)
+    assert sender.replicas() == {4: DATA[::-1], 6: DATA}, "two places are enough"
+
+
+@pytest.mark.parametrize(
+    ("change", "finding"),
+    [
+        ({"record": FileRecord.of(b"else".ljust(len(DATA)))}, "do not have their digests"),
+        ({"rank": 1}, "rank 1 has its replicas elsewhere"),
+        ({"record": FileRecord.of(DATA + b"more")}, "bytes, expected"),
+    ],
+)
+def test_what_is_damaged_or_not_expected_is_no_replica(sender: Sender, change: dict[str, object], finding: str) -> None:
+    assert finding in sender.send(replace(image(2), **change), DATA).finding  # type: ignore[arg-type]
+    assert sender.replicas() == {}
+    assert sender.send(image(4), DATA).finding == ""
+
+
+def test_a_process_that_dies_costs_a_replica_and_another_one_goes_on(sender: Sender) -> None:
+    sender.send(image(2), DATA)
+    pid = sender.processes[1].pid
+    assert pid is not None
+    os.kill(pid, 9)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert sender.send(image(4), DATA).finding
+    assert sender.processes[1].start(), "it listens at the same port"
+    assert sender.send(image(6), DATA, ImageFacts.of_card(image(2)).key).num_bytes == len(DATA)
+    assert sender.replicas() == {2: DATA, 6: DATA}, "the new process found what the one before kept"
+
+
+def test_the_orders_of_a_process_that_dies_are_lost_not_forgotten(sender: Sender) -> None:
+    sender.processes[0].close()
+    assert sender.send(image(2), DATA).finding == "no process runs"
+
+
+def test_memory_of_a_replica_that_never_arrived_is_used_again(tmp_path: Path, memory_tier: Path) -> None:
+    keeper = Keeper(tmp_path, 60.0, runtime=memory_tier)
+    keeper.start()
+    memory = ReplicaMemory(keeper, START, [0], len(DATA))
+    first = memory.place(image(2), len(DATA), None)
+    assert first is not None and memory.place(image(4), len(DATA), None) is first
+    assert memory.finding_after(first, image(4).to_bytes()) == "its bytes do not have their digests"
+    keeper.finish()

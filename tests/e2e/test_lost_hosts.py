@@ -1,0 +1,143 @@
+"""A host that is lost, with all that was in its memory: a run on two hosts continues from the replicas at the other."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.jobs import DEADLINE_SECONDS, TINY
+from tests.hosts import Host, Hosts, network, torchrun
+from tests.processes import read_lines
+
+pytestmark = pytest.mark.slow
+
+INTERVAL = 2
+IN_MEMORY = ("--checkpoint.async_mode=async_with_pinned_mem", f"--checkpoint.memory_interval={INTERVAL}")
+REPLICATED = (*IN_MEMORY, "--checkpoint.memory_replicas=1", "--checkpoint.lease_timeout_seconds=10")
+NO_DISK = "--checkpoint.interval=100000"
+
+
+class Job:
+    """One run of the trainer over two hosts, a rank on each, in all its starts."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        folder.mkdir(parents=True)
+        self.folder, self._options = folder, options
+
+    @property
+    def log(self) -> str:
+        return "".join(path.read_text() for path in sorted(self.folder.parent.glob(f"{self.folder.name}.*.log")))
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [line for line in read_lines(self.folder / "events.jsonl") if line["event"] == name]
+
+    def losses(self) -> dict[int, float]:
+        return {
+            line["step"]: line["loss_metrics/global_avg_loss"] for line in read_lines(self.folder / "metrics.jsonl")
+        }
+
+    def start(self, hosts: list[Host]) -> None:
+        number = len([*self.folder.parent.glob(f"{self.folder.name}.*.log")])
+        log = self.folder.parent / f"{self.folder.name}.{number:03}.log"
+        training = [*TINY, f"--job.dump_folder={self.folder}", *self._options]
+        for rank, host in enumerate(hosts):
+            host.start(torchrun("train.py", *training, nodes=2, rank=rank, master=hosts[0]), log)
+
+    def wait_for(self, step: int, hosts: list[Host]) -> None:
+        """Return once `step` is trained again or anew in the latest start."""
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while max(self.losses(), default=0) < step:
+            assert time.monotonic() < deadline, self.log
+            assert all(host.processes[0].poll() is None for host in hosts), self.log
+            time.sleep(0.005)
+
+    def finish(self, hosts: list[Host]) -> None:
+        assert [host.processes[0].wait(DEADLINE_SECONDS) for host in hosts] == [0, 0], self.log
+        for host in hosts:
+            host.processes.clear()
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with network() as found:
+        yield found
+
+
+def straight_losses(folder: Path, hosts: Hosts, steps: int) -> dict[int, float]:
+    job = Job(folder, f"--training.steps={steps}", NO_DISK)
+    pair = [hosts.add(), hosts.add()]
+    job.start(pair)
+    job.finish(pair)
+    for host in pair:
+        hosts.remove(host)
+    return job.losses()
+
+
+def lose(job: Job, hosts: Hosts, pair: list[Host], victim: int) -> list[Host]:
+    """Kill one host of `pair`; return the pair with an empty one in its place, once the other one's job has ended."""
+    other = pair[1 - victim]
+    new = hosts.replace(pair[victim])
+    other.processes[0].wait(DEADLINE_SECONDS)
+    other.processes.clear()
+    return [new if rank == victim else other for rank in range(2)]
+
+
+def survive(folder: Path, hosts: Hosts, losses: int, seed: int) -> list[int]:
+    """Lose a host `losses` times at random moments; return how many steps the run went back each time."""
+    drawn, gap = random.Random(seed), 24
+    steps = gap * (losses + 1)
+    expected = straight_losses(folder / "straight", hosts, steps)
+    job = Job(folder / "run", f"--training.steps={steps}", NO_DISK, *REPLICATED)
+    pair = [hosts.add(), hosts.add()]
+    job.start(pair)
+    back = []
+    for number in range(losses):
+        job.wait_for(gap * number + drawn.randint(10, gap), pair)
+        time.sleep(drawn.random() * 0.1)
+        pair = lose(job, hosts, pair, drawn.randrange(2))
+        reached = max(job.losses())
+        job.start(pair)
+        job.wait_for(reached + 1, pair)
+        loaded = job.events("loaded")
+        assert len(loaded) == number + 1, job.log
+        assert loaded[-1]["origin"] == "memory", job.log
+        back.append(reached - loaded[-1]["step"])
+    job.finish(pair)
+    assert job.losses() == expected, "the run is the same, bit for bit"
+    assert not [*(job.folder / "checkpoint").glob("step-*")][1:], "nothing was saved, so nothing was read from disk"
+    return back
+
+
+def test_each_lost_host_is_replaced_by_an_empty_one_and_the_run_goes_back_a_few_steps(
+    tmp_path: Path, hosts: Hosts
+) -> None:
+    assert max(survive(tmp_path, hosts, losses=3, seed=1)) <= 2 * INTERVAL + 1
+
+
+@pytest.mark.exhaustive
+def test_a_run_survives_thirty_losses_of_a_host(tmp_path: Path, hosts: Hosts) -> None:
+    back = survive(tmp_path, hosts, losses=30, seed=2)
+    print(back)
+    assert max(back) <= 2 * INTERVAL + 1
+
+
+def test_where_both_hosts_are_lost_the_run_continues_from_the_disk(tmp_path: Path, hosts: Hosts) -> None:
+    expected = straight_losses(tmp_path / "straight", hosts, 40)
+    job = Job(tmp_path / "run", "--training.steps=40", "--checkpoint.interval=10", *REPLICATED)
+    pair = [hosts.add(), hosts.add()]
+    job.start(pair)
+    job.wait_for(25, pair)
+    pair = [hosts.replace(host) for host in pair]
+    committed = max(event["step"] for event in job.events("committed"))
+
+    job.start(pair)
+    job.finish(pair)
+
+    (loaded,) = job.events("loaded")
+    assert (loaded["step"], loaded["origin"]) == (committed, "disk")
+    assert job.losses() == expected

@@ -1,0 +1,113 @@
+"""One connection between the processes that send and receive replicas: both show that they know the secret of the job.
+
+Each end proves it with a number that the other one drew, so nothing that was heard before can be said again. Each
+message carries a code over its text and its place in the conversation. The bytes of an image carry none: the digests
+in its card, which is a message, show whether they are what was sent.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+SILENCE_SECONDS = 30.0
+"""How long the other end may neither send nor take a byte."""
+_NONCE_BYTES = 32
+_CODE_BYTES = 32
+_HEAD = struct.Struct("<Q32s")
+"""The length of a message, and its code."""
+_MOST_BYTES = 8 << 30
+CHUNK_BYTES = 1 << 20
+
+
+class LinkBroken(OSError):
+    """The other end is gone, silent or none of this job: the text says which."""
+
+
+class ReplicaLink:
+    """A connected socket, which this owns. `is_caller`: whether this end has connected. Raises `LinkBroken`."""
+
+    def __init__(self, connection: socket.socket, secret: bytes, *, is_caller: bool) -> None:
+        self._socket, self._key = connection, b""
+        self._sent = self._received = 0
+        self._names = (b"caller", b"called") if is_caller else (b"called", b"caller")
+        connection.settimeout(SILENCE_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        mine = secrets.token_bytes(_NONCE_BYTES)
+        self._send_all(mine)
+        theirs = bytes(self._receive_exactly(_NONCE_BYTES))
+        nonces = mine + theirs if is_caller else theirs + mine
+        self._key = hmac.digest(secret, nonces, "sha256")
+        self.send({})
+        self.receive()
+
+    def send(self, message: Mapping[str, Any], data: bytes = b"") -> None:
+        """Send `message`, and `data` as a message of its own if there is any."""
+        for text in (json.dumps(message).encode(), *([data] if data else [])):
+            self._send_all(_HEAD.pack(len(text), self._code(self._names[0], self._sent, text)) + text)
+            self._sent += 1
+
+    def receive(self) -> dict[str, Any]:
+        """Return the next message."""
+        message = json.loads(self.receive_data())
+        if not isinstance(message, dict):
+            raise LinkBroken("it sends no message")
+        return message
+
+    def receive_data(self, most: int = 1 << 16) -> bytes:
+        """Return the bytes of the next message, which may have `most`."""
+        length, code = _HEAD.unpack(self._receive_exactly(_HEAD.size))
+        if length > min(most, _MOST_BYTES):
+            raise LinkBroken("it is no process of this job")
+        text = bytes(self._receive_exactly(length))
+        if not hmac.compare_digest(code, self._code(self._names[1], self._received, text)):
+            raise LinkBroken("it does not know the secret of this job")
+        self._received += 1
+        return text
+
+    def send_file(self, fd: int, num_bytes: int, wait_for: Callable[[int], None]) -> None:
+        """Send the first `num_bytes` of the file `fd`; `wait_for` is called with the bytes of each part before."""
+        with open(fd, "rb", closefd=False) as file:
+            for at in range(0, num_bytes, CHUNK_BYTES):
+                count = min(CHUNK_BYTES, num_bytes - at)
+                wait_for(count)
+                self._attempted(partial(self._socket.sendfile, file, at, count))
+
+    def receive_into(self, view: memoryview) -> None:
+        """Fill `view`."""
+        while view:
+            count = self._attempted(partial(self._socket.recv_into, view))
+            if not count:
+                raise LinkBroken("it hung up")
+            view = view[count:]
+
+    def close(self) -> None:
+        """Close the connection. Idempotent."""
+        self._socket.close()
+
+    def _code(self, name: bytes, number: int, text: bytes) -> bytes:
+        return hmac.digest(self._key, b"%s %d " % (name, number) + text, "sha256")
+
+    def _send_all(self, data: bytes) -> None:
+        self._attempted(partial(self._socket.sendall, data))
+
+    def _receive_exactly(self, count: int) -> bytearray:
+        data = bytearray(count)
+        self.receive_into(memoryview(data))
+        return data
+
+    def _attempted(self, act: Callable[[], T]) -> T:
+        try:
+            return act()
+        except TimeoutError:
+            raise LinkBroken(f"it was silent for {SILENCE_SECONDS:g} s") from None
+        except OSError as error:
+            raise LinkBroken(error.strerror or str(error)) from None

@@ -1,0 +1,262 @@
+"""The process of a rank that exchanges replicas: images of this rank go to another host, those of others come here.
+
+It works for a trainer and dies with it. What has arrived it compares with its digests and gives to the keeper of its
+host, so it outlives both. Nothing that goes wrong here is more to a trainer than a replica that is missed.
+`ReplicaProcess` is the end of the trainer, `serve` the end of the process.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchtitan_lite import log
+from torchtitan_lite.checkpoint.images.belonging import ImageKey
+from torchtitan_lite.checkpoint.images.card import Card
+from torchtitan_lite.checkpoint.images.replica_link import LinkBroken, ReplicaLink
+from torchtitan_lite.checkpoint.images.replica_memory import ReplicaMemory
+from torchtitan_lite.checkpoint.staging.mark import CARD_MOST_BYTES, Marked, read_mark
+from torchtitan_lite.disk import child_process
+from torchtitan_lite.disk.background import give_way
+from torchtitan_lite.disk.forks import forget_in_children
+from torchtitan_lite.errors import KeeperUnavailable
+from torchtitan_lite.keeper.client import Keeper
+from torchtitan_lite.uploading.stored_file import Rate
+
+_ORDER_BYTES = 4096
+_TRIES = 3
+
+
+@dataclass(frozen=True)
+class ReplicaJob:
+    """What the process works for."""
+
+    rank: int
+    start: str
+    folder: str
+    """Of checkpoints: that of the keeper."""
+    ttl_seconds: float
+    runtime: str
+    secret: bytes
+    address: str
+    """Of the rank that keeps this one's replicas."""
+    port: int
+    senders: tuple[int, ...]
+    """The ranks whose replicas come here."""
+    most_bytes: int
+    """Of one of those."""
+    bytes_per_second: float
+    """0 for as many as the network takes."""
+
+
+class Order(NamedTuple):
+    """An image to send; its descriptors come with it."""
+
+    number: int
+    keeps: ImageKey | None
+    """The replica that stays until this one is complete; None for none."""
+
+
+class Outcome(NamedTuple):
+    """How an order ended."""
+
+    number: int
+    num_bytes: int = 0
+    """That were sent: none where the other host has the image already."""
+    finding: str = ""
+    """Why it failed."""
+
+
+class ReplicaProcess:
+    """The trainer's end. `note` gets the outcome of each order, in a thread; all are lost if the process ends."""
+
+    def __init__(
+        self, job: ReplicaJob, listener: socket.socket, note: Callable[[Outcome], None], signals: Sequence[str] = ()
+    ) -> None:
+        self._job, self._listener, self._note = job, listener, note
+        self._ignored = child_process.numbers_of(signals)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._line: socket.socket | None = None
+        self._under_way: set[int] = set()
+        self._lock = threading.Lock()
+        forget_in_children(self.forget)
+
+    @property
+    def pid(self) -> int | None:
+        """The process, as long as it lives; None without one."""
+        return None if self._process is None or self._process.poll() is not None else self._process.pid
+
+    def start(self) -> bool:
+        """Start the process unless it lives; return whether it was started. Main thread only. Raises OSError."""
+        if self.pid is not None:
+            return False
+        self._end()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            fds = [theirs.fileno(), self._listener.fileno()]
+            call = f"serve({fds[0]}, {fds[1]}, {os.getpid()}, {self._ignored})"
+            self._process = child_process.start(__name__, call, fds, self._ignored)
+        self._line = ours
+        ours.send(pickle.dumps(self._job))
+        threading.Thread(target=self._listen, args=(ours,), name="replicas", daemon=True).start()
+        return True
+
+    def send(self, order: Order, fds: tuple[int, int]) -> None:
+        """Have the process send the image in `fds` (memory, mark); both may be closed on return. Any thread."""
+        with self._lock:
+            self._under_way.add(order.number)
+        try:
+            if self._line is None:
+                raise LinkBroken("no process runs")
+            socket.send_fds(self._line, [pickle.dumps(order)], fds)
+        except OSError as error:
+            self._finish(Outcome(order.number, finding=str(error)))
+
+    def close(self) -> None:
+        """End the process; what is under way is lost. Idempotent."""
+        self._end()
+        self._listener.close()
+
+    def forget(self) -> None:
+        """Drop the process in a forked child; the parent's stays."""
+        self._listener.close()
+        if self._line is not None:
+            self._line.close()
+        if self._process is not None:
+            self._process.returncode = 0
+        self._line = self._process = None
+
+    def _end(self) -> None:
+        line, self._line = self._line, None
+        if line is not None:
+            with suppress(OSError):
+                line.shutdown(socket.SHUT_RDWR)
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _listen(self, line: socket.socket) -> None:
+        with suppress(OSError), line:
+            while data := line.recv(_ORDER_BYTES):
+                self._finish(pickle.loads(data))
+        for number in [*self._under_way]:
+            self._finish(Outcome(number, finding="the process that sends replicas ended"))
+
+    def _finish(self, outcome: Outcome) -> None:
+        with self._lock:
+            is_first = outcome.number in self._under_way
+            self._under_way.discard(outcome.number)
+        if is_first:
+            self._note(outcome)
+
+
+def serve(line_fd: int, listener_fd: int, trainer_pid: int, ignored: Sequence[int]) -> None:
+    """Send and receive, in the process, until the trainer closes the line or dies."""
+    child_process.begin(trainer_pid, ignored)
+    # Before the first thread, because threads inherit the priority.
+    give_way()
+    log.setup(0)
+    line, listener = socket.socket(fileno=line_fd), socket.socket(fileno=listener_fd)
+    job: ReplicaJob = pickle.loads(line.recv(_ORDER_BYTES))
+    keeper = Keeper(Path(job.folder), job.ttl_seconds, runtime=Path(job.runtime) if job.runtime else None)
+    receiver = threading.Thread(target=_receive_all, args=(job, listener, keeper), daemon=True)
+    receiver.start()
+    sender = _Sender(job)
+    while True:
+        data, fds, _, _ = socket.recv_fds(line, _ORDER_BYTES, 2)
+        if not data:
+            os._exit(0)
+        order: Order = pickle.loads(data)
+        try:
+            line.send(pickle.dumps(sender.outcome(order, fds[0], fds[1])))
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+
+class _Sender:
+    """Sends the images of this rank, over one connection that it opens again when it broke."""
+
+    def __init__(self, job: ReplicaJob) -> None:
+        self._job = job
+        self._rate = Rate(job.bytes_per_second)
+        self._link: ReplicaLink | None = None
+
+    def outcome(self, order: Order, arena_fd: int, mark_fd: int) -> Outcome:
+        """Send the image in the descriptors; return how that ended."""
+        try:
+            return Outcome(order.number, self._sent(_marked(mark_fd), order.keeps, arena_fd))
+        except (OSError, ValueError) as error:
+            if self._link is not None:
+                self._link.close()
+                self._link = None
+            return Outcome(order.number, finding=f"{self._job.address}: {error}")
+
+    def _sent(self, marked: Marked, keeps: ImageKey | None, arena_fd: int) -> int:
+        if self._link is None:
+            connection = socket.create_connection((self._job.address, self._job.port), timeout=10.0)
+            self._link = ReplicaLink(connection, self._job.secret, is_caller=True)
+        self._link.send({"num_bytes": marked.num_bytes, "keeps": keeps}, marked.card)
+        if self._answer(self._link).get("has_it"):
+            return 0
+        self._link.send_file(arena_fd, marked.num_bytes, self._rate.wait_for)
+        self._answer(self._link)
+        return marked.num_bytes
+
+    def _answer(self, link: ReplicaLink) -> dict[str, Any]:
+        answer = link.receive()
+        if finding := answer.get("finding"):
+            raise ValueError(f"it does not keep the replica: {finding:.200}")
+        return answer
+
+
+def _marked(mark_fd: int) -> Marked:
+    """Return what the mark says. Raise ValueError if it says nothing."""
+    # The trainer may write the card again meanwhile.
+    for left in reversed(range(_TRIES)):
+        try:
+            if (marked := read_mark(mark_fd)) is not None:
+                return marked
+        except ValueError:
+            if not left:
+                raise
+    raise ValueError("the image is not valid any more")
+
+
+def _receive_all(job: ReplicaJob, listener: socket.socket, keeper: Keeper) -> None:
+    memory = ReplicaMemory(keeper, job.start, job.senders, job.most_bytes)
+    listener.setblocking(True)
+    while True:
+        connection, _ = listener.accept()
+        try:
+            link = ReplicaLink(connection, job.secret, is_caller=False)
+        except (OSError, ValueError):
+            connection.close()  # Whoever that was knows no secret.
+        else:
+            threading.Thread(target=_receive, args=(link, memory), daemon=True).start()
+
+
+def _receive(link: ReplicaLink, memory: ReplicaMemory) -> None:
+    with closing(link), suppress(OSError, ValueError):
+        while True:
+            header = link.receive()
+            card = link.receive_data(CARD_MOST_BYTES)
+            keeps = header.get("keeps")
+            try:
+                place = memory.place(Card.parse(card), header["num_bytes"], ImageKey(*keeps) if keeps else None)
+            except (KeeperUnavailable, ValueError, KeyError, TypeError, OSError) as error:
+                link.send({"finding": str(error)})
+                continue
+            link.send({"has_it": place is None})
+            if place is not None:
+                link.receive_into(place.view)
+                link.send({"finding": memory.finding_after(place, card)})
