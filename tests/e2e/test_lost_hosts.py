@@ -46,10 +46,10 @@ class Job:
         log = self.folder.parent / f"{self.folder.name}.{number:03}.log"
         training = [*TINY, f"--job.dump_folder={self.folder}", *self._options]
         for rank, host in enumerate(hosts):
-            host.start(torchrun("train.py", *training, nodes=2, rank=rank, master=hosts[0]), log)
+            host.start(torchrun("train.py", *training, nodes=len(hosts), rank=rank, master=hosts[0]), log)
 
     def wait_for(self, step: int, hosts: list[Host]) -> None:
-        """Return once `step` is trained again or anew in the latest start."""
+        """Return once `step` is trained in the latest start."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         while max(self.losses(), default=0) < step:
             assert time.monotonic() < deadline, self.log
@@ -57,7 +57,7 @@ class Job:
             time.sleep(0.005)
 
     def finish(self, hosts: list[Host]) -> None:
-        assert [host.processes[0].wait(DEADLINE_SECONDS) for host in hosts] == [0, 0], self.log
+        assert [host.processes[0].wait(DEADLINE_SECONDS) for host in hosts] == [0] * len(hosts), self.log
         for host in hosts:
             host.processes.clear()
 
@@ -68,8 +68,8 @@ def hosts() -> Iterator[Hosts]:
         yield found
 
 
-def straight_losses(folder: Path, hosts: Hosts, steps: int) -> dict[int, float]:
-    job = Job(folder, f"--training.steps={steps}", NO_DISK)
+def straight_losses(folder: Path, hosts: Hosts, steps: int, *options: str) -> dict[int, float]:
+    job = Job(folder, f"--training.steps={steps}", NO_DISK, *options)
     pair = [hosts.add(), hosts.add()]
     job.start(pair)
     job.finish(pair)
@@ -88,7 +88,7 @@ def lose(job: Job, hosts: Hosts, pair: list[Host], victim: int) -> list[Host]:
 
 
 def survive(folder: Path, hosts: Hosts, losses: int, seed: int) -> list[int]:
-    """Lose a host `losses` times at random moments; return how many steps the run went back each time."""
+    """Lose a host `losses` times at random moments; return how many steps were trained again each time."""
     drawn, gap = random.Random(seed), 24
     steps = gap * (losses + 1)
     expected = straight_losses(folder / "straight", hosts, steps)
@@ -113,7 +113,7 @@ def survive(folder: Path, hosts: Hosts, losses: int, seed: int) -> list[int]:
     return back
 
 
-def test_each_lost_host_is_replaced_by_an_empty_one_and_the_run_goes_back_a_few_steps(
+def test_each_lost_host_is_replaced_by_an_empty_one_and_a_few_steps_are_trained_again(
     tmp_path: Path, hosts: Hosts
 ) -> None:
     assert max(survive(tmp_path, hosts, losses=3, seed=1)) <= 2 * INTERVAL + 1
@@ -124,6 +124,26 @@ def test_a_run_survives_thirty_losses_of_a_host(tmp_path: Path, hosts: Hosts) ->
     back = survive(tmp_path, hosts, losses=30, seed=2)
     print(back)
     assert max(back) <= 2 * INTERVAL + 1
+
+
+def test_the_host_that_is_left_continues_alone_with_the_images_of_both(tmp_path: Path, hosts: Hosts) -> None:
+    expected = straight_losses(tmp_path / "straight", hosts, 40, "--training.global_batch_size=4")
+    job = Job(tmp_path / "run", "--training.steps=40", NO_DISK, *REPLICATED, "--training.global_batch_size=4")
+    pair = [hosts.add(), hosts.add()]
+    job.start(pair)
+    job.wait_for(20, pair)
+    left = lose(job, hosts, pair, 1)[:1]
+    reached = max(job.losses())
+
+    job.start(left)
+    job.finish(left)
+
+    (loaded,) = job.events("loaded")
+    assert loaded["origin"] == "memory"
+    assert reached - loaded["step"] <= 2 * INTERVAL + 1
+    losses = job.losses()
+    assert [*losses] == [*expected], "no step is lost or trained twice in the record"
+    assert losses == pytest.approx(expected, rel=1e-3)
 
 
 def test_where_both_hosts_are_lost_the_run_continues_from_the_disk(tmp_path: Path, hosts: Hosts) -> None:

@@ -107,7 +107,7 @@ def test_an_image_is_complete_once_every_rank_has_sent_it() -> None:
     assert (one.due, one.complete) == (two.due, two.complete) == (None, key(2))
 
 
-def test_where_one_rank_fails_all_go_on_to_a_later_image_and_the_one_before_stays_complete() -> None:
+def test_where_one_rank_fails_all_begin_a_later_image_and_the_one_before_stays_complete() -> None:
     one, two = Turns(), Turns()
     for turns in (one, two):
         turns.complete = key(2)
@@ -279,7 +279,7 @@ def test_what_is_damaged_or_not_expected_is_no_replica(sender: Sender, change: d
     assert sender.send(image(4), DATA).finding == ""
 
 
-def test_a_process_that_dies_costs_a_replica_and_another_one_goes_on(sender: Sender) -> None:
+def test_a_process_that_dies_costs_a_replica_and_another_one_takes_over(sender: Sender) -> None:
     sender.send(image(2), DATA)
     pid = sender.processes[1].pid
     assert pid is not None

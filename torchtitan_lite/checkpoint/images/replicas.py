@@ -1,6 +1,6 @@
 """Replicas: each image of this rank also goes to the memory of another host, which outlives this one.
 
-All ranks replicate the same steps: one at a time, the newest when the one before is complete. That it is, they find out
+All ranks replicate the same steps: one at a time, the latest when the one before is complete. That it is, they find out
 in the exchange that each image needs anyway: `numbers` go in, `agree` takes what comes out. Until a later step is
 complete everywhere, each rank keeps its own image of that step, and its partner the replica.
 """
@@ -92,7 +92,7 @@ class Turns:
         if self.due is not None and not lacks:
             self.complete, self.due = self.due, None
         elif has_failed:
-            # Another rank may still send it; all go on to the next one together.
+            # Another rank may still send it; all begin the next one together.
             self.due = None
 
 
