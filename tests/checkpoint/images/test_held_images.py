@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.images.cards import CARD
-from tests.descriptors import num_open
+from tests.descriptors import num_open, num_open_of
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.images.belonging import ImageKey
 from torchtitan_lite.checkpoint.images.card import Card
@@ -38,6 +38,9 @@ def keeper(memory_tier: Path, tmp_path: Path) -> Iterator[Keeper]:
     keeper.start()
     yield keeper
     keeper.end()
+
+
+MEMORIES = ("arena", "torchtitan_lite-staging", "torchtitan_lite-mark")
 
 
 def card(step: int, rank: int = 0, *, world_size: int = 1, **changes: Any) -> Card:
@@ -267,8 +270,8 @@ def test_images_of_two_hosts_count_where_each_rank_has_its_own(rank: int, tmp_pa
         keep(keeper, card(7, rank, world_size=2))
         keep(keeper, card(8, 1 - rank, world_size=2))  # The ranks are on other hosts now.
         found = look(keeper, peers=peers)
-        assert loaded_by(found) == [ImageKey(7, "a1", 0)]
-        manifest = peers.on_coordinator(lambda: found.complete[0].manifest)
+        assert loaded_by(found) == [ImageKey(8, "a1", 0), ImageKey(7, "a1", 0)]
+        manifest = peers.on_coordinator(lambda: found.complete[1].manifest)
         assert peers.on_coordinator(lambda: found.complete[0].is_spread)
         files = found.files(ImageKey(7, "a1", 0), manifest, is_spread=True)
         assert files.share(sorted(manifest.files), 0, 1) == [f"__{rank}_0.distcp"]
@@ -278,6 +281,57 @@ def test_images_of_two_hosts_count_where_each_rank_has_its_own(rank: int, tmp_pa
         other = look(keeper, "another", peers)
         assert not loaded_by(other), "of several hosts the topology must be the same"
         other.close()
+
+
+@on_two_ranks
+def test_a_rank_receives_its_image_from_the_host_that_has_it(rank: int, tmp_path: Path) -> None:
+    with hosts(tmp_path, rank, shared=False) as (keeper, peers):
+        keep(keeper, card(7, rank, world_size=2))
+        keep(keeper, card(8, 1 - rank, world_size=2))
+        before = num_open_of(*MEMORIES)
+        found, key = look(keeper, peers=peers), ImageKey(8, "a1", 0)
+        found.fetch(key)
+        manifest = peers.on_coordinator(lambda: found.complete[0].manifest)
+        files = found.files(key, manifest, is_spread=True)
+        (own,) = files.share(sorted(manifest.files), 0, 1)
+        with files.opened(own) as fd:
+            assert os.pread(fd, 3, 0) == DATA[:3]
+        files.close()
+        with taken(found, key) as (_, steps, names):
+            assert steps == [8, 7, None], "what was received comes first, and has no name yet"
+            assert names == [f"a1.{rank}.7", f"a1.{1 - rank}.8"], "the other rank's memory is used again"
+        assert num_open_of(*MEMORIES) == before
+
+
+@on_two_ranks
+def test_what_was_received_and_not_loaded_is_given_up(rank: int, tmp_path: Path) -> None:
+    with hosts(tmp_path, rank, shared=False) as (keeper, peers):
+        keep(keeper, card(7, rank, world_size=2))
+        keep(keeper, card(8, 1 - rank, world_size=2))
+        before = num_open_of(*MEMORIES)
+        found = look(keeper, peers=peers)
+        found.fetch(ImageKey(8, "a1", 0))
+        with taken(found, ImageKey(7, "a1", 0)) as (_, steps, _):
+            assert steps == [7, None]
+        assert num_open_of(*MEMORIES) == before
+
+
+@on_two_ranks
+def test_an_empty_host_receives_the_replica_that_stays_at_the_other_one(rank: int, tmp_path: Path) -> None:
+    with hosts(tmp_path, rank, shared=False) as (keeper, peers):
+        if rank == 0:
+            keep(keeper, card(7, 0, world_size=2))
+            keep(keeper, card(7, 1, world_size=2), "a1.replica.1.x")
+        found, key = look(keeper, peers=peers), ImageKey(7, "a1", 0)
+        assert loaded_by(found) == [key]
+        found.fetch(key)
+        taken_over = found.shared_out(key)
+        assert taken_over.names == (["a1.0.7"] if rank == 0 else [])
+        assert taken_over.num_loaded == 1
+        assert taken_over.replica_bytes == (4096 if rank == 0 else 0)
+        assert names_at(keeper) == (["a1.0.7", "a1.replica.1.x"] if rank == 0 else [])
+        for fd in [fd for pair in taken_over.arenas for fd in pair]:
+            os.close(fd)
 
 
 @on_two_ranks

@@ -301,6 +301,11 @@ def test_memory_of_a_replica_that_never_arrived_is_used_again(tmp_path: Path, me
     keeper.start()
     memory = ReplicaMemory(keeper, START, [0], len(DATA))
     first = memory.place(image(2), len(DATA), None)
-    assert first is not None and memory.place(image(4), len(DATA), None) is first
+    assert first is not None
+    second = memory.place(image(4), len(DATA), None)
+    assert second is not None and second is not first, "whoever sent the first one may still do so"
+    for place in (first, second):
+        memory.release(place)
+    assert memory.place(image(6), len(DATA), None) is first
     assert memory.finding_after(first, image(4).to_bytes()) == "its bytes do not have their digests"
     keeper.finish()

@@ -150,19 +150,23 @@ class HeldImages:
         replica_bytes = 0
         for of, held in self._fetched:
             self._held.remove(held)
-            useful.append((of == loaded, of, held))
+            if self._stays(of, loaded):
+                useful.append((of == loaded, of, held))
+            else:
+                held.close()
         # By name, so that all ranks of a host divide them alike without an exchange.
         for number, held in enumerate(sorted(self._held, key=lambda each: each.name)):
             key, found = local.get(held.name, (None, None))
             writer = -1 if found is None else found.image.rank
             stays = key is not None and self._stays(key, loaded)
-            if is_replica(held.name) and stays and writer not in on_host and writer < self.peers.world_size:
-                # Its rank is on another host again: whoever receives replicas here takes them over.
+            is_foreign = 0 <= writer < self.peers.world_size and writer not in on_host
+            if is_replica(held.name) and stays and is_foreign:
+                # Whoever receives replicas here takes them over.
                 replica_bytes += os.fstat(held.arena_fd).st_size
                 held.close()
             elif (writer if writer in on_host else on_host[number % len(on_host)]) != self.peers.rank:
                 held.close()
-            elif key is not None and stays and _is_usable(held):
+            elif key is not None and stays and not is_foreign and _is_usable(held):
                 useful.append((key == loaded, key, held))
             else:
                 _clear(held)

@@ -42,7 +42,7 @@ class ReplicaPlace:
     key: ImageKey | None = None
     """Of the valid image in it; None for none."""
     card: Card | None = None
-    """Of the image that arrives."""
+    """Of the image that arrives; None for none."""
     num_bytes: int = 0
 
     @property
@@ -63,8 +63,8 @@ class ReplicaMemory:
     def place(self, card: Card, num_bytes: int, keeps: ImageKey | None) -> ReplicaPlace | None:
         """Return the memory for the image of `card`, which is empty now; None if that very image is here.
 
-        All but the image `keeps` may be overwritten. Raises ValueError for one that is not expected here,
-        `KeeperUnavailable`, and OSError.
+        The caller releases it. All but the image `keeps` may be overwritten. Raises ValueError for one that is not
+        expected here, `KeeperUnavailable`, and OSError.
         """
         key = ImageFacts.of_card(card).key
         if card.rank not in self._places:
@@ -76,7 +76,8 @@ class ReplicaMemory:
             places = self._places[card.rank]
             if any(place.key == key for place in places):
                 return None
-            spare = [place for place in places if place.key is None or place.key != keeps]
+            # Not what arrives: a connection that broke may still write into it.
+            spare = [place for place in places if place.card is None and (place.key is None or place.key != keeps)]
             fitting = next((place for place in spare if place.size >= num_bytes), None)
             for place in spare:
                 place.mark.clear()
@@ -102,6 +103,11 @@ class ReplicaMemory:
             return str(error)
         place.key = ImageFacts.of_card(place.card).key
         return ""
+
+    def release(self, place: ReplicaPlace) -> None:
+        """Note that nothing is written into `place` any more."""
+        with self._lock:
+            place.card = None
 
     def _join(self) -> None:
         """Join the keeper, which the trainer may have started again."""

@@ -237,16 +237,13 @@ def _receive_all(job: ReplicaJob, listener: socket.socket, keeper: Keeper) -> No
     listener.setblocking(True)
     while True:
         connection, _ = listener.accept()
-        try:
-            link = ReplicaLink(connection, job.secret, is_caller=False)
-        except (OSError, ValueError):
-            connection.close()  # Whoever that was knows no secret.
-        else:
-            threading.Thread(target=_receive, args=(link, memory), daemon=True).start()
+        threading.Thread(target=_receive, args=(connection, job.secret, memory), daemon=True).start()
 
 
-def _receive(link: ReplicaLink, memory: ReplicaMemory) -> None:
-    with closing(link), suppress(OSError, ValueError):
+def _receive(connection: socket.socket, secret: bytes, memory: ReplicaMemory) -> None:
+    # Whoever knows no secret ends here, too.
+    with closing(connection), suppress(OSError, ValueError):
+        link = ReplicaLink(connection, secret, is_caller=False)
         while True:
             header = link.receive()
             card = link.receive_data(CARD_MOST_BYTES)
@@ -257,6 +254,10 @@ def _receive(link: ReplicaLink, memory: ReplicaMemory) -> None:
                 link.send({"finding": str(error)})
                 continue
             link.send({"has_it": place is None})
-            if place is not None:
+            if place is None:
+                continue
+            try:
                 link.receive_into(place.view)
                 link.send({"finding": memory.finding_after(place, card)})
+            finally:
+                memory.release(place)
