@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.distributed.environment import logged_environment, memory_is_off, runtime_folder
+from torchtitan_lite.distributed.environment import launched, logged_environment, memory_is_off, runtime_folder
 from torchtitan_lite.errors import ConfigError
 
 
@@ -29,6 +29,15 @@ def test_the_folder_for_sockets_is_unknown_if_the_variable_is_empty(monkeypatch:
     assert runtime_folder() == Path("/run/user/1")
     monkeypatch.setenv("XDG_RUNTIME_DIR", "")
     assert runtime_folder() is None
+
+
+@pytest.mark.parametrize(("has_new_store", "attempt"), [("0", 3), ("1", 0)])
+def test_workers_with_a_new_store_meet_under_one_name_however_often_their_agents_restarted(
+    monkeypatch: pytest.MonkeyPatch, has_new_store: str, attempt: int
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", has_new_store)
+    assert launched().attempt == attempt
 
 
 def test_the_logged_environment_has_neither_secrets_nor_what_only_torchrun_reads() -> None:

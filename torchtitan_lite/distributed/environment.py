@@ -27,17 +27,19 @@ class Launched:
     world_size: int
     by_launcher: bool
     attempt: int
-    """How many times the launcher has restarted the workers."""
+    """How many times the launcher has restarted the workers; 0 if they meet in a new store each time."""
 
 
 def launched() -> Launched:
-    """Return the place from RANK, LOCAL_RANK, WORLD_SIZE and TORCHELASTIC_RESTART_COUNT."""
+    """Return the place from the variables that torchrun sets."""
+    # A node that joins later counts its restarts from 0, and would wait for the others under another name.
+    has_new_store = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") == "1"
     return Launched(
         rank=int(os.environ.get("RANK", "0")),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         world_size=int(os.environ.get("WORLD_SIZE", "1")),
         by_launcher="RANK" in os.environ,
-        attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        attempt=0 if has_new_store else int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
 
 

@@ -1,0 +1,122 @@
+"""torchrun with `--nnodes=1:2`: a node is lost, the other continues, and a node that joins later trains along."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.jobs import DEADLINE_SECONDS, TINY, run
+from tests.hosts import Host, Hosts, network
+from tests.processes import read_lines
+
+pytestmark = pytest.mark.slow
+
+GLOBAL_BATCH, INTERVAL = 4, 50
+SLOW = "slow@step:seconds=0.05,times=always"
+"""Nodes take seconds to find one another, and a run of these steps would be over."""
+ALWAYS = (f"--training.global_batch_size={GLOBAL_BATCH}", "--training.trace_samples")
+IN_MEMORY = (
+    *("--checkpoint.async_mode=async_with_pinned_mem", "--checkpoint.memory_interval=5"),
+    *("--checkpoint.memory_replicas=1", "--checkpoint.lease_timeout_seconds=10"),
+    *(f"--checkpoint.interval={INTERVAL}", "--checkpoint.keep_latest_k=2"),
+)
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with network() as found:
+        yield found
+
+
+class ElasticJob:
+    """A run whose nodes come and go; its store is on a host of its own."""
+
+    def __init__(self, folder: Path, hosts: Hosts, steps: int) -> None:
+        self.folder, self.steps, self._hosts = folder, steps, hosts
+        folder.mkdir()
+        self._store, self._log = hosts.add(), folder.with_suffix(".log")
+        self._log.write_text("")
+        served = [sys.executable, "scripts/rendezvous_store.py", self._store.address, "29500"]
+        self._store.start(served, self._log)
+        self.wait_until(lambda: "Nodes meet" in self.log)
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def join(self) -> Host:
+        """Add a node to the job."""
+        host = self._hosts.add()
+        meet = [f"--rdzv-endpoint={self._store.address}:29500", "--rdzv-conf=is_host=0,last_call_timeout=3"]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1"]
+        options = ["--rdzv-backend=c10d", "--rdzv-id=job", "--max-restarts=100", f"--local-addr={host.address}"]
+        training = [*TINY, *ALWAYS, *IN_MEMORY, f"--job.dump_folder={self.folder}", f"--training.steps={self.steps}"]
+        environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCHTITAN_LITE_FAULT": SLOW}
+        host.start([*launcher, *options, *meet, "train.py", *training], self._log, environment)
+        return host
+
+    def losses(self) -> dict[int, float]:
+        return losses_in(self.folder)
+
+    def loaded(self) -> list[dict[str, Any]]:
+        return [line for line in read_lines(self.folder / "events.jsonl") if line["event"] == "loaded"]
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.02)
+
+    def train(self, steps: int) -> int:
+        """Wait for `steps` more; return the step that is reached."""
+        begin = max(self.losses(), default=0)
+        self.wait_until(lambda: max(self.losses(), default=0) >= begin + steps)
+        return max(self.losses())
+
+
+def losses_in(folder: Path) -> dict[int, float]:
+    return {line["step"]: line["loss_metrics/global_avg_loss"] for line in read_lines(folder / "metrics.jsonl")}
+
+
+def come_and_go(tmp_path: Path, hosts: Hosts, rounds: int) -> None:
+    """Lose a node and have one join, `rounds` times; the run is that of one process that was never interrupted."""
+    drawn = random.Random(rounds)
+    job = ElasticJob(tmp_path / "run", hosts, steps=350 * rounds)
+    nodes = [job.join(), job.join()]
+    job.train(20)
+    for number in range(rounds):
+        reached = job.train(drawn.randint(10, 30))
+        hosts.remove(nodes.pop(drawn.randrange(2)))
+        job.wait_until(lambda number=number: len(job.loaded()) > 2 * number)  # type: ignore[misc]
+        lost = reached - job.loaded()[-1]["step"]
+        assert lost <= 15, "of two transfers and an interval"
+        job.train(10)
+        nodes.append(job.join())
+        job.wait_until(lambda number=number: len(job.loaded()) > 2 * number + 1)  # type: ignore[misc]
+    for host in nodes:
+        assert host.processes[0].wait(10 * DEADLINE_SECONDS) == 0, job.log
+    straight = run(tmp_path / "straight", *ALWAYS, f"--training.steps={job.steps}")
+    assert job.losses() == pytest.approx(losses_in(straight.dump_folder), rel=0.02)
+    taken = Counter(
+        index
+        for path in (job.folder / "samples").glob("rank*.jsonl")
+        for each in read_lines(path)
+        for index in each["indices"]
+    )
+    assert taken == Counter(range(GLOBAL_BATCH * job.steps)), "each sample once, in the record of the run that counts"
+
+
+def test_a_node_is_lost_and_another_one_joins(tmp_path: Path, hosts: Hosts) -> None:
+    come_and_go(tmp_path, hosts, rounds=1)
+
+
+@pytest.mark.exhaustive
+def test_nodes_come_and_go_twenty_times(tmp_path: Path, hosts: Hosts) -> None:
+    come_and_go(tmp_path, hosts, rounds=20)
