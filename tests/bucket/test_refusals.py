@@ -107,11 +107,11 @@ def test_conditional_writes_that_are_switched_off_are_named(folder: str, monkeyp
 @pytest.mark.parametrize(
     ("address", "name", "value", "words"),
     [
-        ("s3://bucket/run", "AWS_ENDPOINT_URL", "5ecret", "AWS_ENDPOINT_URL is no URL of a server"),
-        ("s3://bucket/run", "AWS_CONDITIONAL_PUT", "5ecret", "the environment does not say how to reach the store"),
-        ("s3://bucket/run", "AWS_ACCESS_KEY_ID", None, "Set its variables, such as AWS_ACCESS_KEY_ID"),
-        ("az://bucket/run", "AWS_REGION", "5ecret", "Set its variables, such as AZURE_STORAGE_ACCOUNT_NAME"),
-        ("gs://bucket/run", "GOOGLE_SERVICE_ACCOUNT", "/5ecret", "Set its variables, such as GOOGLE_SERVICE_ACCOUNT"),
+        ("s3://no-store/run", "AWS_ENDPOINT_URL", "5ecret", "AWS_ENDPOINT_URL is no URL of a server"),
+        ("s3://no-store/run", "AWS_CONDITIONAL_PUT", "5ecret", "the environment does not say how to reach the store"),
+        ("s3://no-store/run", "AWS_ACCESS_KEY_ID", None, "Set its variables, such as AWS_ACCESS_KEY_ID"),
+        ("az://no-store/run", "AWS_REGION", "5ecret", "Set its variables, such as AZURE_STORAGE_ACCOUNT_NAME"),
+        ("gs://no-store/run", "GOOGLE_SERVICE_ACCOUNT", "/5ecret", "Set its variables, such as GOOGLE_SERVICE_ACCOUNT"),
     ],
 )
 def test_an_environment_that_leads_to_no_store_is_a_wrong_configuration(

@@ -32,6 +32,7 @@ from torchtitan_lite.keeper.client import Keeper
 from torchtitan_lite.uploading.stored_file import Rate
 
 _ORDER_BYTES = 4096
+_MOST_LETTERS = 500
 _TRIES = 3
 
 
@@ -199,7 +200,7 @@ class _Sender:
             if self._link is not None:
                 self._link.close()
                 self._link = None
-            return Outcome(order.number, finding=f"{self._job.address}: {error}")
+            return Outcome(order.number, finding=f"{self._job.address}: {error}"[:_MOST_LETTERS])
 
     def _sent(self, marked: Marked, keeps: ImageKey | None, arena_fd: int) -> int:
         if self._link is None:
