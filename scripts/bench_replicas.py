@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for number in range(options.rounds):
             for which in random.Random(number).sample((WITH, WITHOUT), 2):
-                step, count = _trained(Path(folder) / f"{number} {which}", options, has_replicas=which == WITH)
+                step, count = _trained(Path(folder) / f"{number}-{which == WITH}", options, has_replicas=which == WITH)
                 found[which].append(step)
                 replicas += [count] if which == WITH else []
     for which, seconds in found.items():
@@ -61,10 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _trained(folder: Path, options: argparse.Namespace, *, has_replicas: bool) -> tuple[float, float]:
     """Return the mean seconds of a step, and the bytes that a host sent by the network of replicas."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**SIZES, **FIXED, **MORE}))
+    (folder / "model.json").write_text(json.dumps({**SIZES, **FIXED, **MORE}))
     training = [
         *("--job.config_file=llama_debug.toml", f"--job.dump_folder={folder}", "--metrics.log_freq=1"),
-        *(f"--model.config_path={folder}/config.json", "--metrics.no_enable_tensorboard"),
+        *(f"--model.config_path={folder}/model.json", "--metrics.no_enable_tensorboard"),
         *("--training.batch_size=2", "--training.seq_len=128", f"--training.steps={options.steps}"),
         *("--checkpoint.interval=100000", "--checkpoint.async_mode=async_with_pinned_mem"),
         f"--checkpoint.memory_interval={options.interval}",
