@@ -31,7 +31,7 @@ from torchtitan_lite.data.batch_size import global_batch_size
 from torchtitan_lite.data.loader import Loader, build_dataloader
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.distributed.collective_counts import counts_of
-from torchtitan_lite.distributed.environment import value_of
+from torchtitan_lite.distributed.environment import master_address
 from torchtitan_lite.distributed.misfits import HostView, alike, facts_of
 from torchtitan_lite.distributed.process_group import World, shorten_timeouts
 from torchtitan_lite.distributed.reduce import broadcast_from_first, max_over_ranks, mean_over_ranks
@@ -358,7 +358,7 @@ class Trainer:
         from torchtitan_lite.hangs.watch import HangWatch, WatchPlace
 
         place = WatchPlace(
-            address=value_of("MASTER_ADDR"),
+            address=master_address(),
             events=None if self._only_loads else self.dump_folder / EVENTS_FILE,
             ignored_signals=self.config.checkpoint.preemption_signals,
         )

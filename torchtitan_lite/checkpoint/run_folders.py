@@ -65,7 +65,7 @@ class RunFolders:
 
     @property
     def are_all_on_disk(self) -> bool:
-        """Whether none of them is in an object store, the one of uploads included. Any rank."""
+        """Return whether all are on disk, that of uploads included. Any rank."""
         return all(isinstance(store, CheckpointStore) for store in (*self._stores, self.uploads or self.checkpoints))
 
     def take(self) -> list[str]:

@@ -24,7 +24,6 @@ _NONCE_BYTES = 32
 _CODE_BYTES = 32
 _HEAD = struct.Struct("<Q32s")
 """The length of a message, and its code."""
-_MOST_BYTES = 8 << 30
 CHUNK_BYTES = 1 << 20
 
 
@@ -65,7 +64,7 @@ class ReplicaLink:
     def receive_data(self, most: int = 1 << 16) -> bytes:
         """Return the bytes of the next message, which may have `most`."""
         length, code = _HEAD.unpack(self._receive_exactly(_HEAD.size))
-        if length > min(most, _MOST_BYTES):
+        if length > most:
             raise LinkBroken("it is no process of this job")
         text = bytes(self._receive_exactly(length))
         if not hmac.compare_digest(code, self._code(self._names[1], self._received, text)):
