@@ -52,12 +52,18 @@ def test_no_event_is_a_bare_string() -> None:
     assert bare_events(MODULES) == 0
 
 
-def test_images_are_in_one_room_and_without_them_none_of_it_is_imported() -> None:
-    importers = {
+def importers_of(room: str) -> set[str]:
+    """Return the rooms that import from `room` as soon as they are imported."""
+    return {
         name.rpartition(".")[0]
         for name, tree in MODULES.items()
         for node in tree.body
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{PACKAGE}.checkpoint.images")
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(room)
     }
-    assert importers == {f"{PACKAGE}.checkpoint.images", f"{PACKAGE}.cli"}, "the tool shows what is kept"
+
+
+def test_images_are_in_one_room_and_without_them_none_of_it_is_imported() -> None:
+    images, replicas = f"{PACKAGE}.checkpoint.images", f"{PACKAGE}.checkpoint.replicas"
+    assert importers_of(images) == {images, replicas, f"{PACKAGE}.cli"}, "the tool shows what is kept"
+    assert importers_of(replicas) == {replicas}
     assert not (Path(ROOT) / PACKAGE / "checkpoint" / "memory").exists()

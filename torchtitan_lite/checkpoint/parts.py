@@ -257,7 +257,11 @@ def build_images(store: StoresCheckpoints, plans: PlanCache, context: RunContext
     # Imported only where it is used: a run without it loads none of it.
     from torchtitan_lite.checkpoint.images.run_images import build_run_images
 
-    return build_run_images(store, plans, context)
+    if not config.memory_replicas:
+        return build_run_images(store, plans, context)
+    from torchtitan_lite.checkpoint.replicas.host_replicas import HostReplicas
+
+    return build_run_images(store, plans, context, HostReplicas)
 
 
 def build_uploads(

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from torchtitan_lite import log
 from torchtitan_lite.disk import child_process
+from torchtitan_lite.distributed.job_link import JobLink, ready
 from torchtitan_lite.events import Hung, Recorded
-from torchtitan_lite.hangs.link import Link, ready
 from torchtitan_lite.hangs.own_rank import OwnRank, map_words
 from torchtitan_lite.hangs.verdict import Evidence, HangVerdict, judge, report
 from torchtitan_lite.metrics.json_lines import JsonLines
@@ -29,6 +29,9 @@ from torchtitan_lite.metrics.json_lines import JsonLines
 NAME = "titan-watcher"
 """In top and ps."""
 CONNECT_SECONDS = 10.0
+"""For a watcher: the judge answers one after the other."""
+SILENCE_SECONDS = 1.0
+"""How long another watcher may not take or finish a message: it is killed or stopped."""
 REPORT_SECONDS = 2.5
 """How long the judge waits for the other watchers, which take a second at most."""
 PATIENCE_SECONDS = 5.0
@@ -76,9 +79,9 @@ class Judge:
         self._rank = rank
         self._orders = orders
         self._listeners = listeners
-        self._strangers: list[Link] = []
+        self._strangers: list[JobLink] = []
         """Those that have not said which rank they watch."""
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, JobLink] = {}
         self._lost: set[int] = set()
         """The ranks whose watchers hung up without a word."""
         self._reports: dict[int, Evidence] = {}
@@ -117,37 +120,43 @@ class Judge:
     def _wait(self, seconds: float, *, for_rank: bool = True) -> None:
         """Read what the other watchers send, and return at the latest after `seconds`."""
         links = [*self._strangers, *self._links.values()]
-        waited: list[socket.socket | Link] = [*self._listeners, *links]
+        waited: list[socket.socket | JobLink] = [*self._listeners, *links]
         if for_rank:
             waited.append(self._rank.line)
         can_be_read = ready(waited, seconds)
         for listener in self._listeners:
             if listener in can_be_read:
-                self._strangers.append(Link(listener.accept()[0], self._orders.secret))
+                self._accept(listener)
         for link in links:
             if link in can_be_read:
                 self._read(link)
 
-    def _read(self, link: Link) -> None:
+    def _accept(self, listener: socket.socket) -> None:
+        connection, _ = listener.accept()
         try:
-            messages = link.receive()
+            self._strangers.append(_link(connection, self._orders, is_caller=False))
+        except (OSError, ValueError):
+            connection.close()
+
+    def _read(self, link: JobLink) -> None:
+        try:
+            message = link.receive()
         except (OSError, ValueError):
             self._drop(link)
             return
-        for message in messages:
-            rank = int(message["rank"])
-            match message["is"]:
-                case "here":
-                    self._strangers.remove(link)
-                    self._links[rank] = link
-                case "overdue":
-                    self._is_alarmed = True
-                case "report":
-                    self._reports[rank] = Evidence(**message["evidence"])
-                case "ended":
-                    self._links.pop(rank, None)
+        rank = int(message["rank"])
+        match message["is"]:
+            case "here":
+                self._strangers.remove(link)
+                self._links[rank] = link
+            case "overdue":
+                self._is_alarmed = True
+            case "report":
+                self._reports[rank] = Evidence(**message["evidence"])
+            case "ended":
+                self._links.pop(rank, None)
 
-    def _drop(self, link: Link) -> None:
+    def _drop(self, link: JobLink) -> None:
         link.close()
         self._strangers = [each for each in self._strangers if each is not link]
         for rank, each in list(self._links.items()):
@@ -166,7 +175,7 @@ class Judge:
 class Follower:
     """The watcher of another rank. Without a `link` to the judge it acts for its own rank."""
 
-    def __init__(self, rank: OwnRank, link: Link | None) -> None:
+    def __init__(self, rank: OwnRank, link: JobLink | None) -> None:
         self._rank = rank
         self._link = link
         self._waits_since: float | None = None
@@ -177,7 +186,7 @@ class Follower:
         """Watch until the rank closes its line."""
         self._send("here")
         while not self._rank.has_ended():
-            waited: list[socket.socket | Link] = [self._rank.line]
+            waited: list[socket.socket | JobLink] = [self._rank.line]
             if self._link is not None:
                 waited.append(self._link)
             if self._link in ready(waited, self._rank.tick_seconds):
@@ -205,17 +214,16 @@ class Follower:
     def _read(self) -> None:
         assert self._link is not None
         try:
-            messages = self._link.receive()
+            message = self._link.receive()
         except (OSError, ValueError):
             self._hang_up()
             return
-        for message in messages:
-            self._waits_since = None
-            match message["is"]:
-                case "report":
-                    self._send("report", evidence=dataclasses.asdict(self._rank.evidence()))
-                case "leave":
-                    self._rank.kill()
+        self._waits_since = None
+        match message["is"]:
+            case "report":
+                self._send("report", evidence=dataclasses.asdict(self._rank.evidence()))
+            case "leave":
+                self._rank.kill()
 
     def _send(self, what: str, **more: object) -> None:
         if self._link is not None:
@@ -230,10 +238,18 @@ class Follower:
             self._link = None
 
 
-def _connected(orders: Orders) -> Link | None:
+def _link(connection: socket.socket, orders: Orders, *, is_caller: bool) -> JobLink:
+    silence = CONNECT_SECONDS if is_caller else SILENCE_SECONDS
+    link = JobLink(connection, orders.secret.encode(), is_caller=is_caller, silence_seconds=silence)
+    connection.settimeout(SILENCE_SECONDS)
+    return link
+
+
+def _connected(orders: Orders) -> JobLink | None:
     try:
-        return Link(socket.create_connection((orders.address, orders.port), CONNECT_SECONDS), orders.secret)
-    except OSError as error:
+        connection = socket.create_connection((orders.address, orders.port), CONNECT_SECONDS)
+        return _link(connection, orders, is_caller=True)
+    except (OSError, ValueError) as error:
         log.logger.warning(
             "The watcher of rank %d cannot reach the one of rank 0 at %s, port %d: %s. If this rank hangs or waits for "
             "one that does, this rank is named",

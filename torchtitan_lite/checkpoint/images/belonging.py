@@ -7,11 +7,14 @@ caller has made sure that no process writes into the image any more.
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torchtitan_lite.checkpoint.images.card import Card
 from torchtitan_lite.checkpoint.images.commits import Commit
+
+_REPLICA = ".replica."
 
 
 class ImageKey(NamedTuple):
@@ -181,3 +184,14 @@ def _excludes_step_counter(card: Card) -> bool:
     section = card.config.get("checkpoint")
     excluded = section.get("exclude_from_loading") if isinstance(section, dict) else None
     return isinstance(excluded, list) and "train_state" in excluded
+
+
+def replica_name(start: str, rank: int) -> str:
+    """Return a new name under which a keeper can hold a replica of `rank`."""
+    # Random, because the process before this one may have left some of the same start.
+    return f"{start}{_REPLICA}{rank}.{secrets.token_hex(4)}"
+
+
+def is_replica(name: str) -> bool:
+    """Return whether a keeper holds a replica under `name`."""
+    return _REPLICA in name

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan_lite.checkpoint.images.assembled import assembled
-from torchtitan_lite.checkpoint.images.belonging import ImageFacts, ImageKey
+from torchtitan_lite.checkpoint.images.belonging import ImageFacts, ImageKey, is_replica
 from torchtitan_lite.checkpoint.images.card import Card
 from torchtitan_lite.checkpoint.images.fetched import Fetched, fetched, moves
 from torchtitan_lite.checkpoint.images.files import FilesInMemory
-from torchtitan_lite.checkpoint.images.replica_memory import is_replica
 from torchtitan_lite.checkpoint.images.tier import TakenOver
 from torchtitan_lite.checkpoint.staging.mark import PAGE_BYTES, Mark, Marked, UnusableMark, read_mark
 from torchtitan_lite.disk.block_reader import DamagedRange

@@ -17,7 +17,7 @@ from torchtitan_lite.checkpoint.images.former_images import FormerImages, step_i
 from torchtitan_lite.checkpoint.images.image import Image
 from torchtitan_lite.checkpoint.images.image_stager import ImageStager
 from torchtitan_lite.checkpoint.images.marker import Marker
-from torchtitan_lite.checkpoint.images.replicas import HostReplicas, NoReplicas
+from torchtitan_lite.checkpoint.images.no_replicas import NoReplicas
 from torchtitan_lite.checkpoint.images.room import (
     MAX_ARENAS,
     REPLICATED_ARENAS,
@@ -59,6 +59,7 @@ class Images:
         process: WriterProcess | None,
         plans: PlanCache,
         context: RunContext,
+        replicas: NoReplicas,
         *,
         owns_process: bool = False,
     ) -> None:
@@ -69,8 +70,8 @@ class Images:
         self._plans, self._watch, self._peers = plans, build_staging_watch(config), context.peers
         self._clock, self._interval, self._emit = context.clock, config.memory_interval, context.emit
         self._most_arenas = REPLICATED_ARENAS if config.memory_replicas else MAX_ARENAS
-        self._replicas = HostReplicas(tier, stager.pool, context) if config.memory_replicas else NoReplicas()
-        self.marker = Marker(tier, stager.pool, process, context, self._replicas)
+        self._replicas = replicas
+        self.marker = Marker(tier, stager.pool, process, context, replicas)
         """Makes images of the copies."""
         self.num_staged = 0
         """The copies that this start has begun to make: the same number on all ranks."""

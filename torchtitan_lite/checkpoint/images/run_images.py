@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import uuid
+from collections.abc import Callable
 
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.images.commits import commits_in
@@ -15,6 +16,8 @@ from torchtitan_lite.checkpoint.images.image_sources import ImageSources
 from torchtitan_lite.checkpoint.images.image_stager import build_image_stager
 from torchtitan_lite.checkpoint.images.images import Images
 from torchtitan_lite.checkpoint.images.listener import ImageListener
+from torchtitan_lite.checkpoint.images.no_replicas import NoReplicas
+from torchtitan_lite.checkpoint.images.pool import Pool
 from torchtitan_lite.checkpoint.images.tier import TakenOver, Tier, build_tier
 from torchtitan_lite.checkpoint.no_images import NoImages
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
@@ -25,6 +28,8 @@ from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.distributed.environment import runtime_folder
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.store import CheckpointStore
+
+MakesReplicas = Callable[[Tier, Pool, RunContext], NoReplicas]
 
 
 class FoundImages(NoImages):
@@ -115,7 +120,12 @@ class KeptImages(FoundImages):
         self.images.adopt(taken.arenas, taken.num_loaded)
 
 
-def build_run_images(store: CheckpointStore, plans: PlanCache, context: RunContext) -> FoundImages:
+def build_run_images(
+    store: CheckpointStore,
+    plans: PlanCache,
+    context: RunContext,
+    make_replicas: MakesReplicas = lambda *_: NoReplicas(),
+) -> FoundImages:
     """Return the images of a run that keeps some if it makes copies. Touches nothing."""
     config, rank = context.config, context.peers.rank
     tier = build_tier(store.root, config.memory_ttl_seconds, runtime_folder(), rank)
@@ -126,5 +136,6 @@ def build_run_images(store: CheckpointStore, plans: PlanCache, context: RunConte
     digests_elsewhere = config.memory_interval > 0 and not stager.can_digest
     needs_process = digests_elsewhere or config.async_mode == "async_with_pinned_mem"
     process = WriterProcess(config.timeout_seconds, config.preemption_signals, rank=rank) if needs_process else None
-    images = Images(tier, stager, process, plans, context, owns_process=config.async_mode == "async")
+    replicas = make_replicas(tier, stager.pool, context)
+    images = Images(tier, stager, process, plans, context, replicas, owns_process=config.async_mode == "async")
     return KeptImages(images, store, context)

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 from torchtitan_lite import log
 from torchtitan_lite.checkpoint.images.belonging import ImageKey
 from torchtitan_lite.checkpoint.images.card import Card
-from torchtitan_lite.checkpoint.images.replica_link import LinkBroken, ReplicaLink
-from torchtitan_lite.checkpoint.images.replica_memory import ReplicaMemory
+from torchtitan_lite.checkpoint.replicas.memory import ReplicaMemory
 from torchtitan_lite.checkpoint.staging.mark import CARD_MOST_BYTES, Marked, read_mark
 from torchtitan_lite.disk import child_process
 from torchtitan_lite.disk.background import give_way
 from torchtitan_lite.disk.forks import forget_in_children
+from torchtitan_lite.distributed.job_link import JobLink, LinkBroken
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.keeper.client import Keeper
 from torchtitan_lite.uploading.stored_file import Rate
@@ -99,7 +99,7 @@ class ReplicaProcess:
         """Start the process unless it lives; return whether it was started. Main thread only. Raises OSError."""
         if self.pid is not None:
             return False
-        self._end()
+        self.end()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             fds = [theirs.fileno(), self._listener.fileno()]
@@ -122,8 +122,8 @@ class ReplicaProcess:
             self._finish(Outcome(order.number, finding=str(error)))
 
     def close(self) -> None:
-        """End the process; what is under way is lost. Idempotent."""
-        self._end()
+        """End the process for good. Idempotent."""
+        self.end()
         self._listener.close()
 
     def forget(self) -> None:
@@ -135,7 +135,8 @@ class ReplicaProcess:
             self._process.returncode = 0
         self._line = self._process = None
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """End the process; what is under way is lost. It can be started again. Main thread only. Idempotent."""
         line, self._line = self._line, None
         if line is not None:
             with suppress(OSError):
@@ -190,7 +191,7 @@ class _Sender:
     def __init__(self, job: ReplicaJob) -> None:
         self._job = job
         self._rate = Rate(job.bytes_per_second)
-        self._link: ReplicaLink | None = None
+        self._link: JobLink | None = None
 
     def outcome(self, order: Order, arena_fd: int, mark_fd: int) -> Outcome:
         """Send the image in the descriptors; return how that ended."""
@@ -205,7 +206,7 @@ class _Sender:
     def _sent(self, marked: Marked, keeps: ImageKey | None, arena_fd: int) -> int:
         if self._link is None:
             connection = socket.create_connection((self._job.address, self._job.port), timeout=10.0)
-            self._link = ReplicaLink(connection, self._job.secret, is_caller=True)
+            self._link = JobLink(connection, self._job.secret, is_caller=True)
         self._link.send({"num_bytes": marked.num_bytes, "keeps": keeps}, marked.card)
         if self._answer(self._link).get("has_it"):
             return 0
@@ -213,7 +214,7 @@ class _Sender:
         self._answer(self._link)
         return marked.num_bytes
 
-    def _answer(self, link: ReplicaLink) -> dict[str, Any]:
+    def _answer(self, link: JobLink) -> dict[str, Any]:
         answer = link.receive()
         if finding := answer.get("finding"):
             raise ValueError(f"it does not keep the replica: {finding:.200}")
@@ -244,7 +245,7 @@ def _receive_all(job: ReplicaJob, listener: socket.socket, keeper: Keeper) -> No
 def _receive(connection: socket.socket, secret: bytes, memory: ReplicaMemory) -> None:
     # Whoever knows no secret ends here, too.
     with closing(connection), suppress(OSError, ValueError):
-        link = ReplicaLink(connection, secret, is_caller=False)
+        link = JobLink(connection, secret, is_caller=False)
         while True:
             header = link.receive()
             card = link.receive_data(CARD_MOST_BYTES)

@@ -16,11 +16,13 @@ from collections.abc import Sequence
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.images.belonging import ImageKey
 from torchtitan_lite.checkpoint.images.card import Card
+from torchtitan_lite.checkpoint.images.no_replicas import NoReplicas
 from torchtitan_lite.checkpoint.images.pool import Pool
-from torchtitan_lite.checkpoint.images.replica_process import Order, Outcome, ReplicaJob, ReplicaProcess
-from torchtitan_lite.checkpoint.images.ring import ReplicaHost, in_words, own_address, partners
 from torchtitan_lite.checkpoint.images.room import Room, has_no_room_for_replicas
 from torchtitan_lite.checkpoint.images.tier import Tier
+from torchtitan_lite.checkpoint.replicas.process import Order, Outcome, ReplicaJob, ReplicaProcess
+from torchtitan_lite.checkpoint.replicas.ring import ReplicaHost, in_words, own_address, partners
+from torchtitan_lite.checkpoint.replicas.turns import Turns
 from torchtitan_lite.checkpoint.staging.mark import read_mark
 from torchtitan_lite.checkpoint.staging.slots import ArenaSlot
 from torchtitan_lite.distributed.environment import master_address, replica_interface, runtime_folder
@@ -31,69 +33,6 @@ from torchtitan_lite.log import logger, readable_bytes
 _SECRET_BYTES = 32
 _GROWTH = 2
 """By which an image may become larger than at the start of a run: its objects grow."""
-_PATIENCE = 3
-"""Images that this rank may stage while it has not begun to send the one that is due."""
-
-
-class NoReplicas:
-    """Stands in for them in a run that makes none."""
-
-    def begin(self, found: Sequence[Room]) -> bool:
-        """Agree on where replicas go, given the memory of all ranks; return whether they are made. **Collective**."""
-        return False
-
-    def numbers(self) -> tuple[int, int]:
-        """Return what this rank reports to the others: that it lacks the replica that is due, and will not have it."""
-        return 0, 0
-
-    def agree(self, lacks: int, has_failed: int) -> None:
-        """Note the maximum over all ranks of what they reported. Main thread; all ranks."""
-
-    def note_staged(self, step: int, copy: int) -> None:
-        """Note that the ranks are about to stage `step` as their `copy`. Main thread; all ranks."""
-
-    def send(self, slot: ArenaSlot, copy: int) -> None:
-        """Send the valid image in `slot` if that `copy` is due. Any thread."""
-
-    def resend(self, step: int) -> None:
-        """Send the image of `step`, which was loaded: the host that had its replica may be the one that was lost."""
-
-    def close(self) -> None:
-        """End the process that sends and receives. Idempotent."""
-
-
-class Turns:
-    """Which image all ranks replicate, as this rank knows: the same on all, because only the exchange changes it."""
-
-    def __init__(self) -> None:
-        self.complete: ImageKey | None = None
-        """The latest image whose replicas are complete everywhere."""
-        self.due: ImageKey | None = None
-        """The one that all ranks replicate now; None for none."""
-        self.is_sent = self.has_failed = False
-        """How far this rank is with it."""
-        self._waited = 0
-
-    def begin(self, key: ImageKey) -> None:
-        """Make `key` due, after the exchange in which all ranks were done with the one before."""
-        self.due, self.is_sent, self.has_failed, self._waited = key, False, False, 0
-
-    def numbers(self, *, is_sending: bool) -> tuple[int, int]:
-        """Return whether this rank still lacks the replica that is due, and whether it will not have one."""
-        lacks = self.due is not None and not self.is_sent
-        if lacks and not is_sending:
-            # An image that was never complete here would hold up all ranks for good.
-            self._waited += 1
-            self.has_failed |= self._waited > _PATIENCE
-        return lacks, self.has_failed
-
-    def agree(self, lacks: int, has_failed: int) -> None:
-        """Note the maximum over all ranks of their numbers."""
-        if self.due is not None and not lacks:
-            self.complete, self.due = self.due, None
-        elif has_failed:
-            # Another rank may still send it; all begin the next one together.
-            self.due = None
 
 
 class HostReplicas(NoReplicas):
@@ -105,7 +44,7 @@ class HostReplicas(NoReplicas):
         self._process: ReplicaProcess | None = None
         self._turns = Turns()
         self._sending: ArenaSlot | None = None
-        self._number, self._began, self._finding = 0, 0.0, ""
+        self._number, self._began, self._ordered, self._finding = 0, 0.0, 0.0, ""
         # The end of a process may be noted while an order is given.
         self._lock = threading.RLock()
 
@@ -132,6 +71,7 @@ class HostReplicas(NoReplicas):
         return True
 
     def numbers(self) -> tuple[int, int]:
+        self._end_if_stuck()
         return self._turns.numbers(is_sending=self._sending is not None)
 
     def agree(self, lacks: int, has_failed: int) -> None:
@@ -183,8 +123,17 @@ class HostReplicas(NoReplicas):
             return
         assert self._process is not None and slot.arena is not None and slot.arena.mark is not None
         self._pool.add_reader(slot)
-        self._sending, self._number = slot, self._number + 1
+        self._sending, self._number, self._ordered = slot, self._number + 1, self._clock()
         self._process.send(Order(self._number, self._turns.complete), (slot.arena.fd, slot.arena.mark.fd))
+
+    def _end_if_stuck(self) -> None:
+        """End the process if it takes too long, if it is stopped for instance: the next image has a new one."""
+        most = self._config.timeout_seconds
+        with self._lock:
+            is_stuck = self._sending is not None and self._clock() - self._ordered > most
+        if is_stuck and self._process is not None:
+            self._report(f"it took longer than checkpoint.timeout_seconds ({most:g} s), so its process was ended")
+            self._process.end()
 
     def _note(self, outcome: Outcome) -> None:
         """Note how an order ended. Any thread."""

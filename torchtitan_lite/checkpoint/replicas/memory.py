@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from torchtitan_lite.checkpoint.images.belonging import ImageFacts, ImageKey
+from torchtitan_lite.checkpoint.images.belonging import ImageFacts, ImageKey, is_replica, replica_name
 from torchtitan_lite.checkpoint.images.card import Card
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
 from torchtitan_lite.disk.digest import digest_blocks
 from torchtitan_lite.disk.shared_memory import map_shared
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.keeper.client import HeldMemory, Keeper
-
-_REPLICA = ".replica."
-
-
-def replica_name(start: str, rank: int) -> str:
-    """Return a new name under which a keeper can hold a replica of `rank`."""
-    # Random, because the process before this one may have left some of the same start.
-    return f"{start}{_REPLICA}{rank}.{secrets.token_hex(4)}"
-
-
-def is_replica(name: str) -> bool:
-    """Return whether a keeper holds a replica under `name`."""
-    return _REPLICA in name
 
 
 @dataclass(eq=False)

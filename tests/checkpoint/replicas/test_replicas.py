@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import socket
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,15 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.checkpoint.images.cards import CARD
-from torchtitan_lite.checkpoint.images.belonging import ImageFacts, ImageKey
+from torchtitan_lite.checkpoint.images.belonging import ImageFacts, ImageKey, is_replica
 from torchtitan_lite.checkpoint.images.card import Card
 from torchtitan_lite.checkpoint.images.fetched import Move, moves
-from torchtitan_lite.checkpoint.images.replica_link import LinkBroken, ReplicaLink
-from torchtitan_lite.checkpoint.images.replica_memory import ReplicaMemory, is_replica
-from torchtitan_lite.checkpoint.images.replica_process import Order, Outcome, ReplicaJob, ReplicaProcess
-from torchtitan_lite.checkpoint.images.replicas import Turns
-from torchtitan_lite.checkpoint.images.ring import ReplicaHost, in_words, own_address, partners
 from torchtitan_lite.checkpoint.images.room import Room, has_no_room_for_replicas
+from torchtitan_lite.checkpoint.replicas.memory import ReplicaMemory
+from torchtitan_lite.checkpoint.replicas.process import Order, Outcome, ReplicaJob, ReplicaProcess
+from torchtitan_lite.checkpoint.replicas.ring import ReplicaHost, in_words, own_address, partners
+from torchtitan_lite.checkpoint.replicas.turns import Turns
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.keeper.client import Keeper
@@ -129,52 +128,6 @@ def test_a_rank_that_never_had_the_image_does_not_hold_up_the_others() -> None:
     assert one.due is two.due is None
 
 
-def linked(secret: bytes, other: bytes) -> tuple[ReplicaLink, ReplicaLink]:
-    """Return both ends of a connection, the called one first. Raise what that one finds."""
-    ours, theirs = tcp_pair()
-    with ThreadPoolExecutor() as pool:
-        caller = pool.submit(ReplicaLink, theirs, other, is_caller=True)
-        try:
-            called = ReplicaLink(ours, secret, is_caller=False)
-        except LinkBroken:
-            ours.close()
-            assert isinstance(caller.exception(), LinkBroken), "the caller finds out, too"
-            theirs.close()
-            raise
-        return called, caller.result()
-
-
-def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        theirs = socket.create_connection(listener.getsockname())
-        ours, _ = listener.accept()
-    return ours, theirs
-
-
-def test_messages_and_files_arrive_as_they_were_sent() -> None:
-    called, caller = linked(SECRET, SECRET)
-    caller.send({"what": "image"}, b"a card")
-    assert called.receive() == {"what": "image"}
-    assert called.receive_data() == b"a card"
-    called.send({"has_it": False})
-    assert caller.receive() == {"has_it": False}
-    for link in (called, caller):
-        link.close()
-
-
-def test_whoever_does_not_know_the_secret_is_refused() -> None:
-    with pytest.raises(LinkBroken, match="does not know the secret"):
-        linked(SECRET, b"another")
-
-
-def test_a_stranger_who_says_anything_is_refused() -> None:
-    ours, theirs = tcp_pair()
-    theirs.sendall(b"GET / HTTP/1.1\r\n" * 8)
-    with theirs, pytest.raises(LinkBroken, match="no process of this job"):
-        ReplicaLink(ours, SECRET, is_caller=False)
-    ours.close()
-
-
 class Sender:
     """A rank of this host that sends images to a second one, whose keeper is `keeper`: both are on the loopback."""
 
@@ -210,6 +163,10 @@ class Sender:
         self._number = 0
 
     def send(self, card: Card, data: bytes, keeps: ImageKey | None = None) -> Outcome:
+        return self.begin(card, data, keeps)()
+
+    def begin(self, card: Card, data: bytes, keeps: ImageKey | None = None) -> Callable[[], Outcome]:
+        """Send the image of `card`; return how to wait for what comes of it."""
         arena, mark = os.memfd_create("arena"), Mark()
         os.write(arena, data)
         mark.set(card.step, len(data), card.to_bytes())
@@ -217,7 +174,7 @@ class Sender:
         self.processes[0].send(Order(self._number, keeps), (arena, mark.fd))
         os.close(arena)
         mark.close()
-        return self.outcomes.get(timeout=60.0)
+        return lambda: self.outcomes.get(timeout=60.0)
 
     def replicas(self) -> dict[int, bytes]:
         found = {}
@@ -289,6 +246,20 @@ def test_a_process_that_dies_costs_a_replica_and_another_one_takes_over(sender: 
     assert sender.processes[1].start(), "it listens at the same port"
     assert sender.send(image(6), DATA, ImageFacts.of_card(image(2)).key).num_bytes == len(DATA)
     assert sender.replicas() == {2: DATA, 6: DATA}, "the new process found what the one before kept"
+
+
+def test_a_process_that_is_stopped_can_be_ended_and_its_order_is_lost(sender: Sender) -> None:
+    pid = sender.processes[1].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+    sending = sender.begin(image(2), DATA)
+    sender.processes[0].end()
+    assert sending().finding == "the process that sends replicas ended"
+    sender.processes[1].end()
+    for process in sender.processes:
+        assert process.start()
+    assert sender.send(image(4), DATA).num_bytes == len(DATA)
 
 
 def test_the_orders_of_a_process_that_dies_are_lost_not_forgotten(sender: Sender) -> None:

@@ -1,8 +1,8 @@
-"""One connection between the processes that send and receive replicas: both show that they know the secret of the job.
+"""One connection between helper processes of a job: both ends show that they know its secret.
 
-Each end proves it with a number that the other one drew, so nothing that was heard before can be said again. Each
-message carries a code over its text and its place in the conversation. The bytes of an image carry none: the digests
-in its card, which is a message, show whether they are what was sent.
+The secret never travels here. Each end proves that it has it with a number that the other one drew, so nothing that was
+heard before can be said again. Each message carries a code over its text and its place in the conversation. The bytes
+of a file carry none: who sends one sends its digests in a message.
 """
 
 from __future__ import annotations
@@ -10,16 +10,24 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
+import select
 import socket
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
-SILENCE_SECONDS = 30.0
-"""How long the other end may neither send nor take a byte."""
+
+class HasDescriptor(Protocol):
+    """A socket or a link."""
+
+    def fileno(self) -> int: ...
+
+
+W = TypeVar("W", bound=HasDescriptor)
+
 _NONCE_BYTES = 32
 _CODE_BYTES = 32
 _HEAD = struct.Struct("<Q32s")
@@ -27,19 +35,35 @@ _HEAD = struct.Struct("<Q32s")
 CHUNK_BYTES = 1 << 20
 
 
+def ready(waited: Collection[W], seconds: float) -> list[W]:
+    """Return those of `waited` that can be read, or have ended; wait for one, at most `seconds`."""
+    # Not select.select, which takes no descriptor above 1023: a process may have a link to each rank.
+    poll = select.poll()
+    by_fd = {each.fileno(): each for each in waited}
+    for fd in by_fd:
+        poll.register(fd, select.POLLIN)
+    return [by_fd[fd] for fd, _ in poll.poll(1000 * seconds)]
+
+
 class LinkBroken(OSError):
     """The other end is gone, silent or none of this job: the text says which."""
 
 
-class ReplicaLink:
-    """A connected socket, which this owns. `is_caller`: whether this end has connected. Raises `LinkBroken`."""
+class JobLink:
+    """A connected socket, which this owns. `is_caller`: whether this end has connected. Raises `LinkBroken`.
 
-    def __init__(self, connection: socket.socket, secret: bytes, *, is_caller: bool) -> None:
-        self._socket, self._key = connection, b""
+    The other end may neither send nor take a byte for `silence_seconds`.
+    """
+
+    def __init__(
+        self, connection: socket.socket, secret: bytes, *, is_caller: bool, silence_seconds: float = 30.0
+    ) -> None:
+        self._socket, self._key, self._silence_seconds = connection, b"", silence_seconds
         self._sent = self._received = 0
         self._names = (b"caller", b"called") if is_caller else (b"called", b"caller")
-        connection.settimeout(SILENCE_SECONDS)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(silence_seconds)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         mine = secrets.token_bytes(_NONCE_BYTES)
         self._send_all(mine)
         theirs = bytes(self._receive_exactly(_NONCE_BYTES))
@@ -48,6 +72,10 @@ class ReplicaLink:
         self.send({})
         self.receive()
 
+    def fileno(self) -> int:
+        """Return the descriptor to wait on."""
+        return self._socket.fileno()
+
     def send(self, message: Mapping[str, Any], data: bytes = b"") -> None:
         """Send `message`, and `data` as a message of its own if there is any."""
         for text in (json.dumps(message).encode(), *([data] if data else [])):
@@ -55,7 +83,7 @@ class ReplicaLink:
             self._sent += 1
 
     def receive(self) -> dict[str, Any]:
-        """Return the next message."""
+        """Return the next message. Nothing of a later one is read: the descriptor shows whether there is one."""
         message = json.loads(self.receive_data())
         if not isinstance(message, dict):
             raise LinkBroken("it sends no message")
@@ -107,6 +135,6 @@ class ReplicaLink:
         try:
             return act()
         except TimeoutError:
-            raise LinkBroken(f"it was silent for {SILENCE_SECONDS:g} s") from None
+            raise LinkBroken(f"it was silent for {self._silence_seconds:g} s") from None
         except OSError as error:
             raise LinkBroken(error.strerror or str(error)) from None

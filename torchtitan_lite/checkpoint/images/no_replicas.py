@@ -1,0 +1,35 @@
+"""What images need of replicas, and a run that makes none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchtitan_lite.checkpoint.images.room import Room
+from torchtitan_lite.checkpoint.staging.slots import ArenaSlot
+
+
+class NoReplicas:
+    """Stands in for them in a run that makes none."""
+
+    def begin(self, found: Sequence[Room]) -> bool:
+        """Agree on where replicas go, given the memory of all ranks; return whether they are made. **Collective**."""
+        return False
+
+    def numbers(self) -> tuple[int, int]:
+        """Return what this rank reports to the others: that it lacks the replica that is due, and will not have it."""
+        return 0, 0
+
+    def agree(self, lacks: int, has_failed: int) -> None:
+        """Note the maximum over all ranks of what they reported. Main thread; all ranks."""
+
+    def note_staged(self, step: int, copy: int) -> None:
+        """Note that the ranks are about to stage `step` as their `copy`. Main thread; all ranks."""
+
+    def send(self, slot: ArenaSlot, copy: int) -> None:
+        """Send the valid image in `slot` if that `copy` is due. Any thread."""
+
+    def resend(self, step: int) -> None:
+        """Send the image of `step`, which was loaded: the host that had its replica may be the one that was lost."""
+
+    def close(self) -> None:
+        """End the process that sends and receives. Idempotent."""
