@@ -16,12 +16,15 @@ from pathlib import Path
 
 from torchtitan_lite import faults
 from torchtitan_lite.collection import freeze_imported, no_collection
+from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.config.manager import parse_config_or_exit
 from torchtitan_lite.distributed.environment import fault_spec, memory_is_off
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.preflight import check_files, check_ranks
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
+LAST_CALL_SECONDS = 10
+"""How long fewer nodes than the most wait for others. A node that comes later interrupts the job, so not too short."""
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
@@ -32,17 +35,19 @@ def main(arguments: list[str]) -> None:
         faults.parse(fault_spec())
         memory_is_off()
         check_files(config)
-        if os.environ.get("NGPU"):
-            check_ranks(config, int(os.environ["NGPU"]))
+        given = os.environ.get("NGPU")
+        if given:
+            _check_ranks(config, int(given))
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # No traceback of an import; torchrun sets a handler of its own.
     with no_collection():  # Which takes a fifth of the time of the import.
         from torch.distributed import run
 
         freeze_imported()  # Else the first collection after this block looks at 250,000 objects, for 0.1 s.
-    num_processes = int(os.environ.get("NGPU") or _num_devices())
-    with _ending_with_2():
-        check_ranks(config, num_processes)
+    num_processes = int(given or _num_devices())
+    if not given:
+        with _ending_with_2():
+            _check_ranks(config, num_processes)
     try:
         run.main([*_launch_options(num_processes, run.get_args_parser().format_help()), str(TRAIN), *arguments])
     except _job_ended() as ended:  # An expected end. Its traceback is torchrun's own, and 40 lines at 80 columns.
@@ -59,6 +64,23 @@ def _ending_with_2() -> Iterator[None]:
         raise SystemExit(2) from None
 
 
+def _check_ranks(config: JobConfig, num_processes: int) -> None:
+    """Raise ConfigError if the most nodes do not fit, and warn of each smaller number that does not."""
+    fewest, most = _num_nodes()
+    check_ranks(config, most * num_processes)
+    for number in range(fewest, most):
+        try:
+            check_ranks(config, number * num_processes)
+        except ConfigError as error:
+            sys.stderr.write(f"With {number} of {most} nodes this job would fail: {error}\n")
+
+
+def _num_nodes() -> tuple[int, int]:
+    """Return the fewest nodes that train, and the most."""
+    fewest, _, most = (os.environ.get("NNODES") or "1").partition(":")
+    return int(fewest), int(most or fewest)
+
+
 def _job_ended() -> tuple[type[BaseException], ...]:
     """Return what torchrun raises if workers failed, and if it got a signal."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -69,7 +91,7 @@ def _job_ended() -> tuple[type[BaseException], ...]:
 
 def _launch_options(num_processes: int, known: str) -> list[str]:
     """Return the options of torchrun, whose help is `known`: older versions lack two of them."""
-    options = ["--standalone", "--local-addr=localhost", f"--nproc-per-node={num_processes}"]
+    options = [*_meeting(), f"--nproc-per-node={num_processes}"]
     options.append(f"--local-ranks-filter={os.environ.get('LOG_RANK') or '0'}")
     if restarts := os.environ.get("MAX_RESTARTS"):
         options.append(f"--max-restarts={restarts}")
@@ -78,6 +100,19 @@ def _launch_options(num_processes: int, known: str) -> list[str]:
     if "--shutdown-timeout" in known:
         options.append(f"--shutdown-timeout={os.environ.get('SHUTDOWN_TIMEOUT') or '600'}")
     return options
+
+
+def _meeting() -> list[str]:
+    """Return the options by which the nodes meet: all are clients of a store that outlives each of them."""
+    place = os.environ.get("RDZV")
+    if not place:
+        return ["--standalone", "--local-addr=localhost"]
+    # Else a node that joins later is not heard: its agents publish the address of a store that they share once.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    nodes, name = os.environ.get("NNODES") or "1", os.environ.get("RDZV_ID") or "job"
+    how = f"is_host=0,last_call_timeout={LAST_CALL_SECONDS}"
+    options = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-conf={how}"]
+    return [*options, f"--rdzv-endpoint={place}", f"--rdzv-id={name}"]
 
 
 def _num_devices() -> int:

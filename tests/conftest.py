@@ -17,6 +17,7 @@ from tests.examples import THOROUGH
 from tests.keepers import memory_tier as memory_tier  # fixtures of every test
 from tests.ranks import four_ranks as four_ranks
 from tests.ranks import two_ranks as two_ranks
+from tests.records import record as record
 from torchtitan_lite.collection import freeze_imported
 
 # No deadline: it would assert a time, which fails on a shared machine. CI always draws the same examples.

@@ -234,6 +234,17 @@ def test_training_passes_max_restarts_to_torchrun_if_it_is_set(machine: Machine)
     assert " --max-restarts=3 " in machine.calls()[-1]
 
 
+def test_nodes_meet_in_a_store_that_is_none_of_theirs(machine: Machine) -> None:
+    batch = ("--training.batch_size=2", "--training.global_batch_size=16")
+    finished = machine.run("run_train.sh", *batch, NNODES="1:4", RDZV="host:29500", RDZV_ID="seven", NGPU="2")
+    assert finished.returncode == 0, finished.stderr
+    launch = machine.calls()[-1].split(": torchrun ")[1]
+    assert launch.startswith("--nnodes=1:4 --rdzv-backend=c10d --rdzv-conf=is_host=0,last_call_timeout=10 ")
+    assert " --rdzv-endpoint=host:29500 --rdzv-id=seven --nproc-per-node=2 " in launch
+    assert "With 3 of 4 nodes this job would fail: training.global_batch_size: 16 is not a multiple" in finished.stderr
+    assert finished.stderr.count("this job would fail") == 1, "other numbers divide it"
+
+
 @pytest.mark.parametrize(
     ("ending", "reason"),
     [
@@ -292,6 +303,18 @@ def test_ctrl_c_before_a_process_is_launched_shows_no_traceback(machine: Machine
         ),
         (["--training.global_batch_size=3"], {"NGPU": "2"}, "training.global_batch_size: 3 is not a multiple of"),
         (["--checkpoint.create_seed_checkpoint"], {"NGPU": "2"}, "expected one process, found 2"),
+        (
+            [],
+            {"NNODES": "0:2"},
+            "NNODES: expected a number of nodes, or two as in 1:4, found '0:2'. Set it to 1 or more",
+        ),
+        ([], {"NNODES": "1:2"}, "NNODES is 1:2, and RDZV is not set. Set it to HOST:PORT, where"),
+        ([], {"RDZV": "host"}, "RDZV: expected HOST:PORT, found 'host'. Set it to the place where"),
+        (
+            ["--training.global_batch_size=4"],
+            {"NNODES": "1:3", "RDZV": "host:1", "NGPU": "1"},
+            "training.global_batch_size: 4 is not a multiple of",
+        ),
         ([], {"SHUTDOWN_TIMEOUT": "5m"}, "SHUTDOWN_TIMEOUT: expected seconds, found '5m'. Set it to 0 or more."),
     ],
 )

@@ -15,6 +15,7 @@ import pytest
 from tests.e2e.jobs import DEADLINE_SECONDS, TINY, run
 from tests.hosts import Host, Hosts, network
 from tests.processes import read_lines
+from tests.records import Record
 
 pytestmark = pytest.mark.slow
 
@@ -54,12 +55,10 @@ class ElasticJob:
     def join(self) -> Host:
         """Add a node to the job."""
         host = self._hosts.add()
-        meet = [f"--rdzv-endpoint={self._store.address}:29500", "--rdzv-conf=is_host=0,last_call_timeout=3"]
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1"]
-        options = ["--rdzv-backend=c10d", "--rdzv-id=job", "--max-restarts=100", f"--local-addr={host.address}"]
+        meet = {"NNODES": "1:2", "RDZV": f"{self._store.address}:29500", "PET_LOCAL_ADDR": host.address}
+        environment = {**meet, "NGPU": "1", "MAX_RESTARTS": "100", "TORCHTITAN_LITE_FAULT": SLOW}
         training = [*TINY, *ALWAYS, *IN_MEMORY, f"--job.dump_folder={self.folder}", f"--training.steps={self.steps}"]
-        environment = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCHTITAN_LITE_FAULT": SLOW}
-        host.start([*launcher, *options, *meet, "train.py", *training], self._log, environment)
+        host.start([sys.executable, "scripts/launch.py", *training], self._log, environment)
         return host
 
     def losses(self) -> dict[int, float]:
@@ -85,21 +84,28 @@ def losses_in(folder: Path) -> dict[int, float]:
     return {line["step"]: line["loss_metrics/global_avg_loss"] for line in read_lines(folder / "metrics.jsonl")}
 
 
-def come_and_go(tmp_path: Path, hosts: Hosts, rounds: int) -> None:
+def come_and_go(tmp_path: Path, hosts: Hosts, rounds: int, record: Record) -> None:
     """Lose a node and have one join, `rounds` times; the run is that of one process that was never interrupted."""
     drawn = random.Random(rounds)
-    job = ElasticJob(tmp_path / "run", hosts, steps=350 * rounds)
+    job = ElasticJob(tmp_path / "run", hosts, steps=150 + 200 * rounds)
     nodes = [job.join(), job.join()]
     job.train(20)
     for number in range(rounds):
         reached = job.train(drawn.randint(10, 30))
-        hosts.remove(nodes.pop(drawn.randrange(2)))
+        victim = drawn.randrange(2)
+        hosts.remove(nodes.pop(victim))
+        begin = time.monotonic()
         job.wait_until(lambda number=number: len(job.loaded()) > 2 * number)  # type: ignore[misc]
         lost = reached - job.loaded()[-1]["step"]
+        seconds = {"alone": round(time.monotonic() - begin, 1)}
         assert lost <= 15, "of two transfers and an interval"
         job.train(10)
         nodes.append(job.join())
+        begin = time.monotonic()
         job.wait_until(lambda number=number: len(job.loaded()) > 2 * number + 1)  # type: ignore[misc]
+        seconds["joined"] = round(time.monotonic() - begin, 1)
+        origins = [event["origin"] for event in job.loaded()[-2:]]
+        record(round=number, node=victim, reached=reached, trained_again=lost, seconds=seconds, origins=origins)
     for host in nodes:
         assert host.processes[0].wait(10 * DEADLINE_SECONDS) == 0, job.log
     straight = run(tmp_path / "straight", *ALWAYS, f"--training.steps={job.steps}")
@@ -111,12 +117,13 @@ def come_and_go(tmp_path: Path, hosts: Hosts, rounds: int) -> None:
         for index in each["indices"]
     )
     assert taken == Counter(range(GLOBAL_BATCH * job.steps)), "each sample once, in the record of the run that counts"
+    record(rounds=rounds, steps=job.steps)
 
 
-def test_a_node_is_lost_and_another_one_joins(tmp_path: Path, hosts: Hosts) -> None:
-    come_and_go(tmp_path, hosts, rounds=1)
+def test_nodes_are_lost_and_others_join(tmp_path: Path, hosts: Hosts, record: Record) -> None:
+    come_and_go(tmp_path, hosts, rounds=3, record=record)
 
 
 @pytest.mark.exhaustive
-def test_nodes_come_and_go_twenty_times(tmp_path: Path, hosts: Hosts) -> None:
-    come_and_go(tmp_path, hosts, rounds=20)
+def test_nodes_come_and_go_twenty_times(tmp_path: Path, hosts: Hosts, record: Record) -> None:
+    come_and_go(tmp_path, hosts, rounds=20, record=record)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.e2e.jobs import Job, run, start
 from tests.processes import children, command_line, send
+from tests.records import Record
 
 BOUND_SECONDS = 3
 TRAINS = (
@@ -44,14 +45,16 @@ TENTH = [0, *(pytest.param(number, marks=pytest.mark.exhaustive) for number in r
 @pytest.mark.slow  # Each is a job of two ranks that hangs for three seconds.
 @pytest.mark.parametrize("number", TENTH)
 @pytest.mark.parametrize("kind", ["stop", "sleep", "lock"])
-def test_the_rank_that_hangs_is_named_within_twice_the_bound(kind: str, number: int, tmp_path: Path) -> None:
+def test_the_rank_that_hangs_is_named_within_twice_the_bound(
+    kind: str, number: int, tmp_path: Path, record: Record
+) -> None:
     rank, step = number % 2, 3 + number
     environment = {"TORCHTITAN_LITE_FAULT": FAULTS.get(kind, "").format(rank, step)}
     with start(tmp_path / "run", *TRAINS, ranks=2, environment=environment) as job:
         hung = hang(job, kind, rank, step)
         named = wait_for_log(job, f"ERROR - Rank {rank} hangs in step") - hung
         assert job.wait() == [-signal.SIGKILL] * 2
-    print(f"\n{kind} of rank {rank}: named after {named:.2f} s")
+    record(kind=kind, rank=rank, seconds=round(named, 2), bound=BOUND_SECONDS)
     assert named < 2 * BOUND_SECONDS
     assert f"ERROR - Rank {1 - rank} hangs" not in job.log
     (event,) = job.events("hung")

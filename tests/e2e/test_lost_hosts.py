@@ -13,6 +13,7 @@ import pytest
 from tests.e2e.jobs import DEADLINE_SECONDS, TINY
 from tests.hosts import Host, Hosts, network, torchrun
 from tests.processes import read_lines
+from tests.records import Record
 
 pytestmark = pytest.mark.slow
 
@@ -87,7 +88,7 @@ def lose(job: Job, hosts: Hosts, pair: list[Host], victim: int) -> list[Host]:
     return [new if rank == victim else other for rank in range(2)]
 
 
-def survive(folder: Path, hosts: Hosts, losses: int, seed: int) -> list[int]:
+def survive(folder: Path, hosts: Hosts, losses: int, seed: int, record: Record) -> list[int]:
     """Lose a host `losses` times at random moments; return how many steps were trained again each time."""
     drawn, gap = random.Random(seed), 24
     steps = gap * (losses + 1)
@@ -99,7 +100,8 @@ def survive(folder: Path, hosts: Hosts, losses: int, seed: int) -> list[int]:
     for number in range(losses):
         job.wait_for(gap * number + drawn.randint(10, gap), pair)
         time.sleep(drawn.random() * 0.1)
-        pair = lose(job, hosts, pair, drawn.randrange(2))
+        victim = drawn.randrange(2)
+        pair = lose(job, hosts, pair, victim)
         reached = max(job.losses())
         job.start(pair)
         job.wait_for(reached + 1, pair)
@@ -107,23 +109,23 @@ def survive(folder: Path, hosts: Hosts, losses: int, seed: int) -> list[int]:
         assert len(loaded) == number + 1, job.log
         assert loaded[-1]["origin"] == "memory", job.log
         back.append(reached - loaded[-1]["step"])
+        record(loss=number, host_of_rank=victim, reached=reached, loaded=loaded[-1]["step"], origin="memory")
     job.finish(pair)
     assert job.losses() == expected, "the run is the same, bit for bit"
+    record(losses=losses, equal_steps=len(expected))
     assert not [*(job.folder / "checkpoint").glob("step-*")][1:], "nothing was saved, so nothing was read from disk"
     return back
 
 
 def test_each_lost_host_is_replaced_by_an_empty_one_and_a_few_steps_are_trained_again(
-    tmp_path: Path, hosts: Hosts
+    tmp_path: Path, hosts: Hosts, record: Record
 ) -> None:
-    assert max(survive(tmp_path, hosts, losses=3, seed=1)) <= 2 * INTERVAL + 1
+    assert max(survive(tmp_path, hosts, losses=3, seed=1, record=record)) <= 2 * INTERVAL + 1
 
 
 @pytest.mark.exhaustive
-def test_a_run_survives_thirty_losses_of_a_host(tmp_path: Path, hosts: Hosts) -> None:
-    back = survive(tmp_path, hosts, losses=30, seed=2)
-    print(back)
-    assert max(back) <= 2 * INTERVAL + 1
+def test_a_run_survives_thirty_losses_of_a_host(tmp_path: Path, hosts: Hosts, record: Record) -> None:
+    assert max(survive(tmp_path, hosts, losses=30, seed=2, record=record)) <= 2 * INTERVAL + 1
 
 
 def test_the_host_that_is_left_continues_alone_with_the_images_of_both(tmp_path: Path, hosts: Hosts) -> None:
