@@ -54,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{which:16}{1000 * statistics.median(seconds):8.2f} ms a step")
     ratios = [a / b for a, b in zip(found[WITH], found[WITHOUT], strict=True)]
     print(f"{'ratio':16}{statistics.median(ratios):8.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
-    print(f"sent            {statistics.median(replicas) / 1e6:8.1f} MB a host")
+    if not options.shared:
+        print(f"sent            {statistics.median(replicas) / 1e6:8.1f} MB a host")
     return 0
 
 

@@ -1,19 +1,20 @@
-"""Measure how long a job that was killed takes to the next trained step, and how many steps it lost.
+"""Measure how long a job that was killed takes to the next trained step, how many steps it lost, and what it sent.
 
     python scripts/bench_restart.py --rounds 3
     python scripts/bench_restart.py --model 168m --only "ours, disk" dcp --kills ranks --json restart.json
 
-Two ranks train, are killed with SIGKILL after a step between two checkpoints, and start again: one rank or all of them,
-where torchrun starts them again (--max-restarts) or the command is run again as soon as it has ended; or torchrun with
-its ranks. The time from the kill to the next trained step on rank 0 has these parts: `start`, to the new process of
-rank 0; `imports`, to the call that opens the process group; `rendezvous`, to its end; `build`, of model, optimizer and
-data; `load`; and `step`, the first one. `fresh` is the same job started without checkpoints.
+Two ranks train, and are killed with SIGKILL at a random step between two checkpoints: one rank or both of them, which
+torchrun starts again (--max-restarts); torchrun with its ranks, after which the command is run again; or one of two
+hosts with all that is in its memory, which an empty one replaces (network namespaces, root only). The time from the
+kill to the next trained step on rank 0 has these parts: `start`, to the new process of rank 0; `imports`, to the call
+that opens the process group; `rendezvous`, to its end; `build`, of model, optimizer and data; `load`; and `step`, the
+first one. `x` is the total over that of a fresh start of the trainer without checkpoints on as many hosts. In each
+round each job is killed --times times. Contenders of other projects are skipped where they are not installed.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import random
@@ -22,14 +23,15 @@ import signal
 import statistics
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
-import torch
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/ is not installed with the package.
+
 from checkpoint_bench import machine
 from checkpoint_bench.samples import Samples
-from restart_bench.jobs import CONTENDERS, PARTS, KilledJob, Model, Times
-
-from torchtitan_lite.config.job_config import Checkpoint
+from restart_bench.hosts_job import HostsJob
+from restart_bench.jobs import CONTENDERS, FRESH, PARTS, KilledJob, Model, NotResumed, Times
 
 MODELS = {
     "debug": Model(dim=128, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=352, batch_size=2, seq_len=64),
@@ -37,11 +39,14 @@ MODELS = {
 }
 KILLS = {
     "rank": "one rank, --max-restarts",
-    "ranks": "all ranks, --max-restarts",
-    "rank, relaunch": "one rank, the command again",
-    "ranks, relaunch": "all ranks, the command again",
+    "ranks": "both ranks, --max-restarts",
     "torchrun": "torchrun and its ranks, the command again",
+    "host": "one of two hosts, an empty one in its place",
 }
+STARTS = {"start": "a fresh start", "start on hosts": "a fresh start on two hosts"}
+NEEDS = {"nvrx": "nvidia_resiliency_ext"}
+"""The package that a contender needs."""
+IMPOSSIBLE = {("nvrx", "host"): "it exchanges what a host lost through CUDA alone"}
 
 
 def main() -> int:
@@ -50,7 +55,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(f"ended by signal {number}"))
     place = Path(args.folder).absolute()
     place.mkdir(parents=True, exist_ok=True)
-    samples, skipped = Samples(), _skipped()
+    samples, skipped, not_resumed = Samples(), _skipped(), []
     names = [
         name
         for name in CONTENDERS
@@ -58,14 +63,26 @@ def main() -> int:
     ]
     with tempfile.TemporaryDirectory(prefix="bench-restart-", dir=place) as folder:
         for number in range(args.rounds):
-            cases = [(name, kill) for name in names for kill in args.kills]
-            cases += [("fresh", "")]
-            for name, kill in random.Random(number).sample(cases, len(cases)):
-                print(f"  round {number + 1} of {args.rounds}: {name} {kill}", file=sys.stderr, flush=True)
+            cases = [(name, kill) for name in names for kill in args.kills if (name, kill) not in IMPOSSIBLE]
+            cases += [(name, "start") for name in (FRESH, *names)]
+            cases += [(FRESH, "start on hosts")] if "host" in args.kills else []
+            drawn = random.Random(number)
+            for name, kill in drawn.sample(cases, len(cases)):
+                print(f"  round {number + 1} of {args.rounds}: {name}, {kill}", file=sys.stderr, flush=True)
+                kind = HostsJob if kill in ("host", "start on hosts") else KilledJob
                 run = Path(folder) / "run"
-                _measure(samples, number, name, kill, KilledJob(run, name, MODELS[args.model], args.interval))
+                try:
+                    with kind(run, name, MODELS[args.model], args.interval) as job:
+                        found = [job.start_fresh()] if kill in STARTS else job.killed(kill, args.times, drawn)
+                        for times in found:
+                            _add(samples, kill, name, number, times)
+                except NotResumed as error:
+                    not_resumed.append(f"{name}, {kill}, round {number + 1}")
+                    print(error, file=sys.stderr)
                 shutil.rmtree(run)
     print(_table(samples))
+    for case in not_resumed:
+        print(f"did not train again: {case}")
     for name, why in skipped.items():
         print(f"not measured: {name}: {why}")
     if args.json:
@@ -74,48 +91,48 @@ def main() -> int:
     return 0
 
 
-def _measure(samples: Samples, number: int, name: str, kill: str, job: KilledJob) -> None:
-    with job:
-        times = job.start_fresh() if name == "fresh" else job.killed(kill)
-    _add(samples, kill or "start", name, number, times)
-
-
 def _add(samples: Samples, kill: str, name: str, number: int, times: Times) -> None:
     for part, seconds in times.parts.items():
         samples.add(kill, name, f"{part}_seconds", number, seconds)
     samples.add(kill, name, "total_seconds", number, sum(times.parts.values()))
     samples.add(kill, name, "lost_steps", number, times.lost_steps)
+    samples.add(kill, name, "sent_megabytes", number, times.sent_bytes / 1e6)
 
 
 def _table(samples: Samples) -> str:
-    rows = [f"{'seconds, medians':<19}{'total':>7}" + "".join(f"{part[:7]:>8}" for part in PARTS) + f"{'lost':>6}"]
-    for kill in dict.fromkeys(sample.workload for sample in samples.all):
-        rows += ["-" * 80, KILLS.get(kill, "not killed, no checkpoints")]
-        for name in dict.fromkeys(sample.contender for sample in samples.all if sample.workload == kill):
-            figures = [
-                statistics.median(samples.by_round(kill, name, figure).values())
-                for figure in ("total_seconds", *(f"{part}_seconds" for part in PARTS), "lost_steps")
-            ]
+    rows = [f"{'medians, seconds':<17}{'total':>6}{'x':>6}" + "".join(f"{part[:5]:>6}" for part in PARTS)]
+    rows[0] += f"{'lost':>5}{'MB':>5}"
+    for kill in [each for each in (*STARTS, *KILLS) if any(sample.workload == each for sample in samples.all)]:
+        of_kill = [sample for sample in samples.all if sample.workload == kill]
+        rows += ["-" * 75, f"{STARTS.get(kill) or KILLS[kill]}"]
+        fresh = _median(samples, "start on hosts" if "host" in kill else "start", FRESH, "total_seconds")
+        for name in dict.fromkeys(sample.contender for sample in of_kill):
+            total, *seconds = (
+                _median(samples, kill, name, figure) for figure in ("total_seconds", *(f"{p}_seconds" for p in PARTS))
+            )
+            count = sum(sample.contender == name and sample.figure == "total_seconds" for sample in of_kill)
+            lost, sent = (_median(samples, kill, name, figure) for figure in ("lost_steps", "sent_megabytes"))
             rows.append(
-                f"  {name:<17}{figures[0]:>7.2f}"
-                + "".join(f"{figure:>8.2f}" for figure in figures[1:-1])
-                + f"{figures[-1]:>6.0f}"
+                f"  {name:<12}{count:>3}{total:>6.2f}{total / fresh:>6.2f}"
+                + "".join(f"{figure:>6.2f}" for figure in seconds)
+                + f"{lost:>5.0f}{sent:>5.0f}"
             )
     return "\n".join(rows)
 
 
+def _median(samples: Samples, kill: str, name: str, figure: str) -> float:
+    return statistics.median(
+        sample.value
+        for sample in samples.all
+        if (sample.workload, sample.contender, sample.figure) == (kill, name, figure)
+    )
+
+
 def _skipped() -> dict[str, str]:
     """Return the contenders that cannot be measured here, with the reason."""
-    found = {}
-    if "memory_interval" not in Checkpoint.__dataclass_fields__:
-        found["ours, memory"] = "this version has no checkpoint.memory_interval"
-    if importlib.util.find_spec("torchtitan") is None:
-        found["torchtitan"] = "not installed"
-    elif not torch.cuda.is_available():
-        found["torchtitan"] = "it trains on an accelerator only"
-    else:
-        found["torchtitan"] = "its moments are not known to this script; docs/performance.md has its loads"
-    return found
+    found = {name: f"{package} is not installed" for name, package in NEEDS.items() if not find_spec(package)}
+    found |= {f"{name}, {kill}": why for (name, kill), why in IMPOSSIBLE.items() if name not in found}
+    return found | {"torchtitan": "it trains on an accelerator only"}
 
 
 def _arguments() -> argparse.ArgumentParser:
@@ -124,6 +141,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--kills", nargs="+", choices=KILLS, default=list(KILLS), help="all by default")
     parser.add_argument("--only", nargs="+", help="only contenders whose name contains one of these")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--times", type=int, default=3, help="kills of each job; 3")
     parser.add_argument("--interval", type=int, default=8, help="steps between checkpoints; 8")
     parser.add_argument("--folder", default=os.curdir, help="folder for the temporary files, made if missing")
     parser.add_argument("--json", help="file for all samples")

@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[1]
 PARTS = {"start", "imports", "rendezvous", "build", "load", "step"}
 
 
-@pytest.mark.slow  # three jobs, two of which start twice
+@pytest.mark.slow  # five jobs, two of which are killed
 def test_a_killed_job_is_measured_in_parts_next_to_plain_dcp_and_a_start_without_checkpoints(tmp_path: Path) -> None:
     found, place = tmp_path / "restart.json", tmp_path / "files"
-    options = ["--rounds", "1", "--kills", "ranks", "--only", "ours, disk", "dcp", "--interval", "4"]
+    options = ["--rounds", "1", "--times", "1", "--kills", "ranks", "--only", "ours, disk", "dcp", "--interval", "4"]
     ended = subprocess.run(
         [
             sys.executable,
@@ -38,7 +38,8 @@ def test_a_killed_job_is_measured_in_parts_next_to_plain_dcp_and_a_start_without
     assert all(len(line) <= 80 for line in ended.stdout.splitlines() if not line.startswith("not measured"))
     samples = json.loads(found.read_text())["samples"]
     seconds = {(each["workload"], each["contender"], each["figure"]): each["value"] for each in samples}
-    for case in (("ranks", "ours, disk"), ("ranks", "dcp"), ("start", "fresh")):
+    starts = [("start", name) for name in ("fresh", "ours, disk", "dcp")]
+    for case in (("ranks", "ours, disk"), ("ranks", "dcp"), *starts):
         parts = [seconds[(*case, f"{part}_seconds")] for part in PARTS]
         assert all(part >= 0 for part in parts)
         assert seconds[(*case, "total_seconds")] == pytest.approx(sum(parts))

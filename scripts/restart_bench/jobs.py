@@ -1,17 +1,18 @@
-"""One job of two ranks: started as a user starts it, killed, and started again."""
+"""One job of two ranks on one host: started as a user starts it, killed again and again, and started again."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 HOOKS = Path(__file__).parent / "hooks"
 RANKS = 2
 STEPS = 100_000
-DEADLINE_SECONDS = 300.0
+DEADLINE_SECONDS = 120.0
+RELAUNCHED = ("torchrun", "host")
+"""The kills after which the command is run again; after others torchrun starts the ranks again."""
 POLL_SECONDS = 0.02
 """The moments come from the ranks; this only says when to continue."""
 PARTS = {
@@ -34,7 +37,11 @@ PARTS = {
 }
 """Each part of a start, and the moment that ends it."""
 
-CONTENDERS = ("ours, disk", "ours, memory", "dcp", "torchtitan")
+PLAIN = ("dcp", "torch.save", "nvrx")
+"""Contenders that plain_loop.py trains."""
+FRESH = "fresh"
+"""The trainer without checkpoints."""
+CONTENDERS = ("ours, disk", "ours, memory", *PLAIN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +83,16 @@ class Model:
 
 @dataclass(frozen=True)
 class Times:
-    """The parts of the time to the first trained step, in seconds, and the steps that were lost."""
+    """The parts of the time to the first trained step, in seconds, and what was lost and sent."""
 
     parts: dict[str, float]
     lost_steps: int = 0
+    sent_bytes: int = 0
+    """By all hosts, from the kill to that step."""
+
+
+class NotResumed(Exception):
+    """The job ended, or trained no step for too long: the text has the end of its output."""
 
 
 class KilledJob:
@@ -110,31 +123,40 @@ class KilledJob:
     def start_fresh(self) -> Times:
         """Start the job. Return the parts of the time to its first step."""
         began = self._launch(max_restarts=0)
-        self._wait(lambda: self._last("trained") > 0)
+        self._wait(lambda: self._trained() > 0)
         return self._parts(began)
 
-    def killed(self, kind: str) -> Times:
-        """Start the job, kill it as `kind` says after the next checkpoint but one, and let it start again."""
-        relaunches = kind == "torchrun" or kind.endswith("relaunch")
-        self._launch(max_restarts=0 if relaunches else 1)
-        kill_after = 2 * self._interval + self._interval * 5 // 8
-        self._wait(lambda: self._last("trained") >= kill_after)
+    def killed(self, kind: str, times: int, drawn: random.Random) -> Iterator[Times]:
+        """Start the job and kill it `times` times as `kind` says, in the second interval of each start."""
+        self._launch(max_restarts=0 if kind in RELAUNCHED else times)
+        resumed = 0
+        for _ in range(times):
+            last = resumed + self._interval + 1 + drawn.randrange(self._interval)
+            self._wait(lambda last=last: self._trained() >= last)  # type: ignore[misc]
+            began, sent = time.clock_gettime(time.CLOCK_BOOTTIME), self._sent_bytes()
+            self._kill(kind)
+            if kind in RELAUNCHED:
+                self._launch(max_restarts=0)
+            trained = max(line["step"] for line in self._lines() if line["what"] == "trained" and line["at"] <= began)
+            self._wait(lambda began=began: any(self._is_new(line, began, "trained") for line in self._lines()))  # type: ignore[misc]
+            resumed = min(line["step"] for line in self._lines() if self._is_new(line, began, "trained")) - 1
+            yield Times(self._parts(began).parts, trained - resumed, self._sent_bytes() - sent)
+
+    def _kill(self, kind: str) -> None:
         pids = {line["rank"]: line["pid"] for line in self._lines()}
-        began = time.clock_gettime(time.CLOCK_BOOTTIME)
         if kind == "torchrun":
             assert self._launcher is not None
             self._launcher.kill()
         for rank in range(RANKS - 1, -1, -1):
-            if rank == RANKS - 1 or kind not in ("rank", "rank, relaunch"):
+            if rank == RANKS - 1 or kind != "rank":
                 os.kill(pids[rank], signal.SIGKILL)
-        if relaunches:
+        if kind == "torchrun":
             assert self._launcher is not None
             self._launcher.wait(DEADLINE_SECONDS)
-            self._launch(max_restarts=0)
-        trained = max(line["step"] for line in self._lines() if line["what"] == "trained" and line["at"] <= began)
-        self._wait(lambda: any(self._is_new(line, began, "trained") for line in self._lines()))
-        resumed = min(line["step"] for line in self._lines() if self._is_new(line, began, "trained")) - 1
-        return Times(self._parts(began).parts, trained - resumed)
+
+    def _sent_bytes(self) -> int:
+        """Return what hosts sent so far: one host sends nothing."""
+        return 0
 
     def _parts(self, began: float) -> Times:
         """Return the parts of the start of rank 0 after `began`."""
@@ -155,8 +177,10 @@ class KilledJob:
         processes = {other["pid"]: other["at"] for other in self._read if other["what"] == "process"}
         return bool(processes[line["pid"]] > began - 0.02)
 
-    def _last(self, what: str) -> int:
-        return max((line["step"] for line in self._lines() if line["what"] == what and line["rank"] == 0), default=0)
+    def _trained(self) -> int:
+        """Return the step that rank 0 trained last, in its latest start."""
+        steps = [line["step"] for line in self._lines() if line["what"] == "trained" and line["rank"] == 0]
+        return steps[-1] if steps else 0
 
     def _lines(self) -> list[dict[str, Any]]:
         """Return all lines so far. Reads only new ones: the job needs the cores, and this is called all the time."""
@@ -168,30 +192,37 @@ class KilledJob:
         return self._read
 
     def _launch(self, max_restarts: int) -> float:
-        environment = os.environ | {
-            "PYTHON": sys.executable,
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(HOOKS), os.environ.get("PYTHONPATH", "")])),
-            "NGPU": str(RANKS),
-            "MAX_RESTARTS": str(max_restarts),
-            "OMP_NUM_THREADS": "1",
-            "BENCH_RESTART_TIMES": str(self._times),
-            "XDG_RUNTIME_DIR": str(self._runtime),
-        }
         began = time.clock_gettime(time.CLOCK_BOOTTIME)
-        with (self._folder / "output.log").open("ab") as output:
-            self._launcher = subprocess.Popen(
-                self._command(max_restarts), env=environment, cwd=self._folder, stdout=output, stderr=output
-            )
+        environment = {**os.environ, **self._variables(), "XDG_RUNTIME_DIR": str(self._runtime)}
+        environment |= {"MAX_RESTARTS": str(max_restarts), "NGPU": str(RANKS)}
+        place = ["--standalone", "--local-addr=localhost", f"--nproc-per-node={RANKS}"]
+        command = self._command([*place, f"--max-restarts={max_restarts}"])
+        with self.log.open("ab") as output:
+            self._launcher = subprocess.Popen(command, env=environment, cwd=self._folder, stdout=output, stderr=output)
         return began
 
-    def _command(self, max_restarts: int) -> list[str]:
+    @property
+    def log(self) -> Path:
+        """The output of the job."""
+        return self._folder / "output.log"
+
+    def _variables(self) -> dict[str, str]:
+        path = os.pathsep.join(filter(None, [str(HOOKS), os.environ.get("PYTHONPATH", "")]))
+        return {
+            "PYTHON": sys.executable,
+            "PYTHONPATH": path,
+            "OMP_NUM_THREADS": "1",
+            "BENCH_RESTART_TIMES": str(self._times),
+        }
+
+    def _command(self, launch: Sequence[str]) -> list[str]:
+        """Return the command of the job; torchrun of a plain loop has the options `launch`."""
         model = self._model
-        if self._contender == "dcp":
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
-            torchrun += [f"--nproc-per-node={RANKS}", f"--max-restarts={max_restarts}"]
+        if self._contender in PLAIN:
+            torchrun = [sys.executable, "-m", "torch.distributed.run", *launch]
             numbers = (self._interval, STEPS, model.batch_size, model.seq_len)
-            script = [str(Path(__file__).with_name("plain_dcp.py")), model.sizes(), str(self._folder / "checkpoint")]
-            return [*torchrun, *script, *map(str, numbers)]
+            script = [str(Path(__file__).with_name("plain_loop.py")), self._contender, model.sizes()]
+            return [*torchrun, *script, str(self._folder / "checkpoint"), *map(str, numbers)]
         return [
             str(ROOT / "run_train.sh"),
             f"--model.config_path={self._model_file}",
@@ -206,7 +237,7 @@ class KilledJob:
         ]
 
     def _own_keys(self) -> list[str]:
-        if self._contender == "fresh":
+        if self._contender == FRESH:
             return ["--checkpoint.no_enable_checkpoint"]
         if self._contender == "ours, memory":
             return ["--checkpoint.async_mode=async_with_pinned_mem", "--checkpoint.memory_interval=1"]
@@ -224,10 +255,13 @@ class KilledJob:
     def _wait(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + DEADLINE_SECONDS
         while not condition():
-            if time.monotonic() > deadline or (self._launcher is not None and self._launcher.poll() is not None):
-                output = (self._folder / "output.log").read_text(encoding="utf-8", errors="replace")
-                raise RuntimeError(f"the job has ended, or hangs:\n{output[-4000:]}")
+            if time.monotonic() > deadline or self._has_ended():
+                output = self.log.read_text(encoding="utf-8", errors="replace")
+                raise NotResumed(f"the job has ended, or hangs:\n{output[-4000:]}")
             time.sleep(POLL_SECONDS)
+
+    def _has_ended(self) -> bool:
+        return self._launcher is not None and self._launcher.poll() is not None
 
 
 def _runs(pid: int, times: Path) -> bool:
