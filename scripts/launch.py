@@ -23,7 +23,7 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.preflight import check_files, check_ranks
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
-LAST_CALL_SECONDS = 10
+LAST_CALL_SECONDS = 5
 """How long fewer nodes than the most wait for others. A node that comes later interrupts the job, so not too short."""
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 

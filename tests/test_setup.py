@@ -239,7 +239,7 @@ def test_nodes_meet_in_a_store_that_is_none_of_theirs(machine: Machine) -> None:
     finished = machine.run("run_train.sh", *batch, NNODES="1:4", RDZV="host:29500", RDZV_ID="seven", NGPU="2")
     assert finished.returncode == 0, finished.stderr
     launch = machine.calls()[-1].split(": torchrun ")[1]
-    assert launch.startswith("--nnodes=1:4 --rdzv-backend=c10d --rdzv-conf=is_host=0,last_call_timeout=10 ")
+    assert launch.startswith("--nnodes=1:4 --rdzv-backend=c10d --rdzv-conf=is_host=0,last_call_timeout=5 ")
     assert " --rdzv-endpoint=host:29500 --rdzv-id=seven --nproc-per-node=2 " in launch
     assert "With 3 of 4 nodes this job would fail: training.global_batch_size: 16 is not a multiple" in finished.stderr
     assert finished.stderr.count("this job would fail") == 1, "other numbers divide it"
