@@ -51,15 +51,17 @@ class HostsJob(KilledJob):
             host.start(self._command(options), self.log, variables)
         return began
 
-    def _kill(self, kind: str) -> None:
+    def _kill(self, kind: str) -> str:
         ranks = {line["rank"]: line["pid"] for line in self._lines()}
-        lost = next(number for number, host in enumerate(self._pair) if ranks[self._number % 2] in host.pids())
+        rank = self._number % 2  # Of the two in turn.
+        lost = next(number for number, host in enumerate(self._pair) if ranks[rank] in host.pids())
         left = self._pair[1 - lost]
         self._gone_bytes += self._pair[lost].sent_bytes()
         self._pair[lost] = self._hosts.replace(self._pair[lost])
         for pid in [left.processes[0].pid, *(pid for pid in ranks.values() if pid in left.pids())]:
             os.kill(pid, signal.SIGKILL)
         left.processes.pop().wait(DEADLINE_SECONDS)
+        return "host" if rank else "first host"
 
     def _own_keys(self) -> Sequence[str]:
         keys = super()._own_keys()

@@ -85,6 +85,7 @@ class Model:
 class Times:
     """The parts of the time to the first trained step, in seconds, and what was lost and sent."""
 
+    kill: str
     parts: dict[str, float]
     lost_steps: int = 0
     sent_bytes: int = 0
@@ -124,7 +125,7 @@ class KilledJob:
         """Start the job. Return the parts of the time to its first step."""
         began = self._launch(max_restarts=0)
         self._wait(lambda: self._trained() > 0)
-        return self._parts(began)
+        return Times("", self._parts(began))
 
     def killed(self, kind: str, times: int, drawn: random.Random) -> Iterator[Times]:
         """Start the job and kill it `times` times as `kind` says, in the second interval of each start."""
@@ -134,15 +135,16 @@ class KilledJob:
             last = resumed + self._interval + 1 + drawn.randrange(self._interval)
             self._wait(lambda last=last: self._trained() >= last)  # type: ignore[misc]
             began, sent = time.clock_gettime(time.CLOCK_BOOTTIME), self._sent_bytes()
-            self._kill(kind)
+            kill = self._kill(kind)
             if kind in RELAUNCHED:
                 self._launch(max_restarts=0)
             trained = max(line["step"] for line in self._lines() if line["what"] == "trained" and line["at"] <= began)
             self._wait(lambda began=began: any(self._is_new(line, began, "trained") for line in self._lines()))  # type: ignore[misc]
             resumed = min(line["step"] for line in self._lines() if self._is_new(line, began, "trained")) - 1
-            yield Times(self._parts(began).parts, trained - resumed, self._sent_bytes() - sent)
+            yield Times(kill, self._parts(began), trained - resumed, self._sent_bytes() - sent)
 
-    def _kill(self, kind: str) -> None:
+    def _kill(self, kind: str) -> str:
+        """Kill as `kind` says; return what that was."""
         pids = {line["rank"]: line["pid"] for line in self._lines()}
         if kind == "torchrun":
             assert self._launcher is not None
@@ -153,12 +155,13 @@ class KilledJob:
         if kind == "torchrun":
             assert self._launcher is not None
             self._launcher.wait(DEADLINE_SECONDS)
+        return kind
 
     def _sent_bytes(self) -> int:
         """Return what hosts sent so far: one host sends nothing."""
         return 0
 
-    def _parts(self, began: float) -> Times:
+    def _parts(self, began: float) -> dict[str, float]:
         """Return the parts of the start of rank 0 after `began`."""
         at = began
         parts = {}
@@ -168,7 +171,7 @@ class KilledJob:
             reached = next(line["at"] for line in lines if line["what"] == moment)
             parts[part] = reached - at
             at = reached
-        return Times(parts)
+        return parts
 
     def _is_new(self, line: dict[str, Any], began: float, what: str) -> bool:
         """Return whether `line` is about `what` of a start of rank 0 after `began`. Processes start in ticks."""
