@@ -16,6 +16,7 @@
 #   NGPU         processes per node; default: the GPUs that Slurm allocated on a node, else 1
 #   REPO         the clone, visible from every node; default: the folder that the job is submitted from
 #   PYTHON       default: .venv/bin/python in REPO
+#   SPARE_NODES  how many of the nodes wait to take the place of lost ones; default 0. Submit with --no-kill then
 #
 # Options of sbatch on the command line override the #SBATCH lines; docs/slurm.md gives the reasons for these.
 # Exit codes: 0 finished, or queued again; 2 wrong usage; 3 set-up impossible; else the exit code of srun.
@@ -32,14 +33,16 @@ from torchtitan_lite.config.manager import parse_config_or_exit
 config = parse_config_or_exit(sys.argv[1:])
 launcher = pathlib.Path(importlib.util.find_spec('torch').origin).with_name('distributed') / 'run.py'
 options = [o for o in ('--signals-to-handle', '--shutdown-timeout') if o in launcher.read_text()]
-print(config.checkpoint.preemption_grace_seconds, ' '.join(options), config.job.dump_folder, sep='\n')
+only_loads = config.checkpoint.enable_checkpoint and config.checkpoint.load_only
+print(config.checkpoint.preemption_grace_seconds, int(only_loads), ' '.join(options), config.job.dump_folder, sep='\n')
 sys.exit($CONFIG_IS_FINE)"
 
 num_signals=0 # signals received that ask the job to leave
 step=""       # process id of srun
+store=""      # process id of the store in which the nodes meet; with spare nodes only
 
 main() {
-    local code=0 events before
+    local code=0 events before end
     # First of all: without a trap the signal would end this script, and the job would not be queued again.
     trap on_signal USR1 TERM
     check_set_up
@@ -48,9 +51,12 @@ main() {
     before="$(number_of_lines "$events")"
     if ((num_signals == 0)); then
         run_step "$@" || code=$?
-        if ! is_preempted_since "$before" "$events"; then
-            end_with "$code"
-        fi
+        end="$(end_since "$before" "$events")"
+        case "$end" in
+        preempted) ;;
+        finished) end_with 0 ;; # also if a node was lost
+        *) ((only_loads && num_signals && code)) || end_with "$code" ;;
+        esac
     fi
     queue_again
 }
@@ -73,6 +79,11 @@ check_set_up() {
     [[ -f $REPO/train.py ]] || give_up "$REPO has no train.py: submit from the clone, or name it in REPO."
     [[ -x $(command -v "$PYTHON") ]] || give_up "$PYTHON is not executable: run ./run_train.sh --help in $REPO, or set PYTHON."
     export PYTHONPATH="$REPO${PYTHONPATH:+:$PYTHONPATH}"
+    [[ ${SPARE_NODES:-0} =~ ^[0-9]+$ ]] || wrong_usage "SPARE_NODES: expected a number of nodes, found '$SPARE_NODES'."
+    mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    ((${#nodes[@]} > 0)) || give_up "scontrol found no node in SLURM_JOB_NODELIST, which is '$SLURM_JOB_NODELIST'."
+    num_nodes="$((${#nodes[@]} - ${SPARE_NODES:-0}))"
+    ((num_nodes > 0)) || wrong_usage "SPARE_NODES is $SPARE_NODES: none of the ${#nodes[@]} nodes is left to train on."
 }
 
 read_config() {
@@ -84,20 +95,26 @@ read_config() {
         printf '%s\n' "$answers"
         exit "$code"
     fi
-    { read -r grace_seconds && read -r options && IFS= read -r dump_folder; } <<<"$answers"
+    { read -r grace_seconds && read -r only_loads && read -r options && IFS= read -r dump_folder; } <<<"$answers"
 }
 
 run_step() {
-    local nodes code signals_before
-    mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-    ((${#nodes[@]} > 0)) || give_up "scontrol found no node in SLURM_JOB_NODELIST, which is '$SLURM_JOB_NODELIST'."
-    local srun=(--ntasks-per-node=1 --kill-on-bad-exit=0 --wait="$MARGIN_SECONDS")
+    local code signals_before port="$((20000 + SLURM_JOB_ID % 20000))"
+    local srun=(--ntasks-per-node=1 --kill-on-bad-exit=0)
     if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
         srun+=(--cpus-per-task="$SLURM_CPUS_PER_TASK") # srun no longer inherits it from sbatch since Slurm 22.05
     fi
-    local launch=(--nnodes="${#nodes[@]}" --nproc-per-node="${NGPU:-${SLURM_GPUS_ON_NODE:-1}}")
-    launch+=(--rdzv-backend=c10d --rdzv-endpoint="${nodes[0]}:$((20000 + SLURM_JOB_ID % 20000))")
+    local launch=(--nnodes="$num_nodes" --nproc-per-node="${NGPU:-${SLURM_GPUS_ON_NODE:-1}}")
+    launch+=(--rdzv-backend=c10d --rdzv-endpoint="${nodes[0]}:$port")
     launch+=(--rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}")
+    if ((num_nodes < ${#nodes[@]})); then
+        # Of a spare node, torchrun waits without end for a place, and ends when the others have finished.
+        launch+=(--max-restarts="$((${#nodes[@]} - num_nodes))" --rdzv-conf=is_host=0)
+        srun+=(--no-kill --wait=0)
+        serve_store "$port"
+    else
+        srun+=(--wait="$MARGIN_SECONDS")
+    fi
     if [[ $options == *--signals-to-handle* ]]; then
         launch+=(--signals-to-handle="$SIGNALS")
     else
@@ -116,16 +133,26 @@ run_step() {
         # A signal interrupts the wait, which then returns the code of the signal: wait again for that of the step.
         ((signals_before != num_signals)) || break
     done
+    [[ -z $store ]] || kill "$store" 2>/dev/null || true
     return "$code"
+}
+
+# On this node, where the script runs: if it is lost the job has ended anyway, and Slurm queues it again.
+serve_store() {
+    # Else a node that comes later is not heard: the others publish the address of a store that they share once.
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    "$PYTHON" "$REPO/scripts/rendezvous_store.py" 0.0.0.0 "$1" &
+    store=$!
 }
 
 number_of_lines() {
     if [[ -f $1 ]]; then wc -l <"$1"; else echo 0; fi
 }
 
-# torchrun turns every exit code of a worker except 0 into 1, so read how the run ended in its own events.
-is_preempted_since() {
-    [[ -f $2 ]] && tail -n "+$(($1 + 1))" "$2" | grep --count '"event": "preempted"' >/dev/null
+# torchrun turns every exit code of a worker except 0 into 1, so read how the run ended in its own events. A run that
+# only loads writes none: a signal and a code that is not 0 have to do.
+end_since() {
+    [[ ! -f $2 ]] || tail -n "+$(($1 + 1))" "$2" | sed -En 's/.*"event": "(preempted|finished)".*/\1/p' | tail -n 1
 }
 
 end_with() {
@@ -150,6 +177,11 @@ queue_again() {
 give_up() {
     say "$@"
     exit 3
+}
+
+wrong_usage() {
+    say "$@"
+    exit 2
 }
 
 say() {

