@@ -9,6 +9,4 @@ cd "$ROOT"
 "$PYTHON" -m ruff check
 "$PYTHON" -m mypy
 "$PYTHON" scripts/check_words.py
-if command -v shellcheck >/dev/null; then
-    shellcheck --external-sources --source-path=SCRIPTDIR run_train.sh run_tests.sh scripts/*.sh .ci/run
-fi
+PATH="$(dirname "$PYTHON"):$PATH" shellcheck --external-sources --source-path=SCRIPTDIR ./*.sh scripts/*.sh .ci/run

