@@ -12,15 +12,19 @@ import sys
 
 from torch.distributed import TCPStore
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
 
 def main() -> int:
     """Run the command."""
     if len(sys.argv) != 3 or not sys.argv[2].isdigit():
         sys.stderr.write("usage: rendezvous_store.py ADDRESS PORT\n")
         return 2
+    # Blocked and waited for, not left to their defaults: those do nothing to process 1 of a container.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     store = TCPStore(sys.argv[1], int(sys.argv[2]), is_master=True, wait_for_workers=False)
     print(f"Nodes meet at port {store.port}", flush=True)
-    signal.pause()
+    signal.sigwait(SIGNALS)
     return 0
 
 
