@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import pytest
 
 from tests.checkpoint.images.cards import CARD
 from tests.cli.conftest import Said
+from tests.keepers import END_SECONDS, keepers_in
 from torchtitan_lite.checkpoint.staging.mark import Mark
 from torchtitan_lite.keeper.client import Keeper
 from torchtitan_lite.store.lineage import Lineage
@@ -125,3 +128,30 @@ def test_a_keeper_that_cannot_be_used_is_one_sentence(memory_tier: Path, root: P
     assert (code, out) == (1, "")
     assert err.startswith("error: what is kept in memory is not known: ")
     assert err.endswith("is a symbolic link: expected a folder; remove it\n")
+
+
+def test_keeping_and_ending_at_once_is_refused(memory_tier: Path, root: Path, said: Said) -> None:
+    code, _, err = said("memory", root, "--keep", "--end")
+    assert code == 2 and "give one of them" in err
+    assert not keepers_in(memory_tier)
+
+
+@pytest.mark.parametrize("end", ["the run finishes", "SIGTERM"])
+def test_a_container_of_its_own_keeps_them_until_the_run_finishes_or_a_signal_comes(
+    memory_tier: Path, root: Path, end: str
+) -> None:
+    command = [sys.executable, "-m", "torchtitan_lite.cli", "memory", str(root), "--keep"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as container:
+        assert container.stdout is not None
+        assert "0 images, 0 B, kept by process" in container.stdout.readline()
+        (pid,) = keepers_in(memory_tier)
+        job = Keeper(root, 600.0, runtime=memory_tier)
+        job.start()
+        job.join("first")
+        assert keepers_in(memory_tier) == [pid], "the job starts none of its own"
+        if end == "SIGTERM":
+            container.terminate()
+        else:
+            job.finish()
+        assert container.wait(END_SECONDS) == 0
+    job.leave()

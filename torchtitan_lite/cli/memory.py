@@ -1,12 +1,14 @@
 """`memory`: what the keeper of a folder of checkpoints holds on this host, and how to free it.
 
 The keeper holds memory that no `ls` shows and no step on disk accounts for. Only what it answers is read: this verb
-starts no keeper, and keeps nothing from ending.
+keeps nothing from ending, and starts a keeper only with --keep, for a container that outlives the trainer's.
 """
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 _OF_LOGIND = Path("/run/user")
 """Where XDG_RUNTIME_DIR of each user is, by default."""
+_UNUSED_SECONDS = 600.0
+"""How long a keeper without a job lives; a job brings its own checkpoint.memory_ttl_seconds."""
 _BLOCK_BYTES = 512
 """The unit of st_blocks."""
 
@@ -45,11 +49,17 @@ class Memory:
     """A folder of checkpoints, or the dump folder of a run. It may have been deleted."""
     end: bool = False
     """Free them, and end the process that holds them; refused while a job uses them."""
+    keep: bool = False
+    """Start the process that holds them, and wait until it ends: for a container of its own, next to the job's."""
     json: bool = False
     """Print JSON."""
 
     def run(self, screen: Screen) -> ExitCode:
         root = _root(self.folder)
+        if self.keep and self.end:
+            raise ConfigError("--keep starts what --end ends: give one of them")
+        if self.keep:
+            return _keep(root, screen)
         keeper = _keeper_of(root)
         found = _Found.of(root, keeper, time.time())
         if found.keeper is None and not root.is_dir():
@@ -165,6 +175,17 @@ class _Found:
             return "", "", size(image.memory_bytes), "", image.finding
         rank = f"{card.rank} of {card.world_size}"
         return str(card.step), rank, size(image.num_bytes), age(self.now - card.created_at), card.lineage.run_id
+
+
+def _keep(root: Path, screen: Screen) -> ExitCode:
+    """Hold what a job at `root` keeps until the run has finished, no job has used it for a while, or SIGTERM comes."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.FINE))  # As process 1 it would do nothing by itself.
+    keeper = Keeper(root, _UNUSED_SECONDS, runtime=runtime_folder())
+    keeper.start()
+    found = _Found.of(root, keeper, time.time())
+    screen.show(found.to_json() | {"ended": False}, found.render)
+    keeper.wait()
+    return ExitCode.FINE
 
 
 def _keeper_of(root: Path) -> Keeper:

@@ -122,6 +122,18 @@ class Keeper:
         with self._watching:
             return self._pidfd >= 0 and not self._is_forked and _has_ended(self._pidfd, 0.0)
 
+    def wait(self) -> None:
+        """Wait until the keeper that runs now has ended; return at once if none does. Raises `KeeperUnavailable`."""
+        with self._as_unavailable(), suppress(NoKeeper, HungUp):
+            with connected(self._path(), ANSWER_SECONDS) as ask:
+                pidfd = ask.open_peer()
+            if pidfd < 0:
+                raise KeeperUnavailable("the one that runs is in a PID namespace that is not seen here")
+            try:
+                select.select([pidfd], [], [])
+            finally:
+                os.close(pidfd)
+
     def hurry(self) -> None:
         """Wait only shortly for a keeper that is stopped, until `join`: this process leaves. Any thread."""
         self._hurries = True
