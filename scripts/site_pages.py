@@ -19,7 +19,7 @@ RENAMED = {
     "CONTRIBUTING.md": "contributing.md",
 }
 """Files of the repository, and their names on the site; others in docs/ keep theirs."""
-LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash", "": "text"}
+LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash", ".yaml": "yaml", "": "text"}
 LINK = re.compile(r"\[(?P<text>[^]\n]*)\]\((?P<target>[^)\s]+)\)")
 LIST_ITEM = re.compile(r"(?:[-*]|\d+\.) ")
 

@@ -18,9 +18,14 @@ from typing import Any
 import yaml
 
 from tests.hosts import Host
-from tests.processes import children, send
+from tests.processes import children, command_line, send
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples" / "kubernetes"
+_OF_VENV = {
+    ".venv/bin/python": [sys.executable],
+    ".venv/bin/torchtitan-lite": [sys.executable, "-m", "torchtitan_lite.cli"],
+}
+NEW_PROCESSES = ("unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc")
 _NAMESPACE = 'mount --bind "$0" /proc/sys/kernel/random/boot_id; exec "$@"'
 """The host's boot id is below the new /proc."""
 _LABEL = re.compile(r"metadata\.labels\['jobset\.sigs\.k8s\.io/jobset-name'\]")
@@ -54,6 +59,13 @@ def environment_of(container: Mapping[str, Any], jobset: str) -> dict[str, str]:
     return known
 
 
+def command_of(container: Mapping[str, Any]) -> list[str]:
+    """Return the command of `container` with its arguments; the image's .venv is the environment of the tests."""
+    first, *others = container["command"]
+    found = _OF_VENV.get(first, [first])
+    return [*found, *others, *container.get("args", ())]
+
+
 @dataclass(frozen=True)
 class Pod:
     """A pod of one container that runs on `host`."""
@@ -75,10 +87,7 @@ class Pod:
     ) -> Pod:
         """Start the pod with further `arguments` and variables; its volumes are in `mounts`."""
         (container,) = spec["containers"]
-        # The image has a .venv in the clone; here the tests' environment is that.
-        command = [sys.executable if word == ".venv/bin/python" else word for word in container["command"]]
-        own = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc"]
-        inside = [*own, "sh", "-ec", _NAMESPACE, f"{host.folder}/boot_id", *command, *container.get("args", ())]
+        inside = [*NEW_PROCESSES, "sh", "-ec", _NAMESPACE, f"{host.folder}/boot_id", *command_of(container)]
         variables = {"PYTHON": sys.executable, **environment_of(container, jobset), **(environment or {})}
         return cls(spec, host.start([*inside, *arguments], log, variables, mounts))
 
@@ -91,6 +100,32 @@ class Pod:
         except subprocess.TimeoutExpired:
             self.process.kill()
             return self.process.wait()
+
+
+class SharedPod:
+    """A pod on `host` whose containers have one PID namespace and the volumes of `mounts`."""
+
+    def __init__(self, host: Host, log: Path, mounts: Mapping[Path, Path]) -> None:
+        self._host, self._log, self._mounts = host, log, mounts
+        # What Kubernetes calls the pause container.
+        first = host.start([*NEW_PROCESSES, "sleep", "infinity"], log)
+        while not (found := [pid for pid in children(first.pid) if command_line(pid).startswith("sleep")]):
+            assert first.poll() is None
+        (self._first,) = found
+
+    def start(self, *command: str) -> subprocess.Popen[str]:
+        """Start `command` in a container of its own."""
+        place = ["nsenter", f"--pid=/proc/{self._first}/ns/pid", "unshare", "--mount"]
+        inside = ["sh", "-ec", 'mount -t proc proc /proc; exec "$@"', "sh", *command]
+        folders = {"XDG_RUNTIME_DIR": "", "TMPDIR": "", "PYTHON": sys.executable, "NGPU": "1"}
+        return self._host.start([*place, *inside], self._log, folders, self._mounts)
+
+
+def kill(container: subprocess.Popen[str]) -> None:
+    """Kill all processes of a container at once, as the kernel does when its memory is full."""
+    for pid in [*children(container.pid), container.pid]:
+        send(pid, signal.SIGKILL)
+    container.wait()
 
 
 def end_of(jobset: Mapping[str, Any], job: str, codes: Sequence[int], restarts: int) -> str:

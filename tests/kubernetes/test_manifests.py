@@ -15,7 +15,18 @@ import pytest
 
 from tests.e2e.jobs import DEADLINE_SECONDS, TINY, Job
 from tests.hosts import Hosts, network
-from tests.kubernetes.pods import EXAMPLES, Pod, end_of, environment_of, jobs_of, manifests, pod_of
+from tests.kubernetes.pods import (
+    EXAMPLES,
+    Pod,
+    SharedPod,
+    command_of,
+    end_of,
+    environment_of,
+    jobs_of,
+    kill,
+    manifests,
+    pod_of,
+)
 from tests.kubernetes.schema import findings
 from torchtitan_lite.config.manager import parse_config
 
@@ -135,6 +146,38 @@ def test_a_container_with_a_wrong_configuration_ends_with_a_code_that_is_not_sta
     ended = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, check=False)
     assert "checkpoint.interval" in ended.stderr
     assert end_of(jobset(), "node", [ended.returncode], restarts=0) == "fails"
+
+
+@pytest.mark.slow
+def test_a_container_that_is_killed_is_started_again_in_its_pod_and_continues_from_memory(tmp_path: Path) -> None:
+    (manifest,) = manifests("jobset_memory.yaml")
+    pod = pod_of(jobs_of(manifest["spec"])["node"])
+    assert (pod["shareProcessNamespace"], pod["restartPolicy"]) == (True, "OnFailure")
+    (sidecar,), (container,) = pod["initContainers"], pod["containers"]
+    mounts = {Path(f"/{each}"): tmp_path / each for each in ("mnt", "tmp")}
+    for folder in (tmp_path / "mnt" / "runs", tmp_path / "tmp"):
+        folder.mkdir(parents=True)
+    run, log = tmp_path / "mnt" / "runs" / "train", tmp_path / "log"
+    command = [*command_of(container), *TINY, "--checkpoint.interval=1000"]
+    with network() as hosts:
+        shared = SharedPod(hosts.add(), log, mounts)
+        keeper = shared.start(*command_of(sidecar))
+        job = Job([keeper], run, log)
+        job.wait_until(lambda _: not shared.start(*sidecar["startupProbe"]["exec"]["command"]).wait())
+        first = shared.start(*command, "--training.steps=4000")
+        job = Job([first], run, log)
+        job.wait_until(lambda job: 20 in job.losses())
+        kill(first)
+        reached = max(job.losses())
+        assert not job.checkpoints or not any(name.startswith("step-") for name in job.checkpoints)
+
+        again = shared.start(*command, f"--training.steps={reached + 5}")
+        job = Job([again], run, log)
+        assert job.wait() == [0], job.log
+        (loaded,) = job.events("loaded")
+        assert loaded["origin"] == "memory"
+        assert reached - loaded["step"] <= 10
+        assert keeper.wait(DEADLINE_SECONDS) == 0, "the run has finished, so nothing is kept"
 
 
 class Cluster:
