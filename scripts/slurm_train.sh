@@ -37,6 +37,16 @@ only_loads = config.checkpoint.enable_checkpoint and config.checkpoint.load_only
 print(config.checkpoint.preemption_grace_seconds, int(only_loads), ' '.join(options), config.job.dump_folder, sep='\n')
 sys.exit($CONFIG_IS_FINE)"
 
+# With spare nodes, what each node runs: the store's HOST and PORT, then torchrun. If the node of this script is lost,
+# Slurm leaves a job with --no-kill running without it; then the store does not answer, and another node queues it again.
+# srun signals the complete process group, so this shell too.
+# shellcheck disable=SC2016 # the shells of the nodes expand it
+ON_NODE='trap : USR1
+"${@:3}" && exit
+code=$?
+(: <"/dev/tcp/$1/$2") 2>/dev/null || scontrol requeue "$SLURM_JOB_ID"
+exit "$code"'
+
 num_signals=0 # signals received that ask the job to leave
 step=""       # process id of srun
 store=""      # process id of the store in which the nodes meet; with spare nodes only
@@ -104,13 +114,15 @@ run_step() {
     if [[ -n ${SLURM_CPUS_PER_TASK:-} ]]; then
         srun+=(--cpus-per-task="$SLURM_CPUS_PER_TASK") # srun no longer inherits it from sbatch since Slurm 22.05
     fi
-    local launch=(--nnodes="$num_nodes" --nproc-per-node="${NGPU:-${SLURM_GPUS_ON_NODE:-1}}")
+    local launch=() run=("$PYTHON" -m torch.distributed.run)
+    launch+=(--nnodes="$num_nodes" --nproc-per-node="${NGPU:-${SLURM_GPUS_ON_NODE:-1}}")
     launch+=(--rdzv-backend=c10d --rdzv-endpoint="${nodes[0]}:$port")
     launch+=(--rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}")
     if ((num_nodes < ${#nodes[@]})); then
         # Of a spare node, torchrun waits without end for a place, and ends when the others have finished.
         launch+=(--max-restarts="$((${#nodes[@]} - num_nodes))" --rdzv-conf=is_host=0)
         srun+=(--no-kill --wait=0)
+        run=(bash -c "$ON_NODE" torchrun "${nodes[0]}" "$port" "${run[@]}")
         serve_store "$port"
     else
         srun+=(--wait="$MARGIN_SECONDS")
@@ -124,7 +136,7 @@ run_step() {
         launch+=(--shutdown-timeout="$((grace_seconds + MARGIN_SECONDS))")
     fi
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # torchrun's default; setting it avoids its warning
-    srun "${srun[@]}" "$PYTHON" -m torch.distributed.run "${launch[@]}" "$REPO/train.py" "${arguments[@]}" &
+    srun "${srun[@]}" "${run[@]}" "${launch[@]}" "$REPO/train.py" "${arguments[@]}" &
     step=$!
     ((num_signals == 0)) || signal_step
     while true; do

@@ -9,17 +9,18 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.e2e.jobs import DEADLINE_SECONDS, TINY, Job, free_port
-from tests.processes import children, command_line
+from tests.processes import children, command_line, send
 from torchtitan_lite.metrics.json_lines import JsonLines
 
 ROOT = Path(__file__).parents[1]
@@ -49,11 +50,11 @@ SRUN_NODES = """#!/usr/bin/env bash
 # Each node is a session of its own, so that a test can kill all of it.
 while [[ $1 == --* ]]; do shift; done
 for node in 0 1 2; do
-    setsid "$1" "$2" "$3" --local-addr=localhost "${@:4}" &
+    PET_LOCAL_ADDR=localhost setsid "$@" &
     nodes[node]=$!
 done
 printf '%s\n' "${nodes[@]}" >"$RECORD/nodes"
-trap 'kill -USR1 "${nodes[@]}"' USR1
+trap 'kill -USR1 -- "${nodes[@]/#/-}"' USR1
 code=0
 for node in "${nodes[@]}"; do
     while kill -0 "$node" 2>/dev/null; do wait "$node" || code=$?; done
@@ -245,8 +246,26 @@ def test_with_a_spare_node_all_nodes_meet_in_a_store_outside_of_torchrun_and_one
     code, said = cluster.run(STEP="ends", SPARE_NODES="1", SLURM_JOB_ID=str(free_port() - 20000))
     assert code == 0, said
     arguments = cluster.srun()
-    assert {"--no-kill", "--wait=0"} < set(arguments[: arguments.index(sys.executable)])
+    assert {"--no-kill", "--wait=0"} < set(arguments[: arguments.index("bash")])
     assert {"--nnodes=1", "--max-restarts=1", "--rdzv-conf=is_host=0"} < set(arguments)
+
+
+@pytest.mark.parametrize(
+    ("code", "lives", "queued"), [(5, False, ["requeue 4711"]), (5, True, []), (0, False, []), (0, True, [])]
+)
+def test_a_node_queues_the_job_again_only_if_it_failed_and_the_script_is_lost_with_its_node(
+    cluster: Cluster, code: int, lives: bool, queued: Sequence[str]
+) -> None:
+    (on_node,) = re.findall(r"^ON_NODE='(.*?)'$", SCRIPT.read_text(), re.MULTILINE | re.DOTALL)
+    variables = {**os.environ, "PATH": f"{cluster.folder / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "4711"}
+    variables["RECORD"] = str(cluster.record)
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        port = str(store.getsockname()[1])
+        if not lives:
+            store.close()
+        command = ["bash", "-c", on_node, "torchrun", "127.0.0.1", port, "bash", "-c", f"exit {code}"]
+        assert subprocess.run(command, env=variables, check=False).returncode == code
+    assert cluster.requeued() == queued
 
 
 @pytest.mark.parametrize("spare", ["2", "one"])
@@ -316,7 +335,8 @@ def test_the_spare_node_takes_the_place_of_a_lost_one(cluster: Cluster) -> None:
     job.wait_until(lambda job: 12 in job.losses())
     before = training_nodes(cluster)
     assert len(before) == 2, "the third one waits"
-    os.killpg(before[0], signal.SIGKILL)
+    for pid in [*children(before[0]), before[0]]:
+        send(pid, signal.SIGKILL)
     job.wait_until(lambda job: job.events("loaded"))
     loaded = job.events("loaded")[0]["step"]
     job.wait_until(lambda job: loaded + 5 in job.losses() and len(training_nodes(cluster)) == 2)
@@ -328,6 +348,10 @@ def test_the_spare_node_takes_the_place_of_a_lost_one(cluster: Cluster) -> None:
 
 
 def training_nodes(cluster: Cluster) -> list[int]:
-    """Return the process ids of the torchruns that have workers."""
+    """Return the process ids of the shells whose torchrun has workers."""
     nodes = map(int, (cluster.record / "nodes").read_text().split())
-    return [node for node in nodes if any("train.py" in command_line(child) for child in children(node))]
+    return [node for node in nodes if any(map(is_worker, map(command_line, children(node))))]
+
+
+def is_worker(command: str) -> bool:
+    return "train.py" in command and "torch.distributed.run" not in command
