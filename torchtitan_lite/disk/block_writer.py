@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from torchtitan_lite import faults
-from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, digest_blocks
+from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, FileRecord, digest_blocks
 from torchtitan_lite.disk.durable import DISK, O_DIRECT, Durable
 from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.disk.request_memory import request_memory
@@ -141,6 +141,31 @@ def write_blocks(
     finally:
         file.close()
     return source.record or FileRecord(source.num_bytes, b"".join(digests))
+
+
+def has_digests(source: FileSource, record: FileRecord) -> bool:
+    """Return whether the contents of `source` are those that `record` describes. Nothing is written. Any thread."""
+    if source.num_bytes != record.size or source.record not in (None, record):
+        return False
+    differs = threading.Event()
+
+    def make_worker() -> Callable[[int], None]:
+        read = source.reader()
+
+        def compare(begin: int) -> None:
+            if differs.is_set():
+                return
+            end = min(begin + source.request_bytes, source.num_bytes)
+            digests = digest_blocks(read(begin, end)[: end - begin])
+            at = begin // BLOCK_BYTES * DIGEST_BYTES
+            if digests != record.blocks[at : at + len(digests)]:
+                differs.set()
+
+        return compare
+
+    begins = range(0, source.num_bytes, source.request_bytes)
+    in_threads(begins, min(source.threads, len(begins)), make_worker)
+    return not differs.is_set()
 
 
 def _write_all(file: _File, source: FileSource, threads: int) -> list[bytes]:
