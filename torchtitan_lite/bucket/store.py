@@ -28,6 +28,7 @@ from torchtitan_lite.bucket.recovery import rebuilt
 from torchtitan_lite.bucket.saves import BucketSaves
 from torchtitan_lite.bucket.upload import ObjectToUpload
 from torchtitan_lite.config.address import parse
+from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -39,6 +40,7 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.place import ObjectPlace
 from torchtitan_lite.store.protocol import nothing
+from torchtitan_lite.store.shared_files import SharedFiles, no_shared_files
 
 
 def open_bucket(folder: str, clock: BucketClock | None = None) -> BucketStore:
@@ -226,6 +228,10 @@ class BucketStore:
         """Return 0: an object store has room."""
         return 0
 
+    def shared_files(self, info: CheckpointInfo) -> SharedFiles:
+        """Return none: objects share no bytes."""
+        return no_shared_files(info)
+
     def has_room(self, needed_bytes: int) -> bool:
         """Return True: an object store has room."""
         return True
@@ -245,6 +251,10 @@ class BucketStore:
     def new_file(self, place: str, name: str) -> ObjectToUpload:
         """Return the file `name` of the save that `begin` gave the name `place`. **Any rank**."""
         return ObjectToUpload(self.address, f"{place}/{name}")
+
+    def new_file_like(self, place: str, name: str, step: int, known: FileRecord) -> ObjectToUpload:
+        """Return the same as `new_file`: objects share no bytes. **Any rank**."""
+        return self.new_file(place, name)
 
     def add_metadata(self, place: str, data: bytes) -> None:
         """Write DCP's `.metadata` of the save that `begin` gave the name `place`. **Coordinator only**."""

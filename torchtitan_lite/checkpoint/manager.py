@@ -381,6 +381,7 @@ class CheckpointManager:
         self._is_open, self._own_groups = False, []
 
     def _continue_from(self, source: LoadSource) -> None:
+        self._parts.plans.forget_saves()  # What the load found damaged, or did not read, is not shared any more.
         self._maker.continue_from(source.lineage, source.loaded, source.on_disk, source.image_of)
         self._waiter.forget_lineage()
         self.loaded_step = source.continues_at

@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.place import Place
+from torchtitan_lite.store.shared_files import SharedFiles
 
 
 def nothing() -> None:
@@ -139,6 +141,10 @@ class StoresCheckpoints(Protocol):
         """Return how many more bytes must be free so that `wanted_bytes` are."""
         ...
 
+    def shared_files(self, info: CheckpointInfo) -> SharedFiles:
+        """Return those files of `info` that other checkpoints may have, too, as they are now."""
+        ...
+
     def has_room(self, needed_bytes: int) -> bool:
         """Return whether `needed_bytes` may still be written."""
         ...
@@ -157,6 +163,13 @@ class StoresCheckpoints(Protocol):
 
     def new_file(self, place: str, name: str) -> NewFile:
         """Return the file `name` of the save that `begin` gave the name `place`. **Any rank**."""
+        ...
+
+    def new_file_like(self, place: str, name: str, step: int, known: FileRecord) -> NewFile:
+        """Return the same as `new_file`: a file that shares the bytes of the one of `step`, if it has the same.
+
+        `known` is the record of that one. **Any rank**.
+        """
         ...
 
     def add_metadata(self, place: str, data: bytes) -> None:

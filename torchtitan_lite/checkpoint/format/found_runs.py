@@ -38,10 +38,10 @@ class Boxes:
     offsets: Numbers
     sizes: Numbers
 
-    def runs(self, ranks: Numbers, at: Numbers) -> list[list[Any]] | None:
+    def runs(self, ranks: Numbers, at: Numbers, index: int = layout.CHANGES) -> list[list[Any]] | None:
         """Return the runs, in the form that JSON holds, of chunks which begin at byte `at` of the files of `ranks`.
 
-        Return None where a list of the chunks is as short.
+        Each rank has them in its file with this `index`. Return None where a list of the chunks is as short.
         """
         if len(ranks) < LEAST_CHUNKS:
             return None
@@ -53,8 +53,16 @@ class Boxes:
         if not found or sum(count for count, _, _, _ in found) == len(found):
             return None
         offsets, sizes = self.offsets, self.sizes
+        of_index = [index] if index else []
         return [
-            [count, [int(ranks[first]), step], int(at[first]), dim, offsets[first].tolist(), sizes[first].tolist()]
+            [
+                count,
+                [int(ranks[first]), step, *of_index],
+                int(at[first]),
+                dim,
+                offsets[first].tolist(),
+                sizes[first].tolist(),
+            ]
             for count, first, step, dim in found
         ]
 

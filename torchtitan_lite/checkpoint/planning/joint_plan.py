@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import pickle
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -31,6 +31,11 @@ from torchtitan_lite.checkpoint.planning.spread import Holders, Numbers, Placed,
 from torchtitan_lite.store import layout
 
 _SHOWN = 4
+
+
+def no_tensor_is(key: str, is_guessed: bool) -> bool:
+    """Return False: no tensor is a still one."""
+    return False
 
 
 class Asked(NamedTuple):
@@ -63,6 +68,8 @@ class SectionAnswer(NamedTuple):
     """For each entry 1 if the coordinator decides who writes it; a rank writes what it has of the others."""
     patterns: list[int]
     """For each entry the number of the pattern of those that share it, or -1."""
+    is_still: bytes = b""
+    """For each entry 1 if it belongs into the still file of whoever writes it; empty if none does."""
 
 
 @dataclass
@@ -72,18 +79,24 @@ class _Section:
     ranks: list[int] = field(default_factory=list)
     entries: Sequence[PlanEntry] = ()
     meshes: Mapping[int, Shape] = field(default_factory=dict)
+    guessed_still: frozenset[str] = frozenset()
+    """Keys of tensors that are not trained where the piece comes from."""
     first: int = 0
     coordinates: dict[int, Numbers] = field(default_factory=dict)
 
     def fill(self, text: bytes, first: int) -> None:
-        self.entries, self.meshes = section_of(text)
+        self.entries, self.meshes, self.guessed_still = section_of(text)
         self.first = first
         self.column = np.array(self.ranks, dtype=np.int64)
         self.is_decided = bytearray(len(self.entries))
         self.patterns = [-1] * len(self.entries)
+        self.is_still = bytearray(len(self.entries))
 
     def packed(self) -> bytes:
-        return zlib.compress(pickle.dumps(tuple(SectionAnswer(self.first, bytes(self.is_decided), self.patterns))), 1)
+        answer = SectionAnswer(self.first, bytes(self.is_decided), self.patterns)
+        if any(self.is_still):
+            answer = answer._replace(is_still=bytes(self.is_still))
+        return zlib.compress(pickle.dumps(tuple(answer)), 1)
 
 
 _Place = tuple[_Section, int]
@@ -102,6 +115,8 @@ class _Tensor(Spreading):
     dtype: str
     places: Sequence[_Place]
     """The entries that have it, in the order of the holders of its spread."""
+    index: int = layout.CHANGES
+    """In which of their files the ranks have it."""
 
     def by_place(self) -> Iterator[tuple[_Place, _Boxes]]:
         """Yield the boxes that are written by ranks with each of the places."""
@@ -116,15 +131,15 @@ class _Tensor(Spreading):
         """Return its entry in the manifest's table; the elements of each box begin `at` these bytes of their files."""
         spread, ranks = self.spread, self.spread.ranks[self.writers]
         described: dict[str, object] = {"dtype": self.dtype, "shape": list(spread.shape)}
-        if runs := spread.boxes.runs(ranks, at):
+        if runs := spread.boxes.runs(ranks, at, self.index):
             return described | {"runs": runs}
         columns = ranks.tolist(), at.tolist(), spread.offsets.tolist(), spread.sizes.tolist()
-        chunks = [[layout.data_file(rank, 0), *where] for rank, *where in zip(*columns, strict=True)]
+        chunks = [[layout.data_file(rank, self.index), *where] for rank, *where in zip(*columns, strict=True)]
         return described | {"chunks": chunks}
 
 
 class _Files:
-    """The files of all ranks, as far as they are laid out."""
+    """One file of each rank, as far as it is laid out."""
 
     def __init__(self, num_ranks: int) -> None:
         self._ends: Numbers = np.zeros(num_ranks, dtype=np.int64)
@@ -149,10 +164,14 @@ class _Files:
 
 
 class JointPlan:
-    """Plans what all ranks save together; with `of_lowest` all that ranks share comes from the lowest of them."""
+    """Plans what all ranks save together; with `of_lowest` all that ranks share comes from the lowest of them.
 
-    def __init__(self, *, of_lowest: bool = False) -> None:
+    `is_still` says of a key, and of whether all ranks that have it guess so, whether its tensor is a still one.
+    """
+
+    def __init__(self, *, of_lowest: bool = False, is_still: Callable[[str, bool], bool] = no_tensor_is) -> None:
         self._of_lowest = of_lowest
+        self._is_still = is_still
         self._outlines: Sequence[Outline] = ()
         self._sections: dict[Digest, _Section] = {}
         self.description: Description | None = None
@@ -240,7 +259,12 @@ class JointPlan:
                 raise ValueError(f"{key}: {error}") from None
             entries = [section.entries[at] for section, at in of_key]
             is_lowest_ranks = self._of_lowest or _is_mixed(entries) or any(each.is_lowest_ranks for each in entries)
-            tensors.append(_Tensor(spread, DTYPES[lowest.dtype].itemsize, is_lowest_ranks, key, lowest.dtype, of_key))
+            tensor = _Tensor(spread, DTYPES[lowest.dtype].itemsize, is_lowest_ranks, key, lowest.dtype, of_key)
+            if self._is_still(key, all(key in section.guessed_still for section, _ in of_key)):
+                tensor.index = layout.STILL
+                for section, at in of_key:
+                    section.is_still[at] = 1
+            tensors.append(tensor)
         shown = ", ".join(odd[:_SHOWN]) + (f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else "")
         return tensors, objects, shown
 
@@ -273,12 +297,12 @@ class JointPlan:
                 for order, chosen in self._by_order(tensor, boxes):
                     parts[order].append((section.first + number, tensor, chosen))
                     num_parts[tensor.key] += 1
-        files = _Files(len(self._outlines))
+        files = [_Files(len(self._outlines)) for _ in (layout.CHANGES, layout.STILL)]
         begun: dict[str, Numbers] = {}
         entries: dict[str, dict[str, object]] = {tensor.key: {} for tensor in tensors}
         for of_order in parts:
             for _, tensor, boxes in sorted(of_order, key=lambda part: part[0]):
-                at = files.place(tensor, boxes)
+                at = files[tensor.index].place(tensor, boxes)
                 if num_parts[tensor.key] > 1:
                     num_parts[tensor.key] -= 1
                     begun.setdefault(tensor.key, np.zeros(len(tensor.writers), dtype=np.int64))[boxes] = at

@@ -16,22 +16,27 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
+from torchtitan_lite.checkpoint.planning.saves_of_plan import NO_PARENT
+
 
 class AgreedPlan(SavePlan):
-    """A plan without items, which brings the name of the save's `place` to a rank."""
+    """A plan without items, which brings to a rank the name of the save's `place`, and the step that is its `parent`.
 
-    def __init__(self, place: str = "") -> None:
-        super().__init__([], storage_data=place)
+    With the still files of that step the save may share its own.
+    """
 
-    def __reduce__(self) -> tuple[Callable[[str], AgreedPlan], tuple[str]]:
+    def __init__(self, place: str = "", parent: int = NO_PARENT) -> None:
+        super().__init__([], storage_data=(place, parent))
+
+    def __reduce__(self) -> tuple[Callable[[str, int], AgreedPlan], tuple[str, int]]:
         # One comes from each rank, and one goes to each: a dataclass would take three times as long.
-        return agreed_plan, (self.storage_data,)
+        return agreed_plan, self.storage_data
 
 
 @functools.lru_cache(maxsize=1)
-def agreed_plan(place: str) -> AgreedPlan:
-    """Return the plan with this `place`: the same for all ranks."""
-    return AgreedPlan(place)
+def agreed_plan(place: str, parent: int) -> AgreedPlan:
+    """Return the plan with this `place` and this `parent`: the same for all ranks."""
+    return AgreedPlan(place, parent)
 
 
 class AgreedPlanner(SavePlanner):

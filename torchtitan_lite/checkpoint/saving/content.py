@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from torchtitan_lite import faults
+from torchtitan_lite.checkpoint.format.file_data import FilePart
 from torchtitan_lite.checkpoint.planning.rank_file import RankFile
 from torchtitan_lite.checkpoint.saving.copy_listener import CopyListener, CopyOfSave
 from torchtitan_lite.checkpoint.saving.writer import RankContent, SaveTarget
@@ -20,8 +21,8 @@ from torchtitan_lite.disk.block_writer import Bounced, InPlace
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.new_file import NewFile
 
-WriteStaged = Callable[[NewFile, StagedCopy, SaveTarget], FileRecord]
-"""Writes a file from a staged copy, durably."""
+WriteStaged = Callable[[NewFile, StagedCopy, SaveTarget, FilePart], FileRecord]
+"""Writes a file, which is a part of a staged copy, durably."""
 
 
 def live_content(file: RankFile) -> RankContent:
@@ -31,12 +32,19 @@ def live_content(file: RankFile) -> RankContent:
     """
     data = file.data
     _wait_for_devices(data.tensors)
+
+    def write(new: NewFile, part: FilePart) -> FileRecord:
+        def fill(buffer: memoryview, begin: int, end: int) -> None:
+            data.fill(buffer, part.begin + begin, part.begin + end)
+
+        return new.write(Bounced(part.num_bytes, fill))
+
     return RankContent(
         file.plan,
         file.objects,
         data.num_bytes,
         tensors=lambda: data.tensors,
-        write=lambda new: new.write(Bounced(data.num_bytes, data.fill)),
+        write=write,
     )
 
 
@@ -87,7 +95,7 @@ class Copies:
             file.objects,
             file.data.num_bytes,
             tensors=staged.tensors,
-            write=lambda new: self._write(new, staged, target),
+            write=lambda new, part: self._write(new, staged, target, part),
             wait=lambda: compare(staged),
         )
         return self.listener.copied(CopyOfSave(target, file.plan, file.objects, staged), content)
@@ -98,6 +106,6 @@ class Copies:
             self.stager.pool.release(self._written.popleft())
 
 
-def write_in_place(new: NewFile, staged: StagedCopy, target: SaveTarget) -> FileRecord:
-    """Write the staged copy to `new` in this process, durably."""
-    return new.write(InPlace(staged.arena.memory, staged.num_bytes, staged.record))
+def write_in_place(new: NewFile, staged: StagedCopy, target: SaveTarget, part: FilePart) -> FileRecord:
+    """Write `part` of the staged copy to `new` in this process, durably."""
+    return new.write(InPlace(staged.arena.memory[part.begin :], part.num_bytes, staged.record_of(part)))

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch
 
-from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
+from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout, FilePart
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.copiers import Copier, build_copier
 from torchtitan_lite.checkpoint.staging.mark import Mark
@@ -45,6 +45,10 @@ class StagedCopy:
     """Which of the copies in that place this is."""
     record: FileRecord | None = None
     """The digests of the copy; None if whoever reads it is to take them."""
+
+    def record_of(self, part: FilePart) -> FileRecord | None:
+        """Return the digests of `part` of the copy; None if whoever reads it is to take them."""
+        return self.record if part.num_bytes == self.num_bytes else None
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the staged tensors, in the order of the file; they share the arena's memory."""

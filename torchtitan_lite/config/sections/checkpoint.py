@@ -106,6 +106,14 @@ class Checkpoint:
     """Leave parameters that are not trained (requires_grad False) out of checkpoints and exports: the
     frozen base of a LoRA run. A load takes all that the checkpoint has; what it lacks must be frozen at the load."""
 
+    incremental: bool = False
+    """Write only what has changed since the last save: tensors that stay the same lie in a second file of each rank,
+    which later steps share as a hard link. Each step is a complete checkpoint all the same. Fewer than 256 ranks, on a
+    disk. docs/incremental.md"""
+
+    incremental_full_every: int = 10
+    """With incremental: how many steps in a row may share a file before it is written in full again."""
+
     create_seed_checkpoint: bool = False
     """Save the initial weights as step-0, then exit. Needs exactly one process."""
 
@@ -258,6 +266,7 @@ class Checkpoint:
         choice("checkpoint.async_mode", self.async_mode, get_args(AsyncMode))
         self._check_interval()
         self._check_memory()
+        self._check_incremental()
         self._check_retention()
         at_least("checkpoint.load_step", self.load_step, -1)
         at_least("checkpoint.timeout_seconds", self.timeout_seconds, 1)
@@ -352,6 +361,21 @@ class Checkpoint:
             raise ConfigError(
                 f"checkpoint.memory_interval = {self.memory_interval} with checkpoint.memory_ttl_seconds = 0: no "
                 "process would hold the images. Set memory_ttl_seconds, such as 600."
+            )
+
+    def _check_incremental(self) -> None:
+        at_least("checkpoint.incremental_full_every", self.incremental_full_every, 1)
+        if not self.incremental:
+            return
+        if is_in_object_store(self.folder):
+            raise ConfigError(
+                f"checkpoint.incremental: found folder = {self.folder!r}, and an object store has no hard links. Name "
+                "a folder on disk, with upload_folder for the store, or unset incremental."
+            )
+        if self.memory_interval:
+            raise ConfigError(
+                f"checkpoint.incremental with checkpoint.memory_interval = {self.memory_interval}: an image in memory "
+                "is one file, and an incremental save has two. Unset one of them."
             )
 
     def _check_hugging_face(self) -> None:
