@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
+from torchtitan_lite.store.listing import Listing, in_order
 from torchtitan_lite.store.manifest import CheckpointInfo
 from torchtitan_lite.store.place import on_disk
 
@@ -58,6 +60,23 @@ class Removal:
             self._names_left[file] = self._names_left.get(file, shared.num_names) - 1
             freed -= shared.nbytes if self._names_left[file] else 0
         return freed
+
+
+def others_with(path: Path) -> list[str]:
+    """Return the names of the other checkpoints in the folder, set aside or not, that have the file `path`, too."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return []
+    if status.st_nlink == 1:
+        return []
+    found = []
+    for name in Listing(path.parent.parent).names:
+        with suppress(OSError):  # It may be no checkpoint, or be removed meanwhile.
+            other = os.lstat(path.parent.parent / name / path.name)
+            if name != path.parent.name and (other.st_dev, other.st_ino) == (status.st_dev, status.st_ino):
+                found.append(name)
+    return in_order(found)
 
 
 def shared_bytes(files: SharedFiles) -> int:
