@@ -47,6 +47,14 @@ class Cut(Durable):
         super().rename(src, dst)
         self.unsynced.append((src, dst))
 
+    def link(self, src: Path, dst: Path) -> None:
+        self._operation()
+        super().link(src, dst)
+
+    def create(self, path: Path, *, direct: bool) -> int:
+        self._operation()
+        return super().create(path, direct=False)
+
     def replace(self, src: Path, dst: Path) -> None:
         self._operation()
         super().replace(src, dst)
