@@ -51,8 +51,23 @@ class FileSource(Protocol):
         """Return bytes [begin, end), which stay as they are while anything refers to them."""
         ...
 
+    def digester(self) -> Callable[[int, int], bytes]:
+        """Return a function, for one thread, that returns the digests of the blocks of bytes [begin, end)."""
+        ...
 
-class InPlace:
+
+class Digested:
+    """The base of contents whose digests are taken from what `reader` returns."""
+
+    def reader(self) -> Callable[[int, int], memoryview]:
+        raise NotImplementedError
+
+    def digester(self) -> Callable[[int, int], bytes]:
+        read = self.reader()
+        return lambda begin, end: digest_blocks(read(begin, end)[: end - begin])
+
+
+class InPlace(Digested):
     """Contents that lie in `memory`, which begins and ends at a page boundary.
 
     Few large requests: nothing is copied before a request, and each one takes time from the training alongside.
@@ -73,7 +88,7 @@ class InPlace:
         return self._view[begin:end]
 
 
-class Bounced:
+class Bounced(Digested):
     """Contents from `fill(buffer, begin, end)`, which writes bytes [begin, end) to the start of `buffer`.
 
     Many small requests: some are filled and hashed while the disk has enough of the others. Each thread holds a bounce
@@ -145,18 +160,17 @@ def write_blocks(
 
 def has_digests(source: FileSource, record: FileRecord) -> bool:
     """Return whether the contents of `source` are those that `record` describes. Nothing is written. Any thread."""
-    if source.num_bytes != record.size or source.record not in (None, record):
-        return False
+    if source.num_bytes != record.size or source.record is not None:
+        return source.record == record
     differs = threading.Event()
 
     def make_worker() -> Callable[[int], None]:
-        read = source.reader()
+        digests_of = source.digester()
 
         def compare(begin: int) -> None:
             if differs.is_set():
                 return
-            end = min(begin + source.request_bytes, source.num_bytes)
-            digests = digest_blocks(read(begin, end)[: end - begin])
+            digests = digests_of(begin, min(begin + source.request_bytes, source.num_bytes))
             at = begin // BLOCK_BYTES * DIGEST_BYTES
             if digests != record.blocks[at : at + len(digests)]:
                 differs.set()

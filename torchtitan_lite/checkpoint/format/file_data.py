@@ -14,12 +14,15 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from torchtitan_lite.checkpoint.format.torch_item import ALIGNMENT, Frame, tensor_frame
-from torchtitan_lite.disk.digest import BLOCK_BYTES
+from torchtitan_lite.disk.digest import BLOCK_BYTES, BlockDigest
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 Spec = tuple[torch.dtype, tuple[int, ...]]
 """dtype and shape of a dense tensor."""
@@ -166,6 +169,41 @@ class FileData:
             first = max(begin, self.layout.end)
             buffer[first - begin : end - begin] = self.objects[first - self.layout.end : end - self.layout.end]
 
+    def digests(self, begin: int, end: int) -> bytes:
+        """Return the digests of the blocks of bytes [begin, end), from where they lie. Any thread.
+
+        `begin` is a multiple of the size of a block.
+        """
+        found = []
+        for at in range(begin, end, BLOCK_BYTES):
+            digest = BlockDigest()
+            for piece in self._pieces(at, min(at + BLOCK_BYTES, end)):
+                digest.update(piece)
+            found.append(digest.digest())
+        return b"".join(found)
+
+    def _pieces(self, begin: int, end: int) -> Iterator[ReadableBuffer]:
+        """Yield bytes [begin, end) in order; those of tensors in a row are the tensors' memory itself."""
+        layout = self.layout
+        first = max(0, bisect_right(layout.starts, begin) - 1)
+        for number in range(first, bisect_left(layout.starts, end)):
+            place = layout.places[number]
+            yield _part(layout.frames[number].head, place.item_at, begin, end)
+            at, last = max(begin, place.data_at), min(end, place.data_end)
+            if at < last:
+                yield self._elements(number, at - place.data_at, last - place.data_at)
+            yield _part(layout.tails[number], place.data_end, begin, end)
+        yield _part(self.objects, layout.end, begin, end)
+
+    def _elements(self, number: int, begin: int, end: int) -> ReadableBuffer:
+        """Return bytes [begin, end) of the elements of a tensor."""
+        tensor, array = self.tensors[number], ctypes.c_char * (end - begin)
+        if self._in_a_row[number]:
+            return array.from_address(tensor.data_ptr() + begin)
+        copied = array()
+        copy_bytes(tensor, begin, end, ctypes.addressof(copied))
+        return copied
+
     def _fill_whole(self, first: int, last: int, address: int) -> None:
         """Copy the complete items from number `first` to before `last`, which lie one after another."""
         layout, tensors, in_a_row = self.layout, self.tensors, self._in_a_row
@@ -246,6 +284,11 @@ def _pieces(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[torch.
 
 def _row_major(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous().cpu()
+
+
+def _part(data: bytes, at: int, begin: int, end: int) -> memoryview:
+    """Return what of `data`, which starts at byte `at` of the file, lies in [begin, end)."""
+    return memoryview(data)[max(0, begin - at) : max(0, end - at)]
 
 
 def _overlay(buffer: memoryview, begin: int, end: int, at: int, data: bytes) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.format.file_data import FilePart
+from torchtitan_lite.checkpoint.format.file_data import FileData, FilePart
 from torchtitan_lite.checkpoint.planning.rank_file import RankFile
 from torchtitan_lite.checkpoint.saving.copy_listener import CopyListener, CopyOfSave
 from torchtitan_lite.checkpoint.saving.writer import RankContent, SaveTarget
@@ -34,10 +34,7 @@ def live_content(file: RankFile) -> RankContent:
     _wait_for_devices(data.tensors)
 
     def write(new: NewFile, part: FilePart) -> FileRecord:
-        def fill(buffer: memoryview, begin: int, end: int) -> None:
-            data.fill(buffer, part.begin + begin, part.begin + end)
-
-        return new.write(Bounced(part.num_bytes, fill))
+        return new.write(_Live(data, part))
 
     return RankContent(
         file.plan,
@@ -46,6 +43,21 @@ def live_content(file: RankFile) -> RankContent:
         tensors=lambda: data.tensors,
         write=write,
     )
+
+
+class _Live(Bounced):
+    """The contents of a file that is a `part` of `data`."""
+
+    def __init__(self, data: FileData, part: FilePart) -> None:
+        super().__init__(
+            part.num_bytes, lambda buffer, begin, end: data.fill(buffer, part.begin + begin, part.begin + end)
+        )
+        self._data, self._part = data, part
+
+    def digester(self) -> Callable[[int, int], bytes]:
+        # Without a copy: what has not changed is only read.
+        data, first = self._data, self._part.begin
+        return lambda begin, end: data.digests(first + begin, first + end)
 
 
 def _wait_for_devices(tensors: Sequence[torch.Tensor]) -> None:
@@ -85,7 +97,9 @@ class Copies:
         faults.point("stage", step=target.step)
         # Before the copy begins: a change during the copy must be in only one of the two digests.
         compare = self._watch(file.data, [item.index.fqn for item in file.plan.items])
-        seconds, digests = self._copying.timeout_seconds, self._copying.digests
+        seconds = self._copying.timeout_seconds
+        # Still tensors are not written, so no write takes their digests.
+        digests = self._copying.digests or bool(file.plan.still_name)
         staged = self.stager.take(file.data, target.step, seconds, digests=digests)
         # A queue, because the thread of a save may note its end only after the next save has made its copy.
         self._written.append(staged.slot)

@@ -22,7 +22,7 @@ from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.copiers import Copier, build_copier
 from torchtitan_lite.checkpoint.staging.mark import Mark
 from torchtitan_lite.checkpoint.staging.slots import ArenaSlot, Slots
-from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, FileRecord, digest_blocks
 
 T = TypeVar("T")
 
@@ -48,7 +48,13 @@ class StagedCopy:
 
     def record_of(self, part: FilePart) -> FileRecord | None:
         """Return the digests of `part` of the copy; None if whoever reads it is to take them."""
-        return self.record if part.num_bytes == self.num_bytes else None
+        if self.record is None or part.num_bytes == self.num_bytes:
+            return self.record
+        first, end = part.begin // BLOCK_BYTES, part.end // BLOCK_BYTES
+        blocks = self.record.blocks[first * DIGEST_BYTES : end * DIGEST_BYTES]
+        # The last block of the copy may have more bytes than that of the file.
+        rest = self.arena.memory[max(part.begin, end * BLOCK_BYTES) : part.end]
+        return FileRecord(part.num_bytes, blocks + digest_blocks(rest))
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the staged tensors, in the order of the file; they share the arena's memory."""
