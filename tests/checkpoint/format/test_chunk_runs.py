@@ -43,8 +43,9 @@ def sharded(draw: st.DrawFn) -> tuple[list[int], list[list[Any]]]:
     order = draw(st.sampled_from(["ranks", "reversed", "permuted"]))
     ranks = ranks[::-1] if order == "reversed" else draw(st.permutations(ranks)) if order == "permuted" else ranks
     places = [draw(st.sampled_from([640] * 9 + [704])) for _ in cells]
+    index = draw(st.integers(0, 1))
     chunks = [
-        [f"__{rank}_0.distcp", at, [offset for offset, _ in cell], [size for _, size in cell]]
+        [f"__{rank}_{index}.distcp", at, [offset for offset, _ in cell], [size for _, size in cell]]
         for rank, at, cell in zip(ranks, places, cells, strict=True)
     ]
     return shape, chunks
@@ -93,11 +94,13 @@ def test_the_chunks_near_a_box_are_those_that_share_an_element_with_it(
     assert found.runs is None or all(map(shares, near))
 
 
-@given(sharded(), st.integers(0, 40))
-def test_the_chunks_in_a_file_are_those_that_name_it(tensor: tuple[list[int], list[list[Any]]], rank: int) -> None:
-    found, file = in_runs(*tensor), f"__{rank}_0.distcp"
+@given(sharded(), st.integers(0, 40), st.integers(0, 1))
+def test_the_chunks_in_a_file_are_those_that_name_it(
+    tensor: tuple[list[int], list[list[Any]]], rank: int, index: int
+) -> None:
+    found, file = in_runs(*tensor), f"__{rank}_{index}.distcp"
     assert sorted(found.chunks_in(file)) == sorted(chunk for chunk in found.chunks if chunk.file == file)
-    assert [*found.chunks_in(f"__{rank}_1.distcp")] == []
+    assert [*found.chunks_in(f"__{rank}_2.distcp")] == []
     assert [*found.chunks_in("other.bin")] == []
     if found.runs is not None:
         assert files_of({run.row for run in found.runs.runs}) == {chunk.file for chunk in found.chunks}
@@ -161,7 +164,8 @@ def test_tensor_parallelism_over_columns_is_a_run_for_each_part() -> None:
     {
         "few": [[f"__{rank}_0.distcp", 0, [rank], [1]] for rank in range(3)],
         "files of other names": [[f"part-{rank}", 0, [rank], [1]] for rank in range(9)],
-        "second files": [[f"__{rank}_1.distcp", 0, [rank], [1]] for rank in range(9)],
+        "third files": [[f"__{rank}_2.distcp", 0, [rank], [1]] for rank in range(9)],
+        "files of both": [[f"__{rank}_{rank % 2}.distcp", 0, [rank], [1]] for rank in range(9)],
         "in one file": [["__0_0.distcp", 0, [rank], [1]] for rank in range(9)],
         "at different bytes": [[f"__{rank}_0.distcp", 64 * rank, [rank], [1]] for rank in range(9)],
         "of different sizes": [[f"__{n}_0.distcp", 0, [n * (n + 1) // 2], [n + 1]] for n in range(9)],

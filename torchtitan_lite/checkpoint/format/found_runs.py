@@ -98,12 +98,13 @@ def encode(chunks: Sequence[Sequence[Any]]) -> list[list[Any]] | None:
     """
     if len(chunks) < LEAST_CHUNKS:
         return None
-    ranks = [layout.rank_of(file) for file, _, _, _ in chunks]
-    if any(rank is None or file != layout.data_file(rank, 0) for rank, (file, *_) in zip(ranks, chunks, strict=True)):
+    files = [layout.parse_data_file(file) for file, _, _, _ in chunks]
+    ranks, indices = zip(*((-1, -1) if file is None else file for file in files), strict=True)
+    if {*indices} not in ({layout.CHANGES}, {layout.STILL}):
         return None
     _, at, offsets, sizes = zip(*chunks, strict=True)
     boxes = Boxes(np.array(offsets, dtype=np.int64), np.array(sizes, dtype=np.int64))
-    return boxes.runs(np.array(ranks, dtype=np.int64), np.array(at, dtype=np.int64))
+    return boxes.runs(np.array(ranks, dtype=np.int64), np.array(at, dtype=np.int64), indices[0])
 
 
 def _with_runs(entry: dict[str, Any]) -> dict[str, Any]:
