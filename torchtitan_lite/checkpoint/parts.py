@@ -57,6 +57,7 @@ from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.distributed.step_consensus import StepConsensus
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.events import EventListener, emit_to
+from torchtitan_lite.log import logger
 from torchtitan_lite.store.housekeeping import Housekeeping, build_housekeeping
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.rank_records import FROM_RANKS
@@ -262,7 +263,10 @@ def build_images(store: StoresCheckpoints, plans: PlanCache, context: RunContext
     if is_no_run or not config.memory_ttl_seconds or memory_is_off() or not isinstance(store, CheckpointStore):
         return NoImages()
     if config.incremental:
-        return NoImages()  # An image is one file of each rank.
+        # An image is one file of each rank.
+        if context.peers.is_coordinator:
+            logger.info("Checkpoints are not kept in memory: checkpoint.incremental is on")
+        return NoImages()
     # Imported only where it is used: a run without it loads none of it.
     from torchtitan_lite.checkpoint.images.run_images import build_run_images
 
