@@ -169,7 +169,7 @@ class Purged(Event, name="purged"):
     """An older checkpoint was removed."""
 
     bytes: int
-    """Of its files."""
+    """Of its files, without those that other checkpoints have, too."""
 
 
 @dataclass(frozen=True, kw_only=True)

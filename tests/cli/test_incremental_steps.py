@@ -91,6 +91,11 @@ def test_an_exported_step_has_all_weights(root: Path, tmp_path: Path) -> None:
     assert "frozen.0.weight" in str(weights.keys())
 
 
+def test_inspect_says_with_which_step_it_shared_files(root: Path) -> None:
+    assert "with step 5, when it was saved" in command("inspect", root / layout.step_dir(6)).out
+    assert "when it was saved" not in command("inspect", root / layout.step_dir(5)).out
+
+
 def test_a_pinned_step_stays_complete(root: Path) -> None:
     assert command("pin", f"{root}:2").code == 0
     assert command("prune", root, "--keep-latest", "1").code == 0

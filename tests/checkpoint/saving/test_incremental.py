@@ -215,6 +215,31 @@ def test_a_failed_save_leaves_the_one_before_it_to_share_with(tmp_path: Path) ->
         assert run.shares(1, 3)
 
 
+def test_a_writer_process_that_is_killed_at_a_link_costs_one_save(tmp_path: Path) -> None:
+    faults.install("kill@link:step=2,process=writer", rank=0)
+    try:
+        with FrozenRun(tmp_path, async_mode="async_with_pinned_mem") as run:
+            run.manager.load()
+            for _ in range(3):
+                run.steps(1)
+            assert [info.step for info in CheckpointStore(run.root).committed()] == [1, 3]
+            assert run.shares(1, 3)
+    finally:
+        faults.install("", rank=0)
+
+
+def test_a_full_disk_at_a_link_fails_the_save_and_changes_no_other(tmp_path: Path) -> None:
+    faults.install("ENOSPC@link:step=2", rank=0)
+    try:
+        with FrozenRun(tmp_path) as run:
+            run.manager.load()
+            run.steps(3)
+            assert [info.step for info in CheckpointStore(run.root).committed()] == [1, 3]
+            assert run.events.figures("save_failed")["reason"].count("No space left on device")
+    finally:
+        faults.install("", rank=0)
+
+
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
