@@ -13,7 +13,7 @@ from torchtitan_lite.events import Event
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.housekeeping import Housekeeping
 from torchtitan_lite.store.manifest import FORMAT_WITH_STILL, CheckpointInfo, CheckpointKind, Manifest
-from torchtitan_lite.store.retention import KeepAll, KeepLatest
+from torchtitan_lite.store.retention import KeepAll, KeepLatest, judge
 from torchtitan_lite.store.shared_files import Removal, bytes_together, others_with, shared_bytes, shared_files
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -93,6 +93,12 @@ def test_next_to_the_latest_the_latest_of_another_copy_stays(folder: Folder) -> 
     assert folder.steps() == [3, 5]
     Housekeeping(KeepLatest(1), ignore).purge(folder.store)
     assert folder.steps() == [3, 5]
+
+
+def test_where_nothing_is_shared_no_other_copy_stays(folder: Folder) -> None:
+    """As in an object store: the manifests are the same there."""
+    verdicts = judge(KeepLatest(1), folder.store.committed())
+    assert [verdict.info.step for verdict in verdicts if not verdict.goes] == [5]
 
 
 def test_a_removal_is_reported_with_what_it_freed(folder: Folder) -> None:

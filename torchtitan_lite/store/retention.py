@@ -236,9 +236,9 @@ def _of_another_copy(
     full: Sequence[CheckpointInfo], files_of: Callable[[CheckpointInfo], SharedFiles]
 ) -> list[CheckpointInfo]:
     """Return the latest of `full` that shares no file with the last of them, if that may share files at all."""
-    if not full or not full[-1].still:
+    of_latest = frozenset(files_of(full[-1]) if full and full[-1].still else ())
+    if not of_latest:
         return []
-    of_latest = files_of(full[-1]).keys()
     return next(([info] for info in reversed(full[:-1]) if of_latest.isdisjoint(files_of(info))), [])
 
 

@@ -258,3 +258,36 @@ def test_a_job_of_ranks_with_records_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("torchtitan_lite.checkpoint.parts.FROM_RANKS", 1)
     with pytest.raises(ConfigError, match=r"checkpoint.incremental: found 1 ranks, expected fewer than 1"):
         FrozenRun(tmp_path)
+
+
+def test_an_uploaded_step_is_complete_and_shares_nothing(tmp_path: Path) -> None:
+    second = tmp_path / "second"
+    with FrozenRun(tmp_path / "run", upload_folder=str(second), async_mode="async") as run:
+        run.manager.load()
+        run.steps(3)
+        wanted = run.contents()
+    assert all(path.stat().st_nlink == 1 for path in second.rglob("*") if path.is_file())
+    shutil.rmtree(tmp_path / "run")
+    with FrozenRun(tmp_path / "run", upload_folder=str(second), async_mode="async") as again:
+        assert again.manager.load()
+        assert (again.manager.loaded_step, same(again.contents(), wanted)) == (3, True)
+
+
+def test_a_roll_back_begins_a_branch_whose_first_step_is_full(tmp_path: Path) -> None:
+    with FrozenRun(tmp_path) as run:
+        run.manager.load()
+        run.steps(4)
+    with FrozenRun(tmp_path, load_step=2) as branch:
+        assert branch.manager.load()
+        branch.steps(2)
+        assert not branch.shares(2, 3)
+        assert branch.shares(3, 4)
+        names = sorted(path.name.rpartition("-")[0] for path in branch.root.glob("step-*.abandoned-*"))
+        assert names == ["step-3.abandoned", "step-4.abandoned"]
+
+
+def test_retention_keeps_another_copy_while_the_run_trains(tmp_path: Path) -> None:
+    with FrozenRun(tmp_path, keep_latest_k=1, incremental_full_every=2) as run:
+        run.manager.load()
+        run.steps(8)
+        assert [info.step for info in CheckpointStore(run.root).committed()] == [6, 8]
