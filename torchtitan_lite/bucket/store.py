@@ -26,7 +26,7 @@ from torchtitan_lite.bucket.pins import BucketPins
 from torchtitan_lite.bucket.probe import probe
 from torchtitan_lite.bucket.recovery import rebuilt
 from torchtitan_lite.bucket.saves import BucketSaves
-from torchtitan_lite.bucket.upload import ObjectToUpload
+from torchtitan_lite.bucket.upload import ObjectToCopy, ObjectToUpload
 from torchtitan_lite.config.address import parse
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import (
@@ -252,9 +252,12 @@ class BucketStore:
         """Return the file `name` of the save that `begin` gave the name `place`. **Any rank**."""
         return ObjectToUpload(self.address, f"{place}/{name}")
 
-    def new_file_like(self, place: str, name: str, step: int, known: FileRecord) -> ObjectToUpload:
-        """Return the same as `new_file`: objects share no bytes. **Any rank**."""
-        return self.new_file(place, name)
+    def new_file_like(self, place: str, name: str, earlier: str, known: FileRecord) -> ObjectToCopy:
+        """Return the same as `new_file`: a copy, made by the store, of the file of `earlier`, if it has the same bytes.
+
+        `known` is the record of that one. **Any rank**.
+        """
+        return ObjectToCopy(self.new_file(place, name), f"{earlier}/{name}", known)
 
     def add_metadata(self, place: str, data: bytes) -> None:
         """Write DCP's `.metadata` of the save that `begin` gave the name `place`. **Coordinator only**."""

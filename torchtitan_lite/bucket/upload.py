@@ -14,13 +14,16 @@ from torchtitan_lite import faults
 from torchtitan_lite.bucket.objects import ObjectPath, Objects
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.config.address import parse
-from torchtitan_lite.disk.block_writer import FileSource
+from torchtitan_lite.disk.block_writer import FileSource, has_digests
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, digest_blocks
+from torchtitan_lite.disk.linked_file import LinkedRecord
 
 PART_BYTES = 8 * BLOCK_BYTES
 """Of a part, at least. S3 takes no less than 5 MiB; a large part loses more when it has to be sent again."""
 MOST_PARTS = 10_000
 """What S3 takes of one object."""
+MOST_COPIED_BYTES = 5 * 10**9
+"""What S3 copies in one request; a larger object is uploaded."""
 MEMORY_BYTES = 64 * BLOCK_BYTES
 """Parts in memory at a time, unless two are more: those under way, one that waits and one that is being filled."""
 
@@ -42,6 +45,39 @@ class ObjectToUpload:
 
     def __str__(self) -> str:
         return f"{self.address}/{self.key}"
+
+
+@dataclass(frozen=True)
+class ObjectToCopy:
+    """The object `new`, which the store copies from the object `earlier` if it has the digests in `known`."""
+
+    new: ObjectToUpload
+    earlier: str
+    known: FileRecord
+
+    def write(self, source: FileSource) -> FileRecord:
+        """Copy or upload `new`, durably; return a `LinkedRecord`. Any thread. Raises as `ObjectToUpload.write`."""
+        refusal = ""
+        if self.known.size <= MOST_COPIED_BYTES and has_digests(source, self.known):
+            refusal = self._copy()
+            if not refusal:
+                return LinkedRecord(self.known.size, self.known.blocks, is_linked=True)
+        written = self.new.write(source)
+        return LinkedRecord(written.size, written.blocks, refusal=refusal)
+
+    def __str__(self) -> str:
+        return str(self.new)
+
+    def _copy(self) -> str:
+        """Have the store copy the object; return why there is no copy, the empty string if there is."""
+        objects = connect(parse(self.new.address))
+        try:
+            faults.point("link", path=ObjectPath(str(self.new)))
+            objects.copy(self.earlier, self.new.key)
+        except (FileNotFoundError, PermissionError) as error:
+            return error.strerror or f"{error}"
+        size = objects.head(self.new.key).size
+        return "" if size == self.known.size else f"the copy has {size} bytes, not {self.known.size}"
 
 
 def upload(objects: Objects, key: str, source: FileSource) -> FileRecord:

@@ -165,10 +165,10 @@ class StoresCheckpoints(Protocol):
         """Return the file `name` of the save that `begin` gave the name `place`. **Any rank**."""
         ...
 
-    def new_file_like(self, place: str, name: str, step: int, known: FileRecord) -> NewFile:
-        """Return the same as `new_file`: a file that shares the bytes of the one of `step`, if it has the same.
+    def new_file_like(self, place: str, name: str, earlier: str, known: FileRecord) -> NewFile:
+        """Return the same as `new_file`: a file that need not be written if that of a checkpoint has the same bytes.
 
-        `known` is the record of that one. **Any rank**.
+        The checkpoint has the name `earlier`, and its file the record `known`. **Any rank**.
         """
         ...
 

@@ -233,12 +233,12 @@ class CheckpointStore:
         self._durable.make_dir(folder)
         return NewFileOnDisk(folder / name, self._durable)
 
-    def new_file_like(self, place: str, name: str, step: int, known: FileRecord) -> LinkedFile:
-        """Return the same as `new_file`: another name of the file of `step`, if it has the same contents.
+    def new_file_like(self, place: str, name: str, earlier: str, known: FileRecord) -> LinkedFile:
+        """Return the same as `new_file`: another name of the file of `earlier`, if it has the same bytes.
 
-        `known` is the record of that one. **Any rank**.
+        `known` is the record of that one, in the checkpoint of that name. **Any rank**.
         """
-        return LinkedFile(self.new_file(place, name), self._final(step) / name, known)
+        return LinkedFile(self.new_file(place, name), self.root / earlier / name, known)
 
     def add_metadata(self, place: str, data: bytes) -> None:
         """Write DCP's `.metadata` of the save that `begin` gave the name `place`. **Coordinator only**."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
-from torchtitan_lite.checkpoint.planning.saves_of_plan import NO_PARENT, Moved, SavesOfPlan, StillFile
+from torchtitan_lite.checkpoint.planning.saves_of_plan import NO_PARENT, Moved, Parent, SavesOfPlan, StillFile
 from torchtitan_lite.checkpoint.planning.still_tensors import LEAST_BYTES, StillTensors
 from torchtitan_lite.disk.digest import FileRecord
 
@@ -91,14 +91,14 @@ def test_only_a_durable_save_into_the_same_store_is_a_parent() -> None:
     files = TwoFiles(MIB_OF_FLOATS, num_still=1, full_every=2)
     files.write(1)
     assert files.saves.parent("here") == NO_PARENT
-    files.saves.note_committed(1, "here", [StillFile(7, b"")], [], {})
-    assert (files.saves.parent("here"), files.saves.parent("there")) == (1, NO_PARENT)
+    files.saves.note_committed(Parent(1, "p1"), "here", [StillFile(7, b"")], [], {})
+    assert (files.saves.parent("here"), files.saves.parent("there")) == (Parent(1, "p1"), NO_PARENT)
     for step in (2, 3):
         files.write(step)
-        files.saves.note_committed(step, "here", [StillFile(7, b"", True)], [], {})
+        files.saves.note_committed(Parent(step, "p"), "here", [StillFile(7, b"", True)], [], {})
     assert files.saves.parent("here") == NO_PARENT, "two saves have shared its file"
-    files.saves.note_committed(4, "here", [StillFile(7, b"")], [], {})
-    assert files.saves.parent("here") == 4
+    files.saves.note_committed(Parent(4, "p4"), "here", [StillFile(7, b"")], [], {})
+    assert files.saves.parent("here") == Parent(4, "p4")
     files.saves.forget()
     assert files.saves.parent("here") == NO_PARENT
 
@@ -106,7 +106,7 @@ def test_only_a_durable_save_into_the_same_store_is_a_parent() -> None:
 def test_what_a_save_need_not_write_is_known_unless_the_last_one_failed() -> None:
     files = TwoFiles(MIB_OF_FLOATS, num_still=1)
     assert files.saves.spared_bytes("here") == 0
-    files.saves.note_committed(1, "here", [StillFile(7, b""), StillFile(5, b"")], [], {})
+    files.saves.note_committed(Parent(1, "p1"), "here", [StillFile(7, b""), StillFile(5, b"")], [], {})
     assert files.saves.spared_bytes("here") == 12
     files.saves.parent("here")
     assert files.saves.spared_bytes("here") == 0

@@ -17,8 +17,16 @@ import numpy.typing as npt
 from torchtitan_lite.checkpoint.format.file_data import FileLayout, TensorPlace
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
 
-NO_PARENT = -1
-"""In place of the step whose still files a save shares: it shares none."""
+
+class Parent(NamedTuple):
+    """The durable save whose still files the next one may share."""
+
+    step: int
+    place: str
+    """The name of its checkpoint."""
+
+
+NO_PARENT = Parent(-1, "")
 
 
 class Moved(NamedTuple):
@@ -44,8 +52,8 @@ class StillFile(NamedTuple):
 class NoSavesOfPlan:
     """Nothing is shared."""
 
-    def parent(self, store: str) -> int:
-        """Return the step whose still files the next save into `store` may share. Coordinator only."""
+    def parent(self, store: str) -> Parent:
+        """Return the save whose still files the next one into `store` may share. Coordinator only."""
         return NO_PARENT
 
     def spared_bytes(self, store: str) -> int:
@@ -61,9 +69,9 @@ class NoSavesOfPlan:
         return None
 
     def note_committed(
-        self, step: int, store: str, files: Sequence[StillFile], moved: Sequence[Moved], tensors: Mapping[str, Any]
+        self, save: Parent, store: str, files: Sequence[StillFile], moved: Sequence[Moved], tensors: Mapping[str, Any]
     ) -> None:
-        """Note that the save of `step` into `store` is durable, with these still `files`. Coordinator only.
+        """Note that the save into `store` is durable, with these still `files`. Coordinator only.
 
         `moved` is what all ranks saw in it, `tensors` are the manifest's.
         """
@@ -102,12 +110,12 @@ class SavesOfPlan(NoSavesOfPlan):
         self._files: dict[int, _Files] = {}
         """Of the last two saves, by step: a save that fails leaves the one before it to share with."""
         self._parent = NO_PARENT, ""
-        """The last durable save: its step and its store."""
+        """The last durable save, and its store."""
         self._num_shared = self._still_bytes = 0
         self._is_under_way = False
         """Whether a save has begun and is not durable: it is being written, or has failed."""
 
-    def parent(self, store: str) -> int:
+    def parent(self, store: str) -> Parent:
         self._is_under_way = True
         return self._parent_in(store)
 
@@ -133,22 +141,22 @@ class SavesOfPlan(NoSavesOfPlan):
         return Moved(changed, unchanged) if changed or unchanged else None
 
     def note_committed(
-        self, step: int, store: str, files: Sequence[StillFile], moved: Sequence[Moved], tensors: Mapping[str, Any]
+        self, save: Parent, store: str, files: Sequence[StillFile], moved: Sequence[Moved], tensors: Mapping[str, Any]
     ) -> None:
-        self._parent, self._is_under_way = (step, store), False
+        self._parent, self._is_under_way = (save, store), False
         self._still_bytes = sum(file.size for file in files)
         self._num_shared = self._num_shared + 1 if any(file.is_linked for file in files) else 0
         self._listener.note(moved, tensors)
         if refusals := [file.refusal for file in files if file.refusal]:
-            self._listener.note_refusal(step, refusals[0])
+            self._listener.note_refusal(save.step, refusals[0])
 
     def forget(self) -> None:
         self._parent, self._num_shared = (NO_PARENT, ""), 0
         self._files = {}
 
-    def _parent_in(self, store: str) -> int:
-        step, of_store = self._parent
-        return step if of_store == store and self._num_shared < self._full_every else NO_PARENT
+    def _parent_in(self, store: str) -> Parent:
+        save, of_store = self._parent
+        return save if of_store == store and self._num_shared < self._full_every else NO_PARENT
 
     def _places(self, begin: int, end: int | None = None) -> Sequence[TensorPlace]:
         """Return the places of some tensors, counted from the first byte of their file."""

@@ -30,7 +30,7 @@ from torchtitan_lite.checkpoint.format.file_data import FilePart
 from torchtitan_lite.checkpoint.format.tensor_digest import TensorDigest, digest_chunk, finish
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.planning.rank_file import RankPlan
-from torchtitan_lite.checkpoint.planning.saves_of_plan import NO_PARENT, Moved, StillFile
+from torchtitan_lite.checkpoint.planning.saves_of_plan import NO_PARENT, Moved, Parent, StillFile
 from torchtitan_lite.checkpoint.saving.agreed_planner import AgreedPlan, AgreedPlanner
 from torchtitan_lite.checkpoint.saving.nan_check import names_with_nan
 from torchtitan_lite.checkpoint.schedule.interval import NOTHING_AT_RISK, AtRisk
@@ -244,7 +244,7 @@ class CommittingWriter(StorageWriter):
                 **({} if has_metadata else {DCP_METADATA: LEFT_OUT}),
                 **({NAN_IN: nan_in} if nan_in else {}),
                 **({METRICS: dict(target.origin.metrics)} if target.origin.metrics else {}),
-                **({LINKED: {"step": self._parent, "bytes": linked_bytes}} if linked_bytes else {}),
+                **({LINKED: {"step": self._parent.step, "bytes": linked_bytes}} if linked_bytes else {}),
                 **_of_start(target.origin),
             },
             format_version=max(
@@ -255,7 +255,8 @@ class CommittingWriter(StorageWriter):
         if target.kind is CheckpointKind.FULL:
             moved = [each.moved for each in details if each.moved is not None]
             saves, store = self._content.plan.saves, target.store.identity
-            saves.note_committed(target.step, store, stills, moved, description.tensors)
+            save = Parent(target.step, self.committed.path.name)
+            saves.note_committed(save, store, stills, moved, description.tensors)
         if nan_in:
             # A warning and not a refusal: a refused save would end runs that a person would rather inspect.
             logger.warning(
@@ -271,7 +272,7 @@ class CommittingWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return isinstance(checkpoint_id, str | Path)
 
-    def _written(self, place: str, parent: int) -> list[tuple[Any, ...]]:
+    def _written(self, place: str, parent: Parent) -> list[tuple[Any, ...]]:
         content, target = self._content, self._target
         assert content is not None, "AgreedPlanner raised the failure before"
         if content.num_bytes == 0:
@@ -299,16 +300,16 @@ class CommittingWriter(StorageWriter):
         sent = self._details.send(details) if any(details) else None
         return [tuple(WrittenFile(record.size, record.blocks, sent, record_size, record_blocks, seconds, still))]
 
-    def _write_still(self, content: RankContent, place: str, parent: int) -> StillFile | None:
-        """Write this rank's still file, or share that of the step `parent`; return None if it has none."""
+    def _write_still(self, content: RankContent, place: str, parent: Parent) -> StillFile | None:
+        """Write this rank's still file, or share that of `parent`; return None if it has none."""
         plan, store = content.plan, self._target.store
         if not plan.still_name:
             return None
-        known = plan.saves.still_of(parent)
+        known = plan.saves.still_of(parent.step)
         new = (
             store.new_file(place, plan.still_name)
             if known is None
-            else store.new_file_like(place, plan.still_name, parent, known)
+            else store.new_file_like(place, plan.still_name, parent.place, known)
         )
         record = content.write(new, plan.layout.still)
         if isinstance(record, LinkedRecord):

@@ -108,8 +108,8 @@ class Checkpoint:
 
     incremental: bool = False
     """Write only what has changed since the last save: tensors that stay the same lie in a second file of each rank,
-    which later steps share as a hard link. Each step is a complete checkpoint all the same. Fewer than 256 ranks, on a
-    disk. docs/incremental.md"""
+    which later steps share as a hard link, or copy within an object store. Each step is a complete checkpoint all the
+    same. Fewer than 256 ranks. docs/incremental.md"""
 
     incremental_full_every: int = 10
     """With incremental: how many steps in a row may share a file before it is written in full again."""
@@ -365,14 +365,7 @@ class Checkpoint:
 
     def _check_incremental(self) -> None:
         at_least("checkpoint.incremental_full_every", self.incremental_full_every, 1)
-        if not self.incremental:
-            return
-        if is_in_object_store(self.folder):
-            raise ConfigError(
-                f"checkpoint.incremental: found folder = {self.folder!r}, and an object store has no hard links. Name "
-                "a folder on disk, with upload_folder for the store, or unset incremental."
-            )
-        if self.memory_interval:
+        if self.incremental and self.memory_interval:
             raise ConfigError(
                 f"checkpoint.incremental with checkpoint.memory_interval = {self.memory_interval}: an image in memory "
                 "is one file, and an incremental save has two. Unset one of them."
