@@ -32,10 +32,10 @@ SharedFiles = Mapping[FileId, SharedFile]
 
 
 def shared_files(info: CheckpointInfo) -> SharedFiles:
-    """Return those files of `info`, a checkpoint on disk, that others may have, too; without those that are gone."""
+    """Return those files of `info`, a checkpoint on disk, that others may have, too, as far as they can be seen."""
     found: dict[FileId, SharedFile] = {}
     for name in info.still:
-        with suppress(FileNotFoundError, NotADirectoryError):
+        with suppress(OSError):
             status = os.lstat(on_disk(info.path) / name)
             found[status.st_dev, status.st_ino] = SharedFile(status.st_size, status.st_nlink)
     return found
