@@ -139,7 +139,13 @@ def _skipped() -> dict[str, str]:
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="debug", help="debug (0.8 M parameters) or 168m")
-    parser.add_argument("--kills", nargs="+", choices=list(KILLS)[:-1], default=list(KILLS)[:-1], help="all by default")
+    parser.add_argument(
+        "--kills",
+        nargs="*",
+        choices=list(KILLS)[:-1],
+        default=list(KILLS)[:-1],
+        help="all by default; none: starts only",
+    )
     parser.add_argument("--only", nargs="+", help="only contenders whose name contains one of these")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--times", type=int, default=3, help="kills of each job; 3")

@@ -20,6 +20,7 @@ from torch import Tensor
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel
 from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint.resume.initial_import import ImportWeights
 from torchtitan_lite.checkpoint.resume.restore import refuse_early
 from torchtitan_lite.checkpoint.state.rng import seed_all
 from torchtitan_lite.checkpoint.state.stateful import Stateful
@@ -47,7 +48,6 @@ from torchtitan_lite.metrics.sample_trace import SampleTrace
 from torchtitan_lite.models.llama.args import settings_of
 from torchtitan_lite.models.llama.chosen import build_model_args
 from torchtitan_lite.models.llama.hugging_face import describe
-from torchtitan_lite.models.llama.imported import importer, open_expected
 from torchtitan_lite.models.llama.model import Transformer, flops_per_token, num_params
 from torchtitan_lite.optim import (
     DivergenceCheck,
@@ -170,7 +170,17 @@ class Trainer:
         model = describe(self.args, self.tokenizer.files(), self.tokenizer.bos, self.tokenizer.eos)
         return dataclasses.replace(model, tokenizer=self.tokenizer.fingerprint)
 
+    def _importer(self) -> ImportWeights | None:
+        if not self.config.checkpoint.initial_load_in_hf:
+            return None
+        # Imported only where it is used: no other start waits for it.
+        from torchtitan_lite.models.llama.imported import importer
+
+        return importer(self.args)
+
     def _check_weights(self, source: Path) -> None:
+        from torchtitan_lite.models.llama.imported import open_expected
+
         self.peers.on_coordinator(lambda: open_expected(source, self.args).chosen.notes)
 
     def _resume(self) -> None:
@@ -346,7 +356,7 @@ class Trainer:
             peers=self.peers,
             topology=str(self.plan.dims),
             hugging_face=self._described(),
-            import_weights=importer(self.args),
+            import_weights=self._importer(),
             on_event=self.metrics.on_event,
             past=self.metrics.past,
         )
