@@ -25,6 +25,7 @@ set -euo pipefail
 
 GRACE_SECONDS=240   # time for the ranks to save and exit, unless --checkpoint.preemption_grace_seconds is given
 MARGIN_SECONDS=30   # torchrun waits longer by this before it kills, so that a rank that cannot leave can log why
+LOOK_SECONDS=120    # for each node to run a command; after that one of them is lost
 SIGNALS=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
 CONFIG_IS_FINE=10   # with any other exit code of the check the script ends too: 0 after --help, 2 for wrong usage
 # Does not import torch, which is slow on a shared file system: the options of torchrun are found in its source.
@@ -52,7 +53,7 @@ step=""       # process id of srun
 store=""      # process id of the store in which the nodes meet; with spare nodes only
 
 main() {
-    local code=0 events before end
+    local code=0 events before end why=preempted
     # First of all: without a trap the signal would end this script, and the job would not be queued again.
     trap on_signal USR1 TERM
     check_set_up
@@ -65,10 +66,16 @@ main() {
         case "$end" in
         preempted) ;;
         finished) end_with 0 ;; # also if a node was lost
-        *) ((only_loads && num_signals && code)) || end_with "$code" ;;
+        *)
+            if a_node_is_lost; then
+                why="a node is lost"
+            elif ! ((only_loads && num_signals && code)); then
+                end_with "$code"
+            fi
+            ;;
         esac
     fi
-    queue_again
+    queue_again "$why"
 }
 
 on_signal() {
@@ -167,6 +174,11 @@ end_since() {
     [[ ! -f $2 ]] || tail -n "+$(($1 + 1))" "$2" | sed -En 's/.*"event": "(preempted|finished)".*/\1/p' | tail -n 1
 }
 
+# Slurm itself notices a lost node only after minutes (SlurmdTimeout), and queues the job again if it still runs then.
+a_node_is_lost() {
+    ((code)) && ! timeout "$LOOK_SECONDS" srun --ntasks-per-node=1 --kill-on-bad-exit=1 true
+}
+
 end_with() {
     if (($1 == 0)); then
         say "finished."
@@ -179,7 +191,7 @@ end_with() {
 }
 
 queue_again() {
-    say "preempted; queueing job $SLURM_JOB_ID again."
+    say "$1; queueing job $SLURM_JOB_ID again."
     scontrol requeue "$SLURM_JOB_ID" || {
         say "the job could not be queued again. To continue, run the same sbatch."
         exit 1

@@ -33,6 +33,7 @@ requeue) echo "$@" >>"$RECORD/requeued"; exit "${REQUEUE_CODE:-0}" ;;
 esac
 """
 SRUN = """#!/usr/bin/env bash
+[[ ${!#} != true ]] || exit "${NODES:-0}"
 log_event() { cat "$RECORD/$1" >>"$DUMP_FOLDER/events.jsonl"; }
 on_signal() { log_event preempted; exit 1; }
 printf '%s\\n' "$@" >"$RECORD/srun"
@@ -49,6 +50,7 @@ esac
 SRUN_NODES = """#!/usr/bin/env bash
 # Each node is a session of its own, so that a test can kill all of it.
 while [[ $1 == --* ]]; do shift; done
+[[ $1 != true ]] || exit 0
 for node in 0 1 2; do
     PET_LOCAL_ADDR=localhost setsid "$@" &
     nodes[node]=$!
@@ -169,6 +171,12 @@ def test_a_job_that_only_loads_and_fails_without_a_signal_is_not_queued_again(cl
 def test_a_job_that_finished_without_one_of_its_nodes_is_finished(cluster: Cluster) -> None:
     code, said = cluster.run(STEP="loses_a_node")
     assert (code, cluster.requeued()) == (0, []), said
+
+
+def test_a_job_that_fails_because_a_node_is_lost_is_queued_again(cluster: Cluster) -> None:
+    code, said = cluster.run(STEP="fails", NODES="1")
+    assert (code, cluster.requeued()) == (0, ["requeue 4711"])
+    assert "a node is lost; queueing job 4711 again" in said
 
 
 def test_a_failure_after_an_earlier_preemption_is_a_failure(cluster: Cluster) -> None:
