@@ -45,9 +45,14 @@ KILLS = {
     "first host": "that of rank 0, which wrote to the folder",
 }
 STARTS = {"start": "a fresh start", "start on hosts": "a fresh start on two hosts"}
-NEEDS = {"nvrx": "nvidia_resiliency_ext"}
+NEEDS = {"nvrx": "nvidia_resiliency_ext", "torchft": "torchft"}
 """The package that a contender needs."""
-IMPOSSIBLE = {("nvrx", "host"): "it exchanges what a host lost through CUDA alone"}
+IMPOSSIBLE = {
+    ("nvrx", "host"): "it exchanges what a host lost through CUDA alone",
+    ("torchft", "ranks"): "its state is in the ranks",
+    ("torchft", "torchrun"): "its state is in the ranks",
+    ("torchft", "host"): "the same as a rank, without a shared folder",
+}
 
 
 def main() -> int:

@@ -41,7 +41,8 @@ PLAIN = ("dcp", "torch.save", "nvrx")
 """Contenders that plain_loop.py trains."""
 FRESH = "fresh"
 """The trainer without checkpoints."""
-CONTENDERS = ("ours, disk", "ours, memory", *PLAIN)
+TORCHFT = "torchft"
+CONTENDERS = ("ours, disk", "ours, memory", *PLAIN, TORCHFT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +142,7 @@ class KilledJob:
             trained = max(line["step"] for line in self._lines() if line["what"] == "trained" and line["at"] <= began)
             self._wait(lambda began=began: any(self._is_new(line, began, "trained") for line in self._lines()))  # type: ignore[misc]
             resumed = min(line["step"] for line in self._lines() if self._is_new(line, began, "trained")) - 1
-            yield Times(kill, self._parts(began), trained - resumed, self._sent_bytes() - sent)
+            yield Times(kill, self._parts(began), max(0, trained - resumed), self._sent_bytes() - sent)
 
     def _kill(self, kind: str) -> str:
         """Kill as `kind` says; return what that was."""
@@ -150,7 +151,8 @@ class KilledJob:
             assert self._launcher is not None
             self._launcher.kill()
         for rank in range(RANKS - 1, -1, -1):
-            if rank == RANKS - 1 or kind != "rank":
+            # Of torchft the one that is measured: the other one trains on.
+            if kind != "rank" or rank == (0 if self._contender == TORCHFT else RANKS - 1):
                 os.kill(pids[rank], signal.SIGKILL)
         if kind == "torchrun":
             assert self._launcher is not None
@@ -200,6 +202,10 @@ class KilledJob:
         environment |= {"MAX_RESTARTS": str(max_restarts), "NGPU": str(RANKS)}
         place = ["--standalone", "--local-addr=localhost", f"--nproc-per-node={RANKS}"]
         command = self._command([*place, f"--max-restarts={max_restarts}"])
+        if self._contender == TORCHFT:
+            sizes = (self._model.sizes(), STEPS, self._model.batch_size, self._model.seq_len)
+            script = Path(__file__).with_name("torchft_loop.py")
+            command = [sys.executable, str(script), str(max_restarts), *map(str, sizes)]
         with self.log.open("ab") as output:
             self._launcher = subprocess.Popen(command, env=environment, cwd=self._folder, stdout=output, stderr=output)
         return began
