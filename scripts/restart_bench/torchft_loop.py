@@ -51,7 +51,7 @@ def launch(max_restarts: str, *model: str) -> int:
 
 def train(sizes: str, steps: int, batch_size: int, seq_len: int) -> None:
     """Train as one replica group."""
-    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+    from torchft import DistributedDataParallel, Manager, ProcessGroupGloo
 
     stamp("imported")
     group = int(os.environ[RANK])
@@ -74,18 +74,20 @@ def train(sizes: str, steps: int, batch_size: int, seq_len: int) -> None:
         timeout=timedelta(seconds=5),
     )
     stamp("met")
-    replicated, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, adamw)
+    replicated = DistributedDataParallel(manager, model)
     stamp("built")
     stamp("loaded")  # With the first step, if another group has a later state.
     while manager.current_step() < steps:
         generator = torch.Generator().manual_seed(manager.current_step() * 1000 + group)
         tokens = torch.randint(model.args.vocab_size, (batch_size, seq_len + 1), generator=generator)
-        optimizer.zero_grad()
+        manager.start_quorum()
+        adamw.zero_grad()
         loss = F.cross_entropy(replicated(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        stamp("trained", manager.current_step())
+        if manager.should_commit():  # Not while the groups heal.
+            adamw.step()
+            stamp("trained", manager.current_step())
 
 
 if __name__ == "__main__":
