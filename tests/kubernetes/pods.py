@@ -103,10 +103,13 @@ class Pod:
 
 
 class SharedPod:
-    """A pod on `host` whose containers have one PID namespace and the volumes of `mounts`."""
+    """A pod on `host` whose containers have one PID namespace and the volumes of `mounts`.
 
-    def __init__(self, host: Host, log: Path, mounts: Mapping[Path, Path]) -> None:
-        self._host, self._log, self._mounts = host, log, mounts
+    Its volume at /tmp is the folder `tmp`, by TMPDIR: a mount there would hide a clone or an environment in /tmp.
+    """
+
+    def __init__(self, host: Host, log: Path, mounts: Mapping[Path, Path], tmp: Path) -> None:
+        self._host, self._log, self._mounts, self._tmp = host, log, mounts, tmp
         # What Kubernetes calls the pause container.
         first = host.start([*NEW_PROCESSES, "sleep", "infinity"], log)
         while not (found := [pid for pid in children(first.pid) if command_line(pid).startswith("sleep")]):
@@ -117,7 +120,7 @@ class SharedPod:
         """Start `command` in a container of its own."""
         place = ["nsenter", f"--pid=/proc/{self._first}/ns/pid", "unshare", "--mount"]
         inside = ["sh", "-ec", 'mount -t proc proc /proc; exec "$@"', "sh", *command]
-        folders = {"XDG_RUNTIME_DIR": "", "TMPDIR": "", "PYTHON": sys.executable, "NGPU": "1"}
+        folders = {"XDG_RUNTIME_DIR": "", "TMPDIR": str(self._tmp), "PYTHON": sys.executable, "NGPU": "1"}
         return self._host.start([*place, *inside], self._log, folders, self._mounts)
 
 

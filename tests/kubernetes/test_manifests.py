@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -154,16 +155,16 @@ def test_a_container_that_is_killed_is_started_again_in_its_pod_and_continues_fr
     pod = pod_of(jobs_of(manifest["spec"])["node"])
     assert (pod["shareProcessNamespace"], pod["restartPolicy"]) == (True, "OnFailure")
     (sidecar,), (container,) = pod["initContainers"], pod["containers"]
-    mounts = {Path(f"/{each}"): tmp_path / each for each in ("mnt", "tmp")}
-    for folder in (tmp_path / "mnt" / "runs", tmp_path / "tmp"):
-        folder.mkdir(parents=True)
+    (tmp_path / "mnt" / "runs").mkdir(parents=True)
     run, log = tmp_path / "mnt" / "runs" / "train", tmp_path / "log"
     command = [*command_of(container), *TINY, "--checkpoint.interval=1000"]
-    with network() as hosts:
-        shared = SharedPod(hosts.add(), log, mounts)
+    # Not the folder of the test: the path of a socket holds 107 letters.
+    with network() as hosts, TemporaryDirectory(prefix="pod-", dir="/tmp") as tmp:
+        shared = SharedPod(hosts.add(), log, {Path("/mnt"): tmp_path / "mnt"}, Path(tmp))
         keeper = shared.start(*command_of(sidecar))
         job = Job([keeper], run, log)
-        job.wait_until(lambda _: not shared.start(*sidecar["startupProbe"]["exec"]["command"]).wait())
+        probe = [word.replace("/tmp/", f"{tmp}/") for word in sidecar["startupProbe"]["exec"]["command"]]
+        job.wait_until(lambda _: not shared.start(*probe).wait())
         first = shared.start(*command, "--training.steps=4000")
         job = Job([first], run, log)
         job.wait_until(lambda job: 20 in job.losses())
