@@ -27,6 +27,10 @@ if [[ ! ${NNODES:-1} =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ ]]; then
     echo "NNODES: expected a number of nodes, or two as in 1:4, found '$NNODES'. Set it to 1 or more." >&2
     exit 2
 fi
+if [[ -n ${NNODES:-} ]] && ((${NNODES%:*} > ${NNODES#*:})); then
+    echo "NNODES: expected the smaller number first, found '$NNODES'. Set it to ${NNODES#*:}:${NNODES%:*}." >&2
+    exit 2
+fi
 if [[ ! ${RDZV:-host:1} =~ ^[^:]+:[0-9]+$ ]]; then
     echo "RDZV: expected HOST:PORT, found '$RDZV'. Set it to the place where scripts/rendezvous_store.py runs." >&2
     exit 2

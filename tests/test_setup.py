@@ -308,6 +308,7 @@ def test_ctrl_c_before_a_process_is_launched_shows_no_traceback(machine: Machine
             {"NNODES": "0:2"},
             "NNODES: expected a number of nodes, or two as in 1:4, found '0:2'. Set it to 1 or more",
         ),
+        ([], {"NNODES": "4:1"}, "NNODES: expected the smaller number first, found '4:1'. Set it to 1:4."),
         ([], {"NNODES": "1:2"}, "NNODES is 1:2, and RDZV is not set. Set it to HOST:PORT, where"),
         ([], {"RDZV": "host"}, "RDZV: expected HOST:PORT, found 'host'. Set it to the place where"),
         (
