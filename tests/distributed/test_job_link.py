@@ -33,7 +33,7 @@ def linked(ends: Ends, other: bytes = SECRET) -> tuple[JobLink, JobLink]:
         try:
             called = JobLink(ends[0], SECRET, is_caller=False)
         except LinkBroken:
-            ends[0].close()
+            assert ends[0].fileno() == -1, "it is closed"
             assert isinstance(caller.exception(), LinkBroken), "the caller finds out, too"
             raise
         return called, caller.result()

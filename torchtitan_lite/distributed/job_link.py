@@ -64,6 +64,13 @@ class JobLink:
         connection.settimeout(silence_seconds)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            self._meet(secret, is_caller=is_caller)
+        except (OSError, ValueError):
+            self.close()
+            raise
+
+    def _meet(self, secret: bytes, *, is_caller: bool) -> None:
         mine = secrets.token_bytes(_NONCE_BYTES)
         self._send_all(mine)
         theirs = bytes(self._receive_exactly(_NONCE_BYTES))

@@ -133,10 +133,9 @@ class Judge:
 
     def _accept(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()
-        try:
+        # Else it is no process of this job, or was stopped: the link has closed the connection.
+        with suppress(OSError, ValueError):
             self._strangers.append(_link(connection, self._orders, is_caller=False))
-        except (OSError, ValueError):
-            connection.close()
 
     def _read(self, link: JobLink) -> None:
         try:
