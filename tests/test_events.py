@@ -55,6 +55,7 @@ NAMES = {
     "quarantined": ["path"],
     "resumed": ["down_seconds", "redone_steps"],
     "hung": ["rank", "host", "seconds", "reason"],
+    "diverged": ["reason", "skipped_batch"],
     "preempted": [*OF_THE_RUN, "signal", "given_up_steps"],
     "finished": OF_THE_RUN,
 }

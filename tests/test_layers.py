@@ -52,6 +52,7 @@ LAYERS = {
     "checkpoint": 12,
     "models": 13,
     "data": 13,
+    "divergence": 13,
     "optim": 13,
     "metrics": 13,
     "parallelisms": 13,
@@ -104,7 +105,7 @@ WITHOUT_TORCH = (
         for name in ("app", "exit_codes", "inspect_step", "key_cell", "ls", "memory", "screen", "target", "words")
     ),
 )
-UNKNOWN_TO_CHECKPOINT = ("models", "data", "trainer", "metrics", "optim", "parallelisms")
+UNKNOWN_TO_CHECKPOINT = ("models", "data", "trainer", "metrics", "optim", "divergence", "parallelisms")
 TENSORBOARD = ("tensorboard", "torch.utils.tensorboard", "tensorboardX")
 COLLECTIVES = (
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),

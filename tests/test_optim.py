@@ -9,11 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan_lite.checkpoint.state.train_state import TrainState
 from torchtitan_lite.config.job_config import LRScheduler, Optimizer
-from torchtitan_lite.errors import TrainingDiverged
 from torchtitan_lite.optim import (
-    DivergenceCheck,
     build_lr_schedulers,
     build_optimizers,
     clip_grad_norm_,
@@ -145,29 +142,3 @@ def test_gradients_below_the_norm_stay_bitwise() -> None:
 
 def test_a_norm_that_is_not_finite_is_returned() -> None:
     assert not clip_grad_norm_([with_gradient(float("inf"))], 1.0).isfinite()
-
-
-NAN = torch.tensor(float("nan"))
-
-
-def test_a_loss_that_is_not_finite_ends_the_run() -> None:
-    check = DivergenceCheck(TrainState(step=7), skips_steps=True, max_skipped_steps=3)
-    check.loss(torch.tensor(5.5))
-    with pytest.raises(TrainingDiverged, match="step 7"):
-        check.loss(NAN)
-
-
-def test_a_gradient_norm_that_is_not_finite_ends_the_run() -> None:
-    check = DivergenceCheck(TrainState(), skips_steps=False, max_skipped_steps=3)
-    with pytest.raises(TrainingDiverged, match="grad_norm"):
-        check.grad_norm(NAN)
-
-
-def test_skipped_steps_are_counted_and_end_the_run_only_in_a_row() -> None:
-    state = TrainState()
-    check = DivergenceCheck(state, skips_steps=True, max_skipped_steps=3)
-    for norm in (NAN, NAN, torch.tensor(1.0), NAN, NAN):
-        check.grad_norm(norm)
-    assert state.skipped_steps == 4
-    with pytest.raises(TrainingDiverged):
-        check.grad_norm(NAN)

@@ -26,7 +26,7 @@
     |- ExtraMissing (ImportError)                an optional dependency is not installed
     |- KeeperUnavailable (RuntimeError)          checkpoints are not kept in memory; training continues
     |- PeerLost (RuntimeError)                   another rank has ended, or does not answer
-    `- TrainingDiverged (ArithmeticError)        a loss or gradient norm is not finite
+    `- TrainingDiverged (ArithmeticError)        a loss or gradient norm is not finite, or a loss far too high
 
 Every message names the thing, what was expected, what was found, and the fix. Every error survives pickle with all its
 fields: DCP and `Peers` send errors from rank to rank, and one that cannot be unpickled would leave the others waiting.
@@ -387,11 +387,21 @@ class PeerLost(TorchtitanLiteError, RuntimeError):
 
 
 class TrainingDiverged(TorchtitanLiteError, ArithmeticError):
-    """`name` was not finite at `step`; no update was made with it."""
+    """`step` is not to be kept, for `reason`; no update was made with it.
 
-    def __init__(self, step: int, name: str, value: float) -> None:
-        self.step, self.name, self.value = step, name, value
-        super().__init__(
-            f"step {step}: {name} is {value}; stopped before it was applied. "
-            "Roll back with --checkpoint.load_step, and lower optimizer.lr or training.max_norm."
-        )
+    `tried` has the rollbacks of the run before, and `obstacle` says why it does not roll back again; empty if it is not
+    to roll back by itself.
+    """
+
+    def __init__(self, step: int, reason: str, tried: Sequence[str] = (), obstacle: str = "") -> None:
+        self.step, self.reason, self.tried, self.obstacle = step, reason, tuple(tried), obstacle
+        text = f"step {step}: {_clause(reason)}; stopped before it was applied. "
+        if obstacle:
+            text += f"The run does not roll back again: {_clause(obstacle)}. "
+        if tried:
+            text += f"It rolled back {_times(len(tried))}: {'; '.join(tried)}. "
+        super().__init__(f"{text}Roll back with --checkpoint.load_step, and lower optimizer.lr or training.max_norm.")
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"

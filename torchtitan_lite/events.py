@@ -321,6 +321,16 @@ class Hung(Event, name="hung"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Diverged(Event, name="diverged"):
+    """This step is not kept: the run rolls back to what is loaded next, or stops."""
+
+    reason: str
+    """Why."""
+    skipped_batch: int | None = None
+    """The batch of the data that is left out from then on; none if the run stops."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CleanEnd(Event):
     """The end of a start that was not cut off, with what rank 0 has counted of the whole run. No event by itself."""
 

@@ -1,4 +1,4 @@
-"""Optimizers, their learning-rate schedule, gradient clipping, the check for divergence.
+"""Optimizers, their learning-rate schedule, gradient clipping.
 
 The learning rate at optimizer step s, counted from 1, is lr * lr_factor(s): a function of the step and the config only,
 so a resume gets the same values on every topology. All model parts have the same schedule.
@@ -16,10 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchtitan_lite.checkpoint.state.train_state import TrainState
 from torchtitan_lite.config.job_config import DecayType, LRScheduler, Optimizer
 from torchtitan_lite.distributed.reduce import norm_over_group
-from torchtitan_lite.errors import TrainingDiverged
 from torchtitan_lite.log import counted, logger
 from torchtitan_lite.torch_private import set_last_lr
 
@@ -157,38 +155,3 @@ def _reduce_gradient(parameter: nn.Parameter) -> None:
     if isinstance(gradient, DTensor) and any(isinstance(placement, Partial) for placement in gradient.placements):
         assert isinstance(parameter, DTensor)
         parameter.grad = gradient.redistribute(gradient.device_mesh, parameter.placements)
-
-
-class DivergenceCheck:
-    """Stop a run whose loss or gradient norm is not finite. Any rank.
-
-    Callers pass values that are the same on every rank, so all ranks raise TrainingDiverged at the same step. With
-    `skips_steps` a gradient scaler skips steps whose gradients overflowed: these are counted in the train state, and
-    only `max_skipped_steps` of them in a row end the run.
-    """
-
-    def __init__(self, state: TrainState, *, skips_steps: bool, max_skipped_steps: int) -> None:
-        self._state = state
-        self._skips_steps = skips_steps
-        self._max_skipped_steps = max_skipped_steps
-        self._skipped_in_a_row = 0
-
-    def loss(self, average: Tensor) -> None:
-        """Raise TrainingDiverged unless the step's loss, averaged over all ranks, is finite."""
-        self._raise_unless_finite("loss", average)
-
-    def grad_norm(self, norm: Tensor) -> None:
-        """Raise TrainingDiverged unless the step's gradient norm is finite, or its step may be skipped."""
-        if not self._skips_steps:
-            self._raise_unless_finite("grad_norm", norm)
-        elif math.isfinite(norm.item()):
-            self._skipped_in_a_row = 0
-        else:
-            self._skipped_in_a_row += 1
-            self._state.skipped_steps += 1
-            if self._skipped_in_a_row >= self._max_skipped_steps:
-                self._raise_unless_finite("grad_norm", norm)
-
-    def _raise_unless_finite(self, name: str, value: Tensor) -> None:
-        if not math.isfinite(value.item()):
-            raise TrainingDiverged(self._state.step, name, value.item())

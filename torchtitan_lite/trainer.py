@@ -37,8 +37,10 @@ from torchtitan_lite.distributed.misfits import HostView, alike, facts_of
 from torchtitan_lite.distributed.process_group import World, shorten_timeouts
 from torchtitan_lite.distributed.reduce import broadcast_from_first, max_over_ranks, mean_over_ranks
 from torchtitan_lite.distributed.simulated import build_peers
+from torchtitan_lite.divergence import DivergenceCheck, build_divergence_check
 from torchtitan_lite.dry_run import report_start
-from torchtitan_lite.events import Finished, Resumed
+from torchtitan_lite.errors import TrainingDiverged
+from torchtitan_lite.events import Diverged, Finished, Resumed
 from torchtitan_lite.hangs.no_watch import NoWatch
 from torchtitan_lite.log import logger
 from torchtitan_lite.metrics.announcement import announce, write_config
@@ -50,7 +52,6 @@ from torchtitan_lite.models.llama.chosen import build_model_args
 from torchtitan_lite.models.llama.hugging_face import describe
 from torchtitan_lite.models.llama.model import Transformer, flops_per_token, num_params
 from torchtitan_lite.optim import (
-    DivergenceCheck,
     apply_hyperparameters,
     build_lr_schedulers,
     build_optimizers,
@@ -103,13 +104,13 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(
             world.device.type, enabled=config.training.mixed_precision_param == "float16"
         )
-        self.train_state = TrainState(model=settings_of(self.args), records_model=bool(config.model.config_path))
-        self.measured: dict[str, Tensor] = {}
-        self.divergence_check = DivergenceCheck(
-            self.train_state,
-            skips_steps=self.scaler.is_enabled(),
-            max_skipped_steps=config.training.max_skipped_steps,
+        self.train_state = TrainState(
+            loss_window=config.training.spike_window if config.training.spike_factor else 0,
+            model=settings_of(self.args),
+            records_model=bool(config.model.config_path),
         )
+        self.measured: dict[str, Tensor] = {}
+        self.divergence_check = self._build_divergence_check()
         flops = flops_per_token(self.args, self.num_params, config.training.seq_len)
         self.metrics = self.peers.together(lambda: RunMetrics(config, world, flops_per_token=flops, began=began))
         self.forward_backward = build_forward_backward(
@@ -195,9 +196,7 @@ class Trainer:
         for part in self.model_parts:
             part.train()
         self.metrics.start(state.step)
-        if not self._only_loads:
-            # No rank may log its samples before the coordinator has dropped the later lines of the files.
-            self.peers.on_coordinator(lambda: self.samples.start(state.step))
+        self._start_samples()
         logger.info(
             "Training starts at step %d, with local batch size %d, global batch size %d, sequence length %d, total "
             "steps %d (warmup %d)",
@@ -226,8 +225,14 @@ class Trainer:
                     logger.info("Epoch %d of the data begins in step %d", self.loader.progress.epoch, state.step)
                 if state.step % config.training.gc_freq == 0:
                     gc.collect(1)
-                with self.metrics.goodput.step(state.step):
-                    self._train_step(batch)
+                try:
+                    with self.metrics.goodput.step(state.step):
+                        self._train_step(batch)
+                except TrainingDiverged as error:
+                    self._roll_back(error)
+                    if left := self._left():
+                        return left
+                    continue
                 with self.watch.paused():  # It may write a trace.
                     profiler.step()
                 self._note_progress()
@@ -240,6 +245,32 @@ class Trainer:
                 if state.step == first:
                     shorten_timeouts(self.mesh, config.comm)
         return self._completed()
+
+    def _start_samples(self) -> None:
+        self.samples.close()  # Where the run rolled back by itself: the file is replaced.
+        if not self._only_loads:
+            # No rank may log its samples before the coordinator has dropped the later lines of the files.
+            self.peers.on_coordinator(lambda: self.samples.start(self.train_state.step))
+
+    def _roll_back(self, error: TrainingDiverged) -> None:
+        """Roll back to the latest good checkpoint, if the run is to. Raises `error` if not, or if it may not again."""
+        config = self.config.training
+        if config.on_divergence != "rollback":
+            self.metrics.note(Diverged(error.step, reason=error.reason))
+            raise error
+        with self.metrics.part("loading"), self.watch.paused():
+            self.checkpointer.roll_back(
+                error.step,
+                error.reason,
+                max_rollbacks=config.max_rollbacks,
+                within_steps=config.rollback_window,
+            )
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            apply_hyperparameters(self.optimizers, self.lr_schedulers, self.config.optimizer)
+            self.divergence_check = self._build_divergence_check()
+            self.metrics.rolled_back(error.step, self.train_state.step)
+            self._start_samples()
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
@@ -318,6 +349,8 @@ class Trainer:
 
     def _next_batch(self) -> Tensor | None:
         with self.metrics.waiting_for_data():
+            for _ in range(self.checkpointer.batches_left_out(self.train_state.step + 1)):
+                next(self.loader, None)
             return next(self.loader, None)
 
     def _end_of_data(self) -> int:
@@ -360,6 +393,9 @@ class Trainer:
             on_event=self.metrics.on_event,
             past=self.metrics.past,
         )
+
+    def _build_divergence_check(self) -> DivergenceCheck:
+        return build_divergence_check(self.config.training, self.train_state, skips_steps=self.scaler.is_enabled())
 
     def _build_watch(self) -> NoWatch:
         comm = self.config.comm

@@ -100,13 +100,14 @@ def start(
     torchrun: Sequence[str] | None = None,
     environment: dict[str, str] | None = None,
     cold: bool = False,
+    script: Path = REPO / "train.py",
 ) -> Iterator[Job]:
-    """Start a job of `ranks` workers, which is killed at the end of the block.
+    """Start a job of `ranks` workers of `script`, which is killed at the end of the block.
 
     `cold`: each worker is a new Python process; `torchrun`: the workers run under torchrun with these options.
     """
     dump_folder.mkdir(parents=True, exist_ok=True)
-    training = [str(REPO / "train.py"), *TINY, f"--job.dump_folder={dump_folder}", *arguments]
+    training = [str(script), *TINY, f"--job.dump_folder={dump_folder}", *arguments]
     log = dump_folder.with_suffix(".log")
     base = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     port = str(free_port())
@@ -120,7 +121,7 @@ def start(
     elif cold:
         processes = [_cold([sys.executable, *training], each, log) for each in environments]
     else:
-        processes = [run_script(REPO / "train.py", training[1:], log, each) for each in environments]
+        processes = [run_script(script, training[1:], log, each) for each in environments]
     job = Job(processes, dump_folder, log)
     try:
         yield job

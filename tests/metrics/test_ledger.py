@@ -131,6 +131,19 @@ def test_after_a_kill_down_runs_from_the_last_beat_to_the_next_start(tmp_path: P
     assert accounts.unclean_ends == 1
 
 
+def test_a_start_that_rolled_back_by_itself_counts_what_it_trained_twice(tmp_path: Path) -> None:
+    time = Time()
+    start = TrainedStart(tmp_path, time)
+    start.load(0)
+    for step in (1, 2, 3, 4):
+        start.train(step)
+    start.ledger.rolled_back(5, 2)
+    assert start.ledger.at_risk() == (0, 0.0)
+    start.train(3)
+    for accounts in (start.ledger.accounts(), read_accounts(tmp_path)):
+        assert (accounts.redone_steps, accounts.starts[0].steps, accounts.starts[0].durable_step) == (2, (0, 3), 2)
+
+
 def test_the_last_step_before_a_kill_counts_without_a_beat_of_the_thread(tmp_path: Path) -> None:
     time = Time()
     first = TrainedStart(tmp_path, time)

@@ -54,6 +54,23 @@ def test_a_fallback_to_an_older_checkpoint_is_one_start(tmp_path: Path) -> None:
     assert [start.loaded_step for start in read_run(str(tmp_path)).starts] == [0, 10]
 
 
+def test_a_run_that_rolled_back_by_itself_is_one_start_that_says_so(tmp_path: Path) -> None:
+    events = saved(10, BEGUN) + saved(20, BEGUN + 5)
+    events += [
+        {"event": "diverged", "step": 25, "time": BEGUN + 6, "reason": "loss is nan", "skipped_batch": 25},
+        {"event": "load_started", "step": 20, "time": BEGUN + 7},
+        {"event": "loaded", "step": 20, "time": BEGUN + 8, "seconds": 1.0},
+        *saved(30, BEGUN + 9),
+        {"event": "diverged", "step": 35, "time": BEGUN + 10, "reason": "loss is inf"},
+    ]
+    write_lines(tmp_path / "events.jsonl", events)
+    (start,) = read_run(str(tmp_path)).starts
+    assert (start.loaded_step, start.last_step, len(start.diverged)) == (0, 30, 2)
+    page = render([read_run(str(tmp_path))])
+    assert "step 25: loss is nan; rolled back, without batch 25" in page
+    assert "step 35: loss is inf<" in page
+
+
 def test_starts_of_a_ledger_count_those_that_left_no_event(tmp_path: Path) -> None:
     write_lines(tmp_path / "events.jsonl", saved(10, BEGUN + 20))
     begin = {"record": "start", "world_size": 4, "topology": "dp_shard 4"}

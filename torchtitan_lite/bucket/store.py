@@ -25,6 +25,7 @@ from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.bucket.pins import BucketPins
 from torchtitan_lite.bucket.probe import probe
 from torchtitan_lite.bucket.recovery import rebuilt
+from torchtitan_lite.bucket.rollbacks import BucketRollbacks
 from torchtitan_lite.bucket.saves import BucketSaves
 from torchtitan_lite.bucket.upload import ObjectToCopy, ObjectToUpload
 from torchtitan_lite.config.address import parse
@@ -93,6 +94,10 @@ class BucketStore:
     @property
     def pins(self) -> BucketPins:
         return BucketPins(self._file)
+
+    @property
+    def rollbacks(self) -> BucketRollbacks:
+        return BucketRollbacks(self._objects)
 
     @property
     def exclusive(self) -> AbstractContextManager[bool]:

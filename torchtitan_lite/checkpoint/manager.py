@@ -25,6 +25,7 @@ from torchtitan_lite.checkpoint.resume.ending import Ended
 from torchtitan_lite.checkpoint.resume.initial_import import ImportWeights
 from torchtitan_lite.checkpoint.resume.load_source import latest_step
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
+from torchtitan_lite.checkpoint.resume.roll_back import Limit
 from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.checkpoint.run_end import LastFormat
 from torchtitan_lite.checkpoint.saving.savers import Saver
@@ -42,10 +43,12 @@ from torchtitan_lite.distributed.missing_ranks import naming_missing_ranks
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.distributed.step_consensus import StepConsensus
 from torchtitan_lite.distributed.tried_torch import report_later_torch
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.events import EventListener
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.retention import RetentionPolicy
+from torchtitan_lite.store.rollbacks import Rollback, batches_left_out
 
 
 class CheckpointManager:
@@ -103,11 +106,12 @@ class CheckpointManager:
         self._housekeeping, self._waiter, self._maker = parts.housekeeping, parts.waiter, parts.maker
         self._comparison = parts.comparison
         self._first_save, self._initial_import = parts.first_save, parts.initial_import
-        self._load, self._decider = parts.load, parts.decider
+        self._load, self._roll_back, self._decider = parts.load, parts.roll_back, parts.decider
         before = (lambda _: self.maybe_wait_for_staging(), parts.run.before_step)
         self._hooks = StepHooks(parts.run.optimizers, before, [parts.run.gradients.after_step])
         self._opener = OneOpener(parts.folders, parts.preemption, ref(parts.waiter), WeakMethod(self.close))
         self._is_open = self._has_started_saver = False
+        self._rollbacks: Sequence[Rollback] = ()
         forget_in_children(self._forget)
         self.loaded_step: int | None = None
         """The step that `load` resumed from; None for a fresh start."""
@@ -186,13 +190,12 @@ class CheckpointManager:
         step = arguments.checked_step("load", step, -1)
         if not self._opened(again=True, step=step):
             return False
-        self._waiter.settle()
-        self._images.settle()
-        self._comparison.wait()
-        self._housekeeping.wait(self._config.timeout_seconds)
+        self._settle()
         if step == -1:
             self._initial_import.run()
         source = self._load.load(step)
+        if source is not None and source.lineage.rolls_back_to is not None:
+            source = self._roll_back.finish(source)
         self._first_save.allow()
         if source is not None:
             self._continue_from(source)
@@ -200,6 +203,38 @@ class CheckpointManager:
         self._maker.restart_clock()
         self.preempted_by = self._departure.untrained(self.loaded_step or 0)
         return source is not None
+
+    def roll_back(self, step: int, reason: str, *, max_rollbacks: int = 3, within_steps: int = 1000) -> int:
+        """Roll back, because `step` is not to be kept, to the latest good checkpoint before it; return its step.
+
+        Call it before `save(step)`, for instance where a loss is not finite. What is loaded is undamaged and finite,
+        and the steps after it belong to a branch that the run has left. From then on the run leaves out the batch of
+        `step`, or if it rolled back from there before, the one before those that it left out then: `batches_left_out`
+        says when. It is on record in the folder: after a kill, `load` rolls back, too.
+
+        Raises `TrainingDiverged`, with what was tried, if the run rolled back `max_rollbacks` times from the last
+        `within_steps` steps, or if there is no such checkpoint or batch; nothing is changed then. Raises ConfigError
+        without checkpoints, with `load_only`, and what `load` raises. Sets `loaded_step`, and `preempted_by`.
+        """
+        step = arguments.checked_step("roll_back", step, 1)
+        if not self._opened() or self._config.load_only:
+            raise ConfigError(f"roll_back({step}): expected a run that saves. Unset load_only, and enable checkpoints.")
+        self._first_save.check()
+        self._settle()
+        self._roll_back.begin(step, reason, self._maker.origin.lineage, Limit(max_rollbacks, within_steps))
+        source = self._roll_back.load()
+        self._images.drop_after(source.step)
+        self._continue_from(source)
+        self._maker.restart_clock()
+        self.preempted_by = self._departure.untrained(source.step)
+        return source.step
+
+    def batches_left_out(self, step: int) -> int:
+        """Return how many batches the loop has to drop before it takes that of `step`: 0 unless the run rolled back.
+
+        A batch is what a step takes from the data. The answer is the same in every start. Any rank.
+        """
+        return batches_left_out(step, self._rollbacks)
 
     def would_import(self) -> Path | None:
         """Return the weights that `load` would import first, None for none (`initial_load_in_hf`). Changes nothing.
@@ -380,7 +415,15 @@ class CheckpointManager:
         """Have nothing open in a child that was just forked: closing it there touches nothing of the parent's."""
         self._is_open, self._own_groups = False, []
 
+    def _settle(self) -> None:
+        """Wait for all that still reads the state, or changes the folder."""
+        self._waiter.settle()
+        self._images.settle()
+        self._comparison.wait()
+        self._housekeeping.wait(self._config.timeout_seconds)
+
     def _continue_from(self, source: LoadSource) -> None:
+        self._rollbacks = source.rollbacks
         self._parts.plans.forget_saves()  # What the load found damaged, or did not read, is not shared any more.
         self._maker.continue_from(source.lineage, source.loaded, source.on_disk, source.image_of)
         self._waiter.forget_lineage()

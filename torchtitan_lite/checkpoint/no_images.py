@@ -32,6 +32,9 @@ class NoImages:
     def take_over(self, source: LoadSource | None) -> None:
         """Use the memory that the start before left, after a load of `source`. **Collective**."""
 
+    def drop_after(self, step: int) -> None:
+        """Drop the images of later steps than `step`, to which the run rolled back, after `settle`. All ranks."""
+
     def wait_for_staging(self) -> None:
         """Wait until the state may change. Any rank."""
 

@@ -30,6 +30,7 @@ from torchtitan_lite.checkpoint.planning.still_tensors import NoStillTensors, St
 from torchtitan_lite.checkpoint.resume.first_save import FirstSave
 from torchtitan_lite.checkpoint.resume.initial_import import ImportWeights, InitialImport
 from torchtitan_lite.checkpoint.resume.load_source import new_run
+from torchtitan_lite.checkpoint.resume.roll_back import RollBack
 from torchtitan_lite.checkpoint.resume.run_load import RunLoad
 from torchtitan_lite.checkpoint.resume.source import Sources
 from torchtitan_lite.checkpoint.resume.wrong_folder import refuse_wrong_folders
@@ -119,6 +120,7 @@ class Parts:
     first_save: FirstSave
     initial_import: InitialImport
     load: RunLoad
+    roll_back: RollBack
     decider: SaveDecider
     end_of_run: RunEnd
 
@@ -228,6 +230,7 @@ def build_parts(
     departure = Departure(watch, maker, waiter, context)
     policy = build_save_policy(config, seams.save_policy)
     auto = build_auto_interval(waiter, seams.past or Past, context)
+    load = RunLoad(run, folders, job_config, topology, uploads.sources, context)
     last_save = build_last_save(hugging_face, job_config, run, folders, context)
     return Parts(
         config=config,
@@ -249,7 +252,8 @@ def build_parts(
         departure=departure,
         first_save=FirstSave(folders.checkpoints, config, peers),
         initial_import=InitialImport(folders.checkpoints, import_weights, context, uploads.has_checkpoint),
-        load=RunLoad(run, folders, job_config, topology, uploads.sources, context),
+        load=load,
+        roll_back=RollBack(folders, load, run, context),
         decider=SaveDecider(policy, maker, waiter, departure, consensus, auto, context),
         end_of_run=RunEnd(job_config, folders, maker, last_save, peers),
     )

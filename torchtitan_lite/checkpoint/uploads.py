@@ -194,7 +194,9 @@ class UploadedSources(Sources):
         self, chosen: LoadSource | None, store: StoresCheckpoints, wanted: int, config: Checkpoint, *, is_exact: bool
     ) -> LoadSource | None:
         uploaded = chosen
-        if not is_exact and (wanted == -1 or not config.new_branch):
+        # A run that rolls back by itself has left what is later there.
+        rolls_back = chosen is not None and chosen.lineage.rolls_back_to is not None
+        if not (is_exact or rolls_back) and (wanted == -1 or not config.new_branch):
             uploaded = self._later(chosen, store, wanted, config)
         in_memory = self._inner.preferred(chosen, store, wanted, config, is_exact=is_exact)
         if uploaded is chosen or in_memory is None or in_memory is chosen or uploaded is None:

@@ -94,6 +94,13 @@ class JobConfig:
                 f"comm.simulated_ranks: {counted(self.comm.simulated_ranks, 'rank')} can be simulated only by "
                 "a dry run, which trains nothing. Add --checkpoint.dry_run, or leave it out."
             )
+        if self.training.on_divergence == "rollback" and (
+            not self.checkpoint.enable_checkpoint or self.checkpoint.load_only
+        ):
+            raise ConfigError(
+                "training.on_divergence: 'rollback' needs a run that saves checkpoints. Set "
+                "--checkpoint.enable_checkpoint, without load_only, or --training.on_divergence=stop."
+            )
         own = Path(self.job.dump_folder).absolute()
         if self.model.config_path and Path(self.model.config_path).absolute() in (own, own / CONFIG_FILE):
             raise ConfigError(

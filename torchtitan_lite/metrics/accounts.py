@@ -25,7 +25,7 @@ PARTS = (
 )
 """Every part: those of a start, and `down` and `idle` between two starts."""
 PARTS_OF_A_START = PARTS[:-2]
-START, LOADED, COMMITTED, BEAT, END = "start", Loaded.name, Committed.name, "beat", "end"
+START, LOADED, ROLLED_BACK, COMMITTED, BEAT, END = "start", Loaded.name, "rolled_back", Committed.name, "beat", "end"
 """The records of a ledger. Where one is an event, too, it has its name."""
 FAILED = "failed"
 CLEAN_ENDS = (Finished.name, Preempted.name)
@@ -55,6 +55,8 @@ class Start:
     """The step from which the next start resumes."""
     at_risk_seconds: float = 0.0
     """Seconds since that step, at the last beat."""
+    given_up_steps: int = 0
+    """Steps that it had trained when it rolled back by itself."""
     end: str = ""
     """finished, preempted or failed; empty if it was killed, or is running."""
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -106,10 +108,10 @@ class Accounts:
 
     @property
     def redone_steps(self) -> int:
-        """Steps that a start trained although an earlier one had trained them."""
+        """Steps that were trained again, that an earlier start had trained, or the same one before it rolled back."""
         before, redone = Steps(), 0
         for start in self.starts:
-            redone += before.overlap(*start.steps)
+            redone += before.overlap(*start.steps) + start.given_up_steps
             before = before.and_also(*start.steps)
         return redone
 
@@ -170,7 +172,12 @@ def accounts(records: Iterable[Mapping[str, Any]]) -> Accounts:
             starts[record["start"]] = _begun(record)
         elif found is None:
             continue
-        elif kind in (LOADED, BEAT, END):  # That a save is durable, `saved` in earlier versions, adds no time.
+        elif kind in (
+            LOADED,
+            ROLLED_BACK,
+            BEAT,
+            END,
+        ):  # That a save is durable, `saved` in earlier versions, adds no time.
             _add(found, record)
     return Accounts(tuple(Start(**found) for found in starts.values()))
 
@@ -181,12 +188,17 @@ def _begun(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add(found: dict[str, Any], record: Mapping[str, Any]) -> None:
-    """Add a loaded, beat or end line to what is known of its start."""
+    """Add a loaded, went-back, beat or end line to what is known of its start."""
     if record["time"] < found["last_beat"]:
         return
     if record["record"] == LOADED:
         found |= {"loaded_step": record["step"], "loaded_from": str(record.get("from", ""))}
         found |= {"last_step": record["step"], "durable_step": record["step"]} | _durable(record)
+        return
+    if record["record"] == ROLLED_BACK:
+        trained = record["from_step"] - 1 if isinstance(record.get("from_step"), int) else record["step"]
+        found["given_up_steps"] = found.get("given_up_steps", 0) + max(0, trained - record["step"])
+        found |= {"last_step": record["step"], "durable_step": record["step"]}
         return
     if not isinstance(record.get("seconds"), dict):
         return

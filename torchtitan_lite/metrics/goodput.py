@@ -83,6 +83,13 @@ class Goodput:
             else:
                 self.ledger.loaded(step, source, loaded.seconds, (loaded.at_risk_steps, loaded.at_risk_seconds))
 
+    def roll_back(self, step: int, loaded_step: int) -> None:
+        """Note that the run rolled back from `step`, and trains again what follows `loaded_step`."""
+        self._earlier_steps = self._earlier_steps.and_also(loaded_step, step - 1)
+        self.clock.enter("other")
+        if self.ledger is not None:
+            self.ledger.rolled_back(step, loaded_step)
+
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Count the block, the training of `step`: as redone if an earlier start trained it."""

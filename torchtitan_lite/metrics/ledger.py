@@ -28,6 +28,7 @@ from torchtitan_lite.metrics.accounts import (
     LATEST_BEAT_FILE,
     LEDGER_FILE,
     LOADED,
+    ROLLED_BACK,
     START,
     Accounts,
     Start,
@@ -58,6 +59,7 @@ class Ledger:
         self._has_begun = False
         self._loaded_step: int | None = None
         self._step, self._durable_step, self._durable_at = 0, 0, 0.0
+        self._given_up_steps = 0
 
     def begin(self, **about: Any) -> None:
         """Read the accounts of earlier starts, and write the first line of this one, with `about`."""
@@ -89,6 +91,14 @@ class Ledger:
             self._durable_step, self._durable_at = step - at_risk[0], self._clock.elapsed - at_risk[1]
             durable = {"durable_step": self._durable_step, "at_risk_seconds": round(at_risk[1], 3)}
             self._append(LOADED, step, {"from": source, "seconds": seconds} | durable)
+
+    def rolled_back(self, step: int, loaded_step: int) -> None:
+        """Note that the start rolled back from `step` to `loaded_step`, which is durable."""
+        with self._lock:
+            self._given_up_steps += max(0, step - 1 - loaded_step)
+            self._step = self._durable_step = loaded_step
+            self._durable_at = self._clock.elapsed
+            self._append(ROLLED_BACK, loaded_step, {"from_step": step})
 
     def step_done(self, step: int) -> None:
         """Note that `step` is trained. One write; no line of the ledger."""
@@ -128,6 +138,7 @@ class Ledger:
             last_step=self._step,
             durable_step=self._durable_step,
             at_risk_seconds=self.at_risk()[1],
+            given_up_steps=self._given_up_steps,
         )
         return Accounts((*self.before.starts, now))
 

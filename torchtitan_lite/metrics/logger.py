@@ -35,10 +35,12 @@ class MetricsLogger:
         self._tensorboard = _tensorboard_file(folder) if folder is not None else None
 
     def start(self, loaded_step: int) -> None:
-        """Drop the history after `loaded_step`; at 0, a fresh start, begin a new one. Call before the first `log`."""
+        """Drop the history after `loaded_step`; at 0, a fresh start, begin a new one. Call before the next `log`."""
         if self._lines is not None:
+            self._lines.close()  # Of a run that rolled back by itself: the file is replaced.
             start_history(self._lines.path, loaded_step)
         if self._tensorboard is not None:
+            self._tensorboard.close()
             self._tensorboard.start(loaded_step + 1)
 
     def log(self, step: int, tags: Mapping[str, float]) -> None:

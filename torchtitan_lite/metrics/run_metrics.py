@@ -110,9 +110,18 @@ class RunMetrics:
 
     def start(self, loaded_step: int) -> None:
         """Drop the history on file after `loaded_step`. Call it directly before the loop."""
+        self._start_history(loaded_step)
+        self.goodput.start_loop(loaded_step, self._checkpoints)
+
+    def rolled_back(self, step: int, loaded_step: int) -> None:
+        """Drop the history on file after `loaded_step`, to which the run rolled back from `step`."""
+        self._start_history(loaded_step)
+        self.goodput.roll_back(step, loaded_step)
+
+    def _start_history(self, loaded_step: int) -> None:
         self._files.start(loaded_step)
         self._bar.start(loaded_step)
-        self.goodput.start_loop(loaded_step, self._checkpoints)
+        self._tokens, self._steps, self._losses = 0.0, 0, 0.0
         self._since = time.perf_counter()
 
     def part(self, name: str) -> AbstractContextManager[None]:

@@ -109,6 +109,9 @@ def _lane(start: ReportedStart, x: Scale, y: float, height: int, reached: int, *
     if again > begin:
         yield svg.element("line", x1=svg.percent(begin), x2=svg.percent(again), y1=y, y2=y, class_="lane again")
     yield svg.element("line", x1=svg.percent(again), x2=svg.percent(end), y1=y, y2=y, class_="lane")
+    for event in start.diverged:
+        label = svg.title(f"Step {event.step:,}: {event.reason}")
+        yield svg.at(x.at(event.step), y, svg.element("path", label, d="M0 -8v16"), class_="end diverged")
     if start.end in ("killed", "failed"):
         bar = svg.element("path", svg.title(f"Start {start.number}: {start.end}"), d="M0 -8v16", class_="end")
         word = svg.text(start.end, x=7, y=-5 if height > 30 else 4, class_="end") if height > 12 else ""

@@ -8,12 +8,14 @@ its first save leaves no event, so only the ledger has it.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torchtitan_lite.events import (
     CleanEnd,
     Committed,
+    Diverged,
     Fallback,
     Finished,
     ImageSkipped,
@@ -58,6 +60,8 @@ class ReportedStart:
     at_risk_steps: int = 0
     """Of what it loaded: those that the disk lacked."""
     topology: str = ""
+    diverged: tuple[Diverged, ...] = ()
+    """Each time that it diverged: where, and which batch was left out then."""
     events: tuple[Recorded, ...] = field(default=(), repr=False)
 
     @property
@@ -91,6 +95,10 @@ def split(events: Sequence[Recorded]) -> list[list[Recorded]]:
     trains, saved = True, -1
     for recorded in events:
         event, step = recorded.event, recorded.event.step
+        if isinstance(event, Diverged):  # The load that follows is none of another start.
+            groups[-1].append(recorded)
+            trains, saved = False, -1
+            continue
         is_save = isinstance(event, SaveStarted)
         is_again = is_save and step <= saved and step > 0
         if not groups or is_again or (isinstance(event, LoadStarted) and trains):
@@ -108,7 +116,9 @@ def _start(
     number: int, counted: accounts.Start | None, recorded: Sequence[Recorded], logged_step: int, *, is_last: bool
 ) -> ReportedStart:
     events = [each.event for each in recorded]
-    loads = [event for event in events if isinstance(event, Loaded)]
+    # What a start loads once it diverged is not what it began with.
+    before = itertools.takewhile(lambda event: not isinstance(event, Diverged), events)
+    loads = [event for event in before if isinstance(event, Loaded)]
     ends = [event for event in events if isinstance(event, CleanEnd)]
     loaded_step = loads[-1].step if loads else (counted.loaded_step or 0) if counted is not None else 0
     steps = [loaded_step, logged_step, *(event.step for event in events if isinstance(event, _REACHED))]
@@ -128,6 +138,7 @@ def _start(
         loaded_from=_loaded_from(counted, loads),
         at_risk_steps=loads[-1].at_risk_steps if loads else 0,
         topology=str(counted.about.get("topology", "")) if counted is not None else "",
+        diverged=tuple(event for event in events if isinstance(event, Diverged)),
         events=tuple(recorded),
     )
 

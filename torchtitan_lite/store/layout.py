@@ -20,6 +20,9 @@ LOCK = "writer.lock"
 PINS = "pins.json"
 """The steps that no rule removes; in the folder of checkpoints, next to them."""
 
+ROLLBACKS = "rollbacks.json"
+"""How often the run rolled back by itself; in the folder of checkpoints, next to them."""
+
 FINDINGS = "findings.json"
 """What was wrong with a quarantined checkpoint; in its folder, next to its files."""
 

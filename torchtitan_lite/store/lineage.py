@@ -1,9 +1,9 @@
 """Which checkpoints belong to which run and branch.
 
-A run that rolls back (`load_step`) starts a branch: it gets a run id of its own, and its first commit abandons what
-lies beyond the step that it rolled back to. That commit lists what it abandons, so one rename decides: before it
-nothing is abandoned; after it no run resumes from an abandoned checkpoint or counts it, even if a crash comes before
-the abandoned folders are renamed. Pure values.
+A run that rolls back (`load_step`, or by itself) starts a branch: it gets a run id of its own, and its first commit
+abandons what lies beyond the step that it rolled back to. That commit lists what it abandons, so one rename decides:
+before it nothing is abandoned; after it no run resumes from an abandoned checkpoint or counts it, even if a crash comes
+before the abandoned folders are renamed. Pure values.
 """
 
 from __future__ import annotations
@@ -38,11 +38,15 @@ class Lineage:
     """
     ancestors: tuple[tuple[int, str], ...] = ()
     """(last step kept, run id) of each run that this one left by rolling back, or by counting again (-1)."""
+    rolls_back_to: int | None = None
+    """The step to which the run rolled back by itself, because it diverged. Not in the manifest, as `counts_again`."""
 
     @property
     def last_kept(self) -> int | None:
         """Return the step beyond which checkpoints of other runs are abandoned; None if none are."""
-        return -1 if self.counts_again else self.branch_point
+        if self.counts_again:
+            return -1
+        return self.branch_point if self.rolls_back_to is None else self.rolls_back_to
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object for the manifest."""
@@ -78,6 +82,18 @@ class Lineage:
     def branch(self, last_kept: int) -> tuple[tuple[int, str], ...]:
         """Return the ancestors of a run that leaves this one after step `last_kept`."""
         return ((last_kept, self.run_id), *self.ancestors)[:MAX_ANCESTORS]
+
+    def rolled_back(self, run_id: str, step: int) -> Lineage:
+        """Return the lineage of the run `run_id`, with which this one rolls back to `step` by itself."""
+        # The same `load_step` continues it at the next start, so that stays.
+        earlier = tuple((min(kept, step), run) for kept, run in self.ancestors)
+        return Lineage(
+            run_id,
+            parent_step=step,
+            branch_point=self.branch_point,
+            ancestors=((step, self.run_id), *earlier)[:MAX_ANCESTORS],
+            rolls_back_to=step,
+        )
 
     def leaves(self, step: int, run_id: str) -> bool:
         """Return whether this run has left the checkpoint of `step` of the run `run_id` behind."""

@@ -16,6 +16,7 @@ from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.place import Place
+from torchtitan_lite.store.rollbacks import Rollback
 from torchtitan_lite.store.shared_files import SharedFiles
 
 
@@ -64,6 +65,17 @@ class KeepsPins(Protocol):
         ...
 
 
+class KeepsRollbacks(Protocol):
+    """The record of how often the run of a folder rolled back by itself. **Coordinator only**."""
+
+    def read(self) -> tuple[Rollback, ...]:
+        """Return the rollbacks, the first one first. Raises `CheckpointUnreadable`, CheckpointError if it is none."""
+        ...
+
+    def write(self, rollbacks: Sequence[Rollback]) -> None:
+        """Replace the record, durably. Under the lease. Raises OSError."""
+
+
 class StoresCheckpoints(Protocol):
     """One folder of checkpoints. What changes it is **coordinator only**, where nothing else is said."""
 
@@ -79,6 +91,9 @@ class StoresCheckpoints(Protocol):
 
     @property
     def pins(self) -> KeepsPins: ...
+
+    @property
+    def rollbacks(self) -> KeepsRollbacks: ...
 
     @property
     def exclusive(self) -> AbstractContextManager[bool]:

@@ -44,6 +44,7 @@ from torchtitan_lite.store.pins import Pins
 from torchtitan_lite.store.place import on_disk
 from torchtitan_lite.store.protocol import StoresCheckpoints, nothing
 from torchtitan_lite.store.retired import RetiredCheckpoints
+from torchtitan_lite.store.rollbacks import RollbackFile
 from torchtitan_lite.store.shared_files import SharedFiles, shared_files
 
 
@@ -104,6 +105,10 @@ class CheckpointStore:
     @property
     def pins(self) -> Pins:
         return Pins(self.root)
+
+    @property
+    def rollbacks(self) -> RollbackFile:
+        return RollbackFile(self.root, self._durable)
 
     def lease(self, run_id: str, timeout_seconds: float) -> Lease:
         """Return the lease of this folder, not yet taken. Any rank."""

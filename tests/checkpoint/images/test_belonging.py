@@ -34,6 +34,14 @@ BRANCH_COMMITTED = disk(
     latest=FIFTEEN, latest_start="s1", chosen=ChosenOnDisk(step=15, run_id="r2"), abandoned=frozenset({20})
 )
 
+ROLLED_BACK = disk(
+    latest=FIFTEEN,
+    latest_start="s1",
+    chosen=ChosenOnDisk(step=10, run_id="r2", left=((10, "r1"),)),
+    abandoned=frozenset(),
+)
+"""Of a run r2 with which r1, of which a step 15 is there still, rolled back to step 10."""
+
 COUNT = {
     "the commit that it knows is still the latest": (image(), disk()),
     "its start has committed since": (
@@ -69,6 +77,10 @@ COUNT = {
         disk(wanted=10, is_exact=True, chosen=ChosenOnDisk(step=10, run_id="new", begins_branch=True)),
     ),
     "it is of the step that the user rolls back to": (image(step=10), disk(ROLLS_BACK, latest=TEN)),
+    "it is of the branch with which the run rolled back, which has saved nothing": (
+        image(run_id="r2", latest=FIFTEEN),
+        ROLLED_BACK,
+    ),
 }
 
 REFUSED = {
@@ -123,6 +135,16 @@ REFUSED = {
         image(),
         disk(chosen=ChosenOnDisk(step=10, run_id="r1", counts_again=True)),
         "counts its steps",
+    ),
+    "it is of a step that the run left when it rolled back": (
+        image(latest=FIFTEEN, step=17),
+        ROLLED_BACK,
+        "the run rolled back to step 10",
+    ),
+    "nor once the branch has a checkpoint of its own": (
+        image(latest=TEN, step=17),
+        disk(latest=TEN, latest_start="s1", chosen=ChosenOnDisk(step=12, run_id="r2", left=((10, "r1"),))),
+        "the run rolled back to step 10",
     ),
     "a branch without anything on disk": (image(latest=None, branch_point=3), FRESH, "a branch from step 3"),
 }

@@ -5,6 +5,7 @@ Ranks take the same decisions: an image that one rank cannot make counts on no r
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -95,6 +96,27 @@ def test_an_image_knows_its_run_and_the_last_checkpoints_on_disk(tmp_path: Path,
     assert (card.versions, card.config) == (manifest.versions, manifest.extra["config"])
     assert card.versions and card.config
     assert card.copy == cards[6].copy + 1 > 1, "copies of one step differ by it"
+
+
+def test_a_run_that_rolled_back_drops_the_images_of_later_steps_and_resumes_from_those_of_its_branch(
+    tmp_path: Path, memory_tier: Path
+) -> None:
+    run = start(tmp_path, 7, interval=4)
+    assert run.manager.roll_back(8, "loss is nan") == 4
+    assert set(held(run.root, memory_tier)) <= {4}
+    for _ in range(2):
+        step(run)
+    cards = held(run.root, memory_tier)
+    assert set(cards) >= {5, 6} and cards[6].lineage.ancestors[0][0] == 4
+    run.manager.close()
+    again = start(tmp_path, 0, interval=4)
+    assert (again.train_state.step, again.events.figures("loaded")["origin"]) == (6, "memory")
+    for _ in range(2):
+        step(again)
+    again.manager.close()
+    assert again.committed() == [4, 8]
+    lineage = json.loads((again.root / "step-8" / "manifest.json").read_text())["lineage"]
+    assert lineage["ancestors"][0][0] == 4 and lineage["run_id"] == cards[6].lineage.run_id
 
 
 @pytest.mark.usefixtures("digests")

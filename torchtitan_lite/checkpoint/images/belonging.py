@@ -82,6 +82,8 @@ class ChosenOnDisk:
     """That of the run that the load would begin or continue."""
     counts_again: bool = False
     """Whether the run would count its steps from the start again."""
+    left: tuple[tuple[int, str], ...] = ()
+    """(last step kept, run id) of each run that it has left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +159,8 @@ def _why_not_chosen(image: ImageFacts, disk: OnDisk) -> str:
         return f"step {chosen.step} is on disk"
     if image.step == chosen.step:
         return ""
+    if kept := [step for step, run_id in chosen.left if run_id == image.run_id and image.step > step]:
+        return f"the run rolled back to step {kept[0]}"
     if disk.new_branch and disk.wanted != -1:
         return "a new branch is wanted"
     if chosen.begins_branch:

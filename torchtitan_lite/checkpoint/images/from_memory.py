@@ -79,6 +79,7 @@ def _facts(
             begins_branch=chosen.is_explicit,
             branch_point=chosen.lineage.branch_point,
             counts_again=chosen.lineage.counts_again,
+            left=chosen.lineage.ancestors,
         )
         if chosen is not None and of_run
         else None,
@@ -120,7 +121,13 @@ def _source(each: Complete, store: CheckpointStore, chosen: LoadSource | None, c
         return ImageSource(**of_disk, **offered, is_copy=True)
     # The run continues as the one that made the image; its latest ancestor on disk is what the disk's choice loads.
     parent = None if chosen is None else chosen.lineage.parent_step
-    lineage = dataclasses.replace(manifest.lineage, parent_step=parent, abandons=(), counts_again=counts_again)
+    lineage = dataclasses.replace(
+        manifest.lineage,
+        parent_step=parent,
+        abandons=(),
+        counts_again=counts_again,
+        rolls_back_to=None if chosen is None else chosen.lineage.rolls_back_to,
+    )
     source = ImageSource(
         store.root / layout.step_dir(key.step),
         key.step,

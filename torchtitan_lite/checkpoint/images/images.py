@@ -283,6 +283,12 @@ class Images:
             self.marker.renew_cards()
         self._former.free()
 
+    def drop_after(self, step: int) -> None:
+        """Drop the images of later steps, while none is being made. Main thread; all ranks, with the same step."""
+        self.stager.pool.drop_after(step)
+        if self._former.step > step:
+            self._former.free_later()
+
     def wait_for_staging(self) -> None:
         """Wait until the state may change. Main thread."""
         image, self._last = self._last, None

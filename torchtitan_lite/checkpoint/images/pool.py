@@ -144,6 +144,19 @@ class Pool(Slots):
                 if slot.is_valid and slot.arena is not None:
                     act(slot.arena)
 
+    def drop_after(self, step: int) -> None:
+        """Have no image of a later step than `step`. Main thread; all ranks, with the same step."""
+        with self._changed:
+            for slot in self.slots:
+                if slot.step > step:
+                    slot.step, slot.is_valid, slot.num_copies = NO_STEP, False, slot.num_copies + 1
+                    if slot.arena is not None and slot.arena.mark is not None:
+                        slot.arena.mark.clear()
+            self._recent = [each for each in self._recent if each <= step]
+            self.complete, self.replicated = (
+                NO_STEP if each > step else each for each in (self.complete, self.replicated)
+            )
+
     def clear(self) -> list[tuple[StagingArena, bool]]:
         with self._changed:
             self._still_read = {slot.arena.identity: slot for slot in self.slots if slot.arena and slot.is_read}

@@ -102,6 +102,9 @@ class KeptImages(FoundImages):
     def begin_keeping(self) -> None:
         self.tier.begin_keeping(self.images.marker.helpers)
 
+    def drop_after(self, step: int) -> None:
+        self.images.drop_after(step)
+
     def wait_for_staging(self) -> None:
         self.images.wait_for_staging()
 

@@ -9,6 +9,7 @@ proof of damage. Every public method is **collective**.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.known_manifests import damage_in
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.protocol import StoresCheckpoints
+from torchtitan_lite.store.rollbacks import of_run
 
 _MOST_KEYS = 100
 """Keys in an event."""
@@ -150,6 +152,9 @@ class Candidates:
             source = None
         self._chosen = None if source is None else files_of(source.path).identity()
         preferred = self.sources.preferred(source, self.store, self.wanted, self.config, is_exact=self.is_exact)
+        if preferred is not None and preferred is not source:
+            found = of_run(self.store.rollbacks.read(), preferred.lineage)
+            preferred = dataclasses.replace(preferred, rollbacks=found)
         return preferred, damaged
 
     def _chosen_of(self, damaged: Collection[int]) -> LoadSource | None:

@@ -1,7 +1,8 @@
 """Decides which checkpoint a run starts from, and which lineage it then has.
 
 Every function runs on the coordinator only, and decides from the folder and the configuration.
-Automatic resume takes the latest committed full checkpoint and nothing else. `load_step` begins a
+Automatic resume takes the latest committed full checkpoint and nothing else, or what a run that diverged
+rolls back to, if a kill cut that short. `load_step` begins a
 branch at that step; once the branch has checkpoints, the same `load_step` takes the latest of these,
 so that a restart of the same command loses nothing. A step that a caller passes to `load` is that very
 step, whatever came after it. `initial_load_path` counts only while the run has no checkpoint of its
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
@@ -20,13 +21,14 @@ from torchtitan_lite.checkpoint.resume.seed import is_seed
 from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.checkpoint.resume.wrong_folder import checked_initial_path
 from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.errors import CheckpointMismatch, CheckpointUnreadable
+from torchtitan_lite.errors import CheckpointError, CheckpointMismatch, CheckpointUnreadable
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.manifest_fields import NAN_IN, TRAINED_SECONDS
 from torchtitan_lite.store.place import Place, on_disk
 from torchtitan_lite.store.protocol import StoresCheckpoints
+from torchtitan_lite.store.rollbacks import Rollback, of_run, unfinished
 
 _TRAIN_STATE = "train_state"
 
@@ -50,8 +52,50 @@ def choose_source(
     latest one of a branch that began there. Raises `CheckpointNotFound`, and `CheckpointMismatch` for a `step` that
     holds only weights.
     """
-    source = _chosen(store, step, config, skipped, is_exact)
-    return None if source is None else with_exclusions(source, config)
+    found = store.rollbacks.read()
+    source = _chosen(store, step, config, skipped, is_exact, found)
+    return None if source is None else _complete(source, found, config)
+
+
+def choose_rollback(
+    store: StoresCheckpoints,
+    step: int,
+    config: Checkpoint,
+    skipped: Collection[int] = (),
+    *,
+    is_exact: bool = False,
+) -> LoadSource | None:
+    """Return what the last rollback on record in `store` goes to. Called, and raises, as `choose_source`."""
+    found = store.rollbacks.read()
+    return _complete(_rolled_back(store, found[-1], skipped), found, config)
+
+
+def good_steps(store: StoresCheckpoints, last: int, skipped: Collection[int] = ()) -> list[CheckpointInfo]:
+    """Return the full checkpoints up to step `last` in which nothing was found wrong when they were saved, by step."""
+    return [
+        info
+        for info in store.committed()
+        if info.kind is CheckpointKind.FULL and info.step <= last and info.step not in skipped and not _has_nan(info)
+    ]
+
+
+def _has_nan(info: CheckpointInfo) -> bool:
+    return _committed(info).has_nan
+
+
+def _complete(source: LoadSource, found: Sequence[Rollback], config: Checkpoint) -> LoadSource:
+    source = with_exclusions(source, config)
+    return dataclasses.replace(source, rollbacks=of_run(found, source.lineage))
+
+
+def _rolled_back(store: StoresCheckpoints, rollback: Rollback, skipped: Collection[int]) -> LoadSource:
+    if not (good := good_steps(store, rollback.last, skipped)):
+        raise CheckpointError(
+            f"{store.address} has no checkpoint of step {rollback.last} or before in which nothing was found wrong, "
+            f"and the run is to roll back {rollback}. To resume from the latest one, move {layout.ROLLBACKS} away."
+        )
+    source = _committed(good[-1])
+    return dataclasses.replace(source, lineage=rollback.left.rolled_back(rollback.run_id, source.step))
 
 
 def latest_step(store: StoresCheckpoints, config: Checkpoint) -> int:
@@ -83,12 +127,19 @@ def is_branch_of(info: CheckpointInfo | None, step: int, config: Checkpoint) -> 
 
 
 def _chosen(
-    store: StoresCheckpoints, step: int, config: Checkpoint, skipped: Collection[int], is_exact: bool
+    store: StoresCheckpoints,
+    step: int,
+    config: Checkpoint,
+    skipped: Collection[int],
+    is_exact: bool,
+    found: Sequence[Rollback],
 ) -> LoadSource | None:
     full = [info for info in store.committed() if info.kind is CheckpointKind.FULL and info.step not in skipped]
     latest = full[-1] if full else None
     if step != -1 and (is_exact or not is_branch_of(latest, step, config)):
         return _explicit(store, step)
+    if latest is not None and (rollback := unfinished(found, latest)) is not None:
+        return _rolled_back(store, rollback, skipped)
     if latest is not None:
         return _of_a_run_that_continues(_committed(latest), store)
     # What `initial_load_in_hf` names is no checkpoint: it is imported as step 0, which is then the latest one.

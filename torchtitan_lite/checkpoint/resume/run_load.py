@@ -6,11 +6,13 @@ load_source and fallback decide which checkpoints are candidates; restore loads 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.reading.files import Files
 from torchtitan_lite.checkpoint.resume.fallback import Candidates
+from torchtitan_lite.checkpoint.resume.load_source import choose_rollback, choose_source
 from torchtitan_lite.checkpoint.resume.restore import Restore
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.resume.source import LoadSource, Sources
@@ -46,14 +48,14 @@ class RunLoad:
     def load(self, step: int) -> LoadSource | None:
         """Load `step` itself, or for -1 what the config says; return what was loaded, None for a fresh start.
 
-        Raises `CheckpointNotFound`, `CheckpointMismatch`, `AllCheckpointsDamaged`, and the error of a state that
-        refuses, on every rank.
+        For -1 a run that is on its way back gets there. Raises `CheckpointNotFound`, `CheckpointMismatch`,
+        `AllCheckpointsDamaged`, and the error of a state that refuses, on every rank.
         """
         wanted = step if step != -1 else self._config.checkpoint.load_step
         self._sources.look(self._topology)
         candidates = self._candidates(wanted, self._sources, is_exact=step != -1)
         try:
-            source = candidates.take(lambda source: self._load(wanted, source))
+            source = candidates.take(lambda source: self._load(wanted, source, self._sources))
         except BaseException:
             self._sources.close()
             raise
@@ -61,6 +63,13 @@ class RunLoad:
             self._report_unmanaged(wanted)
             self._report_neighbour()
             logger.info("No checkpoint in %s: a fresh start", self._store.address)
+        return source
+
+    def load_back(self) -> LoadSource:
+        """Load what the last rollback on record rolls back to, from disk. Raises as `load` does."""
+        candidates = self._candidates(-1, Sources(), choose=choose_rollback)
+        source = candidates.take(lambda source: self._load(-1, source, Sources()))
+        assert source is not None, "choose_rollback raises where there is none"
         return source
 
     def report(self) -> ResumeReport | None:
@@ -74,18 +83,27 @@ class RunLoad:
             self._report_neighbour()
         return None if source is None else self._restore(source).report()
 
-    def _candidates(self, wanted: int, sources: Sources, *, is_exact: bool = False) -> Candidates:
+    def _candidates(
+        self,
+        wanted: int,
+        sources: Sources,
+        *,
+        is_exact: bool = False,
+        choose: Callable[..., LoadSource | None] = choose_source,
+    ) -> Candidates:
         config = self._config.checkpoint
-        return Candidates(self._store, wanted, config, self._peers, self._emit, is_exact=is_exact, sources=sources)
+        return Candidates(
+            self._store, wanted, config, self._peers, self._emit, is_exact=is_exact, choose=choose, sources=sources
+        )
 
-    def _load(self, wanted: int, source: LoadSource) -> None:
+    def _load(self, wanted: int, source: LoadSource, sources: Sources) -> None:
         self._report_choice(wanted, source)
         began = self._clock()
         logger.info("Loading the checkpoint at step %d.", source.saved_at)
         self._emit(LoadStarted(source.step, path=str(source.path), origin=source.origin))
         faults.set_step(source.step)
         faults.point("load")
-        with self._sources.opened(source, self._store.address) as files:
+        with sources.opened(source, self._store.address) as files:
             self._restore(source, files).run()
         # What the load itself left. A look at all objects takes 0.1 s, where the loop has not frozen its imports.
         gc.collect(1)

@@ -18,6 +18,7 @@ from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.place import Place
 from torchtitan_lite.store.protocol import StoresCheckpoints
+from torchtitan_lite.store.rollbacks import Rollback
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ class LoadSource:
     """States that this load does not change."""
     has_nan: bool = False
     """Whether NaN was seen in its weights when they were saved."""
+
+    rollbacks: tuple[Rollback, ...] = ()
+    """How often its run rolled back by itself, if it continues."""
 
     found_at: int | None = None
     """The step at which it was saved, if the new run does not resume from there; else None."""
@@ -100,7 +104,8 @@ class LoadSource:
 
     def verify(self, config: Checkpoint) -> Verify:
         """Return how much of it is verified."""
-        return config.verify_on_load
+        # What a run that diverged rolls back to is to be right.
+        return config.verify_on_load if self.lineage.rolls_back_to is None else "full"
 
 
 class Sources:

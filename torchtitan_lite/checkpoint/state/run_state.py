@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -109,9 +111,22 @@ class RunState:
             if parameter.requires_grad
         }
 
+    def is_finite(self) -> bool:
+        """Return whether all parameters on this rank, and the tensors of optimizer state, are finite. Any rank."""
+        states = (each for optimizer in self.optimizers for each in optimizer.state.values() if isinstance(each, dict))
+        tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        tensors += [parameter for part in self.model.parts for parameter in part.parameters()]
+        return all(_is_finite(tensor) for tensor in tensors if tensor.dim())
+
     def seed(self) -> State:
         """Return the state of a seed checkpoint: only the model. **Collective** with FSDP1."""
         return {"model": self.model.state_dict()}
+
+
+@torch.no_grad()
+def _is_finite(tensor: torch.Tensor) -> bool:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return not local.is_floating_point() or bool(local.isfinite().all())
 
 
 def _stateful(state: Stateful | dict[Any, Any]) -> Stateful:

@@ -7,6 +7,7 @@ shape, and with it the plan of a save, rarely changes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
@@ -44,6 +45,10 @@ class TrainState:
     """Mean loss over all ranks at each logged step."""
     global_max_losses: list[float] = field(default_factory=list)
     """Highest loss of any rank at each logged step."""
+    recent_losses: list[float] = field(default_factory=list)
+    """Losses of the last steps, over which a spike of the loss is found; empty without that rule."""
+    loss_window: int = 0
+    """How many of them a checkpoint has room for; 0: it has none."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the model, which its weights need not show: numbers by name."""
     records_model: bool = False
@@ -72,9 +77,13 @@ class TrainState:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all fields as new tensors on the CPU, and `model` if it is recorded."""
-        model = {"model": dict(self.model)} if self.records_model else {}
-        return model | {
+        """Return all fields as new tensors on the CPU; `model` and the recent losses only if they are recorded."""
+        recorded: dict[str, Any] = {"model": dict(self.model)} if self.records_model else {}
+        if self.loss_window:
+            missing = [math.nan] * (self.loss_window - len(self.recent_losses))
+            losses = [*missing, *self.recent_losses[-self.loss_window :]]
+            recorded["recent_losses"] = torch.tensor(losses, dtype=torch.float64, device="cpu")
+        return recorded | {
             "step": torch.tensor(self.step, dtype=torch.int64, device="cpu"),
             "n_tokens_seen": torch.tensor(self.n_tokens_seen, dtype=torch.int64, device="cpu"),
             "skipped_steps": torch.tensor(self.skipped_steps, dtype=torch.int64, device="cpu"),
@@ -91,6 +100,8 @@ class TrainState:
         self.step = int(state_dict["step"])
         self.n_tokens_seen = int(state_dict["n_tokens_seen"])
         self.skipped_steps = int(state_dict["skipped_steps"])
+        recent = state_dict["recent_losses"].tolist() if "recent_losses" in state_dict else []
+        self.recent_losses = [loss for loss in recent if not math.isnan(loss)]
         self.run_seconds = float(state_dict.get("run_seconds", 0.0))
         self.productive_seconds = float(state_dict.get("productive_seconds", 0.0))
         steps = state_dict["log_steps"].tolist()

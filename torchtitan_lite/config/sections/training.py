@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -10,6 +11,7 @@ from torchtitan_lite.config.field_types import check_types
 from torchtitan_lite.errors import ConfigError
 
 DtypeName = Literal["float32", "float16", "bfloat16"]
+OnDivergence = Literal["off", "stop", "rollback"]
 DatasetKind = Literal["stdlib", "text", "jsonl", "parquet", "huggingface"]
 
 
@@ -70,6 +72,22 @@ class Training:
     max_skipped_steps: int = 20
     """Steps in a row skipped by the gradient scaler (float16) that end the run."""
 
+    on_divergence: OnDivergence = "stop"
+    """At a loss or gradient norm that is not finite, or a spike: "stop"; "rollback" to the latest good checkpoint, and
+    leave the batch out; "off": train on."""
+
+    spike_factor: float = 0.0
+    """A loss above this many times its running median is a spike, too; 0: none is."""
+
+    spike_window: int = 100
+    """Steps of the running median. No loss is a spike before there are that many."""
+
+    max_rollbacks: int = 3
+    """Rollbacks from the last rollback_window steps after which the next one stops the run instead."""
+
+    rollback_window: int = 1000
+    """Steps in which at most max_rollbacks may begin."""
+
     compile: bool = False
     """Compile each transformer block with torch.compile."""
 
@@ -92,6 +110,11 @@ class Training:
         check_types(self, "training")
         for name in ("batch_size", "seq_len", "steps", "gc_freq", "max_skipped_steps"):
             at_least(f"training.{name}", getattr(self, name), 1)
+        for name in ("spike_window", "max_rollbacks", "rollback_window"):
+            at_least(f"training.{name}", getattr(self, name), 1)
+        choice("training.on_divergence", self.on_divergence, get_args(OnDivergence))
+        if self.spike_factor and not 1 < self.spike_factor < math.inf:
+            raise ConfigError(f"training.spike_factor: expected a number above 1, or 0, found {self.spike_factor}.")
         at_least("training.max_epochs", self.max_epochs, 0)
         positive("training.max_norm", self.max_norm)
         if self.global_batch_size != -1:

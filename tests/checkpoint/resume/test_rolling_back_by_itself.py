@@ -1,0 +1,247 @@
+"""A run that rolls back by itself: to the latest good checkpoint, without the batch, bounded, and on record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.small_run import SmallRun, same
+from torchtitan_lite import faults
+from torchtitan_lite.errors import CheckpointError, ConfigError, RunNotLoaded, TrainingDiverged
+from torchtitan_lite.store import layout
+
+StartRun = Callable[..., SmallRun]
+STEPS = 12
+
+
+def train(run: SmallRun, *, poisoned: Collection[int], steps: int = STEPS, **limits: int) -> None:
+    """Train as a loop of one's own: leave out what the manager says, and roll back where a batch is poisoned."""
+    while run.train_state.step < steps:
+        step = run.train_state.step + 1
+        for _ in range(run.manager.batches_left_out(step)):
+            next(run.loader)
+        number = run.loader.state["position"] + 1
+        batch = next(run.loader)
+        if number in poisoned:
+            assert run.manager.roll_back(step, "loss is nan", **limits) == run.train_state.step < step
+            continue
+        loss = run.take_step(lambda batch=batch: run.model(batch).square().mean())  # type: ignore[misc]
+        run.train_state.record_loss(loss, loss)
+        run.manager.save(run.train_state.step, force=run.train_state.step == steps)
+
+
+def straight(start_run: StartRun, *, without: Collection[int]) -> dict[str, Any]:
+    """Return the contents of a run that was given the batches in their order, without some, and never rolled back."""
+    run = start_run(interval=100)
+    for number in range(1, STEPS + len(without) + 1):
+        batch = next(run.loader)
+        if number not in without:
+            loss = run.take_step(lambda batch=batch: run.model(batch).square().mean())  # type: ignore[misc]
+            run.train_state.record_loss(loss, loss)
+    return run.contents()
+
+
+def record(run: SmallRun) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((run.root / layout.ROLLBACKS).read_bytes())["rollbacks"]
+    return found
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+@pytest.mark.parametrize(
+    ("poisoned", "left_out"), [({8}, {8}), ({5, 11}, {5, 11}), ({8, 9}, {7, 8, 9})], ids=["one", "two", "in a row"]
+)
+def test_the_run_finishes_as_one_that_was_never_given_the_batches(
+    start_run: StartRun, mode: str, poisoned: set[int], left_out: set[int]
+) -> None:
+    run = start_run(interval=3, async_mode=mode)
+    run.manager.load()
+    train(run, poisoned=poisoned)
+    run.manager.close()
+    assert same(run.contents(), straight(start_run, without=left_out) | {"loader": run.contents()["loader"]})
+    again = start_run(interval=3)
+    assert again.manager.load()
+    assert same(again.contents(), run.contents())
+
+
+def test_a_step_that_is_bad_again_also_loses_the_batch_before_and_goes_back_before_that(start_run: StartRun) -> None:
+    run = start_run(interval=1)
+    run.manager.load()
+    train(run, poisoned=(), steps=7)
+    assert run.manager.roll_back(8, "loss is nan") == 7
+    assert [run.manager.batches_left_out(step) for step in (7, 8)] == [0, 1]
+    assert run.manager.roll_back(8, "loss is nan") == 6
+    assert [run.manager.batches_left_out(step) for step in (7, 8)] == [2, 0]
+    train(run, poisoned=())
+    assert same(run.contents(), straight(start_run, without={7, 8}) | {"loader": run.contents()["loader"]})
+
+
+def test_what_comes_after_is_set_aside_by_the_first_save_of_the_branch(start_run: StartRun) -> None:
+    run = start_run(interval=1)
+    run.manager.load()
+    train(run, poisoned=(), steps=6)
+    run.manager.roll_back(6, "loss is nan")
+    assert run.train_state.step == 5 and run.committed() == [1, 2, 3, 4, 5, 6]
+    train(run, poisoned=(), steps=6)
+    run.manager.close()
+    assert run.committed() == [1, 2, 3, 4, 5, 6]
+    (aside,) = run.root.glob("step-6.abandoned-*")
+    lineage = json.loads((run.root / "step-6" / "manifest.json").read_text())["lineage"]
+    assert lineage["ancestors"] == [[5, aside.name.rpartition("-")[2]]] and lineage["branch_point"] is None
+
+
+def test_a_checkpoint_with_nan_is_passed_over(start_run: StartRun) -> None:
+    run = start_run(interval=1)
+    run.manager.load()
+    train(run, poisoned=(), steps=3)
+    with torch.no_grad():
+        run.model.first.weight.fill_(float("nan"))
+    train(run, poisoned=(), steps=5)
+    assert run.manager.roll_back(6, "loss is nan") == 3
+
+
+def test_a_checkpoint_with_infinity_which_no_save_looks_for_is_passed_over(
+    start_run: StartRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = start_run(interval=1)
+    run.manager.load()
+    train(run, poisoned=(), steps=3)
+    with torch.no_grad():
+        run.model.first.bias[0] = float("inf")
+    run.train_state.step = 4
+    run.manager.save(4)
+    assert run.manager.roll_back(5, "loss is inf") == 3
+    assert "Step 4 has values that are not finite" in caplog.text
+    assert record(run)[0]["target"] == 3
+
+
+def test_a_damaged_checkpoint_is_passed_over(start_run: StartRun) -> None:
+    run = start_run(interval=1, verify_on_load="off")
+    run.manager.load()
+    train(run, poisoned=(), steps=3)
+    data = run.root / "step-3" / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    assert run.manager.roll_back(4, "loss is nan") == 2
+
+
+def test_after_too_many_rollbacks_the_error_lists_them_and_nothing_changes(start_run: StartRun) -> None:
+    run = start_run(interval=2)
+    run.manager.load()
+    with pytest.raises(TrainingDiverged) as caught:
+        train(run, poisoned={5, 6, 7, 8}, max_rollbacks=3)
+    assert str(caught.value) == (
+        "step 4: loss is nan; stopped before it was applied. The run does not roll back again: the most that are "
+        "allowed are 3 in 1,000 steps. It rolled back 3 times: from step 5 (loss is nan) to step 4, without batch 5; "
+        "from step 5 (loss is nan) to step 2, without batch 4; from step 4 (loss is nan) to step 2, without batch 6. "
+        "Roll back with --checkpoint.load_step, and lower optimizer.lr or training.max_norm."
+    )
+    assert run.events.steps("diverged") == [5, 5, 4, 4]
+    assert len(record(run)) == 3
+
+
+def test_only_rollbacks_from_the_last_steps_count(start_run: StartRun) -> None:
+    run = start_run(interval=1)
+    run.manager.load()
+    train(run, poisoned={3, 6, 9}, max_rollbacks=1, within_steps=2)
+    assert [each["step"] for each in record(run)] == [3, 5, 7]
+
+
+def test_without_a_checkpoint_before_the_step_the_run_stops(start_run: StartRun) -> None:
+    run = start_run(interval=5)
+    run.manager.load()
+    with pytest.raises(TrainingDiverged, match="there is no checkpoint of step 2 or before"):
+        train(run, poisoned={3})
+    assert not (run.root / layout.ROLLBACKS).exists()
+
+
+@pytest.mark.parametrize("point", ["load", "rolled_back"])
+def test_a_start_after_a_kill_goes_back_too_although_later_steps_are_there(start_run: StartRun, point: str) -> None:
+    run = start_run(interval=1)
+    run.manager.load()
+    train(run, poisoned=(), steps=7)
+    run.manager.roll_back(8, "loss is nan")
+    faults.install(f"EIO@{point}", rank=0)
+    with pytest.raises(OSError):
+        run.manager.roll_back(8, "loss is nan")
+    run.manager.close()
+    faults.install("", rank=0)
+    again = start_run(interval=1)
+    assert again.manager.load()
+    assert (again.train_state.step, again.committed()[-1]) == (6, 7)
+    assert [each["target"] for each in record(again)] == [7, 6]
+    train(again, poisoned=())
+    again.manager.close()
+    assert same(again.contents(), straight(start_run, without={7, 8}) | {"loader": again.contents()["loader"]})
+
+
+def test_the_batches_are_left_out_by_every_later_start(start_run: StartRun) -> None:
+    run = start_run(interval=1)
+    run.manager.load()
+    train(run, poisoned=(), steps=5)
+    run.manager.roll_back(6, "loss is nan")
+    run.manager.close()
+    for steps in (5, 7, 9):
+        again = start_run(interval=1)
+        again.manager.load()
+        train(again, poisoned=(), steps=steps)
+        again.manager.close()
+    assert again.loader.state["position"] == 10
+
+
+def test_a_branch_of_the_run_leaves_them_out_and_a_new_run_does_not(start_run: StartRun, tmp_path: Path) -> None:
+    run = start_run(interval=1)
+    run.manager.load()
+    train(run, poisoned={6}, steps=8)
+    run.manager.close()
+    branch = start_run(interval=1, load_step=3)
+    branch.manager.load()
+    assert branch.manager.batches_left_out(6) == 1
+    branch.manager.close()
+    for step in run.root.glob("step-*"):
+        step.rename(tmp_path / step.name)
+    fresh = start_run(interval=1)
+    assert not fresh.manager.load()
+    assert fresh.manager.batches_left_out(6) == 0
+
+
+def test_the_load_step_of_a_branch_continues_it_after_it_rolled_back(start_run: StartRun) -> None:
+    run = start_run(interval=1)
+    run.manager.load()
+    train(run, poisoned=(), steps=8)
+    run.manager.close()
+    branch = start_run(interval=1, load_step=3)
+    branch.manager.load()
+    train(branch, poisoned={6}, steps=7)
+    branch.manager.close()
+    again = start_run(interval=1, load_step=3)
+    again.manager.load()
+    assert again.train_state.step == 7
+
+
+def test_a_run_that_cannot_roll_back_is_refused(start_run: StartRun) -> None:
+    run = start_run(interval=1)
+    run.manager.load()
+    train(run, poisoned=(), steps=2)
+    run.manager.close()
+    for options in ({"load_only": True}, {"enable_checkpoint": False}):
+        with pytest.raises(ConfigError, match=r"roll_back\(2\): expected a run that saves"):
+            start_run(**options).manager.roll_back(2, "loss is nan")
+    with pytest.raises(RunNotLoaded):
+        start_run(interval=1).manager.roll_back(3, "loss is nan")
+
+
+def test_a_record_that_leads_nowhere_is_one_error(start_run: StartRun) -> None:
+    run = start_run(interval=1)
+    run.manager.load()
+    train(run, poisoned=(), steps=3)
+    run.manager.roll_back(3, "loss is nan")
+    run.manager.close()
+    document = json.loads((run.root / layout.ROLLBACKS).read_bytes())
+    document["rollbacks"][0]["last"] = 0
+    (run.root / layout.ROLLBACKS).write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=r"has no checkpoint of step 0 or before .* move rollbacks.json"):
+        start_run(interval=1).manager.load()

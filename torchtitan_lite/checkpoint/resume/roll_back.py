@@ -1,0 +1,114 @@
+"""A run that rolls back by itself, because it diverged: bounded, and on record before anything changes.
+
+It rolls back to the latest checkpoint before the step whose batch is left out: one in which nothing was found wrong
+when it was saved, whose digests are right, and which is finite once it is loaded. The record is durable before the
+load; so a start after a kill rolls back, too, until the branch has a checkpoint of its own. Every method is
+**collective**.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from torchtitan_lite import faults
+from torchtitan_lite.checkpoint.context import RunContext
+from torchtitan_lite.checkpoint.resume.load_source import good_steps, new_run
+from torchtitan_lite.checkpoint.resume.run_load import RunLoad
+from torchtitan_lite.checkpoint.resume.source import LoadSource
+from torchtitan_lite.checkpoint.run_folders import RunFolders, usable
+from torchtitan_lite.checkpoint.state.run_state import RunState
+from torchtitan_lite.errors import TrainingDiverged
+from torchtitan_lite.events import Diverged
+from torchtitan_lite.log import counted, logger
+from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.rollbacks import Rollback, next_rollback, of_run, within
+
+
+@dataclass(frozen=True)
+class Limit:
+    """At most `most` rollbacks from the last `num_steps` steps."""
+
+    most: int
+    num_steps: int
+
+    def __str__(self) -> str:
+        return f"{self.most} in {counted(self.num_steps, 'step')}"
+
+
+class RollBack:
+    """Takes `run` back to a checkpoint of `folders`, through `load`."""
+
+    def __init__(self, folders: RunFolders, load: RunLoad, run: RunState, context: RunContext) -> None:
+        self._store = folders.checkpoints
+        self._fence = folders.fence(folders.checkpoints)
+        self._load, self._run = load, run
+        self._peers, self._emit = context.peers, context.emit
+
+    def begin(self, step: int, reason: str, lineage: Lineage, limit: Limit) -> None:
+        """Put on record that the run of `lineage` rolls back, because `step` is not to be kept.
+
+        Raises `TrainingDiverged`, with what was tried, if it may not or cannot; nothing is changed then.
+        """
+        try:
+            rollback = self._peers.on_coordinator(lambda: self._recorded(step, reason, lineage, limit))
+        except TrainingDiverged:
+            self._emit(Diverged(step, reason=reason))
+            raise
+        self._emit(Diverged(step, reason=reason, skipped_batch=rollback.skipped))
+
+    def load(self) -> LoadSource:
+        """Load what the record says; return it. Raises as `RunLoad.load` does, CheckpointError if there is nothing."""
+        return self.finish(self._load.load_back())
+
+    def finish(self, source: LoadSource) -> LoadSource:
+        """Return `source`, which was just loaded on the way back; if it is not finite, an older one that is loaded."""
+        while self._peers.max_over_ranks(not self._run.is_finite())[0]:
+            if self._peers.is_coordinator:
+                logger.warning("Step %d has values that are not finite. Trying an older one", source.step)
+            self._change(last=source.step - 1)
+            source = self._load.load_back()
+        faults.point("rolled_back", step=source.step)
+        assert source.lineage.rolls_back_to is not None, "it is on the way back"
+        self._change(target=source.lineage.rolls_back_to)
+        return source
+
+    def _recorded(self, step: int, reason: str, lineage: Lineage, limit: Limit) -> Rollback:
+        found = of_run(self._store.rollbacks.read(), lineage)
+        recent = within(step, limit.num_steps, found)
+        rollback = next_rollback(step, reason, found, lineage, new_run().run_id)
+        obstacle = ""
+        if len(recent) >= limit.most:
+            obstacle = f"the most that are allowed are {limit}"
+        elif rollback is None:
+            obstacle = "there is no earlier batch to leave out"
+        elif not good_steps(self._store, rollback.last):
+            obstacle = f"there is no checkpoint of step {rollback.last} or before in which nothing was found wrong"
+        if obstacle or rollback is None:
+            raise TrainingDiverged(step, reason, tuple(map(str, found)), obstacle)
+        logger.warning(
+            "Step %d: %s. Rolling back to the latest good checkpoint of step %d or before, and leaving out batch %d of "
+            "the data from then on (%d of at most %s)",
+            step,
+            reason,
+            rollback.last,
+            rollback.skipped,
+            len(recent) + 1,
+            limit,
+        )
+        with usable(self._store.address):
+            self._fence()
+            faults.point("roll_back", step=step)
+            self._store.rollbacks.write((*found, rollback))
+        return rollback
+
+    def _change(self, **fields: int) -> None:
+        """Give the last rollback on record other values of these `fields`."""
+
+        def change() -> None:
+            with usable(self._store.address):
+                *before, last = self._store.rollbacks.read()
+                self._fence()
+                self._store.rollbacks.write((*before, dataclasses.replace(last, **fields)))  # type: ignore[arg-type]
+
+        self._peers.on_coordinator(change)

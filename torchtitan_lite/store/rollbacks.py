@@ -1,0 +1,177 @@
+"""How often a run rolled back by itself, and which batches of its data it leaves out since then.
+
+Batches are counted from 1 in the order in which the data come. A run that never rolled back trains batch s in step s;
+one that did leaves some out, and what it trains in a step follows from these alone. The record is one file in the
+folder of checkpoints, replaced as a whole before the run rolls back: a start that finds a rollback of which no
+checkpoint was saved rolls back once more. Pure values, and the file on disk.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.disk.durable import Durable
+from torchtitan_lite.disk.plain_file import read_plain
+from torchtitan_lite.errors import CheckpointError, CheckpointUnreadable, CheckpointUnsafe
+from torchtitan_lite.log import counted
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.lineage import Lineage, OfARun
+from torchtitan_lite.store.manifest_fields import number, value_of
+
+VERSION = 1
+_LIMIT_BYTES = 16 << 20
+_NOT_YET = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollback:
+    """A run rolled back, or is about to."""
+
+    step: int
+    """The step that was not to be kept."""
+    reason: str
+    """Why, in a few words."""
+    skipped: int
+    """The batch that is left out from then on."""
+    last: int
+    """The last step that it may roll back to."""
+    run_id: str
+    """Of the branch that begins there."""
+    left: Lineage
+    """Of the run that rolled back."""
+    target: int = _NOT_YET
+    """The step that it rolled back to; -1 while it is on its way."""
+
+    def __str__(self) -> str:
+        to = f"to step {self.target}" if self.target != _NOT_YET else f"to step {self.last} or before"
+        return f"from step {self.step} ({self.reason}) {to}, without batch {self.skipped}"
+
+
+def of_run(found: Sequence[Rollback], lineage: Lineage) -> tuple[Rollback, ...]:
+    """Return those of `found` that count for the run of `lineage`: of that run, and of all branches of one run."""
+    runs = _runs(lineage)
+    return tuple(each for each in found if not runs.isdisjoint({each.run_id, *_runs(each.left)}))
+
+
+def _runs(lineage: Lineage) -> set[str]:
+    """Return the ids of a run and of those that it came from, back to one that counted its steps from the start."""
+    counted_again = (number for number, (kept, _) in enumerate(lineage.ancestors) if kept < 0)
+    return {lineage.run_id, *(run for _, run in lineage.ancestors[: next(counted_again, None)])}
+
+
+def unfinished(found: Sequence[Rollback], latest: OfARun) -> Rollback | None:
+    """Return the last of `found` if no checkpoint was saved since: `latest`, the latest one, is of the run that went
+    back, or of one that this came from.
+    """
+    if not found:
+        return None
+    last, run_id = found[-1], latest.lineage.run_id
+    return last if run_id == last.left.run_id or last.left.comes_from(run_id) else None
+
+
+def batch_of(step: int, skipped: Collection[int]) -> int:
+    """Return the batch that a run trains in `step` if it leaves out those in `skipped`; 0 for step 0."""
+    batch = step
+    for each in sorted(skipped):
+        if each > batch:
+            break
+        batch += 1
+    return batch if step else 0
+
+
+def batches_left_out(step: int, found: Iterable[Rollback]) -> int:
+    """Return how many batches are left out between that of the step before `step` and that of `step`."""
+    skipped = {each.skipped for each in found}
+    return batch_of(step, skipped) - batch_of(step - 1, skipped) - 1
+
+
+def next_rollback(step: int, reason: str, found: Sequence[Rollback], left: Lineage, run_id: str) -> Rollback | None:
+    """Return how a run that is not to keep `step` rolls back; None if there is no batch left to leave out.
+
+    It leaves out the batch of `step`; if it rolled back from there before, the one before those that it left out then.
+    """
+    skipped = {each.skipped for each in found}
+    again = [each.skipped for each in found if each.step == step]
+    batch = batch_of(step, skipped)
+    if again:
+        batch = min(again) - 1
+        while batch in skipped:
+            batch -= 1
+    if batch < 1:
+        return None
+    trained_in = batch - sum(each < batch for each in skipped)
+    return Rollback(step=step, reason=reason, skipped=batch, last=trained_in - 1, run_id=run_id, left=left)
+
+
+def within(step: int, num_steps: int, found: Iterable[Rollback]) -> list[Rollback]:
+    """Return those of `found` that began less than `num_steps` steps before `step`, or after it."""
+    return [each for each in found if each.step > step - num_steps]
+
+
+class RollbackFile:
+    """The record in the folder of checkpoints `root`, on a disk."""
+
+    def __init__(self, root: Path, durable: Durable) -> None:
+        self._path, self._durable = root / layout.ROLLBACKS, durable
+
+    def read(self) -> tuple[Rollback, ...]:
+        """Return the rollbacks, the first one first. Raises `CheckpointUnreadable`, and CheckpointError as `parse`."""
+        try:
+            return parse(read_plain(self._path, _LIMIT_BYTES), str(self._path))
+        except (FileNotFoundError, NotADirectoryError):
+            return ()
+        except CheckpointUnsafe as error:
+            raise _no_record(str(self._path), error.finding) from error
+        except OSError as error:
+            raise CheckpointUnreadable(str(self._path), error.strerror or str(error)) from error
+
+    def write(self, rollbacks: Sequence[Rollback]) -> None:
+        """Replace the record, durably. **Coordinator only**, under the lease. Raises OSError."""
+        self._durable.write_atomically(self._path, to_json(rollbacks))
+
+
+def to_json(rollbacks: Sequence[Rollback]) -> bytes:
+    """Return the bytes of the record."""
+    found = [asdict(each) | {"left": each.left.to_json()} for each in rollbacks]
+    return (json.dumps({"version": VERSION, "rollbacks": found}) + "\n").encode()
+
+
+def parse(data: bytes, path: str) -> tuple[Rollback, ...]:
+    """Return the rollbacks in `data`, read at `path`. Raises CheckpointError for anything that is not such a record."""
+    try:
+        document = json.loads(data)
+        if not isinstance(document, dict) or document.get("version") != VERSION:
+            raise ValueError(f'expected a JSON object with "version": {VERSION}')
+        return tuple(map(_rollback, value_of(document, "rollbacks", list)))
+    except (ValueError, RecursionError) as error:
+        raise _no_record(path, str(error)) from error
+
+
+def _no_record(path: str, finding: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is no record of rollbacks: {finding}. Without that file the run resumes from its latest step, and "
+        "leaves out no batch of its data: move it away for that."
+    )
+
+
+def _rollback(document: Any) -> Rollback:
+    if not isinstance(document, dict):
+        raise ValueError(f"rollbacks: expected objects, found {document!r:.50}")
+    return Rollback(
+        step=number(document, "step", 1),
+        reason=value_of(document, "reason", str),
+        skipped=number(document, "skipped", 1),
+        last=number(document, "last", 0),
+        run_id=value_of(document, "run_id", str),
+        left=Lineage.from_json(value_of(document, "left", dict)),
+        target=number(document, "target", _NOT_YET),
+    )
+
+
+def in_words(found: Sequence[Rollback]) -> str:
+    """Return `found` as the end of a sentence."""
+    return f"{counted(len(found), 'time')}: " + "; ".join(map(str, found))
