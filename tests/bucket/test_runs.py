@@ -119,6 +119,22 @@ def test_rolled_back_the_steps_after_it_are_abandoned(folder: str, tmp_path: Pat
     ]
 
 
+def test_a_run_that_rolls_back_by_itself_has_its_record_in_the_store(folder: str, tmp_path: Path) -> None:
+    with SmallRun(tmp_path, folder=folder, interval=1) as first:
+        first.manager.load()
+        first.train(5)
+        assert first.manager.roll_back(6, "loss is nan") == 5
+        assert first.manager.roll_back(6, "loss is nan") == 4
+    (one, two) = stored(folder).rollbacks.read()
+    assert (one.skipped, one.target, two.skipped, two.target) == (6, 5, 5, 4)
+    assert steps(folder) == [1, 2, 3, 4, 5]
+    with SmallRun(tmp_path, folder=folder, interval=1, seed=1) as again:
+        assert again.manager.load()
+        assert (again.train_state.step, again.manager.batches_left_out(5)) == (4, 2)
+        again.train(6)
+    assert [(each.step, each.status) for each in stored(folder).set_aside()] == [(5, Status.ABANDONED)]
+
+
 def test_a_run_ends_with_its_export_in_another_folder_and_a_new_one_begins_from_it(folder: str, tmp_path: Path) -> None:
     exports = f"{folder}-exports"
     settings: dict[str, Any] = {"folder": folder, "export_folder": exports, "export_dtype": "bfloat16", "interval": 9}
