@@ -111,6 +111,7 @@ def test_what_is_left_by_a_second_rollback_is_left_of_both_runs() -> None:
     assert second.ancestors == ((20, "run2"), (20, "run1"))
     assert second.last_kept == second.parent_step == 20
     assert all(second.leaves(30, run) for run in ("run1", "run2"))
+    assert (second.began_at, RUN.began_at, replace(RUN, ancestors=((-1, "run0"),)).began_at) == (20, None, None)
     # A branch that the same `load_step` continues stays one.
     assert replace(RUN, branch_point=5).rolled_back("run2", 9).branch_point == 5
 

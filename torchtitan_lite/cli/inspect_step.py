@@ -164,7 +164,7 @@ class _View:
             lineage = manifest.lineage
             facts["run"] = lineage.run_id
             facts["run"] += f", after step {lineage.parent_step}" if lineage.parent_step is not None else ""
-            facts["run"] += f", rolled back to step {lineage.branch_point}" if lineage.branch_point is not None else ""
+            facts["run"] += f", rolled back to step {lineage.began_at}" if lineage.began_at is not None else ""
             versions = [f"{name} {version}" for name, version in manifest.versions.items()]
             facts["written by"] = ", ".join([*versions, f"format {manifest.format_version}"])
             if manifest.extra.get("metrics"):

@@ -262,7 +262,7 @@ def _title(entry: ListedCheckpoint) -> str:
         return (
             "Without a manifest: saved by torchtitan" if entry.origin is WrittenBy.TORCHTITAN else "Without a manifest"
         )
-    begun = entry.lineage.branch_point
+    begun = entry.lineage.began_at
     return f"Run {entry.lineage.run_id}" + (f", rolled back to step {begun}" if begun is not None else "")
 
 

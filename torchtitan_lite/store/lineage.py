@@ -48,6 +48,12 @@ class Lineage:
             return -1
         return self.branch_point if self.rolls_back_to is None else self.rolls_back_to
 
+    @property
+    def began_at(self) -> int | None:
+        """Return the step of another run at which this one began, by rolling back; None if it did not."""
+        began = self.ancestors[0][0] if self.ancestors else self.branch_point
+        return None if began == -1 else began
+
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object for the manifest."""
         return {

@@ -19,7 +19,7 @@ StartRun = Callable[..., SmallRun]
 STEPS = 12
 
 
-def train(run: SmallRun, *, poisoned: Collection[int], steps: int = STEPS, **limits: int) -> None:
+def train(run: SmallRun, *, poisoned: Collection[int], steps: int = STEPS, ends: bool = True, **limits: int) -> None:
     """Train as a loop of one's own: leave out what the manager says, and roll back where a batch is poisoned."""
     while run.train_state.step < steps:
         step = run.train_state.step + 1
@@ -32,7 +32,7 @@ def train(run: SmallRun, *, poisoned: Collection[int], steps: int = STEPS, **lim
             continue
         loss = run.take_step(lambda batch=batch: run.model(batch).square().mean())  # type: ignore[misc]
         run.train_state.record_loss(loss, loss)
-        run.manager.save(run.train_state.step, force=run.train_state.step == steps)
+        run.manager.save(run.train_state.step, force=ends and run.train_state.step == steps)
 
 
 def straight(start_run: StartRun, *, without: Collection[int]) -> dict[str, Any]:
@@ -92,6 +92,17 @@ def test_what_comes_after_is_set_aside_by_the_first_save_of_the_branch(start_run
     (aside,) = run.root.glob("step-6.abandoned-*")
     lineage = json.loads((run.root / "step-6" / "manifest.json").read_text())["lineage"]
     assert lineage["ancestors"] == [[5, aside.name.rpartition("-")[2]]] and lineage["branch_point"] is None
+
+
+def test_a_step_that_an_earlier_rollback_has_left_is_no_place_to_go(start_run: StartRun) -> None:
+    run = start_run(interval_type="none", at_steps=(2, 5))
+    run.manager.load()
+    train(run, poisoned=(), steps=6, ends=False)
+    for expected in (5, 5, 2):
+        assert run.manager.roll_back(7, "loss is nan") == expected
+    # The branch from step 2 has saved nothing.
+    assert run.committed() == [2, 5]
+    assert run.manager.roll_back(8, "loss is nan", max_rollbacks=4) == 2
 
 
 def test_a_checkpoint_with_nan_is_passed_over(start_run: StartRun) -> None:

@@ -291,5 +291,5 @@ def _abandoned(entry: ListedCheckpoint, reasons: Mapping[tuple[int, str], str]) 
 
 def _reason(abandoner: Lineage) -> str:
     """Return why a checkpoint with this lineage abandons others."""
-    begun = abandoner.branch_point
+    begun = abandoner.began_at
     return "its run counts from step 1 again" if begun is None else f"rolled back to step {begun}"

@@ -70,13 +70,12 @@ def choose_rollback(
     return _complete(_rolled_back(store, found[-1], skipped), found, config)
 
 
-def good_steps(store: StoresCheckpoints, last: int, skipped: Collection[int] = ()) -> list[CheckpointInfo]:
-    """Return the full checkpoints up to step `last` in which nothing was found wrong when they were saved, by step."""
-    return [
-        info
-        for info in store.committed()
-        if info.kind is CheckpointKind.FULL and info.step <= last and info.step not in skipped and not _has_nan(info)
-    ]
+def good_steps(store: StoresCheckpoints, rollback: Rollback, skipped: Collection[int] = ()) -> list[CheckpointInfo]:
+    """Return the checkpoints to which `rollback` may go and in which nothing was found wrong when they were saved."""
+    full = [info for info in store.committed() if info.kind is CheckpointKind.FULL and info.step not in skipped]
+    # What an earlier rollback has left may still be there, if nothing was saved since.
+    before = [info for info in full if info.step <= rollback.last and not rollback.left.leaves(info.step, info.run_id)]
+    return [info for info in before if not _has_nan(info)]
 
 
 def _has_nan(info: CheckpointInfo) -> bool:
@@ -89,7 +88,7 @@ def _complete(source: LoadSource, found: Sequence[Rollback], config: Checkpoint)
 
 
 def _rolled_back(store: StoresCheckpoints, rollback: Rollback, skipped: Collection[int]) -> LoadSource:
-    if not (good := good_steps(store, rollback.last, skipped)):
+    if not (good := good_steps(store, rollback, skipped)):
         raise CheckpointError(
             f"{store.address} has no checkpoint of step {rollback.last} or before in which nothing was found wrong, "
             f"and the run is to roll back {rollback}. To resume from the latest one, move {layout.ROLLBACKS} away."

@@ -82,7 +82,7 @@ class RollBack:
             obstacle = f"the most that are allowed are {limit}"
         elif rollback is None:
             obstacle = "there is no earlier batch to leave out"
-        elif not good_steps(self._store, rollback.last):
+        elif not good_steps(self._store, rollback):
             obstacle = f"there is no checkpoint of step {rollback.last} or before in which nothing was found wrong"
         if obstacle or rollback is None:
             raise TrainingDiverged(step, reason, tuple(map(str, found)), obstacle)
