@@ -245,6 +245,21 @@ def test_a_run_that_cannot_roll_back_is_refused(start_run: StartRun) -> None:
         start_run(interval=1).manager.roll_back(3, "loss is nan")
 
 
+def test_a_start_that_only_loads_takes_the_same_and_writes_nothing(start_run: StartRun) -> None:
+    run = start_run(interval=1)
+    run.manager.load()
+    train(run, poisoned=(), steps=4)
+    run.manager.roll_back(4, "loss is nan")
+    run.manager.close()
+    before = (run.root / layout.ROLLBACKS).read_bytes()
+    (run.root / layout.ROLLBACKS).write_bytes(before.replace(b'"target": 3', b'"target": -1'))
+    names = run.names()
+    reader = start_run(load_only=True)
+    assert reader.manager.load()
+    assert reader.train_state.step == 3
+    assert (reader.names(), record(run)[0]["target"]) == (names, -1)
+
+
 def test_a_record_that_leads_nowhere_is_one_error(start_run: StartRun) -> None:
     run = start_run(interval=1)
     run.manager.load()
