@@ -93,7 +93,7 @@ def without_the_batch() -> list[int]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_run_goes_back_leaves_the_batch_out_and_finishes(
+def test_the_run_rolls_back_leaves_the_batch_out_and_finishes(
     tmp_path: Path, corpus: Path, straight: Callable[[int], dict[int, float]], ranks: int
 ) -> None:
     job = run(tmp_path / "run", *KEYS, *ROLLBACK, f"--training.dataset_path={corpus}", ranks=ranks)
