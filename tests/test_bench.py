@@ -41,7 +41,18 @@ def test_a_quick_run_measures_every_line_and_names_every_target(tmp_path: Path) 
     scale.write_text(json.dumps({"targets": {"CPU of a load plan, 8B, 16,384 ranks": 0.5}}), encoding="utf-8")
     folder = tmp_path / "files"
     folder.mkdir()
-    options = ["--quick", "--targets", "--scale", str(scale), "--folder", str(folder), "--json", str(found)]
+    options = [
+        "--quick",
+        "--rounds",
+        "1",
+        "--targets",
+        "--scale",
+        str(scale),
+        "--folder",
+        str(folder),
+        "--json",
+        str(found),
+    ]
     printed = _output_of([str(SCRIPTS / "bench_checkpoint.py"), *options])
     document = json.loads(found.read_text(encoding="utf-8"))
 

@@ -53,7 +53,7 @@ def test_a_spike_is_a_loss_above_its_running_median_times_the_factor() -> None:
     rule = SpikeRule(factor=2.0, window=3)
     assert rule.finding(4.1, [1.0, 2.0, 50.0]) == "loss is 4.1, more than 2 x 2, its median over 3 steps"
     assert not rule.finding(4.0, [1.0, 2.0, 50.0])
-    assert not rule.finding(1000.0, [1.0, 2.0])  # Not before there are so many.
+    assert not rule.finding(1000.0, [1.0, 2.0])  # Not before there are three.
     assert not rule.finding(90.0, [1.0, 50.0, 50.0, 50.0])  # Of the last ones.
 
 

@@ -36,7 +36,7 @@ def following(step: int, found: list[Rollback], lineage: Lineage = RUN) -> Rollb
     return rollback
 
 
-def test_the_batch_of_the_bad_step_is_left_out_and_the_run_goes_back_before_it() -> None:
+def test_the_batch_of_the_bad_step_is_left_out_and_the_run_rolls_back_before_it() -> None:
     found = following(7, [])
     assert (found.skipped, found.last, found.run_id, found.left) == (7, 6, "run2", RUN)
     assert [batch_of(step, [7]) for step in (5, 6, 7, 8)] == [5, 6, 8, 9]

@@ -68,7 +68,7 @@ def test_the_run_finishes_as_one_that_was_never_given_the_batches(
     assert same(again.contents(), run.contents())
 
 
-def test_a_step_that_is_bad_again_also_loses_the_batch_before_and_goes_back_before_that(start_run: StartRun) -> None:
+def test_a_step_that_is_bad_again_also_loses_the_batch_before_and_rolls_back_before_that(start_run: StartRun) -> None:
     run = start_run(interval=1)
     run.manager.load()
     train(run, poisoned=(), steps=7)
@@ -105,7 +105,7 @@ def test_a_step_that_an_earlier_rollback_has_left_is_no_place_to_go(start_run: S
     assert run.manager.roll_back(8, "loss is nan", max_rollbacks=4) == 2
 
 
-def test_a_checkpoint_with_nan_is_passed_over(start_run: StartRun) -> None:
+def test_a_checkpoint_with_nan_is_skipped(start_run: StartRun) -> None:
     run = start_run(interval=1)
     run.manager.load()
     train(run, poisoned=(), steps=3)
@@ -115,7 +115,7 @@ def test_a_checkpoint_with_nan_is_passed_over(start_run: StartRun) -> None:
     assert run.manager.roll_back(6, "loss is nan") == 3
 
 
-def test_a_checkpoint_with_infinity_which_no_save_looks_for_is_passed_over(
+def test_a_checkpoint_with_infinity_which_no_save_looks_for_is_skipped(
     start_run: StartRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = start_run(interval=1)
@@ -130,7 +130,7 @@ def test_a_checkpoint_with_infinity_which_no_save_looks_for_is_passed_over(
     assert record(run)[0]["target"] == 3
 
 
-def test_a_damaged_checkpoint_is_passed_over(start_run: StartRun) -> None:
+def test_a_damaged_checkpoint_is_skipped(start_run: StartRun) -> None:
     run = start_run(interval=1, verify_on_load="off")
     run.manager.load()
     train(run, poisoned=(), steps=3)
@@ -170,7 +170,7 @@ def test_without_a_checkpoint_before_the_step_the_run_stops(start_run: StartRun)
 
 
 @pytest.mark.parametrize("point", ["load", "rolled_back"])
-def test_a_start_after_a_kill_goes_back_too_although_later_steps_are_there(start_run: StartRun, point: str) -> None:
+def test_a_start_after_a_kill_rolls_back_too_although_later_steps_are_there(start_run: StartRun, point: str) -> None:
     run = start_run(interval=1)
     run.manager.load()
     train(run, poisoned=(), steps=7)
