@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from torchtitan_lite.events import Event, parse
+from torchtitan_lite.event_lines import parse
+from torchtitan_lite.events import Event
 
 
 def an_event(name: str, step: int, **figures: Any) -> Event:

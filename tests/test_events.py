@@ -15,17 +15,8 @@ import pytest
 from tests.events import an_event
 from tests.logged import logged_warnings
 from torchtitan_lite import events
-from torchtitan_lite.events import (
-    EVENTS,
-    Committed,
-    Fallback,
-    Finished,
-    Preempted,
-    Recorded,
-    emit_to,
-    parse,
-    parse_record,
-)
+from torchtitan_lite.event_lines import Recorded, parse, parse_record
+from torchtitan_lite.events import EVENTS, Committed, Fallback, Finished, Preempted, emit_to
 
 ROOT = Path(__file__).parents[1]
 AT_RISK = ["at_risk_steps", "at_risk_seconds"]

@@ -2,22 +2,17 @@
 
 Other people's scripts read the name of an event, declared with its class, and its figures, the fields of the class:
 neither changes without an entry in CHANGELOG.md. Units are in the names of the figures. They are text at two borders
-only, in events.jsonl and in a caller's `on_event`; in between the package passes values. `parse` reads what any version
-wrote. scripts/generate_event_reference.py makes the table in docs/quickstart.md from the docstrings here.
+only, in events.jsonl (`event_lines`) and in a caller's `on_event`; in between the package passes values.
+scripts/generate_event_reference.py makes the table in docs/quickstart.md from the docstrings here.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeGuard
+from dataclasses import Field, dataclass, fields
+from typing import Any, ClassVar, Protocol
 
 from torchtitan_lite.log import logger
-
-_LARGEST = 1e100
-"""A larger number is none: differences and ratios of two must be finite."""
-_LARGEST_STEP = 1 << 62
 
 EVENTS: dict[str, type[Event]] = {}
 """All events by name, in the order of their definitions below."""
@@ -40,7 +35,7 @@ class Event:
     @property
     def figures(self) -> dict[str, Any]:
         """The fields after the step, by name, as JSON has them; those that are None are left out."""
-        values = {field.name: getattr(self, field.name) for field in _figures_of(type(self))}
+        values = {field.name: getattr(self, field.name) for field in figures_of(type(self))}
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in values.items()
@@ -392,68 +387,6 @@ def emit_to(listener: EventListener | None) -> Emit:
     return emit
 
 
-class Recorded(NamedTuple):
-    """An event in events.jsonl."""
-
-    time: float
-    """Unix seconds."""
-    event: Event
-
-    def to_record(self) -> dict[str, Any]:
-        """Return the object of its line."""
-        return {"event": self.event.name, "step": self.event.step, "time": self.time} | self.event.figures
-
-
-def parse_record(record: Mapping[str, Any]) -> Recorded | None:
-    """Return the event in `record`, the object of a line; None for another program's, or a later version's."""
-    time, event = record.get("time"), parse(record.get("event"), record.get("step"), record)
-    return Recorded(float(time), event) if event is not None and _is_number(time) else None
-
-
-def parse(name: object, step: object, figures: Mapping[str, Any]) -> Event | None:
-    """Return the event of this name and step; None if there is none of the name, or the step is no whole number.
-
-    Figures that it does not have are skipped. One that is missing, as older versions wrote fewer, or of another type,
-    is its default, else NaN for a float, 0 for an int, and empty.
-    """
-    kind = EVENTS.get(name) if isinstance(name, str) else None
-    if kind is None or not isinstance(step, int) or isinstance(step, bool) or abs(step) > _LARGEST_STEP:
-        return None
-    return kind(step, **{field.name: _read(field, figures.get(field.name)) for field in _figures_of(kind)})
-
-
-def _figures_of(kind: type[Event]) -> list[Field[Any]]:
+def figures_of(kind: type[Event]) -> list[Field[Any]]:
+    """Return the fields of `kind` after the step."""
     return [field for field in fields(kind) if field.name != "step"]
-
-
-def _read(field: Field[Any], value: object) -> Any:
-    """Return `value` if it is of the type of `field`, else what stands for a figure that is not known."""
-    kind = _KINDS[str(field.type).removesuffix(" | None")]
-    if kind.fits(value):
-        return kind.make(value)
-    return kind.unknown if field.default is MISSING else field.default
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
-
-
-def _is_list_of_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
-
-
-class _Kind(NamedTuple):
-    """A type of figures: which values of JSON fit, what makes one of them, what stands for one that is not known."""
-
-    fits: Callable[[object], bool]
-    make: Callable[[Any], object]
-    unknown: object
-
-
-_KINDS = {
-    "int": _Kind(lambda value: isinstance(value, int) and _is_number(value), int, 0),
-    "float": _Kind(_is_number, float, math.nan),
-    "str": _Kind(lambda value: isinstance(value, str), str, ""),
-    "tuple[str, ...]": _Kind(_is_list_of_texts, tuple, ()),
-    "Mapping[str, float]": _Kind(lambda value: isinstance(value, dict), dict, {}),
-}

@@ -10,7 +10,7 @@ import pytest
 from tests.events import an_event
 from tests.logged import logged_warnings
 from torchtitan_lite.checkpoint.schedule.failures import Past
-from torchtitan_lite.events import Recorded
+from torchtitan_lite.event_lines import Recorded
 from torchtitan_lite.metrics.logger import EventLog
 from torchtitan_lite.metrics.past_starts import count_past, past_starts
 

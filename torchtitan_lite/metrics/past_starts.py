@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.schedule.failures import Past
-from torchtitan_lite.events import CleanEnd, Loaded, LoadStarted, Recorded, SaveStarted, parse_record
+from torchtitan_lite.event_lines import Recorded, parse_record
+from torchtitan_lite.events import CleanEnd, Loaded, LoadStarted, SaveStarted
 from torchtitan_lite.log import logger
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.events import Recorded, parse_record
+from torchtitan_lite.event_lines import Recorded, parse_record
 
 LOSS = "loss_metrics/global_avg_loss"
 STEP_SECONDS = "time_metrics/end_to_end(s)"

@@ -13,7 +13,8 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.examining.inventory import USABLE
 from torchtitan_lite.errors import CheckpointError, CheckpointNotFound
-from torchtitan_lite.events import Recorded, Uploaded
+from torchtitan_lite.event_lines import Recorded
+from torchtitan_lite.events import Uploaded
 from torchtitan_lite.metrics.accounts import CLEAN_ENDS, FAILED, read_accounts
 from torchtitan_lite.report.changes import KeyChange, changes_by_start, configs_of, without_secret_values
 from torchtitan_lite.report.folder import HolderSeen, SeenFolder

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torchtitan_lite.event_lines import Recorded
 from torchtitan_lite.events import (
     CleanEnd,
     Committed,
@@ -25,7 +26,6 @@ from torchtitan_lite.events import (
     Preempted,
     Purged,
     Quarantined,
-    Recorded,
     Resumed,
     SaveStarted,
 )

@@ -1,0 +1,77 @@
+"""Events as the lines of events.jsonl: written as JSON objects, and read as any version wrote them. Without torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field
+from typing import Any, NamedTuple, TypeGuard
+
+from torchtitan_lite.events import EVENTS, Event, figures_of
+
+_LARGEST = 1e100
+"""A larger number is none: differences and ratios of two must be finite."""
+_LARGEST_STEP = 1 << 62
+
+
+class Recorded(NamedTuple):
+    """An event in events.jsonl."""
+
+    time: float
+    """Unix seconds."""
+    event: Event
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the object of its line."""
+        return {"event": self.event.name, "step": self.event.step, "time": self.time} | self.event.figures
+
+
+def parse_record(record: Mapping[str, Any]) -> Recorded | None:
+    """Return the event in `record`, the object of a line; None for another program's, or a later version's."""
+    time, event = record.get("time"), parse(record.get("event"), record.get("step"), record)
+    return Recorded(float(time), event) if event is not None and _is_number(time) else None
+
+
+def parse(name: object, step: object, figures: Mapping[str, Any]) -> Event | None:
+    """Return the event of this name and step; None if there is none of the name, or the step is no whole number.
+
+    Figures that it does not have are skipped. One that is missing, as older versions wrote fewer, or of another type,
+    is its default, else NaN for a float, 0 for an int, and empty.
+    """
+    kind = EVENTS.get(name) if isinstance(name, str) else None
+    if kind is None or not isinstance(step, int) or isinstance(step, bool) or abs(step) > _LARGEST_STEP:
+        return None
+    return kind(step, **{field.name: _read(field, figures.get(field.name)) for field in figures_of(kind)})
+
+
+def _read(field: Field[Any], value: object) -> Any:
+    """Return `value` if it is of the type of `field`, else what stands for a figure that is not known."""
+    kind = _KINDS[str(field.type).removesuffix(" | None")]
+    if kind.fits(value):
+        return kind.make(value)
+    return kind.unknown if field.default is MISSING else field.default
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+
+
+def _is_list_of_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+class _Kind(NamedTuple):
+    """A type of figures: which values of JSON fit, what makes one of them, what stands for one that is not known."""
+
+    fits: Callable[[object], bool]
+    make: Callable[[Any], object]
+    unknown: object
+
+
+_KINDS = {
+    "int": _Kind(lambda value: isinstance(value, int) and _is_number(value), int, 0),
+    "float": _Kind(_is_number, float, math.nan),
+    "str": _Kind(lambda value: isinstance(value, str), str, ""),
+    "tuple[str, ...]": _Kind(_is_list_of_texts, tuple, ()),
+    "Mapping[str, float]": _Kind(lambda value: isinstance(value, dict), dict, {}),
+}
