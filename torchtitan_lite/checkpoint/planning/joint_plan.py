@@ -8,24 +8,28 @@ the answer names those of the others that it writes.
 from __future__ import annotations
 
 import json
-import pickle
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
 from torchtitan_lite.checkpoint.format.chunk import Shape
 from torchtitan_lite.checkpoint.format.chunk_runs import LEAST_CHUNKS
 from torchtitan_lite.checkpoint.format.description import Description
-from torchtitan_lite.checkpoint.format.file_data import extent_of
 from torchtitan_lite.checkpoint.format.joint_structure import joint
 from torchtitan_lite.checkpoint.format.structure import Branch, branch_of, decode
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
-from torchtitan_lite.checkpoint.planning.balance import Spreading, balance
-from torchtitan_lite.checkpoint.planning.outline import Digest, Outline, PlanEntry, section_of
+from torchtitan_lite.checkpoint.planning.balance import balance
+from torchtitan_lite.checkpoint.planning.joint_entries import (
+    Boxes,
+    JointTensor,
+    Place,
+    RankFiles,
+    Section,
+    agreeing,
+    is_mixed,
+)
+from torchtitan_lite.checkpoint.planning.outline import Digest, Outline
+from torchtitan_lite.checkpoint.planning.plan_answers import Asked, KeptEntries, PlanAnswer
 from torchtitan_lite.checkpoint.planning.shared_items import Member, Patterns
 from torchtitan_lite.checkpoint.planning.spread import Holders, Numbers, Placed, Spread
 from torchtitan_lite.store import layout
@@ -38,131 +42,6 @@ def no_tensor_is(key: str, is_guessed: bool) -> bool:
     return False
 
 
-class Asked(NamedTuple):
-    """What the coordinator says of a rank's outline."""
-
-    numbers: tuple[int, ...]
-    """Of the rank's sections, among those of all ranks: what it writes lies in its file in this order."""
-    wanted: tuple[Digest, ...]
-    """The pieces that it sends."""
-
-
-class PlanAnswer(NamedTuple):
-    """What the coordinator answers to a rank."""
-
-    sections: tuple[bytes, ...]
-    """A packed `SectionAnswer` for each of the rank's sections."""
-    kept: bytes
-    """The numbers of those of its decided entries that it writes, 4 bytes each."""
-    members: list[Member] = []  # noqa: RUF012  # never changed
-    num_groups: int = 0
-    contradiction: str = ""
-
-
-class SectionAnswer(NamedTuple):
-    """What each rank that has a section needs to know of it."""
-
-    first: int
-    """The number of its first entry among those of all sections."""
-    is_decided: bytes
-    """For each entry 1 if the coordinator decides who writes it; a rank writes what it has of the others."""
-    patterns: list[int]
-    """For each entry the number of the pattern of those that share it, or -1."""
-    is_still: bytes = b""
-    """For each entry 1 if it belongs into the still file of whoever writes it; empty if none does."""
-
-
-@dataclass
-class _Section:
-    """A piece of entries, and the ranks that have it."""
-
-    ranks: list[int] = field(default_factory=list)
-    entries: Sequence[PlanEntry] = ()
-    meshes: Mapping[int, Shape] = field(default_factory=dict)
-    guessed_still: frozenset[str] = frozenset()
-    """Keys of tensors that are not trained where the piece comes from."""
-    first: int = 0
-    coordinates: dict[int, Numbers] = field(default_factory=dict)
-
-    def fill(self, text: bytes, first: int) -> None:
-        self.entries, self.meshes, self.guessed_still = section_of(text)
-        self.first = first
-        self.column = np.array(self.ranks, dtype=np.int64)
-        self.is_decided = bytearray(len(self.entries))
-        self.patterns = [-1] * len(self.entries)
-        self.is_still = bytearray(len(self.entries))
-
-    def packed(self) -> bytes:
-        answer = SectionAnswer(self.first, bytes(self.is_decided), self.patterns)
-        if any(self.is_still):
-            answer = answer._replace(is_still=bytes(self.is_still))
-        return zlib.compress(pickle.dumps(tuple(answer)), 1)
-
-
-_Place = tuple[_Section, int]
-"""An entry, by its section and its number there."""
-
-
-_Boxes = slice | Numbers
-_ALL = slice(None)
-
-
-@dataclass
-class _Tensor(Spreading):
-    """A tensor of the joint state."""
-
-    key: str
-    dtype: str
-    places: Sequence[_Place]
-    """The entries that have it, in the order of the holders of its spread."""
-    index: int = layout.CHANGES
-    """In which of their files the ranks have it."""
-
-    def by_place(self) -> Iterator[tuple[_Place, _Boxes]]:
-        """Yield the boxes that are written by ranks with each of the places."""
-        if len(self.places) == 1:
-            yield self.places[0], _ALL
-            return
-        of_box = self.spread.of_holders[self.writers]
-        for number, place in enumerate(self.places):
-            yield place, np.flatnonzero(of_box == number)
-
-    def entry(self, at: Numbers) -> dict[str, object]:
-        """Return its entry in the manifest's table; the elements of each box begin `at` these bytes of their files."""
-        spread, ranks = self.spread, self.spread.ranks[self.writers]
-        described: dict[str, object] = {"dtype": self.dtype, "shape": list(spread.shape)}
-        if runs := spread.boxes.runs(ranks, at, self.index):
-            return described | {"runs": runs}
-        columns = ranks.tolist(), at.tolist(), spread.offsets.tolist(), spread.sizes.tolist()
-        chunks = [[layout.data_file(rank, self.index), *where] for rank, *where in zip(*columns, strict=True)]
-        return described | {"chunks": chunks}
-
-
-class _Files:
-    """One file of each rank, as far as it is laid out."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._ends: Numbers = np.zeros(num_ranks, dtype=np.int64)
-        self._extents: dict[tuple[Spread, str], tuple[Numbers, Numbers]] = {}
-
-    def place(self, tensor: _Tensor, boxes: _Boxes) -> Numbers:
-        """Put these boxes at the ends of their files; return the bytes at which their elements begin."""
-        before, until_next = self._extents_of(tensor)
-        ranks = tensor.spread.ranks_in_a_row if isinstance(boxes, slice) and not tensor.is_decided else None
-        where = tensor.spread.ranks[tensor.writers[boxes]] if ranks is None else ranks
-        at: Numbers = self._ends[where] + before[boxes]
-        self._ends[where] += until_next[boxes]
-        return at
-
-    def _extents_of(self, tensor: _Tensor) -> tuple[Numbers, Numbers]:
-        alike = tensor.spread, tensor.dtype
-        if alike not in self._extents:
-            kinds, of_box = tensor.spread.kinds
-            found = np.array([extent_of((DTYPES[tensor.dtype], sizes)) for sizes in kinds], dtype=np.int64)
-            self._extents[alike] = found[of_box, 0], found[of_box, 1]
-        return self._extents[alike]
-
-
 class JointPlan:
     """Plans what all ranks save together; with `of_lowest` all that ranks share comes from the lowest of them.
 
@@ -173,7 +52,7 @@ class JointPlan:
         self._of_lowest = of_lowest
         self._is_still = is_still
         self._outlines: Sequence[Outline] = ()
-        self._sections: dict[Digest, _Section] = {}
+        self._sections: dict[Digest, Section] = {}
         self.description: Description | None = None
         """Of the checkpoint, after `answers`."""
 
@@ -189,7 +68,7 @@ class JointPlan:
         for rank, outline in enumerate(self._outlines):
             for digest in outline.sections:
                 numbers.setdefault(digest, len(numbers))
-                self._sections.setdefault(digest, _Section()).ranks.append(rank)
+                self._sections.setdefault(digest, Section()).ranks.append(rank)
             wanted = list(dict.fromkeys((*outline.sections, outline.root, *outline.containers)))
             asked.append(
                 Asked(
@@ -210,11 +89,11 @@ class JointPlan:
         for digest, section in self._sections.items():
             section.fill(texts[digest], num_entries)
             num_entries += len(section.entries)
-        places: dict[str, list[_Place]] = {}
+        places: dict[str, list[Place]] = {}
         for section in self._sections.values():
             for number, entry in enumerate(section.entries):
                 places.setdefault(entry.key, []).append((section, number))
-        kept = _Kept(len(self._outlines))
+        kept = KeptEntries(len(self._outlines))
         tensors, objects, odd = self._keys(places)
         for key in objects:
             for section, number in places[key]:
@@ -235,7 +114,7 @@ class JointPlan:
             for outline, of_rank, of_members in zip(self._outlines, kept.by_rank(), members, strict=True)
         ]
 
-    def _keys(self, places: Mapping[str, list[_Place]]) -> tuple[list[_Tensor], list[str], str]:
+    def _keys(self, places: Mapping[str, list[Place]]) -> tuple[list[JointTensor], list[str], str]:
         """Return the tensors and the names of the objects, and what contradicts the lowest rank's tensors.
 
         Such a tensor of a parameter or an optimizer state has no place in a checkpoint; of any other state the lowest
@@ -248,7 +127,7 @@ class JointPlan:
                 of_key = sorted(of_key, key=lambda place: place[0].ranks[0])
             lowest = of_key[0][0].entries[of_key[0][1]]
             if len(of_key) > 1:
-                of_key, contradicting = _agreeing(lowest, of_key)
+                of_key, contradicting = agreeing(lowest, of_key)
                 odd += contradicting
             if not lowest.dtype:
                 objects.append(key)
@@ -258,8 +137,8 @@ class JointPlan:
             except ValueError as error:
                 raise ValueError(f"{key}: {error}") from None
             entries = [section.entries[at] for section, at in of_key]
-            is_lowest_ranks = self._of_lowest or _is_mixed(entries) or any(each.is_lowest_ranks for each in entries)
-            tensor = _Tensor(spread, DTYPES[lowest.dtype].itemsize, is_lowest_ranks, key, lowest.dtype, of_key)
+            is_lowest_ranks = self._of_lowest or is_mixed(entries) or any(each.is_lowest_ranks for each in entries)
+            tensor = JointTensor(spread, DTYPES[lowest.dtype].itemsize, is_lowest_ranks, key, lowest.dtype, of_key)
             if self._is_still(key, all(key in section.guessed_still for section, _ in of_key)):
                 tensor.index = layout.STILL
                 for section, at in of_key:
@@ -268,13 +147,13 @@ class JointPlan:
         shown = ", ".join(odd[:_SHOWN]) + (f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else "")
         return tensors, objects, shown
 
-    def _spread(self, shape: Shape, places: Sequence[_Place], spreads: dict[tuple[object, ...], Spread]) -> Spread:
+    def _spread(self, shape: Shape, places: Sequence[Place], spreads: dict[tuple[object, ...], Spread]) -> Spread:
         alike = (shape, *((section.first, *section.entries[at][4:]) for section, at in places))
         if alike not in spreads:
             spreads[alike] = Spread(shape, [self._holders(*place) for place in places])
         return spreads[alike]
 
-    def _holders(self, section: _Section, number: int) -> Holders:
+    def _holders(self, section: Section, number: int) -> Holders:
         entry = section.entries[number]
         if entry.mesh < 0:
             return Holders(section.column, Placed((), (), entry.offsets, entry.sizes))
@@ -284,20 +163,20 @@ class JointPlan:
         placed = Placed(section.meshes[entry.mesh], entry.placements)
         return Holders(section.column, placed, section.coordinates[entry.mesh])
 
-    def _laid_out(self, tensors: Sequence[_Tensor]) -> dict[str, dict[str, object]]:
+    def _laid_out(self, tensors: Sequence[JointTensor]) -> dict[str, dict[str, object]]:
         """Place all parts in the files, and return the entries of the tensors in the manifest's table.
 
         Parts of cut tensors come first, and of these the ones that no other rank has: so equal parts begin at the same
         byte of every rank's file, and the manifest needs one run for all of them (chunk_runs.py).
         """
-        parts: list[list[tuple[int, _Tensor, _Boxes]]] = [[], [], []]
+        parts: list[list[tuple[int, JointTensor, Boxes]]] = [[], [], []]
         num_parts = dict.fromkeys((tensor.key for tensor in tensors), 0)
         for tensor in tensors:
             for (section, number), boxes in tensor.by_place():
                 for order, chosen in self._by_order(tensor, boxes):
                     parts[order].append((section.first + number, tensor, chosen))
                     num_parts[tensor.key] += 1
-        files = [_Files(len(self._outlines)) for _ in (layout.CHANGES, layout.STILL)]
+        files = [RankFiles(len(self._outlines)) for _ in (layout.CHANGES, layout.STILL)]
         begun: dict[str, Numbers] = {}
         entries: dict[str, dict[str, object]] = {tensor.key: {} for tensor in tensors}
         for of_order in parts:
@@ -312,7 +191,7 @@ class JointPlan:
                 entries[tensor.key] = tensor.entry(at if whole is None else whole)
         return entries
 
-    def _by_order(self, tensor: _Tensor, boxes: _Boxes) -> Iterator[tuple[int, _Boxes]]:
+    def _by_order(self, tensor: JointTensor, boxes: Boxes) -> Iterator[tuple[int, Boxes]]:
         """Yield those of `boxes` that come first in their files, second, or last."""
         is_cut = tensor.spread.is_cut[boxes]
         if len(self._outlines) < LEAST_CHUNKS or not is_cut.any():
@@ -324,7 +203,7 @@ class JointPlan:
             yield int(tensor.is_decided), numbers[is_cut]
             yield 2, numbers[~is_cut]
 
-    def _shared(self, tensors: Sequence[_Tensor]) -> tuple[list[list[Member]], int]:
+    def _shared(self, tensors: Sequence[JointTensor]) -> tuple[list[list[Member]], int]:
         """Find the pattern of each entry; return the places of each rank in groups, and the number of groups."""
         patterns = Patterns()
         known: dict[tuple[object, ...], int] = {}
@@ -333,7 +212,7 @@ class JointPlan:
             if not spread.largest_shared or any(s.entries[at].is_lowest_ranks for s, at in tensor.places):
                 continue
             entries = [section.entries[at] for section, at in tensor.places]
-            if _is_mixed(entries):
+            if is_mixed(entries):
                 continue
             if any(entry.sizes for entry in entries):
                 for number, (section, at) in enumerate(tensor.places):
@@ -357,7 +236,7 @@ class JointPlan:
                 section.patterns[at] = pattern
         return patterns.members(len(self._outlines))
 
-    def _without_empty(self, spread: Spread, places: Sequence[_Place]) -> Spread:
+    def _without_empty(self, spread: Spread, places: Sequence[Place]) -> Spread:
         """Return the spread of a tensor that is placed as `spread`, and of which no rank's part is empty."""
         shape = [1] * len(spread.shape)
         for section, at in places:
@@ -390,64 +269,6 @@ class JointPlan:
                 branch_of(root.kind, [root.keys[at] for at in chosen], [child and decode(child) for child in children])
             )
         return joint(branches)
-
-
-class _Kept:
-    """Which of the decided entries each rank writes."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-        self._ranks: list[Numbers] = []
-        self._numbers: list[int] = []
-
-    def add(self, number: int, ranks: Numbers) -> None:
-        """Let each of `ranks` write its part of entry `number`."""
-        self._ranks.append(ranks)
-        self._numbers.append(number)
-
-    def by_rank(self) -> Iterator[bytes]:
-        """Yield the numbers for each rank."""
-        if not self._ranks:
-            yield from (b"" for _ in range(self._num_ranks))
-            return
-        ranks = np.concatenate(self._ranks)
-        numbers = np.repeat(np.array(self._numbers, dtype=np.uint32), [len(each) for each in self._ranks])
-        order = np.argsort(ranks, kind="stable")
-        ends = 4 * np.searchsorted(ranks[order], np.arange(self._num_ranks + 1))
-        packed = numbers[order].tobytes()
-        yield from (packed[begin:end] for begin, end in pairwise(ends.tolist()))
-
-
-def _agreeing(lowest: PlanEntry, places: Sequence[_Place]) -> tuple[list[_Place], list[str]]:
-    """Return those of `places` with a tensor like `lowest`, or with an object as it is, and how the others differ."""
-    agreeing: list[_Place] = []
-    odd: list[str] = []
-    for section, at in places:
-        entry = section.entries[at]
-        if bool(entry.dtype) != bool(lowest.dtype):
-            kinds = ["a tensor" if each.dtype else "an object" for each in (lowest, entry)]
-            ranks = places[0][0].ranks[0], section.ranks[0]
-            raise ValueError(
-                f"{lowest.key} is {kinds[0]} on rank {ranks[0]} and {kinds[1]} on rank {ranks[1]}, and a checkpoint "
-                "can hold only one of them. Use a name of its own for each"
-            )
-        if (entry.shape, entry.dtype) == (lowest.shape, lowest.dtype):
-            agreeing.append((section, at))
-            continue
-        section.is_decided[at] = 1  # And is given to no rank.
-        if not entry.is_lowest_ranks and not odd:
-            rank, second = places[0][0].ranks[0], section.ranks[0]
-            odd.append(f"{lowest.key} ({_shown(lowest)} on rank {rank}, {_shown(entry)} on rank {second})")
-    return agreeing, odd
-
-
-def _is_mixed(entries: Sequence[PlanEntry]) -> bool:
-    """Return whether some ranks say by placements, and others by boxes, what they have: no two of them are compared."""
-    return len(entries) > 1 and any(each.sizes for each in entries) and any(not each.sizes for each in entries)
-
-
-def _shown(entry: PlanEntry) -> str:
-    return f"{list(entry.shape)} of torch.{entry.dtype}"
 
 
 def _of_one_box(spread: Spread, holders: int) -> tuple[Numbers, Numbers]:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
 from torchtitan_lite.checkpoint.format.chunk_runs import LEAST_CHUNKS
-from torchtitan_lite.checkpoint.planning.joint_plan import PlanAnswer, SectionAnswer
+from torchtitan_lite.checkpoint.planning.plan_answers import PlanAnswer, SectionAnswer
 from torchtitan_lite.checkpoint.planning.shared_items import SharedItems
 from torchtitan_lite.store import layout
 

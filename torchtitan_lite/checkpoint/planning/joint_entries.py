@@ -1,0 +1,142 @@
+"""The entries of all ranks, as the joint plan is made of them: pieces that ranks have alike, and tensors over these."""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from torchtitan_lite.checkpoint.format.chunk import Shape
+from torchtitan_lite.checkpoint.format.file_data import extent_of
+from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
+from torchtitan_lite.checkpoint.planning.balance import Spreading
+from torchtitan_lite.checkpoint.planning.outline import PlanEntry, section_of
+from torchtitan_lite.checkpoint.planning.plan_answers import SectionAnswer
+from torchtitan_lite.checkpoint.planning.spread import Numbers, Spread
+from torchtitan_lite.store import layout
+
+
+@dataclass
+class Section:
+    """A piece of entries, and the ranks that have it."""
+
+    ranks: list[int] = field(default_factory=list)
+    entries: Sequence[PlanEntry] = ()
+    meshes: Mapping[int, Shape] = field(default_factory=dict)
+    guessed_still: frozenset[str] = frozenset()
+    """Keys of tensors that are not trained where the piece comes from."""
+    first: int = 0
+    coordinates: dict[int, Numbers] = field(default_factory=dict)
+
+    def fill(self, text: bytes, first: int) -> None:
+        self.entries, self.meshes, self.guessed_still = section_of(text)
+        self.first = first
+        self.column = np.array(self.ranks, dtype=np.int64)
+        self.is_decided = bytearray(len(self.entries))
+        self.patterns = [-1] * len(self.entries)
+        self.is_still = bytearray(len(self.entries))
+
+    def packed(self) -> bytes:
+        answer = SectionAnswer(self.first, bytes(self.is_decided), self.patterns)
+        if any(self.is_still):
+            answer = answer._replace(is_still=bytes(self.is_still))
+        return zlib.compress(pickle.dumps(tuple(answer)), 1)
+
+
+Place = tuple[Section, int]
+"""An entry, by its section and its number there."""
+
+
+Boxes = slice | Numbers
+ALL = slice(None)
+
+
+@dataclass
+class JointTensor(Spreading):
+    """A tensor of the joint state."""
+
+    key: str
+    dtype: str
+    places: Sequence[Place]
+    """The entries that have it, in the order of the holders of its spread."""
+    index: int = layout.CHANGES
+    """In which of their files the ranks have it."""
+
+    def by_place(self) -> Iterator[tuple[Place, Boxes]]:
+        """Yield the boxes that are written by ranks with each of the places."""
+        if len(self.places) == 1:
+            yield self.places[0], ALL
+            return
+        of_box = self.spread.of_holders[self.writers]
+        for number, place in enumerate(self.places):
+            yield place, np.flatnonzero(of_box == number)
+
+    def entry(self, at: Numbers) -> dict[str, object]:
+        """Return its entry in the manifest's table; the elements of each box begin `at` these bytes of their files."""
+        spread, ranks = self.spread, self.spread.ranks[self.writers]
+        described: dict[str, object] = {"dtype": self.dtype, "shape": list(spread.shape)}
+        if runs := spread.boxes.runs(ranks, at, self.index):
+            return described | {"runs": runs}
+        columns = ranks.tolist(), at.tolist(), spread.offsets.tolist(), spread.sizes.tolist()
+        chunks = [[layout.data_file(rank, self.index), *where] for rank, *where in zip(*columns, strict=True)]
+        return described | {"chunks": chunks}
+
+
+class RankFiles:
+    """One file of each rank, as far as it is laid out."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._ends: Numbers = np.zeros(num_ranks, dtype=np.int64)
+        self._extents: dict[tuple[Spread, str], tuple[Numbers, Numbers]] = {}
+
+    def place(self, tensor: JointTensor, boxes: Boxes) -> Numbers:
+        """Put these boxes at the ends of their files; return the bytes at which their elements begin."""
+        before, until_next = self._extents_of(tensor)
+        ranks = tensor.spread.ranks_in_a_row if isinstance(boxes, slice) and not tensor.is_decided else None
+        where = tensor.spread.ranks[tensor.writers[boxes]] if ranks is None else ranks
+        at: Numbers = self._ends[where] + before[boxes]
+        self._ends[where] += until_next[boxes]
+        return at
+
+    def _extents_of(self, tensor: JointTensor) -> tuple[Numbers, Numbers]:
+        alike = tensor.spread, tensor.dtype
+        if alike not in self._extents:
+            kinds, of_box = tensor.spread.kinds
+            found = np.array([extent_of((DTYPES[tensor.dtype], sizes)) for sizes in kinds], dtype=np.int64)
+            self._extents[alike] = found[of_box, 0], found[of_box, 1]
+        return self._extents[alike]
+
+
+def agreeing(lowest: PlanEntry, places: Sequence[Place]) -> tuple[list[Place], list[str]]:
+    """Return those of `places` with a tensor like `lowest`, or with an object as it is, and how the others differ."""
+    agreeing: list[Place] = []
+    odd: list[str] = []
+    for section, at in places:
+        entry = section.entries[at]
+        if bool(entry.dtype) != bool(lowest.dtype):
+            kinds = ["a tensor" if each.dtype else "an object" for each in (lowest, entry)]
+            ranks = places[0][0].ranks[0], section.ranks[0]
+            raise ValueError(
+                f"{lowest.key} is {kinds[0]} on rank {ranks[0]} and {kinds[1]} on rank {ranks[1]}, and a checkpoint "
+                "can hold only one of them. Use a name of its own for each"
+            )
+        if (entry.shape, entry.dtype) == (lowest.shape, lowest.dtype):
+            agreeing.append((section, at))
+            continue
+        section.is_decided[at] = 1  # And is given to no rank.
+        if not entry.is_lowest_ranks and not odd:
+            rank, second = places[0][0].ranks[0], section.ranks[0]
+            odd.append(f"{lowest.key} ({_shown(lowest)} on rank {rank}, {_shown(entry)} on rank {second})")
+    return agreeing, odd
+
+
+def is_mixed(entries: Sequence[PlanEntry]) -> bool:
+    """Return whether some ranks say by placements, and others by boxes, what they have: no two of them are compared."""
+    return len(entries) > 1 and any(each.sizes for each in entries) and any(not each.sizes for each in entries)
+
+
+def _shown(entry: PlanEntry) -> str:
+    return f"{list(entry.shape)} of torch.{entry.dtype}"
