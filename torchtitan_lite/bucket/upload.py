@@ -14,9 +14,9 @@ from torchtitan_lite import faults
 from torchtitan_lite.bucket.objects import ObjectPath, Objects
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.config.address import parse
-from torchtitan_lite.disk.block_writer import FileSource, has_digests
+from torchtitan_lite.disk.block_writer import FileSource
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, digest_blocks
-from torchtitan_lite.disk.linked_file import LinkedRecord
+from torchtitan_lite.disk.linked_file import shared_or_written
 
 PART_BYTES = 8 * BLOCK_BYTES
 """Of a part, at least. S3 takes no less than 5 MiB; a large part loses more when it has to be sent again."""
@@ -56,14 +56,10 @@ class ObjectToCopy:
     known: FileRecord
 
     def write(self, source: FileSource) -> FileRecord:
-        """Copy or upload `new`, durably; return a `LinkedRecord`. Any thread. Raises as `ObjectToUpload.write`."""
-        refusal = ""
-        if self.known.size <= MOST_COPIED_BYTES and has_digests(source, self.known):
-            refusal = self._copy()
-            if not refusal:
-                return LinkedRecord(self.known.size, self.known.blocks, is_linked=True)
-        written = self.new.write(source)
-        return LinkedRecord(written.size, written.blocks, refusal=refusal)
+        """Copy or upload `new`, durably; return the record. Any thread. Raises as `ObjectToUpload.write`."""
+        if self.known.size > MOST_COPIED_BYTES:
+            return self.new.write(source)
+        return shared_or_written(self.new, self.known, source, self._copy)
 
     def __str__(self) -> str:
         return str(self.new)

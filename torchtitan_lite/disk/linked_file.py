@@ -10,13 +10,14 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_lite import faults
 from torchtitan_lite.disk.block_writer import FileSource, has_digests
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.disk.new_file import NewFileOnDisk
+from torchtitan_lite.disk.new_file import NewFile, NewFileOnDisk
 
 _REFUSED = (errno.EPERM, errno.EMLINK, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.ENOENT)
 """EPERM also where the system protects files of other owners; ENOENT if the earlier file is gone."""
@@ -31,6 +32,20 @@ class LinkedRecord(FileRecord):
     """Why the system did not let it, although it has the same bytes; empty if they differ, or if it did."""
 
 
+def shared_or_written(new: NewFile, known: FileRecord, source: FileSource, share: Callable[[], str]) -> LinkedRecord:
+    """Have `share` give `new` the bytes of the earlier file if `source` has its digests `known`; else write it in full.
+
+    `share` returns why it could not, the empty string if it did.
+    """
+    refusal = ""
+    if has_digests(source, known):
+        refusal = share()
+        if not refusal:
+            return LinkedRecord(known.size, known.blocks, is_linked=True)
+    written = new.write(source)
+    return LinkedRecord(written.size, written.blocks, refusal=refusal)
+
+
 @dataclass(frozen=True)
 class LinkedFile:
     """The file `new`, which becomes another name of `earlier` if its contents have the digests in `known`."""
@@ -41,13 +56,7 @@ class LinkedFile:
 
     def write(self, source: FileSource) -> FileRecord:
         """Link `new`, or write it in full, durably; return a `LinkedRecord`. Any thread. Raises as `NewFile.write`."""
-        refusal = ""
-        if has_digests(source, self.known):
-            refusal = self._link()
-            if not refusal:
-                return LinkedRecord(self.known.size, self.known.blocks, is_linked=True)
-        written = self.new.write(source)
-        return LinkedRecord(written.size, written.blocks, refusal=refusal)
+        return shared_or_written(self.new, self.known, source, self._link)
 
     def __str__(self) -> str:
         return str(self.new)
