@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -58,7 +58,7 @@ from torchtitan_lite.optim import (
     clip_grad_norm_,
 )
 from torchtitan_lite.parallelisms.footprint import footprint
-from torchtitan_lite.parallelisms.forward_backward import build_forward_backward
+from torchtitan_lite.parallelisms.forward_backward import ForwardBackward, build_forward_backward
 from torchtitan_lite.parallelisms.parallelize_llama import parallelize_llama
 from torchtitan_lite.parallelisms.pipeline_llama import Stage, cut_to_stage
 from torchtitan_lite.parallelisms.plan import build_plan
@@ -113,22 +113,10 @@ class Trainer:
         self.divergence_check = self._build_divergence_check()
         flops = flops_per_token(self.args, self.num_params, config.training.seq_len)
         self.metrics = self.peers.together(lambda: RunMetrics(config, world, flops_per_token=flops, began=began))
-        self.forward_backward = build_forward_backward(
-            config,
-            self.plan,
-            self.args,
-            [parts[stage] for stage in self.plan.stages_of(world.rank)],
-            self.mesh,
-            rank=world.rank,
-            accumulation=self.global_batch_size // (config.training.batch_size * self.plan.dims.dp_degree),
-            scaler=self.scaler,
-            timer=self.metrics.timer,
-            device=world.device,
-        )
+        self.forward_backward = self._build_forward_backward(parts)
         self.checkpointer = self._build_checkpointer()
         self.watch = self._build_watch()
-        traces = config.training.trace_samples and self.plan.dims.takes_data_first(world.rank)
-        self.samples = SampleTrace(self.dump_folder, rank=world.rank, writes=traces and not self._only_loads)
+        self.samples = self._build_samples()
         # Each rank has its own dropout, and numbers of its own for user code. Seeded before the load, which restores
         # the generators of the run.
         seed_all(self.seed + world.rank)
@@ -393,6 +381,25 @@ class Trainer:
             on_event=self.metrics.on_event,
             past=self.metrics.past,
         )
+
+    def _build_forward_backward(self, parts: Mapping[Stage, Transformer]) -> ForwardBackward:
+        config, rank = self.config, self.world.rank
+        return build_forward_backward(
+            config,
+            self.plan,
+            self.args,
+            [parts[stage] for stage in self.plan.stages_of(rank)],
+            self.mesh,
+            rank=rank,
+            accumulation=self.global_batch_size // (config.training.batch_size * self.plan.dims.dp_degree),
+            scaler=self.scaler,
+            timer=self.metrics.timer,
+            device=self.world.device,
+        )
+
+    def _build_samples(self) -> SampleTrace:
+        traces = self.config.training.trace_samples and self.plan.dims.takes_data_first(self.world.rank)
+        return SampleTrace(self.dump_folder, rank=self.world.rank, writes=traces and not self._only_loads)
 
     def _build_divergence_check(self) -> DivergenceCheck:
         return build_divergence_check(self.config.training, self.train_state, skips_steps=self.scaler.is_enabled())
