@@ -75,11 +75,7 @@ def good_steps(store: StoresCheckpoints, rollback: Rollback, skipped: Collection
     full = [info for info in store.committed() if info.kind is CheckpointKind.FULL and info.step not in skipped]
     # What an earlier rollback has left may still be there, if nothing was saved since.
     before = [info for info in full if info.step <= rollback.last and not rollback.left.leaves(info.step, info.run_id)]
-    return [info for info in before if not _has_nan(info)]
-
-
-def _has_nan(info: CheckpointInfo) -> bool:
-    return _committed(info).has_nan
+    return [info for info in before if not info.has_nan]
 
 
 def _complete(source: LoadSource, found: Sequence[Rollback], config: Checkpoint) -> LoadSource:
