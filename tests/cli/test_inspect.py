@@ -34,16 +34,18 @@ def test_origin_configuration_parts_tensors_and_files_are_shown(root: Path) -> N
     config["mine"] = {"rate": [1, 2]}
     lineage = Lineage("abc", 3, 2)
     extra = {"config": config, "topology": "dp_shard 2", "metrics": {"loss": 2.5}, "nan_in": ["model.weight"]}
+    extra["ranks_differ"] = ["model.weight on rank 2 (b), unlike ranks 0, 1"]
     ended = command("inspect", add_step(root, 7, extra=extra, lineage=lineage))
     assert (ended.code, ended.err) == (0, "")
     assert ended.lines[0] == [f"{root}/step-7"]
-    facts = {line[0]: " ".join(line[1:]) for line in ended.lines[1:8] if line}
+    facts = {line[0]: " ".join(line[1:]) for line in ended.lines[1:9] if line}
     assert facts["kind"] == "full checkpoint of step 7"
     assert facts["saved"].endswith(" ago by 2 ranks (dp_shard 2)")
     assert facts["run"] == "abc, after step 3, rolled back to step 2"
     assert facts["written"].startswith("by torchtitan_lite ") and facts["written"].endswith(", format 3")
     assert facts["metrics"] == "loss 2.5"
     assert facts["NaN"] == "in model.weight"
+    assert facts["ranks"] == "differ model.weight on rank 2 (b), unlike ranks 0, 1"
     assert ["training.steps", "77"] in ended.lines and ["mine.rate", "[1,", "2]"] in ended.lines
     assert "training.seq_len" not in ended.out, "it is at its default"
     titles = [" ".join(line) for line in ended.lines if line in (["Parts"], ["Tensors"], ["Files"])]

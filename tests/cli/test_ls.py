@@ -156,6 +156,14 @@ def test_marks_of_a_checkpoint(root: Path) -> None:
     assert ended.code == 0 and "Nothing is removed: " in ended.out and "to be removed," not in ended.out
 
 
+def test_a_step_whose_ranks_differed_is_not_the_one_that_a_job_resumes_from(root: Path) -> None:
+    for step in (1, 2):
+        add_step(root, step, extra={"ranks_differ": ["model.w on rank 0"]} if step == 2 else {})
+    notes = {line[0]: " ".join(line[8:]) for line in command("ls", root).lines if line and line[0] in "12"}
+    assert (notes["1"], notes["2"]) == ("latest", "ranks differ")
+    assert [listed(root)[f"step-{step}"]["ranks_differ"] for step in (1, 2)] == [False, True]
+
+
 def test_the_keys_of_a_checkpoint_of_an_earlier_version_are_those_of_today(root: Path) -> None:
     keys = {"keep_best_k": 1, "keep_best_metric": "val", "keep_best_mode": "max"}
     for step, value in ((1, 2.0), (2, 1.0), (3, 0.0)):

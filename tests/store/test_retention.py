@@ -300,3 +300,10 @@ def test_the_latest_checkpoint_without_nan_stays_whatever_the_policy() -> None:
     committed = [info(1), info(2), *(dataclasses.replace(info(step), has_nan=True) for step in (3, 4, 5))]
     assert steps(to_purge(KeepLatest(1), committed)) == [1, 3, 4]
     assert steps(to_purge(KeepLatest(1), committed, known_good={1, 3, 4, 5})) == [3, 4]
+
+
+def test_the_latest_checkpoint_of_equal_ranks_stays_whatever_the_policy() -> None:
+    differ = (dataclasses.replace(info(step), ranks_differ=True) for step in (3, 4, 5))
+    committed = [info(1), info(2), *differ]
+    assert steps(to_purge(KeepLatest(1), committed)) == [1, 3, 4]
+    assert steps(to_purge(KeepLatest(1), committed, known_good={1, 3, 4, 5})) == [3, 4]

@@ -114,10 +114,10 @@ TABLE = [
         {2: "keep_best_k", 3: f"no_rule {LATEST}"},
     ),
     Row(
-        "NaN in the weights is never best",
+        "what has NaN in its weights, or was saved while ranks differed, is never best",
         KeepBest(1, "loss"),
-        [info(1, 2.0), info(2, 1.0, has_nan=True), info(3, 3.0)],
-        {1: "keep_best_k", 3: LATEST},
+        [info(1, 2.0), info(2, 1.0, has_nan=True), info(3, 3.0), info(4, 0.5, ranks_differ=True)],
+        {1: "keep_best_k", 3: "latest_of_equal_ranks", 4: LATEST},
     ),
     Row(
         "time to live",
@@ -169,6 +169,12 @@ TABLE = [
         KeepEvery(10),
         [info(1), info(2), info(3, has_nan=True), info(4, has_nan=True)],
         {2: "latest_without_nan", 4: "latest"},
+    ),
+    Row(
+        "the latest whose ranks were equal",
+        KeepEvery(10),
+        [info(1), info(2), info(3, has_nan=True), info(4, ranks_differ=True), info(5, ranks_differ=True)],
+        {2: "latest_of_equal_ranks", 5: LATEST},
     ),
     Row(
         "a damaged one counts as absent",
@@ -328,7 +334,7 @@ def test_the_keys_become_rules(keys: dict[str, Any], policy: RetentionPolicy) ->
         ("min_free_disk_gb", float("inf"), "expected a finite number of at least 0, found inf"),
         ("keep_best_metric", "", "expected the name of a metric, found an empty string"),
         ("keep_best_metric", "max:", "expected the name of a metric, found an empty string"),
-        ("digest_tensors", ("save", "always"), "expected one of save, load, staging, found 'always'"),
+        ("digest_tensors", ("save", "always"), "expected one of save, load, staging, replicas, found 'always'"),
     ],
 )
 def test_a_wrong_value_is_one_sentence_that_names_the_key(key: str, value: Any, message: str) -> None:

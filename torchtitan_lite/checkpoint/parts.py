@@ -205,7 +205,8 @@ def build_parts(
     run = RunState(*objects, config.save_trained_only)
     folders = RunFolders(job_config, lineage.run_id, seams.store)
     retention = seams.retention or build_retention(config)
-    comparison = RankComparison(peers, may_differ=ranks_may_differ)
+    watches = "replicas" in config.digest_tensors
+    comparison = RankComparison(peers, may_differ=ranks_may_differ, watches=watches)
     replicas = build_replicas(run.model.parameter_names, run.small)
     still = build_still_tensors(config, run, peers)
     plans = PlanCache(peers, replicas, comparison, states_of_ranks=run.states_of_ranks, still=still)

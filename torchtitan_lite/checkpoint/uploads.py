@@ -262,7 +262,7 @@ class UploadedSources(Sources):
             return None
         latest = None if disk is None else next((info for info in on_disk if info.step == disk.step), None)
         full = [info for info in not_left(there, [*on_disk, *there]) if info.kind is CheckpointKind.FULL]
-        full = [info for info in full if info.step not in self._dropped]
+        full = [info for info in full if info.step not in self._dropped and not (disk and info.ranks_differ)]
         if wanted != -1:
             # The disk would begin another branch, or has not all of the one that began there.
             begins = disk is not None and disk.is_explicit

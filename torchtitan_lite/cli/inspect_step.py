@@ -120,6 +120,7 @@ class _View:
             "lineage": manifest.lineage.to_json() if manifest is not None else None,
             "metrics": manifest.extra.get("metrics", {}) if manifest is not None else {},
             "nan_in": manifest.extra.get("nan_in", []) if manifest is not None else [],
+            "ranks_differ": manifest.extra.get("ranks_differ", []) if manifest is not None else [],
             "config": opened.config,
             "parts": [
                 {
@@ -173,6 +174,8 @@ class _View:
                 facts["shared"] = f"{size(linked['bytes'])} with step {linked['step']}, when it was saved"
             if nan := manifest.extra.get("nan_in"):
                 facts["NaN in"] = ", ".join(map(str, nan))
+            if differing := manifest.extra.get("ranks_differ"):
+                facts["ranks differ"] = "; ".join(map(str, differing))
         return facts
 
     def _parts(self) -> Table:

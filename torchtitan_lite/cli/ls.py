@@ -98,7 +98,7 @@ class _Found:
     def latest(self) -> ListedCheckpoint | None:
         """The one that a job resumes from; None if there is none."""
         full = [each for each in self.entries if each.info is not None and each.kind is CheckpointKind.FULL]
-        return full[-1] if full else None
+        return next((each for each in reversed(full) if not each.ranks_differ), full[-1] if full else None)
 
     def goes(self, entry: ListedCheckpoint) -> bool:
         verdict = self.verdicts.get(entry.step) if entry.info is not None and entry.step is not None else None
@@ -173,6 +173,8 @@ class _Found:
             yield "not uploaded" if self.uploaded_at(entry) is None else "uploaded"
         if entry.has_nan:
             yield "NaN in weights"
+        if entry.ranks_differ:
+            yield "ranks differ"
         if entry.verified is not None:
             ago = age(self.now - entry.verified.verified_at)
             what = "verified" if entry.verified.depth == FULL else "sizes verified"
@@ -211,6 +213,7 @@ class _Found:
             "topology": entry.topology,
             "lineage": entry.lineage.to_json() if entry.lineage else None,
             "nan_in_weights": entry.has_nan,
+            "ranks_differ": entry.ranks_differ,
             "metrics": entry.metrics,
             "pinned": self.is_pinned(entry),
             "uploaded_at": self.uploaded_at(entry),

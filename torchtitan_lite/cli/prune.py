@@ -152,6 +152,7 @@ class Prune:
             retention.PINNED: "pinned",
             retention.LATEST: "the latest",
             retention.WITHOUT_NAN: "the latest without NaN",
+            retention.EQUAL_RANKS: "the latest whose ranks were equal",
             retention.OTHER_COPY: "the latest that shares no file with the latest",
             retention.WEIGHTS_ONLY: "weights only",
             retention.DAMAGED: "damaged: neither counted nor removed",

@@ -72,7 +72,7 @@ class Housekeeping:
     def note_committed(self, info: CheckpointInfo, store: StoresCheckpoints) -> None:
         """Remember that this run committed `info` to `store`."""
         self._num_bytes[store.address, info.kind] = info.nbytes
-        if info.kind is CheckpointKind.FULL and not info.has_nan:
+        if info.kind is CheckpointKind.FULL and info.is_good:
             self.note_good(info.step)
         if info.kind is CheckpointKind.FULL:
             self._parent = {info.step} if info.still else frozenset()

@@ -22,7 +22,7 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import recorded_sizes
 from torchtitan_lite.store.listing import Listing, is_folder
 from torchtitan_lite.store.manifest import FORMAT_WITH_STILL, CheckpointInfo, Manifest
-from torchtitan_lite.store.manifest_fields import LINKED, METRICS, NAN_IN
+from torchtitan_lite.store.manifest_fields import LINKED, METRICS, NAN_IN, RANKS_DIFFER
 from torchtitan_lite.store.place import Place, on_disk
 
 SETTLED_NS = 50_000_000
@@ -186,6 +186,7 @@ def describe(folder: Place, manifest: Manifest) -> CheckpointInfo:
         manifest.nbytes,
         manifest.lineage,
         has_nan=bool(manifest.extra.get(NAN_IN)),
+        ranks_differ=bool(manifest.extra.get(RANKS_DIFFER)),
         metrics=manifest.extra.get(METRICS, {}),
         still=_still(manifest),
         linked_bytes=manifest.extra.get(LINKED, {}).get("bytes", 0),

@@ -12,7 +12,7 @@ import enum
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii
 from pathlib import Path
@@ -81,6 +81,8 @@ class CheckpointInfo:
     """Its run and branch."""
     has_nan: bool = False
     """Whether NaN was found in its weights when they were saved."""
+    ranks_differ: bool = False
+    """Whether ranks were seen to hold different values of a tensor when it was saved (`compare_replicas`)."""
     metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
     """What its run measured at this step, all finite."""
     still: Mapping[str, int] = field(default_factory=dict, hash=False)
@@ -92,6 +94,20 @@ class CheckpointInfo:
     def run_id(self) -> str:
         """Return the id of its run."""
         return self.lineage.run_id
+
+    @property
+    def is_good(self) -> bool:
+        """Return whether nothing was found wrong with the state when it was saved."""
+        return not (self.has_nan or self.ranks_differ)
+
+
+def of_equal_ranks(committed: Sequence[CheckpointInfo]) -> Sequence[CheckpointInfo]:
+    """Return those of `committed` whose ranks were equal when they were saved; all, if no full one is among these.
+
+    A start takes the latest of them: what the others hold may be wrong.
+    """
+    equal = [info for info in committed if not info.ranks_differ]
+    return equal if any(info.kind is CheckpointKind.FULL for info in equal) else committed
 
 
 class Table(Mapping[str, Any]):
@@ -178,7 +194,7 @@ class Manifest:
     structure: Table = field(default_factory=Table)
     """"root" to the tree of containers of the keys of both tables. The store does not look into it."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """JSON values; the store looks only at `nan_in` and `metrics`."""
+    """JSON values; the store looks only at `nan_in`, `ranks_differ` and `metrics`."""
     format_version: int = FORMAT_WITHOUT_RUNS
     """The lowest that has what is in it."""
 

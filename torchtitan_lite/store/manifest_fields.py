@@ -14,6 +14,9 @@ from torchtitan_lite.disk.plain_file import is_plain_name
 NAN_IN = "nan_in"
 """Field of `extra`: the keys of weights in which NaN was found when they were saved; absent if there were none."""
 
+RANKS_DIFFER = "ranks_differ"
+"""Field of `extra`: which ranks held other values of what when it was saved, one text each; absent if none was seen."""
+
 DCP_METADATA, LEFT_OUT = "dcp_metadata", "left out"
 """Field of `extra`, and its only value: DCP's readers need `.metadata`, which was not written with the save."""
 
@@ -97,7 +100,8 @@ def extra(document: dict[str, Any]) -> dict[str, Any]:
     """Return `extra`: fields that a load uses have their types, others may hold anything."""
     values: dict[str, Any] = value_of(document, "extra", dict)
     expected = (("topology", str), ("config", dict), ("tensor_digests", dict), (NAN_IN, list), (METRICS, dict))
-    for name, kind in (*expected, (START, str), (RESUMED_FROM_MEMORY, int), (TRAINED_SECONDS, float), (LINKED, dict)):
+    later = ((RANKS_DIFFER, list), (START, str), (RESUMED_FROM_MEMORY, int), (TRAINED_SECONDS, float), (LINKED, dict))
+    for name, kind in (*expected, *later):
         if name in values and type(values[name]) is not kind:
             raise ValueError(f"extra.{name}: expected {kind.__name__}, found {kind_of(values[name])}")
     for section, keys in values.get("config", {}).items():

@@ -2,10 +2,11 @@
 
 Pure: takes committed checkpoints, returns for each which rules keep it; no clock, no disk. Rules form a union: a
 checkpoint stays if any rule keeps it, and goes only if at least one rule can judge it. Only full checkpoints are
-judged, and only undamaged ones: a damaged checkpoint is left for a load to find. Whatever the rules say, three
+judged, and only undamaged ones: a damaged checkpoint is left for a load to find. Whatever the rules say, these
 checkpoints stay: the latest full one, the latest full one known to be good (this run committed or loaded it), and the
-latest full one in whose weights no NaN was found, because a run that diverged can roll back to it. So does, next to a
-latest one that may share files with others, the latest that shares none with it: shared bytes are shared damage.
+latest full one in whose weights no NaN was found, because a run that diverged can roll back to it; if ranks differed
+when that was saved, also the latest full one with nothing against it. So does, next to a latest one that may share
+files with others, the latest that shares none with it: shared bytes are shared damage.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ PINNED = "pinned"
 WEIGHTS_ONLY = "weights_only"
 DAMAGED = "damaged"
 LATEST, LAST_GOOD, WITHOUT_NAN, PROTECTED = "latest", "last_good", "latest_without_nan", "protected"
+EQUAL_RANKS = "latest_of_equal_ranks"
+"""It has no NaN either, and ranks differed when a later one was saved."""
 OTHER_COPY = "latest_of_another_copy"
 """It shares no file with the latest."""
 
@@ -92,8 +95,8 @@ class KeepEvery:
 class KeepBest:
     """Keeps the `count` checkpoints with the lowest value of `metric`, or the highest; of equals, the later.
 
-    A checkpoint without the metric is never best, and this rule alone removes none. One with NaN in its weights is
-    never best either.
+    A checkpoint without the metric is never best, and this rule alone removes none. One with NaN in its weights, or of
+    ranks that differed, is never best either.
     """
 
     count: int
@@ -107,7 +110,7 @@ class KeepBest:
         measured = [info for info in full if self.metric in info.metrics]
         sign = -1 if self.highest else 1
         ranked = sorted(
-            (info for info in measured if not info.has_nan),
+            (info for info in measured if info.is_good),
             key=lambda info: (sign * info.metrics[self.metric], -info.step),
         )
         return [Ruling(BEST_K, _steps(ranked[: self.count]), _steps(measured))]
@@ -186,9 +189,10 @@ def judge(
     """Return what happens to each checkpoint of `committed`, lowest step first.
 
     None goes that is in `protected` or `pinned`, weights-only, the latest full one, the latest full one of the steps in
-    `known_good`, or the latest full one without NaN. `missing_bytes` is how much free space the disk lacks: while what
-    goes is less than that, the oldest goes that nothing but `KeepLatest` keeps, or no rule at all. `is_sound` is called
-    for full checkpoints only, and only if one would go; a checkpoint that is not sound counts as absent, and stays.
+    `known_good`, the latest full one without NaN, or the latest full one with nothing against it. `missing_bytes` is
+    how much free space the disk lacks: while what goes is less than that, the oldest goes that nothing but `KeepLatest`
+    keeps, or no rule at all. `is_sound` is called for full checkpoints only, and only if one would go; a checkpoint
+    that is not sound counts as absent, and stays.
     `files_of` returns the shared files of a checkpoint: they are free once all their names are gone.
     """
     full = sorted((info for info in committed if info.kind is CheckpointKind.FULL), key=lambda info: info.step)
@@ -217,14 +221,15 @@ def _judge(
     # What no rule can judge stays. So `keep_best_k` alone removes nothing whose metric is unknown, and no rule at all
     # keeps everything, without an exception for either.
     judged = frozenset[int]().union(*(ruling.judges for ruling in rulings))
-    finite = [info for info in full if not info.has_nan]
-    good = [info for info in finite if info.step in known_good]
+    finite = _steps([info for info in full if not info.has_nan][-1:])
+    good = [info for info in full if info.is_good]
     reasons: dict[str, AbstractSet[int]] = {
         NO_RULE: _steps(full) - judged,
         **protections,
         LATEST: _steps(full[-1:]),
-        LAST_GOOD: _steps(good[-1:]),
-        WITHOUT_NAN: _steps(finite[-1:]),
+        LAST_GOOD: _steps([info for info in good if info.step in known_good][-1:]),
+        WITHOUT_NAN: finite,
+        EQUAL_RANKS: _steps(good[-1:]) - finite,
         OTHER_COPY: _steps(_of_another_copy(full, files_of)),
     }
     named = [(ruling.rule, ruling.keeps) for ruling in rulings] + list(reasons.items())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.checkpoint.resume.load_source import choose_source, new_run
+from torchtitan_lite.checkpoint.resume.load_source import choose_source, latest_step, new_run
 from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.digest import FileRecord
@@ -22,13 +22,22 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "checkpoint")
 
 
-def commit(store: CheckpointStore, step: int, kind: CheckpointKind = CheckpointKind.FULL) -> Path:
+def commit(
+    store: CheckpointStore, step: int, kind: CheckpointKind = CheckpointKind.FULL, *, ranks_differ: bool = False
+) -> Path:
     staging = store.stage(step)
     (staging / "__0_0.distcp").write_bytes(b"data")
     (staging / ".metadata").write_bytes(b"of dcp")
     files = {"__0_0.distcp": FileRecord(4)}
     manifest = Manifest(
-        step=step, kind=kind, created_at=1.0, world_size=1, versions={}, files=files, lineage=Lineage("run1")
+        step=step,
+        kind=kind,
+        created_at=1.0,
+        world_size=1,
+        versions={},
+        files=files,
+        lineage=Lineage("run1"),
+        extra={"ranks_differ": ["w on rank 1"]} if ranks_differ else {},
     )
     return store.commit(step, manifest).path
 
@@ -56,6 +65,20 @@ def test_the_latest_full_checkpoint_is_taken(store: CheckpointStore) -> None:
     assert source is not None
     assert (source.path.name, source.step, source.model_only, source.initial) == ("step-10", 10, False, False)
     assert source.nbytes == 10
+
+
+def test_a_step_whose_ranks_differed_is_skipped_unless_it_is_named_or_there_is_no_other(store: CheckpointStore) -> None:
+    commit(store, 2, ranks_differ=True)
+    source = chosen(store)
+    assert source is not None and (source.step, source.ranks_differ, source.skipped) == (2, True, ())
+    for step, ranks_differ in ((1, False), (3, True), (4, True)):
+        commit(store, step, ranks_differ=ranks_differ)
+    source = chosen(store)
+    assert source is not None and (source.step, source.ranks_differ, source.skipped) == (1, False, (2, 3, 4))
+    assert source.is_proof
+    assert latest_step(store, Checkpoint()) == 1
+    named = chosen(store, 4)
+    assert named is not None and (named.step, named.ranks_differ, named.is_proof) == (4, True, False)
 
 
 def test_a_weights_only_checkpoint_is_a_fresh_start(store: CheckpointStore) -> None:

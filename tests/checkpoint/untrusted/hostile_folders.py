@@ -115,6 +115,7 @@ WRONG: dict[str, tuple[tuple[str, ...], Sequence[Any]]] = {
     "topology": (("extra", "topology"), [None, 5, [], {}]),
     "digests": (("extra", "tensor_digests"), [None, 5, [], "x", {"a": 5}, {"\ud800": "x"}]),
     "nan_in": (("extra", "nan_in"), [None, 5, "x", {}]),
+    "ranks_differ": (("extra", "ranks_differ"), [None, 5, "x", {}]),
     "tensors": (("tensors",), [None, [], "x", {"w": 5}, {"w": []}, {"\ud800": {}}]),
     "tensor": (("tensors", KEY), [None, {}, []]),
     "dtype": (("tensors", KEY, "dtype"), [None, "load", 5, []]),

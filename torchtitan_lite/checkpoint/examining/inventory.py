@@ -86,6 +86,7 @@ class ListedCheckpoint:
     topology: str = ""
     lineage: Lineage | None = None
     has_nan: bool = False
+    ranks_differ: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     finding: str = ""
     """What is wrong with it."""
@@ -203,6 +204,7 @@ def managed(folder: Place, manifest: Manifest, state: FolderState, finding: str)
         topology=str(manifest.extra.get("topology", "")),
         lineage=manifest.lineage,
         has_nan=info.has_nan,
+        ranks_differ=info.ranks_differ,
         metrics=dict(info.metrics),
         finding=finding,
         config=manifest.extra.get("config", {}),

@@ -97,12 +97,14 @@ class PlanCache:
         *,
         failure: Exception | None = None,
         numbers: Sequence[int] = (),
+        is_save: bool = False,
     ) -> PlannedSave:
         """Return the plan for `state`, whose `file` is this rank's file. **Collective**.
 
         What fails on one rank, `check` included, is raised on every rank, as is a `failure` that it has already. A call
-        with a `check` is for a save or an image: it also compares what must be the same on all ranks, and the plan
-        `differs` if a checkpoint cannot have it. The maximum of `numbers` over all ranks comes back with the plan.
+        with a `check` is for a save or an image: it also compares what must be the same on all ranks, for an `is_save`
+        completely if the run watches its ranks, and the plan `differs` if a checkpoint cannot have it. The maximum of
+        `numbers` over all ranks comes back with the plan.
         """
         flat: State = {}
         examined: _Examined | None = None
@@ -118,7 +120,7 @@ class PlanCache:
             if verdict is _Verdict.CHANGED:
                 _prove(state, flat, examined.structure)
             elif check is not None:
-                report = self._comparison.report(flat)
+                report = self._comparison.report(flat, is_save=is_save)
         except Exception as error:
             verdict, failure = _Verdict.FAILED, error
         in_doubt = self._peers.is_group_in_doubt
@@ -135,7 +137,8 @@ class PlanCache:
             reported = None
         differs = None if check is None else self._compare(state, flat, examined, reported)
         assert self._plan is not None
-        return PlannedSave(self._plan, flat, self._object_items, tuple(agreed_numbers), differs)
+        corruption = "" if check is None else self._comparison.corruption
+        return PlannedSave(self._plan, flat, self._object_items, tuple(agreed_numbers), differs, corruption)
 
     def spared_bytes(self, store: str) -> int:
         """Return how many bytes of a full checkpoint the next save into `store` need not write. Coordinator only."""

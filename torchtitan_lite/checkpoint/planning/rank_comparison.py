@@ -6,12 +6,16 @@ no rank ever had. So each rank digests all that it shares once a start: alongsid
 step, or in the first save if that comes earlier or has no copies. Every save and image compares a sample of it, within
 the exchange of the plan. Where ranks differ, all comes from the lowest rank of each group of holders from then on: by
 the last bits, as reductions in no fixed order give them, with one warning; by more, with `RanksDiffer`.
+
+A run that watches (`digest_tensors` with "replicas") digests all of it again for every save. Once its ranks were equal,
+one bit is a difference: a machine or a kernel has changed it, and `RanksDiffer` names where.
 """
 
 from __future__ import annotations
 
+import platform
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -22,9 +26,11 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.format.shards import knows_its_parts, local_of, parts_of
+from torchtitan_lite.checkpoint.planning.disagreement import Holdings, disagreement
 from torchtitan_lite.checkpoint.planning.distances import Distance, joint, relative, squares
 from torchtitan_lite.checkpoint.planning.shared_items import SharedItems
 from torchtitan_lite.disk.forks import forget_in_children
+from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import RanksDiffer
 from torchtitan_lite.log import logger
@@ -39,6 +45,14 @@ OTHER_WAYS = (
     "If they are averaged now and then, average parameters and optimizer states before the save. If the lowest rank's "
     "are meant, give the manager ranks_may_differ=True"
 )
+AFTER_CORRUPTION = (
+    "They were equal before, so memory, a link or a kernel has changed bits. Take the host that is named out of the "
+    "job, test it, and start again: the run continues from the latest step whose ranks were equal"
+)
+DIGESTING_THREADS = 2
+"""Of a rank: one reads half as fast as the memory gives."""
+_Items = list[tuple[str, tuple[int, ...]]]
+"""Key and offsets of each."""
 PIECE_BYTES = 16 << 20
 """Bytes of a tensor that are copied at once where it has to be copied: off an accelerator, to another rank."""
 
@@ -49,12 +63,12 @@ _NONE = -(1 << 62)
 class RankComparison:
     """Compares what ranks share. With `may_differ` it compares nothing, and all comes from the lowest ranks."""
 
-    def __init__(self, peers: Peers, *, may_differ: bool = False) -> None:
+    def __init__(self, peers: Peers, *, may_differ: bool = False, watches: bool = False) -> None:
         self._peers = peers
-        self._may_differ = may_differ
+        self._may_differ, self._watches = may_differ, watches
         self.takes_lowest = may_differ
         """Whether all that ranks share comes from the lowest rank of each group. The same on all ranks."""
-        self._groups: list[tuple[SharedItems, list[tuple[str, tuple[int, ...]]]]] = []
+        self._groups: list[tuple[SharedItems, _Items]] = []
         """What this rank shares: for each group its items, as key and offsets."""
         self._num_groups = 0
         self._num_compared = 0
@@ -62,6 +76,9 @@ class RankComparison:
         self._is_complete = False
         """Whether all that is shared was compared in this start, not only samples."""
         self._has_warned = False
+        self.corruption = ""
+        """Where ranks differ that were equal before, as the last `settle` found; empty if they are equal. The same on
+        all ranks."""
         self._digesting: Future[list[int]] | None = None
         forget_in_children(self._forget)
 
@@ -76,7 +93,7 @@ class RankComparison:
     @property
     def is_due(self) -> bool:
         """Whether there is something to digest that was not digested in this start. The same on all ranks."""
-        return self._num_groups > 0 and not self._is_complete and self._digesting is None
+        return self._num_groups > 0 and not (self._is_complete or self._watches) and self._digesting is None
 
     def digest_alongside(self, flat: State) -> None:
         """Begin to digest in a thread all of `flat` that is shared, which must not change before `wait` returned.
@@ -107,13 +124,14 @@ class RankComparison:
         """Return what a rank reports that has nothing to compare: as many numbers as `report` returns."""
         return (_NONE,) * (2 * self._num_groups)
 
-    def report(self, flat: State) -> tuple[int, ...]:
+    def report(self, flat: State, *, is_save: bool = False) -> tuple[int, ...]:
         """Return two numbers a group, of which the maximum over the ranks counts: a digest of a sample, and minus it.
 
-        Until all was compared, it is one of everything. Any rank.
+        Until all was compared, and for a save of a run that watches, it is one of everything. Any rank.
         """
         numbers = [*self.no_report()]
-        complete = [] if self._is_complete else self._digests_of_all(flat)
+        is_complete = self._is_complete and not (is_save and self._is_watching)
+        complete = [] if is_complete else self._digests_of_all(flat)
         for at, (shared, items) in enumerate(self._groups):
             digest = xxhash.xxh3_64(_joined(self._sampled(flat, shared, items)).numpy().data)
             if complete:
@@ -133,13 +151,37 @@ class RankComparison:
         if not self._num_groups:
             return None
         if highest is None:
-            highest = self._peers.max_over_ranks(*self._peers.together(lambda: self.report(flat)))
+            highest = self._peers.max_over_ranks(*self._peers.together(lambda: self.report(flat, is_save=True)))
         found = None
-        if any(_NONE < highest[at] != -highest[at + 1] for at in range(0, len(highest), 2)):
+        self.corruption = ""
+        differing = {at // 2 for at in range(0, len(highest), 2) if _NONE < highest[at] != -highest[at + 1]}
+        if differing and self._is_complete and self._is_watching:
+            self.corruption = self._located(flat, differing)
+            found = RanksDiffer(self.corruption, AFTER_CORRUPTION) if self.corruption else None
+        elif differing:
             found = self._looked_at(flat)
         self._num_compared += 1
         self._is_complete, self._digesting = True, None
         return found
+
+    @property
+    def _is_watching(self) -> bool:
+        # Ranks that differ by rounding are never equal in each bit.
+        return self._watches and not self._has_warned
+
+    def _located(self, flat: State, groups: Collection[int]) -> str:
+        """Return which ranks hold other values of what, of these `groups`; empty if none does. **Collective**."""
+
+        def digests() -> Holdings:
+            found = {
+                (shared.group, at): (key, _digest(_memory(flat, key, offsets)))
+                for shared, items in self._groups
+                if shared.group in groups
+                for at, (key, offsets) in enumerate(items)
+            }
+            return platform.node(), found
+
+        return self._peers.scatter_answers(self._peers.together(digests), lambda held: [disagreement(held)] * len(held))
 
     def _looked_at(self, flat: State) -> RanksDiffer | None:
         """Find out which items differ, and how much. **Collective**."""
@@ -205,10 +247,8 @@ class RankComparison:
         """Return a digest a group, of all that this rank shares."""
         digests = []
         for _, items in self._groups:
-            digest = xxhash.xxh3_64()
-            for key, offsets in items:
-                digest.update(_digest(_memory(flat, key, offsets)).to_bytes(8, "big"))
-            digests.append(digest.intdigest())
+            of_items = _digests([_memory(flat, *item) for item in items])
+            digests.append(xxhash.xxh3_64_intdigest(b"".join(each.to_bytes(8, "big") for each in of_items)))
         return digests
 
     def _chosen(self, items: Sequence[Any]) -> range:
@@ -297,6 +337,17 @@ def _digest(tensor: torch.Tensor) -> int:
     for piece in _pieces(tensor):
         digest.update(piece.numpy().data)
     return digest.intdigest()
+
+
+def _digests(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the digest of each of `tensors`, several at a time."""
+    digests = [0] * len(tensors)
+
+    def digest(at: int) -> None:
+        digests[at] = _digest(tensors[at])
+
+    in_threads(range(len(tensors)), DIGESTING_THREADS, lambda: digest)
+    return digests
 
 
 def _that_differ(per_rank: list[dict[tuple[int, int], int]]) -> list[list[tuple[int, int]]]:

@@ -62,6 +62,8 @@ class PlannedSave:
     """The maximum over all ranks of each number that came with the state."""
     differs: RanksDiffer | None = None
     """Why a checkpoint cannot have the state: ranks hold different values under one name. The same on all ranks."""
+    corruption: str = ""
+    """Where ranks differ that were equal before; empty if none does."""
 
     def file(self) -> RankFile:
         """Return this rank's file, complete. Any rank.

@@ -30,6 +30,7 @@ from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointNotFound
 from torchtitan_lite.events import ignore
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.manifest import of_equal_ranks
 from torchtitan_lite.store.place import Place
 from torchtitan_lite.store.protocol import StoresCheckpoints
 
@@ -83,7 +84,8 @@ def _choose(
     if Path(store.address).is_file():
         checked_initial_path(store.address)  # Raises with what the file is.
     with usable(store.address):
-        managed: dict[int, Place] = {info.step: info.path for info in store.committed()}
+        committed = store.committed()
+        managed: dict[int, Place] = {info.step: info.path for info in committed}
         others = {number: path for path in store.unmanaged() if (number := layout.parse_step(path.name)) is not None}
         has_damaged = bool(store.damaged())
     if is_exact:
@@ -91,8 +93,8 @@ def _choose(
         if step not in paths:
             raise CheckpointNotFound(store.address, step, sorted(paths))
         return _source(paths[step], step, is_explicit=True)
-    if left := managed.keys() - set(skipped):
-        return _source(managed[max(left)], max(left), is_explicit=False)
+    if left := of_equal_ranks([info for info in committed if info.step not in skipped]):
+        return _source(left[-1].path, left[-1].step, is_explicit=False)
     if managed or has_damaged:
         return None
     path = checked_initial_path(store.address)

@@ -2,7 +2,8 @@
 
 Every function runs on the coordinator only, and decides from the folder and the configuration.
 Automatic resume takes the latest committed full checkpoint and nothing else, or what a run that diverged
-rolls back to, if a kill cut that short. `load_step` begins a
+rolls back to, if a kill cut that short; it skips one whose ranks differed when it was saved, if there is
+another. `load_step` begins a
 branch at that step; once the branch has checkpoints, the same `load_step` takes the latest of these,
 so that a restart of the same command loses nothing. A step that a caller passes to `load` is that very
 step, whatever came after it. `initial_load_path` counts only while the run has no checkpoint of its
@@ -24,8 +25,8 @@ from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import CheckpointError, CheckpointMismatch, CheckpointUnreadable
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
-from torchtitan_lite.store.manifest_fields import NAN_IN, TRAINED_SECONDS
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, of_equal_ranks
+from torchtitan_lite.store.manifest_fields import NAN_IN, RANKS_DIFFER, TRAINED_SECONDS
 from torchtitan_lite.store.place import Place, on_disk
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.rollbacks import Rollback, of_run, unfinished
@@ -75,7 +76,7 @@ def good_steps(store: StoresCheckpoints, rollback: Rollback, skipped: Collection
     full = [info for info in store.committed() if info.kind is CheckpointKind.FULL and info.step not in skipped]
     # What an earlier rollback has left may still be there, if nothing was saved since.
     before = [info for info in full if info.step <= rollback.last and not rollback.left.leaves(info.step, info.run_id)]
-    return [info for info in before if not info.has_nan]
+    return [info for info in before if info.is_good]
 
 
 def _complete(source: LoadSource, found: Sequence[Rollback], config: Checkpoint) -> LoadSource:
@@ -100,7 +101,7 @@ def latest_step(store: StoresCheckpoints, config: Checkpoint) -> int:
 
 def checkpoints_of_run(store: StoresCheckpoints, config: Checkpoint) -> list[CheckpointInfo]:
     """Return the committed checkpoints, full or weights-only, of the run that a load would resume, by step."""
-    committed = [info for info in store.committed() if _is_whole(info, store)]
+    committed = [*of_equal_ranks([info for info in store.committed() if _is_whole(info, store)])]
     if config.load_step != -1:
         committed = [info for info in committed if is_branch_of(info, config.load_step, config)]
     full = [info for info in committed if info.kind is CheckpointKind.FULL]
@@ -130,13 +131,16 @@ def _chosen(
     found: Sequence[Rollback],
 ) -> LoadSource | None:
     full = [info for info in store.committed() if info.kind is CheckpointKind.FULL and info.step not in skipped]
-    latest = full[-1] if full else None
+    latest = of_equal_ranks(full)[-1] if full else None
     if step != -1 and (is_exact or not is_branch_of(latest, step, config)):
         return _explicit(store, step)
     if latest is not None and (rollback := unfinished(found, latest)) is not None:
         return _rolled_back(store, rollback, skipped)
     if latest is not None:
-        return _of_a_run_that_continues(_committed(latest), store)
+        source = dataclasses.replace(
+            _committed(latest), skipped=tuple(info.step for info in full if info.step > latest.step)
+        )
+        return _of_a_run_that_continues(source, store)
     # What `initial_load_in_hf` names is no checkpoint: it is imported as step 0, which is then the latest one.
     return _initial(config) if config.initial_load_path and not config.initial_load_in_hf else None
 
@@ -247,5 +251,6 @@ def _with_origin(source: LoadSource) -> LoadSource:
         config=extra.get("config", {}),
         tensor_digests=extra.get("tensor_digests", {}),
         has_nan=bool(extra.get(NAN_IN)),
+        ranks_differ=bool(extra.get(RANKS_DIFFER)),
         trained_seconds=0.0 if source.initial else extra.get(TRAINED_SECONDS, 0.0),
     )

@@ -81,7 +81,9 @@ class RunLoad:
         source = self._candidates(self._config.checkpoint.load_step, Sources()).first()
         if source is None:
             self._report_neighbour()
-        return None if source is None else self._restore(source).report()
+            return None
+        self._report_skipped(source)
+        return self._restore(source).report()
 
     def _candidates(
         self,
@@ -124,6 +126,7 @@ class RunLoad:
 
     def _report_choice(self, wanted: int, source: LoadSource) -> None:
         self._report_unmanaged(wanted)
+        self._report_skipped(source)
         if source.initial:
             logger.info("Starting from %s", source.path)
         elif wanted not in (-1, source.step):
@@ -134,6 +137,15 @@ class RunLoad:
     def _report_unmanaged(self, wanted: int) -> None:
         for path in self._store.unmanaged() if self._peers.is_coordinator and wanted == -1 else []:
             logger.warning("%s has no manifest and is skipped. To load it, name its step or path", path)
+
+    def _report_skipped(self, source: LoadSource) -> None:
+        if source.skipped and self._peers.is_coordinator:
+            logger.warning(
+                "Skipped step %s: ranks held different values when it was saved, as torchtitan-lite inspect shows. "
+                "--checkpoint.load_step %d takes it all the same",
+                ", ".join(map(str, source.skipped)),
+                source.skipped[-1],
+            )
 
     def _report_neighbour(self) -> None:
         store = self._store

@@ -47,6 +47,10 @@ class LoadSource:
     """States that this load does not change."""
     has_nan: bool = False
     """Whether NaN was seen in its weights when they were saved."""
+    ranks_differ: bool = False
+    """Whether ranks were seen to hold different values of a tensor when it was saved."""
+    skipped: tuple[int, ...] = ()
+    """Later steps that it goes before, because ranks differed when those were saved."""
 
     rollbacks: tuple[Rollback, ...] = ()
     """How often its run rolled back by itself, if it continues."""
@@ -85,7 +89,7 @@ class LoadSource:
     @property
     def is_proof(self) -> bool:
         """Whether a load of it proves that the step on disk is good."""
-        return not self.initial and not self.has_nan
+        return not (self.initial or self.has_nan or self.ranks_differ)
 
     @property
     def image_of(self) -> int:

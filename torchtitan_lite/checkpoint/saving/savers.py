@@ -10,6 +10,7 @@ ranks save the same step with the same kind of saver.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -109,11 +110,15 @@ class StateSaver:
         # What is made of thousands of tensors here is gone when this returns, unless a collection makes it grow old.
         with no_collection():
             try:
-                planned = self._plans.plan(state, lambda: self._check(target), numbers=self._listener.numbers())
+                planned = self._plans.plan(
+                    state, lambda: self._check(target), numbers=self._listener.numbers(), is_save=True
+                )
             except Exception as error:
                 return refused(target.step, error)
             if planned.differs is not None and not target.writes_anyway:
                 raise planned.differs
+            if planned.corruption:
+                target = dataclasses.replace(target, ranks_differ=(planned.corruption,))
             self._listener.agreed(target.step, planned.agreed)
             try:
                 content = self._content(planned.file(), target)

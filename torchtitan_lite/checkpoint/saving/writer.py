@@ -54,6 +54,7 @@ from torchtitan_lite.store.manifest_fields import (
     LINKED,
     METRICS,
     NAN_IN,
+    RANKS_DIFFER,
     RESUMED_FROM_MEMORY,
     START,
     TRAINED_SECONDS,
@@ -106,6 +107,8 @@ class SaveTarget:
     """Raises if the save cannot succeed; called before planning. Acts on the coordinator only."""
     writes_anyway: bool = False
     """Whether the checkpoint is written although ranks hold different values under one name: no save follows."""
+    ranks_differ: Sequence[str] = ()
+    """Where ranks were found to differ that were equal before: the manifest says so."""
     note_slowest: Callable[[int, float], None] = ignore_slowest
     """Called before the commit with the rank that took longest to write its file, and its seconds. Coordinator."""
     note_place: Callable[[str], object] = str
@@ -243,6 +246,7 @@ class CommittingWriter(StorageWriter):
                 "tensor_digests": _tensor_digests([each.digests for each in details], description),
                 **({} if has_metadata else {DCP_METADATA: LEFT_OUT}),
                 **({NAN_IN: nan_in} if nan_in else {}),
+                **({RANKS_DIFFER: list(target.ranks_differ)} if target.ranks_differ else {}),
                 **({METRICS: dict(target.origin.metrics)} if target.origin.metrics else {}),
                 **({LINKED: {"step": self._parent.step, "bytes": linked_bytes}} if linked_bytes else {}),
                 **_of_start(target.origin),

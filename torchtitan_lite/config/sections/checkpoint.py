@@ -18,7 +18,7 @@ IntervalType = Literal["steps", "seconds", "auto", "continuous", "none"]
 VerifyOnLoad = Literal["off", "size", "full", "full_alone"]
 WhenBusy = Literal["wait", "skip"]
 DcpMetadata = Literal["auto", "always", "never"]
-DigestTime = Literal["save", "load", "staging"]
+DigestTime = Literal["save", "load", "staging", "replicas"]
 Strictness = Literal["error", "warn", "ignore"]
 
 
@@ -212,7 +212,8 @@ class Checkpoint:
     """When every tensor is digested; any of these. "save": into the manifest, the same for every topology. "load":
     after a load, again, to compare with the manifest; a difference is an error that names the first such tensor.
     "staging": before the copy of an asynchronous save, to compare the copy; if a tensor changed meanwhile, the save
-    fails and names it. The last one takes as long again as staging."""
+    fails and names it; that takes as long again as staging. "replicas": at every save, what several ranks hold, on each
+    of them; a rank that differs is named with its host, and the run ends."""
 
     dcp_metadata: DcpMetadata = "auto"
     """Whether a save writes .metadata, which only DCP's own readers need; `torchtitan-lite add-metadata` adds it later.
