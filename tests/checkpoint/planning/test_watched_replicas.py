@@ -71,6 +71,7 @@ def saved_at_last(rank: int, folder: Path) -> str:
         assert run.manager.latest_step() == 3
         run.manager.load()
         assert run.train_state.step == 3
+        assert run.manager.roll_back(5, "loss is nan") == 3
     return f"{name}|{caught.value.finding}"
 
 
