@@ -79,9 +79,14 @@ def _run(rank: int, gb: float, rounds: int, mode: str, folder: str) -> None:
 def _blocked(model: nn.Module, folder: str, mode: str, *, watches: bool) -> float:
     """Return the median of the seconds that `save` blocks; the first save, which plans, does not count."""
     seconds = []
-    digested = ("replicas",) if watches else ()
     with CheckpointManager.for_loop(
-        model=model, folder=folder, interval=1, async_mode=mode, digest_tensors=digested, keep_latest_k=1
+        model=model,
+        folder=folder,
+        interval=1,
+        async_mode=mode,
+        digest_tensors=("replicas",) if watches else (),
+        keep_latest_k=1,
+        memory_ttl_seconds=0,  # Else what each round keeps in memory stays for minutes.
     ) as manager:
         manager.load()
         manager.reset()
