@@ -229,6 +229,22 @@ def test_each_rank_gets_back_what_it_saved(two_ranks: Ranks, tmp_path: Path) -> 
     assert warned == ["Held of 2 ranks is loaded by 1: rank 1 is not loaded"]
 
 
+def dict_per_rank(rank: int, folder: Path) -> tuple[dict[str, int], bool]:
+    """Return what came back in a plain dict, and whether it is the same dict."""
+    with manager_of(folder, {"cursor": PerRank({"position": 10 + rank})}) as manager:
+        manager.save(1, force=True)
+    held = {"position": 0, "of another run": 1}
+    own = PerRank(held)
+    with manager_of(folder, {"cursor": own}, load_only=True) as manager:
+        assert manager.load()
+    return held, held == own.state_dict()[f"rank{rank}"]
+
+
+def test_each_rank_gets_back_a_plain_dict_in_place(two_ranks: Ranks, tmp_path: Path) -> None:
+    found = two_ranks.run(dict_per_rank, folder=tmp_path)
+    assert found == [({"position": 10}, True), ({"position": 11}, True)]
+
+
 def refused_then_fresh(rank: int, folder: Path) -> tuple[str, int, list[str]]:
     """Return the refusal of a load, and the position and the warnings of a load that may begin from scratch."""
     own = Held(position=5)
@@ -301,3 +317,9 @@ def test_a_checkpoint_without_such_a_state_is_refused(tmp_path: Path) -> None:
 def test_an_unknown_on_missing_is_refused_at_construction() -> None:
     with pytest.raises(ConfigError, match="'refuse' or 'fresh'"):
         PerRank(Held(), on_missing="ignore")  # type: ignore[arg-type]  # that is the point
+
+
+@pytest.mark.parametrize("given", [[1], torch.Generator(), Held], ids=["list", "Generator", "class"])
+def test_an_object_without_a_state_is_refused_at_construction(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"PerRank: (a list|a Generator|the class Held) has no state_dict and load"):
+        PerRank(given)

@@ -180,6 +180,15 @@ def lr_schedulers(given: object, spelt: Spelling = OF_CONSTRUCTOR) -> list[LRSch
     return found
 
 
+def refuse_without_state(given: object) -> None:
+    """Raise ConfigError if `PerRank` was given neither a state nor a plain dict."""
+    if not (isinstance(given, dict) or _is_stateful(given)):
+        raise ConfigError(
+            f"PerRank: {_kind(given)} has no state_dict and load_state_dict. Put it into an object that has both, or "
+            "into a plain dict."
+        )
+
+
 def _refuse_small(dataloader: Any, states: Any, spelt: Spelling) -> None:
     _refuse_dataloader(dataloader, spelt)
     _refuse_states(states, spelt)

@@ -8,33 +8,34 @@ rank loads what the rank of the same number saved, whatever part of the work tha
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 
+from torchtitan_lite.checkpoint.state import arguments
 from torchtitan_lite.checkpoint.state.begun_loader import forget_iterator
+from torchtitan_lite.checkpoint.state.stateful import Stateful, as_stateful
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted, logger
-
-if TYPE_CHECKING:
-    from torchtitan_lite.checkpoint.state.stateful import Stateful
 
 OnMissing = Literal["refuse", "fresh"]
 _RANKS = "ranks"
 
 
 class PerRank:
-    """A `Stateful` that saves `state` of every rank, and loads each rank's own.
+    """A `Stateful` that saves `state`, a plain dict too, of every rank, and loads each rank's own.
 
     On fewer ranks than saved, each rank loads its own, and one warning names the ranks whose state is not loaded. On
     more ranks, those without a saved state refuse the checkpoint, on every rank, or with `on_missing="fresh"` leave
-    `state` unchanged, with one warning.
+    `state` unchanged, with one warning. Raises ConfigError for an object without a state.
     """
 
-    def __init__(self, state: Stateful, *, on_missing: OnMissing = "refuse") -> None:
+    def __init__(self, state: Stateful | dict[Any, Any], *, on_missing: OnMissing = "refuse") -> None:
         if on_missing not in ("refuse", "fresh"):
             raise ConfigError(f"PerRank: on_missing is {on_missing!r}. Expected 'refuse' or 'fresh'.")
-        self._state = state
+        arguments.refuse_without_state(state)
+        self._state = as_stateful(state)
+        self._kind = type(state).__name__
         self._is_fresh_allowed = on_missing == "fresh"
 
     def state_dict(self) -> dict[str, Any]:
@@ -70,7 +71,7 @@ class PerRank:
             found = f"of {counted(saved, 'rank')}" if saved else "once for all ranks, not by PerRank"
             do = f"Resume on {counted(saved, 'rank')}" if saved else "Load it with the state itself"
             raise ConfigError(
-                f"PerRank({type(self._state).__name__}): the checkpoint has this state {found}, and none for rank "
+                f"PerRank({self._kind}): the checkpoint has this state {found}, and none for rank "
                 f"{rank} of {num_ranks}. {do}, give PerRank on_missing='fresh' to begin such ranks from scratch, or "
                 "exclude the state with --checkpoint.exclude_from_loading."
             )
@@ -80,7 +81,7 @@ class PerRank:
         rank, num_ranks = _place()
         if rank > 0 or saved == num_ranks:
             return
-        what = f"{type(self._state).__name__} of {counted(saved, 'rank')} is loaded by {num_ranks}"
+        what = f"{self._kind} of {counted(saved, 'rank')} is loaded by {num_ranks}"
         if saved > num_ranks:
             logger.warning("%s: %s not loaded", what, _those_from(num_ranks, saved, "is", "are"))
         elif self._is_fresh_allowed:

@@ -7,7 +7,7 @@ all others see one model, one optimizer and named small states. It decides neith
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,11 +23,11 @@ from torchtitan_lite.checkpoint.state.optimizer_owner import parameters_of
 from torchtitan_lite.checkpoint.state.per_rank import PerRank
 from torchtitan_lite.checkpoint.state.rng import RNG, RngState
 from torchtitan_lite.checkpoint.state.stateful import (
-    DictState,
     LRSchedulerWrapper,
     ModelWrapper,
     OptimizerWrapper,
     Stateful,
+    as_stateful,
 )
 from torchtitan_lite.checkpoint.state.unsaved import ForgottenWatch, UnsavedWatch
 from torchtitan_lite.errors import ConfigError
@@ -45,7 +45,7 @@ class RunState:
         states: Mapping[str, Stateful | dict[Any, Any]] | None,
         trained_only: bool = False,
     ) -> None:
-        further = {name: _stateful(state) for name, state in (states or {}).items()}
+        further = {name: as_stateful(state) for name, state in (states or {}).items()}
         modules = {name: state for name, state in further.items() if isinstance(state, nn.Module)}
         parts = arguments.model_parts(model_parts)
         if trained_only:
@@ -127,11 +127,6 @@ class RunState:
 def _is_finite(tensor: torch.Tensor) -> bool:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return not local.is_floating_point() or bool(local.isfinite().all())
-
-
-def _stateful(state: Stateful | dict[Any, Any]) -> Stateful:
-    is_plain = isinstance(state, dict) and not hasattr(state, "load_state_dict")
-    return DictState(cast(dict[Any, Any], state)) if is_plain else cast(Stateful, state)
 
 
 def _small_states(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torchtitan_lite.checkpoint.state.model import ModelWrapper
 from torchtitan_lite.checkpoint.state.optimizer import OptimizerWrapper
 from torchtitan_lite.checkpoint.state.schedulers import LRSchedulerWrapper
 
-__all__ = ["LRSchedulerWrapper", "ModelWrapper", "OptimizerWrapper", "Stateful"]
+__all__ = ["LRSchedulerWrapper", "ModelWrapper", "OptimizerWrapper", "Stateful", "as_stateful"]
 
 
 class Stateful(Protocol):
@@ -37,3 +37,9 @@ class DictState:
     def load_state_dict(self, state_dict: dict[Any, Any]) -> None:
         self._held.clear()
         self._held.update(state_dict)
+
+
+def as_stateful(state: Stateful | dict[Any, Any]) -> Stateful:
+    """Return `state`, or the `Stateful` of a plain dict."""
+    is_plain = isinstance(state, dict) and not hasattr(state, "load_state_dict")
+    return DictState(cast(dict[Any, Any], state)) if is_plain else cast(Stateful, state)
