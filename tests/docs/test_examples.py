@@ -19,14 +19,15 @@ LIBRARIES = {
     "timm_loop.py": ["timm"],
     "lightning_callback.py": ["lightning", "torchdata"],
     "trainer_callback.py": ["transformers", "accelerate", "torchdata"],
+    "several_models.py": [],
 }
 """Libraries that each script needs in addition to those of this package."""
 STEPS, STOPPED_AT = 20, 8
 DEADLINE_SECONDS = 300.0
 
 
-def test_every_example_is_tested_and_linked_from_the_page_about_own_loops() -> None:
-    page = (ROOT / "docs" / "own_loop.md").read_text(encoding="utf-8")
+def test_every_example_is_tested_and_linked_from_a_page_about_own_loops() -> None:
+    page = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("own_loop.md", "several_models.md"))
     assert sorted(LIBRARIES) == sorted(path.name for path in EXAMPLES.iterdir() if path.suffix == ".py")
     assert not [name for name in LIBRARIES if f"(examples/{name})" not in page]
 
@@ -65,5 +66,5 @@ def _losses(script: str, steps: int, folder: Path) -> dict[int, str]:
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    found = re.findall(r"^step (\d+): loss (\S+)$", ended.stdout, re.MULTILINE)
+    found = re.findall(r"^step (\d+): loss (.+)$", ended.stdout, re.MULTILINE)
     return {int(step): loss for step, loss in found}
