@@ -91,6 +91,8 @@ PLAIN_SINCE: dict[int, dict[str, Any]] = {
     },
 }
 """The objects of the state `plain`, by the first version of the format that restores them with their types."""
+NOT_RECORDED = ("model", "records_model", "recent_losses", "loss_window")
+"""Fields of a train state that a checkpoint has only if the run records them."""
 
 
 class GoldenModel(nn.Module):
@@ -161,7 +163,7 @@ class GoldenRun:
             "scheduler": {
                 key: self.scheduler.state_dict()[key] for key in ("step_size", "gamma", "base_lrs", "last_epoch")
             },
-            "train_state": {k: v for k, v in vars(self.train_state).items() if k not in ("model", "records_model")},
+            "train_state": {k: v for k, v in vars(self.train_state).items() if k not in NOT_RECORDED},
             "plain": self.plain.state,
         }
 
