@@ -99,13 +99,16 @@ def test_the_policy_alone_is_loaded_from_either_form(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("form", "comes_back"), [(together, False), (target_apart, True)])
 def test_of_what_is_trained_only_a_target_network_comes_back_as_a_state(
-    form: Any, comes_back: bool, tmp_path: Path
+    form: Any, comes_back: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = nets(1), nets(2)
     arguments = form(first)
-    with CheckpointManager.for_loop(**arguments, folder=tmp_path, save_trained_only=True) as manager:
-        train(first, arguments["optimizer"])
-        manager.save(1, force=True)
+    with CheckpointManager.for_loop(**arguments, folder=tmp_path, save_trained_only=True, interval=1) as manager:
+        for step in (1, 2):
+            train(first, arguments["optimizer"])
+            manager.save(step, force=step == 2)
+    named = "Training changes model.target." in caplog.text
+    assert named is not comes_back and "model.reference" not in caplog.text
     with CheckpointManager.for_loop(**form(second), folder=tmp_path, save_trained_only=True) as manager:
         assert manager.load()
     assert equal(second["critic"], first["critic"])

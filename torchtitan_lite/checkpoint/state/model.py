@@ -141,6 +141,12 @@ class ModelWrapper:
         named = named_parameters(self.parts).items()
         return {name for parameter, names in named if not parameter.requires_grad for name in names}
 
+    def left_out_parameters(self) -> dict[str, torch.Tensor]:
+        """Return the frozen parameters that are no part of the state."""
+        left_out = self._left_out()
+        named = named_parameters(self.parts).items() if left_out else ()
+        return {name: parameter for parameter, names in named for name in names if name in left_out}
+
     def _left_out(self) -> set[str]:
         """Return the names of frozen parameters if they are no part of the state."""
         return self.frozen_names() - self._trained if self.is_trained_only else set()

@@ -59,7 +59,7 @@ class RunState:
         self._empty: list[str] = []
         """The further states whose last state dict was empty."""
         self.gradients = GradientWatch(self.model.parts)
-        self._unsaved = UnsavedWatch(watched, self.optimizers)
+        self._unsaved = UnsavedWatch(watched, self.optimizers, self.model.left_out_parameters)
         self._forgotten = ForgottenWatch(further, watched)
 
     def at_step(self) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchtitan_lite.log import logger
@@ -17,16 +18,28 @@ from torchtitan_lite.torch_private import non_persistent_buffers, version_of
 
 _SAMPLED = 1024
 """Elements of a buffer that are compared: tables of positions are long, and a change of one is a change of all."""
+_SAMPLED_PARAMETER = 64
+"""Elements of a parameter: an average into it changes all of them."""
 _SHOWN = 4
 _GENERATORS = frozenset({torch.Generator, random.Random, np.random.Generator, np.random.RandomState})
 
 
-class UnsavedWatch:
-    """Watches `modules`, by name of their state, and `optimizers`."""
+def _no_parameters() -> Mapping[str, torch.Tensor]:
+    return {}
 
-    def __init__(self, modules: Mapping[str, Sequence[nn.Module]], optimizers: Sequence[Any]) -> None:
+
+class UnsavedWatch:
+    """Watches `modules`, by name of their state, `optimizers`, and the parameters that checkpoints leave out."""
+
+    def __init__(
+        self,
+        modules: Mapping[str, Sequence[nn.Module]],
+        optimizers: Sequence[Any],
+        left_out: Callable[[], Mapping[str, torch.Tensor]] = _no_parameters,
+    ) -> None:
         self._modules = modules
         self._optimizers = list(optimizers)
+        self._left_out = left_out
         self._before: dict[str, Any] | None = None
         self._is_done = False
 
@@ -44,12 +57,17 @@ class UnsavedWatch:
             more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
             logger.warning(
                 "Training changes %s%s, which no checkpoint has: a resumed run begins with the initial value. If the "
-                "run depends on it, register the buffer with persistent=True, or save the generator in a state",
+                "run depends on it, register the buffer with persistent=True, or give the generator, or the module of "
+                "the frozen parameter (save_trained_only), as one of the states",
                 ", ".join(changed[:_SHOWN]),
                 more,
             )
 
     def _samples(self) -> Iterator[tuple[str, Any]]:
+        for name, parameter in self._left_out().items():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if local.layout is torch.strided and not local.is_meta and local.numel():
+                yield f"model.{name}", _sample(local, _SAMPLED_PARAMETER)
         for state, parts in self._modules.items():
             for part in parts:
                 for path, module in part.named_modules():
@@ -66,9 +84,13 @@ def _of_buffers(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
     for key in names:
         buffer = buffers.get(key)
         if type(buffer) is torch.Tensor and buffer.layout is torch.strided and not buffer.is_meta and buffer.numel():
-            # As bytes: NaN is not equal to itself.
-            sample = buffer.detach().reshape(-1)[:_SAMPLED].resolve_conj().resolve_neg().cpu().contiguous()
-            yield f"{name}.{key}", (buffer.dtype, buffer.shape, sample.view(torch.uint8).tolist())
+            yield f"{name}.{key}", _sample(buffer, _SAMPLED)
+
+
+def _sample(tensor: torch.Tensor, most: int) -> tuple[torch.dtype, torch.Size, list[int]]:
+    """Return dtype, shape and the first elements, `most` at most: as bytes, because NaN is not equal to itself."""
+    sample = tensor.detach().reshape(-1)[:most].resolve_conj().resolve_neg().cpu().contiguous()
+    return tensor.dtype, tensor.shape, sample.view(torch.uint8).tolist()
 
 
 def _of_generators(name: str, owner: Any) -> Iterator[tuple[str, Any]]:
