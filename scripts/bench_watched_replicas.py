@@ -11,6 +11,7 @@ medians of the rounds, what they add, and which part of ten steps of one second 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import tempfile
@@ -47,6 +48,7 @@ def main() -> int:
 
 
 def _run(rank: int, gb: float, rounds: int, mode: str, folder: str) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = str(RANKS)  # As torchrun sets it.
     rendezvous = f"file://{folder}/rendezvous"
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS, timeout=timedelta(seconds=300))
     torch.manual_seed(0)

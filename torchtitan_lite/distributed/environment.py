@@ -43,6 +43,11 @@ def launched() -> Launched:
     )
 
 
+def cores_of_rank() -> int:
+    """Return how many processors each rank of this host has, one at least."""
+    return max(1, len(os.sched_getaffinity(0)) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
 def fault_spec() -> str:
     """Return TORCHTITAN_LITE_FAULT, the spec for `faults.install`; empty if unset."""
     return os.environ.get("TORCHTITAN_LITE_FAULT", "")

@@ -31,6 +31,7 @@ from torchtitan_lite.checkpoint.planning.distances import Distance, joint, relat
 from torchtitan_lite.checkpoint.planning.shared_items import SharedItems
 from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.disk.in_threads import in_threads
+from torchtitan_lite.distributed.environment import cores_of_rank
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import RanksDiffer
 from torchtitan_lite.log import logger
@@ -50,7 +51,7 @@ AFTER_CORRUPTION = (
     "job, test it, and start again: the run continues from the latest step whose ranks were equal"
 )
 DIGESTING_THREADS = 2
-"""Of a rank: one reads half as fast as the memory gives."""
+"""Of a rank, at most: one reads half as fast as the memory gives."""
 _Items = list[tuple[str, tuple[int, ...]]]
 """Key and offsets of each."""
 PIECE_BYTES = 16 << 20
@@ -333,6 +334,8 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _digest(tensor: torch.Tensor) -> int:
     """Return a digest of the elements of `tensor`."""
+    if not tensor.is_cuda:
+        return xxhash.xxh3_64_intdigest(_as_bytes(tensor).numpy().data)  # At once, a twentieth faster.
     digest = xxhash.xxh3_64()
     for piece in _pieces(tensor):
         digest.update(piece.numpy().data)
@@ -346,7 +349,7 @@ def _digests(tensors: Sequence[torch.Tensor]) -> list[int]:
     def digest(at: int) -> None:
         digests[at] = _digest(tensors[at])
 
-    in_threads(range(len(tensors)), DIGESTING_THREADS, lambda: digest)
+    in_threads(range(len(tensors)), min(DIGESTING_THREADS, cores_of_rank()), lambda: digest)
     return digests
 
 
