@@ -17,10 +17,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def children(pid: int) -> list[int]:
     """Return the process ids of all descendants; none of a process that has ended."""
     try:
-        tasks = os.listdir(f"/proc/{pid}/task")
+        tasks = [*Path(f"/proc/{pid}/task").iterdir()]
     except OSError:
         tasks = []
-    own = [int(child) for task in tasks for child in _read(Path(f"/proc/{pid}/task/{task}/children")).split()]
+    own = [int(child) for task in tasks for child in _read(task / "children").split()]
     return [*own, *(grandchild for child in own for grandchild in children(child))]
 
 
