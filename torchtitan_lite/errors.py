@@ -389,15 +389,15 @@ class PeerLost(TorchtitanLiteError, RuntimeError):
 class TrainingDiverged(TorchtitanLiteError, ArithmeticError):
     """`step` is not to be kept, for `reason`; no update was made with it.
 
-    `tried` has the rollbacks of the run before, and `obstacle` says why it does not roll back again; empty if it is not
-    to roll back by itself.
+    `tried` has the last rollbacks of the run, and `obstacle` says why it does not roll back; empty if it is not to roll
+    back by itself.
     """
 
     def __init__(self, step: int, reason: str, tried: Sequence[str] = (), obstacle: str = "") -> None:
         self.step, self.reason, self.tried, self.obstacle = step, reason, tuple(tried), obstacle
         text = f"step {step}: {_clause(reason)}; stopped before it was applied. "
         if obstacle:
-            text += f"The run does not roll back again: {_clause(obstacle)}. "
+            text += f"The run does not roll back{' again' if tried else ''}: {_clause(obstacle)}. "
         if tried:
             text += f"It rolled back {_times(len(tried))}: {'; '.join(tried)}. "
         super().__init__(f"{text}Roll back with --checkpoint.load_step, and lower optimizer.lr or training.max_norm.")

@@ -322,7 +322,7 @@ class Diverged(Event, name="diverged"):
     reason: str
     """Why."""
     skipped_batch: int | None = None
-    """The batch of the data that is left out from then on; none if the run stops."""
+    """The batch of the data that is skipped from then on; none if the run stops."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -337,7 +337,7 @@ class Trainer:
 
     def _next_batch(self) -> Tensor | None:
         with self.metrics.waiting_for_data():
-            for _ in range(self.checkpointer.batches_left_out(self.train_state.step + 1)):
+            for _ in range(self.checkpointer.batches_to_skip(self.train_state.step + 1)):
                 next(self.loader, None)
             return next(self.loader, None)
 

@@ -130,7 +130,7 @@ def test_a_run_that_rolls_back_by_itself_has_its_record_in_the_store(folder: str
     assert steps(folder) == [1, 2, 3, 4, 5]
     with SmallRun(tmp_path, folder=folder, interval=1, seed=1) as again:
         assert again.manager.load()
-        assert (again.train_state.step, again.manager.batches_left_out(5)) == (4, 2)
+        assert (again.train_state.step, again.manager.batches_to_skip(5)) == (4, 2)
         again.train(6)
     assert [(each.step, each.status) for each in stored(folder).set_aside()] == [(5, Status.ABANDONED)]
 

@@ -71,6 +71,21 @@ def test_a_run_that_rolled_back_by_itself_is_one_start_that_says_so(tmp_path: Pa
     assert "step 35: loss is inf<" in page
 
 
+def test_a_run_whose_first_event_is_its_end_is_shown_and_its_next_start_is_another_one(tmp_path: Path) -> None:
+    events = [{"event": "diverged", "step": 3, "time": BEGUN, "reason": "loss is nan"}]
+    write_lines(tmp_path / "events.jsonl", events)
+    (start,) = read_run(str(tmp_path)).starts
+    assert (start.loaded_step, [event.step for event in start.diverged]) == (0, [3])
+    events += [
+        *saved(10, BEGUN + 5),
+        {"event": "diverged", "step": 15, "time": BEGUN + 6, "reason": "loss is nan"},
+        {"event": "load_started", "step": 10, "time": BEGUN + 50},
+        {"event": "loaded", "step": 10, "time": BEGUN + 51, "seconds": 1.0},
+    ]
+    write_lines(tmp_path / "events.jsonl", events)
+    assert [start.loaded_step for start in read_run(str(tmp_path)).starts] == [0, 10]
+
+
 def test_starts_of_a_ledger_count_those_that_left_no_event(tmp_path: Path) -> None:
     write_lines(tmp_path / "events.jsonl", saved(10, BEGUN + 20))
     begin = {"record": "start", "world_size": 4, "topology": "dp_shard 4"}

@@ -1,4 +1,4 @@
-"""Which batches a run leaves out after it rolled back, and the record of that."""
+"""Which batches a run skips after it rolled back, and the record of that."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchtitan_lite.store.rollbacks import (
     Rollback,
     RollbackFile,
     batch_of,
-    batches_left_out,
+    batches_to_skip,
     next_rollback,
     of_run,
     parse,
@@ -40,14 +40,14 @@ def test_the_batch_of_the_bad_step_is_left_out_and_the_run_rolls_back_before_it(
     found = following(7, [])
     assert (found.skipped, found.last, found.run_id, found.left) == (7, 6, "run2", RUN)
     assert [batch_of(step, [7]) for step in (5, 6, 7, 8)] == [5, 6, 8, 9]
-    assert [batches_left_out(step, [found]) for step in (1, 6, 7, 8)] == [0, 0, 1, 0]
+    assert [batches_to_skip(step, [found]) for step in (1, 6, 7, 8)] == [0, 0, 1, 0]
 
 
 def test_if_the_same_step_is_bad_again_the_batch_before_is_left_out_too() -> None:
     first = following(7, [])
     second = following(7, [first])
     assert (second.skipped, second.last) == (6, 5)
-    assert [batches_left_out(step, [first, second]) for step in (5, 6, 7)] == [0, 2, 0]
+    assert [batches_to_skip(step, [first, second]) for step in (5, 6, 7)] == [0, 2, 0]
     third = following(7, [first, second])
     assert (third.skipped, third.last) == (5, 4)
 
@@ -55,7 +55,7 @@ def test_if_the_same_step_is_bad_again_the_batch_before_is_left_out_too() -> Non
 def test_another_bad_step_leaves_out_its_own_batch() -> None:
     first = following(7, [])
     second = following(7, [first])
-    # Batches 6 and 7 are left out, so step 6 trains batch 8.
+    # Batches 6 and 7 are skipped, so step 6 trains batch 8.
     third = following(6, [first, second])
     assert (third.skipped, third.last) == (8, 5)
 
@@ -71,7 +71,7 @@ def test_each_batch_is_trained_once_or_left_out(skipped: set[int]) -> None:
     trained = [batch_of(step, skipped) for step in range(1, 80)]
     assert trained == [batch for batch in range(1, 80 + len(skipped)) if batch not in skipped][: len(trained)]
     found = [replace(following(9, []), skipped=batch) for batch in skipped]
-    left_out = [batches_left_out(step, found) for step in range(1, 80)]
+    left_out = [batches_to_skip(step, found) for step in range(1, 80)]
     assert [step + sum(left_out[:step]) for step in range(1, 80)] == trained
 
 

@@ -48,7 +48,7 @@ from torchtitan_lite.events import EventListener
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.retention import RetentionPolicy
-from torchtitan_lite.store.rollbacks import Rollback, batches_left_out
+from torchtitan_lite.store.rollbacks import Rollback, batches_to_skip
 
 
 class CheckpointManager:
@@ -208,20 +208,22 @@ class CheckpointManager:
         """Roll back, because `step` is not to be kept, to the latest good checkpoint before it; return its step.
 
         Call it before `save(step)`, for instance where a loss is not finite. What is loaded is undamaged and finite,
-        and the steps after it belong to a branch that the run has left. From then on the run leaves out the batch of
-        `step`, or if it rolled back from there before, the one before those that it left out then: `batches_left_out`
-        says when. It is on record in the folder: after a kill, `load` rolls back, too.
+        and the steps after it belong to a branch that the run has left. From then on the run skips the batch of `step`,
+        or if it rolled back from there before, the one before those that it skipped then: `batches_to_skip` says when.
+        It is on record in the folder: after a kill, `load` rolls back, too.
 
         Raises `TrainingDiverged`, with what was tried, if the run rolled back `max_rollbacks` times from the last
         `within_steps` steps, or if there is no such checkpoint or batch; nothing is changed then. Raises ConfigError
-        without checkpoints, with `load_only`, and what `load` raises. Sets `loaded_step`, and `preempted_by`.
+        without checkpoints, with `load_only`, for a wrong argument, and what `load` raises. Sets `loaded_step`, and
+        `preempted_by`.
         """
         step = arguments.checked_step("roll_back", step, 1)
+        limit = Limit(*arguments.checked_rollback(reason, max_rollbacks, within_steps))
         if not self._opened() or self._config.load_only:
             raise ConfigError(f"roll_back({step}): expected a run that saves. Unset load_only, and enable checkpoints.")
         self._first_save.check()
         self._settle()
-        self._roll_back.begin(step, reason, self._maker.origin.lineage, Limit(max_rollbacks, within_steps))
+        self._roll_back.begin(step, reason, self._maker.origin.lineage, limit)
         source = self._roll_back.load()
         self._images.drop_after(source.step)
         self._continue_from(source)
@@ -229,12 +231,12 @@ class CheckpointManager:
         self.preempted_by = self._departure.untrained(source.step)
         return source.step
 
-    def batches_left_out(self, step: int) -> int:
+    def batches_to_skip(self, step: int) -> int:
         """Return how many batches the loop has to drop before it takes that of `step`: 0 unless the run rolled back.
 
         A batch is what a step takes from the data. The answer is the same in every start. Any rank.
         """
-        return batches_left_out(step, self._rollbacks)
+        return batches_to_skip(step, self._rollbacks)
 
     def would_import(self) -> Path | None:
         """Return the weights that `load` would import first, None for none (`initial_load_in_hf`). Changes nothing.

@@ -60,6 +60,7 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.events import EventListener, emit_to
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.housekeeping import Housekeeping, build_housekeeping
+from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.rank_records import FROM_RANKS
 from torchtitan_lite.store.retention import KeepAll, RetentionPolicy, build_retention
@@ -205,8 +206,7 @@ def build_parts(
     run = RunState(*objects, config.save_trained_only)
     folders = RunFolders(job_config, lineage.run_id, seams.store)
     retention = seams.retention or build_retention(config)
-    watches = "replicas" in config.digest_tensors
-    comparison = RankComparison(peers, may_differ=ranks_may_differ, watches=watches)
+    comparison = RankComparison(peers, may_differ=ranks_may_differ, watches="replicas" in config.digest_tensors)
     replicas = build_replicas(run.model.parameter_names, run.small)
     still = build_still_tensors(config, run, peers)
     plans = PlanCache(peers, replicas, comparison, states_of_ranks=run.states_of_ranks, still=still)
@@ -219,13 +219,7 @@ def build_parts(
     housekeeping = build_housekeeping(config, retention, context.emit, uploads.protected)
     housekeeping.spared = plans.spared_bytes
     waiter = build_waiter(housekeeping, context)
-    origin = Origin(
-        lineage,
-        topology,
-        job_config.to_dict(),
-        tensor_digests="save" in config.digest_tensors,
-        dcp_metadata=config.dcp_metadata,
-    )
+    origin = build_origin(job_config, lineage, topology)
     savers = Savers(saver, SyncSaver(peers, plans))
     maker = SaveMaker(run, folders, waiter, savers, origin, context, images.listener)
     departure = Departure(watch, maker, waiter, context)
@@ -257,6 +251,18 @@ def build_parts(
         roll_back=RollBack(folders, load, run, context),
         decider=SaveDecider(policy, maker, waiter, departure, consensus, auto, context),
         end_of_run=RunEnd(job_config, folders, maker, last_save, peers),
+    )
+
+
+def build_origin(job_config: JobConfig, lineage: Lineage, topology: str) -> Origin:
+    """Return what manifests record of the run, before it has loaded."""
+    config = job_config.checkpoint
+    return Origin(
+        lineage,
+        topology,
+        job_config.to_dict(),
+        tensor_digests="save" in config.digest_tensors,
+        dcp_metadata=config.dcp_metadata,
     )
 
 

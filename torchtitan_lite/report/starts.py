@@ -61,7 +61,7 @@ class ReportedStart:
     """Of what it loaded: those that the disk lacked."""
     topology: str = ""
     diverged: tuple[Diverged, ...] = ()
-    """Each time that it diverged: where, and which batch was left out then."""
+    """Each time that it diverged: where, and which batch was skipped then."""
     events: tuple[Recorded, ...] = field(default=(), repr=False)
 
     @property
@@ -95,17 +95,15 @@ def split(events: Sequence[Recorded]) -> list[list[Recorded]]:
     trains, saved = True, -1
     for recorded in events:
         event, step = recorded.event, recorded.event.step
-        if isinstance(event, Diverged):  # The load that follows is none of another start.
-            groups[-1].append(recorded)
-            trains, saved = False, -1
-            continue
         is_save = isinstance(event, SaveStarted)
         is_again = is_save and step <= saved and step > 0
         if not groups or is_again or (isinstance(event, LoadStarted) and trains):
             groups.append([])
             trains, saved = False, -1
         groups[-1].append(recorded)
-        if not isinstance(event, _NO_TRAINING):
+        if isinstance(event, Diverged) and event.skipped_batch is not None:
+            trains, saved = False, -1  # The load that follows is none of another start, nor are the saves.
+        elif not isinstance(event, _NO_TRAINING):
             trains = True
         if is_save:
             saved = max(saved, step)

@@ -82,7 +82,7 @@ class CheckpointInfo:
     has_nan: bool = False
     """Whether NaN was found in its weights when they were saved."""
     ranks_differ: bool = False
-    """Whether ranks were seen to hold different values of a tensor when it was saved (`compare_replicas`)."""
+    """Whether ranks were seen to hold different values of a tensor when it was saved."""
     metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
     """What its run measured at this step, all finite."""
     still: Mapping[str, int] = field(default_factory=dict, hash=False)

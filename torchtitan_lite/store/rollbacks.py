@@ -1,7 +1,7 @@
-"""How often a run rolled back by itself, and which batches of its data it leaves out since then.
+"""How often a run rolled back by itself, and which batches of its data it skips since then.
 
 Batches are counted from 1 in the order in which the data come. A run that never rolled back trains batch s in step s;
-one that did leaves some out, and what it trains in a step follows from these alone. The record is one file in the
+one that did skips some, and what it trains in a step follows from these alone. The record is one file in the
 folder of checkpoints, replaced as a whole before the run rolls back: a start that finds a rollback of which no
 checkpoint was saved rolls back once more. Pure values, and the file on disk.
 """
@@ -17,7 +17,6 @@ from typing import Any
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointError, CheckpointUnreadable, CheckpointUnsafe
-from torchtitan_lite.log import counted
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage, OfARun
 from torchtitan_lite.store.manifest_fields import number, value_of
@@ -36,7 +35,7 @@ class Rollback:
     reason: str
     """Why, in a few words."""
     skipped: int
-    """The batch that is left out from then on."""
+    """The batch that is skipped from then on."""
     last: int
     """The last step that it may roll back to."""
     run_id: str
@@ -64,8 +63,9 @@ def _runs(lineage: Lineage) -> set[str]:
 
 
 def unfinished(found: Sequence[Rollback], latest: OfARun) -> Rollback | None:
-    """Return the last of `found` if no checkpoint was saved since: `latest`, the latest one, is of the run that went
-    back, or of one that this came from.
+    """Return the last of `found` if no checkpoint was saved since; None if one was.
+
+    None was if `latest`, the latest one, is of the run that rolled back, or of one that this came from.
     """
     if not found:
         return None
@@ -74,7 +74,7 @@ def unfinished(found: Sequence[Rollback], latest: OfARun) -> Rollback | None:
 
 
 def batch_of(step: int, skipped: Collection[int]) -> int:
-    """Return the batch that a run trains in `step` if it leaves out those in `skipped`; 0 for step 0."""
+    """Return the batch that a run trains in `step` if it skips those in `skipped`; 0 for step 0."""
     batch = step
     for each in sorted(skipped):
         if each > batch:
@@ -83,16 +83,16 @@ def batch_of(step: int, skipped: Collection[int]) -> int:
     return batch if step else 0
 
 
-def batches_left_out(step: int, found: Iterable[Rollback]) -> int:
-    """Return how many batches are left out between that of the step before `step` and that of `step`."""
+def batches_to_skip(step: int, found: Iterable[Rollback]) -> int:
+    """Return how many batches are skipped between that of the step before `step` and that of `step`."""
     skipped = {each.skipped for each in found}
     return batch_of(step, skipped) - batch_of(step - 1, skipped) - 1
 
 
 def next_rollback(step: int, reason: str, found: Sequence[Rollback], left: Lineage, run_id: str) -> Rollback | None:
-    """Return how a run that is not to keep `step` rolls back; None if there is no batch left to leave out.
+    """Return how a run that is not to keep `step` rolls back; None if there is no batch left to skip.
 
-    It leaves out the batch of `step`; if it rolled back from there before, the one before those that it left out then.
+    It skips the batch of `step`; if it rolled back from there before, the one before those that it skipped then.
     """
     skipped = {each.skipped for each in found}
     again = [each.skipped for each in found if each.step == step]
@@ -154,7 +154,7 @@ def parse(data: bytes, path: str) -> tuple[Rollback, ...]:
 def _no_record(path: str, finding: str) -> CheckpointError:
     return CheckpointError(
         f"{path} is no record of rollbacks: {finding}. Without that file the run resumes from its latest step, and "
-        "leaves out no batch of its data: move it away for that."
+        "skips no batch of its data: move it away for that."
     )
 
 
@@ -170,8 +170,3 @@ def _rollback(document: Any) -> Rollback:
         left=Lineage.from_json(value_of(document, "left", dict)),
         target=number(document, "target", _NOT_YET),
     )
-
-
-def in_words(found: Sequence[Rollback]) -> str:
-    """Return `found` as the end of a sentence."""
-    return f"{counted(len(found), 'time')}: " + "; ".join(map(str, found))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.checkpoint.small_run import Run, SmallRun, Tiny, job_config
 from tests.ranks import Ranks, on_two_ranks
@@ -105,6 +106,23 @@ def test_under_hsdp_the_two_holders_of_the_shard_are_named(four_ranks: Ranks, tm
     host = platform.node()
     finding = f"rank 1 on {host}, rank 3 on {host} hold different values of model.weight, and none has the majority"
     assert set(four_ranks.run(of_shards, folder=tmp_path)) == {finding}
+
+
+@on_two_ranks
+def test_under_ddp_with_data_of_their_own_ranks_stay_equal_and_one_bit_is_named(rank: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 1)))
+    run = Run(model, job_config(tmp_path, **WATCHES))
+    data = torch.Generator().manual_seed(rank)
+    with run.manager:
+        run.manager.load()
+        for step in range(1, 11):
+            run.take_step(lambda: model(torch.randn(8, 64, generator=data)).square().mean())
+            assert run.manager.save(step)
+        if rank == 1:
+            next(model.parameters()).detach().view(torch.int32)[0, 0] ^= 1
+        with pytest.raises(RanksDiffer, match=r"hold different values of model\.0\.weight, and none has the majority"):
+            run.manager.save(11)
 
 
 @on_two_ranks

@@ -20,10 +20,10 @@ STEPS = 12
 
 
 def train(run: SmallRun, *, poisoned: Collection[int], steps: int = STEPS, ends: bool = True, **limits: int) -> None:
-    """Train as a loop of one's own: leave out what the manager says, and roll back where a batch is poisoned."""
+    """Train as a loop of one's own: skip what the manager says, and roll back where a batch is poisoned."""
     while run.train_state.step < steps:
         step = run.train_state.step + 1
-        for _ in range(run.manager.batches_left_out(step)):
+        for _ in range(run.manager.batches_to_skip(step)):
             next(run.loader)
         number = run.loader.state["position"] + 1
         batch = next(run.loader)
@@ -73,9 +73,9 @@ def test_a_step_that_is_bad_again_also_loses_the_batch_before_and_rolls_back_bef
     run.manager.load()
     train(run, poisoned=(), steps=7)
     assert run.manager.roll_back(8, "loss is nan") == 7
-    assert [run.manager.batches_left_out(step) for step in (7, 8)] == [0, 1]
+    assert [run.manager.batches_to_skip(step) for step in (7, 8)] == [0, 1]
     assert run.manager.roll_back(8, "loss is nan") == 6
-    assert [run.manager.batches_left_out(step) for step in (7, 8)] == [2, 0]
+    assert [run.manager.batches_to_skip(step) for step in (7, 8)] == [2, 0]
     train(run, poisoned=())
     assert same(run.contents(), straight(start_run, without={7, 8}) | {"loader": run.contents()["loader"]})
 
@@ -130,6 +130,16 @@ def test_a_checkpoint_with_infinity_which_no_save_looks_for_is_skipped(
     assert record(run)[0]["target"] == 3
 
 
+def test_a_frozen_mask_of_infinity_and_floats_of_eight_bits_are_no_finding(start_run: StartRun) -> None:
+    run = start_run(interval=1)
+    run.model.mask = torch.nn.Parameter(torch.full((4,), float("-inf")), requires_grad=False)
+    run.model.scale = torch.nn.Parameter(torch.ones(4).to(torch.float8_e4m3fn), requires_grad=False)
+    run.manager.load()
+    train(run, poisoned=(), steps=3)
+    run.model.scale.requires_grad_()
+    assert run.manager.roll_back(4, "loss is nan") == 3
+
+
 def test_a_damaged_checkpoint_is_skipped(start_run: StartRun) -> None:
     run = start_run(interval=1, verify_on_load="off")
     run.manager.load()
@@ -164,7 +174,7 @@ def test_only_rollbacks_from_the_last_steps_count(start_run: StartRun) -> None:
 def test_without_a_checkpoint_before_the_step_the_run_stops(start_run: StartRun) -> None:
     run = start_run(interval=5)
     run.manager.load()
-    with pytest.raises(TrainingDiverged, match="there is no checkpoint of step 2 or before"):
+    with pytest.raises(TrainingDiverged, match=r"does not roll back: there is no checkpoint of step 2 or before"):
         train(run, poisoned={3})
     assert not (run.root / layout.ROLLBACKS).exists()
 
@@ -210,13 +220,13 @@ def test_a_branch_of_the_run_leaves_them_out_and_a_new_run_does_not(start_run: S
     run.manager.close()
     branch = start_run(interval=1, load_step=3)
     branch.manager.load()
-    assert branch.manager.batches_left_out(6) == 1
+    assert branch.manager.batches_to_skip(6) == 1
     branch.manager.close()
     for step in run.root.glob("step-*"):
         step.rename(tmp_path / step.name)
     fresh = start_run(interval=1)
     assert not fresh.manager.load()
-    assert fresh.manager.batches_left_out(6) == 0
+    assert fresh.manager.batches_to_skip(6) == 0
 
 
 def test_the_load_step_of_a_branch_continues_it_after_it_rolled_back(start_run: StartRun) -> None:
@@ -243,6 +253,45 @@ def test_a_run_that_cannot_roll_back_is_refused(start_run: StartRun) -> None:
             start_run(**options).manager.roll_back(2, "loss is nan")
     with pytest.raises(RunNotLoaded):
         start_run(interval=1).manager.roll_back(3, "loss is nan")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "finding"),
+    [
+        ({"reason": 3.5}, "reason: expected a text, such as 'loss is nan', found 3.5"),
+        ({"max_rollbacks": 0}, "max_rollbacks: expected a whole number from 1, found 0"),
+        ({"within_steps": True}, "within_steps: expected a whole number from 1, found True"),
+        ({"step": 0}, "expected a step, a whole number from 1, found 0"),
+    ],
+)
+def test_a_wrong_argument_is_refused_and_nothing_changes(
+    start_run: StartRun, arguments: dict[str, Any], finding: str
+) -> None:
+    run = start_run(interval=1)
+    run.manager.load()
+    train(run, poisoned=(), steps=2)
+    with pytest.raises(ConfigError, match=finding):
+        run.manager.roll_back(**{"step": 3, "reason": "loss is nan"} | arguments)
+    assert run.train_state.step == 2 and not (run.root / layout.ROLLBACKS).exists()
+
+
+def test_what_was_uploaded_of_the_steps_that_were_left_is_not_taken(start_run: StartRun, tmp_path: Path) -> None:
+    uploads = {"interval": 1, "upload_folder": str(tmp_path / "uploaded")}
+    run = start_run(**uploads)
+    run.manager.load()
+    train(run, poisoned=(), steps=7)
+    run.manager.close()
+    assert (tmp_path / "uploaded" / "step-7").is_dir()
+    again = start_run(**uploads)
+    again.manager.load()
+    assert [again.manager.roll_back(8, "loss is nan") for _ in range(2)] == [7, 6]
+    again.manager.close()
+    for start in range(2):  # Before the branch has a checkpoint, and after.
+        third = start_run(**uploads)
+        third.manager.load()
+        assert third.train_state.step == 6 + start
+        train(third, poisoned=(), steps=7)
+        third.manager.close()
 
 
 def test_a_start_that_only_loads_takes_the_same_and_writes_nothing(start_run: StartRun) -> None:

@@ -1,6 +1,6 @@
 """A run that rolls back by itself, because it diverged: bounded, and on record before anything changes.
 
-It rolls back to the latest checkpoint before the step whose batch is left out: one in which nothing was found wrong
+It rolls back to the latest checkpoint before the step whose batch is skipped: one in which nothing was found wrong
 when it was saved, whose digests are right, and which is finite once it is loaded. The record is durable before the
 load; so a start after a kill rolls back, too, until the branch has a checkpoint of its own. Every method is
 **collective**.
@@ -81,14 +81,14 @@ class RollBack:
         if len(recent) >= limit.most:
             obstacle = f"the most that are allowed are {limit}"
         elif rollback is None:
-            obstacle = "there is no earlier batch to leave out"
+            obstacle = "there is no earlier batch to skip"
         elif not good_steps(self._store, rollback):
             obstacle = f"there is no checkpoint of step {rollback.last} or before in which nothing was found wrong"
         if obstacle or rollback is None:
-            raise TrainingDiverged(step, reason, tuple(map(str, found)), obstacle)
+            raise TrainingDiverged(step, reason, tuple(map(str, recent)), obstacle)
         logger.warning(
-            "Step %d: %s. Rolling back to the latest good checkpoint of step %d or before, and leaving out batch %d of "
-            "the data from then on (%d of at most %s)",
+            "Step %d: %s. Rolling back to the latest good checkpoint of step %d or before; batch %d of the data is "
+            "skipped from then on (%d of at most %s)",
             step,
             reason,
             rollback.last,

@@ -245,10 +245,9 @@ class CommittingWriter(StorageWriter):
                 "config": target.origin.config,
                 "tensor_digests": _tensor_digests([each.digests for each in details], description),
                 **({} if has_metadata else {DCP_METADATA: LEFT_OUT}),
-                **({NAN_IN: nan_in} if nan_in else {}),
-                **({RANKS_DIFFER: list(target.ranks_differ)} if target.ranks_differ else {}),
-                **({METRICS: dict(target.origin.metrics)} if target.origin.metrics else {}),
                 **({LINKED: {"step": self._parent.step, "bytes": linked_bytes}} if linked_bytes else {}),
+                **_found_wrong(nan_in, target.ranks_differ),
+                **({METRICS: dict(target.origin.metrics)} if target.origin.metrics else {}),
                 **_of_start(target.origin),
             },
             format_version=max(
@@ -261,13 +260,7 @@ class CommittingWriter(StorageWriter):
             saves, store = self._content.plan.saves, target.store.identity
             save = Parent(target.step, self.committed.path.name)
             saves.note_committed(save, store, stills, moved, description.tensors)
-        if nan_in:
-            # A warning and not a refusal: a refused save would end runs that a person would rather inspect.
-            logger.warning(
-                "Step %d is saved with NaN in its weights (%s). Retention keeps the latest checkpoint without it",
-                target.step,
-                ", ".join(nan_in[:3]) + (f" and {len(nan_in) - 3} more" if len(nan_in) > 3 else ""),
-            )
+        _warn_of_nan(target.step, nan_in)
 
     def storage_meta(self) -> StorageMeta | None:
         return None
@@ -382,6 +375,22 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def _found_wrong(nan_in: Sequence[str], ranks_differ: Sequence[str]) -> dict[str, Any]:
+    """Return what was found wrong with the state: with either, the checkpoint counts as no good one."""
+    found = {NAN_IN: list(nan_in), RANKS_DIFFER: list(ranks_differ)}
+    return {name: texts for name, texts in found.items() if texts}
+
+
+def _warn_of_nan(step: int, nan_in: Sequence[str]) -> None:
+    """Warn, where there is some: a refused save would end runs that a person would rather inspect."""
+    if nan_in:
+        logger.warning(
+            "Step %d is saved with NaN in its weights (%s). Retention keeps the latest checkpoint without it",
+            step,
+            ", ".join(nan_in[:3]) + (f" and {len(nan_in) - 3} more" if len(nan_in) > 3 else ""),
+        )
 
 
 def _of_start(origin: Origin) -> dict[str, Any]:

@@ -122,6 +122,21 @@ def checked_step(call: str, given: object, least: int = 0) -> int:
     return step
 
 
+def checked_rollback(reason: object, most: object, num_steps: object) -> tuple[int, int]:
+    """Return the two limits that `roll_back` was given; raise ConfigError unless they and the `reason` are of use."""
+    if not isinstance(reason, str):
+        raise ConfigError(f"roll_back: reason: expected a text, such as 'loss is nan', found {reason!r:.100}.")
+    limits = []
+    for name, given in (("max_rollbacks", most), ("within_steps", num_steps)):
+        try:
+            limits.append(0 if isinstance(given, bool) else operator.index(given))  # type: ignore[arg-type]
+        except TypeError:
+            limits.append(0)
+        if limits[-1] < 1:
+            raise ConfigError(f"roll_back: {name}: expected a whole number from 1, found {given!r:.100}.")
+    return limits[0], limits[1]
+
+
 def model_parts(given: object, spelt: Spelling = OF_CONSTRUCTOR) -> list[nn.Module]:
     """Return the modules of `model_parts`; raise ConfigError for anything else.
 

@@ -112,10 +112,13 @@ class RunState:
         }
 
     def is_finite(self) -> bool:
-        """Return whether all parameters on this rank, and the tensors of optimizer state, are finite. Any rank."""
+        """Return whether what is trained on this rank is finite, and the state of its optimizers. Any rank.
+
+        What is frozen may be a mask, which is made of infinity.
+        """
         states = (each for optimizer in self.optimizers for each in optimizer.state.values() if isinstance(each, dict))
         tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-        tensors += [parameter for part in self.model.parts for parameter in part.parameters()]
+        tensors += [each for part in self.model.parts for each in part.parameters() if each.requires_grad]
         return all(_is_finite(tensor) for tensor in tensors if tensor.dim())
 
     def seed(self) -> State:
@@ -126,7 +129,9 @@ class RunState:
 @torch.no_grad()
 def _is_finite(tensor: torch.Tensor) -> bool:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return not local.is_floating_point() or bool(local.isfinite().all())
+    # Classes of other libraries, and floats of eight bits, do not say what of them is finite.
+    can_say = type(local) in (torch.Tensor, nn.Parameter) and local.dtype.itemsize > 1 and not local.is_meta
+    return not can_say or bool(local.isfinite().all())
 
 
 def _small_states(

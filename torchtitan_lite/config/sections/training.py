@@ -74,7 +74,7 @@ class Training:
 
     on_divergence: OnDivergence = "stop"
     """At a loss or gradient norm that is not finite, or a spike: "stop"; "rollback" to the latest good checkpoint, and
-    leave the batch out; "off": train on."""
+    skip the batch; "off": train on."""
 
     spike_factor: float = 0.0
     """A loss above this many times its running median is a spike, too; 0: none is."""
