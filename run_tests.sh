@@ -15,10 +15,9 @@ selection=(-m "not slow and not exhaustive")
 thorough=(--hypothesis-profile thorough)
 arguments=()
 is_fast=1
-processes=2
 for argument in "$@"; do
     case $argument in
-    --all) selection=(-m "not exhaustive" "${thorough[@]}") is_fast="" processes=3 ;;
+    --all) selection=(-m "not exhaustive" "${thorough[@]}") is_fast="" ;;
     --exhaustive) selection=("${thorough[@]}") is_fast="" ;;
     *) arguments+=("$argument") ;;
     esac
@@ -35,6 +34,5 @@ if [[ -z $is_fast && -d $VENV && ! -x $azurite/azurite-blob ]] && command -v npm
 fi
 export PATH="$azurite:$PATH"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # several processes with all cores each would be slower
-# Each process runs one file of tests at a time. The slow ones wait for leases and time-outs for half of their time, so
-# two cores have room for three. `-n 0` among the arguments is one process, as --pdb needs.
-exec "$PYTHON" -m pytest -n "$processes" --dist loadfile --no-loadscope-reorder ${selection[@]+"${selection[@]}"} ${arguments[@]+"${arguments[@]}"}
+# Each process runs one file of tests at a time. `-n 0` among the arguments is one process, as --pdb needs.
+exec "$PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder ${selection[@]+"${selection[@]}"} ${arguments[@]+"${arguments[@]}"}

@@ -45,10 +45,10 @@ def main(arguments):
 """
 SET_UP = ["venv", "pip install --disable-pip-version-check -c requirements.txt -e .[test]"]
 SET_UP_TO_TRAIN = ["venv", "pip install --disable-pip-version-check -c requirements.txt -e .[safetensors]"]
-IN_TWO, IN_THREE = (f"pytest -n {number} --dist loadfile --no-loadscope-reorder" for number in (2, 3))
+IN_TWO = "pytest -n 2 --dist loadfile --no-loadscope-reorder"
 FAST = f"{IN_TWO} -m not slow and not exhaustive"
 THOROUGH = "--hypothesis-profile thorough"
-ALL = f"{IN_THREE} -m not exhaustive {THOROUGH}"
+ALL = f"{IN_TWO} -m not exhaustive {THOROUGH}"
 
 
 class Machine:

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from tests.bucket.server import environment_of
+from tests.http_server import serving
 
 PRIVATE_TEXT = "https://signed.example/?X-Amz-Signature=5ecret"
 """In the body of every error that the proxy answers with: no message of ours may have it."""
@@ -242,20 +243,15 @@ class Proxy:
 def running_proxy(endpoint: str) -> Iterator[Proxy]:
     """Yield a proxy in front of the server at `endpoint`."""
     proxy = Proxy(urlsplit(endpoint).netloc)
-    server = _server_of(proxy)
-    proxy.endpoint = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield proxy
-    finally:
-        proxy.ending.set()
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving(_handler_of(proxy)) as address:
+        proxy.endpoint = f"http://{address}"
+        try:
+            yield proxy
+        finally:
+            proxy.ending.set()
 
 
-def _server_of(proxy: Proxy) -> ThreadingHTTPServer:
+def _handler_of(proxy: Proxy) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -267,12 +263,4 @@ def _server_of(proxy: Proxy) -> ThreadingHTTPServer:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    class Server(ThreadingHTTPServer):
-        # A connection that the client keeps open must not delay the end.
-        daemon_threads = True
-        block_on_close = False
-
-        def handle_error(self, request: object, client_address: object) -> None:
-            pass
-
-    return Server(("127.0.0.1", 0), Handler)
+    return Handler

@@ -9,12 +9,13 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from tests.http_server import serving
 from torchtitan_lite.bucket.objects import Condition, ConditionFailed
 from torchtitan_lite.config.address import parse
 
@@ -92,21 +93,14 @@ def replayed(exchanges: list[Exchange], folder: Path, monkeypatch: pytest.Monkey
         def log_message(self, format: str, *arguments: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    account = {"gcs_base_url": f"http://127.0.0.1:{server.server_port}", "disable_oauth": True}
-    key = folder / "account.json"
-    key.write_text(json.dumps(account | dict.fromkeys(("client_email", "private_key", "private_key_id"), "")))
-    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(key))
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    try:
+    with serving(Handler) as address:
+        account = {"gcs_base_url": f"http://{address}", "disable_oauth": True}
+        key = folder / "account.json"
+        key.write_text(json.dumps(account | dict.fromkeys(("client_email", "private_key", "private_key_id"), "")))
+        monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(key))
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         yield ObstoreObjects(parse("gs://bucket/run"), deadline_seconds=8.0, most_tries=1)
         assert (unknown, left) == ([], [])
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def test_a_condition_is_the_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

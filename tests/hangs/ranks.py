@@ -1,6 +1,6 @@
 """A rank of a job that only counts steps, without torch, to be run as a process: it hangs at its fourth step.
 
-`python -m tests.hangs.ranks KIND RANK WORLD_SIZE FOLDER`; the ranks meet in the folder.
+`python -m tests.hangs.ranks KIND RANK WORLD_SIZE FOLDER`; the ranks meet in the folder. A file `hold` in it keeps them.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ def main(kind: str, rank: int, world_size: int, folder: Path) -> None:
     place = WatchPlace(address="localhost", events=folder / "events.jsonl", ignored_signals=())
     begun = {"all ranks": 0}
     with HangWatch(BOUND_SECONDS, ranks, place, lambda: begun, gives_up_seconds=100) as watch:
+        while (folder / "hold").exists():
+            time.sleep(0.01)
         for step in range(1, 8):
             watch.step(step)
             time.sleep(STEP_SECONDS)

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,23 @@ from tests.processes import children, command_line, read_lines, send
 from torchtitan_lite.hangs.own_rank import dump_signal
 from torchtitan_lite.hangs.watch import HangWatch, WatchPlace
 
+POLL_CALLS = (7, 73)
+"""poll on x86-64, ppoll on arm64, in which it is called for poll."""
+
 
 def wait_until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + ranks.DEADLINE_SECONDS
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+def is_watching(watcher: int) -> bool:
+    """Return whether it has reported to the judge: the watcher waits for its rank and the judge at once."""
+    with suppress(OSError, ValueError):
+        number, _, waited, *_ = Path(f"/proc/{watcher}/syscall").read_text().split()
+        return int(number) in POLL_CALLS and int(waited, 16) == 2
+    return False
 
 
 @pytest.mark.parametrize(
@@ -75,10 +87,12 @@ def test_no_rank_is_killed_while_the_others_wait_for_one_in_a_pause(tmp_path: Pa
 
 
 def test_a_rank_whose_watcher_is_gone_says_so_and_is_named_as_silent(tmp_path: Path) -> None:
+    (tmp_path / "hold").touch()
     processes = [ranks.start(kind, rank, 2, tmp_path) for rank, kind in enumerate(["ahead", "sleep"])]
-    wait_until((tmp_path / "rank1").exists)
+    wait_until(lambda: any(map(is_watching, children(processes[1].pid))))
     (watcher,) = children(processes[1].pid)
     send(watcher, signal.SIGKILL)
+    (tmp_path / "hold").unlink()
     code, logged = ranks.end(processes[0])
     processes[1].kill()  # A launcher would, once rank 0 has ended.
     assert code == -signal.SIGKILL
