@@ -194,8 +194,8 @@ class CheckpointManager:
         if step == -1:
             self._initial_import.run()
         source = self._load.load(step)
-        if source is not None and source.lineage.rolls_back_to is not None and not self._config.load_only:
-            source = self._roll_back.finish(source)
+        if source is not None and not self._config.load_only:
+            source = self._roll_back.after_load(source)
         self._first_save.allow()
         if source is not None:
             self._continue_from(source)

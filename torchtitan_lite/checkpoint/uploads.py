@@ -202,7 +202,9 @@ class UploadedSources(Sources):
         if uploaded is chosen or in_memory is None or in_memory is chosen or uploaded is None:
             return in_memory if uploaded is chosen else uploaded
         is_of_its_run = in_memory.lineage.run_id == uploaded.lineage.run_id
-        return in_memory if is_of_its_run and in_memory.step >= uploaded.step else uploaded
+        if is_of_its_run and in_memory.step >= uploaded.step:
+            return dataclasses.replace(in_memory, rollbacks=uploaded.rollbacks)
+        return uploaded
 
     def drop(self, source: LoadSource, error: CheckpointError) -> bool:
         if not isinstance(source, InUploadFolder):

@@ -56,6 +56,12 @@ def of_run(found: Sequence[Rollback], lineage: Lineage) -> tuple[Rollback, ...]:
     return tuple(each for each in found if not runs.isdisjoint({each.run_id, *_runs(each.left)}))
 
 
+def together(found: Sequence[Rollback], others: Sequence[Rollback]) -> tuple[Rollback, ...]:
+    """Return the rollbacks of the record `found`, and those that only the record of another folder has."""
+    known = {each.run_id for each in found}
+    return (*found, *(each for each in others if each.run_id not in known))
+
+
 def _runs(lineage: Lineage) -> set[str]:
     """Return the ids of a run and of those that it came from, back to one that counted its steps from the start."""
     counted_again = (number for number, (kept, _) in enumerate(lineage.ancestors) if kept < 0)

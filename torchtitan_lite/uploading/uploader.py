@@ -26,6 +26,7 @@ from torchtitan_lite.store.housekeeping import Housekeeping
 from torchtitan_lite.store.manifest import CheckpointInfo
 from torchtitan_lite.store.place import on_disk
 from torchtitan_lite.store.retention import KeepAll, RetentionPolicy
+from torchtitan_lite.store.rollbacks import together
 from torchtitan_lite.store.store import CheckpointStore, recover
 from torchtitan_lite.uploading import record
 from torchtitan_lite.uploading.choice import Save, Share, is_of_another_run, lineage_in, missing, save_of
@@ -246,9 +247,18 @@ class Uploader:
                 self._write(dataclasses.replace(self._record, begun=begun))
         if not self._is_there(info):
             raise FileNotFoundError(str(folder))
+        self._send_rollbacks()
         lineage = lineage_in(self._target.intact(), manifest.lineage)
         manifest = dataclasses.replace(manifest, lineage=lineage)
         self._target.commit(info.step, manifest, self._lease.check, place=begun.place)
+
+    def _send_rollbacks(self) -> None:
+        """Have the other folder's record of rollbacks hold those of this one: a start with an empty disk skips them."""
+        if found := self._source.rollbacks.read():
+            there = self._target.rollbacks.read()
+            if (new := together(found, there)) != there:
+                self._lease.check()
+                self._target.rollbacks.write(new)
 
     def _is_there(self, info: CheckpointInfo) -> bool:
         """Return whether the folder on disk has this very save still."""

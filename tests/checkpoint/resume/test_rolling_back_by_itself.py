@@ -3,52 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.checkpoint.small_run import SmallRun, same
+from tests.checkpoint.resume.rolling_back import StartRun, record, straight, train
+from tests.checkpoint.small_run import same
 from torchtitan_lite import faults
 from torchtitan_lite.errors import CheckpointError, ConfigError, RunNotLoaded, TrainingDiverged
 from torchtitan_lite.store import layout
-
-StartRun = Callable[..., SmallRun]
-STEPS = 12
-
-
-def train(run: SmallRun, *, poisoned: Collection[int], steps: int = STEPS, ends: bool = True, **limits: int) -> None:
-    """Train as a loop of one's own: skip what the manager says, and roll back where a batch is poisoned."""
-    while run.train_state.step < steps:
-        step = run.train_state.step + 1
-        for _ in range(run.manager.batches_to_skip(step)):
-            next(run.loader)
-        number = run.loader.state["position"] + 1
-        batch = next(run.loader)
-        if number in poisoned:
-            assert run.manager.roll_back(step, "loss is nan", **limits) == run.train_state.step < step
-            continue
-        loss = run.take_step(lambda batch=batch: run.model(batch).square().mean())  # type: ignore[misc]
-        run.train_state.record_loss(loss, loss)
-        run.manager.save(run.train_state.step, force=ends and run.train_state.step == steps)
-
-
-def straight(start_run: StartRun, *, without: Collection[int]) -> dict[str, Any]:
-    """Return the contents of a run that was given the batches in their order, without some, and never rolled back."""
-    run = start_run(interval=100)
-    for number in range(1, STEPS + len(without) + 1):
-        batch = next(run.loader)
-        if number not in without:
-            loss = run.take_step(lambda batch=batch: run.model(batch).square().mean())  # type: ignore[misc]
-            run.train_state.record_loss(loss, loss)
-    return run.contents()
-
-
-def record(run: SmallRun) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((run.root / layout.ROLLBACKS).read_bytes())["rollbacks"]
-    return found
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])

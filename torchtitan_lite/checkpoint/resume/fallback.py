@@ -34,7 +34,7 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.known_manifests import damage_in
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.protocol import StoresCheckpoints
-from torchtitan_lite.store.rollbacks import of_run
+from torchtitan_lite.store.rollbacks import of_run, together
 
 _MOST_KEYS = 100
 """Keys in an event."""
@@ -153,8 +153,8 @@ class Candidates:
         self._chosen = None if source is None else files_of(source.path).identity()
         preferred = self.sources.preferred(source, self.store, self.wanted, self.config, is_exact=self.is_exact)
         if preferred is not None and preferred is not source:
-            found = of_run(self.store.rollbacks.read(), preferred.lineage)
-            preferred = dataclasses.replace(preferred, rollbacks=found)
+            found = together(self.store.rollbacks.read(), preferred.rollbacks)
+            preferred = dataclasses.replace(preferred, rollbacks=of_run(found, preferred.lineage))
         return preferred, damaged
 
     def _chosen_of(self, damaged: Collection[int]) -> LoadSource | None:

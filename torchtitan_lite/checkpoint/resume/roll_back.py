@@ -9,6 +9,7 @@ load; so a start after a kill rolls back, too, until the branch has a checkpoint
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchtitan_lite import faults
@@ -22,7 +23,7 @@ from torchtitan_lite.errors import TrainingDiverged
 from torchtitan_lite.events import Diverged
 from torchtitan_lite.log import counted, logger
 from torchtitan_lite.store.lineage import Lineage
-from torchtitan_lite.store.rollbacks import Rollback, next_rollback, of_run, within
+from torchtitan_lite.store.rollbacks import Rollback, next_rollback, of_run, together, within
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,18 @@ class RollBack:
 
     def load(self) -> LoadSource:
         """Load what the record says; return it. Raises as `RunLoad.load` does, CheckpointError if there is nothing."""
-        return self.finish(self._load.load_back())
+        return self._finish(self._load.load_back())
 
-    def finish(self, source: LoadSource) -> LoadSource:
+    def after_load(self, source: LoadSource) -> LoadSource:
+        """Return what a start that saves continues from: `source`, which it has loaded, if that is not on the way back.
+
+        Rollbacks that only the upload folder had on record, the folder has from then on, too. Raises as `load`.
+        """
+        if source.rollbacks:
+            self._peers.on_coordinator(lambda: self._take_over(source.rollbacks))
+        return source if source.lineage.rolls_back_to is None else self._finish(source)
+
+    def _finish(self, source: LoadSource) -> LoadSource:
         """Return `source`, which was just loaded on the way back; if it is not finite, an older one that is loaded."""
         while self._peers.max_over_ranks(not self._run.is_finite())[0]:
             if self._peers.is_coordinator:
@@ -72,6 +82,13 @@ class RollBack:
         assert source.lineage.rolls_back_to is not None, "it is on the way back"
         self._change(target=source.lineage.rolls_back_to)
         return source
+
+    def _take_over(self, others: Sequence[Rollback]) -> None:
+        found = self._store.rollbacks.read()
+        if (new := together(found, others)) != found:
+            with usable(self._store.address):
+                self._fence()
+                self._store.rollbacks.write(new)
 
     def _recorded(self, step: int, reason: str, lineage: Lineage, limit: Limit) -> Rollback:
         found = of_run(self._store.rollbacks.read(), lineage)
