@@ -21,8 +21,8 @@ DTYPE = "--checkpoint.export_dtype=bfloat16"
 WITH_EXPORT = ("--checkpoint.export_folder=export", "--checkpoint.last_save_model_weights_only", DTYPE)
 ONLY = ("--checkpoint.last_save_model_weights_only", DTYPE)
 IN_HF = ("--checkpoint.last_save_in_hf", DTYPE)
-SLOW = "slow@step:seconds=0.1,times=4"
-"""So that step 3 has an image."""
+SLOW = "slow@step:step=2,seconds=1;slow@step:step=4,seconds=1"
+"""So that step 3 has an image: the first one takes longest."""
 
 KILLS = {
     "before the full save": (WITH_EXPORT, "commit:step=4", 3),

@@ -72,11 +72,11 @@ def main(kind: str, rank: int, world_size: int, folder: Path) -> None:
             if step == 4:
                 (folder / f"rank{rank}").write_text(str(os.getpid()))
                 begun["all ranks"] += kind == "ahead"
-                _hang(kind, watch)
+                _hang(kind, watch, folder / "late")
             begun["all ranks"] += 1
 
 
-def _hang(kind: str, watch: HangWatch) -> None:
+def _hang(kind: str, watch: HangWatch, late: Path) -> None:
     match kind:
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -88,6 +88,14 @@ def _hang(kind: str, watch: HangWatch) -> None:
         case "paused":
             with watch.paused():
                 time.sleep(2.5 * BOUND_SECONDS)
+        case "met late":
+            with watch.paused():
+                time.sleep(2.5 * BOUND_SECONDS)
+            while not late.exists():
+                time.sleep(0.01)
+        case "late":
+            time.sleep(3.4 * BOUND_SECONDS)
+            late.touch()
         case "slow":
             time.sleep(0.5 * BOUND_SECONDS)
         case "slower":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from torchtitan_lite.hangs.bound import Bound, Stillness
@@ -61,6 +63,14 @@ def test_a_count_that_changes_begins_again() -> None:
 
 def test_a_pause_is_not_still() -> None:
     assert looked((10, 1), (11, 1), (12, 1), is_paused=True) == 0.0
+
+
+def test_the_time_since_a_pause_goes_on_through_steps() -> None:
+    stillness = Stillness()
+    assert stillness.since_pause == math.inf
+    for now, count, is_paused in ((10, 1, True), (11, 2, False), (12, 3, False)):
+        stillness.look(now, count, is_paused=is_paused, tick_seconds=1.0)
+    assert stillness.since_pause == 2.0
 
 
 def test_time_in_which_the_watcher_itself_did_not_run_counts_as_two_looks() -> None:

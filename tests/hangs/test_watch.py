@@ -86,6 +86,12 @@ def test_no_rank_is_killed_while_the_others_wait_for_one_in_a_pause(tmp_path: Pa
     assert [ranks.end(process) for process in processes] == [(0, ""), (0, "")]
 
 
+def test_no_rank_is_killed_that_has_just_left_a_pause_for_which_another_one_waited(tmp_path: Path) -> None:
+    """What it waited for takes its time still."""
+    processes = [ranks.start(kind, rank, 2, tmp_path) for rank, kind in enumerate(["late", "met late"])]
+    assert [ranks.end(process) for process in processes] == [(0, ""), (0, "")]
+
+
 def test_a_rank_whose_watcher_is_gone_says_so_and_is_named_as_silent(tmp_path: Path) -> None:
     (tmp_path / "hold").touch()
     processes = [ranks.start(kind, rank, 2, tmp_path) for rank, kind in enumerate(["ahead", "sleep"])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Literal
 
@@ -48,6 +49,8 @@ class Stillness:
         self._count = -1
         self._last_look = 0.0
         self._seconds = 0.0
+        self.since_pause = math.inf
+        """Seconds since the last pause was seen; infinity if none was."""
 
     def look(self, now: float, count: int, *, is_paused: bool, tick_seconds: float) -> float:
         """Return the seconds for which `count` has stood at `now`; 0 in a pause.
@@ -56,5 +59,6 @@ class Stillness:
         """
         passed = min(now - self._last_look, 2 * tick_seconds)
         self._seconds = 0.0 if is_paused or count != self._count else self._seconds + passed
+        self.since_pause = 0.0 if is_paused else self.since_pause + passed
         self._count, self._last_look = count, now
         return self._seconds

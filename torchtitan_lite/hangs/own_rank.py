@@ -85,8 +85,10 @@ class OwnRank:
         """Return what can be found out about the rank, within `ANSWER_SECONDS`. A stopped one stays stopped."""
         is_stopped, before = self._is_stopped(), os.fstat(self._stacks_fd).st_size
         step, stopped_for = self._words[STEP], self.seconds
-        if self._words[IS_PAUSED] and not is_stopped:
-            return self._evidence(step, 0.0)  # It works, and is left alone.
+        # In a pause it works, and is left alone. Others have waited for it, so it counts as in one for as long again
+        # as a step may take.
+        if not is_stopped and (self._words[IS_PAUSED] or self._stillness.since_pause < self._words[BOUND_MS] / 1000):
+            return self._evidence(step, 0.0)
         self.has_ended()
         with suppress(OSError):
             self.line.send(b"?")

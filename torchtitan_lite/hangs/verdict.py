@@ -28,7 +28,7 @@ class Evidence:
     step: int
     """The step that it is in."""
     seconds: float
-    """For how long it has been in it; 0 in a pause, such as a save."""
+    """For how long it has been in it; 0 in a pause, such as a save, and right after one."""
     is_stopped: bool = False
     """Whether the system shows the process as stopped."""
     answers: bool = True
