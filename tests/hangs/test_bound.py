@@ -65,7 +65,7 @@ def test_a_pause_is_not_still() -> None:
     assert looked((10, 1), (11, 1), (12, 1), is_paused=True) == 0.0
 
 
-def test_the_time_since_a_pause_goes_on_through_steps() -> None:
+def test_the_time_since_a_pause_counts_through_steps() -> None:
     stillness = Stillness()
     assert stillness.since_pause == math.inf
     for now, count, is_paused in ((10, 1, True), (11, 2, False), (12, 3, False)):
