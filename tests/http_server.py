@@ -1,4 +1,4 @@
-"""An HTTP server of tests, in threads of this process; none of them is left when it ends."""
+"""An HTTP server for tests, in threads of this process, which end with it."""
 
 from __future__ import annotations
 

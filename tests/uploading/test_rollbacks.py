@@ -41,7 +41,6 @@ def test_a_start_with_an_empty_disk_skips_what_the_run_skipped(tmp_path: Path, o
         train(run, poisoned=(), steps=7, ends=False)
         assert run.manager.roll_back(8, "loss is nan") == 6
         train(run, poisoned=(), steps=6, ends=False)
-        run.manager.save(6, force=True)
     shutil.rmtree(tmp_path / "run")
     with run_of(tmp_path, other, load_only=True) as reader:
         assert reader.manager.load()
