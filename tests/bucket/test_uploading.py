@@ -235,6 +235,7 @@ def test_what_the_store_refuses_is_one_sentence_and_the_saves_continue(
         proxy.again(where(answers(403, code), method="P*"))
         run.train(3)
         assert run.committed() == [1, 2, 3]
+        run.events.wait_for("upload_failed")
     assert said_of_it in run.events.figures("upload_failed")["reason"]
     (said,) = [line for line in caplog.messages if line.startswith("Not yet in")]
     assert "\n" not in said

@@ -56,6 +56,11 @@ class Events:
         """Return the steps of all `event`s with this name."""
         return [step for name, step, _ in self.recorded if name == event]
 
+    def wait_for(self, event: str) -> None:
+        """Return once an `event` with this name is there: one of another process may come late on a busy machine."""
+        while not self.steps(event):
+            pass
+
     def figures(self, event: str) -> dict[str, Any]:
         """Return the figures of the last `event` with this name."""
         return next(figures for name, _, figures in reversed(self.recorded) if name == event)
