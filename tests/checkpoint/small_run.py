@@ -6,6 +6,7 @@ state continue alike, bit for bit.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from torchtitan_lite.store.store import CheckpointStore
 
 ORIGIN = Origin(Lineage("run1"), topology="1 rank", config={})
 """The origin of checkpoints that tests save without a manager."""
+_DEADLINE_SECONDS = 90.0
 
 
 class Clock:
@@ -58,8 +60,10 @@ class Events:
 
     def wait_for(self, event: str) -> None:
         """Return once an `event` with this name is there: one of another process may come late on a busy machine."""
+        deadline = time.monotonic() + _DEADLINE_SECONDS
         while not self.steps(event):
-            pass
+            assert time.monotonic() < deadline, f"no {event} yet"
+            time.sleep(0.005)
 
     def figures(self, event: str) -> dict[str, Any]:
         """Return the figures of the last `event` with this name."""
