@@ -24,7 +24,7 @@ OF_THE_RUN = ["goodput", "time_seconds", "redone_steps", "starts"]
 NAMES = {
     "save_started": ["kind", *AT_RISK],
     "staged": ["stall_seconds"],
-    "committed": ["kind", "bytes", "seconds", "stall_seconds", "slowest_rank", "slowest_seconds", "linked_bytes"],
+    "committed": ["kind", "bytes", "seconds", "stall_seconds", "slowest_rank", "slowest_seconds"],
     "save_failed": ["reason", "in_a_row"],
     "save_skipped": ["in_flight"],
     "image_ready": ["seconds", "stall_seconds", *AT_RISK],

@@ -79,8 +79,6 @@ class Committed(Event, name="committed"):
     """The rank that took longest to write its file."""
     slowest_seconds: float | None = None
     """How long it took."""
-    linked_bytes: int | None = None
-    """Of `bytes`: what was not written, because the save before has it (`incremental`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

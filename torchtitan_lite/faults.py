@@ -40,7 +40,6 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "open": "a rank's file is about to be created",
         "write": "a part of a rank's file, in one request, is about to be written",
         "fsync": "a rank's file is about to be synced",
-        "link": "a file that did not change is about to become another name of the last save's (`incremental`)",
         "metadata": "DCP's `.metadata` is about to be written; coordinator",
         "manifest": "the manifest is about to be written; coordinator",
         "seal": "the complete staging folder is about to be synced; coordinator",

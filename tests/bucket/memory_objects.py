@@ -137,9 +137,6 @@ class MemoryObjects:
     def upload(self, key: str, parts: Iterator[memoryview], part_bytes: int, at_a_time: int) -> None:
         self.put(key, b"".join(parts))
 
-    def copy(self, source: str, key: str) -> None:
-        self._sent("copy", key, lambda: self.bucket.put(key, self.bucket.get(source).data))
-
     def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         data = self.get(key)[0]
         return [memoryview(data)[begin:end] for begin, end in ranges]

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from tests.checkpoint.small_run import Events
 from tests.forked import REPO
 from tests.logged import logged_warnings
 from tests.ranks import Ranks
@@ -114,22 +113,6 @@ def test_of_what_is_trained_only_a_target_network_comes_back_as_a_state(
     assert equal(second["critic"], first["critic"])
     assert equal(second["reference"], nets(2)["reference"]), "the loop loads it from elsewhere"
     assert equal(second["target"], first["target"]) is comes_back
-
-
-def test_next_to_a_target_network_a_reference_model_is_shared_from_the_fourth_save_on(tmp_path: Path) -> None:
-    models, events = nets(1, width=1024), Events()
-    arguments = together(models)
-    with CheckpointManager.for_loop(
-        **arguments, folder=tmp_path, interval=1, incremental=True, keep_latest_k=2, on_event=events
-    ) as manager:
-        for step in range(1, 5):
-            train(models, arguments["optimizer"])
-            manager.save(step)
-            manager.wait()
-    shared = {
-        step: figures.get("linked_bytes") or 0 for event, step, figures in events.recorded if event == "committed"
-    }
-    assert [step for step, linked in shared.items() if linked >= 4 << 20] == [4]
 
 
 class Buffer:

@@ -78,7 +78,7 @@ def test_what_no_job_loads_is_listed_with_the_reason(root: Path) -> None:
         "step-1": ("committed", ""),
         "step-2": ("damaged", "__0_0.distcp has 85311 bytes, not 85312"),
         "step-3": ("half_written", "there are files of tensors in it, but no .metadata"),
-        "step-4": ("newer_format", "it has format version 99, this version reads up to 6"),
+        "step-4": ("newer_format", "it has format version 99, this version reads up to 5"),
         "step-5.staging": ("half_written", "a save into it is under way or was cut off"),
         "step-6.corrupt": ("quarantined", "bytes 0 to 9"),
         "step-7.abandoned-abc": ("abandoned", "its run rolled back"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from torchtitan_lite.config.aliases import ALIASES, FORMER_SECTIONS_OF_PARALLELISM, VALUE_ALIASES
 from torchtitan_lite.config.keys import KEYS
 from torchtitan_lite.config.manager import parse_config
+from torchtitan_lite.config.own_loop import loop_config
 from torchtitan_lite.config.unsupported import UNSUPPORTED
 from torchtitan_lite.errors import ConfigError
 
@@ -108,6 +110,43 @@ def test_keys_of_unsupported_features_are_accepted_with_one_line_while_off(caplo
     (record,) = caplog.records
     for key in ("quantize.linear.float8.filter_fqns", "validation.steps", "compile.components"):
         assert key in record.getMessage()
+
+
+def test_an_older_llama_debug_loads_with_one_line_for_the_keys_that_went(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="torchtitan_lite")
+    (tmp_path / "old.toml").write_text(
+        "[checkpoint]\nincremental = false\nincremental_full_every = 10\ncontinuous_floor_seconds = 30.0\n"
+    )
+    parse_config(["--job.config_file", str(tmp_path / "old.toml")])
+    (record,) = caplog.records
+    for key in ("incremental", "incremental_full_every", "continuous_floor_seconds"):
+        assert f"checkpoint.{key}" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "instead"),
+    [
+        ("incremental", True, "checkpoint.save_trained_only"),
+        ("interval_type", "continuous", 'Set "auto", or "seconds" with checkpoint.interval'),
+    ],
+)
+def test_what_went_is_refused_with_its_replacement_wherever_it_is_set(tmp_path, key, value, instead):
+    text = str(value).lower()
+    (tmp_path / "old.toml").write_text(f"[checkpoint]\n{key} = {value if value is True else repr(value)}\n".lower())
+    for argv in (["--job.config_file", str(tmp_path / "old.toml")], [f"--checkpoint.{key}={text}"]):
+        with pytest.raises(ConfigError, match=re.escape(instead)):
+            parse_config(argv)
+    with pytest.raises(ConfigError, match=re.escape(instead)):
+        loop_config(tmp_path / "checkpoint", {key: value})
+
+
+def test_a_loop_of_ones_own_may_leave_off_what_went(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="torchtitan_lite")
+    loop_config(tmp_path / "checkpoint", {"incremental": False, "incremental_full_every": 3, "interval": 5})
+    assert [record.getMessage().rpartition(" ")[2] for record in caplog.records] == [
+        "incremental",
+        "incremental_full_every",
+    ]
 
 
 @pytest.mark.parametrize(

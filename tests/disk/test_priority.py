@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from tests.checkpoint.small_run import target
-from torchtitan_lite.checkpoint.format.file_data import FilePart
 from torchtitan_lite.checkpoint.saving.content import write_in_place
 from torchtitan_lite.checkpoint.saving.savers import ThreadSaver
 from torchtitan_lite.checkpoint.saving.writer import SaveTarget
@@ -93,9 +92,9 @@ def test_no_thread_is_lowered_while_a_thread_writes_a_save(tmp_path: Path) -> No
     before = _nice_of_this_thread()
     while_writing: list[set[int]] = []
 
-    def write(new: NewFile, staged: StagedCopy, of: SaveTarget, part: FilePart) -> FileRecord:
+    def write(new: NewFile, staged: StagedCopy, of: SaveTarget) -> FileRecord:
         while_writing.append(_nice_of_all_threads())
-        return write_in_place(new, staged, of, part)
+        return write_in_place(new, staged, of)
 
     saver = ThreadSaver(Peers(timedelta(seconds=60)), write=write)
     pending = saver.save({"weight": torch.ones(3)}, target(CheckpointStore(tmp_path), 1))

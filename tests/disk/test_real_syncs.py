@@ -118,7 +118,6 @@ SYNCS: dict[str, tuple[Act, list[Synced]]] = {
     "make_dir": (make_dirs, [("root", ("a", "old")), ("a", ("b",))]),
     # The callers of these sync the folder or the file, once for several operations.
     "rename": (lambda durable, root, fd: durable.rename(root / "old", root / "new"), []),
-    "link": (lambda durable, root, fd: durable.link(root / "old", root / "new"), []),
     "replace": (lambda durable, root, fd: durable.replace(root / "old", root / "new"), []),
     "exchange": (exchange, []),
     "create": (create, []),

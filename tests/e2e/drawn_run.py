@@ -19,8 +19,6 @@ INTERVALS: tuple[dict[str, Any], ...] = (
     {"interval_type": "none", "or_every_seconds": 0.05},
     {"interval_type": "none", "at_steps": tuple(range(2, 400, 9))},
     {"interval_type": "auto", "max_lost_seconds": 0.3},
-    {"interval_type": "continuous", "continuous_floor_seconds": 0.0},
-    {"interval_type": "continuous", "continuous_floor_seconds": 0.1},
 )
 MEMORY_INTERVALS = (0, 1, 1, 2, 5)
 KEPT = (0, 1, 2, 3)

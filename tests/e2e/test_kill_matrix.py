@@ -86,7 +86,6 @@ LEFT_OUT = {
     "hugging_face": "is in test_last_save_in_hf.py",
     **dict.fromkeys(("roll_back", "rolled_back"), "is in test_divergence.py"),
     "upload": "is in another process; bucket/test_upload_kills.py",
-    "link": "is passed by incremental saves only; checkpoint/saving/test_incremental_machine.py",
     **dict.fromkeys(("image", "digest", "mark"), "is in images/test_images.py, and random kills hit it"),
 }
 

@@ -321,13 +321,6 @@ class Recorder(Durable):
             super().rename(src, dst)
             self._record(event)
 
-    def link(self, src: Path, dst: Path) -> None:
-        with self._lock:
-            event = Renaming(self._find(dst.parent), (), ((dst.name, self._find(src)),))
-            self._begin()
-            super().link(src, dst)
-            self._record(event)
-
     def replace(self, src: Path, dst: Path) -> None:
         with self._lock:
             number, parent = self._find(src), self._within_one_folder(src, dst)

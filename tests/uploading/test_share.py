@@ -17,8 +17,3 @@ def test_each_file_has_one_host() -> None:
 
 def test_one_host_has_all_files() -> None:
     assert all(Share().has(name) for name in (layout.data_file(4, 0), layout.METADATA))
-
-
-def test_both_files_of_a_rank_have_the_same_host() -> None:
-    share = Share.of(2, [77, 77, 5, 5])
-    assert all(share.host_of(layout.data_file(3, index)) == 1 for index in (layout.CHANGES, layout.STILL))

@@ -66,10 +66,6 @@ class Objects(Protocol):
         """Write the object `key` from `parts`, each of `part_bytes` but the last, in several requests at a time."""
         ...
 
-    def copy(self, source: str, key: str) -> None:
-        """Write the object `key` as a copy of the object `source`, within the store."""
-        ...
-
     def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """Return the bytes [begin, end) of each range of the object `key`; shorter where the object ends before."""
         ...

@@ -119,10 +119,6 @@ class ObstoreObjects:
             if not self._is_complete(key, source):
                 raise _unfinished(error) from None
 
-    def copy(self, source: str, key: str) -> None:
-        with self._translated(source):
-            self._client.copy(self._bulk, source, key, overwrite=True)
-
     def _is_complete(self, key: str, source: _Source) -> bool:
         """Return whether the new object `key` is there, though the answer that says so was lost."""
         try:

@@ -27,9 +27,8 @@ from torchtitan_lite.bucket.probe import probe
 from torchtitan_lite.bucket.recovery import rebuilt
 from torchtitan_lite.bucket.rollbacks import BucketRollbacks
 from torchtitan_lite.bucket.saves import BucketSaves
-from torchtitan_lite.bucket.upload import ObjectToCopy, ObjectToUpload
+from torchtitan_lite.bucket.upload import ObjectToUpload
 from torchtitan_lite.config.address import parse
-from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -41,7 +40,6 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.place import ObjectPlace
 from torchtitan_lite.store.protocol import nothing
-from torchtitan_lite.store.shared_files import SharedFiles, no_shared_files
 
 
 def open_bucket(folder: str, clock: BucketClock | None = None) -> BucketStore:
@@ -233,10 +231,6 @@ class BucketStore:
         """Return 0: an object store has room."""
         return 0
 
-    def shared_files(self, info: CheckpointInfo) -> SharedFiles:
-        """Return none: objects share no bytes."""
-        return no_shared_files(info)
-
     def has_room(self, needed_bytes: int) -> bool:
         """Return True: an object store has room."""
         return True
@@ -256,13 +250,6 @@ class BucketStore:
     def new_file(self, place: str, name: str) -> ObjectToUpload:
         """Return the file `name` of the save that `begin` gave the name `place`. **Any rank**."""
         return ObjectToUpload(self.address, f"{place}/{name}")
-
-    def new_file_like(self, place: str, name: str, earlier: str, known: FileRecord) -> ObjectToCopy:
-        """Return the same as `new_file`: a copy, made by the store, of the file of `earlier`, if it has the same bytes.
-
-        `known` is the record of that one. **Any rank**.
-        """
-        return ObjectToCopy(self.new_file(place, name), f"{earlier}/{name}", known)
 
     def add_metadata(self, place: str, data: bytes) -> None:
         """Write DCP's `.metadata` of the save that `begin` gave the name `place`. **Coordinator only**."""

@@ -16,14 +16,11 @@ from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.config.address import parse
 from torchtitan_lite.disk.block_writer import FileSource
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, digest_blocks
-from torchtitan_lite.disk.linked_file import shared_or_written
 
 PART_BYTES = 8 * BLOCK_BYTES
 """Of a part, at least. S3 takes no less than 5 MiB; a large part loses more when it has to be sent again."""
 MOST_PARTS = 10_000
 """What S3 takes of one object."""
-MOST_COPIED_BYTES = 5 * 10**9
-"""What S3 copies in one request; a larger object is uploaded."""
 MEMORY_BYTES = 64 * BLOCK_BYTES
 """Parts in memory at a time, unless two are more: those under way, one that waits and one that is being filled."""
 
@@ -45,35 +42,6 @@ class ObjectToUpload:
 
     def __str__(self) -> str:
         return f"{self.address}/{self.key}"
-
-
-@dataclass(frozen=True)
-class ObjectToCopy:
-    """The object `new`, which the store copies from the object `earlier` if it has the digests in `known`."""
-
-    new: ObjectToUpload
-    earlier: str
-    known: FileRecord
-
-    def write(self, source: FileSource) -> FileRecord:
-        """Copy or upload `new`, durably; return the record. Any thread. Raises as `ObjectToUpload.write`."""
-        if self.known.size > MOST_COPIED_BYTES:
-            return self.new.write(source)
-        return shared_or_written(self.new, self.known, source, self._copy)
-
-    def __str__(self) -> str:
-        return str(self.new)
-
-    def _copy(self) -> str:
-        """Have the store copy the object; return why there is no copy, the empty string if there is."""
-        objects = connect(parse(self.new.address))
-        try:
-            faults.point("link", path=ObjectPath(str(self.new)))
-            objects.copy(self.earlier, self.new.key)
-        except (FileNotFoundError, PermissionError) as error:
-            return error.strerror or f"{error}"
-        size = objects.head(self.new.key).size
-        return "" if size == self.known.size else f"the copy has {size} bytes, not {self.known.size}"
 
 
 def upload(objects: Objects, key: str, source: FileSource) -> FileRecord:

@@ -426,7 +426,6 @@ class CheckpointManager:
 
     def _continue_from(self, source: LoadSource) -> None:
         self._rollbacks = source.rollbacks
-        self._parts.plans.forget_saves()  # What the load found damaged, or did not read, is not shared any more.
         self._maker.continue_from(source.lineage, source.loaded, source.on_disk, source.image_of)
         self._waiter.forget_lineage()
         self.loaded_step = source.continues_at

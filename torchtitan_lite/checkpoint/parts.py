@@ -26,7 +26,6 @@ from torchtitan_lite.checkpoint.one_opener import OneOpener
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.planning.rank_comparison import RankComparison
 from torchtitan_lite.checkpoint.planning.replicas import build_replicas
-from torchtitan_lite.checkpoint.planning.still_tensors import NoStillTensors, StillTensors
 from torchtitan_lite.checkpoint.resume.first_save import FirstSave
 from torchtitan_lite.checkpoint.resume.initial_import import ImportWeights, InitialImport
 from torchtitan_lite.checkpoint.resume.load_source import new_run
@@ -56,13 +55,10 @@ from torchtitan_lite.distributed.misfits import HostView, SharedFolder, alike, b
 from torchtitan_lite.distributed.missing_ranks import naming_missing_ranks
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.distributed.step_consensus import StepConsensus
-from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.events import EventListener, emit_to
-from torchtitan_lite.log import logger
 from torchtitan_lite.store.housekeeping import Housekeeping, build_housekeeping
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.protocol import StoresCheckpoints
-from torchtitan_lite.store.rank_records import FROM_RANKS
 from torchtitan_lite.store.retention import KeepAll, RetentionPolicy, build_retention
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -109,7 +105,6 @@ class Parts:
     folders: RunFolders
     store: StoresCheckpoints
     saver: Saver
-    plans: PlanCache
     images: NoImages
     uploads: NoUploads
     preemption: PreemptionWatch
@@ -208,8 +203,7 @@ def build_parts(
     retention = seams.retention or build_retention(config)
     comparison = RankComparison(peers, may_differ=ranks_may_differ, watches="replicas" in config.digest_tensors)
     replicas = build_replicas(run.model.parameter_names, run.small)
-    still = build_still_tensors(config, run, peers)
-    plans = PlanCache(peers, replicas, comparison, states_of_ranks=run.states_of_ranks, still=still)
+    plans = PlanCache(peers, replicas, comparison, states_of_ranks=run.states_of_ranks)
     images = build_images(folders.checkpoints, plans, context)
     saver = seams.saver or build_saver(config, peers, plans, images.copying, images.process)
     watch = seams.preemption or PreemptionWatch(config.preemption_signals, config.preemption_grace_seconds)
@@ -217,7 +211,6 @@ def build_parts(
     uploads = build_uploads(folders, rules, context, images.sources)
     context = dataclasses.replace(context, emit=uploads.heard_by(emit))
     housekeeping = build_housekeeping(config, retention, context.emit, uploads.protected)
-    housekeeping.spared = plans.spared_bytes
     waiter = build_waiter(housekeeping, context)
     origin = build_origin(job_config, lineage, topology)
     savers = Savers(saver, SyncSaver(peers, plans))
@@ -236,7 +229,6 @@ def build_parts(
         folders=folders,
         store=folders.checkpoints,
         saver=saver,
-        plans=plans,
         images=images,
         uploads=uploads,
         preemption=watch,
@@ -273,11 +265,6 @@ def build_images(store: StoresCheckpoints, plans: PlanCache, context: RunContext
     # What a keeper holds is compared with the folder on its host's disk; a bucket belongs to no host.
     if is_no_run or not config.memory_ttl_seconds or memory_is_off() or not isinstance(store, CheckpointStore):
         return NoImages()
-    if config.incremental:
-        # An image is one file of each rank.
-        if context.peers.is_coordinator:
-            logger.info("Checkpoints are not kept in memory: checkpoint.incremental is on")
-        return NoImages()
     # Imported only where it is used: a run without it loads none of it.
     from torchtitan_lite.checkpoint.images.run_images import build_run_images
 
@@ -286,20 +273,6 @@ def build_images(store: StoresCheckpoints, plans: PlanCache, context: RunContext
     from torchtitan_lite.checkpoint.replicas.host_replicas import HostReplicas
 
     return build_run_images(store, plans, context, HostReplicas)
-
-
-def build_still_tensors(config: Checkpoint, run: RunState, peers: Peers) -> NoStillTensors:
-    """Return which tensors lie in files that saves share: none unless saves are incremental.
-
-    Raises ConfigError for a job whose ranks keep records: these have room for one file of each.
-    """
-    if not config.incremental:
-        return NoStillTensors()
-    if peers.world_size >= FROM_RANKS:
-        raise ConfigError(
-            f"checkpoint.incremental: found {peers.world_size} ranks, expected fewer than {FROM_RANKS}. Unset it."
-        )
-    return StillTensors(run.trained_keys, run.states_of_modules, config.incremental_full_every)
 
 
 def build_uploads(

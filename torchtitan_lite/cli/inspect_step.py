@@ -170,8 +170,6 @@ class _View:
             facts["written by"] = ", ".join([*versions, f"format {manifest.format_version}"])
             if manifest.extra.get("metrics"):
                 facts["metrics"] = ", ".join(f"{name} {value:g}" for name, value in manifest.extra["metrics"].items())
-            if linked := manifest.extra.get("linked"):
-                facts["shared"] = f"{size(linked['bytes'])} with step {linked['step']}, when it was saved"
             if nan := manifest.extra.get("nan_in"):
                 facts["NaN in"] = ", ".join(map(str, nan))
             if differing := manifest.extra.get("ranks_differ"):

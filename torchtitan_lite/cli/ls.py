@@ -28,7 +28,6 @@ from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.manifest_fields import topology_in_words
 from torchtitan_lite.store.pins import Pins
 from torchtitan_lite.store.retention import Verdict
-from torchtitan_lite.store.shared_files import bytes_together, shared_bytes
 from torchtitan_lite.store.verified import FULL
 from torchtitan_lite.uploading.choice import save_of
 from torchtitan_lite.uploading.record import Record, read_all
@@ -165,8 +164,6 @@ class _Found:
             yield "latest"
         if self.is_pinned(entry):
             yield "pinned"
-        if shared := shared_bytes(entry.shared):
-            yield f"{size(shared)} of it shared"
         if self.goes(entry):
             yield "to be removed"
         if self.uploads.address and entry.info is not None:
@@ -207,7 +204,6 @@ class _Found:
             "origin": entry.origin.value if entry.origin else None,
             "kind": entry.kind.value if entry.kind else None,
             "bytes": entry.nbytes,
-            "shared_bytes": shared_bytes(entry.shared),
             "created_at": entry.created_at,
             "world_size": entry.world_size,
             "topology": entry.topology,
@@ -247,7 +243,7 @@ def _new_table(with_header: bool = True) -> Table:
 
 
 def _total(entries: Sequence[ListedCheckpoint]) -> str:
-    return size(sum(entry.nbytes for entry in entries) - bytes_together(entry.shared for entry in entries))
+    return size(sum(entry.nbytes for entry in entries))
 
 
 def _by_run(entries: Sequence[ListedCheckpoint]) -> list[tuple[str, list[ListedCheckpoint]]]:

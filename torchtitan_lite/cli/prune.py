@@ -5,7 +5,6 @@ The decision is that of a training job, by the same function; with --dry-run it 
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,7 +21,6 @@ from torchtitan_lite.store import retention
 from torchtitan_lite.store.housekeeping import build_housekeeping
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.retention import Verdict, build_retention
-from torchtitan_lite.store.shared_files import Removal
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -60,13 +58,10 @@ class Prune:
         if self.min_free_disk_gb and is_address(self.folder):
             raise ConfigError(f"--min-free-disk-gb: {store.address} is in an object store, which always has room")
         refuse_without_checkpoints(store)
-        removed: dict[int, int] = {}
-        housekeeping = build_housekeeping(
-            config, build_retention(config), lambda event: removed.update({event.step: event.figures["bytes"]})
-        )
+        removed: set[int] = set()
+        housekeeping = build_housekeeping(config, build_retention(config), lambda event: removed.add(event.step))
         if self.dry_run:
-            verdicts, removal = housekeeping.verdicts(store), Removal(store.shared_files)
-            self._show(verdicts, sum(removal.add(each.info) for each in verdicts if each.goes), store, screen)
+            self._show(housekeeping.verdicts(store), store, screen)
             return ExitCode.FINE
         with holding(store, "prune", screen) as lease:
             verdicts = housekeeping.verdicts(store)
@@ -74,7 +69,7 @@ class Prune:
             lease.check()
             recover(store, screen)
             verdicts = _as_done(verdicts, removed, store)
-        self._show(verdicts, sum(removed.values()), store, screen)
+        self._show(verdicts, store, screen)
         return ExitCode.FAILED if any(verdict.kept_by == (FAILED,) for verdict in verdicts) else ExitCode.FINE
 
     def _config(self) -> Checkpoint:
@@ -104,8 +99,7 @@ class Prune:
             min_free_disk_gb=self.min_free_disk_gb,
         )
 
-    def _show(self, verdicts: list[Verdict], freed: int, store: StoresCheckpoints, screen: Screen) -> None:
-        """Print `verdicts`, whose removals free `freed` bytes."""
+    def _show(self, verdicts: list[Verdict], store: StoresCheckpoints, screen: Screen) -> None:
         name, _ = self._config().best_metric
         if self.keep_best and not any(name in verdict.info.metrics for verdict in verdicts):
             screen.note(f"note: no checkpoint records the metric {name!r}, so none is the best")
@@ -113,16 +107,17 @@ class Prune:
         for step, reason in skipped.items():
             screen.note(f"note: step {step} is neither counted nor removed: {reason}")
         skipped |= {step: error.cause for step, error in store.unreadable().items()}  # The store warns of these.
+        going = [verdict.info for verdict in verdicts if verdict.goes]
         data = {
             "folder": store.address,
             "dry_run": self.dry_run,
-            "removed_bytes": freed,
+            "removed_bytes": sum(info.nbytes for info in going),
             "checkpoints": [_json_of(verdict) for verdict in verdicts],
             "not_counted": [{"step": step, "reason": reason} for step, reason in skipped.items()],
         }
-        screen.show(data, lambda: self._table(verdicts, freed))
+        screen.show(data, lambda: self._table(verdicts))
 
-    def _table(self, verdicts: list[Verdict], freed: int) -> RenderableType:
+    def _table(self, verdicts: list[Verdict]) -> RenderableType:
         from rich.console import Group
         from rich.table import Table
 
@@ -132,10 +127,10 @@ class Prune:
         table.add_column("what happens")
         for verdict in verdicts:
             table.add_row(str(verdict.info.step), readable_bytes(verdict.info.nbytes), self._in_words(verdict))
-        num_going = sum(verdict.goes for verdict in verdicts)
+        going = [verdict.info.nbytes for verdict in verdicts if verdict.goes]
         would = "would be " if self.dry_run else ""
-        size = f" ({readable_bytes(freed)})" if num_going else ""
-        return Group(table, f"\n{num_going} of {counted(len(verdicts), 'checkpoint')} {would}removed{size}")
+        freed = f" ({readable_bytes(sum(going))})" if going else ""
+        return Group(table, f"\n{len(going)} of {counted(len(verdicts), 'checkpoint')} {would}removed{freed}")
 
     def _in_words(self, verdict: Verdict) -> str:
         if verdict.goes:
@@ -153,7 +148,6 @@ class Prune:
             retention.LATEST: "the latest",
             retention.WITHOUT_NAN: "the latest without NaN",
             retention.EQUAL_RANKS: "the latest whose ranks were equal",
-            retention.OTHER_COPY: "the latest that shares no file with the latest",
             retention.WEIGHTS_ONLY: "weights only",
             retention.DAMAGED: "damaged: neither counted nor removed",
         }
@@ -165,7 +159,7 @@ FAILED = "could_not_be_removed"
 """What keeps a checkpoint that the disk would not remove."""
 
 
-def _as_done(verdicts: list[Verdict], removed: Collection[int], store: StoresCheckpoints) -> list[Verdict]:
+def _as_done(verdicts: list[Verdict], removed: set[int], store: StoresCheckpoints) -> list[Verdict]:
     """Return what became of `verdicts`: a checkpoint may have been pinned meanwhile, or the disk may have failed."""
     pinned = store.pins.read()
     done = []

@@ -27,7 +27,6 @@ from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing, is_checkpoint
 from torchtitan_lite.store.place import ObjectPlace, Place
-from torchtitan_lite.store.shared_files import others_with
 from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.store.verified import FULL, SIZES, Verified, identity_of, record
 
@@ -113,10 +112,6 @@ class _Result:
             return ""
         return "digests" if self.looked.has_digests else "checksums"
 
-    def others_with(self, file: str) -> list[str]:
-        """Return the names of the other checkpoints that have the same `file`: what is wrong with it is wrong there."""
-        return others_with(self.folder.absolute() / file) if file and isinstance(self.folder, Path) else []
-
     def to_json(self) -> dict[str, Any]:
         looked = self.looked
         document: dict[str, Any] = {
@@ -124,15 +119,7 @@ class _Result:
             "path": str(self.folder),
             "status": self.status,
             "reason": self.reason,
-            "findings": [
-                {
-                    "file": each.file,
-                    "finding": each.text,
-                    "keys": list(each.keys),
-                    "also_in": self.others_with(each.file),
-                }
-                for each in self.findings
-            ],
+            "findings": [{"file": each.file, "finding": each.text, "keys": list(each.keys)} for each in self.findings],
         }
         if looked is not None:
             document |= {
@@ -316,8 +303,6 @@ def _details(result: _Result) -> list[RenderableType]:
         if finding.keys:
             more = f" and {len(finding.keys) - _SHOWN_KEYS} more" if len(finding.keys) > _SHOWN_KEYS else ""
             lines.append((4, f"in it: {', '.join(finding.keys[:_SHOWN_KEYS])}{more}"))
-        if others := result.others_with(finding.file):
-            lines.append((4, f"the same file is in {', '.join(others)}"))
     if len(result.findings) > _SHOWN_FINDINGS:
         lines.append((2, f"... and {len(result.findings) - _SHOWN_FINDINGS} more; --json has all of them"))
     return [Padding(Text(text), (0, 0, 0, indent)) for indent, text in lines]

@@ -11,8 +11,11 @@ from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.config.folders import refuse_unknown_address
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
 from torchtitan_lite.config.keys import KEYS, meaning_of, nearest_key, unknown_key
-from torchtitan_lite.config.removed_keys import REMOVED
+from torchtitan_lite.config.kinds import to_text
+from torchtitan_lite.config.removed_keys import REMOVED, refuse_removed_value
+from torchtitan_lite.config.unsupported import UNSUPPORTED
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.log import logger
 
 _SECTION = "checkpoint"
 _NAMES_OF_FOLDER = frozenset(
@@ -24,7 +27,7 @@ _NAMES_OF_FOLDER = frozenset(
 _REPLACED_BY = {
     "save_policy": (
         *("interval", "interval_type", "or_every_seconds", "at_steps", "enable_first_step_checkpoint"),
-        *("mtbf_hours", "max_lost_seconds", "max_overhead", "continuous_floor_seconds"),
+        *("mtbf_hours", "max_lost_seconds", "max_overhead"),
     ),
     "retention": ("keep_latest_k", "keep_every_n_steps", "keep_best_k", "keep_best_metric", "keep_for_hours"),
 }
@@ -54,9 +57,11 @@ def loop_config(folder: str | os.PathLike[str], settings: Mapping[str, Any]) -> 
             "'outputs/checkpoint'."
         )
     refuse_unknown_address("folder", os.fspath(folder))
-    keys = {_key(name): value for name, value in settings.items()}
+    keys = {_key(name): value for name, value in settings.items() if not _is_off(name, value)}
     if "folder" in keys:
         raise ConfigError("folder: given twice. Leave out checkpoint.folder.")
+    for key, value in keys.items():
+        refuse_removed_value(f"{_SECTION}.{key}", value, key)
     parent, name = _parts(os.fspath(folder))
     section = Checkpoint(**{"enable_checkpoint": True, **keys, "folder": name})
     return JobConfig(job=Job(dump_folder=parent), checkpoint=section)
@@ -72,6 +77,16 @@ def _parts(folder: str) -> tuple[str, str]:
 
 def _shown(folder: object) -> str:
     return repr(folder) if isinstance(folder, str | os.PathLike) else f"an object of {type(folder).__name__}"
+
+
+def _is_off(name: str, value: object) -> bool:
+    """Return whether `name` is the key of an unsupported feature, and off. Raise ConfigError if it is on."""
+    unsupported = UNSUPPORTED.get(f"{_SECTION}.{name}")
+    if unsupported is None:
+        return False
+    unsupported.check(f"{_SECTION}.{name}", to_text(value), name)
+    logger.info("Ignored the key of an unsupported feature, which is off: %s", name)
+    return True
 
 
 def _key(name: str) -> str:

@@ -36,9 +36,10 @@ An unknown key or a value that does not fit is an error: one message, and exit c
 `train_configs/llama_debug.toml` has every key.
 """
 _UNSUPPORTED_INTRODUCTION = """\
-## Unsupported keys of torchtitan
+## Unsupported keys
 
-So that a torchtitan TOML loads, these keys are accepted while their feature is off; one log line names them.
+So that a torchtitan TOML, or a copy of an older `llama_debug.toml`, loads, these keys are accepted while off.
+One log line names them.
 A key that turns its feature on is an error.
 Keys of `[parallelism]` are also accepted in `[training]` and `[experimental]`.
 """

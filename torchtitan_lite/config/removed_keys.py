@@ -1,4 +1,4 @@
-"""Keys that the configuration no longer has, and the keys that replace them.
+"""Keys and values that the configuration no longer has, and those that replace them.
 
 To set a removed key is an error that names its replacement. Configurations stored by an earlier version still have
 them: they are compared, with those of today and with each other, under the keys of today.
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtitan_lite.config.sections.checkpoint import spelled_metric
+from torchtitan_lite.errors import ConfigError
 
 _DIGESTS = {
     "checkpoint.tensor_digests": "save",
@@ -24,6 +25,18 @@ REMOVED: Mapping[str, str] = {
     **{key: f'To switch it on, add "{name}" to checkpoint.digest_tensors' for key, name in _DIGESTS.items()},
 }
 """Key to the fix, as the refusal says it."""
+
+
+_REMOVED_VALUES: Mapping[tuple[str, object], str] = {
+    ("checkpoint.interval_type", "continuous"): 'Set "auto", or "seconds" with checkpoint.interval, such as 30',
+}
+"""Key and value to the fix."""
+
+
+def refuse_removed_value(key: str, value: object, where: str) -> None:
+    """Raise ConfigError, with what replaces it, if `value` is one that `key` no longer has."""
+    if isinstance(value, str) and (fix := _REMOVED_VALUES.get((key, value))):
+        raise ConfigError(f"{where} = {value}: this value is not supported any more. {fix}.")
 
 
 def flat(sections: Mapping[str, Any]) -> dict[str, Any]:

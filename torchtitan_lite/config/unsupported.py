@@ -1,8 +1,8 @@
-"""Keys of torchtitan features that this package does not support.
+"""Keys of features that this package does not support: torchtitan's, and some that it had before its first release.
 
-The table is there so that a torchtitan TOML loads: a key is accepted at the value that leaves its feature off, and
-refused at any other. `ANY` marks an option that has no effect while its feature is off. When a feature is added, its
-keys become fields in `config/sections/` and leave this table.
+The table is there so that a torchtitan TOML, and a copy of an older llama_debug.toml, loads: a key is accepted at the
+value that leaves its feature off, and refused at any other. `ANY` marks an option that has no effect while its feature
+is off. When a feature is added, its keys become fields in `config/sections/` and leave this table.
 """
 
 from __future__ import annotations
@@ -31,19 +31,22 @@ class Unsupported:
     feature: str
     accepted: tuple[str, ...]
     kind: ValueKind
+    instead: str = ""
+    """What serves in its place; empty for nothing."""
 
     def check(self, name: str, text: str, where: str) -> None:
         """Raise ConfigError if `text` turns the feature on."""
         if self.accepted and text.lower() not in map(str.lower, self.accepted):
             off = self.accepted[0]
             fix = "Leave it out" if off == "None" else f"Leave it out, or turn it off with --{name}={off}"
-            raise ConfigError(f"{where} = {text}: {self.feature} is not supported. {fix}.")
+            raise ConfigError(f"{where} = {text}: {self.feature} is not supported. {self.instead}{fix}.")
 
 
 def _options(section: str, names: str) -> dict[str, object]:
     return {f"{section}.{name}": ANY for name in names.split()}
 
 
+INCREMENTAL = "saving only what has changed"
 CONVERSION = "conversion of the model (float8, MX)"
 SECTIONS_OF_CONVERSION = ("float8", "mx", "quantize")
 _DATALOADER_OPTIONS = "persistent_workers pin_memory prefetch_factor"
@@ -153,6 +156,12 @@ _FEATURES: Mapping[str, Mapping[str, object]] = {
         "job.save_config_folder": None,
     },
     "torchtitan's test suite": {"job.use_for_integration_test": ANY},
+    INCREMENTAL: {"checkpoint.incremental": False, "checkpoint.incremental_full_every": ANY},
+    "a least time between continuous saves": {"checkpoint.continuous_floor_seconds": ANY},
+}
+_INSTEAD = {
+    INCREMENTAL: "Leave frozen parameters out with checkpoint.save_trained_only, or keep frozen models out of what is "
+    "saved (docs/several_models.md). "
 }
 
 
@@ -161,7 +170,7 @@ def _unsupported(feature: str, off: object) -> Unsupported:
     if not values or values == (None,):
         return Unsupported(feature, tuple(map(to_text, values)), ValueKind(object))
     kind = object if isinstance(values[0], list) else type(values[0])  # Some versions wrote "float8" for ["float8"].
-    return Unsupported(feature, tuple(map(to_text, values)), ValueKind(kind))
+    return Unsupported(feature, tuple(map(to_text, values)), ValueKind(kind), _INSTEAD.get(feature, ""))
 
 
 UNSUPPORTED: Mapping[str, Unsupported] = {

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Protocol
 
 from torchtitan_lite import faults
-from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, FileRecord, digest_blocks
+from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, digest_blocks
 from torchtitan_lite.disk.durable import DISK, O_DIRECT, Durable
 from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.disk.request_memory import request_memory
@@ -51,23 +51,8 @@ class FileSource(Protocol):
         """Return bytes [begin, end), which stay as they are while anything refers to them."""
         ...
 
-    def digester(self) -> Callable[[int, int], bytes]:
-        """Return a function, for one thread, that returns the digests of the blocks of bytes [begin, end)."""
-        ...
 
-
-class Digested:
-    """The base of contents whose digests are taken from what `reader` returns."""
-
-    def reader(self) -> Callable[[int, int], memoryview]:
-        raise NotImplementedError
-
-    def digester(self) -> Callable[[int, int], bytes]:
-        read = self.reader()
-        return lambda begin, end: digest_blocks(read(begin, end)[: end - begin])
-
-
-class InPlace(Digested):
+class InPlace:
     """Contents that lie in `memory`, which begins and ends at a page boundary.
 
     Few large requests: nothing is copied before a request, and each one takes time from the training alongside.
@@ -88,7 +73,7 @@ class InPlace(Digested):
         return self._view[begin:end]
 
 
-class Bounced(Digested):
+class Bounced:
     """Contents from `fill(buffer, begin, end)`, which writes bytes [begin, end) to the start of `buffer`.
 
     Many small requests: some are filled and hashed while the disk has enough of the others. Each thread holds a bounce
@@ -156,30 +141,6 @@ def write_blocks(
     finally:
         file.close()
     return source.record or FileRecord(source.num_bytes, b"".join(digests))
-
-
-def has_digests(source: FileSource, record: FileRecord) -> bool:
-    """Return whether the contents of `source` are those that `record` describes. Nothing is written. Any thread."""
-    if source.num_bytes != record.size or source.record is not None:
-        return source.record == record
-    differs = threading.Event()
-
-    def make_worker() -> Callable[[int], None]:
-        digests_of = source.digester()
-
-        def compare(begin: int) -> None:
-            if differs.is_set():
-                return
-            digests = digests_of(begin, min(begin + source.request_bytes, source.num_bytes))
-            at = begin // BLOCK_BYTES * DIGEST_BYTES
-            if digests != record.blocks[at : at + len(digests)]:
-                differs.set()
-
-        return compare
-
-    begins = range(0, source.num_bytes, source.request_bytes)
-    in_threads(begins, min(source.threads, len(begins)), make_worker)
-    return not differs.is_set()
 
 
 def _write_all(file: _File, source: FileSource, threads: int) -> list[bytes]:

@@ -49,10 +49,6 @@ class Durable:
         """Rename the file `src` over `dst`, atomically; durable once the folder is synced."""
         src.replace(dst)
 
-    def link(self, src: Path, dst: Path) -> None:
-        """Give the file `src` the new name `dst`, too; durable once the folder is synced. A link is not followed."""
-        os.link(src, dst, follow_symlinks=False)
-
     def exchange(self, a: Path, b: Path) -> bool:
         """Swap the names of `a` and `b` in one atomic step.
 

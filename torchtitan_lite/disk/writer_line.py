@@ -47,7 +47,7 @@ class UseArena:
 
 @dataclass(frozen=True)
 class Write:
-    """Requests to write `num_bytes` of an arena, from byte `begin` on, to the file `new`, durably."""
+    """Requests to write the first `num_bytes` of an arena to the file `new`, durably."""
 
     arena: int
     new: NewFile
@@ -55,7 +55,6 @@ class Write:
     step: int
     record: FileRecord | None
     """What the answer is, if it is known; else the process takes the digests."""
-    begin: int = 0
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ def _answer(request: Write | DigestRequest, memory: memoryview) -> FileRecord | 
         if isinstance(request, DigestRequest):
             return _digested(memory, request)
         faults.set_step(request.step)
-        return request.new.write(InPlace(memory[request.begin :], request.num_bytes, request.record))
+        return request.new.write(InPlace(memory, request.num_bytes, request.record))
     except Exception as error:
         return error
 

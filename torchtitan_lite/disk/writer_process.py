@@ -71,15 +71,15 @@ class WriterProcess:
         self._lines, self._is_reported = lines, False
 
     def write(
-        self, new: NewFile, arena: Arena, num_bytes: int, step: int, record: FileRecord | None = None, begin: int = 0
+        self, new: NewFile, arena: Arena, num_bytes: int, step: int, record: FileRecord | None = None
     ) -> FileRecord:
-        """Write `num_bytes` of `arena`, from byte `begin` on, to `new`, durably; return the record of the file.
+        """Write the first `num_bytes` of `arena` to `new`, durably; return the record of the file.
 
-        `begin` is a multiple of a page. `record` is that record if it is known; else the process takes the digests.
+        `record` is that record if it is known; else the process takes the digests.
         Raises the error of the write, or `WriterProcessDied`: at once if the process ended, within a second if it was
         stopped.
         """
-        return self._ask(0, lambda number: Write(number, new, num_bytes, step, record, begin), arena, f"writing {new}")
+        return self._ask(0, lambda number: Write(number, new, num_bytes, step, record), arena, f"writing {new}")
 
     def digest(self, arena: Arena, num_bytes: int, step: int) -> FileRecord:
         """Return the record of a file that is the first `num_bytes` of `arena`. Raises `WriterProcessDied`."""

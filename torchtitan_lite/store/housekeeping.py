@@ -23,12 +23,6 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.protocol import StoresCheckpoints, nothing
 from torchtitan_lite.store.retention import RetentionPolicy, Verdict, judge
-from torchtitan_lite.store.shared_files import Removal
-
-
-def nothing_spared(identity: str) -> int:
-    """Return 0: a save writes all that is in its checkpoint."""
-    return 0
 
 
 class Housekeeping:
@@ -51,10 +45,6 @@ class Housekeeping:
     ) -> None:
         self._retention = retention
         self._emit = emit
-        self.spared: Callable[[str], int] = nothing_spared
-        """Returns how many bytes of a full checkpoint the next save into a folder, by its identity, need not write."""
-        self._parent: AbstractSet[int] = frozenset()
-        """The step whose files the next save may share: it stays until that one is committed."""
         self._known_good: set[int] = set()
         self._num_bytes: dict[tuple[str, CheckpointKind], int] = {}
         """Size of the last checkpoint of each folder and kind."""
@@ -74,8 +64,6 @@ class Housekeeping:
         self._num_bytes[store.address, info.kind] = info.nbytes
         if info.kind is CheckpointKind.FULL and info.is_good:
             self.note_good(info.step)
-        if info.kind is CheckpointKind.FULL:
-            self._parent = {info.step} if info.still else frozenset()
 
     def make_sure_of_room(
         self, step: int, kind: CheckpointKind, store: StoresCheckpoints, fence: Callable[[], None] = nothing
@@ -88,14 +76,11 @@ class Housekeeping:
         if (store.address, kind) not in self._num_bytes:
             before = [info.nbytes for info in store.committed() if info.kind is kind]
             self._num_bytes[store.address, kind] = before[-1] if before else 0
-        needed = self._num_bytes[store.address, kind]
-        if kind is CheckpointKind.FULL:
-            needed -= self.spared(store.identity)
-        if not store.has_room(needed):
+        if not store.has_room(self._num_bytes[store.address, kind]):
             # Removals under way make room, and are no leftovers of a cut save.
             self.wait(self._timeout_seconds)
         make_room = functools.partial(self.purge, store, protected=frozenset)
-        store.preflight(step, needed, make_room, fence)
+        store.preflight(step, self._num_bytes[store.address, kind], make_room, fence)
 
     def purge_when_there_is_time(self, store: StoresCheckpoints, fence: Callable[[], None]) -> None:
         """Purge, before returning, or in the background if saves are made there."""
@@ -141,13 +126,12 @@ class Housekeeping:
         return judge(
             self._retention,
             store.committed(),
-            protected=(good & {max(good, default=-1)}) | kept | self._parent,
+            protected=(good & {max(good, default=-1)}) | kept,
             known_good=good,
             pinned=store.pins.read(),
             now=self._now(),
             missing_bytes=store.missing_bytes(self._min_free_bytes),
             is_sound=lambda info: _is_sound(info, store),
-            files_of=store.shared_files,
         )
 
     def remove(
@@ -159,7 +143,6 @@ class Housekeeping:
                 return
             try:
                 faults.point("purge", step=info.step)
-                freed = Removal(store.shared_files).add(info)
                 trash = self._discard(info, store, fence)
                 # Not under the lock: deleting a checkpoint takes seconds, and a commit waits for that lock.
                 store.empty(trash)
@@ -173,7 +156,7 @@ class Housekeeping:
             else:
                 if trash:
                     logger.info("Deleted step %d", info.step)
-                    self._emit(Purged(info.step, bytes=freed))
+                    self._emit(Purged(info.step, bytes=info.nbytes))
 
     def remove_failed_save(self, step: int, store: StoresCheckpoints, place: str) -> None:
         """Remove what a failed save left at `place`; log a warning if that fails."""

@@ -21,8 +21,8 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import recorded_sizes
 from torchtitan_lite.store.listing import Listing, is_folder
-from torchtitan_lite.store.manifest import FORMAT_WITH_STILL, CheckpointInfo, Manifest
-from torchtitan_lite.store.manifest_fields import LINKED, METRICS, NAN_IN, RANKS_DIFFER
+from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
+from torchtitan_lite.store.manifest_fields import METRICS, NAN_IN, RANKS_DIFFER
 from torchtitan_lite.store.place import Place, on_disk
 
 SETTLED_NS = 50_000_000
@@ -188,15 +188,7 @@ def describe(folder: Place, manifest: Manifest) -> CheckpointInfo:
         has_nan=bool(manifest.extra.get(NAN_IN)),
         ranks_differ=bool(manifest.extra.get(RANKS_DIFFER)),
         metrics=manifest.extra.get(METRICS, {}),
-        still=_still(manifest),
-        linked_bytes=manifest.extra.get(LINKED, {}).get("bytes", 0),
     )
-
-
-def _still(manifest: Manifest) -> dict[str, int]:
-    if manifest.format_version < FORMAT_WITH_STILL:
-        return {}
-    return {name: size for name, size in recorded_sizes(manifest.files).items() if layout.is_still(name)}
 
 
 def damage_in(folder: Place, error: CheckpointUnsafe) -> CheckpointDamaged:

@@ -43,9 +43,6 @@ _REPLACED = re.compile(rf"\.replaced-step-{_NUMBER}-{_NUMBER}")
 _SET_ASIDE = re.compile(
     rf"step-{_NUMBER}\.(?:(corrupt|weights|foreign)(?:-{_NUMBER})?|(abandoned)-[0-9A-Za-z]+(?:-{_NUMBER})?)"
 )
-CHANGES, STILL = 0, 1
-"""The indices of a rank's files of tensors: of what changes, and of what stays the same from save to save."""
-
 _RECORD = "__{}_0.json"
 _RANK_FILE = re.compile(rf"__{_NUMBER}_0\.(distcp|json)")
 _DATA_FILE = re.compile(rf"__{_NUMBER}_{_NUMBER}\.distcp")
@@ -136,25 +133,14 @@ def parse_rank_file(name: str) -> tuple[int, bool] | None:
     return (int(match[1]), match[2] == "json") if match else None
 
 
-def is_still(name: str) -> bool:
-    """Return whether `name` is a file of tensors that stay the same from save to save, of any rank."""
-    found = parse_data_file(name)
-    return found is not None and found[1] == STILL
-
-
 def is_data_file(name: str) -> bool:
     """Return whether `name` is a file of tensors, of any rank."""
     return _DATA_FILE.fullmatch(name) is not None
 
 
-def parse_data_file(name: str) -> tuple[int, int] | None:
-    """Return the rank and the index of the file of tensors called `name`; None for other names."""
-    return _two(_DATA_FILE, name)
-
-
 def rank_of(name: str) -> int | None:
     """Return the rank that wrote the file of tensors called `name`; None for other names."""
-    found = parse_data_file(name)
+    found = _two(_DATA_FILE, name)
     return None if found is None else found[0]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan_lite.store import layout
@@ -74,12 +74,6 @@ class Listing:
 
     def _numbered(self, parse: Callable[[str], tuple[int, int] | None]) -> list[tuple[int, int]]:
         return [found for name in self.names if (found := parse(name))]
-
-
-def in_order(names: Iterable[str]) -> list[str]:
-    """Return `names` with those of steps first, by ascending step."""
-    steps = {name: layout.parse_step(name) for name in names}
-    return sorted(steps, key=lambda name: (steps[name] is None, steps[name] or 0, name))
 
 
 def is_folder(path: Path) -> bool:

@@ -36,12 +36,9 @@ from torchtitan_lite.store.manifest_fields import (
 )
 from torchtitan_lite.store.place import Place
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 5
 """1 had no digests and no table of tensors; up to 2, each table entry had its path without the types of the keys; up to
-3, no entry had `runs`; up to 4, `.metadata` was always among the files, and the manifest had all that is in them; up to
-5, a rank had one file of tensors."""
-FORMAT_WITH_STILL = 6
-FORMAT_WITH_RECORDS = 5
+3, no entry had `runs`; up to 4, `.metadata` was always among the files, and the manifest had all that is in them."""
 FORMAT_WITH_RUNS = 4
 FORMAT_WITHOUT_RUNS = 3
 """Each version is written where it suffices, so that older releases can read it."""
@@ -85,10 +82,6 @@ class CheckpointInfo:
     """Whether ranks were seen to hold different values of a tensor when it was saved."""
     metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
     """What its run measured at this step, all finite."""
-    still: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """The bytes of each file, by name, that may share them with files of other steps."""
-    linked_bytes: int = 0
-    """Bytes that its save did not write, because the step before has them."""
 
     @property
     def run_id(self) -> str:

@@ -32,9 +32,6 @@ RESUMED_FROM_MEMORY = "resumed_from_memory"
 TRAINED_SECONDS = "trained_seconds"
 """Field of `extra`: the seconds that the run had trained, in all its starts; absent in older checkpoints."""
 
-LINKED = "linked"
-"""Field of `extra`: with which `step` its save shared how many `bytes` of files; absent if with none."""
-
 MAX_CONFIG_DEPTH = 8
 """Nesting of containers in one value of the configuration."""
 
@@ -100,7 +97,7 @@ def extra(document: dict[str, Any]) -> dict[str, Any]:
     """Return `extra`: fields that a load uses have their types, others may hold anything."""
     values: dict[str, Any] = value_of(document, "extra", dict)
     expected = (("topology", str), ("config", dict), ("tensor_digests", dict), (NAN_IN, list), (METRICS, dict))
-    later = ((RANKS_DIFFER, list), (START, str), (RESUMED_FROM_MEMORY, int), (TRAINED_SECONDS, float), (LINKED, dict))
+    later = ((RANKS_DIFFER, list), (START, str), (RESUMED_FROM_MEMORY, int), (TRAINED_SECONDS, float))
     for name, kind in (*expected, *later):
         if name in values and type(values[name]) is not kind:
             raise ValueError(f"extra.{name}: expected {kind.__name__}, found {kind_of(values[name])}")
@@ -115,8 +112,6 @@ def extra(document: dict[str, Any]) -> dict[str, Any]:
     _refuse_halves(digests)
     if not 0 <= values.get(TRAINED_SECONDS, 0.0) < math.inf:
         raise ValueError(f"extra.{TRAINED_SECONDS}: expected seconds, found {values[TRAINED_SECONDS]}")
-    for name in ("step", "bytes") if LINKED in values else ():
-        number(values[LINKED], name, 0)
     metrics = values.get(METRICS, {})
     _refuse_halves(metrics)
     for name, value in metrics.items():

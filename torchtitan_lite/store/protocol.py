@@ -11,13 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.place import Place
 from torchtitan_lite.store.rollbacks import Rollback
-from torchtitan_lite.store.shared_files import SharedFiles
 
 
 def nothing() -> None:
@@ -156,10 +154,6 @@ class StoresCheckpoints(Protocol):
         """Return how many more bytes must be free so that `wanted_bytes` are."""
         ...
 
-    def shared_files(self, info: CheckpointInfo) -> SharedFiles:
-        """Return those files of `info` that other checkpoints may have, too, as they are now."""
-        ...
-
     def has_room(self, needed_bytes: int) -> bool:
         """Return whether `needed_bytes` may still be written."""
         ...
@@ -178,13 +172,6 @@ class StoresCheckpoints(Protocol):
 
     def new_file(self, place: str, name: str) -> NewFile:
         """Return the file `name` of the save that `begin` gave the name `place`. **Any rank**."""
-        ...
-
-    def new_file_like(self, place: str, name: str, earlier: str, known: FileRecord) -> NewFile:
-        """Return the same as `new_file`: a file that need not be written if that of a checkpoint has the same bytes.
-
-        The checkpoint has the name `earlier`, and its file the record `known`. **Any rank**.
-        """
         ...
 
     def add_metadata(self, place: str, data: bytes) -> None:

@@ -5,8 +5,7 @@ checkpoint stays if any rule keeps it, and goes only if at least one rule can ju
 judged, and only undamaged ones: a damaged checkpoint is left for a load to find. Whatever the rules say, these
 checkpoints stay: the latest full one, the latest full one known to be good (this run committed or loaded it), and the
 latest full one in whose weights no NaN was found, because a run that diverged can roll back to it; if ranks differed
-when that was saved, also the latest full one with nothing against it. So does, next to a latest one that may share
-files with others, the latest that shares none with it: shared bytes are shared damage.
+when that was saved, also the latest full one with nothing against it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import Protocol
 
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
-from torchtitan_lite.store.shared_files import Removal, SharedFiles, no_shared_files
 
 LATEST_K, EVERY_N, BEST_K, FOR_HOURS = "keep_latest_k", "keep_every_n_steps", "keep_best_k", "keep_for_hours"
 NO_RULE = "no_rule"
@@ -29,8 +27,6 @@ DAMAGED = "damaged"
 LATEST, LAST_GOOD, WITHOUT_NAN, PROTECTED = "latest", "last_good", "latest_without_nan", "protected"
 EQUAL_RANKS = "latest_of_equal_ranks"
 """It has no NaN either, and ranks differed when a later one was saved."""
-OTHER_COPY = "latest_of_another_copy"
-"""It shares no file with the latest."""
 
 # Free space is not a rule: rules only keep, and it would have to remove what another rule keeps.
 _YIELD_TO_FREE_SPACE = {LATEST_K, NO_RULE}
@@ -184,7 +180,6 @@ def judge(
     now: float = 0.0,
     missing_bytes: int = 0,
     is_sound: Callable[[CheckpointInfo], bool] = presumed_sound,
-    files_of: Callable[[CheckpointInfo], SharedFiles] = no_shared_files,
 ) -> list[Verdict]:
     """Return what happens to each checkpoint of `committed`, lowest step first.
 
@@ -193,18 +188,17 @@ def judge(
     how much free space the disk lacks: while what goes is less than that, the oldest goes that nothing but `KeepLatest`
     keeps, or no rule at all. `is_sound` is called for full checkpoints only, and only if one would go; a checkpoint
     that is not sound counts as absent, and stays.
-    `files_of` returns the shared files of a checkpoint: they are free once all their names are gone.
     """
     full = sorted((info for info in committed if info.kind is CheckpointKind.FULL), key=lambda info: info.step)
     others = [Verdict(info, (WEIGHTS_ONLY,)) for info in committed if info.kind is not CheckpointKind.FULL]
     protections = {PINNED: pinned, PROTECTED: protected}
-    judged = _judge(policy, full, protections, known_good, now, missing_bytes, files_of)
+    judged = _judge(policy, full, protections, known_good, now, missing_bytes)
     # Only if one would go: `is_sound` looks at every file of every checkpoint.
     if any(verdict.goes for verdict in judged):
         sound = {info.step for info in full if is_sound(info)}
         others += [Verdict(info, (DAMAGED,)) for info in full if info.step not in sound]
         full = [info for info in full if info.step in sound]
-        judged = _judge(policy, full, protections, known_good, now, missing_bytes, files_of)
+        judged = _judge(policy, full, protections, known_good, now, missing_bytes)
     return sorted([*judged, *others], key=lambda verdict: verdict.info.step)
 
 
@@ -215,7 +209,6 @@ def _judge(
     known_good: AbstractSet[int],
     now: float,
     missing_bytes: int,
-    files_of: Callable[[CheckpointInfo], SharedFiles],
 ) -> list[Verdict]:
     rulings = policy.rulings(full, now)
     # What no rule can judge stays. So `keep_best_k` alone removes nothing whose metric is unknown, and no rule at all
@@ -230,30 +223,19 @@ def _judge(
         LAST_GOOD: _steps([info for info in good if info.step in known_good][-1:]),
         WITHOUT_NAN: finite,
         EQUAL_RANKS: _steps(good[-1:]) - finite,
-        OTHER_COPY: _steps(_of_another_copy(full, files_of)),
     }
     named = [(ruling.rule, ruling.keeps) for ruling in rulings] + list(reasons.items())
     verdicts = [Verdict(info, tuple(name for name, steps in named if info.step in steps)) for info in full]
-    return _for_space(verdicts, missing_bytes, Removal(files_of)) if missing_bytes > 0 else verdicts
+    return _for_space(verdicts, missing_bytes)
 
 
-def _of_another_copy(
-    full: Sequence[CheckpointInfo], files_of: Callable[[CheckpointInfo], SharedFiles]
-) -> list[CheckpointInfo]:
-    """Return the latest of `full` that shares no file with the last of them, if that may share files at all."""
-    of_latest = frozenset(files_of(full[-1]) if full and full[-1].still else ())
-    if not of_latest:
-        return []
-    return next(([info] for info in reversed(full[:-1]) if of_latest.isdisjoint(files_of(info))), [])
-
-
-def _for_space(verdicts: Sequence[Verdict], missing_bytes: int, removal: Removal) -> list[Verdict]:
+def _for_space(verdicts: Sequence[Verdict], missing_bytes: int) -> list[Verdict]:
     """Let more go, the oldest first, until `missing_bytes` are freed or nothing is left that may go."""
-    missing_bytes -= sum(removal.add(verdict.info) for verdict in verdicts if verdict.goes)
+    missing_bytes -= sum(verdict.info.nbytes for verdict in verdicts if verdict.goes)
     found = []
     for verdict in verdicts:
         if missing_bytes > 0 and not verdict.goes and _YIELD_TO_FREE_SPACE.issuperset(verdict.kept_by):
-            missing_bytes -= removal.add(verdict.info)
+            missing_bytes -= verdict.info.nbytes
             found.append(Verdict(verdict.info, (), for_space=True))
         else:
             found.append(verdict)

@@ -22,7 +22,6 @@ from pathlib import Path
 from torchtitan_lite import faults
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import DISK, Durable, naming
-from torchtitan_lite.disk.linked_file import LinkedFile
 from torchtitan_lite.disk.new_file import NewFileOnDisk
 from torchtitan_lite.disk.plain_file import sizes_of
 from torchtitan_lite.errors import (
@@ -45,7 +44,6 @@ from torchtitan_lite.store.place import on_disk
 from torchtitan_lite.store.protocol import StoresCheckpoints, nothing
 from torchtitan_lite.store.retired import RetiredCheckpoints
 from torchtitan_lite.store.rollbacks import RollbackFile
-from torchtitan_lite.store.shared_files import SharedFiles, shared_files
 
 
 def free_bytes(folder: Path) -> int:
@@ -212,10 +210,6 @@ class CheckpointStore:
         """Return how many more bytes must be free so that `wanted_bytes` are; 0 if they are."""
         return max(0, wanted_bytes - self._free_bytes(self.root)) if wanted_bytes else 0
 
-    def shared_files(self, info: CheckpointInfo) -> SharedFiles:
-        """Return those files of `info` that other checkpoints may have, too, as they are now."""
-        return shared_files(info)
-
     def has_room(self, needed_bytes: int) -> bool:
         """Return whether `needed_bytes` may still be written."""
         return self._free_bytes(self.root) >= needed_bytes
@@ -237,13 +231,6 @@ class CheckpointStore:
         folder = self.root / place
         self._durable.make_dir(folder)
         return NewFileOnDisk(folder / name, self._durable)
-
-    def new_file_like(self, place: str, name: str, earlier: str, known: FileRecord) -> LinkedFile:
-        """Return the same as `new_file`: another name of the file of `earlier`, if it has the same bytes.
-
-        `known` is the record of that one, in the checkpoint of that name. **Any rank**.
-        """
-        return LinkedFile(self.new_file(place, name), self.root / earlier / name, known)
 
     def add_metadata(self, place: str, data: bytes) -> None:
         """Write DCP's `.metadata` of the save that `begin` gave the name `place`. **Coordinator only**."""

@@ -98,7 +98,7 @@ class Share:
 
     def host_of(self, name: str) -> int:
         """Return the number of the host that uploads the file `name`."""
-        found = layout.parse_rank_file(name) or layout.parse_data_file(name)
+        found = layout.parse_rank_file(name)
         rank = -1 if found is None else found[0]
         # A checkpoint of an earlier start may have more ranks.
         return self.host_of_rank[rank] if 0 <= rank < len(self.host_of_rank) else 0

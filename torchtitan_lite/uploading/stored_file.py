@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from torchtitan_lite.disk.block_writer import Digested, aligned
+from torchtitan_lite.disk.block_writer import aligned
 from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, FileRecord, block_digest
 from torchtitan_lite.disk.plain_file import opened
 from torchtitan_lite.disk.request_memory import request_memory
 from torchtitan_lite.errors import CheckpointDamaged
 
 
-class StoredFile(Digested):
+class StoredFile:
     """The contents of the file `path`, whose `record` is known; `wait_for` is called with the bytes of each read.
 
     Reading raises CheckpointDamaged for a block that has another digest, and for a file that is gone or cannot be read:

@@ -38,20 +38,10 @@ WRITERS = {
     "five-ranks": 5,
     "without-metadata": 1,
     "with-records": 2,
-    "still-files": 5,
 }
 """Name of a folder to the number of processes that wrote its checkpoints."""
-WRITTEN = {
-    "one-process": 3,
-    "two-ranks": 3,
-    "five-ranks": 4,
-    "without-metadata": 5,
-    "with-records": 5,
-    "still-files": 6,
-}
+WRITTEN = {"one-process": 3, "two-ranks": 3, "five-ranks": 4, "without-metadata": 5, "with-records": 5}
 """The version of the format in which these processes write today: a tensor of fewer than four chunks is in no runs."""
-EXPORTED = {"still-files": 4}
-"""The same for exported weights, where it is another: they have no still files."""
 
 PARAMETERS: dict[str, tuple[torch.dtype, tuple[int, ...], Placement]] = {
     "weight": (
@@ -229,35 +219,14 @@ def values(key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 def save(folder: Path, mesh: DeviceMesh | None = None, writer: str = "") -> None:
     """Write this version's checkpoints into `folder`, as `writer`: checkpoint/step-7 and export/step-7. **Collective**.
 
-    The writer "with-records" keeps a record of each rank, as otherwise only hundreds of ranks do; "still-files" takes
-    some of the small tensors for still ones.
+    The writer "with-records" keeps a record of each rank, as otherwise only hundreds of ranks do.
     """
     options: dict[str, Any] = {"model_weights_only": True, "export_folder": "export", "export_dtype": "bfloat16"}
     if writer == "without-metadata":
         options["dcp_metadata"] = "never"
-    special = {"with-records": records_from_rank(0), "still-files": still_tensors()}
-    if writer == "still-files":
-        options["incremental"] = True
     run = GoldenRun(folder, FORMAT_VERSION, filled=True, mesh=mesh, **options)
-    with special.get(writer, nullcontext()), run.manager:
+    with records_from_rank(0) if writer == "with-records" else nullcontext(), run.manager:
         run.manager.save(STEP, force=True)
-
-
-@contextmanager
-def still_tensors() -> Iterator[None]:
-    """Let buffers of any size, and the moments of `weight`, be still tensors, in the block."""
-    from torchtitan_lite.checkpoint.planning import still_tensors as module
-
-    class Chosen(module.StillTensors):
-        def is_still(self, key: str, is_guessed: bool) -> bool:
-            return is_guessed or key.startswith("optimizer.state.weight.exp_avg")
-
-    before = module.LEAST_BYTES, module.StillTensors.is_still
-    module.LEAST_BYTES, module.StillTensors.is_still = 0, Chosen.is_still  # type: ignore[method-assign]  # for the block
-    try:
-        yield
-    finally:
-        module.LEAST_BYTES, module.StillTensors.is_still = before  # type: ignore[method-assign]  # as it was
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from tests.examples import examples
 from torchtitan_lite.checkpoint.format import file_data
 from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
 from torchtitan_lite.checkpoint.format.torch_item import object_item
-from torchtitan_lite.disk.digest import BLOCK_BYTES, digest_blocks
 
 
 def image_of(tensors: list[torch.Tensor], objects: bytes = b"") -> FileData:
@@ -92,22 +91,6 @@ def test_an_intermediate_copy_is_at_most_a_mebibyte_or_one_element() -> None:
     assert max(piece.nbytes for piece in pieces) <= 1 << 20
     assert len(pieces) <= 3 * (-(-700_000 * 4 // (1 << 20)))
     assert torch.equal(torch.cat([piece.reshape(-1) for piece in pieces]), tensor.reshape(-1))
-
-
-@settings(max_examples=examples(50), deadline=None)
-@given(num_still=st.integers(0, 14))
-def test_two_files_are_those_of_their_tensors_and_digests_are_those_of_their_bytes(num_still: int) -> None:
-    tensors = [*views(), torch.rand(300_000), torch.rand(2, 400_000).t()]
-    objects = object_item({"n": 1})
-    specs = [(t.dtype, tuple(t.shape)) for t in tensors]
-    layout = FileLayout(specs, num_still)
-    image = FileData(layout, tensors, objects)
-    still, changes = image_of(tensors[:num_still]), image_of(tensors[num_still:], objects)
-    assert layout.changes_at % BLOCK_BYTES == 0
-    assert part(image, *layout.still) == part(still, 0, still.num_bytes)
-    assert part(image, layout.changes_at, image.num_bytes) == part(changes, 0, changes.num_bytes)
-    for begin, end in (layout.still, (layout.changes_at, image.num_bytes)):
-        assert image.digests(begin, end) == digest_blocks(part(image, begin, end))
 
 
 def test_a_file_without_tensors_holds_its_objects() -> None:

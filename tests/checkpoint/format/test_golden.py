@@ -20,17 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.checkpoint.format import golden_run
-from tests.checkpoint.format.golden_run import (
-    BUFFERS,
-    EXPORTED,
-    GOLDEN,
-    PARAMETERS,
-    STEP,
-    WRITERS,
-    WRITTEN,
-    GoldenRun,
-    expected,
-)
+from tests.checkpoint.format.golden_run import BUFFERS, GOLDEN, PARAMETERS, STEP, WRITERS, WRITTEN, GoldenRun, expected
 from tests.checkpoint.small_run import same
 from tests.ranks import Ranks
 from torchtitan_lite.cli.app import main
@@ -99,8 +89,7 @@ def test_a_golden_checkpoint_says_which_version_and_how_many_ranks_wrote_it(gold
     assert CheckpointStore(golden / name).check_sizes(info) == []
     manifest = Manifest.of_folder(info.path)
     assert manifest is not None
-    version = version_of(golden) if name == "checkpoint" else EXPORTED.get(golden.name, version_of(golden))
-    assert (manifest.format_version, manifest.world_size) == (version, WRITERS[golden.name])
+    assert (manifest.format_version, manifest.world_size) == (version_of(golden), WRITERS[golden.name])
     assert (manifest.step, manifest.lineage.run_id, info.run_id) == (STEP, "golden", "golden")
     assert manifest.kind.value == {"checkpoint": "full", "export": "weights_only"}[name]
 
@@ -231,13 +220,11 @@ def test_what_two_ranks_write_is_the_golden_checkpoint_byte_for_byte(
 
 
 @writes_as_the_golden_ones
-@pytest.mark.slow  # five processes for two cases
+@pytest.mark.slow  # five processes for one case
 def test_what_five_ranks_write_is_the_golden_checkpoint_byte_for_byte(tmp_path: Path) -> None:
     with closing(Ranks(5)) as five_ranks:
-        for writer in ("five-ranks", "still-files"):
-            five_ranks.run(save_as_one_of_several_ranks, folder=tmp_path / writer, writer=writer)
-    for writer in ("five-ranks", "still-files"):
-        assert_as_golden(tmp_path / writer, writer)
+        five_ranks.run(save_as_one_of_several_ranks, folder=tmp_path)
+    assert_as_golden(tmp_path, "five-ranks")
 
 
 def test_tensors_cut_into_four_chunks_or_more_are_stored_in_runs() -> None:
@@ -247,15 +234,6 @@ def test_tensors_cut_into_four_chunks_or_more_are_stored_in_runs() -> None:
     assert {key for key, entry in entries.items() if "runs" in entry} == {"model.weight"}
     first = entries["model.weight"]["runs"][0]
     assert (first[:2], first[3:]) == ([5, [0, 1]], [0, [0, 0], [1, 3]]), "each rank has one row"
-
-
-def test_the_runs_of_still_tensors_name_the_second_files_of_the_ranks() -> None:
-    manifest = Manifest.of_folder(CURRENT["still-files"] / "checkpoint" / f"step-{STEP}")
-    assert manifest is not None
-    [run] = manifest.tensors["optimizer.state.weight.exp_avg"]["runs"]
-    assert (run[:2], run[3:]) == ([5, [0, 1, 1]], [0, [0, 0], [1, 3]]), "each rank has one row in its second file"
-    assert {name for name in manifest.files if name.endswith("_1.distcp")} == {f"__{n}_1.distcp" for n in range(5)}
-    assert [chunk[0] for chunk in manifest.tensors["model.mask"]["chunks"]] == ["__0_1.distcp"]
 
 
 def test_two_ranks_read_every_golden_checkpoint(two_ranks: Ranks, tmp_path: Path) -> None:

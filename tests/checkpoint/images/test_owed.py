@@ -87,10 +87,9 @@ class Job:
         {"interval_type": "seconds", "interval": 100},
         pytest.param({"interval_type": "none", "or_every_seconds": 100}, marks=pytest.mark.slow),
         pytest.param({"interval": 1000, "at_steps": (2,), "or_every_seconds": 100}, marks=pytest.mark.slow),
-        {"interval_type": "continuous", "continuous_floor_seconds": 100},
         {"interval_type": "auto", "mtbf_hours": 1000},
     ],
-    ids=["seconds", "or_every_seconds", "steps or seconds", "continuous", "auto"],
+    ids=["seconds", "or_every_seconds", "steps or seconds", "auto"],
 )
 @pytest.mark.parametrize("resets", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["reset", "own loop"])
 def test_kills_more_often_than_the_seconds_leave_the_disk_at_most_two_intervals_behind(

@@ -77,7 +77,7 @@ def planned(ranks: Sequence[Sequence[Has]], *, of_lowest: bool = False) -> Joint
     ]
     assert joint.description is not None
     return JointlyPlanned(
-        [[item for items in part.kept(len(ranks)) for item in items] for part in parts],
+        [part.kept(len(ranks)) for part in parts],
         dict(joint.description.tensors),
         joint.description.metadata([]).data,
         [part.shared() for part in parts],

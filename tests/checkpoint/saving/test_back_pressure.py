@@ -7,7 +7,6 @@ from datetime import timedelta
 
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.small_run import Lent
-from torchtitan_lite.checkpoint.format.file_data import FilePart
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.saving.content import Copying, write_in_place
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, ThreadSaver
@@ -26,9 +25,9 @@ class SlowDisk:
         self.stager = build_stager()
         self.saver = ThreadSaver(Peers(timedelta(seconds=60)), copying=Copying(self.stager), write=self._write)
 
-    def _write(self, new: NewFile, staged: StagedCopy, target: SaveTarget, part: FilePart) -> FileRecord:
+    def _write(self, new: NewFile, staged: StagedCopy, target: SaveTarget) -> FileRecord:
         assert self.may_write.wait(60)
-        return write_in_place(new, staged, target, part)
+        return write_in_place(new, staged, target)
 
 
 def test_skip_omits_due_saves_during_a_write_and_saves_again_after_it(start_run: StartRun) -> None:

@@ -104,15 +104,6 @@ def test_of_steps_and_seconds_the_first_that_comes_is_due() -> None:
     assert after_consensus.due(Tick(150, 30.0), last) and not after_consensus.due(Tick(200, 0.0), last)
 
 
-def test_continuous_saves_are_due_once_the_last_one_is_durable_and_the_floor_has_passed() -> None:
-    policy = built(interval_type="continuous", continuous_floor_seconds=5)
-    assert policy.needs_consensus
-    assert not policy.due(Tick(9, 50.0, is_writing=True), START)
-    assert not policy.due(Tick(9, 4.9), START)
-    assert policy.due(Tick(9, 5.0), START)
-    assert built(interval_type="continuous", continuous_floor_seconds=0).due(Tick(1, 0.0), START)
-
-
 @pytest.mark.parametrize(
     ("settings", "loaded", "on_disk", "overdue", "behind"),
     [
@@ -123,7 +114,6 @@ def test_continuous_saves_are_due_once_the_last_one_is_durable_and_the_floor_has
         ({"interval_type": "seconds", "interval": 30}, Tick(9, 129.0), Tick(5, 99.0), True, 1),
         ({"interval_type": "seconds", "interval": 30}, Tick(9, 128.0), Tick(5, 99.0), False, 29 / 30),
         ({"interval": 10, "or_every_seconds": 30}, Tick(9, 189.0), Tick(5, 99.0), True, 3),
-        ({"interval_type": "continuous", "continuous_floor_seconds": 5}, Tick(9, 50.0), Tick(5, 45.0), True, 0),
         ({"interval_type": "auto"}, Tick(9, 150.0, auto_seconds=60.0), Tick(5, 99.0), False, 0),
         ({"interval_type": "auto"}, Tick(9, 160.0, auto_seconds=60.0), Tick(5, 99.0), True, 0),
     ],
@@ -136,7 +126,7 @@ def test_what_was_loaded_from_memory_is_overdue_if_a_save_since_the_disks_step_i
 
 
 def test_a_run_that_only_loads_saves_at_no_listed_step_either() -> None:
-    assert built(load_only=True, at_steps=(1, 2), or_every_seconds=1, interval_type="continuous") == Never()
+    assert built(load_only=True, at_steps=(1, 2), or_every_seconds=1, interval_type="auto") == Never()
 
 
 @pytest.mark.parametrize(
@@ -146,7 +136,7 @@ def test_a_run_that_only_loads_saves_at_no_listed_step_either() -> None:
         ({"at_steps": ("5",)}, "checkpoint.at_steps: expected a list of whole numbers"),
         ({"at_steps": (True,)}, "checkpoint.at_steps: expected a list of whole numbers"),
         ({"or_every_seconds": -1}, "checkpoint.or_every_seconds: expected a finite number of at least 0"),
-        ({"continuous_floor_seconds": float("nan")}, "checkpoint.continuous_floor_seconds: expected a finite number"),
+        ({"max_overhead": float("nan")}, "checkpoint.max_overhead: expected a finite number"),
     ],
 )
 def test_a_wrong_value_is_refused_by_the_name_of_its_key(settings: dict[str, Any], message: str) -> None:

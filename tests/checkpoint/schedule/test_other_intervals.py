@@ -1,9 +1,8 @@
-"""A manager saves at listed steps, continuously, and by whichever of steps and seconds comes first."""
+"""A manager saves at listed steps, and by whichever of steps and seconds comes first."""
 
 from __future__ import annotations
 
 from tests.checkpoint.conftest import StartRun
-from tests.checkpoint.schedule.gated_saver import GatedSaver
 
 
 def test_listed_steps_are_saved_with_the_interval_and_the_last_step(start_run: StartRun) -> None:
@@ -31,35 +30,3 @@ def test_whichever_of_steps_and_seconds_comes_first_is_saved(start_run: StartRun
         saved.append(run.step())
     # After 12 s step 3 is due by the clock, and the ranks act on it in step 4. 5 and 10 are due by their steps.
     assert [step for step, is_saved in enumerate(saved, start=1) if is_saved] == [4, 5, 10]
-
-
-def test_continuous_saves_begin_a_step_after_the_last_one_is_durable(start_run: StartRun) -> None:
-    saver = GatedSaver()
-    run = start_run(interval_type="continuous", continuous_floor_seconds=5.0, seams={"saver": saver})
-    run.manager.reset()
-
-    def steps(count: int) -> list[int]:
-        done = []
-        for _ in range(count):
-            run.clock.seconds += 2
-            if run.step():
-                done.append(run.train_state.step)
-        return done
-
-    assert steps(4) == [4], "the floor passes in step 3"
-    assert steps(6) == [], "nothing is saved during a write, however long it takes"
-    saver.finish()
-    assert steps(1) == [], "step 11 notices that the save is durable"
-    assert steps(1) == [12]
-    saver.finish()
-    assert steps(4) == [16], "the floor counts from the beginning of the last save"
-    saver.finish()
-
-
-def test_continuous_saves_that_block_training_leave_the_floor_between_them(start_run: StartRun) -> None:
-    run = start_run(interval_type="continuous", continuous_floor_seconds=10.0)
-    run.manager.reset()
-    for _ in range(12):
-        run.clock.seconds += 4
-        run.step()
-    assert run.committed() == [4, 8, 12]

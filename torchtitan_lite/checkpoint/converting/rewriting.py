@@ -32,7 +32,7 @@ from torchtitan_lite.errors import CheckpointDamaged, ConfigError, TorchtitanLit
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest, Table
-from torchtitan_lite.store.manifest_fields import DCP_METADATA, LINKED
+from torchtitan_lite.store.manifest_fields import DCP_METADATA
 
 Layout = Literal["dcp", "dcp, nested", "torchtitan", "ours"]
 """`dcp, nested` has the optimizer as a list of groups, the others by the names of parameters."""
@@ -111,8 +111,7 @@ def _keeping_what_is_right(folder: Path) -> Iterator[None]:
 
 
 def _num_data_files(opened: OpenedCheckpoint) -> int:
-    # A rank may have a second file, of what stayed the same from save to save: a new checkpoint has none.
-    return len({layout.rank_of(name) for name in opened.sizes if layout.is_data_file(name)})
+    return len([name for name in opened.sizes if layout.is_data_file(name)])
 
 
 def _reader(opened: OpenedCheckpoint) -> Reader:
@@ -156,7 +155,7 @@ def _of_files(manifest: Manifest, written: Written, state: NewState) -> Manifest
         files=written.files,
         tensors=Table(written.tensors),
         objects=Table(written.objects),
-        extra={name: value for name, value in manifest.extra.items() if name not in (DCP_METADATA, LINKED)},
+        extra={name: value for name, value in manifest.extra.items() if name != DCP_METADATA},
         format_version=format_version(written.tensors),
     )
 

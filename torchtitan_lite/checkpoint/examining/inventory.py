@@ -29,7 +29,6 @@ from torchtitan_lite.store.listing import Listing, is_folder
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.manifest_fields import DCP_METADATA
 from torchtitan_lite.store.place import Place
-from torchtitan_lite.store.shared_files import SharedFiles, shared_files
 from torchtitan_lite.store.verified import Verified, verified, verified_in
 
 _FINDINGS_BYTES = 1 << 20
@@ -95,8 +94,6 @@ class ListedCheckpoint:
     """The configuration of the run that saved it; empty if unknown."""
     info: CheckpointInfo | None = field(default=None, repr=False)
     """What the store knows of a committed one."""
-    shared: SharedFiles = field(default_factory=dict, repr=False)
-    """Those of its files that others may have, too."""
     has_name_of_step: bool = False
     """Whether it has the place of its step, so that a pin of the step is for it."""
 
@@ -209,7 +206,6 @@ def managed(folder: Place, manifest: Manifest, state: FolderState, finding: str)
         finding=finding,
         config=manifest.extra.get("config", {}),
         info=info if state is FolderState.COMMITTED else None,
-        shared=shared_files(info) if isinstance(folder, Path) else {},
     )
 
 

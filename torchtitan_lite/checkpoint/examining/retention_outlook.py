@@ -37,6 +37,5 @@ def outlook(
         policy = build_retention(Checkpoint(**keys))
     except (ConfigError, TypeError, ValueError):
         return {}
-    shared = {entry.info: entry.shared for entry in entries if entry.info is not None}
-    verdicts = judge(policy, [*shared], pinned=pinned, now=now, files_of=shared.__getitem__)
-    return {verdict.info.step: verdict for verdict in verdicts}
+    committed = [entry.info for entry in entries if entry.info is not None]
+    return {verdict.info.step: verdict for verdict in judge(policy, committed, pinned=pinned, now=now)}

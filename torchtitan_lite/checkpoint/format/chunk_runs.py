@@ -13,12 +13,12 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, chain
 from typing import Any, NamedTuple, overload
 
 from torchtitan_lite.checkpoint.format.chunk import Chunk, Shape
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.manifest import FORMAT_WITH_RUNS, FORMAT_WITH_STILL, FORMAT_WITHOUT_RUNS
+from torchtitan_lite.store.manifest import FORMAT_WITH_RUNS, FORMAT_WITHOUT_RUNS
 
 LEAST_CHUNKS = 4
 """A tensor of fewer chunks is stored as a list of them, which earlier versions can read."""
@@ -26,8 +26,8 @@ _MOST_FILES = 1 << 23
 """Files that the different rows of runs in one checkpoint may name together, and ranks: looking each up takes a second
 or two."""
 
-Row = tuple[int, int, int, int]
-"""Number of chunks, first rank, step of the rank, and the index of each rank's file: the files of a run."""
+Row = tuple[int, int, int]
+"""Number of chunks, first rank, and step of the rank: the files of a run."""
 
 
 # An 8B state on 1,024 ranks has a million chunks. As a list they were 40 MB of manifest, which every save wrote, every
@@ -45,13 +45,11 @@ class ChunkRun(NamedTuple):
     dim: int
     offsets: Shape
     sizes: Shape
-    file_index: int = layout.CHANGES
-    """Which of the files of a rank holds them."""
 
     @property
     def row(self) -> Row:
         """Return what names the files of the run."""
-        return self.num_chunks, self.rank, self.rank_step, self.file_index
+        return self.num_chunks, self.rank, self.rank_step
 
     def chunk(self, number: int) -> Chunk:
         """Return chunk `number`."""
@@ -59,9 +57,7 @@ class ChunkRun(NamedTuple):
         if number:
             along = offsets[self.dim] + number * self.sizes[self.dim]
             offsets = (*offsets[: self.dim], along, *offsets[self.dim + 1 :])
-        return Chunk(
-            layout.data_file(self.rank + number * self.rank_step, self.file_index), self.at, offsets, self.sizes
-        )
+        return Chunk(layout.data_file(self.rank + number * self.rank_step, 0), self.at, offsets, self.sizes)
 
     def box(self) -> Chunk:
         """Return all of them as one chunk; its place means nothing."""
@@ -118,13 +114,12 @@ class ChunkRuns(Sequence[Chunk]):
 
     def in_file(self, file: str) -> Iterator[Chunk]:
         """Yield the chunks in `file`."""
-        found = layout.parse_data_file(file)
-        if found is None:
+        rank = layout.rank_of(file)
+        if rank is None or file != layout.data_file(rank, 0):
             return
-        rank, index = found
         for run in self.runs:
             number, rest = divmod(rank - run.rank, run.rank_step)
-            if run.file_index == index and not rest and 0 <= number < run.num_chunks:
+            if not rest and 0 <= number < run.num_chunks:
                 yield run.chunk(number)
 
     @property
@@ -142,8 +137,8 @@ class FileSizes:
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self._sizes = sizes
-        self._by_rank: dict[int, list[int]] = {layout.CHANGES: [], layout.STILL: []}
-        """The sizes of the files of each index of the ranks up to the highest that was in question; -1: it has none."""
+        self._by_rank: list[int] = []
+        """The sizes of the files of the ranks up to the highest that was in question; -1: it has none."""
         self._least: dict[Row, int] = {}
         """The smallest size of the files of each row that was in question; -1 if one is missing."""
 
@@ -152,51 +147,46 @@ class FileSizes:
         for run in chunks.runs:
             num_bytes = math.prod(run.sizes) * itemsize
             end = run.at + num_bytes if num_bytes else 0
-            row = run.row
+            row = run[:3]
             if row not in self._least:
                 self._least[row] = min(self._of_row(row))
             if self._least[row] < end:
                 yield from (run.chunk(n) for n, size in enumerate(self._of_row(row)) if size < end)
 
     def _of_row(self, row: Row) -> list[int]:
-        count, rank, step, index = row
+        count, rank, step = row
         end = rank + (count - 1) * step + 1
         if end > len(self._sizes):  # Also of a damaged table: rank and step may be any numbers.
-            return [self._of_rank(each, index) for each in range(rank, end, step)]
-        by_rank = self._by_rank[index]
-        by_rank += [self._of_rank(each, index) for each in range(len(by_rank), end)]
-        return by_rank[rank:end:step]
+            return [self._of_rank(each) for each in range(rank, end, step)]
+        self._by_rank += map(self._of_rank, range(len(self._by_rank), end))
+        return self._by_rank[rank:end:step]
 
-    def _of_rank(self, rank: int, index: int) -> int:
-        return self._sizes.get(layout.data_file(rank, index), -1)
+    def _of_rank(self, rank: int) -> int:
+        return self._sizes.get(layout.data_file(rank, 0), -1)
 
 
 def files_of(rows: Collection[Row]) -> frozenset[str]:
     """Return the names of the files of all `rows`."""
-    files: set[tuple[int, int]] = set()
-    for count, rank, step, index in rows:
-        files.update((each, index) for each in range(rank, rank + count * step, step))
-    return frozenset(layout.data_file(*file) for file in files)
+    ranks: set[int] = set()
+    for count, rank, step in rows:
+        ranks.update(range(rank, rank + count * step, step))
+    return frozenset(layout.data_file(rank, 0) for rank in ranks)
 
 
 def check_rows(rows: Collection[Row], num_files: int) -> None:
     """Raise ValueError if runs with these rows cannot be those of a checkpoint of `num_files` files."""
-    longest = max((count for count, *_ in rows), default=0)
+    longest = max((count for count, _, _ in rows), default=0)
     if longest > num_files:
         raise ValueError(f"a run of {longest} chunks, each in another file, but there are {num_files} files")
-    if any(rank + (count - 1) * step >= _MOST_FILES for count, rank, step, _ in rows):
+    if any(rank + (count - 1) * step >= _MOST_FILES for count, rank, step in rows):
         raise ValueError(f"a run that ends past rank {_MOST_FILES}")
-    if (total := sum(count for count, *_ in rows)) > _MOST_FILES:
+    if (total := sum(count for count, _, _ in rows)) > _MOST_FILES:
         raise ValueError(f"runs over {total} files in all; expected at most {_MOST_FILES}")
 
 
 def format_version(entries: Mapping[str, Mapping[str, Any]]) -> int:
     """Return the lowest version of the format that has such `entries` of the table of tensors."""
-    of_runs = [run for entry in entries.values() for run in entry.get("runs", ())]
-    of_chunks = (chunk for entry in entries.values() for chunk in entry.get("chunks", ()))
-    if any(len(run[1]) > 2 for run in of_runs) or any(layout.is_still(file) for file, *_ in of_chunks):
-        return FORMAT_WITH_STILL
-    return FORMAT_WITH_RUNS if of_runs else FORMAT_WITHOUT_RUNS
+    return FORMAT_WITH_RUNS if any("runs" in entry for entry in entries.values()) else FORMAT_WITHOUT_RUNS
 
 
 def decode(value: Any, num_dims: int) -> ChunkRuns:
@@ -212,37 +202,32 @@ def _as_we_write_them(value: list[Any], num_dims: int) -> tuple[ChunkRun, ...] |
     if {*map(type, value)} != {list} or {*map(len, value)} != {6}:
         return None
     counts, rows, places, dims, offsets, sizes = zip(*value, strict=True)
-    if {*map(type, chain(rows, offsets, sizes))} != {list} or {*map(len, rows)} not in ({2}, {3}):
+    if {*map(type, chain(rows, offsets, sizes))} != {list} or {*map(len, rows)} != {2}:
         return None
     if {*map(len, chain(offsets, sizes))} != {num_dims}:
         return None
-    ranks, steps, *indices = zip(*rows, strict=True)
-    if indices and ({*map(type, indices[0])} != {int} or {*indices[0]} != {layout.STILL}):
-        return None
+    ranks, steps = zip(*rows, strict=True)
     numbers = [*counts, *ranks, *steps, *places, *dims, *chain.from_iterable(offsets), *chain.from_iterable(sizes)]
     if {*map(type, numbers)} != {int} or min(numbers) < 0 or min(counts) < 1 or min(steps) < 1 or max(dims) >= num_dims:
         return None
     if any(count > 1 and not each[dim] for count, dim, each in zip(counts, dims, sizes, strict=True)):
         return None
-    of_index = indices[0] if indices else repeat(layout.CHANGES, len(value))
-    columns = counts, ranks, steps, places, dims, map(tuple, offsets), map(tuple, sizes), of_index
+    columns = counts, ranks, steps, places, dims, map(tuple, offsets), map(tuple, sizes)
     return tuple(map(ChunkRun._make, zip(*columns, strict=True)))
 
 
 def _run(value: Any, num_dims: int) -> ChunkRun:
-    expected = "expected a run of [count, [rank, step] or [rank, step, 1], at, dim, offsets, sizes]"
+    expected = "expected a run of [count, [rank, step], at, dim, offsets, sizes]"
     if type(value) is not list or [*map(type, value)] != [int, list, int, int, list, list]:
         raise ValueError(expected)
     count, ranks, at, dim, offsets, sizes = value
-    if not {*map(type, (*ranks, *offsets, *sizes))} <= {int} or len(ranks) < 2:
-        raise ValueError(expected)
-    if ranks[2:] not in ([], [layout.STILL]):
+    if not {*map(type, (*ranks, *offsets, *sizes))} <= {int} or len(ranks) != 2:
         raise ValueError(expected)
     if not len(offsets) == len(sizes) == num_dims:
         raise ValueError("a run has another number of dimensions")
-    rank, step, *index = ranks
+    rank, step = ranks
     if min(count - 1, rank, step - 1, at, dim, *offsets, *sizes) < 0:
         raise ValueError("a run has a negative number, no chunk, or all its chunks in one file")
     if count > 1 and (dim >= num_dims or sizes[dim] == 0):
         raise ValueError("the chunks of a run do not lie one after another")
-    return ChunkRun(count, rank, step, at, dim, tuple(offsets), tuple(sizes), *index)
+    return ChunkRun(count, rank, step, at, dim, tuple(offsets), tuple(sizes))

@@ -3,8 +3,7 @@
 A `FileLayout` holds the place of each tensor's item in the file; it depends on dtypes and shapes alone,
 so it is the same from save to save. A `FileData` is a layout filled with tensors and objects: any
 thread can copy any range of its bytes without the rest. The layout covers the file without gaps:
-tensors first, objects after them, so that an object which grows moves no tensor. Where a rank writes two
-files, the layout has one after the other: still tensors, then, from a block on, all else.
+tensors first, objects after them, so that an object which grows moves no tensor.
 """
 
 from __future__ import annotations
@@ -14,15 +13,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from torchtitan_lite.checkpoint.format.torch_item import ALIGNMENT, Frame, tensor_frame
-from torchtitan_lite.disk.digest import BLOCK_BYTES, BlockDigest
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 Spec = tuple[torch.dtype, tuple[int, ...]]
 """dtype and shape of a dense tensor."""
@@ -30,18 +24,6 @@ _SMALL_BYTES = 64 << 10
 """Copies up to this size keep the GIL: to take it back from other threads after each takes longer than the copy."""
 _copy_small = ctypes.PyDLL(None).memmove
 _copy_small.argtypes, _copy_small.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_void_p
-
-
-class FilePart(NamedTuple):
-    """The bytes [begin, end) of a layout, which are one file."""
-
-    begin: int
-    end: int
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the file."""
-        return self.end - self.begin
 
 
 @dataclass(frozen=True)
@@ -68,21 +50,21 @@ def extent_of(spec: Spec) -> tuple[int, int]:
 
 
 class FileLayout:
-    """The places of tensors with these `specs`, one after another, in a file; the first `num_still` are the still ones.
+    """The places of tensors with these `specs`, one after another, in a file."""
 
-    Places count from the first byte of the first file.
-    """
-
-    def __init__(self, specs: Sequence[Spec], num_still: int = 0) -> None:
+    def __init__(self, specs: Sequence[Spec]) -> None:
         self.specs = tuple(specs)
-        self.num_still = num_still
         self.places: list[TensorPlace] = []
         self.frames: list[Frame] = []
-        self.still_end = self._lay_out(self.specs[:num_still], 0)
-        """The size of the still file in bytes."""
-        self.changes_at = _aligned(self.still_end, BLOCK_BYTES)
-        """Where the other file begins."""
-        self.end = self._lay_out(self.specs[num_still:], self.changes_at)
+        at = 0
+        for dtype, shape in self.specs:
+            frame = tensor_frame(dtype, shape)
+            data_bytes = torch.Size(shape).numel() * dtype.itemsize
+            item_bytes = len(frame.head) + data_bytes + len(frame.tail)
+            self.frames.append(frame)
+            self.places.append(TensorPlace(at, at + len(frame.head), data_bytes, item_bytes))
+            at += _aligned(item_bytes)
+        self.end = at
         """The size of all tensor items in bytes, which is where the objects start."""
         self.starts = [place.item_at for place in self.places]
         gaps = [self.end_of(number) - place.item_at - place.item_bytes for number, place in enumerate(self.places)]
@@ -92,22 +74,6 @@ class FileLayout:
         """What follows the elements of each tensor, up to the next item."""
         self.between = _tails(self.frames, gaps, heads[1:], shared)
         """What lies between the elements of each tensor and those of the next one."""
-
-    @property
-    def still(self) -> FilePart:
-        """The file of the still tensors; without bytes if there are none."""
-        return FilePart(0, self.still_end)
-
-    def _lay_out(self, specs: Sequence[Spec], at: int) -> int:
-        """Add the places of `specs`, from byte `at` on; return the byte after them."""
-        for dtype, shape in specs:
-            frame = tensor_frame(dtype, shape)
-            data_bytes = torch.Size(shape).numel() * dtype.itemsize
-            item_bytes = len(frame.head) + data_bytes + len(frame.tail)
-            self.frames.append(frame)
-            self.places.append(TensorPlace(at, at + len(frame.head), data_bytes, item_bytes))
-            at += _aligned(item_bytes)
-        return at
 
     def end_of(self, number: int) -> int:
         """Return the byte where the item after number `number` starts."""
@@ -147,7 +113,6 @@ class FileData:
         ]
         self.objects = objects
         self.num_bytes = layout.end + len(objects)
-        """Of the files and what lies between them."""
 
     def fill(self, buffer: memoryview, begin: int, end: int) -> None:
         """Copy bytes [begin, end) of the file to the start of `buffer`. Any thread.
@@ -168,41 +133,6 @@ class FileData:
         if end > self.layout.end:
             first = max(begin, self.layout.end)
             buffer[first - begin : end - begin] = self.objects[first - self.layout.end : end - self.layout.end]
-
-    def digests(self, begin: int, end: int) -> bytes:
-        """Return the digests of the blocks of bytes [begin, end), from where they lie. Any thread.
-
-        `begin` is a multiple of the size of a block.
-        """
-        found = []
-        for at in range(begin, end, BLOCK_BYTES):
-            digest = BlockDigest()
-            for piece in self._pieces(at, min(at + BLOCK_BYTES, end)):
-                digest.update(piece)
-            found.append(digest.digest())
-        return b"".join(found)
-
-    def _pieces(self, begin: int, end: int) -> Iterator[ReadableBuffer]:
-        """Yield bytes [begin, end) in order; those of tensors in a row are the tensors' memory itself."""
-        layout = self.layout
-        first = max(0, bisect_right(layout.starts, begin) - 1)
-        for number in range(first, bisect_left(layout.starts, end)):
-            place = layout.places[number]
-            yield _part(layout.frames[number].head, place.item_at, begin, end)
-            at, last = max(begin, place.data_at), min(end, place.data_end)
-            if at < last:
-                yield self._elements(number, at - place.data_at, last - place.data_at)
-            yield _part(layout.tails[number], place.data_end, begin, end)
-        yield _part(self.objects, layout.end, begin, end)
-
-    def _elements(self, number: int, begin: int, end: int) -> ReadableBuffer:
-        """Return bytes [begin, end) of the elements of a tensor."""
-        tensor, array = self.tensors[number], ctypes.c_char * (end - begin)
-        if self._in_a_row[number]:
-            return array.from_address(tensor.data_ptr() + begin)
-        copied = array()
-        copy_bytes(tensor, begin, end, ctypes.addressof(copied))
-        return copied
 
     def _fill_whole(self, first: int, last: int, address: int) -> None:
         """Copy the complete items from number `first` to before `last`, which lie one after another."""
@@ -286,11 +216,6 @@ def _row_major(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous().cpu()
 
 
-def _part(data: bytes, at: int, begin: int, end: int) -> memoryview:
-    """Return what of `data`, which starts at byte `at` of the file, lies in [begin, end)."""
-    return memoryview(data)[max(0, begin - at) : max(0, end - at)]
-
-
 def _overlay(buffer: memoryview, begin: int, end: int, at: int, data: bytes) -> None:
     """Copy the part of `data` that lies in [begin, end) into `buffer`.
 
@@ -301,5 +226,5 @@ def _overlay(buffer: memoryview, begin: int, end: int, at: int, data: bytes) -> 
         buffer[first - begin : last - begin] = data[first - at : last - at]
 
 
-def _aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
-    return -(-num_bytes // alignment) * alignment
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

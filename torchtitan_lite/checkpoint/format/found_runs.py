@@ -38,10 +38,10 @@ class Boxes:
     offsets: Numbers
     sizes: Numbers
 
-    def runs(self, ranks: Numbers, at: Numbers, index: int = layout.CHANGES) -> list[list[Any]] | None:
+    def runs(self, ranks: Numbers, at: Numbers) -> list[list[Any]] | None:
         """Return the runs, in the form that JSON holds, of chunks which begin at byte `at` of the files of `ranks`.
 
-        Each rank has them in its file with this `index`. Return None where a list of the chunks is as short.
+        Return None where a list of the chunks is as short.
         """
         if len(ranks) < LEAST_CHUNKS:
             return None
@@ -53,16 +53,8 @@ class Boxes:
         if not found or sum(count for count, _, _, _ in found) == len(found):
             return None
         offsets, sizes = self.offsets, self.sizes
-        of_index = [index] if index else []
         return [
-            [
-                count,
-                [int(ranks[first]), step, *of_index],
-                int(at[first]),
-                dim,
-                offsets[first].tolist(),
-                sizes[first].tolist(),
-            ]
+            [count, [int(ranks[first]), step], int(at[first]), dim, offsets[first].tolist(), sizes[first].tolist()]
             for count, first, step, dim in found
         ]
 
@@ -98,13 +90,12 @@ def encode(chunks: Sequence[Sequence[Any]]) -> list[list[Any]] | None:
     """
     if len(chunks) < LEAST_CHUNKS:
         return None
-    files = [layout.parse_data_file(file) for file, _, _, _ in chunks]
-    ranks, indices = zip(*((-1, -1) if file is None else file for file in files), strict=True)
-    if {*indices} not in ({layout.CHANGES}, {layout.STILL}):
+    files, at, offsets, sizes = zip(*chunks, strict=True)
+    ranks = [layout.rank_of(file) for file in files]
+    if any(rank is None or file != layout.data_file(rank, 0) for rank, file in zip(ranks, files, strict=True)):
         return None
-    _, at, offsets, sizes = zip(*chunks, strict=True)
     boxes = Boxes(np.array(offsets, dtype=np.int64), np.array(sizes, dtype=np.int64))
-    return boxes.runs(np.array(ranks, dtype=np.int64), np.array(at, dtype=np.int64), indices[0])
+    return boxes.runs(np.array(ranks, dtype=np.int64), np.array(at, dtype=np.int64))
 
 
 def _with_runs(entry: dict[str, Any]) -> dict[str, Any]:

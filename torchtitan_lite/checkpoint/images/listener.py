@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from torchtitan_lite.checkpoint.format.file_data import FilePart
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.images.image import Image
 from torchtitan_lite.checkpoint.images.images import Images
@@ -48,13 +47,13 @@ class ImageListener(CopyListener):
                 images.stager.pool.add_reader(copy.staged.slot)
                 images.marker.mark_later(image)
 
-        def write(new: NewFile, part: FilePart) -> FileRecord:
+        def write(new: NewFile) -> FileRecord:
             # This copy has its digests, so the save does not hash it again. Without `memory_interval` there is time for
             # a digest during the disk write, which no step waits for, and the copy stays as short as it can be.
             if images.are_made_at_once:
-                return content.write(new, part)
+                return content.write(new)
             try:
-                record = content.write(new, part)
+                record = content.write(new)
             except Exception:
                 # The disk failed, not the copy: it is all that a kill leaves then.
                 images.marker.digest_here(image)

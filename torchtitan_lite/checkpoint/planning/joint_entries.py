@@ -26,23 +26,18 @@ class Section:
     ranks: list[int] = field(default_factory=list)
     entries: Sequence[PlanEntry] = ()
     meshes: Mapping[int, Shape] = field(default_factory=dict)
-    guessed_still: frozenset[str] = frozenset()
-    """Keys of tensors that are not trained where the piece comes from."""
     first: int = 0
     coordinates: dict[int, Numbers] = field(default_factory=dict)
 
     def fill(self, text: bytes, first: int) -> None:
-        self.entries, self.meshes, self.guessed_still = section_of(text)
+        self.entries, self.meshes = section_of(text)
         self.first = first
         self.column = np.array(self.ranks, dtype=np.int64)
         self.is_decided = bytearray(len(self.entries))
         self.patterns = [-1] * len(self.entries)
-        self.is_still = bytearray(len(self.entries))
 
     def packed(self) -> bytes:
         answer = SectionAnswer(self.first, bytes(self.is_decided), self.patterns)
-        if any(self.is_still):
-            answer = answer._replace(is_still=bytes(self.is_still))
         return zlib.compress(pickle.dumps(tuple(answer)), 1)
 
 
@@ -62,8 +57,6 @@ class JointTensor(Spreading):
     dtype: str
     places: Sequence[Place]
     """The entries that have it, in the order of the holders of its spread."""
-    index: int = layout.CHANGES
-    """In which of their files the ranks have it."""
 
     def by_place(self) -> Iterator[tuple[Place, Boxes]]:
         """Yield the boxes that are written by ranks with each of the places."""
@@ -78,10 +71,10 @@ class JointTensor(Spreading):
         """Return its entry in the manifest's table; the elements of each box begin `at` these bytes of their files."""
         spread, ranks = self.spread, self.spread.ranks[self.writers]
         described: dict[str, object] = {"dtype": self.dtype, "shape": list(spread.shape)}
-        if runs := spread.boxes.runs(ranks, at, self.index):
+        if runs := spread.boxes.runs(ranks, at):
             return described | {"runs": runs}
         columns = ranks.tolist(), at.tolist(), spread.offsets.tolist(), spread.sizes.tolist()
-        chunks = [[layout.data_file(rank, self.index), *where] for rank, *where in zip(*columns, strict=True)]
+        chunks = [[layout.data_file(rank, 0), *where] for rank, *where in zip(*columns, strict=True)]
         return described | {"chunks": chunks}
 
 

@@ -8,7 +8,7 @@ the answer names those of the others that it writes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -32,25 +32,15 @@ from torchtitan_lite.checkpoint.planning.outline import Digest, Outline
 from torchtitan_lite.checkpoint.planning.plan_answers import Asked, KeptEntries, PlanAnswer
 from torchtitan_lite.checkpoint.planning.shared_items import Member, Patterns
 from torchtitan_lite.checkpoint.planning.spread import Holders, Numbers, Placed, Spread
-from torchtitan_lite.store import layout
 
 _SHOWN = 4
 
 
-def no_tensor_is(key: str, is_guessed: bool) -> bool:
-    """Return False: no tensor is a still one."""
-    return False
-
-
 class JointPlan:
-    """Plans what all ranks save together; with `of_lowest` all that ranks share comes from the lowest of them.
+    """Plans what all ranks save together; with `of_lowest` all that ranks share comes from the lowest of them."""
 
-    `is_still` says of a key, and of whether all ranks that have it guess so, whether its tensor is a still one.
-    """
-
-    def __init__(self, *, of_lowest: bool = False, is_still: Callable[[str, bool], bool] = no_tensor_is) -> None:
+    def __init__(self, *, of_lowest: bool = False) -> None:
         self._of_lowest = of_lowest
-        self._is_still = is_still
         self._outlines: Sequence[Outline] = ()
         self._sections: dict[Digest, Section] = {}
         self.description: Description | None = None
@@ -138,12 +128,9 @@ class JointPlan:
                 raise ValueError(f"{key}: {error}") from None
             entries = [section.entries[at] for section, at in of_key]
             is_lowest_ranks = self._of_lowest or is_mixed(entries) or any(each.is_lowest_ranks for each in entries)
-            tensor = JointTensor(spread, DTYPES[lowest.dtype].itemsize, is_lowest_ranks, key, lowest.dtype, of_key)
-            if self._is_still(key, all(key in section.guessed_still for section, _ in of_key)):
-                tensor.index = layout.STILL
-                for section, at in of_key:
-                    section.is_still[at] = 1
-            tensors.append(tensor)
+            tensors.append(
+                JointTensor(spread, DTYPES[lowest.dtype].itemsize, is_lowest_ranks, key, lowest.dtype, of_key)
+            )
         shown = ", ".join(odd[:_SHOWN]) + (f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else "")
         return tensors, objects, shown
 
@@ -176,12 +163,12 @@ class JointPlan:
                 for order, chosen in self._by_order(tensor, boxes):
                     parts[order].append((section.first + number, tensor, chosen))
                     num_parts[tensor.key] += 1
-        files = [RankFiles(len(self._outlines)) for _ in (layout.CHANGES, layout.STILL)]
+        files = RankFiles(len(self._outlines))
         begun: dict[str, Numbers] = {}
         entries: dict[str, dict[str, object]] = {tensor.key: {} for tensor in tensors}
         for of_order in parts:
             for _, tensor, boxes in sorted(of_order, key=lambda part: part[0]):
-                at = files[tensor.index].place(tensor, boxes)
+                at = files.place(tensor, boxes)
                 if num_parts[tensor.key] > 1:
                     num_parts[tensor.key] -= 1
                     begun.setdefault(tensor.key, np.zeros(len(tensor.writers), dtype=np.int64))[boxes] = at

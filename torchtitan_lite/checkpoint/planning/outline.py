@@ -95,13 +95,8 @@ def entries_of(
     return entries, [MeshPlace(tuple(mesh.shape), tuple(mesh.get_coordinate() or ())) for mesh in meshes]
 
 
-def outlined(
-    entries: Sequence[PlanEntry], meshes: Sequence[MeshPlace], structure: Branch, still: Collection[str] = ()
-) -> Outlined:
-    """Return the outline of a rank with these `entries`, whose state has the containers of `structure`.
-
-    `still` has the keys of tensors that are not trained here.
-    """
+def outlined(entries: Sequence[PlanEntry], meshes: Sequence[MeshPlace], structure: Branch) -> Outlined:
+    """Return the outline of a rank with these `entries`, whose state has the containers of `structure`."""
     pieces: dict[Digest, bytes] = {}
 
     def add(document: Any) -> Digest:
@@ -116,9 +111,7 @@ def outlined(
         of_section = entries[numbers.start : numbers.stop]
         used = {entry.mesh for entry in of_section}
         shapes = {number: mesh.shape for number, mesh in enumerate(meshes) if number in used}
-        document = {"meshes": shapes, "entries": [_shortened(entry) for entry in of_section]}
-        still_here = [entry.key for entry in of_section if entry.key in still]
-        sections.append(add(document | ({"still": still_here} if still_here else {})))
+        sections.append(add({"meshes": shapes, "entries": [_shortened(entry) for entry in of_section]}))
     root = encode(structure)
     containers: tuple[Digest, ...] = ()
     if len(structure.children) <= _MOST_NAMES:
@@ -128,12 +121,11 @@ def outlined(
     return Outlined(Outline(tuple(sections), add(root), containers, places), pieces, ranges)
 
 
-def section_of(text: bytes) -> tuple[list[PlanEntry], dict[int, Shape], frozenset[str]]:
-    """Return the entries in the piece `text`, the shapes of their meshes by number, and the keys that are still."""
+def section_of(text: bytes) -> tuple[list[PlanEntry], dict[int, Shape]]:
+    """Return the entries in the piece `text`, and the shapes of their meshes by number."""
     document = json.loads(text)
     entries = [_decoded(*map(_tuples, entry)) for entry in document["entries"]]
-    meshes = {int(number): tuple(shape) for number, shape in document["meshes"].items()}
-    return entries, meshes, frozenset(document.get("still", ()))
+    return entries, {int(number): tuple(shape) for number, shape in document["meshes"].items()}
 
 
 def _decoded(*fields: Any) -> PlanEntry:

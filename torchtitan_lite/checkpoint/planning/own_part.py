@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torchtitan_lite.checkpoint.format.chunk_runs import LEAST_CHUNKS
 from torchtitan_lite.checkpoint.planning.plan_answers import PlanAnswer, SectionAnswer
 from torchtitan_lite.checkpoint.planning.shared_items import SharedItems
-from torchtitan_lite.store import layout
 
 
 class _OwnEntry(NamedTuple):
@@ -25,7 +24,6 @@ class _OwnEntry(NamedTuple):
     number_of_all: int
     is_decided: bool
     pattern: int
-    is_still: bool
 
 
 class OwnPart:
@@ -38,18 +36,16 @@ class OwnPart:
         self._answer = answer
         self._sections = sorted(zip(numbers, sections, answer.sections, strict=True))
 
-    def kept(self, world_size: int) -> tuple[list[WriteItem], list[WriteItem]]:
-        """Return the items that it writes, still ones and others, in the order of its files: see `JointPlan`."""
+    def kept(self, world_size: int) -> list[WriteItem]:
+        """Return the items that it writes, in the order of its file: see `JointPlan`."""
         decided = {*np.frombuffer(self._answer.kept, dtype=np.uint32).tolist()}
-        of_files: tuple[list[list[WriteItem]], ...] = ([[], [], []], [[], [], []])
+        parts: list[list[WriteItem]] = [[], [], []]
         for entry in self._entries():
-            parts = of_files[layout.STILL if entry.is_still else layout.CHANGES]
             item = self._items[entry.number]
             if entry.number_of_all in decided if entry.is_decided else _has_elements(item):
                 is_cut = world_size >= LEAST_CHUNKS and _is_cut(item)
                 parts[int(entry.is_decided) if is_cut else 2].append(_whole_if_empty(item))
-        changes, still = ([item for part in parts for item in part] for parts in of_files)
-        return still, changes
+        return [item for part in parts for item in part]
 
     def shared(self) -> list[SharedItems]:
         """Return what it shares with others, group by group."""
@@ -72,11 +68,10 @@ class OwnPart:
     def _entries(self) -> Iterator[_OwnEntry]:
         for _, numbers, packed in self._sections:
             answered = SectionAnswer(*pickle.loads(zlib.decompress(packed)))
-            is_still = answered.is_still or bytes(len(numbers))
-            for at, (number, is_decided, pattern, still) in enumerate(
-                zip(numbers, answered.is_decided, answered.patterns, is_still, strict=True)
+            for at, (number, is_decided, pattern) in enumerate(
+                zip(numbers, answered.is_decided, answered.patterns, strict=True)
             ):
-                yield _OwnEntry(number, answered.first + at, bool(is_decided), pattern, bool(still))
+                yield _OwnEntry(number, answered.first + at, bool(is_decided), pattern)
 
 
 def _whole_if_empty(item: WriteItem) -> WriteItem:

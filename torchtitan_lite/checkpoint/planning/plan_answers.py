@@ -43,8 +43,6 @@ class SectionAnswer(NamedTuple):
     """For each entry 1 if the coordinator decides who writes it; a rank writes what it has of the others."""
     patterns: list[int]
     """For each entry the number of the pattern of those that share it, or -1."""
-    is_still: bytes = b""
-    """For each entry 1 if it belongs into the still file of whoever writes it; empty if none does."""
 
 
 class KeptEntries:

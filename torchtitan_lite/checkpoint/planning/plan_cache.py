@@ -40,7 +40,6 @@ from torchtitan_lite.checkpoint.planning.own_part import OwnPart
 from torchtitan_lite.checkpoint.planning.rank_comparison import OWN_NAMES, RankComparison
 from torchtitan_lite.checkpoint.planning.rank_file import PlannedSave, RankPlan
 from torchtitan_lite.checkpoint.planning.replicas import Replicas
-from torchtitan_lite.checkpoint.planning.still_tensors import NoStillTensors
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import RanksDiffer
@@ -74,11 +73,8 @@ class PlanCache:
         comparison: RankComparison | None = None,
         *,
         states_of_ranks: Collection[str] = (),
-        still: NoStillTensors | None = None,
     ) -> None:
         self._peers = peers
-        self.still = still or NoStillTensors()
-        """Which tensors lie in the still files."""
         self._states_of_ranks = states_of_ranks
         """The states of which each rank has its own part, under its number."""
         self._examined: _Examined | None = None
@@ -115,7 +111,7 @@ class PlanCache:
                 raise failure
             flat, structure = _flattened(state, check)
             examined = _examined(flat, structure, self._examined)
-            is_known = self._plan is not None and examined is self._examined and not self.still.is_due
+            is_known = self._plan is not None and examined is self._examined
             verdict = _Verdict.UNCHANGED if is_known else _Verdict.CHANGED
             if verdict is _Verdict.CHANGED:
                 _prove(state, flat, examined.structure)
@@ -139,15 +135,6 @@ class PlanCache:
         assert self._plan is not None
         corruption = "" if check is None else self._comparison.corruption
         return PlannedSave(self._plan, flat, self._object_items, tuple(agreed_numbers), differs, corruption)
-
-    def spared_bytes(self, store: str) -> int:
-        """Return how many bytes of a full checkpoint the next save into `store` need not write. Coordinator only."""
-        return 0 if self._plan is None or self.still.is_due else self._plan.saves.spared_bytes(store)
-
-    def forget_saves(self) -> None:
-        """Let the next save share nothing with the last one. Any rank."""
-        if self._plan is not None:
-            self._plan.saves.forget()
 
     def compare_alongside(self, get_state: Callable[[], State]) -> None:
         """Begin to digest the state in a thread, so that the first save need not: see `RankComparison`. **Collective**.
@@ -186,11 +173,10 @@ class PlanCache:
             states = self._states_of_ranks if has_record else ()
             parts = divided(_local_items(flat), flat, structure, states, rank)
             entries, meshes = entries_of(parts.joint, self._replicas.of_lowest_rank(state, parts.joint), flat)
-            still = self.still.guess(state, parts.joint, flat)
-            own = outlined(entries, meshes, parts.structure, still)
+            own = outlined(entries, meshes, parts.structure)
         except Exception as error:
             failure = error
-        joint = JointPlan(of_lowest=self._comparison.takes_lowest, is_still=self.still.is_still)
+        joint = JointPlan(of_lowest=self._comparison.takes_lowest)
         with no_collection():  # The coordinator holds some objects for each rank.
             outline = failure if own is None else own.outline
             asked = self._peers.scatter_answers(outline, joint.ask)
@@ -200,9 +186,7 @@ class PlanCache:
         part = OwnPart(parts.joint, own.sections, asked.numbers, answer)
         self._comparison.use(part.shared(), answer.num_groups, parts.joint)
         self._contradiction = RanksDiffer(answer.contradiction, OWN_NAMES) if answer.contradiction else None
-        still_items, items = part.kept(world_size)
-        plan = _rank_plan(rank, still_items, [*items, *parts.own], joint.description, flat)
-        plan = dataclasses.replace(plan, saves=self.still.planned(plan.layout, [item.index.fqn for item in plan.items]))
+        plan = _rank_plan(rank, [*part.kept(world_size), *parts.own], joint.description, flat)
         if not has_record:
             return plan
         return dataclasses.replace(plan, own=parts.entries(rank, plan.items, plan.layout))
@@ -304,16 +288,12 @@ def _placed(item: WriteItem, value: Any) -> WriteItem:
     )
 
 
-def _rank_plan(
-    rank: int, still: Sequence[WriteItem], items: Sequence[WriteItem], description: Description | None, flat: State
-) -> RankPlan:
-    tensors = [*still, *(item for item in items if item.type != WriteItemType.BYTE_IO)]
+def _rank_plan(rank: int, items: Sequence[WriteItem], description: Description | None, flat: State) -> RankPlan:
+    tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
     objects = [item.index.fqn for item in items if item.type == WriteItemType.BYTE_IO]
     volatile = {number for number, item in enumerate(tensors) if not _only_step_changes(item.index.fqn, flat)}
-    file = FileLayout([_spec(item) for item in tensors], len(still))
-    still_name = layout.data_file(rank, layout.STILL) if still else ""
-    file_name = layout.data_file(rank, layout.CHANGES)
-    return RankPlan(file_name, tensors, objects, file, description, volatile, still_name=still_name)
+    file = FileLayout([_spec(item) for item in tensors])
+    return RankPlan(layout.data_file(rank, 0), tensors, objects, file, description, volatile)
 
 
 def _only_step_changes(key: str, flat: State) -> bool:

@@ -7,7 +7,7 @@ and objects of one state. The tensors are live: nothing is copied here.
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
@@ -17,7 +17,6 @@ from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.planning.object_items import ObjectItems
 from torchtitan_lite.checkpoint.planning.own_entries import OwnEntries
-from torchtitan_lite.checkpoint.planning.saves_of_plan import NoSavesOfPlan
 from torchtitan_lite.errors import RanksDiffer
 
 
@@ -27,7 +26,7 @@ class RankPlan:
 
     file_name: str
     items: Sequence[WriteItem]
-    """Chunks of tensors, in file order; those of the still file come first."""
+    """Chunks of tensors, in file order."""
     object_keys: Sequence[str]
     layout: FileLayout
     description: Description | None
@@ -36,10 +35,6 @@ class RankPlan:
     """The numbers, in file order, of the tensors that forward may change, not only the optimizer's step."""
     own: OwnEntries | None = None
     """What goes into the record of this rank; None if the manifest has all."""
-    still_name: str = ""
-    """The name of the file of the tensors that come first, of which `layout` says how many; empty if it has none."""
-    saves: NoSavesOfPlan = field(default_factory=NoSavesOfPlan)
-    """What was written by this plan so far."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +71,7 @@ class PlannedSave:
         objects = {key: self._flat[key] for key in plan.object_keys}
         # Objects become bytes here, while the caller waits: a loader that changes its state later cannot change the
         # save.
-        objects_at = plan.layout.end - plan.layout.changes_at
-        encoded, placed = self._object_items.lay_out(objects, plan.file_name, objects_at)
+        encoded, placed = self._object_items.lay_out(objects, plan.file_name, plan.layout.end)
         values = [self._flat[item.index.fqn] for item in plan.items]
         tensors = [value.to_local() if isinstance(value, DTensor) else value for value in values]
         return RankFile(plan, FileData(plan.layout, tensors, encoded, plan.volatile), placed)

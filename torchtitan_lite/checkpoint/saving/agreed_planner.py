@@ -16,28 +16,22 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
-from torchtitan_lite.checkpoint.planning.saves_of_plan import NO_PARENT, Parent
-
 
 class AgreedPlan(SavePlan):
-    """A plan without items, which brings to a rank the name of the save's `place`, and its `parent`.
+    """A plan without items, which brings the name of the save's `place` to a rank."""
 
-    With that one it may share still files.
-    """
+    def __init__(self, place: str = "") -> None:
+        super().__init__([], storage_data=place)
 
-    def __init__(self, place: str = "", parent: Parent = NO_PARENT) -> None:
-        super().__init__([], storage_data=(place, parent))
-
-    def __reduce__(self) -> tuple[Callable[..., AgreedPlan], tuple[str, int, str]]:
+    def __reduce__(self) -> tuple[Callable[[str], AgreedPlan], tuple[str]]:
         # One comes from each rank, and one goes to each: a dataclass would take three times as long.
-        place, parent = self.storage_data
-        return agreed_plan, (place, *parent)
+        return agreed_plan, (self.storage_data,)
 
 
 @functools.lru_cache(maxsize=1)
-def agreed_plan(place: str, *parent: Any) -> AgreedPlan:
-    """Return the plan with this `place` and this `parent`: the same for all ranks."""
-    return AgreedPlan(place, Parent(*parent))
+def agreed_plan(place: str) -> AgreedPlan:
+    """Return the plan with this `place`: the same for all ranks."""
+    return AgreedPlan(place)
 
 
 class AgreedPlanner(SavePlanner):

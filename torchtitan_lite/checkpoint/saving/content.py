@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import torch
 
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.format.file_data import FileData, FilePart
 from torchtitan_lite.checkpoint.planning.rank_file import RankFile
 from torchtitan_lite.checkpoint.saving.copy_listener import CopyListener, CopyOfSave
 from torchtitan_lite.checkpoint.saving.writer import RankContent, SaveTarget
@@ -21,8 +20,8 @@ from torchtitan_lite.disk.block_writer import Bounced, InPlace
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.new_file import NewFile
 
-WriteStaged = Callable[[NewFile, StagedCopy, SaveTarget, FilePart], FileRecord]
-"""Writes a file, which is a part of a staged copy, durably."""
+WriteStaged = Callable[[NewFile, StagedCopy, SaveTarget], FileRecord]
+"""Writes a file from a staged copy, durably."""
 
 
 def live_content(file: RankFile) -> RankContent:
@@ -32,32 +31,13 @@ def live_content(file: RankFile) -> RankContent:
     """
     data = file.data
     _wait_for_devices(data.tensors)
-
-    def write(new: NewFile, part: FilePart) -> FileRecord:
-        return new.write(_Live(data, part))
-
     return RankContent(
         file.plan,
         file.objects,
         data.num_bytes,
         tensors=lambda: data.tensors,
-        write=write,
+        write=lambda new: new.write(Bounced(data.num_bytes, data.fill)),
     )
-
-
-class _Live(Bounced):
-    """The contents of a file that is a `part` of `data`."""
-
-    def __init__(self, data: FileData, part: FilePart) -> None:
-        super().__init__(
-            part.num_bytes, lambda buffer, begin, end: data.fill(buffer, part.begin + begin, part.begin + end)
-        )
-        self._data, self._part = data, part
-
-    def digester(self) -> Callable[[int, int], bytes]:
-        # Without a copy: what has not changed is only read.
-        data, first = self._data, self._part.begin
-        return lambda begin, end: data.digests(first + begin, first + end)
 
 
 def _wait_for_devices(tensors: Sequence[torch.Tensor]) -> None:
@@ -97,9 +77,7 @@ class Copies:
         faults.point("stage", step=target.step)
         # Before the copy begins: a change during the copy must be in only one of the two digests.
         compare = self._watch(file.data, [item.index.fqn for item in file.plan.items])
-        seconds = self._copying.timeout_seconds
-        # Still tensors are not written, so no write takes their digests.
-        digests = self._copying.digests or bool(file.plan.still_name)
+        seconds, digests = self._copying.timeout_seconds, self._copying.digests
         staged = self.stager.take(file.data, target.step, seconds, digests=digests)
         # A queue, because the thread of a save may note its end only after the next save has made its copy.
         self._written.append(staged.slot)
@@ -109,7 +87,7 @@ class Copies:
             file.objects,
             file.data.num_bytes,
             tensors=staged.tensors,
-            write=lambda new, part: self._write(new, staged, target, part),
+            write=lambda new: self._write(new, staged, target),
             wait=lambda: compare(staged),
         )
         return self.listener.copied(CopyOfSave(target, file.plan, file.objects, staged), content)
@@ -120,6 +98,6 @@ class Copies:
             self.stager.pool.release(self._written.popleft())
 
 
-def write_in_place(new: NewFile, staged: StagedCopy, target: SaveTarget, part: FilePart) -> FileRecord:
-    """Write `part` of the staged copy to `new` in this process, durably."""
-    return new.write(InPlace(staged.arena.memory[part.begin :], part.num_bytes, staged.record_of(part)))
+def write_in_place(new: NewFile, staged: StagedCopy, target: SaveTarget) -> FileRecord:
+    """Write the staged copy to `new` in this process, durably."""
+    return new.write(InPlace(staged.arena.memory, staged.num_bytes, staged.record))

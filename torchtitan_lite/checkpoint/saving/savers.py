@@ -21,7 +21,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from torchtitan_lite.checkpoint.format.file_data import FilePart
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.planning.rank_file import RankFile
@@ -279,9 +278,8 @@ class ProcessSaver(CopyingSaver):
         super().close(timeout_seconds)
         self.process.close()
 
-    def _write_in_process(self, new: NewFile, staged: StagedCopy, target: SaveTarget, part: FilePart) -> FileRecord:
-        known = staged.record_of(part)
-        return self.process.write(new, staged.arena, part.num_bytes, target.step, known, part.begin)
+    def _write_in_process(self, new: NewFile, staged: StagedCopy, target: SaveTarget) -> FileRecord:
+        return self.process.write(new, staged.arena, staged.num_bytes, target.step, staged.record)
 
 
 def build_saver(

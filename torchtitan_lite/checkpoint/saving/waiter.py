@@ -268,12 +268,11 @@ class SaveWaiter:
             return  # The coordinator reports it.
         step, stall, nbytes = save.pending.step, save.stall_seconds, committed.nbytes
         logger.info(
-            "Saved step %d: %s in %.2f s (blocked %.3f s)%s%s",
+            "Saved step %d: %s in %.2f s (blocked %.3f s)%s",
             step,
             readable_bytes(nbytes),
             save.durable_seconds,
             stall,
-            f", {readable_bytes(committed.linked_bytes)} of it not written again" if committed.linked_bytes else "",
             ", weights only" if save.kind is CheckpointKind.WEIGHTS_ONLY else "",
         )
         slowest_rank, slowest_seconds = save.slowest[-1] if save.slowest else (None, None)
@@ -286,7 +285,6 @@ class SaveWaiter:
                 stall_seconds=stall,
                 slowest_rank=slowest_rank,
                 slowest_seconds=slowest_seconds,
-                linked_bytes=committed.linked_bytes or None,
             )
         )
 

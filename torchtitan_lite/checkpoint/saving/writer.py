@@ -26,18 +26,15 @@ from torch.futures import Future
 import torchtitan_lite
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.format.description import Description, PlacedObject
-from torchtitan_lite.checkpoint.format.file_data import FilePart
 from torchtitan_lite.checkpoint.format.tensor_digest import TensorDigest, digest_chunk, finish
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.planning.rank_file import RankPlan
-from torchtitan_lite.checkpoint.planning.saves_of_plan import NO_PARENT, Moved, Parent, StillFile
 from torchtitan_lite.checkpoint.saving.agreed_planner import AgreedPlan, AgreedPlanner
 from torchtitan_lite.checkpoint.saving.nan_check import names_with_nan
 from torchtitan_lite.checkpoint.schedule.interval import NOTHING_AT_RISK, AtRisk
 from torchtitan_lite.config.sections.checkpoint import DcpMetadata
 from torchtitan_lite.disk.block_writer import in_memory
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.disk.linked_file import LinkedRecord
 from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.distributed import dcp
 from torchtitan_lite.distributed.host_tree import Sent, SentApart
@@ -47,11 +44,10 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import Files, FilesOfRanks, in_columns, together
 from torchtitan_lite.store.lineage import Lineage, abandoned_by
-from torchtitan_lite.store.manifest import FORMAT_WITH_RECORDS, CheckpointInfo, CheckpointKind, Manifest
+from torchtitan_lite.store.manifest import FORMAT_VERSION, CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.manifest_fields import (
     DCP_METADATA,
     LEFT_OUT,
-    LINKED,
     METRICS,
     NAN_IN,
     RANKS_DIFFER,
@@ -117,16 +113,15 @@ class SaveTarget:
 
 @dataclass(frozen=True)
 class RankContent:
-    """A rank's files and the ways to write them, from staged or from live tensors."""
+    """A rank's file and the way to write it, from staged or from live tensors."""
 
     plan: RankPlan
     objects: Sequence[PlacedObject]
     num_bytes: int
-    """Up to the end of the last file."""
     tensors: Callable[[], Sequence[torch.Tensor]]
     """Returns the tensors that are written, in file order, for digests and the search for NaN."""
-    write: Callable[[NewFile, FilePart], FileRecord]
-    """Writes the file that is this part of the plan's layout, durably."""
+    write: Callable[[NewFile], FileRecord]
+    """Writes this rank's file, durably."""
     wait: Callable[[], None] = free
     """Returns when the state may change. Raises RuntimeError if it changed while it was copied."""
 
@@ -139,8 +134,6 @@ class Details(NamedTuple):
     """By key, the part of each tensor's digest that comes from this file."""
     nan_in: Sequence[str] = ()
     """Keys of weights in which NaN was seen."""
-    moved: Moved | None = None
-    """What the save shows next to the one before; None for nothing."""
 
 
 class WrittenFile(NamedTuple):
@@ -161,8 +154,6 @@ class WrittenFile(NamedTuple):
     """The digests of the blocks of that."""
     seconds: float = 0.0
     """Seconds that the rank took to write it, with its digests."""
-    still: StillFile | None = None
-    """The report about its still file; None if it has none."""
 
 
 class CommittingWriter(StorageWriter):
@@ -174,7 +165,7 @@ class CommittingWriter(StorageWriter):
     def __init__(self, target: SaveTarget, content: RankContent | None, group: dist.ProcessGroup | None = None) -> None:
         self._target, self._content = target, content
         self._details = SentApart[Details](group)
-        self._place, self._parent = "", NO_PARENT
+        self._place = ""
         self.committed: CheckpointInfo | None = None
         """What was committed: on the coordinator, after `finish`; else None."""
 
@@ -193,12 +184,11 @@ class CommittingWriter(StorageWriter):
         assert self._content is not None, "the coordinator has a plan, or raised before"
         self._place = self._target.store.begin(self._target.step)
         self._target.note_place(self._place)
-        self._parent = self._content.plan.saves.parent(self._target.store.identity)
-        return [AgreedPlan(self._place, self._parent)] * len(plans)
+        return [AgreedPlan(self._place)] * len(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         future: Future[list[Any]] = Future()
-        future.set_result(self._written(*plan.storage_data))
+        future.set_result(self._written(plan.storage_data))
         return future
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
@@ -216,8 +206,6 @@ class CommittingWriter(StorageWriter):
         objects = [placed for each in details for placed in each.objects]
         nan_in = sorted({key for each in details for key in each.nan_in})
         listed = files_of(by_rank, len(results))
-        stills = [file.still for file in by_rank.values() if file.still is not None]
-        linked_bytes = sum(file.size for file in stills if file.is_linked)
         is_of_new_form = in_columns(listed)[1] is not None
         target.fence()  # The staging folder may belong to another job by now.
         faults.point("metadata", step=target.step)
@@ -245,21 +233,13 @@ class CommittingWriter(StorageWriter):
                 "config": target.origin.config,
                 "tensor_digests": _tensor_digests([each.digests for each in details], description),
                 **({} if has_metadata else {DCP_METADATA: LEFT_OUT}),
-                **({LINKED: {"step": self._parent.step, "bytes": linked_bytes}} if linked_bytes else {}),
                 **_found_wrong(nan_in, target.ranks_differ),
                 **({METRICS: dict(target.origin.metrics)} if target.origin.metrics else {}),
                 **_of_start(target.origin),
             },
-            format_version=max(
-                description.format_version, FORMAT_WITH_RECORDS if is_of_new_form or not has_metadata else 0
-            ),
+            format_version=FORMAT_VERSION if is_of_new_form or not has_metadata else description.format_version,
         )
         self.committed = target.store.commit(target.step, manifest, target.fence, place=self._place)
-        if target.kind is CheckpointKind.FULL:
-            moved = [each.moved for each in details if each.moved is not None]
-            saves, store = self._content.plan.saves, target.store.identity
-            save = Parent(target.step, self.committed.path.name)
-            saves.note_committed(save, store, stills, moved, description.tensors)
         _warn_of_nan(target.step, nan_in)
 
     def storage_meta(self) -> StorageMeta | None:
@@ -269,19 +249,13 @@ class CommittingWriter(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return isinstance(checkpoint_id, str | Path)
 
-    def _written(self, place: str, parent: Parent) -> list[tuple[Any, ...]]:
+    def _written(self, place: str) -> list[tuple[Any, ...]]:
         content, target = self._content, self._target
         assert content is not None, "AgreedPlanner raised the failure before"
         if content.num_bytes == 0:
             return []
         plan, began = content.plan, time.perf_counter()
-        still = self._write_still(content, place, parent)
-        changes = FilePart(plan.layout.changes_at, content.num_bytes)
-        record = FileRecord(0)
-        if changes.num_bytes:
-            record = content.write(target.store.new_file(place, plan.file_name), changes)
-        of_still = FileRecord(0) if still is None else FileRecord(still.size, still.blocks)
-        moved = plan.saves.note_written(target.step, of_still, record)
+        record = content.write(target.store.new_file(place, plan.file_name))
         # From the copy and in the saver's thread, where there is one: no step waits for it.
         digests = _shares(plan, content.tensors()) if target.origin.tensor_digests else {}
         objects, own, of_rank = content.objects, plan.own, None
@@ -293,25 +267,9 @@ class CommittingWriter(StorageWriter):
         nan_in = names_with_nan(plan.items, content.tensors(), prefix)
         seconds = time.perf_counter() - began
         record_size, record_blocks = (None, b"") if of_rank is None else (of_rank.size, of_rank.blocks)
-        details = Details(objects, digests, nan_in, moved)
+        details = Details(objects, digests, nan_in)
         sent = self._details.send(details) if any(details) else None
-        return [tuple(WrittenFile(record.size, record.blocks, sent, record_size, record_blocks, seconds, still))]
-
-    def _write_still(self, content: RankContent, place: str, parent: Parent) -> StillFile | None:
-        """Write this rank's still file, or share that of `parent`; return None if it has none."""
-        plan, store = content.plan, self._target.store
-        if not plan.still_name:
-            return None
-        known = plan.saves.still_of(parent.step)
-        new = (
-            store.new_file(place, plan.still_name)
-            if known is None
-            else store.new_file_like(place, plan.still_name, parent.place, known)
-        )
-        record = content.write(new, plan.layout.still)
-        if isinstance(record, LinkedRecord):
-            return StillFile(record.size, record.blocks, record.is_linked, record.refusal)
-        return StillFile(record.size, record.blocks)
+        return [tuple(WrittenFile(record.size, record.blocks, sent, record_size, record_blocks, seconds))]
 
     def _lineage(self) -> Lineage:
         lineage = self._target.origin.lineage
@@ -350,17 +308,7 @@ def received(results: Sequence[Sequence[tuple[Any, ...]]]) -> dict[int, WrittenF
 def files_of(by_rank: Mapping[int, WrittenFile], world_size: int) -> Files:
     """Return the files that the ranks wrote: in columns if the ranks have records; all have one, or none has."""
     if all(file.record_size is None for file in by_rank.values()):
-        changes = {
-            layout.data_file(rank, layout.CHANGES): FileRecord(file.size, file.blocks)
-            for rank, file in by_rank.items()
-            if file.size
-        }
-        still = {
-            layout.data_file(rank, layout.STILL): FileRecord(file.still.size, file.still.blocks)
-            for rank, file in by_rank.items()
-            if file.still is not None
-        }
-        return changes | still
+        return {layout.data_file(rank, 0): FileRecord(file.size, file.blocks) for rank, file in by_rank.items()}
     sizes: list[int | None] = [None] * world_size
     record_sizes = [*sizes]
     for rank, file in by_rank.items():

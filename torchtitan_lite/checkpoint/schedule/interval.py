@@ -128,16 +128,6 @@ class EverySeconds(SavePolicy):
 
 
 @dataclass(frozen=True)
-class Continuous(SavePolicy):
-    """Due as soon as the last save is durable, `floor_seconds` after it at the earliest."""
-
-    floor_seconds: float
-
-    def due(self, now: Tick, last_save: Tick) -> bool:
-        return not now.is_writing and now.seconds - last_save.seconds >= self.floor_seconds
-
-
-@dataclass(frozen=True)
 class EveryAutoSeconds(SavePolicy):
     """Due once the seconds that the coordinator has chosen have passed since the last save, and that is durable."""
 
@@ -220,9 +210,7 @@ def _build_every(config: Checkpoint) -> SavePolicy:
         return EverySteps(config.interval)
     if config.interval_type == "seconds":
         return EverySeconds(config.interval)
-    if config.interval_type == "auto":
-        return EveryAutoSeconds()
-    return Continuous(config.continuous_floor_seconds) if config.interval_type == "continuous" else Never()
+    return EveryAutoSeconds() if config.interval_type == "auto" else Never()
 
 
 def build_skips_when_busy(config: Checkpoint) -> bool:

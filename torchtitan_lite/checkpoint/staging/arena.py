@@ -16,7 +16,6 @@ import torch
 
 from torchtitan_lite.checkpoint.format.file_data import FileLayout
 from torchtitan_lite.checkpoint.staging.mark import Mark
-from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.disk.shared_memory import address_of, allocate, map_shared
 from torchtitan_lite.log import logger
@@ -36,8 +35,6 @@ class StagingArena:
         """Whether a keeper holds it."""
         self.framed: FileLayout | None = None
         """The layout of which it has the bytes around the tensors, for whoever copies only these."""
-        self.held: tuple[FileLayout, FileRecord] | None = None
-        """The layout and the digests of the bytes that it has; None if they are not known."""
         self._pid = os.getpid()
         self.fd = _anonymous_file(num_bytes) if fd is None else fd
         found = os.fstat(self.fd)

@@ -16,7 +16,7 @@ import torch
 
 from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout, TensorPlace, copy_bytes
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
-from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, BlockDigest, FileRecord
+from torchtitan_lite.disk.digest import BLOCK_BYTES, BlockDigest, FileRecord
 from torchtitan_lite.disk.in_threads import in_threads
 
 THREADS = 2
@@ -61,20 +61,17 @@ class HostCopier:
         piece = max(BLOCK_BYTES, min(_PIECE_BYTES, share))
         begins = range(0, data.num_bytes, piece)
         blocks = [b""] * len(begins)
-        held = _held(data, arena)
-        arena.held = None  # Until all of it is copied.
 
         def copy(numbered: tuple[int, int]) -> None:
             number, begin = numbered
             end = min(begin + piece, data.num_bytes)
             if digests:
-                blocks[number] = _copied_and_digested(data, arena, begin, end, held)
+                blocks[number] = _copied_and_digested(data, arena, begin, end)
             else:
                 data.fill(arena.memory[begin:end], begin, end)
 
         in_threads(enumerate(begins), THREADS, lambda: copy)
         record = FileRecord(data.num_bytes, b"".join(blocks)) if digests else None
-        arena.held = None if record is None else (data.layout, record)
         return Copied(_nothing_to_wait_for, record)
 
 
@@ -142,24 +139,10 @@ def _frame(layout: FileLayout, arena: StagingArena) -> None:
         ctypes.memmove(arena.address + place.data_end, tail, len(tail))
 
 
-def _held(data: FileData, arena: StagingArena) -> bytes:
-    """Return the digests of the blocks of still tensors that `arena` has, where `data` would be copied to."""
-    if arena.held is None or arena.held[0] is not data.layout:
-        return b""
-    return arena.held[1].blocks[: data.layout.changes_at // BLOCK_BYTES * DIGEST_BYTES]
-
-
-def _copied_and_digested(data: FileData, arena: StagingArena, begin: int, end: int, held: bytes) -> bytes:
-    """Copy bytes [begin, end) of `data` to `arena`, and return the digests of their blocks. Any thread.
-
-    Of a block whose digest is in `held`, the arena has the bytes: only to read them takes half as long.
-    """
+def _copied_and_digested(data: FileData, arena: StagingArena, begin: int, end: int) -> bytes:
+    """Copy bytes [begin, end) of `data` to `arena`, and return the digests of their blocks. Any thread."""
     blocks = []
     for block in range(begin, end, BLOCK_BYTES):
-        at = block // BLOCK_BYTES * DIGEST_BYTES
-        if (known := held[at : at + DIGEST_BYTES]) and data.digests(block, min(block + BLOCK_BYTES, end)) == known:
-            blocks.append(known)
-            continue
         digest = BlockDigest()
         for at in range(block, min(block + BLOCK_BYTES, end), _PORTION_BYTES):
             last = min(at + _PORTION_BYTES, end)

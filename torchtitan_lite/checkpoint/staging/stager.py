@@ -17,12 +17,12 @@ from typing import TypeVar
 
 import torch
 
-from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout, FilePart
+from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.copiers import Copier, build_copier
 from torchtitan_lite.checkpoint.staging.mark import Mark
 from torchtitan_lite.checkpoint.staging.slots import ArenaSlot, Slots
-from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, FileRecord, digest_blocks
+from torchtitan_lite.disk.digest import FileRecord
 
 T = TypeVar("T")
 
@@ -45,16 +45,6 @@ class StagedCopy:
     """Which of the copies in that place this is."""
     record: FileRecord | None = None
     """The digests of the copy; None if whoever reads it is to take them."""
-
-    def record_of(self, part: FilePart) -> FileRecord | None:
-        """Return the digests of `part` of the copy; None if whoever reads it is to take them."""
-        if self.record is None or part.num_bytes == self.num_bytes:
-            return self.record
-        first, end = part.begin // BLOCK_BYTES, part.end // BLOCK_BYTES
-        blocks = self.record.blocks[first * DIGEST_BYTES : end * DIGEST_BYTES]
-        # The last block of the copy may have more bytes than that of the file.
-        rest = self.arena.memory[max(part.begin, end * BLOCK_BYTES) : part.end]
-        return FileRecord(part.num_bytes, blocks + digest_blocks(rest))
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the staged tensors, in the order of the file; they share the arena's memory."""

@@ -18,7 +18,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.state import arguments, fsdp1
 from torchtitan_lite.checkpoint.state.gradients import GradientWatch
-from torchtitan_lite.checkpoint.state.names import named_parameters
 from torchtitan_lite.checkpoint.state.optimizer_owner import parameters_of
 from torchtitan_lite.checkpoint.state.per_rank import PerRank
 from torchtitan_lite.checkpoint.state.rng import RNG, RngState
@@ -55,7 +54,7 @@ class RunState:
         self.optimizer = OptimizerWrapper(self.model.parts, self.optimizers, modules)
         self.small = _small_states(dataloader, arguments.lr_schedulers(lr_schedulers), further, self.optimizer)
         watched = {"model": parts} | {name: [module] for name, module in modules.items()}
-        self._further, self._modules = frozenset(further), modules
+        self._further = frozenset(further)
         self._empty: list[str] = []
         """The further states whose last state dict was empty."""
         self.gradients = GradientWatch(self.model.parts)
@@ -94,22 +93,6 @@ class RunState:
     def states_of_ranks(self) -> Collection[str]:
         """The names of the states in which each rank has an entry of its own, with the rank's number."""
         return {RNG, *(name for name, state in self.small.items() if isinstance(state, PerRank))}
-
-    @property
-    def states_of_modules(self) -> Collection[str]:
-        """The names of the states that are modules: of these it is known what is trained."""
-        return {"model", *self._modules}
-
-    def trained_keys(self) -> set[str]:
-        """Return the keys, in a full state, of the parameters that are trained (`requires_grad`). Any rank."""
-        parts = {"model": self.model.parts} | {name: [module] for name, module in self._modules.items()}
-        return {
-            f"{state}.{name}"
-            for state, modules in parts.items()
-            for parameter, names in named_parameters(modules).items()
-            for name in names
-            if parameter.requires_grad
-        }
 
     def is_finite(self) -> bool:
         """Return whether what is trained on this rank is finite, and the state of its optimizers. Any rank.

@@ -14,7 +14,7 @@ from torchtitan_lite.config.sections.training import DtypeName
 from torchtitan_lite.errors import ConfigError
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
-IntervalType = Literal["steps", "seconds", "auto", "continuous", "none"]
+IntervalType = Literal["steps", "seconds", "auto", "none"]
 VerifyOnLoad = Literal["off", "size", "full", "full_alone"]
 WhenBusy = Literal["wait", "skip"]
 DcpMetadata = Literal["auto", "always", "never"]
@@ -53,9 +53,8 @@ class Checkpoint:
 
     interval_type: IntervalType = "steps"
     """When to save. "steps" and "seconds": every `interval` of them. "auto": so that the time lost to saves and to
-    failures is least, as measured. "continuous": as soon as the last save is durable, but not before
-    continuous_floor_seconds. "none": only for at_steps, or_every_seconds, save(now=True) and the last step. Seconds
-    count from the start of the training loop and then from each save; all ranks save at the same step.
+    failures is least, as measured. "none": only for at_steps, or_every_seconds, save(now=True) and the last step.
+    Seconds count from the start of the training loop and then from each save; all ranks save at the same step.
     docs/intervals.md compares them."""
 
     interval: int = 500
@@ -80,9 +79,6 @@ class Checkpoint:
     """With interval_type "auto": what saves may cost at most, as a part of the time between them (0.01: one percent);
     0: no limit."""
 
-    continuous_floor_seconds: float = 30.0
-    """With interval_type "continuous": the least seconds from one save to the next; 0: none."""
-
     model_weights_only: bool = False
     """Save only the model's weights at the last step, in export_dtype, under bare parameter names. A run never resumes
     from such a checkpoint."""
@@ -105,14 +101,6 @@ class Checkpoint:
     save_trained_only: bool = False
     """Leave parameters that are not trained (requires_grad False) out of checkpoints and exports: the
     frozen base of a LoRA run. A load takes all that the checkpoint has; what it lacks must be frozen at the load."""
-
-    incremental: bool = False
-    """Write only what has changed since the last save: tensors that stay the same lie in a second file of each rank,
-    which later steps share as a hard link, or copy within an object store. Each step is a complete checkpoint all the
-    same. Fewer than 256 ranks. docs/incremental.md"""
-
-    incremental_full_every: int = 10
-    """With incremental: how many steps in a row may share a file before it is written in full again."""
 
     create_seed_checkpoint: bool = False
     """Save the initial weights as step-0, then exit. Needs exactly one process."""
@@ -267,7 +255,6 @@ class Checkpoint:
         choice("checkpoint.async_mode", self.async_mode, get_args(AsyncMode))
         self._check_interval()
         self._check_memory()
-        self._check_incremental()
         self._check_retention()
         at_least("checkpoint.load_step", self.load_step, -1)
         at_least("checkpoint.timeout_seconds", self.timeout_seconds, 1)
@@ -339,7 +326,7 @@ class Checkpoint:
         at_least("checkpoint.interval", self.interval, 1)
         for step in self.at_steps:
             at_least("checkpoint.at_steps", step, 1)
-        for name in ("or_every_seconds", "mtbf_hours", "max_lost_seconds", "max_overhead", "continuous_floor_seconds"):
+        for name in ("or_every_seconds", "mtbf_hours", "max_lost_seconds", "max_overhead"):
             not_negative(f"checkpoint.{name}", getattr(self, name))
 
     def _check_memory(self) -> None:
@@ -362,14 +349,6 @@ class Checkpoint:
             raise ConfigError(
                 f"checkpoint.memory_interval = {self.memory_interval} with checkpoint.memory_ttl_seconds = 0: no "
                 "process would hold the images. Set memory_ttl_seconds, such as 600."
-            )
-
-    def _check_incremental(self) -> None:
-        at_least("checkpoint.incremental_full_every", self.incremental_full_every, 1)
-        if self.incremental and self.memory_interval:
-            raise ConfigError(
-                f"checkpoint.incremental with checkpoint.memory_interval = {self.memory_interval}: an image in memory "
-                "is one file, and an incremental save has two. Unset one of them."
             )
 
     def _check_hugging_face(self) -> None:
