@@ -30,6 +30,7 @@ FIXES = {
     errors.AllCheckpointsDamaged: "--job.dump_folder",
     errors.CheckpointUnsafe: "--checkpoint.load_step",
     errors.FormatTooNew: "Upgrade torchtitan_lite",
+    errors.FormatTooOld: "--job.dump_folder",
     errors.PinsUnreadable: "delete it to unpin all",
     errors.SaveFailed: "Earlier checkpoints are untouched",
     errors.WriterProcessDied: "starts a new one",

@@ -9,7 +9,9 @@
     |  |- AllCheckpointsDamaged (ValueError)     no checkpoint of a folder is what was committed
     |  |- CheckpointUnsafe (ValueError)          a checkpoint has something in it that no checkpoint needs
     |  |- PinsUnreadable (RuntimeError)         it is not known which steps are pinned, so none is removed
-    |  |- FormatTooNew (RuntimeError)            a newer version of this package wrote the checkpoint
+    |  |- UnknownFormat (RuntimeError)           a file has a format that this version does not read
+    |  |  |- FormatTooNew                         a newer version of this package wrote it
+    |  |  `- FormatTooOld                         a commit before the first release wrote it
     |  |- CheckpointUnreadable (RuntimeError)    the files of a checkpoint could not be read
     |  |- SaveFailed (RuntimeError)              a save did not become durable
     |  |- RanksDiffer (RuntimeError)             ranks hold different parameters under one name
@@ -53,6 +55,7 @@ __all__ = [
     "FolderNotShared",
     "FolderUnusable",
     "FormatTooNew",
+    "FormatTooOld",
     "HostsDiffer",
     "KeeperUnavailable",
     "LeaseLost",
@@ -64,9 +67,14 @@ __all__ = [
     "TokensNotWritten",
     "TorchtitanLiteError",
     "TrainingDiverged",
+    "UnknownFormat",
     "UploadRefused",
     "WriterProcessDied",
 ]
+
+
+LAST_WITH_EARLIER_FORMATS = "24f7bada"
+"""The last commit that reads the formats from before the first release."""
 
 
 class TorchtitanLiteError(Exception):
@@ -195,14 +203,38 @@ class PinsUnreadable(CheckpointError, RuntimeError):
         )
 
 
-class FormatTooNew(CheckpointError, RuntimeError):
-    """The manifest at `path` has format version `found`; this version reads up to `known`. This is not damage."""
+class UnknownFormat(CheckpointError, RuntimeError):
+    """A file has a format that this version does not read. This is not damage.
+
+    Nothing is changed there, and no run starts from scratch in its place.
+    """
+
+    in_short: str = "its format is unknown"
+    """What is wrong with the file, without its path."""
+
+
+class FormatTooNew(UnknownFormat):
+    """The file at `path` has format version `found`; this version reads up to `known`."""
 
     def __init__(self, path: str, found: int, known: int) -> None:
         self.path, self.found, self.known = path, found, known
+        self.in_short = f"it has format version {found}, this version reads up to {known}"
         super().__init__(
             f"{path} has format version {found}, this version of torchtitan_lite reads up to {known}. "
             "Upgrade torchtitan_lite, or point dump_folder elsewhere."
+        )
+
+
+class FormatTooOld(UnknownFormat):
+    """The file at `path` has format version `found`, from before the first release, whose version is `known`."""
+
+    def __init__(self, path: str, found: int, known: int) -> None:
+        self.path, self.found, self.known = path, found, known
+        self.in_short = f"it has format version {found}, from before the first release, whose format is {known}"
+        super().__init__(
+            f"{path} has format version {found}, from before the first release, whose format is {known}. "
+            f"Commit {LAST_WITH_EARLIER_FORMATS} of torchtitan_lite reads it, and with this one you need another "
+            "folder: --job.dump_folder, or --checkpoint.folder."
         )
 
 

@@ -16,7 +16,7 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
 from torchtitan_lite.store.place import ObjectPlace
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "format-3" / "two-ranks" / "checkpoint" / "step-7"
+GOLDEN = Path(__file__).parents[1] / "golden" / "format-7" / "two-ranks" / "checkpoint" / "step-7"
 
 
 @contextmanager

@@ -7,9 +7,10 @@ import json
 
 import pytest
 
+from tests.store.filled import later_format
 from torchtitan_lite.bucket.head import Entry, Head, Status
-from torchtitan_lite.bucket.head_text import VERSION, WrongDigest, parse, to_text
-from torchtitan_lite.errors import FormatTooNew
+from torchtitan_lite.bucket.head_text import WrongDigest, parse, to_text
+from torchtitan_lite.errors import FormatTooNew, FormatTooOld
 from torchtitan_lite.store.holder import Holder
 from torchtitan_lite.store.manifest import CheckpointKind, seal
 
@@ -54,9 +55,24 @@ def test_any_cut_is_found(head: Head) -> None:
 
 
 def test_a_later_version_is_no_damage(head: Head) -> None:
-    later = to_text(head).replace(b'"format_version": 1', f'"format_version": {VERSION + 1}'.encode())
-    with pytest.raises(FormatTooNew, match=r"s3://bucket/run/head\.json has format version 2"):
-        parse(sealed_again(later), PATH)
+    with pytest.raises(FormatTooNew, match=r"s3://bucket/run/head\.json has format version 99"):
+        parse(sealed_again(later_format(to_text(head))), PATH)
+
+
+def test_a_version_from_before_the_release_is_no_damage(head: Head) -> None:
+    earlier = to_text(head).replace(b'"format_version": 7,\n"oldest_reader": 7', b'"format_version": 1')
+    with pytest.raises(FormatTooOld, match=r"s3://bucket/run/head\.json has format version 1, from before"):
+        parse(sealed_again(earlier), PATH)
+
+
+def test_fields_that_a_later_version_added_stay_with_its_version(head: Head) -> None:
+    later = json.loads(to_text(head)) | {"format_version": 8, "mood": "good"}
+    later["checkpoints"] = [each | {"weight": 3} for each in later["checkpoints"]]
+    del later["digest"]
+    found = parse(seal(json.dumps(later).removesuffix("}").encode()), PATH)
+    again = json.loads(to_text(dataclasses.replace(found, change=found.change + 1)))
+    assert (again["format_version"], again["oldest_reader"], again["mood"]) == (8, 7, "good")
+    assert again["checkpoints"] == later["checkpoints"]
 
 
 @pytest.mark.parametrize(

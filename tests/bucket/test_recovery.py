@@ -25,6 +25,7 @@ from tests.bucket.saving import (
     started,
     write,
 )
+from tests.store.filled import later_format
 from torchtitan_lite.bucket.naming import HEAD
 from torchtitan_lite.bucket.objects import StoreUnavailable
 from torchtitan_lite.errors import FolderUnusable, FormatTooNew, LeaseLost
@@ -257,7 +258,7 @@ def test_a_manifest_that_cannot_be_read_ends_the_start(
 def test_a_manifest_of_a_later_version_ends_the_start(job: Job, bucket: Bucket) -> None:
     info = save(job.store, 5)
     key = f"{info.path.name}/{layout.MANIFEST}"
-    text = bucket.stored[key].data.replace(b'"format_version": 3', b'"format_version": 99')
+    text = later_format(bucket.stored[key].data)
     bucket.put(key, seal(text[: text.rindex(b',\n"digest"')]))
     lose(bucket)
     before = bucket.state()
@@ -268,7 +269,7 @@ def test_a_manifest_of_a_later_version_ends_the_start(job: Job, bucket: Bucket) 
 
 def test_an_undamaged_head_that_is_no_head_is_left_as_it_is(job: Job, bucket: Bucket) -> None:
     save(job.store, 5)
-    bucket.put(HEAD, seal(b'{\n"format_version": 1'))
+    bucket.put(HEAD, seal(b'{\n"format_version": 7,\n"oldest_reader": 7'))
     before = bucket.state()
     with pytest.raises(FolderUnusable, match=r"head\.json .* restore it from a copy"):
         new_job(bucket).lease.take()

@@ -19,7 +19,7 @@ from torchtitan_lite.checkpoint.reading.derived_metadata import metadata_of
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.state.stateful import DictState
 from torchtitan_lite.cli.app import main
-from torchtitan_lite.store.manifest import FORMAT_VERSION, Manifest
+from torchtitan_lite.store.manifest import Manifest
 
 
 class Job:
@@ -50,12 +50,9 @@ def weight_by_dcp(step: Path) -> torch.Tensor:
     return state["model"]["weight"]
 
 
-def test_a_small_state_has_it_and_the_format_that_older_releases_read(tmp_path: Path) -> None:
+def test_a_small_state_has_it(tmp_path: Path) -> None:
     step = saved(tmp_path, "auto")
-    manifest = Manifest.of_folder(step)
-    assert manifest is not None
     assert (step / ".metadata").exists()
-    assert manifest.format_version < FORMAT_VERSION
     assert weight_by_dcp(step).any()
 
 
@@ -64,7 +61,7 @@ def test_without_it_a_run_resumes_and_the_manifest_says_that_it_was_left_out(tmp
     manifest = Manifest.of_folder(step)
     assert manifest is not None
     assert not (step / ".metadata").exists()
-    assert (manifest.format_version, manifest.extra["dcp_metadata"]) == (FORMAT_VERSION, "left out")
+    assert manifest.extra["dcp_metadata"] == "left out"
     job = Job(tmp_path)
     job.history.clear()
     with job.manager as manager:

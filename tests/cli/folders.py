@@ -7,9 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from tests.store.filled import later_format
 from torchtitan_lite.store.manifest import Manifest, seal
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "format-3" / "two-ranks" / "checkpoint" / "step-7"
+GOLDEN = Path(__file__).parents[1] / "golden" / "format-7" / "two-ranks" / "checkpoint" / "step-7"
 
 
 def add_step(root: Path, step: int, *, name: str = "", **changes: Any) -> Path:
@@ -27,7 +28,7 @@ def add_step(root: Path, step: int, *, name: str = "", **changes: Any) -> Path:
 def of_newer_format(folder: Path) -> Path:
     """Give the manifest in `folder` the next format version."""
     text = (folder / "manifest.json").read_bytes().rpartition(b',\n"digest"')[0]
-    (folder / "manifest.json").write_bytes(seal(text.replace(b'"format_version": 3', b'"format_version": 99')))
+    (folder / "manifest.json").write_bytes(seal(later_format(text)))
     return folder
 
 

@@ -24,7 +24,7 @@ from torchtitan_lite.cli.app import main
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.store import CheckpointStore
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "format-3"
+GOLDEN = Path(__file__).parents[1] / "golden" / "format-7"
 Call = Callable[..., tuple[int, str, str]]
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -42,7 +42,7 @@ def test_origin_configuration_parts_tensors_and_files_are_shown(root: Path) -> N
     assert facts["kind"] == "full checkpoint of step 7"
     assert facts["saved"].endswith(" ago by 2 ranks (dp_shard 2)")
     assert facts["run"] == "abc, after step 3, rolled back to step 2"
-    assert facts["written"].startswith("by torchtitan_lite ") and facts["written"].endswith(", format 3")
+    assert facts["written"].startswith("by torchtitan_lite ") and facts["written"].endswith(", format 7")
     assert facts["metrics"] == "loss 2.5"
     assert facts["NaN"] == "in model.weight"
     assert facts["ranks"] == "differ model.weight on rank 2 (b), unlike ranks 0, 1"
@@ -149,8 +149,6 @@ def test_settings_at_their_defaults_are_left_out() -> None:
         "job.description": "mine",
         "other.a": "1",
     }
-    earlier = {"keep_best_metric": "loss", "keep_best_mode": "min", "tensor_digests": True, "verify_resume": False}
-    assert changed_settings({"checkpoint": earlier}) == {"checkpoint.digest_tensors": '["save"]'}
 
 
 def test_the_screen_fits_80_columns_and_means_the_same_without_colours(root: Path) -> None:

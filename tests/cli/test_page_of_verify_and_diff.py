@@ -35,8 +35,8 @@ def make_folders(base: Path) -> None:
         add_step(outputs, step)
     flip(outputs / "step-20" / "__1_0.distcp", 390)
     for ranks in ("one-process", "two-ranks"):
-        shutil.copytree(GOLDEN / "format-3" / ranks / "export" / "step-7", base / ranks)
-    shutil.copytree(GOLDEN / "format-1" / "two-ranks" / "checkpoint" / "step-7", base / "pretrained")
+        shutil.copytree(GOLDEN / "format-7" / ranks / "export" / "step-7", base / ranks)
+    shutil.copytree(GOLDEN / "format-7" / "two-ranks" / "checkpoint" / "step-7", base / "pretrained")
     (base / "pretrained" / "manifest.json").unlink()
     torch.manual_seed(0)
     state = {

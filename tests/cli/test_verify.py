@@ -18,13 +18,14 @@ from tests.checkpoint.reading.foreign_folders import of_0_3, of_2024, save_plain
 from tests.checkpoint.small_run import SmallRun
 from tests.checkpoint.with_manifest import flip
 from tests.cli.folders import add_step
+from tests.store.filled import later_format
 from torchtitan_lite.checkpoint.examining import verification
 from torchtitan_lite.cli.app import main
 from torchtitan_lite.store.manifest import seal
 from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.store.verified import verified, verified_in
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "format-3" / "two-ranks" / "checkpoint" / "step-7"
+GOLDEN = Path(__file__).parents[1] / "golden" / "format-7" / "two-ranks" / "checkpoint" / "step-7"
 Call = Callable[..., tuple[int, str, str]]
 
 
@@ -57,7 +58,7 @@ def test_a_complete_checkpoint_however_it_is_spelt(spelling: str, options: list[
     target = f"{root.parent}/{spelling}" if not spelling.startswith(":") else f"{root.parent}{spelling}"
     code, out, err = call(target, *options)
     assert (code, err) == (0, "")
-    assert out.splitlines()[0].split() == ["step-7", "intact", "3", "files", "34", "tensors", "126.7", "KiB"]
+    assert out.splitlines()[0].split() == ["step-7", "intact", "3", "files", "34", "tensors", "126.6", "KiB"]
     assert out.splitlines()[-1].endswith("No byte was read." if "--sizes" in options else "nothing is damaged.")
     entry = verified(root / "step-7", verified_in(root))
     assert entry is not None and (entry.depth, entry.num_findings) == ("sizes" if "--sizes" in options else "full", 0)
@@ -210,13 +211,15 @@ def test_a_newer_format_is_one_sentence_and_no_damage(root: Path, call: Call) ->
     shutil.copytree(root / "step-7", root / "step-8")
     path = root / "step-7" / "manifest.json"
     body = path.read_bytes()[: path.read_bytes().rindex(b',\n"digest"')]
-    path.write_bytes(seal(body.replace(b'"format_version": 3', b'"format_version": 99')))
+    path.write_bytes(seal(later_format(body)))
     code, out, err = call(root / "step-7")
     assert (code, out) == (1, "")
-    assert err.startswith(f"error: {path} has format version 99, this version of torchtitan_lite reads up to 5")
+    assert err.startswith(f"error: {path} has format version 99, this version of torchtitan_lite reads up to 7")
     assert err.count("\n") == 1
     code, out, _ = call(root, "--json")
-    assert code == 3 and [each["status"] for each in as_json(out)] == ["too new", "damaged"], "step 8 says step 7"
+    assert code == 3 and [each["status"] for each in as_json(out)] == ["unknown format", "damaged"], (
+        "step 8 says step 7"
+    )
 
 
 @pytest.mark.parametrize(

@@ -117,51 +117,6 @@ def test_another_global_batch_is_honoured_because_the_loader_warns() -> None:
     assert change.rule is Rule.HONOURED
 
 
-OLD_SWITCHES = {"tensor_digests": True, "verify_resume": False, "debug_staging": True}
-
-
-@pytest.mark.parametrize(
-    ("old", "now"),
-    [
-        (OLD_SWITCHES, {"digest_tensors": ("staging", "save")}),
-        (dict.fromkeys(OLD_SWITCHES, False), {}),
-        ({"tensor_digests": True}, {"digest_tensors": ("save",)}),
-        ({"keep_best_metric": "val", "keep_best_mode": "max"}, {"keep_best_metric": "max:val"}),
-        ({"keep_best_metric": "val", "keep_best_mode": "min"}, {"keep_best_metric": "min:val"}),
-        ({"keep_best_metric": "max:val", "keep_best_mode": "min"}, {"keep_best_metric": "min:max:val"}),
-        ({"keep_best_mode": "max"}, {"keep_best_metric": "max:loss"}),
-    ],
-    ids=str,
-)
-def test_a_removed_key_in_a_manifest_is_no_change_if_its_replacement_says_the_same(
-    old: dict[str, Any], now: dict[str, Any]
-) -> None:
-    assert compare(_before_the_removal(old), JobConfig(checkpoint=Checkpoint(**now))) == []
-
-
-@pytest.mark.parametrize(
-    ("old", "now", "said"),
-    [
-        (OLD_SWITCHES, {"digest_tensors": ("save",)}, "checkpoint.digest_tensors: save, staging -> save"),
-        ({"verify_resume": True}, {}, "checkpoint.digest_tensors: load -> (none)"),
-        ({"keep_best_mode": "max"}, {}, "checkpoint.keep_best_metric: max:loss -> loss"),
-    ],
-)
-def test_a_removed_key_in_a_manifest_is_shown_as_its_replacement(
-    old: dict[str, Any], now: dict[str, Any], said: str
-) -> None:
-    (change,) = compare(_before_the_removal(old), JobConfig(checkpoint=Checkpoint(**now)))
-    assert str(change) == f"{said}  honoured"
-
-
-def _before_the_removal(old: dict[str, Any]) -> dict[str, Any]:
-    """Return the default configuration as an earlier version stored it, with the `old` keys of [checkpoint]."""
-    stored = _stored(JobConfig())
-    del stored["checkpoint"]["digest_tensors"]
-    stored["checkpoint"] |= old
-    return stored
-
-
 @pytest.mark.parametrize(
     ("word", "said"),
     [

@@ -8,7 +8,7 @@ from pathlib import Path
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
-from torchtitan_lite.store.manifest import FORMAT_WITHOUT_RUNS, CheckpointInfo, CheckpointKind, Manifest, seal
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest, seal
 from torchtitan_lite.store.store import CheckpointStore
 
 DATA = layout.data_file(0, 0)
@@ -88,8 +88,14 @@ def of_a_newer_version(root: Path) -> None:
     """Put into `root` a checkpoint of a later format."""
     path = save(CheckpointStore(root), 10).path / layout.MANIFEST
     text, _, _ = path.read_bytes().partition(b',\n"digest"')
-    version = b'"format_version": %d'
-    path.write_bytes(seal(text.replace(version % FORMAT_WITHOUT_RUNS, version % 99)))
+    path.write_bytes(seal(later_format(text)))
+
+
+def later_format(text: bytes) -> bytes:
+    """Return the manifest `text` as one of a later format, which this version cannot read."""
+    fields = b'"format_version": %d,\n"oldest_reader": %d'
+    assert fields % (7, 7) in text
+    return text.replace(fields % (7, 7), fields % (99, 99))
 
 
 def damage(root: Path, step: int, name: str = DATA) -> None:

@@ -39,9 +39,10 @@ def one_by_one(by_rank: list[tuple[int, int] | None]) -> dict[str, FileRecord]:
 @given(st.lists(st.none() | WROTE, max_size=12))
 def test_columns_are_the_files_of_each_rank(by_rank: list[tuple[int, int] | None]) -> None:
     columns, files = in_columns(by_rank), one_by_one(by_rank)
+    if not columns.have_records:
+        files = {}  # Of no rank.
     assert dict(columns) == files
     assert len(columns) == len(files)
-    assert columns.nbytes == sum(record.size for record in files.values())
     for name in ("__99_0.distcp", "__0_1.distcp", "__00_0.json", "__-1_0.json", ".metadata", "a"):
         assert name not in columns
 
@@ -76,6 +77,7 @@ ONE = {"sizes": [8], "record_sizes": [20], "digests": "aa" * 8}
         (ONE | {"digests": ""}, "digests: expected those of 1 blocks, found 0 bytes"),
         (ONE | {"digests": "aa" * 16}, "digests: expected those of 1 blocks, found 16 bytes"),
         (ONE | {"digests": "x"}, "non-hexadecimal number"),
+        (ONE | {"record_sizes": [], "digests": ""}, "digests: expected those of 1 blocks, found 0 bytes"),
         ({"sizes": [8], "record_sizes": [20]}, "digests: expected str, found nothing"),
     ],
 )
@@ -87,6 +89,6 @@ def test_wrong_columns_are_damage_and_are_named(field: Any, finding: str) -> Non
 
 
 def test_a_file_in_both_fields_is_damage() -> None:
-    document = json.loads(MANIFEST.to_json())
+    document = json.loads(MANIFEST.to_json()) | {"files": {"__0_0.distcp": {"size": 10}}}
     with pytest.raises(CheckpointDamaged, match=r"__0_0\.distcp is in files_of_ranks, too"):
         Manifest.parse(sealed(document | {"files_of_ranks": ONE}))

@@ -18,7 +18,8 @@ MANIFEST = Manifest(
     created_at=1700000000,
     world_size=2,
     versions={"torch": "2.13.0"},
-    files={"__1_0.distcp": FileRecord(20), "__0_0.distcp": FileRecord.of(b"bytes")},
+    files={name: FileRecord.of(b"bytes") for name in ("__2_0.distcp", "__0_0.distcp")}
+    | {".metadata": FileRecord.of(b"abc")},
     lineage=Lineage("a1", parent_step=400, branch_point=300, abandons=((350, "b2"), (450, "b2"))),
     tensors=Table({"w": {"dtype": "float32", "shape": [2], "chunks": [["__0_0.distcp", 0, [0], [2]]]}}),
     objects=Table({"n": {"value": 3}}),
@@ -27,15 +28,16 @@ MANIFEST = Manifest(
 )
 LINES = [
     "{",
-    '"format_version": 3,',
+    '"format_version": 7,',
+    '"oldest_reader": 7,',
     '"step": 500,',
     '"kind": "full",',
     '"created_at": 1700000000.0,',
     '"world_size": 2,',
     '"versions": {"torch":"2.13.0"},',
     '"lineage": {"run_id":"a1","parent_step":400,"branch_point":300,"abandons":[[350,"b2"],[450,"b2"]]},',
-    '"files": {"__0_0.distcp":{"size":5,"digest":"DIGEST","blocks":"BLOCKS"},'
-    '"__1_0.distcp":{"size":20,"digest":"","blocks":""}},',
+    '"files": {".metadata":{"size":3,"blocks":"78af5f94892f3950"}},',
+    '"files_of_ranks": {"sizes":[5,null,5],"record_sizes":[],"digests":"BLOCKSBLOCKS"},',
     '"extra": {"mesh":[2,1]},',
     '"objects": {"n":{"value":3}},',
     '"tensors": {"w":{"dtype":"float32","shape":[2],"chunks":[["__0_0.distcp",0,[0],[2]]]}},',
@@ -47,7 +49,7 @@ def test_every_field_has_a_line_and_the_last_one_is_the_digest_of_all_before() -
     text = MANIFEST.to_json().decode()
     *lines, digest, end, nothing = text.split("\n")
     record = MANIFEST.files["__0_0.distcp"]
-    assert lines == [line.replace("DIGEST", record.digest).replace("BLOCKS", record.blocks.hex()) for line in LINES]
+    assert lines == [line.replace("BLOCKS", record.blocks.hex()) for line in LINES]
     assert (end, nothing) == ("}", "")
     assert digest.startswith('"digest": "')
     assert seal("\n".join(lines).removesuffix(",").encode()) == text.encode()
@@ -65,7 +67,7 @@ def test_a_number_that_json_lacks_is_not_written(number: float) -> None:
 @pytest.mark.parametrize("table", ["objects", "extra"])
 def test_a_number_that_json_lacks_is_damage_and_is_named(constant: str, table: str) -> None:
     lines = {"objects": '"objects": {"n":{"value":%s}},', "extra": '"extra": {"n":%s},'}
-    text = "\n".join(LINES).replace("DIGEST", "").replace("BLOCKS", "").removesuffix(",")
+    text = "\n".join(LINES).replace("BLOCKS", "aa" * 8).removesuffix(",")
     changed = "\n".join(lines[table] % constant if line.startswith(f'"{table}"') else line for line in text.split("\n"))
     with pytest.raises(CheckpointDamaged, match=f"{constant} is not a JSON number"):
         Manifest.parse(seal(changed.encode())).objects.get("n")
@@ -85,10 +87,11 @@ def test_a_number_that_json_lacks_is_damage_and_is_named(constant: str, table: s
         (1, 0, True),
     ],
 )
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
 def test_a_file_has_eight_bytes_of_digest_for_each_block_or_none_at_all(
-    size: int, num_bytes: int, is_sound: bool
+    name: str, size: int, num_bytes: int, is_sound: bool
 ) -> None:
-    manifest = dataclasses.replace(MANIFEST, files={"__0_0.distcp": FileRecord(size, bytes(num_bytes))})
+    manifest = dataclasses.replace(MANIFEST, files={name: FileRecord(size, bytes(num_bytes))})
     if is_sound:
         assert Manifest.parse(manifest.to_json()) == manifest
     else:
@@ -104,7 +107,7 @@ def test_a_name_that_cannot_be_a_file_of_the_folder_is_damage(name: str) -> None
 
 
 def test_a_table_is_parsed_at_the_first_access_and_damage_names_its_file() -> None:
-    text = "\n".join(LINES).replace("DIGEST", "").replace("BLOCKS", "").removesuffix(",")
+    text = "\n".join(LINES).replace("BLOCKS", "aa" * 8).removesuffix(",")
     damaged = seal(text.replace('"objects": {"n":{', '"objects": {"n":{{').encode())
     manifest = Manifest.parse(damaged, "step-5/manifest.json")
     assert "w" in manifest.tensors
@@ -115,14 +118,14 @@ def test_a_table_is_parsed_at_the_first_access_and_damage_names_its_file() -> No
 
 @pytest.mark.parametrize(("entries", "found"), [('{"n":3}', "n: expected dict, found int"), ("{1:2}", "property name")])
 def test_a_table_of_anything_but_objects_is_damage(entries: str, found: str) -> None:
-    text = "\n".join(LINES).replace("DIGEST", "").replace("BLOCKS", "").removesuffix(",")
+    text = "\n".join(LINES).replace("BLOCKS", "aa" * 8).removesuffix(",")
     changed = text.replace('{"n":{"value":3}}', entries)
     with pytest.raises(CheckpointDamaged, match=found):
         Manifest.parse(seal(changed.encode())).objects.get("n")
 
 
 def test_anything_but_an_object_in_the_place_of_a_table_is_damage() -> None:
-    text = "\n".join(LINES).replace("DIGEST", "").replace("BLOCKS", "").removesuffix(",")
+    text = "\n".join(LINES).replace("BLOCKS", "aa" * 8).removesuffix(",")
     changed = text.replace('{"n":{"value":3}}', "[]")
     with pytest.raises(CheckpointDamaged, match="objects: expected dict, found list"):
         Manifest.parse(seal(changed.encode()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_lite.disk.durable import DISK
-from torchtitan_lite.errors import CheckpointError, CheckpointUnreadable
+from torchtitan_lite.errors import CheckpointError, CheckpointUnreadable, FormatTooOld
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.rollbacks import (
@@ -152,3 +153,16 @@ def test_any_bytes_are_a_record_or_one_error(data: bytes) -> None:
         parse(data, "rollbacks.json")
     except CheckpointError as error:
         assert not isinstance(error, CheckpointUnreadable)
+
+
+def test_a_record_from_before_the_first_release_is_named_as_such() -> None:
+    with pytest.raises(FormatTooOld, match=r"rollbacks\.json has format version 1, from before the first release"):
+        parse(b'{"version": 1, "rollbacks": []}\n', "folder/rollbacks.json")
+
+
+def test_fields_that_a_later_version_added_to_a_rollback_stay_in_the_record() -> None:
+    document = json.loads(to_json([following(7, [])])) | {"format_version": 8}
+    document["rollbacks"][0]["mood"] = "good"
+    [found] = parse(json.dumps(document).encode(), "folder/rollbacks.json")
+    assert found.skipped == 7
+    assert json.loads(to_json([replace(found, target=6)]))["rollbacks"] == [document["rollbacks"][0] | {"target": 6}]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.disks import FailingDisk
+from tests.store.filled import later_format
 from torchtitan_lite.disk import durable
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import Durable
@@ -579,7 +580,7 @@ def test_a_checkpoint_of_a_newer_version_stops_the_search_and_is_not_skipped(
 ) -> None:
     save(store, 5)
     path = save(store, 6).path / "manifest.json"
-    text = path.read_bytes().replace(b'"format_version": 3', b'"format_version": 99')
+    text = later_format(path.read_bytes())
     path.write_bytes(seal(text[: text.rindex(b",")]))
     for ask in (store.committed, store.latest, lambda: store.get(6)):
         with pytest.raises(FormatTooNew, match="step-6"):

@@ -8,8 +8,9 @@ after an answer was lost.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torchtitan_lite.bucket import naming
 from torchtitan_lite.store.holder import Holder
@@ -47,6 +48,8 @@ class Entry:
     status: Status = Status.KEPT
     findings: tuple[str, ...] = ()
     """What was wrong with a corrupt one, the beginning of it."""
+    unknown: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Fields that a later version added."""
 
     @property
     def name(self) -> str:
@@ -86,6 +89,8 @@ class Head:
     pinned: frozenset[int] = frozenset()
     entries: tuple[Entry, ...] = field(default=())
     """By the order of their commits."""
+    unknown: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Fields that a later version added."""
 
     @property
     def kept(self) -> list[Entry]:

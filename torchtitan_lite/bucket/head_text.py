@@ -1,8 +1,7 @@
 """`head.json` as text: plain JSON, a line for each checkpoint, the last line the digest of everything before it.
 
 So damage differs from what another version of this package writes: the first has a wrong digest and can be
-rebuilt, the second must not be touched. A version that adds a field raises `VERSION`, because an older one would drop
-the field with its next change.
+rebuilt, the second must not be touched.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from typing import Any
 
 from torchtitan_lite.bucket import naming
 from torchtitan_lite.bucket.head import Entry, Head, Status
-from torchtitan_lite.errors import FormatTooNew
+from torchtitan_lite.store.format_version import FORMAT, check_format, unknown_fields
 from torchtitan_lite.store.holder import Holder
 from torchtitan_lite.store.manifest import CheckpointKind, seal
 from torchtitan_lite.store.manifest_fields import number, refuse_constant, value_of
 
-VERSION = 1
-
+_FIELDS = frozenset({"epoch", "change", "holder", "beat_seconds", "pinned", "checkpoints", "digest"})
+_FIELDS_OF_ENTRY = frozenset({"step", "attempt", "kind", "run_id", "digest", "status", "findings"})
 _DIGEST = b',\n"digest": "'
 
 
@@ -31,7 +30,8 @@ class WrongDigest(ValueError):
 def to_text(head: Head) -> bytes:
     """Return the contents of head.json; equal heads give equal bytes."""
     lines = {
-        "format_version": VERSION,
+        **FORMAT,
+        **head.unknown,
         "epoch": head.epoch,
         "change": head.change,
         "holder": None if head.holder is None else dataclasses.asdict(head.holder),
@@ -46,7 +46,7 @@ def to_text(head: Head) -> bytes:
 def parse(data: bytes, path: str) -> Head:
     """Return the head in `data`, the contents of `path`.
 
-    Raises WrongDigest if it was changed or cut, FormatTooNew for a later version, ValueError that names a wrong field.
+    Raises WrongDigest if it was changed or cut, FormatTooNew, FormatTooOld, and ValueError that names a wrong field.
     """
     text, _, _ = data.rpartition(_DIGEST)
     if not text or seal(text) != data:
@@ -54,8 +54,7 @@ def parse(data: bytes, path: str) -> Head:
     document = json.loads(data, parse_constant=refuse_constant)
     if not isinstance(document, dict):
         raise ValueError("expected a JSON object")
-    if (version := number(document, "format_version", 1)) > VERSION:
-        raise FormatTooNew(path, version, VERSION)
+    check_format(document, path)
     return Head(
         epoch=number(document, "epoch", 0),
         change=number(document, "change", 0),
@@ -63,6 +62,7 @@ def parse(data: bytes, path: str) -> Head:
         beat_seconds=_beat_seconds(document),
         pinned=frozenset(_steps(value_of(document, "pinned", list))),
         entries=tuple(_entry(each) for each in value_of(document, "checkpoints", list)),
+        unknown=unknown_fields(document, _FIELDS),
     )
 
 
@@ -75,7 +75,7 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
         "digest": entry.digest,
         "status": entry.status.value,
     }
-    return document | ({"findings": list(entry.findings)} if entry.findings else {})
+    return document | ({"findings": list(entry.findings)} if entry.findings else {}) | dict(entry.unknown)
 
 
 def _entry(document: Any) -> Entry:
@@ -92,6 +92,7 @@ def _entry(document: Any) -> Entry:
         digest=value_of(document, "digest", str),
         status=Status(value_of(document, "status", str)),
         findings=tuple(str(each) for each in document.get("findings", ())),
+        unknown=unknown_fields(document, _FIELDS_OF_ENTRY),
     )
 
 

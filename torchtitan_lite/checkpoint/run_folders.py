@@ -59,9 +59,9 @@ class RunFolders:
         return [store.identity for store in self._stores]
 
     @property
-    def roots(self) -> list[Path]:
-        """The paths of those that are on disk. Any rank."""
-        return [store.root for store in self._stores if isinstance(store, CheckpointStore)]
+    def on_disk(self) -> list[CheckpointStore]:
+        """Those that are on disk. Any rank."""
+        return [store for store in self._stores if isinstance(store, CheckpointStore)]
 
     @property
     def are_all_on_disk(self) -> bool:

@@ -10,6 +10,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from torchtitan_lite.errors import (
+    LAST_WITH_EARLIER_FORMATS,
     AllCheckpointsDamaged,
     CheckpointDamaged,
     CheckpointNotFound,
@@ -19,6 +20,7 @@ from torchtitan_lite.errors import (
     FolderInUse,
     FolderUnusable,
     FormatTooNew,
+    FormatTooOld,
     KeeperUnavailable,
     LeaseLost,
 )
@@ -75,6 +77,8 @@ def _text_of(error: BaseException) -> str:
                 f"{error.path} has format version {error.found}, this version of torchtitan_lite reads up to "
                 f"{error.known}: upgrade torchtitan_lite"
             )
+        case FormatTooOld():
+            return f"{error.path}: {error.in_short}: commit {LAST_WITH_EARLIER_FORMATS} of torchtitan_lite reads it"
         case FolderUnusable():
             return f"{error.folder} cannot be used: {error.cause}"
         case FolderInUse():

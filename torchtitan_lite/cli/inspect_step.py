@@ -29,7 +29,7 @@ from torchtitan_lite.cli.target import resolve
 from torchtitan_lite.cli.words import age, number, size
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.config.job_config import JobConfig
-from torchtitan_lite.config.removed_keys import flat, in_keys_of_today
+from torchtitan_lite.config.removed_keys import flat
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted
 from torchtitan_lite.store import layout
@@ -225,7 +225,7 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, str]:
     defaults = flat(json.loads(json.dumps(JobConfig().to_dict())))
     return {
         key: value if isinstance(value, str) else json.dumps(value)
-        for key, value in in_keys_of_today(flat(config)).items()
+        for key, value in flat(config).items()
         if key not in defaults or defaults[key] != value
     }
 

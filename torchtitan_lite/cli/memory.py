@@ -23,7 +23,7 @@ from torchtitan_lite.cli.target import folder_of_checkpoints, local, names_step
 from torchtitan_lite.cli.words import age, size
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.distributed.environment import runtime_folder
-from torchtitan_lite.errors import CheckpointNotFound, ConfigError, FolderInUse
+from torchtitan_lite.errors import CheckpointNotFound, ConfigError, FolderInUse, UnknownFormat
 from torchtitan_lite.keeper.client import HeldMemory, Keeper, KeeperDescription
 from torchtitan_lite.log import counted
 
@@ -95,7 +95,7 @@ class _Image:
                 finding = "not valid: being filled, or empty"
             else:
                 card, num_bytes = Card.parse(marked.card), marked.num_bytes
-        except (UnusableMark, ValueError, OSError) as error:
+        except (UnusableMark, UnknownFormat, ValueError, OSError) as error:
             finding = f"not valid: {error}"
         memory_bytes = sum(os.fstat(fd).st_blocks * _BLOCK_BYTES for fd in (held.arena_fd, held.mark_fd))
         return cls(held.name, memory_bytes, card, num_bytes, finding)

@@ -21,7 +21,7 @@ from torchtitan_lite.errors import (
     CheckpointUnreadable,
     CheckpointUnsafe,
     ConfigError,
-    FormatTooNew,
+    UnknownFormat,
 )
 from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.store import layout
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.examining.file_digests import Finding
     from torchtitan_lite.checkpoint.examining.verification import Looked, Read
 
-INTACT, DAMAGED, GONE, UNREADABLE, TOO_NEW = "intact", "damaged", "removed", "unreadable", "too new"
+INTACT, DAMAGED, GONE, UNREADABLE, UNKNOWN = "intact", "damaged", "removed", "unreadable", "unknown format"
 _SHOWN_KEYS = 3
 _SHOWN_FINDINGS = 10
 _STYLES = {INTACT: "green", DAMAGED: "bold red", UNREADABLE: "bold red"}
@@ -145,7 +145,7 @@ def _folders(spelling: str, screen: Screen) -> tuple[Sequence[Place], bool]:
     root = folder_of_checkpoints(spelling)
     store, listing = CheckpointStore(root), Listing(root)
     abandoned: set[Place] = set()
-    with contextlib.suppress(FormatTooNew):  # It is reported where that checkpoint is verified.
+    with contextlib.suppress(UnknownFormat):  # It is reported where that checkpoint is verified.
         abandoned = {info.path for info in store.intact()} - {info.path for info in store.committed()}
     places = [(step, paths[0]) for step, paths in listing.places().items() if paths[0].is_dir()]
     folders = [place for step, place in places if (store.root / place.name) not in abandoned and _is_one(place)]
@@ -221,7 +221,7 @@ class _set_apart(contextlib.AbstractContextManager[None]):
 
     _STATUS = (
         (CheckpointNotFound, GONE),
-        (FormatTooNew, TOO_NEW),
+        (UnknownFormat, UNKNOWN),
         (CheckpointUnreadable, UNREADABLE),
         (OSError, UNREADABLE),
     )
@@ -260,7 +260,7 @@ def _code(results: Sequence[_Result]) -> ExitCode:
     statuses = {result.status for result in results}
     if DAMAGED in statuses:
         return ExitCode.DAMAGE
-    return ExitCode.FAILED if statuses & {UNREADABLE, TOO_NEW} else ExitCode.FINE
+    return ExitCode.FAILED if statuses & {UNREADABLE, UNKNOWN} else ExitCode.FINE
 
 
 def _rendered(results: Sequence[_Result], full: bool, seconds: float) -> RenderableType:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_lite.config.job_config import JobConfig
-from torchtitan_lite.config.removed_keys import flat, in_keys_of_today
+from torchtitan_lite.config.removed_keys import flat
 
 
 class Rule(enum.Enum):
@@ -110,7 +110,7 @@ def rule_of(key: str) -> Rule:
 def compare(stored: Mapping[str, Mapping[str, Any]], config: JobConfig) -> list[Change]:
     """Return the keys that differ between `stored`, the configuration in a checkpoint, and `config`, in its order."""
     defaults = flat(JobConfig().to_dict())
-    before, now = {**defaults, **in_keys_of_today(flat(stored))}, flat(config.to_dict())
+    before, now = {**defaults, **flat(stored)}, flat(config.to_dict())
     excluded = config.checkpoint.exclude_from_loading
     changes = [_change(key, before[key], now[key], excluded) for key in now if _plain(before[key]) != _plain(now[key])]
     return [change for change in changes if change.rule is not Rule.IGNORED]

@@ -1,7 +1,6 @@
 """Keys and values that the configuration no longer has, and those that replace them.
 
-To set a removed key is an error that names its replacement. Configurations stored by an earlier version still have
-them: they are compared, with those of today and with each other, under the keys of today.
+To set one is an error that names its replacement.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan_lite.config.sections.checkpoint import spelled_metric
 from torchtitan_lite.errors import ConfigError
 
 _DIGESTS = {
@@ -48,14 +46,3 @@ def flat(sections: Mapping[str, Any]) -> dict[str, Any]:
         else:
             values[section] = keys
     return values
-
-
-def in_keys_of_today(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stored configuration, by `section.key`, with the removed keys replaced by those that say the same."""
-    today = {key: value for key, value in values.items() if key not in REMOVED}
-    if _DIGESTS.keys() & values.keys():
-        today["checkpoint.digest_tensors"] = [name for key, name in _DIGESTS.items() if values.get(key)]
-    if "checkpoint.keep_best_mode" in values:
-        name, mode = str(values.get("checkpoint.keep_best_metric", "loss")), values["checkpoint.keep_best_mode"]
-        today["checkpoint.keep_best_metric"] = spelled_metric(name, highest=mode == "max")
-    return today

@@ -15,7 +15,7 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.examining.inventory import ListedCheckpoint
 from torchtitan_lite.config.drift import Rule, rule_of
-from torchtitan_lite.config.removed_keys import flat, in_keys_of_today
+from torchtitan_lite.config.removed_keys import flat
 from torchtitan_lite.report.lines import number
 from torchtitan_lite.report.starts import ReportedStart
 
@@ -47,7 +47,7 @@ def without_secret_values(config: object) -> dict[str, Any]:
     """Return the values of a configuration by `section.key` of today, secrets hidden; none of what is not one."""
     if not isinstance(config, dict):
         return {}
-    values = in_keys_of_today(flat(config))
+    values = flat(config)
     return {key: HIDDEN if _SECRET_KEY.search(key) and value else value for key, value in values.items()}
 
 

@@ -44,7 +44,7 @@ _FATE_OF_STATE = {
     FolderState.FOREIGN: Fate.KEPT,
     FolderState.DAMAGED: Fate.DAMAGED,
     FolderState.UNREADABLE: Fate.DAMAGED,
-    FolderState.NEWER_FORMAT: Fate.DAMAGED,
+    FolderState.UNKNOWN_FORMAT: Fate.UNSEEN,
     FolderState.QUARANTINED: Fate.QUARANTINED,
     FolderState.ABANDONED: Fate.ABANDONED,
     FolderState.SET_ASIDE: Fate.SET_ASIDE,

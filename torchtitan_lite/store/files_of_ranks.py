@@ -1,4 +1,7 @@
-"""The files of a checkpoint of many ranks, in columns: an object for each would take every rank a second to read."""
+"""The files that ranks wrote, as the manifest has them: in columns.
+
+An object for each would take every rank of a large job a second to read.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,24 @@ from torchtitan_lite.store.manifest_fields import value_of
 
 
 class FilesOfRanks(Mapping[str, FileRecord]):
-    """The file of tensors of each rank and the file of its record, by name.
+    """The file of tensors of each rank, and the file of its record where ranks have records, by name.
 
-    A rank has both or neither; only the record has digests here, and in it are those of the other.
+    A rank has both or neither. The digests are those of its record, which has those of the other; without records,
+    those of its file of tensors.
     """
 
     def __init__(self, sizes: Sequence[int | None], record_sizes: Sequence[int | None], digests: bytes) -> None:
         self.sizes = sizes
         """By rank: bytes of its file of tensors, None if it wrote none."""
         self._record_sizes = record_sizes
+        """The same of its record; empty where ranks have no records."""
         self._digests = digests
-        """Those of the blocks of all records, by rank."""
+        """Of the blocks of all ranks, by rank."""
+
+    @property
+    def have_records(self) -> bool:
+        """Return whether the ranks have records."""
+        return bool(self._record_sizes)
 
     def to_json(self) -> str:
         """Return the field of the manifest; equal files give equal text."""
@@ -36,18 +46,13 @@ class FilesOfRanks(Mapping[str, FileRecord]):
     def from_json(cls, document: dict[str, Any]) -> FilesOfRanks:
         """Return what `to_json` wrote. Raise ValueError for anything else."""
         sizes, record_sizes = (_sizes(document, name) for name in ("sizes", "record_sizes"))
-        if [size is None for size in sizes] != [size is None for size in record_sizes]:
+        if record_sizes and [size is None for size in sizes] != [size is None for size in record_sizes]:
             raise ValueError("expected sizes and record_sizes of the same ranks")
         digests = bytes.fromhex(value_of(document, "digests", str))
-        blocks = sum(map(num_blocks, filter(None, record_sizes)))
+        blocks = sum(map(num_blocks, filter(None, record_sizes or sizes)))
         if len(digests) != DIGEST_BYTES * blocks:
             raise ValueError(f"digests: expected those of {blocks} blocks, found {len(digests)} bytes")
         return cls(sizes, record_sizes, digests)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all files."""
-        return sum(filter(None, self.sizes)) + sum(filter(None, self._record_sizes))
 
     @cached_property
     def by_name(self) -> Mapping[str, int]:
@@ -62,7 +67,7 @@ class FilesOfRanks(Mapping[str, FileRecord]):
         size = sizes[rank] if 0 <= rank < len(sizes) else None
         if size is None:
             raise KeyError(name)
-        if not is_record:
+        if not is_record and self.have_records:
             return FileRecord(size)
         begin, end = self._ends[rank], self._ends[rank + 1]
         return FileRecord(size, self._digests[DIGEST_BYTES * begin : DIGEST_BYTES * end])
@@ -71,12 +76,12 @@ class FilesOfRanks(Mapping[str, FileRecord]):
         return iter(self.by_name)
 
     def __len__(self) -> int:
-        return 2 * (len(self.sizes) - self.sizes.count(None))
+        return len(self.by_name)
 
     @cached_property
     def _ends(self) -> Sequence[int]:
         """How many digests the ranks below each one have together."""
-        return [0, *accumulate(num_blocks(size or 0) for size in self._record_sizes)]
+        return [0, *accumulate(num_blocks(size or 0) for size in self._record_sizes or self.sizes)]
 
 
 Files: TypeAlias = dict[str, FileRecord] | ChainMap[str, FileRecord]
@@ -88,22 +93,34 @@ def together(others: dict[str, FileRecord], of_ranks: FilesOfRanks) -> Files:
     return ChainMap(others, of_ranks)  # type: ignore[arg-type]  # a ChainMap changes only its first map
 
 
-def in_columns(files: Files) -> tuple[dict[str, FileRecord], FilesOfRanks | None]:
-    """Return those of `files` that are not in columns, and those that are.
+def in_columns(files: Files) -> tuple[dict[str, FileRecord], FilesOfRanks]:
+    """Return those of `files` that no rank wrote, and the columns of the others.
 
-    Of the second also those whose digests were added from records are only there.
+    A file whose digests were added from its rank's record is in the columns alone. One without digests is in neither
+    column: it counts among the first.
     """
     *others, last = files.maps if isinstance(files, ChainMap) else [files]
-    if not isinstance(last, FilesOfRanks):
-        return dict(files), None
-    return {name: record for name, record in ChainMap(*others).items() if name not in last}, last
+    if isinstance(last, FilesOfRanks):
+        return {name: record for name, record in ChainMap(*others).items() if name not in last}, last
+    by_rank: dict[int, FileRecord] = {}
+    rest: dict[str, FileRecord] = {}
+    for name, record in files.items():
+        rank, is_record = layout.parse_rank_file(name) or (-1, True)
+        if is_record or (record.size and not record.blocks):
+            rest[name] = record
+        else:
+            by_rank[rank] = record
+    in_order = [by_rank.get(rank) for rank in range(max(by_rank, default=-1) + 1)]
+    digests = b"".join(record.blocks for record in in_order if record is not None)
+    return rest, FilesOfRanks([None if record is None else record.size for record in in_order], [], digests)
 
 
 def recorded_sizes(files: Mapping[str, FileRecord]) -> dict[str, int]:
     """Return the bytes of each of `files` by name."""
-    others, of_ranks = in_columns(files) if isinstance(files, ChainMap) else (files, None)
-    by_name = {} if of_ranks is None else dict(of_ranks.by_name)
-    return by_name | {name: record.size for name, record in others.items()}
+    if not isinstance(files, ChainMap):
+        return {name: record.size for name, record in files.items()}
+    others, of_ranks = in_columns(files)
+    return {**of_ranks.by_name, **{name: record.size for name, record in others.items()}}
 
 
 def _sizes(document: dict[str, Any], name: str) -> list[int | None]:

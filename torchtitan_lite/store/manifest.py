@@ -2,8 +2,8 @@
 
 `manifest.json` is plain JSON: reading it runs nothing. Its last line is the digest of everything before it, so any
 change is found. `Manifest.parse` returns a manifest whose every field has its type and range, or names the wrong field.
-Unknown fields are ignored, so that a later version may add some; a change that an older reader must not ignore raises
-`FORMAT_VERSION` and leaves the form of the last line as it is.
+It has one form, whatever the number of ranks. Unknown fields are ignored and kept, so that a later version may add
+some; every version leaves the form of the last line as it is.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.disk.digest import DIGEST_BYTES, FileRecord, num_blocks, text_digest
-from torchtitan_lite.errors import CheckpointDamaged, FormatTooNew, SaveFailed
+from torchtitan_lite.errors import CheckpointDamaged, SaveFailed
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.described import allowed_description_bytes, read_description
-from torchtitan_lite.store.files_of_ranks import Files, FilesOfRanks, in_columns, together
+from torchtitan_lite.store.files_of_ranks import Files, FilesOfRanks, in_columns, recorded_sizes, together
+from torchtitan_lite.store.format_version import FORMAT, FORMAT_VERSION, check_format, unknown_fields
 from torchtitan_lite.store.lineage import MAX_ABANDONED, Lineage
 from torchtitan_lite.store.manifest_fields import (
     extra,
@@ -36,14 +37,11 @@ from torchtitan_lite.store.manifest_fields import (
 )
 from torchtitan_lite.store.place import Place
 
-FORMAT_VERSION = 5
-"""1 had no digests and no table of tensors; up to 2, each table entry had its path without the types of the keys; up to
-3, no entry had `runs`; up to 4, `.metadata` was always among the files, and the manifest had all that is in them."""
-FORMAT_WITH_RUNS = 4
-FORMAT_WITHOUT_RUNS = 3
-"""Each version is written where it suffices, so that older releases can read it."""
-
 _TABLES = ("tensors", "objects", "structure")
+_FIELDS = frozenset(
+    {*("step", "kind", "created_at", "world_size", "versions", "lineage", "files", "files_of_ranks"), *_TABLES}
+    | {"extra", "digest"}
+)
 _LAST_LINE = re.compile(rb',\n"digest": "([0-9a-f]{32})"\n}\n')
 _LAST_LINE_BYTES = len(',\n"digest": ""\n}\n') + 32
 
@@ -188,20 +186,24 @@ class Manifest:
     """"root" to the tree of containers of the keys of both tables. The store does not look into it."""
     extra: dict[str, Any] = field(default_factory=dict)
     """JSON values; the store looks only at `nan_in`, `ranks_differ` and `metrics`."""
-    format_version: int = FORMAT_WITHOUT_RUNS
-    """The lowest that has what is in it."""
+    unknown: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that a later version added, as they are in the file."""
+
+    @property
+    def format_version(self) -> int:
+        """Return the version that wrote it."""
+        return int(self.unknown.get("format_version", FORMAT_VERSION))
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of all files but the manifest."""
-        files, of_ranks = in_columns(self.files)
-        return sum(record.size for record in files.values()) + (of_ranks.nbytes if of_ranks is not None else 0)
+        return sum(recorded_sizes(self.files).values())
 
     def to_json(self) -> bytes:
         """Return the contents of manifest.json, a line for each field; equal manifests give equal bytes."""
         files, of_ranks = in_columns(self.files)
         lines = {
-            "format_version": _dump(self.format_version),
+            **{name: _dump(value) for name, value in ({**FORMAT, **self.unknown}).items()},
             "step": _dump(self.step),
             "kind": _dump(self.kind.value),
             "created_at": _dump(float(self.created_at)),
@@ -209,7 +211,7 @@ class Manifest:
             "versions": _dump(self.versions),
             "lineage": _dump(self.lineage.to_json()),
             "files": f"{{{','.join(_file_json(name, record) for name, record in sorted(files.items()))}}}",
-            **({} if of_ranks is None else {"files_of_ranks": of_ranks.to_json()}),
+            "files_of_ranks": of_ranks.to_json(),
             "extra": _dump(self.extra),
         }
         tables = {"objects": self.objects, "tensors": self.tensors, "structure": self.structure}
@@ -249,18 +251,19 @@ class Manifest:
 
     @classmethod
     def parse(cls, data: bytes, path: str = layout.MANIFEST) -> Manifest:
-        """Return the manifest in `data`. Raise CheckpointDamaged or FormatTooNew, with `path` and what is wrong."""
+        """Return the manifest in `data`.
+
+        Raises CheckpointDamaged, FormatTooNew or FormatTooOld, with `path` and what is wrong.
+        """
         try:
             sealed = _is_sealed(data)
             document, tables = _document(data, path)
-            version = number(document, "format_version", 1)
-            if version > 1 and not sealed:
+            check_format(document, path)  # First: version 1 had no digest.
+            if not sealed:
                 raise ValueError("its last line is not its digest")
-            if version <= FORMAT_VERSION:
-                return _manifest(document, tables)
+            return _manifest(document, tables)
         except (ValueError, RecursionError) as error:
             raise damage_to(path, error) from None
-        raise FormatTooNew(path, version, FORMAT_VERSION)
 
 
 def damage_to(path: str, error: Exception) -> CheckpointDamaged:
@@ -296,7 +299,7 @@ def _dump(value: Any) -> str:
 
 def _file_json(name: str, record: FileRecord) -> str:
     name = encode_basestring_ascii(name)
-    return f'{name}:{{"size":{record.size},"digest":"{record.digest}","blocks":"{record.blocks.hex()}"}}'
+    return f'{name}:{{"size":{record.size},"blocks":"{record.blocks.hex()}"}}'
 
 
 def _document(data: bytes, path: str) -> tuple[dict[str, Any], dict[str, Table]]:
@@ -332,7 +335,6 @@ def _document(data: bytes, path: str) -> tuple[dict[str, Any], dict[str, Table]]
 def _manifest(document: dict[str, Any], tables: dict[str, Table]) -> Manifest:
     versions: dict[str, Any] = value_of(document, "versions", dict)
     return Manifest(
-        format_version=number(document, "format_version", 1),
         step=number(document, "step", 0),
         kind=CheckpointKind(value_of(document, "kind", str)),
         created_at=seconds(document, "created_at"),
@@ -340,22 +342,27 @@ def _manifest(document: dict[str, Any], tables: dict[str, Table]) -> Manifest:
         versions={name: value_of(versions, name, str) for name in versions},
         files=_files(document),
         lineage=Lineage.from_json(value_of(document, "lineage", dict)),
-        tensors=tables.get("tensors", Table()),
-        objects=tables.get("objects", Table()),
-        structure=tables.get("structure", Table()),
+        tensors=_table(tables, "tensors"),
+        objects=_table(tables, "objects"),
+        structure=_table(tables, "structure"),
         extra=extra(document),
+        unknown=unknown_fields(document, _FIELDS),
     )
+
+
+def _table(tables: dict[str, Table], name: str) -> Table:
+    if name not in tables:
+        raise ValueError(f"{name}: expected dict, found nothing")
+    return tables[name]
 
 
 def _files(document: dict[str, Any]) -> Files:
     listed: dict[str, Any] = value_of(document, "files", dict)
     files = {file_name(name): _file(listed, name) for name in listed}
-    if "files_of_ranks" not in document:
-        return files
     of_ranks = FilesOfRanks.from_json(value_of(document, "files_of_ranks", dict))
     if twice := [name for name in files if name in of_ranks]:
         raise ValueError(f"files: {twice[0]} is in files_of_ranks, too")
-    return together(files, of_ranks)
+    return together(files, of_ranks) if of_ranks.have_records else files | dict(of_ranks)
 
 
 def _file(files: dict[str, Any], name: str) -> FileRecord:

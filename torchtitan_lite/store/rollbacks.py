@@ -9,8 +9,8 @@ checkpoint was saved rolls back once more. Pure values, and the file on disk.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointError, CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.format_version import FORMAT, check_format, unknown_fields
 from torchtitan_lite.store.lineage import Lineage, OfARun
 from torchtitan_lite.store.manifest_fields import number, value_of
 
-VERSION = 1
 _LIMIT_BYTES = 16 << 20
 _NOT_YET = -1
 
@@ -44,6 +44,8 @@ class Rollback:
     """Of the run that rolled back."""
     target: int = _NOT_YET
     """The step that it rolled back to; -1 while it is on its way."""
+    unknown: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Fields that a later version added."""
 
     def __str__(self) -> str:
         to = f"to step {self.target}" if self.target != _NOT_YET else f"to step {self.last} or before"
@@ -118,6 +120,9 @@ def within(step: int, num_steps: int, found: Iterable[Rollback]) -> list[Rollbac
     return [each for each in found if each.step > step - num_steps]
 
 
+_FIELDS = frozenset(each.name for each in fields(Rollback))
+
+
 class RollbackFile:
     """The record in the folder of checkpoints `root`, on a disk."""
 
@@ -142,16 +147,23 @@ class RollbackFile:
 
 def to_json(rollbacks: Sequence[Rollback]) -> bytes:
     """Return the bytes of the record."""
-    found = [asdict(each) | {"left": each.left.to_json()} for each in rollbacks]
-    return (json.dumps({"version": VERSION, "rollbacks": found}) + "\n").encode()
+    found = []
+    for each in rollbacks:
+        entry = asdict(each) | {"left": each.left.to_json()}
+        found.append(entry | entry.pop("unknown"))
+    return (json.dumps({**FORMAT, "rollbacks": found}) + "\n").encode()
 
 
 def parse(data: bytes, path: str) -> tuple[Rollback, ...]:
-    """Return the rollbacks in `data`, read at `path`. Raises CheckpointError for anything that is not such a record."""
+    """Return the rollbacks in `data`, read at `path`. Raises CheckpointError for anything that is not such a record.
+
+    Of another version that is FormatTooNew or FormatTooOld.
+    """
     try:
         document = json.loads(data)
-        if not isinstance(document, dict) or document.get("version") != VERSION:
-            raise ValueError(f'expected a JSON object with "version": {VERSION}')
+        if not isinstance(document, dict):
+            raise ValueError("expected a JSON object")
+        check_format({"format_version": 1} | document if "version" in document else document, path)
         return tuple(map(_rollback, value_of(document, "rollbacks", list)))
     except (ValueError, RecursionError) as error:
         raise _no_record(path, str(error)) from error
@@ -175,4 +187,5 @@ def _rollback(document: Any) -> Rollback:
         run_id=value_of(document, "run_id", str),
         left=Lineage.from_json(value_of(document, "left", dict)),
         target=number(document, "target", _NOT_YET),
+        unknown=unknown_fields(document, _FIELDS),
     )

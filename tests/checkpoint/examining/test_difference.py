@@ -30,8 +30,8 @@ ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden"
 
 
-def golden(ranks: str, version: int = 3, kind: str = "checkpoint") -> OpenedCheckpoint:
-    return open_checkpoint(GOLDEN / f"format-{version}" / ranks / kind / "step-7")
+def golden(ranks: str, kind: str = "checkpoint") -> OpenedCheckpoint:
+    return open_checkpoint(GOLDEN / "format-7" / ranks / kind / "step-7")
 
 
 def plain(folder: Path, **state: Any) -> OpenedCheckpoint:
@@ -73,9 +73,8 @@ def write(folder: Path, tensor: torch.Tensor, **checkpoint: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "export"])
-@pytest.mark.parametrize("version", [2, 3])
-def test_the_same_state_in_another_sharding_is_equal(version: int, kind: str) -> None:
-    a, b = golden("one-process", version, kind), golden("two-ranks", version, kind)
+def test_the_same_state_in_another_sharding_is_equal(kind: str) -> None:
+    a, b = golden("one-process", kind), golden("two-ranks", kind)
     found = compare(a, b)
     # The one object that each rank has of its own, and what says how many ranks there were.
     assert not {key for key in (*found.only_in_a, *found.only_in_b) if "rank1" not in key}
@@ -86,12 +85,12 @@ def test_the_same_state_in_another_sharding_is_equal(version: int, kind: str) ->
     assert {"topology", "ranks"} <= found.origin.keys()
 
 
-def test_a_checkpoint_of_another_format_and_of_plain_dcp_is_compared(tmp_path: Path) -> None:
+def test_a_checkpoint_with_records_and_one_of_plain_dcp_are_compared(tmp_path: Path) -> None:
     ours = golden("two-ranks")
     shutil.copytree(ours.folder, tmp_path / "plain")
     (tmp_path / "plain" / "manifest.json").unlink()
     theirs = open_checkpoint(tmp_path / "plain")
-    for other in (theirs, golden("two-ranks", 2), golden("two-ranks", 1)):
+    for other in (theirs, golden("with-records")):
         found = compare(ours, other)
         assert not found.objects, "JSON and pickles describe the same objects"
         assert set(values(ours, other).values()) == {EQUAL}
@@ -196,14 +195,6 @@ def test_containers_of_another_type_and_empty_ones(tmp_path: Path) -> None:
         "extra.list": ("list", "-"),  # without a container in it, it is an object
     }
     assert not compare(a, a).has_any
-
-
-def test_the_configuration_of_an_earlier_version_is_compared_under_the_keys_of_today(tmp_path: Path) -> None:
-    removed = {"tensor_digests": True, "verify_resume": False, "keep_best_metric": "loss", "keep_best_mode": "min"}
-    write(tmp_path / "a", torch.zeros(2), interval=5, **removed)
-    write(tmp_path / "b", torch.zeros(2), interval=7, digest_tensors=["save"], keep_best_metric="loss")
-    found = compare(open_checkpoint(tmp_path / "a"), open_checkpoint(tmp_path / "b"))
-    assert found.origin == {"checkpoint.interval": ("5", "7")}
 
 
 def test_digests_say_which_values_differ_without_reading_them(tmp_path: Path) -> None:

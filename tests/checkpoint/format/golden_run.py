@@ -1,4 +1,4 @@
-"""The run whose checkpoints are kept in tests/golden/, one folder for each version of the format.
+"""The run whose checkpoints are kept in tests/golden/, one folder for each released version of the format.
 
 `values` computes every value from its key, so a test knows what a checkpoint must hold without reading one.
 scripts/make_golden_checkpoints.py runs this file with older versions of the package too, so it imports only what all
@@ -26,22 +26,22 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.state.train_state import TrainState
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
+from torchtitan_lite.store.format_version import FORMAT_VERSION
 from torchtitan_lite.store.lineage import Lineage
-from torchtitan_lite.store.manifest import FORMAT_VERSION, Manifest
+from torchtitan_lite.store.manifest import Manifest
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 STEP = 7
 WRITERS = {
     "one-process": 1,
     "two-ranks": 2,
-    "four-ranks": 4,
     "five-ranks": 5,
     "without-metadata": 1,
     "with-records": 2,
 }
 """Name of a folder to the number of processes that wrote its checkpoints."""
-WRITTEN = {"one-process": 3, "two-ranks": 3, "five-ranks": 4, "without-metadata": 5, "with-records": 5}
-"""The version of the format in which these processes write today: a tensor of fewer than four chunks is in no runs."""
+WRITTEN = dict.fromkeys(WRITERS, 7)
+"""The version of the format in which these processes write today."""
 
 PARAMETERS: dict[str, tuple[torch.dtype, tuple[int, ...], Placement]] = {
     "weight": (
@@ -59,7 +59,7 @@ BUFFERS: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
     "mask": (torch.bool, (5,)),
 }
 PLAIN_SINCE: dict[int, dict[str, Any]] = {
-    1: {
+    7: {
         "position": STEP,
         "share": 0.625,
         "name": "golden \u00e9",
@@ -71,8 +71,6 @@ PLAIN_SINCE: dict[int, dict[str, Any]] = {
         "raw": b"\x00\xff",
         "pair": (1, (2.5, "x"), [3, None]),
         "nested": {"deeper": {"list": [1, {"two": 2}, (3,)]}},
-    },
-    3: {
         "typed": {1: "one", "1x": {}, True.__int__() + 1: {(1, "a"): 2.5, None: {}}, b"k": [{}, {"x": 1}]},
         "counted": Counter({30: 1, 80: 2}),
         "ordered": OrderedDict([("z", 1), ("a", {})]),
@@ -126,9 +124,11 @@ class GoldenRun:
         self.train_state, self.plain = TrainState(), Plain(version, filled=filled)
         if filled:
             self._go_to_step(mesh)
-        has_list = hasattr(Checkpoint, "digest_tensors")  # Older versions have a switch.
-        digests: dict[str, Any] = {"digest_tensors": ("save",)} if has_list else {"tensor_digests": True}
-        options: dict[str, Any] = {"enable_checkpoint": True, "preemption_signals": (), **digests}
+        options: dict[str, Any] = {
+            "enable_checkpoint": True,
+            "preemption_signals": (),
+            "digest_tensors": ("save",),
+        }
         self.config = JobConfig(job=Job(dump_folder=str(folder)), checkpoint=Checkpoint(**options | checkpoint))
         self.manager = CheckpointManager(
             None,

@@ -27,12 +27,12 @@ from torchtitan_lite.cli.app import main
 from torchtitan_lite.disk.block_writer import Bounced, write_blocks
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import AllCheckpointsDamaged
-from torchtitan_lite.store.manifest import FORMAT_VERSION, Manifest
+from torchtitan_lite.store.format_version import FORMAT_VERSION
+from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.store import CheckpointStore
 
 FOLDERS = sorted((path for path in GOLDEN.glob("format-*/*")), key=lambda path: (len(path.parts[-2]), path.parts[-2:]))
 CURRENT = {writer: GOLDEN / f"format-{version}" / writer for writer, version in WRITTEN.items()}
-WITH_DIGESTS = [folder for folder in FOLDERS if folder.parent.name != "format-1"]
 
 MIB = 1 << 20
 LONG = (bytes(range(251)) * (5 * MIB // 502 + 1))[: 5 * MIB // 2 + 3]
@@ -74,11 +74,7 @@ def copied(golden: Path, tmp_path: Path) -> Path:
 
 def test_every_version_of_the_format_has_a_folder_by_each_number_of_ranks_that_wrote_it() -> None:
     """scripts/make_golden_checkpoints.py writes those of a new version."""
-    before_runs = {f"format-{version}/{writer}" for version in (1, 2, 3) for writer in ("one-process", "two-ranks")}
-    with_empty_shards = {"format-4/four-ranks"}
-    assert {named(folder) for folder in FOLDERS} == before_runs | with_empty_shards | {
-        named(folder) for folder in CURRENT.values()
-    }
+    assert {named(folder) for folder in FOLDERS} == {named(folder) for folder in CURRENT.values()}
     assert max(WRITTEN.values()) == FORMAT_VERSION
 
 
@@ -158,7 +154,7 @@ def test_a_run_continues_from_a_golden_checkpoint_and_saves_next_to_it(golden: P
     assert (first.step, second.step, second.run_id, second.lineage.parent_step) == (STEP, STEP + 1, "golden", STEP)
 
 
-@pytest.mark.parametrize("golden", WITH_DIGESTS, ids=named)
+@pytest.mark.parametrize("golden", FOLDERS, ids=named)
 @pytest.mark.parametrize("name", ["checkpoint", "export"])
 def test_the_digests_in_a_golden_manifest_are_those_that_the_format_page_describes(golden: Path, name: str) -> None:
     """Compute them with xxhash alone, as docs/checkpoint_format.md describes, not with the package."""
@@ -167,19 +163,20 @@ def test_the_digests_in_a_golden_manifest_are_those_that_the_format_page_describ
     text, _, last = files.pop("manifest.json").rpartition(b',\n"digest": "')
     assert last.decode() == xxhash.xxh3_128_hexdigest(text) + '"\n}\n'
     document = json.loads(text + b"}")
-    if "files_of_ranks" in document:
-        pairs = [(files.pop(f"__{rank}_0.distcp"), files.pop(f"__{rank}_0.json")) for rank in range(2)]
-        assert document["files_of_ranks"] == {
-            "sizes": [len(data) for data, _ in pairs],
-            "record_sizes": [len(record) for _, record in pairs],
-            "digests": "".join(page_record(record)["blocks"] for _, record in pairs),
-        }
-        for data, record in pairs:
-            assert json.loads(record)["blocks"] == page_record(data)["blocks"]
+    ranks = range(document["world_size"])
+    of_tensors = [files.pop(f"__{rank}_0.distcp", None) for rank in ranks]
+    records = [files.pop(f"__{rank}_0.json") for rank in ranks if f"__{rank}_0.json" in files]
+    assert document["files_of_ranks"] == {
+        "sizes": [data if data is None else len(data) for data in of_tensors],
+        "record_sizes": [len(record) for record in records],
+        "digests": "".join(page_record(data)["blocks"] for data in records or of_tensors if data is not None),
+    }
+    for data, record in zip(of_tensors, records, strict=False):
+        assert json.loads(record)["blocks"] == page_record(data)["blocks"]
     assert document["files"] == {name: page_record(data) for name, data in files.items()}
 
 
-@pytest.mark.parametrize("golden", WITH_DIGESTS, ids=named)
+@pytest.mark.parametrize("golden", FOLDERS, ids=named)
 def test_one_changed_bit_in_a_golden_checkpoint_is_found(golden: Path, tmp_path: Path) -> None:
     folder = copied(golden, tmp_path)
     path = folder / "checkpoint" / f"step-{STEP}" / "__0_0.distcp"
@@ -200,7 +197,7 @@ def test_a_file_of_several_blocks_has_the_digests_that_it_always_had(tmp_path: P
     written = write_blocks(tmp_path / "f", Bounced(len(LONG), fill))
     for record in (FileRecord.of(LONG), written):
         assert (record.blocks.hex(), record.digest) == (BLOCKS_OF_LONG, DIGEST_OF_LONG)
-    assert page_record(LONG) == {"size": len(LONG), "digest": DIGEST_OF_LONG, "blocks": BLOCKS_OF_LONG}
+    assert page_record(LONG) == {"size": len(LONG), "blocks": BLOCKS_OF_LONG}
 
 
 @writes_as_the_golden_ones
@@ -298,8 +295,7 @@ def assert_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 def page_record(data: bytes) -> dict[str, Any]:
     """Return the record that docs/checkpoint_format.md describes for a file that holds `data`."""
     blocks = b"".join(xxhash.xxh3_64_digest(data[at : at + MIB]) for at in range(0, len(data), MIB))
-    digest = xxhash.xxh3_128_hexdigest(blocks + len(data).to_bytes(8, "big"))
-    return {"size": len(data), "digest": digest, "blocks": blocks.hex()}
+    return {"size": len(data), "blocks": blocks.hex()}
 
 
 def zeros() -> dict[str, torch.Tensor]:

@@ -16,8 +16,8 @@ from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoin
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointDamaged
 
-SAVED = Path(__file__).parents[2] / "golden" / "format-4" / "four-ranks" / "checkpoint" / "step-7"
-FILES = [f"__{rank}_0.distcp" for rank in range(4)]
+SAVED = Path(__file__).parents[2] / "golden" / "format-7" / "five-ranks" / "checkpoint" / "step-7"
+FILES = [f"__{rank}_0.distcp" for rank in range(5)]
 
 
 class Asked(FilesOnDisk):

@@ -50,10 +50,10 @@ def test_a_checkpoint_is_a_data_file_the_metadata_and_a_manifest_of_both(store: 
     assert [file.name for file in store.root.iterdir()] == ["step-3"]
     manifest = json.loads((path / "manifest.json").read_text())
     assert (manifest["step"], manifest["kind"], manifest["world_size"]) == (3, "full", 1)
-    assert {name: record["size"] for name, record in manifest["files"].items()} == {
-        name: (path / name).stat().st_size for name in names - {"manifest.json"}
-    }
-    assert all(FileRecord.of((path / name).read_bytes()).digest == r["digest"] for name, r in manifest["files"].items())
+    of_dcp, of_rank = (FileRecord.of((path / name).read_bytes()) for name in (".metadata", "__0_0.distcp"))
+    assert manifest["files"] == {".metadata": {"size": of_dcp.size, "blocks": of_dcp.blocks.hex()}}
+    columns = {"sizes": [of_rank.size], "record_sizes": [], "digests": of_rank.blocks.hex()}
+    assert manifest["files_of_ranks"] == columns
     assert manifest["versions"].keys() == {"torchtitan_lite", "torch", "python"}
 
 

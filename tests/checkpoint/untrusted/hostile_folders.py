@@ -70,17 +70,18 @@ def renamed(name: str) -> Make:
     """Return a case that gives the data file another name in the table of files."""
 
     def change(document: dict[str, Any]) -> None:
-        document["files"][name] = document["files"].pop(DATA)
+        of_ranks = document["files_of_ranks"]
+        document["files"][name] = {"size": of_ranks["sizes"][0], "blocks": of_ranks["digests"]}
+        document["files_of_ranks"] = {"sizes": [], "record_sizes": [], "digests": ""}
 
     return lambda folder: rewrite(folder, change)
 
 
-def of_format_2(path: Any) -> Make:
-    """Return a case of format 2, in which every entry has a path; the path of one tensor is `path`."""
+def converted(path: Any) -> Make:
+    """Return a case as conversions of DCP's own are: every entry has a path; the path of one tensor is `path`."""
 
     def change(document: dict[str, Any]) -> None:
-        document["format_version"] = 2
-        del document["structure"]
+        document["structure"] = {}
         for table in ("tensors", "objects"):
             for key, entry in document[table].items():
                 entry["path"] = path if key == KEY else key.split(".", 1)
@@ -90,6 +91,7 @@ def of_format_2(path: Any) -> Make:
 
 WRONG: dict[str, tuple[tuple[str, ...], Sequence[Any]]] = {
     "format_version": (("format_version",), [None, "3", -1, 0, 1.5, True, [], {}]),
+    "oldest_reader": (("oldest_reader",), [None, "3", -1, 0, 1.5, True, [], {}, 1 << 70]),
     "step": (("step",), [None, "4", -1, 4.5, 1 << 70, True, 2, []]),
     "kind": (("kind",), [None, 5, "half", "x" * 5000, "\ud800", []]),
     "created_at": (("created_at",), [None, "now", 5, [], {}, float("inf")]),
@@ -104,9 +106,16 @@ WRONG: dict[str, tuple[tuple[str, ...], Sequence[Any]]] = {
         [5, "x", {}, [[1]], [["1", "a"]], [[-1, "a"]], [[1, "../x"]], [[1, "a" * 5000]], deep(50)],
     ),
     "files": (("files",), [None, [], "x"]),
-    "record": (("files", DATA), [None, 5, [], {}]),
-    "size": (("files", DATA, "size"), [None, "5", -1, 1.5, 1 << 70, 1 << 62, 0, True]),
-    "blocks": (("files", DATA, "blocks"), [5, None, [], "zz", "a" * 15, "ab" * 5000]),
+    "record": (("files", ".metadata"), [None, 5, [], {}]),
+    "size": (("files", ".metadata", "size"), [None, "5", -1, 1.5, 1 << 70, 1 << 62, 0, True]),
+    "blocks": (("files", ".metadata", "blocks"), [5, None, [], "zz", "a" * 15, "ab" * 5000]),
+    "files_of_ranks": (("files_of_ranks",), [None, [], "x", {}]),
+    "sizes": (
+        ("files_of_ranks", "sizes"),
+        [None, "5", *([size] for size in ("5", -1, 1.5, 1 << 70, 1 << 62, 0, True, None)), [5] * 5000, deep(50)],
+    ),
+    "record_sizes": (("files_of_ranks", "record_sizes"), [None, "5", [5], [None], [1 << 62], deep(50)]),
+    "digests of files": (("files_of_ranks", "digests"), [5, None, [], "zz", "a" * 15, "ab" * 5000]),
     "extra": (("extra",), [None, [], "x"]),
     "config": (
         ("extra", "config"),
@@ -359,7 +368,7 @@ CASES: dict[str, Make] = {
         for number, value in enumerate(values)
     },
     **{f"file {n!r:.20}": renamed(n) for n in ("", ".", "..", "../x", "/x", "a\0b", "a\\b", "x" * 5000, "\ud800")},
-    **{f"path {path!r}": of_format_2(path) for path in ([], None, [["a"]], [1.5], "ab", {})},
+    **{f"path {path!r}": converted(path) for path in ([], None, [["a"]], [1.5], "ab", {})},
     **{f"many: {name}": make for name, make in COUNTS.items()},
     "findings as a link": linked_findings,
     "findings as a pipe": piped_findings,

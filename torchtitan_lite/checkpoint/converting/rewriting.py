@@ -26,7 +26,6 @@ from torchtitan_lite.checkpoint.converting.new_state import NewState
 from torchtitan_lite.checkpoint.converting.reader import Reader
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, WrittenBy, open_checkpoint
 from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
-from torchtitan_lite.checkpoint.format.chunk_runs import format_version
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import CheckpointDamaged, ConfigError, TorchtitanLiteError
 from torchtitan_lite.log import logger
@@ -156,7 +155,6 @@ def _of_files(manifest: Manifest, written: Written, state: NewState) -> Manifest
         tensors=Table(written.tensors),
         objects=Table(written.objects),
         extra={name: value for name, value in manifest.extra.items() if name != DCP_METADATA},
-        format_version=format_version(written.tensors),
     )
 
 

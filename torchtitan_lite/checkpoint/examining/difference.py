@@ -16,7 +16,7 @@ from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint
 from torchtitan_lite.checkpoint.format.clocks import is_clock
 from torchtitan_lite.checkpoint.format.contents import StoredTensor
 from torchtitan_lite.checkpoint.format.structure import Branch
-from torchtitan_lite.config.removed_keys import flat, in_keys_of_today
+from torchtitan_lite.config.removed_keys import flat
 
 NOTHING = "-"
 """Stands for what one of the two does not have."""
@@ -191,5 +191,5 @@ def _facts(checkpoint: OpenedCheckpoint, in_detail: bool) -> Iterator[tuple[str,
         for name, step in (("parent step", lineage.parent_step), ("branched at step", lineage.branch_point)):
             yield name, NOTHING if step is None else str(step)
         yield from ((f"version of {name}", version) for name, version in sorted(manifest.versions.items()))
-        for key, value in in_keys_of_today(flat(checkpoint.config)).items():
+        for key, value in flat(checkpoint.config).items():
             yield key, value if isinstance(value, str) else shown(value)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from torchtitan_lite.checkpoint.examining.opened import POSITIONS_OF_TORCHTITAN, WrittenBy, absence, num_writers
 from torchtitan_lite.disk.plain_file import read_plain, size_finding
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe, FormatTooNew
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe, UnknownFormat
 from torchtitan_lite.log import counted
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.described import read_description
@@ -49,7 +49,7 @@ class FolderState(enum.Enum):
     DAMAGED = "damaged"
     UNREADABLE = "unreadable"
     """The system refused to read it."""
-    NEWER_FORMAT = "newer_format"
+    UNKNOWN_FORMAT = "unknown_format"
     HALF_WRITTEN = "half_written"
     """A save that is under way, or was cut off."""
     QUARANTINED = "quarantined"
@@ -150,9 +150,8 @@ def _of_step(folder: Path, step: int) -> ListedCheckpoint:
                 folder, FolderState.DAMAGED, step, f"{layout.MANIFEST}: it is the manifest of step {manifest.step}"
             )
         finding = _missing(folder, manifest)
-    except FormatTooNew as error:
-        finding = f"it has format version {error.found}, this version reads up to {error.known}"
-        return _rest(folder, FolderState.NEWER_FORMAT, step, finding)
+    except UnknownFormat as error:
+        return _rest(folder, FolderState.UNKNOWN_FORMAT, step, error.in_short)
     except CheckpointDamaged as error:
         return _rest(folder, FolderState.DAMAGED, step, error.summary)
     except CheckpointUnsafe as error:
@@ -172,7 +171,7 @@ def _of_aside(folder: Path, step: int, why: str) -> ListedCheckpoint:
     finding = finding or (_findings(folder) if why == "corrupt" else "it was in the way of a checkpoint")
     try:
         manifest = Manifest.of_folder(folder) if is_folder(folder) else None
-    except (CheckpointDamaged, CheckpointUnsafe, FormatTooNew, OSError):
+    except (CheckpointDamaged, CheckpointUnsafe, UnknownFormat, OSError):
         manifest = None
     return _rest(folder, state, step, finding) if manifest is None else managed(folder, manifest, state, finding)
 
@@ -213,7 +212,7 @@ def _copy(folder: Path) -> ListedCheckpoint | None:
     """Return the entry of a copy of one of ours that was saved without `.metadata`, under a name of its own."""
     try:
         manifest = Manifest.of_folder(folder)
-    except (CheckpointDamaged, CheckpointUnsafe, FormatTooNew):
+    except (CheckpointDamaged, CheckpointUnsafe, UnknownFormat):
         return None
     if manifest is None or DCP_METADATA not in manifest.extra:
         return None

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.examining.inventory import FolderState, ListedCheckpoint
 from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.config.removed_keys import flat, in_keys_of_today
+from torchtitan_lite.config.removed_keys import flat
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.retention import Verdict, build_retention, judge
@@ -24,7 +24,7 @@ _KEYS = [each.name for each in dataclasses.fields(Checkpoint) if each.name.start
 def keep_keys(entries: Iterable[ListedCheckpoint]) -> dict[str, Any]:
     """Return the `keep_` keys of the latest full checkpoint that are not at their defaults, by name."""
     full = [entry for entry in entries if entry.state is FolderState.COMMITTED and entry.kind is CheckpointKind.FULL]
-    today = in_keys_of_today(flat(full[-1].config)) if full else {}
+    today = flat(full[-1].config) if full else {}
     found = {key: today[f"checkpoint.{key}"] for key in _KEYS if f"checkpoint.{key}" in today}
     return {key: value for key, value in found.items() if value != getattr(_DEFAULTS, key)}
 

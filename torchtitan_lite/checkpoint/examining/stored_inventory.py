@@ -22,7 +22,7 @@ from torchtitan_lite.checkpoint.examining.inventory import (
     with_abandoned,
 )
 from torchtitan_lite.disk.in_threads import in_threads
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, FormatTooNew
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, UnknownFormat
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import recorded_sizes
 from torchtitan_lite.store.place import ObjectPlace
@@ -99,9 +99,8 @@ def _entry(store: BucketStore, entry: Entry, objects: _Objects) -> ListedCheckpo
         state, finding = (FolderState.DAMAGED, error.summary) if is_kept else (state, finding)
     except CheckpointUnreadable as error:
         state, finding = (FolderState.UNREADABLE, error.cause) if is_kept else (state, finding)
-    except FormatTooNew as error:
-        too_new = f"it has format version {error.found}, this version reads up to {error.known}"
-        state, finding = (FolderState.NEWER_FORMAT, too_new) if is_kept else (state, finding)
+    except UnknownFormat as error:
+        state, finding = (FolderState.UNKNOWN_FORMAT, error.in_short) if is_kept else (state, finding)
     else:
         sizes = recorded_sizes(manifest.files)
         if is_kept and (findings := size_findings(sizes, objects.sizes)):

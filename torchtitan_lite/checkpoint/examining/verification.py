@@ -143,7 +143,7 @@ def _looked(looked: Looked) -> Looked:
     except (CheckpointDamaged, CheckpointUnsafe) as error:
         return dataclasses.replace(looked, findings=(finding_of(folder, error),))
     except FileNotFoundError:
-        # Only a manifest of format 1 needs this file: others have the tables themselves.
+        # Without a manifest the contents are in that file.
         return dataclasses.replace(looked, findings=(Finding(layout.METADATA, "it is missing"),))
     recorded = recorded_sizes(manifest.files) if manifest is not None else {}
     found = found_at(folder)
@@ -156,13 +156,12 @@ def _looked(looked: Looked) -> Looked:
 
 
 def _contents(folder: Place, manifest: Manifest | None) -> Contents:
-    """Return what `manifest` describes, or, on disk and without a table in it, DCP's metadata."""
-    has_tables = manifest is not None and (manifest.tensors or manifest.objects or manifest.structure)
-    if isinstance(folder, Path) and not has_tables:
+    """Return what `manifest` describes; on disk and without one, DCP's metadata."""
+    if manifest is not None:
+        return Contents.of_manifest(manifest, str(folder))
+    if isinstance(folder, Path):
         return read_metadata(folder)
-    if manifest is None:
-        raise CheckpointDamaged(str(folder), f"{layout.MANIFEST} is missing")
-    return Contents.of_manifest(manifest, str(folder))
+    raise CheckpointDamaged(str(folder), f"{layout.MANIFEST} is missing")
 
 
 def _of_sizes(

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple, overload
 
 from torchtitan_lite.checkpoint.format.chunk import Chunk, Shape
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.manifest import FORMAT_WITH_RUNS, FORMAT_WITHOUT_RUNS
 
 LEAST_CHUNKS = 4
-"""A tensor of fewer chunks is stored as a list of them, which earlier versions can read."""
+"""A tensor of fewer chunks is stored as a list of them, which is as short."""
 _MOST_FILES = 1 << 23
 """Files that the different rows of runs in one checkpoint may name together, and ranks: looking each up takes a second
 or two."""
@@ -182,11 +181,6 @@ def check_rows(rows: Collection[Row], num_files: int) -> None:
         raise ValueError(f"a run that ends past rank {_MOST_FILES}")
     if (total := sum(count for count, _, _ in rows)) > _MOST_FILES:
         raise ValueError(f"runs over {total} files in all; expected at most {_MOST_FILES}")
-
-
-def format_version(entries: Mapping[str, Mapping[str, Any]]) -> int:
-    """Return the lowest version of the format that has such `entries` of the table of tensors."""
-    return FORMAT_WITH_RUNS if any("runs" in entry for entry in entries.values()) else FORMAT_WITHOUT_RUNS
 
 
 def decode(value: Any, num_dims: int) -> ChunkRuns:

@@ -74,6 +74,7 @@ class Contents:
                 objects[key] = _object(entry)
             if "root" in manifest.structure:
                 return cls(path, tensors, objects, *_structure(manifest.structure["root"], tensors, objects, path))
+            # It was converted from one of DCP's own, which does not store the types of keys.
             for key, entry in (*manifest.tensors.items(), *manifest.objects.items()):
                 paths[key] = _path(entry["path"])
         except CheckpointDamaged:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from torchtitan_lite.checkpoint.format.chunk_runs import format_version
 from torchtitan_lite.checkpoint.format.metadata_file import MOST_ENTRIES, PlacedItem, metadata_head, metadata_tail
 from torchtitan_lite.checkpoint.format.structure import Branch, encode, paths_of
 from torchtitan_lite.checkpoint.format.tensor_table import TensorTable
@@ -57,8 +56,6 @@ class Description:
         # containers.
         self.structure = Table({"root": encode(structure)})
         """The manifest's tables."""
-        self.format_version = format_version(self.tensors)
-        """The version of the format that they need."""
         self._objects = objects
         self._where: tuple[PlacedItem, ...] | None = None
         self._metadata = PickledMetadata(b"", FileRecord.of(b""))

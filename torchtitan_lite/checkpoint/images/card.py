@@ -14,6 +14,7 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.images.commits import MOST_COMMITS, Commit
 from torchtitan_lite.disk.digest import DIGEST_BYTES, FileRecord, num_blocks
+from torchtitan_lite.store.format_version import FORMAT, check_format
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import Table
 from torchtitan_lite.store.manifest_fields import file_name, number, refuse_constant, seconds, table, value_of
@@ -60,6 +61,7 @@ class Card:
         """Return the card as four lines of JSON: fields, objects, tensors, containers."""
         lineage, tables = self.lineage.to_json(), Table.texts(self.objects, self.tensors, self.structure)
         fields = {
+            **FORMAT,
             "rank": self.rank,
             "world_size": self.world_size,
             "step": self.step,
@@ -83,13 +85,14 @@ class Card:
 
     @classmethod
     def parse(cls, data: bytes) -> Card:
-        """Return the card in `data`. Raise ValueError that names what is wrong."""
+        """Return the card in `data`. Raise FormatTooNew, FormatTooOld, and ValueError that names what is wrong."""
         lines = data.split(b"\n")
         if len(lines) != 4:
             raise ValueError(f"expected 4 lines, found {len(lines)}")
         document = json.loads(lines[0].decode(), parse_constant=refuse_constant)
         if not isinstance(document, dict):
             raise ValueError("its first line is not a JSON object")
+        check_format({"format_version": 1} | document, "an image in memory")
         size, blocks = number(document, "size", 0), bytes.fromhex(value_of(document, "blocks", str))
         if len(blocks) != DIGEST_BYTES * num_blocks(size):
             raise ValueError(f"expected the digests of {num_blocks(size)} blocks, found {len(blocks)} bytes")
@@ -98,21 +101,20 @@ class Card:
         rank, world_size = number(document, "rank", 0), number(document, "world_size", 1)
         if rank >= world_size:
             raise ValueError(f"rank {rank} of {world_size}")
-        # Of a version without them.
-        before = value_of(document, "before", list) if "before" in document else []
+        before = value_of(document, "before", list)
         versions = value_of(document, "versions", dict)
         return cls(
             rank=rank,
             world_size=world_size,
             step=number(document, "step", 0),
-            copy=number(document, "copy", 0) if "copy" in document else 0,  # Of a version that did not count them.
+            copy=number(document, "copy", 0),
             start=_id(document, "start"),
             folder_id=_id(document, "folder_id"),
             lineage=Lineage.from_json(value_of(document, "lineage", dict)),
             latest=None if latest is None else _commit(latest),
             before=tuple(map(_commit, before[-MOST_COMMITS:])),
             created_at=value_of(document, "created_at", float),
-            trained_seconds=max(0.0, seconds(document, "trained_seconds")) if "trained_seconds" in document else 0.0,
+            trained_seconds=max(0.0, seconds(document, "trained_seconds")),
             topology=value_of(document, "topology", str),
             versions={each: value_of(versions, each, str) for each in versions},
             config=value_of(document, "config", dict),
@@ -127,10 +129,7 @@ class Card:
 def _commit(value: Any) -> Commit:
     document = table({"commit": value})["commit"]
     digest = value_of(document, "digest", str)[:_ID_LETTERS]
-    written_ns = number(document, "written_ns", 0) if "written_ns" in document else 0
-    # Of a version that did not note it.
-    run_id = _id(document, "run_id") if "run_id" in document else ""
-    return Commit(number(document, "step", 0), digest, written_ns, run_id)
+    return Commit(number(document, "step", 0), digest, number(document, "written_ns", 0), _id(document, "run_id"))
 
 
 def _id(document: dict[str, Any], name: str) -> str:

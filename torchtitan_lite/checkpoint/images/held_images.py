@@ -91,8 +91,7 @@ class HeldImages:
 
     def look(self, *, topology: str) -> None:
         """Find the images on all hosts that fit together, for a run of `topology`. **Collective**."""
-        if self.keeper is not None:
-            self._list(self.keeper)
+        self.peers.together(self._list)
         host = tuple(sorted(each.name for each in self._held))
         self._looks = self.peers.gather(Look(host, [each.image for each in self._local.values()]))
         visible = [{(i.key, i.rank): i for i in look.images} for look in self._looks]
@@ -200,8 +199,14 @@ class HeldImages:
             return False
         return key.start == loaded.start and (key.step, key.copy) <= (loaded.step, loaded.copy)
 
-    def _list(self, keeper: Keeper) -> None:
-        """List what `keeper` holds, unless a process of another start may still write into it."""
+    def _list(self) -> None:
+        """List what the keeper holds, unless a process of another start may still write into it.
+
+        Raises FormatTooNew and FormatTooOld for an image of another version.
+        """
+        keeper = self.keeper
+        if keeper is None:
+            return
         held: list[HeldMemory] = []
         try:
             held = keeper.held(self.start)

@@ -22,7 +22,6 @@ from torchtitan_lite.checkpoint.converting.exporting import Progress
 from torchtitan_lite.checkpoint.converting.new_state import NewState, NewTensor
 from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
 from torchtitan_lite.checkpoint.examining.tensor_stream import Stream
-from torchtitan_lite.checkpoint.format.chunk_runs import format_version
 from torchtitan_lite.checkpoint.format.structure import branch_of, encode
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.importing.wanted import Weight
@@ -116,5 +115,4 @@ def _manifest(state: NewState, written: Written, extra: dict[str, Any]) -> Manif
         tensors=Table(written.tensors),
         structure=Table({"root": encode(branch_of("dict", [_MODEL], [model]))}),
         extra=extra,
-        format_version=format_version(written.tensors),
     )

@@ -61,7 +61,7 @@ class CheckpointFolder:
     def manifest(self) -> Manifest | None:
         """Our manifest, with what is in the records of ranks; None in a checkpoint of plain DCP.
 
-        Raises `CheckpointDamaged`, `CheckpointUnsafe` or `FormatTooNew`.
+        Raises `CheckpointDamaged`, `CheckpointUnsafe`, `FormatTooNew` or `FormatTooOld`.
         """
         if self.manifest_alone is None or self._rank_records is None:
             return None
@@ -128,10 +128,9 @@ class CheckpointFolder:
         return RecordedFiles(self.manifest, self._rank_records)
 
     def _contents(self) -> Contents:
-        manifest = self.manifest
-        if manifest is not None and (manifest.tensors or manifest.objects or manifest.structure):
-            return Contents.of_manifest(manifest, str(self.path), self._dtypes)
-        return read_metadata(on_disk(self.path), self._dtypes)
+        if self.manifest is None:
+            return read_metadata(on_disk(self.path), self._dtypes)
+        return Contents.of_manifest(self.manifest, str(self.path), self._dtypes)
 
     def _check_size(self, name: str, expected: int, found: int | None) -> None:
         if found is None:

@@ -21,9 +21,9 @@ from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.flattening import State, flat_tensors
 from torchtitan_lite.checkpoint.format.key_report import KeyReport, TensorLike, compare_tensors, merged
 from torchtitan_lite.checkpoint.format.kinds import refuse_piece
-from torchtitan_lite.checkpoint.format.older_structure import Untyped, retyped
 from torchtitan_lite.checkpoint.format.shards import parts_of
 from torchtitan_lite.checkpoint.format.structure import rebuild, without
+from torchtitan_lite.checkpoint.format.untyped_structure import Untyped, retyped
 from torchtitan_lite.checkpoint.reading.files import Files
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, Verify
 from torchtitan_lite.checkpoint.reading.listed_groups import read_listed_groups

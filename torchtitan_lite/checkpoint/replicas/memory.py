@@ -13,7 +13,7 @@ from torchtitan_lite.checkpoint.images.card import Card
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
 from torchtitan_lite.disk.digest import digest_blocks
 from torchtitan_lite.disk.shared_memory import map_shared
-from torchtitan_lite.errors import KeeperUnavailable
+from torchtitan_lite.errors import KeeperUnavailable, UnknownFormat
 from torchtitan_lite.keeper.client import HeldMemory, Keeper
 
 
@@ -118,7 +118,7 @@ class ReplicaMemory:
                 place = ReplicaPlace(held.name, held.arena_fd, Mark(held.mark_fd), size, key)
                 self._places[card.rank].append(place)
                 return
-        except (ValueError, OSError):
+        except (UnknownFormat, ValueError, OSError):
             pass  # What cannot be read is none, and its memory is freed with the keeper.
         held.close()
 

@@ -1,8 +1,8 @@
 """Folders that are not what a start takes them for.
 
-A run writes into no checkpoint, and does not start from scratch over the checkpoints of another tool: both are refused
-before anything is written or renamed. A fresh start next to checkpoints, one level above or below, is named in a
-warning. Looks at names only. Every function is **coordinator only**.
+A run writes into no checkpoint, and does not start from scratch over checkpoints of another tool or another format: all
+are refused before anything is written or renamed. A fresh start next to checkpoints, one level above or below, is named
+in a warning. Every function is **coordinator only**.
 """
 
 from __future__ import annotations
@@ -131,11 +131,13 @@ _MOST_NAMES = 8
 def refuse_wrong_folders(folders: RunFolders, config: Checkpoint, step: int) -> None:
     """Raise ConfigError if one of `folders` is a checkpoint, or has checkpoints of another tool alone.
 
-    The latter are no error where `step`, -1 for none, or `config` names what to load. Raises `FolderUnusable`.
+    The latter are no error where `step`, -1 for none, or `config` names what to load. Raises `FolderUnusable`, and
+    FormatTooNew or FormatTooOld for a checkpoint of another format.
     """
-    for root in folders.roots:
-        with usable(root):
-            _refuse_checkpoint(root)
+    for each in folders.on_disk:
+        with usable(each.root):
+            _refuse_checkpoint(each.root)
+            each.intact()
     store = folders.checkpoints
     if step == config.load_step == -1 and not config.initial_load_path and isinstance(store, CheckpointStore):
         with usable(store.root):

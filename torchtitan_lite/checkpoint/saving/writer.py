@@ -42,9 +42,9 @@ from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.files_of_ranks import Files, FilesOfRanks, in_columns, together
+from torchtitan_lite.store.files_of_ranks import Files, FilesOfRanks, together
 from torchtitan_lite.store.lineage import Lineage, abandoned_by
-from torchtitan_lite.store.manifest import FORMAT_VERSION, CheckpointInfo, CheckpointKind, Manifest
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.manifest_fields import (
     DCP_METADATA,
     LEFT_OUT,
@@ -206,7 +206,6 @@ class CommittingWriter(StorageWriter):
         objects = [placed for each in details for placed in each.objects]
         nan_in = sorted({key for each in details for key in each.nan_in})
         listed = files_of(by_rank, len(results))
-        is_of_new_form = in_columns(listed)[1] is not None
         target.fence()  # The staging folder may belong to another job by now.
         faults.point("metadata", step=target.step)
         if by_rank:
@@ -237,7 +236,6 @@ class CommittingWriter(StorageWriter):
                 **({METRICS: dict(target.origin.metrics)} if target.origin.metrics else {}),
                 **_of_start(target.origin),
             },
-            format_version=FORMAT_VERSION if is_of_new_form or not has_metadata else description.format_version,
         )
         self.committed = target.store.commit(target.step, manifest, target.fence, place=self._place)
         _warn_of_nan(target.step, nan_in)
