@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli.command import command
 from torch import nn
 
+from tests.cli.command import command
 from torchtitan_lite.checkpoint import CheckpointManager, load_model
 from torchtitan_lite.errors import FormatTooOld
 from torchtitan_lite.store import layout
@@ -97,7 +97,6 @@ def test_a_list_of_the_folder_names_each_step_with_the_reason(folder: Path) -> N
         assert state == "unknown_format" and SENTENCE in finding
     verified = command("verify", str(folder), "--json")
     assert verified.code == 1
-    assert [each["status"] for each in verified.json["checkpoints"]] == [
-        "unknown format"
-    ] * 3  # .replaced-step-4-1, too
+    # .replaced-step-4-1, too.
+    assert [each["status"] for each in verified.json["checkpoints"]] == ["unknown format"] * 3
     assert contents_of(folder) == before
