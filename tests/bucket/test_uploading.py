@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,7 @@ from torchtitan_lite.bucket.upload import PART_BYTES
 from torchtitan_lite.config.address import parse
 from torchtitan_lite.store import layout
 from torchtitan_lite.uploading import record
-from torchtitan_lite.uploading.choice import Share
-from torchtitan_lite.uploading.process import HostUploader
-from torchtitan_lite.uploading.uploader import Uploader, UploadJob, upload_all
+from torchtitan_lite.uploading.uploader import UploadJob, upload_all
 
 ROOT = Path(__file__).parents[2]
 CUT = """
@@ -111,38 +108,18 @@ def test_parts_of_a_step_that_is_gone_are_removed_by_the_next_start(folder: str,
     assert len(keys) == 1
 
 
-def test_each_host_sends_the_files_of_its_ranks(
-    folder: str, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torchtitan_lite.uploading.uploader._LOOK_SECONDS", 0.05)
+def test_an_upload_of_which_another_host_sent_files_continues(folder: str, proxy: Proxy, tmp_path: Path) -> None:
     source = written(tmp_path / "run", 3 * PART_BYTES).root
-    jobs = [UploadJob(str(source), folder, share=Share(host, (0, 1))) for host in (0, 1)]
-    first, second = Uploader(jobs[0], lambda state: None), HostUploader(jobs[1])
-    first.open()
-    try:
-        info = first.next()
-        assert info is not None
-        second.look()
-        with ThreadPoolExecutor() as pool:
-            uploaded = pool.submit(first.upload, info)
-            while not uploaded.done():
-                second.look()
-            uploaded.result()
-    finally:
-        first.close()
+    cut(source, folder, 2 * PART_BYTES)
+    begun, name = record.read(source, folder).begun, layout.data_file(1, 0)
+    assert begun is not None
+    # As versions before did, in which each host sent the files of its ranks.
+    connect(parse(folder)).put(f"{begun.place}/{name}", b"small")
+    proxy.again()
+    assert upload_all(UploadJob(str(source), folder), lambda state: None) == 1
+    assert not [entry for entry in proxy.log if entry.method == "PUT" and entry.path.endswith(name)]
     assert steps_in(folder) == [1]
-    small = [entry for entry in proxy.log if entry.method == "PUT" and entry.path.endswith(layout.data_file(1, 0))]
-    assert len(small) == 1
-
-
-def test_what_a_host_that_has_stopped_does_not_send_the_first_one_sends(
-    folder: str, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torchtitan_lite.uploading.uploader._LOOK_SECONDS", 0.05)
-    monkeypatch.setattr("torchtitan_lite.uploading.uploader._SILENT_SECONDS", 0.2)
-    source = written(tmp_path / "run", 1000).root
-    assert upload_all(UploadJob(str(source), folder, share=Share(0, (0, 1))), lambda state: None) == 1
-    assert steps_in(folder) == [1]
+    assert uploads_under_way(folder) == []
 
 
 def run_of(folder: Path, address: str, **config: Any) -> SmallRun:
@@ -184,14 +161,15 @@ def test_a_disk_that_is_lost_during_an_upload_costs_that_step(folder: str, proxy
 
 
 def load_and_train(rank: int, dump_folder: Path, address: str, environment: dict[str, str], steps: int) -> Any:
-    """Load, train to `steps` and return the step that was loaded, its origin, and the losses."""
+    """Load, train to `steps`; return the step that was loaded, its origin, whether the rank uploads, and the losses."""
     os.environ.update(environment)
     with run_of(dump_folder, address) as run:
         run.manager.load()
         loaded = run.train_state.step
         origin = run.events.figures("loaded")["origin"] if loaded else ""
         run.train(steps)
-        return loaded, origin, run.losses
+        uploads = getattr(run.manager._parts.uploads, "_process", None) is not None
+        return loaded, origin, uploads, run.losses
 
 
 @pytest.mark.slow
@@ -201,8 +179,8 @@ def test_ranks_load_together_what_their_disk_lost(two_ranks: Ranks, folder: str,
     assert two_ranks.run(load_and_train, dump_folder=tmp_path / "run", steps=2, **arguments)[0][0] == 0
     shutil.rmtree(tmp_path / "run")
     ended = two_ranks.run(load_and_train, dump_folder=tmp_path / "run", steps=4, **arguments)
-    assert [each[:2] for each in ended] == [(2, "upload_folder")] * 2
-    assert [each[2] for each in ended] == [each[2] for each in straight]
+    assert [each[:3] for each in ended] == [(2, "upload_folder", True), (2, "upload_folder", False)]
+    assert [each[3] for each in ended] == [each[3] for each in straight]
 
 
 @pytest.mark.slow

@@ -97,12 +97,6 @@ class S3Parts:
             parts = [{"PartNumber": number, "ETag": tags[number]} for number in sorted(tags)]
             self._client.complete_multipart_upload(**object_key, UploadId=upload_id, MultipartUpload={"Parts": parts})
 
-    def sent_bytes(self, key: str) -> int:
-        """Return how much the store has of an upload of `key` that is not complete."""
-        with self._translated(key):
-            upload_id = self._cut(key)
-            return sum(size for _, size in self._parts(key, upload_id).values()) if upload_id else 0
-
     def remove_all_but(self, kept: str) -> None:
         """Give up the uploads of checkpoints below the address that were cut, but those of the checkpoint `kept`.
 

@@ -63,10 +63,6 @@ class BucketSaves:
         if attempt is None or attempt[0] != step or self._held.read().find(name) is not None:
             return None
         self._begun[name] = claim
-        return self.sizes_at(name)
-
-    def sizes_at(self, name: str) -> dict[str, int]:
-        """Return the sizes of the files of the save `name` that are there. Raises OSError. **Any rank**."""
         return {each.key.removeprefix(f"{name}/"): each.size for each in self._objects.list(f"{name}/")}
 
     def add_metadata(self, name: str, data: bytes) -> None:

@@ -243,10 +243,6 @@ class BucketStore:
         """Continue the save of `step` that an earlier holder began at `place`. **Coordinator only**."""
         return self._saves.resume(step, place)
 
-    def sizes_at(self, place: str) -> dict[str, int]:
-        """Return the sizes of the files of the save `place` that are there. **Any rank**. Raises OSError."""
-        return self._saves.sizes_at(place)
-
     def new_file(self, place: str, name: str) -> ObjectToUpload:
         """Return the file `name` of the save that `begin` gave the name `place`. **Any rank**."""
         return ObjectToUpload(self.address, f"{place}/{name}")

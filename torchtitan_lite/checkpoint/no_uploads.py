@@ -29,7 +29,7 @@ class NoUploads:
         return False
 
     def start(self, run_id: str) -> None:
-        """Start what uploads, for `run_id`, unless that is done. **Collective**, main thread."""
+        """Start what uploads, for `run_id`, unless that is done: on the coordinator. Any rank, main thread."""
 
     def close(self, seconds_left: Callable[[], float]) -> None:
         """Wait for the uploads, while there are `seconds_left` and there is progress, and end what uploads. Any rank.

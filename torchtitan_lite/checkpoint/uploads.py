@@ -1,21 +1,18 @@
 """The second folder of a run, `upload_folder`: what is uploaded there behind the run, and what a start loads from it.
 
-The coordinator has a process that uploads; no step and no save waits for it. A start that finds a later step there than
-on its disk loads it from there.
+The coordinator has a process that uploads the files of all ranks; no step and no save waits for it. A start that finds
+a later step there than on its disk loads it from there.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-
-import xxhash
 
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.no_uploads import NoUploads
@@ -33,20 +30,15 @@ from torchtitan_lite.errors import (
     UploadRefused,
 )
 from torchtitan_lite.events import Committed, Emit, Event, UploadsEnded
-from torchtitan_lite.host_memory import host_id
 from torchtitan_lite.log import counted, logger, readable_bytes
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.retention import RetentionPolicy
 from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.uploading import record
-from torchtitan_lite.uploading.choice import Share, continues, is_of_another_run, not_left, save_of
+from torchtitan_lite.uploading.choice import continues, is_of_another_run, not_left
 from torchtitan_lite.uploading.process import UploadProcess
 from torchtitan_lite.uploading.uploader import State, UploadJob
-
-_LOOK_SECONDS = 1.0
-_SILENT_SECONDS = 60.0
-"""Without a word of the coordinator's process about an upload, after which another host leaves."""
 
 
 class Uploads(NoUploads):
@@ -65,7 +57,6 @@ class Uploads(NoUploads):
         self._retention = retention
         self._emit = context.emit
         self._process: UploadProcess | None = None
-        self._has_started = False
 
     def protected(self) -> AbstractSet[int]:
         # What is under way. All else that the rules remove here they would remove there, too.
@@ -87,17 +78,9 @@ class Uploads(NoUploads):
             return has_full or bool(self._target.damaged()) or bool(self._target.unreadable())
 
     def start(self, run_id: str) -> None:
-        config, peers = self._context.config, self._context.peers
-        if self._has_started:
+        if self._process is not None or not self._context.peers.is_coordinator:
             return
-        self._has_started = True
-        # On a disk a file that is being written has its size already: there one process writes all.
-        share, is_first_of_host = Share(), peers.is_coordinator
-        if not isinstance(self._target, CheckpointStore):
-            hosts = peers.gather_number(xxhash.xxh3_64_intdigest(host_id().encode()) >> 1)
-            share, is_first_of_host = Share.of(peers.rank, hosts), hosts.index(hosts[peers.rank]) == peers.rank
-        if not is_first_of_host:
-            return
+        config = self._context.config
         job = UploadJob(
             self._source.address,
             self._target.address,
@@ -105,8 +88,6 @@ class Uploads(NoUploads):
             self._retention,
             config.upload_max_mb_per_second * 1e6,
             config.lease_timeout_seconds,
-            config.timeout_seconds,
-            share,
         )
         self._process = UploadProcess(job, self._emit, config.preemption_signals)
         # Of a manager that is dropped without `close`, whose next one could not upload.
@@ -119,12 +100,7 @@ class Uploads(NoUploads):
 
     def close(self, seconds_left: Callable[[], float]) -> None:
         process, self._process = self._process, None
-        self._has_started = False
         if process is None:
-            return
-        if not self._context.peers.is_coordinator:
-            self._wait_for_coordinator(seconds_left)
-            process.close()
             return
         if not process.is_idle and seconds_left() > 0:
             logger.info("Waiting for uploads to %s", self._target.address)
@@ -137,19 +113,6 @@ class Uploads(NoUploads):
         if state.is_refused and seconds_left() == math.inf:
             raise UploadRefused(self._target.address, state.problem)
         self._report_missing(state)
-
-    def _wait_for_coordinator(self, seconds_left: Callable[[], float]) -> None:
-        """Wait, on another host, until the latest checkpoint is uploaded, which may lack files of this one."""
-        known, changed_at = record.Record(), time.monotonic()
-        while seconds_left() > 0:
-            seen = record.read(self._source.root, self._target.address)
-            if seen != known:
-                known, changed_at = seen, time.monotonic()
-            saves = [save_of(info) for info in self._source.committed()]
-            patience = self._context.config.timeout_seconds if seen.begun is not None else _SILENT_SECONDS
-            if not saves or saves[-1] in seen.stored or time.monotonic() - changed_at > patience:
-                return
-            time.sleep(_LOOK_SECONDS)
 
     def _report_missing(self, state: State) -> None:
         missing = f"{counted(state.waiting, 'checkpoint')} ({readable_bytes(state.missing_bytes)})"

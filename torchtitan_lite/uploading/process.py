@@ -2,8 +2,7 @@
 
 The trainer says when there is something new; the process says how it stands. Nothing waits for it but the end of a run.
 A store that fails or hangs is tried again for as long as the process lives: no step and no save ever waits for one.
-`UploadProcess` is the end of the trainer, `serve` the end of the process. On other hosts than the coordinator's
-it sends what that one has begun, as far as ranks of its host wrote it.
+`UploadProcess` is the end of the trainer, `serve` the end of the process. A run has one, on the coordinator's host.
 """
 
 from __future__ import annotations
@@ -18,15 +17,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 from torchtitan_lite import faults, log
-from torchtitan_lite.bucket.store import open_bucket
 from torchtitan_lite.disk import child_process
 from torchtitan_lite.disk.background import give_way
 from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.errors import (
-    CheckpointDamaged,
     CheckpointError,
     ConfigError,
     ExtraMissing,
@@ -34,54 +30,15 @@ from torchtitan_lite.errors import (
     LeaseLost,
     UploadRefused,
 )
-from torchtitan_lite.events import Emit, UploadFailed, UploadsEnded, ignore
-from torchtitan_lite.store import layout
-from torchtitan_lite.uploading import record
-from torchtitan_lite.uploading.sending import Sending, committed_files
-from torchtitan_lite.uploading.stored_file import Rate
+from torchtitan_lite.events import Emit, UploadFailed, UploadsEnded
 from torchtitan_lite.uploading.uploader import State, Uploader, UploadJob
-
-
-class HostUploader:
-    """Uploads the share of `job`, whose address is that of an object store. Its states are those of the coordinator."""
-
-    def __init__(self, job: UploadJob, emit: Emit = ignore) -> None:
-        self._root, self._share, self._emit = Path(job.folder), job.share, emit
-        self._target = open_bucket(job.address)
-        self._sending = Sending(self._target, Rate(job.max_bytes_per_second).wait_for)
-        self._done = ""
-
-    @property
-    def address(self) -> str:
-        """The other folder, as people write it."""
-        return self._target.address
-
-    def look(self) -> None:
-        """Send what is missing of the upload under way, if there is one. Raises the OSError of the other folder."""
-        begun = record.read(self._root, self.address).begun
-        if begun is None or begun.place == self._done:
-            return
-        step, folder = begun.save[0], self._root / layout.step_dir(begun.save[0])
-        try:
-            manifest, files = committed_files(folder)
-            there = self._target.sizes_at(begun.place)
-            for name, known in manifest.files.items():
-                if self._share.has(name) and there.get(name) != known.size:
-                    self._sending.send(folder / name, files[name], begun.place)
-        except CheckpointDamaged as damage:
-            self._emit(UploadFailed(step, path=self.address, reason=str(damage)))
-        except FileNotFoundError:
-            if folder.exists():
-                raise  # Of the bucket.
-        self._done = begun.place
-
 
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
 _REPORT_SECONDS = 1.0
 """Between two words about bytes alone."""
-_LOOK_SECONDS = 2.0
-"""Between two looks at what the coordinator's process has begun, on other hosts."""
+_CHECK_SECONDS = 0.5
+"""Between two checks of the time that is left, at the end of a run."""
 _STOP_SECONDS = 5.0
 _EVERY_ORDER = 1 << 62
 
@@ -160,7 +117,7 @@ class UploadProcess:
                 is_refused = self.state.is_refused and self.state.tried >= asked
                 if is_refused or seconds_left() <= 0 or now - moved_at >= patience_seconds:
                     break
-                self._changed.wait(_LOOK_SECONDS / 4)
+                self._changed.wait(_CHECK_SECONDS)
             return self.is_idle
 
     def close(self) -> None:
@@ -252,10 +209,7 @@ def serve(socket_fd: int, trainer_pid: int, ignored: Sequence[int], fault_spec: 
     job: UploadJob = pickle.loads(line.recv_bytes())
     orders = _Orders(line)
     try:
-        if job.share.host:
-            _serve_host(HostUploader(job, line.send), line)
-        else:
-            _serve(Uploader(job, _Reporter(line), line.send), orders, line)
+        _serve(Uploader(job, _Reporter(line), line.send), orders, line)
     except (ConfigError, ExtraMissing) as error:
         log.logger.error("Uploads have ended: %s", error)
         line.send(UploadsEnded(0, path=job.address, reason=str(error)))
@@ -331,19 +285,6 @@ def _serve(uploader: Uploader, orders: _Orders, line: Connection) -> None:
             said = reason
             orders.wait(asked, pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-
-
-def _serve_host(uploader: HostUploader, line: Connection) -> None:
-    pause, said = _LOOK_SECONDS, ""
-    while True:
-        try:
-            uploader.look()
-            pause, said = _LOOK_SECONDS, ""
-        except (OSError, CheckpointError) as error:
-            if (reason := str(error)) != said:
-                line.send(UploadFailed(0, path=uploader.address, reason=reason))
-            pause, said = min(2 * pause, _LONGEST_PAUSE_SECONDS), reason
-        time.sleep(pause)
 
 
 def _finding(error: Exception) -> str:

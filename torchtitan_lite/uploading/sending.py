@@ -32,10 +32,6 @@ class Sending:
         else:
             new.write(source)
 
-    def sent_bytes(self, place: str, name: str) -> int | None:
-        """Return how much the store has of a file that is not complete there; None where that cannot be seen."""
-        return None if self._parts is None else self._parts.sent_bytes(f"{place}/{name}")
-
     def remove_all_but(self, place: str) -> None:
         """Remove what the store has of files that were cut, except those of the upload `place`; "" for none."""
         if self._parts is not None:

@@ -29,16 +29,12 @@ from torchtitan_lite.store.retention import KeepAll, RetentionPolicy
 from torchtitan_lite.store.rollbacks import together
 from torchtitan_lite.store.store import CheckpointStore, recover
 from torchtitan_lite.uploading import record
-from torchtitan_lite.uploading.choice import Save, Share, is_of_another_run, lineage_in, missing, save_of
+from torchtitan_lite.uploading.choice import Save, is_of_another_run, lineage_in, missing, save_of
 from torchtitan_lite.uploading.record import Begun, Record
 from torchtitan_lite.uploading.sending import Sending, committed_files
 from torchtitan_lite.uploading.stored_file import Rate, StoredFile
 
 _MOST_COMMITS = 3
-_LOOK_SECONDS = 2.0
-"""Between two looks for a file that another host sends."""
-_SILENT_SECONDS = 60.0
-"""Without one more part of a file from the host that has it, after which the coordinator's sends it."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +52,6 @@ class UploadJob:
     max_bytes_per_second: float = 0.0
     """0: no limit."""
     lease_timeout_seconds: float = 30.0
-    timeout_seconds: float = 1800.0
-    share: Share = dataclasses.field(default_factory=Share)
-    """The files that this host uploads; all, unless several hosts share the work."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +69,7 @@ class State:
     sent_bytes: int = 0
     """In all uploads of this process."""
     new_bytes: int = 0
-    """The same without what was sent again, and with what other hosts were seen to send."""
+    """The same without what was sent again."""
     tried: int = 0
     """The last order to look for which a try has failed; counted by the trainer."""
     missing_bytes: int = 0
@@ -112,7 +105,6 @@ class Uploader:
         self._commits_failed: Counter[Save] = Counter()
         self._at = self._furthest = 0
         """Bytes of the upload under way, in this try and in the best one."""
-        self._silent_hosts: set[int] = set()
         self._since: tuple[int, float, int] | None = None
         """The step under way, when it began, and the bytes that had been sent then."""
         self.failures = 0
@@ -234,16 +226,14 @@ class Uploader:
         manifest, files = committed_files(folder)
         begun = self._begun(info, files)
         self._at = sum(begun.done.values())
-        # With several hosts, those of the others last: these send them meanwhile.
-        for name in sorted(manifest.files, key=lambda name: not self._job.share.has(name)):
+        for name, known in manifest.files.items():
             faults.point("upload", step=info.step)
             if not self._is_atomic:
                 self._lease.check()  # In a bucket no other job writes under this name, and the commit finds out.
-            record, is_mine = manifest.files[name], self._job.share.has(name)
-            if begun.done.get(name) != record.size and (is_mine or not self._arrives(begun.place, name, record.size)):
+            if begun.done.get(name) != known.size:
                 self._sending.send(folder / name, files[name], begun.place)
             if not self._is_atomic:
-                begun = dataclasses.replace(begun, done={**begun.done, name: record.size})
+                begun = dataclasses.replace(begun, done={**begun.done, name: known.size})
                 self._write(dataclasses.replace(self._record, begun=begun))
         if not self._is_there(info):
             raise FileNotFoundError(str(folder))
@@ -263,24 +253,6 @@ class Uploader:
     def _is_there(self, info: CheckpointInfo) -> bool:
         """Return whether the folder on disk has this very save still."""
         return save_of(info) in map(save_of, self._source.committed())
-
-    def _arrives(self, place: str, name: str, size: int) -> bool:
-        """Wait until another host has sent a file; return False if that host has stopped."""
-        assert isinstance(self._target, BucketStore), "only in an object store does a file appear complete"
-        if (host := self._job.share.host_of(name)) in self._silent_hosts:
-            return self._target.sizes_at(place).get(name) == size
-        seen, changed_at = self._sending.sent_bytes(place, name), time.monotonic()
-        patience = self._job.timeout_seconds if seen is None else _SILENT_SECONDS
-        while self._target.sizes_at(place).get(name) != size:
-            if (now_seen := self._sending.sent_bytes(place, name)) != seen:
-                self.say(new_bytes=self.state.new_bytes + 1)
-                seen, changed_at = now_seen, time.monotonic()
-            if time.monotonic() - changed_at > patience:
-                self._silent_hosts.add(host)
-                return False
-            self._lease.check()
-            time.sleep(_LOOK_SECONDS)
-        return True
 
     def _begun(self, info: CheckpointInfo, files: Mapping[str, FileRecord]) -> Begun:
         """Return the upload of `info` that was cut, with those of its `files` that are complete; else a new one."""

@@ -49,7 +49,7 @@ class Checkpoint:
     absolute; empty: none. docs/uploads.md"""
 
     upload_max_mb_per_second: float = 0.0
-    """Most megabytes (10^6 bytes) a second that uploads send; 0: no limit."""
+    """Most megabytes (10^6 bytes) a second that the uploads of the run send; 0: no limit."""
 
     interval_type: IntervalType = "steps"
     """When to save. "steps" and "seconds": every `interval` of them. "auto": so that the time lost to saves and to
