@@ -4,7 +4,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 
@@ -349,12 +349,20 @@ def _choices_decided_by(node: ast.AST) -> list[str]:
     return [side.attr for side in compared if isinstance(side, ast.Attribute) and side.attr in CHOICES]
 
 
-def test_only_metrics_knows_tensorboard() -> None:
+@pytest.mark.parametrize(
+    ("part", "packages"),
+    [
+        ("metrics", TENSORBOARD),
+        ("bucket.obstore_objects", ("obstore",)),
+        ("bucket.s3_parts", ("boto3", "botocore")),
+    ],
+)
+def test_only_one_part_knows_a_package(part: str, packages: Sequence[str]) -> None:
     findings = [
         module.at(node, f"imports {imported}")
-        for module in modules_outside("metrics")
+        for module in modules_outside(part)
         for node, imported in module.imports()
-        if is_in(imported, TENSORBOARD)
+        if is_in(imported, packages)
     ]
     assert not findings, "\n" + "\n".join(findings)
 

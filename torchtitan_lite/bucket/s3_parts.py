@@ -1,7 +1,10 @@
 """An upload to S3 that can be cut: the parts that the store has are not sent again.
 
-The client of the rest, obstore, gives up an upload that fails; boto3 continues one, also from another process, by the
-id that the store gave it. Without boto3, and in other stores, a file that was cut is sent again from its beginning.
+The client of the rest, obstore, gives up an upload that fails, and has no handle for its parts: up to 0.12.1 neither
+`put` nor `open_writer` takes or shows the id of an upload, and nothing lists parts. boto3 continues an upload, also
+from another process, by the id that the store gave it, so it stays, in this module alone. Parts as objects of their own
+would need no id. But plain `dcp.load` through fsspec, and a copy of the bucket to a disk, open a file by its name.
+Without boto3, and in other stores, a file that was cut is sent again from its beginning.
 """
 
 from __future__ import annotations
