@@ -43,7 +43,6 @@ from torchtitan_lite.metrics.heartbeat import Heartbeat
 from torchtitan_lite.metrics.ledger import Ledger
 from torchtitan_lite.metrics.logger import EventLog, MetricsLogger
 from torchtitan_lite.metrics.memory import build_memory_monitor
-from torchtitan_lite.metrics.past_starts import past_starts
 from torchtitan_lite.metrics.progress_bar import build_progress_bar
 from torchtitan_lite.metrics.prometheus import PrometheusFile
 from torchtitan_lite.metrics.report import epoch_tags, peak_flops, step_line, throughput_tags, time_tags
@@ -157,9 +156,9 @@ class RunMetrics:
             self._prometheus.uploads = upload_figures(self._prometheus.uploads, event)
 
     def past(self) -> Past:
-        """Return the hours and the unclean ends of earlier starts, from the ledger or, without one, events.jsonl."""
-        if self._ledger is None or not self._ledger.before.starts:
-            return past_starts(self._dump_folder / EVENTS_FILE)
+        """Return the hours and the unclean ends of earlier starts, which the ledger has; none without one."""
+        if self._ledger is None:
+            return Past()
         return Past(self._ledger.before.hours, self._ledger.accounts().unclean_ends)
 
     def step_done(self, num_tokens: float, global_avg_loss: float) -> None:
