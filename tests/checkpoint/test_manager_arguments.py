@@ -88,6 +88,29 @@ def test_a_run_without_optimizer_schedule_or_further_states_is_taken(tmp_path: P
         assert saving.save(1, force=True)
 
 
+def test_the_calls_of_torchtitan_of_november_2024_save_and_resume(tmp_path: Path) -> None:
+    for begin, end in ((0, 2), (2, 3)):
+        model, train_state = nn.Linear(1, 1), TrainState()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        checkpoint = CheckpointManager(
+            dataloader=Loader(),
+            model_parts=[model],
+            optimizers=[optimizer],
+            lr_schedulers=[torch.optim.lr_scheduler.ConstantLR(optimizer)],
+            states={"train_state": train_state},
+            job_config=job_config(tmp_path, interval=1),
+        )
+        assert checkpoint.load(step=-1) == (begin > 0)
+        assert train_state.step == begin
+        checkpoint.reset()
+        while train_state.step < end:
+            train_state.step += 1
+            checkpoint.maybe_wait_for_staging()
+            optimizer.step()
+            checkpoint.save(curr_step=train_state.step, force=(train_state.step == end))
+        checkpoint.close()
+
+
 def test_a_bare_stream_of_hugging_face_is_named_with_what_to_use(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,9 +5,7 @@ They are written from the layout, for a test that loads our folders as torchtita
 
 from __future__ import annotations
 
-import io
-import pickle
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,40 +46,3 @@ class Optimizer:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         set_optimizer_state_dict(self.model, self.of, state_dict, options=_FLAT)
-
-
-@dataclass
-class TrainState:
-    """`train_state`: the step as a 32-bit tensor, and three lists that torch.save wrote into a `BytesIO` each."""
-
-    step: int = 0
-    global_avg_losses: list[float] = field(default_factory=list)
-    global_max_losses: list[float] = field(default_factory=list)
-    log_steps: list[int] = field(default_factory=list)
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"step": torch.tensor(self.step, dtype=torch.int32)}
-        for name in ("global_avg_losses", "global_max_losses", "log_steps"):
-            state[name] = io.BytesIO()
-            torch.save(getattr(self, name), state[name])
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.step = state_dict["step"].item()
-        for name in ("global_avg_losses", "global_max_losses", "log_steps"):
-            state_dict[name].seek(0)
-            setattr(self, name, torch.load(state_dict[name], weights_only=False))
-
-
-@dataclass
-class Loader:
-    """`dataloader`: one pickle for each data-parallel rank; with an empty position the data begin from their start."""
-
-    rank: int
-    position: dict[str, Any]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {f"dp_rank_{self.rank}": pickle.dumps(self.position)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.position = pickle.loads(state_dict[f"dp_rank_{self.rank}"])
