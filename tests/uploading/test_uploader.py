@@ -17,6 +17,7 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.retention import KeepLatest
 from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.uploading import record
+from torchtitan_lite.uploading.stored_file import Rate
 from torchtitan_lite.uploading.uploader import State, Uploader, UploadJob, upload_all
 
 
@@ -156,3 +157,21 @@ def test_a_roll_back_abandons_there_what_it_abandons_here(tmp_path: Path) -> Non
     assert [info.run_id for info in CheckpointStore(tmp_path / "other").committed()] == [
         info.run_id for info in CheckpointStore(source).committed()
     ]
+
+
+def test_the_limit_is_kept_on_average_without_a_burst_after_a_pause() -> None:
+    now, slept = 100.0, list[float]()
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        slept.append(seconds)
+        now += seconds
+
+    rate = Rate(10.0, clock=lambda: now, sleep=sleep)
+    for _ in range(3):
+        rate.wait_for(20)
+    assert slept == [2.0, 2.0]
+    now += 60.0
+    rate.wait_for(20)
+    rate.wait_for(20)
+    assert slept == [2.0, 2.0, 2.0]
