@@ -36,8 +36,8 @@ def server() -> ForkServerContext:
 class Forked:
     """A forked process, with the methods of `subprocess.Popen` that the tests use."""
 
-    def __init__(self, target: Callable[..., Any], *arguments: Any, daemon: bool = False) -> None:
-        self._process: BaseProcess = server().Process(target=target, args=arguments, daemon=daemon)
+    def __init__(self, target: Callable[..., Any], *arguments: Any) -> None:
+        self._process: BaseProcess = server().Process(target=target, args=arguments)
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid

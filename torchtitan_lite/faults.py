@@ -177,7 +177,7 @@ def point(name: str, *, step: int | None = None, path: Path | None = None) -> No
             _carry_out(fault, path)
 
 
-def limit(name: str, num_bytes: int, *, step: int | None = None, path: Path | None = None) -> int:
+def limit(name: str, num_bytes: int, *, path: Path | None = None) -> int:
     """Pass the point `name` before a write of `num_bytes`; return how many of them to write. Any thread.
 
     Fewer than `num_bytes` stand for a short write: the caller writes these, then continues with the rest and passes the
@@ -187,7 +187,7 @@ def limit(name: str, num_bytes: int, *, step: int | None = None, path: Path | No
         return num_bytes
     _fail_the_rest_of_a_torn_write(num_bytes, path)
     allowed = num_bytes
-    for fault in _firing(name, step, path):
+    for fault in _firing(name, None, path):
         if fault.kind in ("short", "tear"):
             allowed = (num_bytes + 1) // 2
             _log(fault, path)

@@ -28,7 +28,6 @@ class Contender(Protocol):
     name: str
     who_syncs: str
     """Who syncs the files: the contender itself, or the bench within the measured time."""
-    measures_memory: bool
 
     def save(self, state: BenchState, folder: Path) -> None:
         """Write the checkpoint into `folder`, an existing empty one, and make it durable."""
@@ -74,7 +73,7 @@ class AsyncContender(Protocol):
 class RawDisk:
     """The raw disk, with the same number of bytes."""
 
-    name, who_syncs, measures_memory = "raw", "itself: fdatasync", False
+    name, who_syncs = "raw", "itself: fdatasync"
 
     def __init__(self, buffer: Touched) -> None:
         self._raw = Raw(buffer)
@@ -91,7 +90,7 @@ class RawDisk:
 class Dcp:
     """torch.distributed.checkpoint with its default options."""
 
-    name, who_syncs, measures_memory = "dcp", "itself: files and .metadata, no folder", True
+    name, who_syncs = "dcp", "itself: files and .metadata, no folder"
 
     def save(self, state: BenchState, folder: Path) -> None:
         dcp_save(state.nested(), checkpoint_id=folder)
@@ -105,7 +104,7 @@ class Dcp:
 class TorchSave:
     """torch.save of the nested state. The load maps the file with torch.load and copies it into the target."""
 
-    name, who_syncs, measures_memory = "torch.save", "the bench: file", True
+    name, who_syncs = "torch.save", "the bench: file"
 
     def save(self, state: BenchState, folder: Path) -> None:
         torch.save(state.nested(), folder / "state.pt")
@@ -123,7 +122,7 @@ class TorchSave:
 class Safetensors:
     """safetensors' save_file of all tensors. The load maps the file with safe_open and copies it into the target."""
 
-    name, who_syncs, measures_memory = "safetensors", "the bench: file", True
+    name, who_syncs = "safetensors", "the bench: file"
 
     def save(self, state: BenchState, folder: Path) -> None:
         from safetensors.torch import save_file

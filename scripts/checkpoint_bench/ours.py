@@ -61,7 +61,7 @@ def _slots(target: BenchState) -> dict[str, ParameterSlot]:
 class Ours:
     """The saver of async_mode "disabled", and StoredCheckpoint; `digests`: compute digests of writes and reads."""
 
-    who_syncs, measures_memory = WHO_SYNCS, True
+    who_syncs = WHO_SYNCS
 
     def __init__(self, *, digests: bool = True) -> None:
         self.name = "ours" if digests else "ours, no digests"

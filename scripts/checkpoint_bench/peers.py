@@ -24,7 +24,7 @@ INSTALL = {
 class Torchtitan:
     """torchtitan's CheckpointManager, async_mode "disabled"."""
 
-    name, who_syncs, measures_memory = "torchtitan", "itself: files and .metadata, no folder", True
+    name, who_syncs = "torchtitan", "itself: files and .metadata, no folder"
     async_mode = "disabled"
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class TorchtitanAsync(Torchtitan):
 class TorchCheckpointing:
     """torch_checkpointing's CheckpointManager, with a synchronous save."""
 
-    name, who_syncs, measures_memory = "torch_checkpointing", "the bench: files", True
+    name, who_syncs = "torch_checkpointing", "the bench: files"
 
     def __init__(self) -> None:
         from torch_checkpointing.config import SyncCheckpointSaverConfig
@@ -135,7 +135,7 @@ class TorchCheckpointingAsync:
 class Torchsnapshot:
     """torchsnapshot's Snapshot.take and restore."""
 
-    name, who_syncs, measures_memory = "torchsnapshot", "the bench: files", True
+    name, who_syncs = "torchsnapshot", "the bench: files"
 
     def save(self, state: BenchState, folder: Path) -> None:
         from torchsnapshot import Snapshot
@@ -154,7 +154,7 @@ class Torchsnapshot:
 class ByteCheckpoint:
     """bytecheckpoint's save and load of a model without parallelism; it needs a process group."""
 
-    name, who_syncs, measures_memory = "bytecheckpoint", "the bench: files", False
+    name, who_syncs = "bytecheckpoint", "the bench: files"
 
     def save(self, state: BenchState, folder: Path) -> None:
         import bytecheckpoint as bcp

@@ -84,7 +84,7 @@ def shapes_of(args: ModelArgs) -> Shapes:
         return {name: tuple(parameter.shape) for name, parameter in Transformer(args).named_parameters()}
 
 
-def llama_state(num_params: int, *, seed: int = 0) -> BenchState:
+def llama_state(num_params: int) -> BenchState:
     """Return a llama's fp32 parameters and the state of AdamW."""
     model, optimizer = {}, {}
     for name, shape in shapes_of(llama_args(num_params)).items():
@@ -92,13 +92,13 @@ def llama_state(num_params: int, *, seed: int = 0) -> BenchState:
         optimizer[f"state.{name}.step"] = torch.tensor(7.0)
         optimizer[f"state.{name}.exp_avg"] = torch.empty(shape)
         optimizer[f"state.{name}.exp_avg_sq"] = torch.empty(shape)
-    return filled(BenchState(model, optimizer), seed)
+    return filled(BenchState(model, optimizer))
 
 
-def small_state(num_tensors: int, *, seed: int = 0) -> BenchState:
+def small_state(num_tensors: int) -> BenchState:
     """Return a state of many tensors of 4 KiB."""
     model = {f"layers.{number}.w": torch.empty(SMALL_BYTES // 4) for number in range(num_tensors)}
-    return filled(BenchState(model), seed)
+    return filled(BenchState(model))
 
 
 def make(workload: dict[str, Any]) -> BenchState:
@@ -106,7 +106,7 @@ def make(workload: dict[str, Any]) -> BenchState:
     return llama_state(workload["params"]) if workload["kind"] == "llama" else small_state(workload["tensors"])
 
 
-def filled(state: BenchState, seed: int) -> BenchState:
+def filled(state: BenchState, seed: int = 0) -> BenchState:
     """Fill every tensor of `state` with its own noise, except single numbers. Return `state`."""
     generator = torch.Generator().manual_seed(seed)
     for tensor in state.tensors().values():

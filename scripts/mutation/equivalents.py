@@ -22,8 +22,8 @@ class Equivalents:
     `nth` distinguishes mutants of a file that are equal in all of these; without it the entry is for the first.
     """
 
-    def __init__(self, file: Path = FILE) -> None:
-        tables = tomllib.loads(file.read_text(encoding="utf-8"))["equivalent"] if file.exists() else []
+    def __init__(self) -> None:
+        tables = tomllib.loads(FILE.read_text(encoding="utf-8"))["equivalent"] if FILE.exists() else []
         self._reasons = {(t["file"], t["line"], t["operator"], t["becomes"], t.get("nth", 1)): t["why"] for t in tables}
 
     def reason(self, mutant: Mutant) -> str | None:

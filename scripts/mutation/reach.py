@@ -63,7 +63,7 @@ class Reach:
         self._package = {path: [self._lengths[path], _digest(text)] for path, text in texts.items()}
         self._files: dict[str, Any] = {}
 
-    def collect(self, files: Iterable[str], report: Any = print) -> None:
+    def collect(self, files: Iterable[str]) -> None:
         """Record the lines that the tests in `files` execute; unchanged files come from the cache."""
         known = self._cached()
         for file in files:
@@ -71,7 +71,7 @@ class Reach:
             if known.get(file, {}).get("digest") != digest:
                 known[file] = {"digest": digest, **self._traced(file)}
                 tests, left_out = len(known[file]["tests"]), known[file]["left_out"]
-                report(f"{file}: {tests} tests" + "".join(f"\n  left out, it fails: {test}" for test in left_out))
+                print(f"{file}: {tests} tests" + "".join(f"\n  left out, it fails: {test}" for test in left_out))
                 whole = json.dumps({"package": self._package, "files": known})
                 self._cache.with_suffix(".tmp").write_text(whole, encoding="utf-8")
                 self._cache.with_suffix(".tmp").replace(self._cache)

@@ -69,7 +69,6 @@ class Tree:
     """A copy of `repository`, for one run at a time."""
 
     def __init__(self, repository: Path) -> None:
-        self._repository = repository
         memory = Path("/dev/shm")
         self._folder = Path(tempfile.mkdtemp(prefix="mutation-", dir=memory if os.access(memory, os.W_OK) else None))
         self._scratch = Path(

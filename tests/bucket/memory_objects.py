@@ -113,8 +113,8 @@ def carried_out(request: Request) -> Fate:
 class MemoryObjects:
     """A client of `bucket`; `before` is called before each request of a thread that is no heartbeat."""
 
-    def __init__(self, bucket: Bucket, address: str = ADDRESS) -> None:
-        self.address = address
+    def __init__(self, bucket: Bucket) -> None:
+        self.address = ADDRESS
         self.bucket = bucket
         self.fate: Callable[[Request], Fate] = carried_out
         self.before: Callable[[Request], object] = carried_out

@@ -146,12 +146,12 @@ def cuts(num_bytes: int) -> Action:
     return lambda exchange: exchange.send(exchange.forward(), num_bytes)
 
 
-def waits_for(event: threading.Event, then: Action = passes) -> Action:
-    """Return the action that holds the request until `event`, and then does `then`."""
+def waits_for(event: threading.Event) -> Action:
+    """Return the action that holds the request until `event`."""
 
     def action(exchange: Exchange) -> None:
         event.wait()
-        then(exchange)
+        passes(exchange)
 
     return action
 

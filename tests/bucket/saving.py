@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tests.bucket.memory_objects import Bucket, MemoryObjects
@@ -139,6 +138,3 @@ def pin(store: BucketStore, *steps: int) -> None:
     """Pin `steps`, as the tool does."""
     with store.pins.changing() as pinned:
         pinned.update(steps)
-
-
-Act = Callable[[Job], object]

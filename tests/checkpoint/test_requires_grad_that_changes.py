@@ -16,7 +16,7 @@ from torchtitan_lite.errors import CheckpointMismatch
 class Phases:
     """SGD over a base, which is trained in the steps `unfrozen` only, and a head. A checkpoint every five steps."""
 
-    def __init__(self, folder: Path, unfrozen: Sequence[int], seed: int = 0, *, interval: int = 5) -> None:
+    def __init__(self, folder: Path, unfrozen: Sequence[int], seed: int = 0) -> None:
         torch.manual_seed(seed)
         self.model = nn.ModuleDict({"base": nn.Linear(4, 4), "head": nn.Linear(4, 1)})
         self.model["base"].requires_grad_(False)
@@ -26,7 +26,7 @@ class Phases:
             model=self.model,
             optimizer=self.optimizer,
             folder=folder,
-            interval=interval,
+            interval=5,
             save_trained_only=True,
             preemption_signals=(),
         )

@@ -26,10 +26,10 @@ NAMES = ("policy", "critic", "reference", "target")
 Transition = namedtuple("Transition", "where reward")
 
 
-def nets(seed: int, width: int = 4) -> dict[str, nn.Module]:
+def nets(seed: int) -> dict[str, nn.Module]:
     """Return the four models of the page; the last two are frozen."""
     torch.manual_seed(seed)
-    found = {name: nn.Linear(width, width) for name in NAMES}
+    found = {name: nn.Linear(4, 4) for name in NAMES}
     for name in NAMES[2:]:
         found[name].requires_grad_(False)
     return dict(found)

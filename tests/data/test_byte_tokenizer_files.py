@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from torchtitan_lite.data.byte_marks import BOS, EOS
 from torchtitan_lite.data.byte_tokenizer_files import byte_tokenizer_files
-from torchtitan_lite.data.dataset import VOCAB_SIZE
+from torchtitan_lite.data.tokenizer import ByteTokenizer
 
 FILES = byte_tokenizer_files()
 TOKENIZER = Tokenizer.from_str(FILES["tokenizer.json"].decode())
@@ -32,6 +32,6 @@ def test_every_byte_has_its_token() -> None:
 def test_the_marks_follow_the_bytes() -> None:
     settings = json.loads(FILES["tokenizer_config.json"])
     assert [TOKENIZER.token_to_id(settings[name]) for name in ("bos_token", "eos_token")] == [BOS, EOS]
-    assert TOKENIZER.get_vocab_size(with_added_tokens=True) == VOCAB_SIZE
+    assert TOKENIZER.get_vocab_size(with_added_tokens=True) == ByteTokenizer.vocab_size
     assert TOKENIZER.decode([BOS, 104, 105, EOS]) == "hi"
     assert TOKENIZER.encode("a", "b").ids == [BOS, 97, 98]

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan_lite.data.byte_marks import BOS, EOS
-from torchtitan_lite.data.dataset import VOCAB_SIZE, ByteCorpus, WindowDataset
+from torchtitan_lite.data.dataset import ByteCorpus, WindowDataset
 from torchtitan_lite.data.documents import Fingerprint, TextFiles
+from torchtitan_lite.data.tokenizer import ByteTokenizer
 from torchtitan_lite.errors import ConfigError
 
 
@@ -50,7 +51,7 @@ def test_windows_are_the_stream_cut_without_overlap(contents: list[bytes], seq_l
 
 def test_every_token_is_in_the_vocabulary() -> None:
     dataset = WindowDataset(ByteCorpus(InMemory(bytes(range(256)))), seq_len=257)
-    assert sorted(dataset[0].tolist()) == list(range(VOCAB_SIZE))
+    assert sorted(dataset[0].tolist()) == list(range(ByteTokenizer.vocab_size))
 
 
 def test_a_window_beyond_the_last_is_an_index_error() -> None:

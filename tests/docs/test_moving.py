@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,11 @@ def section(title: str) -> Iterator[tuple[str, str, str]]:
         yield (names[0] if names else ""), match["code"] or "", match["command"] or ""
 
 
-def run_section(title: str, folder: Path, before: Callable[[str], None] = lambda _: None) -> Outputs:
-    """Write the programs and run the commands of a section in `folder`; call `before` with each command first."""
+def run_section(title: str, folder: Path) -> Outputs:
+    """Write the programs and run the commands of a section in `folder`."""
     outputs: Outputs = {}
     write(TASK, folder)
     for name, code, command in section(title):
-        before(command)
         if name:
             (folder / name).write_text(code)
         elif code:

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.e2e.jobs import run, start
 from torchtitan_lite.config.job_config import Model
-from torchtitan_lite.data.dataset import VOCAB_SIZE
+from torchtitan_lite.data.tokenizer import ByteTokenizer
 from torchtitan_lite.models.llama.chosen import build_model_args
 from torchtitan_lite.models.llama.model import Transformer
 
@@ -54,7 +54,7 @@ def test_dcp_to_torch_reads_a_full_and_a_weights_only_checkpoint(exported: Path,
     full = _dcp_to_torch(exported / "checkpoint" / "step-3", tmp_path / "full.pt")
     assert {"model", "optimizer", "lr_scheduler", "dataloader", "train_state", "rng"} == set(full)
     weights = _dcp_to_torch(exported / "checkpoint" / "step-6", tmp_path / "weights.pt")
-    model = Transformer(build_model_args(Model(), vocab_size=VOCAB_SIZE, seq_len=64))
+    model = Transformer(build_model_args(Model(), vocab_size=ByteTokenizer.vocab_size, seq_len=64))
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
     model.load_state_dict(weights, strict=True)
 

@@ -34,14 +34,14 @@ LOADED = """
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from torchtitan_lite.checkpoint import load_model
-from torchtitan_lite.data.dataset import VOCAB_SIZE
+from torchtitan_lite.data.tokenizer import ByteTokenizer
 from torchtitan_lite.config.job_config import Model
 from torchtitan_lite.models.llama.chosen import build_model_args
 from torchtitan_lite.models.llama.model import Transformer
 folder = {folder!r}
 theirs = AutoModelForCausalLM.from_pretrained(folder + "/hf/step-2")
 assert theirs.dtype == torch.float32
-ours = Transformer(build_model_args(Model(flavor="debugmodel"), vocab_size=VOCAB_SIZE, seq_len=64))
+ours = Transformer(build_model_args(Model(flavor="debugmodel"), vocab_size=ByteTokenizer.vocab_size, seq_len=64))
 ours.init_weights(0)
 load_model(ours, folder + "/checkpoint")
 tokens = AutoTokenizer.from_pretrained(folder + "/hf/step-2")("def main():", return_tensors="pt")["input_ids"]

@@ -12,11 +12,11 @@ import safetensors.torch
 from tests.checkpoint.importing.sources import ARGS, in_their_names, weights, write_config
 from tests.e2e.jobs import run, start
 from tests.hugging_face import assert_same_function, our_model
-from torchtitan_lite.data.dataset import VOCAB_SIZE
+from torchtitan_lite.data.tokenizer import ByteTokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-TIED = dataclasses.replace(ARGS, vocab_size=VOCAB_SIZE, max_seq_len=64, tie_word_embeddings=True)
+TIED = dataclasses.replace(ARGS, vocab_size=ByteTokenizer.vocab_size, max_seq_len=64, tie_word_embeddings=True)
 
 
 @pytest.fixture

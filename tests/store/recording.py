@@ -14,11 +14,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from torchtitan_lite.disk.durable import Durable
 
-NEVER = 10**9
 Leaf = bytes | Path | None
 Tree = dict[str, Leaf]
 """By relative path: bytes of a file, target of a link, None for a folder."""
@@ -26,19 +24,9 @@ Lost = Mapping[int, str]
 """How each pending event is lost, by its position; events that are not in here are kept."""
 
 DROPPED, TORN, ZEROED = "dropped", "torn", "zeroed"
+REQUEST_BYTES = 4096
 _FEW = 5
 """Up to this many changes of names, all subsets are tried."""
-
-
-class Change(Protocol):
-    """An operation that is not synced."""
-
-    node: int
-    """The file or folder that it changes."""
-
-    @property
-    def ways(self) -> tuple[str, ...]:
-        """The ways in which it can be lost."""
 
 
 @dataclass(frozen=True)
@@ -289,7 +277,7 @@ class Recorder(Durable):
     """Does each operation in `root`, the outermost folder, and records it in `disk` and `log`.
 
     Syncs are only recorded. `before` is called before each event with its number, from 1 on. A write takes
-    `request_bytes` at most, so that a small file is written by several.
+    `REQUEST_BYTES` at most, so that a small file is written by several.
     """
 
     def __init__(
@@ -298,16 +286,13 @@ class Recorder(Durable):
         disk: Disk | None = None,
         *,
         exchanges: bool = True,
-        before: Callable[[int], None] = lambda _: None,
-        request_bytes: int = 4096,
     ) -> None:
         self.root = root
         self.disk = disk or Disk.of(root)
         self.start = self.disk.copy()
         self.log: list[Event] = []
         self._exchanges = exchanges
-        self.before = before
-        self._request_bytes = request_bytes
+        self.before: Callable[[int], None] = lambda _: None
         self._lock = threading.RLock()
         self._numbers = {
             _inode(path): self._find(path) for path in root.rglob("*") if path.is_file() and not path.is_symlink()
@@ -357,7 +342,7 @@ class Recorder(Durable):
     def write_at(self, fd: int, data: memoryview, offset: int) -> int:
         with self._lock:
             self._begin()
-            written = super().write_at(fd, data[: self._request_bytes], offset)
+            written = super().write_at(fd, data[:REQUEST_BYTES], offset)
             self._record(Writing(self._of_fd(fd), offset, bytes(data[:written])))
             return written
 

@@ -49,11 +49,10 @@ class FoundHead:
 class HeadFile:
     """The head of the folder of `objects`. Any thread."""
 
-    def __init__(self, objects: Objects, clock: BucketClock, deadline_seconds: float = DEADLINE_SECONDS) -> None:
+    def __init__(self, objects: Objects, clock: BucketClock) -> None:
         self.path = f"{objects.address}/{naming.HEAD}"
         self._objects = objects
         self._clock = clock
-        self._deadline_seconds = deadline_seconds
 
     def look(self) -> FoundHead:
         """Return what is there, damaged or not.
@@ -106,7 +105,7 @@ class HeadFile:
                 self.write(changed, condition)
                 return changed
             except (ConditionFailed, FileNotFoundError, StoreUnavailable) as error:
-                if self._clock.monotonic() - began >= self._deadline_seconds:
+                if self._clock.monotonic() - began >= DEADLINE_SECONDS:
                     raise StoreUnavailable(f"{self.path} could not be replaced: {error}") from error
             self._clock.sleep(pause)
         raise AssertionError("the pauses have no end")

@@ -9,7 +9,7 @@ from what lies there.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import secrets
 
 from torchtitan_lite import faults
 from torchtitan_lite.bucket import naming
@@ -32,13 +32,10 @@ from torchtitan_lite.store.place import ObjectPlace
 class BucketSaves:
     """The saves under way in the folder of `objects`. **Coordinator only**."""
 
-    def __init__(
-        self, objects: Objects, held: HeldHead, manifests: AttemptManifests, new_attempt: Callable[[], str]
-    ) -> None:
+    def __init__(self, objects: Objects, held: HeldHead, manifests: AttemptManifests) -> None:
         self._objects = objects
         self._held = held
         self._manifests = manifests
-        self._new_attempt = new_attempt
         self._begun: dict[str, Claim] = {}
         """The saves that are neither committed nor removed, by name, and what this process held when each began."""
         self._failed: dict[str, None] = {}
@@ -50,7 +47,7 @@ class BucketSaves:
     def begin(self, step: int) -> str:
         """Return the name of a new save of `step`. Raises CheckpointError if this process holds nothing."""
         claim = self._held.claim()
-        name = naming.attempt_name(step, self._new_attempt())
+        name = naming.attempt_name(step, secrets.token_hex(8))
         self._begun[name] = claim
         return name
 

@@ -9,13 +9,12 @@ an interrupted save left is in no head, and `recover` removes it.
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from torchtitan_lite.bucket.garbage import KEPT_SECONDS, Inventory, remove, remove_beats, store_time
 from torchtitan_lite.bucket.head import Entry, Head, Status
-from torchtitan_lite.bucket.head_file import DEADLINE_SECONDS, BucketClock, HeadFile
+from torchtitan_lite.bucket.head_file import BucketClock, HeadFile
 from torchtitan_lite.bucket.identity import id_of, make_id
 from torchtitan_lite.bucket.lease import BucketLease, HeldHead
 from torchtitan_lite.bucket.manifests import AttemptManifests, size_findings
@@ -47,10 +46,6 @@ def open_bucket(folder: str, clock: BucketClock | None = None) -> BucketStore:
     return BucketStore(connect(parse(folder)), clock=clock)
 
 
-def _new_attempt() -> str:
-    return secrets.token_hex(8)
-
-
 class BucketStore:
     """The checkpoints in the folder of `objects`, which need not exist yet. Errors of the store are raised as OSError.
 
@@ -62,17 +57,15 @@ class BucketStore:
         objects: Objects,
         *,
         clock: BucketClock | None = None,
-        deadline_seconds: float = DEADLINE_SECONDS,
-        new_attempt: Callable[[], str] = _new_attempt,
         probe: Callable[[Objects], None] = probe,
     ) -> None:
         self._objects = objects
         self._clock = clock or BucketClock()
         self._probe = probe
-        self._file = HeadFile(objects, self._clock, deadline_seconds)
+        self._file = HeadFile(objects, self._clock)
         self._manifests = AttemptManifests(objects)
         self._held = HeldHead(objects, self._file)
-        self._saves = BucketSaves(objects, self._held, self._manifests, new_attempt)
+        self._saves = BucketSaves(objects, self._held, self._manifests)
 
     @property
     def address(self) -> str:

@@ -16,10 +16,8 @@ import numpy.typing as npt
 
 from torchtitan_lite.data.byte_marks import BOS, EOS
 from torchtitan_lite.data.documents import Documents, Fingerprint
-from torchtitan_lite.data.tokenizer import BYTES, ByteTokenizer
+from torchtitan_lite.data.tokenizer import BYTES
 from torchtitan_lite.errors import ConfigError
-
-VOCAB_SIZE = ByteTokenizer.vocab_size
 
 Tokens = npt.NDArray[np.int64]
 

@@ -8,7 +8,7 @@ would be others. When a rank's share ends it begins again, as its next epoch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +187,7 @@ def build_stream(
     rank: int,
     num_ranks: int,
     global_batch_size: int,
-    open_dataset: Callable[..., Any] = open_share,
 ) -> StreamLoader:
     """Return this rank's loader of the dataset that `config` names."""
-    share = open_dataset(config, rank=rank, num_ranks=num_ranks)
+    share = open_share(config, rank=rank, num_ranks=num_ranks)
     return StreamLoader(share, tokenizer, config, rank=rank, num_ranks=num_ranks, global_batch_size=global_batch_size)

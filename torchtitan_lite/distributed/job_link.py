@@ -29,7 +29,6 @@ class HasDescriptor(Protocol):
 W = TypeVar("W", bound=HasDescriptor)
 
 _NONCE_BYTES = 32
-_CODE_BYTES = 32
 _HEAD = struct.Struct("<Q32s")
 """The length of a message, and its code."""
 CHUNK_BYTES = 1 << 20

@@ -31,13 +31,13 @@ def find_browser() -> str:
     return found
 
 
-def pictures(page: str, browser: str, *, width: int = WIDTH) -> dict[str, bytes]:
-    """Return a PNG of the complete `page` in each colour scheme, `width` pixels wide."""
+def pictures(page: str, browser: str) -> dict[str, bytes]:
+    """Return a PNG of the complete `page` in each colour scheme, `WIDTH` pixels wide."""
     with tempfile.TemporaryDirectory(prefix="report-") as name:
         folder = Path(name)
         measured = folder / "measured.html"
         measured.write_text(page + _MEASURE, encoding="utf-8")
-        document = _run(browser, folder, measured, f"--window-size={width},800", "--dump-dom")
+        document = _run(browser, folder, measured, f"--window-size={WIDTH},800", "--dump-dom")
         found = re.search(r'data-height="(\d+)"', document)
         height = min(_MAX_HEIGHT, int(found[1])) if found is not None else 800
         plain = folder / "page.html"
@@ -46,7 +46,7 @@ def pictures(page: str, browser: str, *, width: int = WIDTH) -> dict[str, bytes]
         for scheme, number in SCHEMES.items():
             shot = folder / f"{scheme}.png"
             colours = f"--blink-settings=preferredColorScheme={number}"
-            _run(browser, folder, plain, f"--window-size={width},{height}", colours, f"--screenshot={shot}")
+            _run(browser, folder, plain, f"--window-size={WIDTH},{height}", colours, f"--screenshot={shot}")
             taken[scheme] = shot.read_bytes()
         return taken
 

@@ -88,13 +88,11 @@ class Uploader:
         job: UploadJob,
         report: Callable[[State], None],
         emit: Emit = ignore,
-        *,
-        now: Callable[[], float] = time.time,
     ) -> None:
-        self._job, self._report, self._emit, self._now = job, report, emit, now
+        self._job, self._report, self._emit = job, report, emit
         self._source, self._target = CheckpointStore(Path(job.folder)), open_store(job.address)
         self._lease = self._target.lease(job.run_id, job.lease_timeout_seconds)
-        self._housekeeping = Housekeeping(job.retention, ignore, now=now, protected=self._source.pins.read)
+        self._housekeeping = Housekeeping(job.retention, ignore, now=time.time, protected=self._source.pins.read)
         self._rate = Rate(job.max_bytes_per_second)
         self._record = Record(self.address)
         self._sending = Sending(self._target, self._pass)
@@ -158,7 +156,7 @@ class Uploader:
         self._note_target(target)
         pinned = self._source.pins.read() | self._target.pins.read()
         source = self._source.committed()
-        lacking = missing(source, target, self._job.retention, pinned=pinned, now=self._now())
+        lacking = missing(source, target, self._job.retention, pinned=pinned, now=time.time())
         lacking = [info for info in lacking if save_of(info) not in self._done_with]
         begun = self._record.begun
         if begun is not None and begun.save not in map(save_of, lacking):
@@ -202,7 +200,7 @@ class Uploader:
                 raise
             return
         self._done_with.add(save_of(info))
-        stored_at = self._now()
+        stored_at = time.time()
         stored = {**self._record.stored, save_of(info): stored_at}
         self._write(dataclasses.replace(self._record, begun=None, stored=stored))
         self.say(uploading=None, stored=save_of(info), stored_at=stored_at)
@@ -286,7 +284,7 @@ class Uploader:
         self.say(sent_bytes=self.state.sent_bytes + num_bytes, new_bytes=self.state.new_bytes + new)
 
     def _note_target(self, target: list[CheckpointInfo]) -> None:
-        known, now = self._record.stored, self._now()
+        known, now = self._record.stored, time.time()
         stored = {save_of(info): known.get(save_of(info), now) for info in target}
         if stored != known:
             self._write(dataclasses.replace(self._record, stored=stored))

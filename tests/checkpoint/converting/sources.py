@@ -14,8 +14,6 @@ from tests.checkpoint.with_manifest import add_manifest
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind
 
-Sharded = dict[str, list[Box]]
-
 
 def weights() -> dict[str, torch.Tensor]:
     """Return tensors of several dtypes and shapes, one of several blocks, one empty and one scalar."""

@@ -31,8 +31,8 @@ def tier(tmp_path: Path, memory_tier: Path) -> Iterator[Tier]:
     tier.finish()
 
 
-def arena_of(num_bytes: int = 4096, *, marked: bool = True) -> StagingArena:
-    return StagingArena(num_bytes, pin=False, mark=Mark() if marked else None)
+def arena_of(*, marked: bool = True) -> StagingArena:
+    return StagingArena(4096, pin=False, mark=Mark() if marked else None)
 
 
 def names_at(keeper: Keeper) -> list[str]:

@@ -26,9 +26,9 @@ class Loader:
             raise CorpusChanged(["files: 3 -> 4"])
 
 
-def train_and_save(rank: int, folder: Path, mode: str = "disabled") -> dict[str, Any]:
+def train_and_save(rank: int, folder: Path) -> dict[str, Any]:
     """Run three steps, save the last two, and return the contents of the last save."""
-    with (run := TinyRun(folder, interval=2, async_mode=mode)).manager:
+    with (run := TinyRun(folder, interval=2)).manager:
         run.steps(3, force=True)
     return run.contents()
 

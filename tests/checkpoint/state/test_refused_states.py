@@ -243,11 +243,11 @@ def test_tensors_whose_elements_are_no_whole_bytes_are_refused_by_name(tmp_path:
         manager.save(1, force=True)
 
 
-def piece(rows: int = 2) -> torch.Tensor:
+def piece() -> torch.Tensor:
     """Return a plain tensor that describes itself as rows of a larger one, as a CheckpointableTensor of torch does."""
-    tensor: Any = torch.ones(rows, 2)
-    tensor.global_shape, tensor.global_offsets = (2 * rows, 2), ((rows, 0),)
-    tensor.local_offsets, tensor.local_sizes = ((0, 0),), ((rows, 2),)
+    tensor: Any = torch.ones(2, 2)
+    tensor.global_shape, tensor.global_offsets = (4, 2), ((2, 0),)
+    tensor.local_offsets, tensor.local_sizes = ((0, 0),), ((2, 2),)
     found: torch.Tensor = tensor
     return found
 

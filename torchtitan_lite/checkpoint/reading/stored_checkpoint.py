@@ -129,19 +129,12 @@ class StoredCheckpoint:
         self._fitting = None if report else (model, slots, cast)
         return report
 
-    def check(
-        self,
-        model: Mapping[str, Any],
-        slots: Mapping[str, ParameterSlot],
-        states: Sequence[str] = (),
-        *,
-        cast: bool = False,
-    ) -> None:
+    def check(self, model: Mapping[str, Any], slots: Mapping[str, ParameterSlot], states: Sequence[str] = ()) -> None:
         """Apply the strictness to the `report` of all of these. **Collective**.
 
         By default a difference raises `CheckpointMismatch` on every rank; a missing state always does.
         """
-        self._apply_strictness(self.report(model, slots, states, cast=cast), states)
+        self._apply_strictness(self.report(model, slots, states), states)
 
     def _apply_strictness(self, report: KeyReport, states: Sequence[str] = ()) -> None:
         if report and (self._rules.strictness == "error" or report.lost_states(states)):

@@ -61,7 +61,6 @@ def import_llama(
     *,
     form: Form = FULL_FORM,
     expected: ModelArgs | None = None,
-    progress: Progress = unseen,
 ) -> Imported:
     """Write the Llama at `path` as a seed checkpoint to the new folder `out`. **Coordinator only**.
 
@@ -70,7 +69,7 @@ def import_llama(
     anything is written if it is no such Llama, and as `open_source` and `write_seed` do.
     """
     opened = open_llama(path) if expected is None else open_expected(path, expected)
-    return write_llama(opened, out, form, progress)
+    return write_llama(opened, out, form, unseen)
 
 
 def importer(args: ModelArgs) -> Callable[[Path, Path], list[str]]:
