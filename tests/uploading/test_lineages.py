@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import json
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -150,37 +149,24 @@ def test_each_folder_has_a_record_of_its_own(tmp_path: Path) -> None:
     assert record.read_all(tmp_path) == []
 
 
-def test_a_process_that_is_killed_is_started_again_at_the_next_save(
-    tmp_path: Path, other: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torchtitan_lite.uploading.process._RESTART_SECONDS", 0.0)
-    with run_of(tmp_path / "run", other) as run:
-        run.manager.load()
-        run.step()
-        process = run.manager._parts.uploads._process  # type: ignore[attr-defined]  # of a run that uploads
-        os.kill(process._process.pid, signal.SIGKILL)
-        process._listener.join()
-        run.train(3)
-    assert steps_in(other) == [1, 2, 3]
+def test_fields_that_a_later_version_added_stay_in_the_records(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        record.write(tmp_path, record.Record(f"s3://bucket/{name}", name))
+    path = tmp_path / "uploads.json"
+    later = json.loads(path.read_text()) | {"format_version": 8, "mood": "good"}
+    for each in later["uploads"]:
+        each["weight"] = 3
+    path.write_text(json.dumps(later))
+    record.write(tmp_path, record.Record("s3://bucket/a", "c"))
+    later["uploads"][0]["folder_id"] = "c"
+    assert json.loads(path.read_text()) == later
 
 
-def test_a_folder_that_a_tool_gave_back_before_the_end_is_no_error(tmp_path: Path, other: Path) -> None:
-    lease = CheckpointStore(other).lease("tool", 30.0)
-    lease.take()
-    with run_of(tmp_path / "run", other) as run:
-        run.manager.load()
-        run.step()
-        while not run.events.steps("upload_failed"):
-            run.manager.wait()
-        run.train(2)
-        lease.release()
-    assert steps_in(other) == [1, 2]
-
-
-def test_a_manager_that_is_dropped_does_not_keep_the_folder(tmp_path: Path, other: Path) -> None:
-    run = run_of(tmp_path / "run", other)
-    run.manager.load()
-    run.step()
-    del run
-    trained(tmp_path / "run", other, 3)
-    assert steps_in(other) == [1, 2, 3]
+def test_records_from_before_the_first_release_end_the_uploads_and_stay(tmp_path: Path, other: Path) -> None:
+    run = trained(tmp_path / "run", "", 1)
+    path = run.root / "uploads.json"
+    path.write_text('{"uploads": []}\n')
+    with pytest.raises(UploadRefused, match=r"uploads\.json has format version 1, from before the first release"):
+        trained(tmp_path / "run", other, 2)
+    assert steps_in(run.root) == [1, 2]
+    assert path.read_text() == '{"uploads": []}\n'

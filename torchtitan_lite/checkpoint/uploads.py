@@ -27,6 +27,7 @@ from torchtitan_lite.errors import (
     CheckpointError,
     CheckpointNotFound,
     CheckpointUnreadable,
+    UnknownFormat,
     UploadRefused,
 )
 from torchtitan_lite.events import Committed, Emit, Event, UploadsEnded
@@ -60,7 +61,10 @@ class Uploads(NoUploads):
 
     def protected(self) -> AbstractSet[int]:
         # What is under way. All else that the rules remove here they would remove there, too.
-        begun = record.read(self._source.root, self._target.address).begun
+        try:
+            begun = record.read(self._source.root, self._target.address).begun
+        except UnknownFormat:  # The uploads have ended for it, and said so.
+            return frozenset()
         return frozenset() if begun is None else frozenset({begun.save[0]})
 
     def heard_by(self, emit: Emit) -> Emit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torchtitan_lite.cli.words import age, size
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.disk.plain_file import read_plain
-from torchtitan_lite.errors import CheckpointUnsafe, ConfigError, PinsUnreadable
+from torchtitan_lite.errors import CheckpointUnsafe, ConfigError, PinsUnreadable, UnknownFormat
 from torchtitan_lite.log import counted
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.holder import Holder
@@ -274,7 +275,10 @@ def _on_disk(root: Path) -> _Found:
         pinned = Pins(root).read()
     except PinsUnreadable as unreadable:
         error = str(unreadable)
-    uploads = max(read_all(root), key=lambda each: max(each.stored.values(), default=0.0), default=None)
+    records: list[Record] = []
+    with contextlib.suppress(UnknownFormat):
+        records = read_all(root)
+    uploads = max(records, key=lambda each: max(each.stored.values(), default=0.0), default=None)
     return _Found.of(root, entries, _holder(root), pinned, error, uploads)
 
 

@@ -28,6 +28,7 @@ from torchtitan_lite.errors import (
     ExtraMissing,
     FolderInUse,
     LeaseLost,
+    UnknownFormat,
     UploadRefused,
 )
 from torchtitan_lite.events import Emit, UploadFailed, UploadsEnded
@@ -267,7 +268,7 @@ def _serve(uploader: Uploader, orders: _Orders, line: Connection) -> None:
                 uploader.upload(info)
             done, pause, said = asked, _FIRST_PAUSE_SECONDS, ""
             line.send(done)
-        except (UploadRefused, LeaseLost) as error:
+        except (UploadRefused, LeaseLost, UnknownFormat) as error:
             log.logger.error("Uploads have ended: %s", error)
             line.send(UploadsEnded(_step(uploader), path=uploader.address, reason=str(error)))
             uploader.say(problem=_finding(error), is_refused=True, tried=_EVERY_ORDER)

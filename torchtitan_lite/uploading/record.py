@@ -19,10 +19,12 @@ from torchtitan_lite.disk.folder_lock import locked
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointUnsafe
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.format_version import FORMAT, check_format, unknown_fields
 from torchtitan_lite.store.manifest_fields import file_name, number, refuse_constant, seconds, value_of
 from torchtitan_lite.uploading.choice import Save
 
 _MOST_BYTES = 16 << 20
+_ENTRIES = "uploads"
 _WAIT_SECONDS = 10.0
 """For others that change a file of the folder, which takes milliseconds."""
 
@@ -52,28 +54,51 @@ class Record:
 
 
 def read_all(root: Path) -> list[Record]:
-    """Return the records in the folder of checkpoints `root`, one for each other folder; none that cannot be read."""
+    """Return the records in the folder of checkpoints `root`, one for each other folder; none that cannot be read.
+
+    Raises FormatTooNew and FormatTooOld.
+    """
     try:
-        document = json.loads(read_plain(root / layout.UPLOADS, _MOST_BYTES), parse_constant=refuse_constant)
-        return [_parsed(_object(each)) for each in value_of(_object(document), "uploads", list)]
+        return [_parsed(each) for each in _entries(_read(root))]
     except (OSError, CheckpointUnsafe, ValueError, RecursionError):
         return []
 
 
 def read(root: Path, address: str) -> Record:
-    """Return the record in `root` of what was uploaded to `address`; an empty one without one."""
+    """Return the record in `root` of what was uploaded to `address`; an empty one without one. Raises as `read_all`."""
     return next((each for each in read_all(root) if each.address == address), Record(address))
 
 
 def write(root: Path, record: Record, durable: Durable = DISK) -> None:
-    """Write `record` into the folder of checkpoints `root`, in place of the one of its address. Raises OSError."""
+    """Write `record` into the folder of checkpoints `root`, in place of the one of its address.
+
+    Raises OSError, and as `read_all`.
+    """
     with locked(root, _WAIT_SECONDS):
-        others = [each for each in read_all(root) if each.address != record.address]
+        try:
+            found = _read(root)
+            entries = {value_of(each, "address", str): each for each in _entries(found)}
+        except (OSError, CheckpointUnsafe, ValueError, RecursionError):
+            found, entries = {}, {}
+        # What a later version added stays.
+        entries[record.address] = entries.get(record.address, {}) | _document(record)
+        document = {**FORMAT, **unknown_fields(found, {_ENTRIES}), _ENTRIES: [*entries.values()]}
         if os.path.lexists(temporary := root / temporary_name(layout.UPLOADS)):
             # Opening it would follow a link that leads out of the folder.
             durable.remove_file(temporary)
-        documents = [_document(each) for each in (*others, record)]
-        durable.write_atomically(root / layout.UPLOADS, (json.dumps({"uploads": documents}, indent=1) + "\n").encode())
+        durable.write_atomically(root / layout.UPLOADS, (json.dumps(document, indent=1) + "\n").encode())
+
+
+def _read(root: Path) -> dict[str, Any]:
+    """Return what the file holds. Raises ValueError where that is no such record, and as `read_all`."""
+    path = root / layout.UPLOADS
+    document = _object(json.loads(read_plain(path, _MOST_BYTES), parse_constant=refuse_constant))
+    check_format({"format_version": 1} | document if _ENTRIES in document else document, str(path))
+    return document
+
+
+def _entries(document: dict[str, Any]) -> list[dict[str, Any]]:
+    return [_object(each) for each in value_of(document, _ENTRIES, list)]
 
 
 def _document(record: Record) -> dict[str, Any]:
