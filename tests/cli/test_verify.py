@@ -53,7 +53,7 @@ def as_json(text: str) -> Any:
 
 
 @pytest.mark.parametrize("spelling", ["", "checkpoint", "checkpoint/step-7", "checkpoint:7", ":latest"])
-@pytest.mark.parametrize("options", [[], ["--full"], ["--sizes"]])
+@pytest.mark.parametrize("options", [[], ["--sizes"]])
 def test_a_complete_checkpoint_however_it_is_spelt(spelling: str, options: list[str], root: Path, call: Call) -> None:
     target = f"{root.parent}/{spelling}" if not spelling.startswith(":") else f"{root.parent}{spelling}"
     code, out, err = call(target, *options)
@@ -285,10 +285,3 @@ def test_neither_torch_nor_numpy_is_imported(root: Path) -> None:
     for arguments in (["verify", root], ["diff", root / "step-7", root / "step-8"]):
         command = [sys.executable, "-c", code, *map(str, arguments)]
         assert subprocess.run(command, cwd=repository, check=False, capture_output=True).returncode == 0
-
-
-def test_a_full_verification_of_sizes_only_is_refused(root: Path, call: Call) -> None:
-    assert call(root, "--full", "--sizes")[::2] == (
-        2,
-        "error: --sizes and --full exclude each other: leave one of them out\n",
-    )

@@ -10,7 +10,6 @@ from torchtitan_lite.disk.digest import (
     BlockDigest,
     block_digest,
     digest_blocks,
-    file_digest,
     num_blocks,
     text_digest,
 )
@@ -31,12 +30,6 @@ def test_a_block_that_is_digested_piece_by_piece_has_the_same_digest() -> None:
     for piece in (b"a", b"", b"bc"):
         digest.update(piece)
     assert digest.digest() == block_digest(SOME)
-
-
-def test_the_digest_of_a_file_is_that_of_its_blocks_and_its_size() -> None:
-    assert file_digest(b"", 0) == "2c0a8a99dc147d5445c3b49d035665b2"
-    assert file_digest(block_digest(SOME), 3) == "e9fba89c0802d511a476890dbb651ee2"
-    assert file_digest(block_digest(SOME), 3 << 32) != file_digest(block_digest(SOME), 3)
 
 
 def test_the_digest_of_a_text_is_that_of_its_parts_one_after_another() -> None:

@@ -87,7 +87,7 @@ def read(root: Path) -> Answer:
         found = Manifest.of_folder(info.path)
         assert found is not None
         is_sound = files.keys() - {layout.MANIFEST} == found.files.keys() and all(
-            record.digest and FileRecord.of(files[name]) == record for name, record in found.files.items()
+            record.blocks and FileRecord.of(files[name]) == record for name, record in found.files.items()
         )
         answer[info.step] = (is_sound, files)
     return answer

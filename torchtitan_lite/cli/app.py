@@ -52,15 +52,6 @@ VERBS = {
 """Each verb's module and class: a frozen dataclass of its arguments, as `Verb` has it."""
 
 
-RENAMED_OPTIONS = {
-    "prune --keep-every": "--keep-every-n-steps",
-    "prune --ttl-hours": "--keep-for-hours",
-    "prune --mode": "--metric max:NAME",
-    "report --out": "OUT, an argument without an option's name",
-}
-"""Options that a verb had in earlier versions, and what replaces each."""
-
-
 class Verb(Protocol):
     """The arguments of one verb, and what it does with them."""
 
@@ -150,11 +141,9 @@ def _unknown_options(arguments: Sequence[str], parser: Parser) -> str:
     """Return a finding about the options in `arguments` that `parser` does not know, with the fix; empty for none."""
     given = [each.partition("=")[0] for each in arguments if re.match("--?[a-zA-Z]", each)]
     unknown = [option for option in given if option not in parser.known]
-    renamed = {option: RENAMED_OPTIONS.get(f"{parser.prog} {option}".removeprefix(f"{PROGRAM} ")) for option in unknown}
-    hints = [f"; {option} is now {now}" for option, now in renamed.items() if now]
-    if len(unknown) == 1 and not hints:
-        hints = [f"; the nearest is {near}" for near in difflib.get_close_matches(unknown[0], parser.known, n=1)]
-    return f"unrecognized options: {', '.join(unknown)}{''.join(hints)}" if unknown else ""
+    near = difflib.get_close_matches(unknown[0], parser.known, n=1) if len(unknown) == 1 else []
+    hint = f"; the nearest is {near[0]}" if near else ""
+    return f"unrecognized options: {', '.join(unknown)}{hint}" if unknown else ""
 
 
 def _default_in_words(default: object) -> str:

@@ -20,7 +20,6 @@ from torchtitan_lite.errors import (
     CheckpointNotFound,
     CheckpointUnreadable,
     CheckpointUnsafe,
-    ConfigError,
     UnknownFormat,
 )
 from torchtitan_lite.log import counted, readable_bytes
@@ -55,14 +54,10 @@ class Verify:
     """A checkpoint, or a folder of checkpoints: each of them."""
     sizes: bool = False
     """Compare names and sizes only, in milliseconds: finds missing and truncated files."""
-    full: bool = False
-    """Read every byte: the default, kept for scripts of earlier versions."""
     json: bool = False
     """Print JSON."""
 
     def run(self, screen: Screen) -> ExitCode:
-        if self.sizes and self.full:
-            raise ConfigError("--sizes and --full exclude each other: leave one of them out")
         reads = not self.sizes
         folders, is_one = _folders(self.target, screen)
         results = [_looked_at(folder, is_one) for folder in folders]

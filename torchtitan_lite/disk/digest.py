@@ -1,8 +1,8 @@
 """Digests of files on disk.
 
 A file is digested in blocks that cover it without gaps, so that any part can be read and checked without the rest,
-by several threads in any order. The digest of the file is computed from the digests of its blocks. xxh3 detects what
-disks, memory and cut writes do; it does not protect against deliberate changes.
+by several threads in any order. xxh3 detects what disks, memory and cut writes do; it does not protect against
+deliberate changes.
 """
 
 from __future__ import annotations
@@ -39,13 +39,6 @@ def digest_blocks(data: ReadableBuffer) -> bytes:
     return b"".join(block_digest(view[at : at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES))
 
 
-def file_digest(blocks: bytes, size: int) -> str:
-    """Return the digest, as 32 hex digits, of a file of `size` bytes whose blocks have the digests `blocks`."""
-    state = xxhash.xxh3_128(blocks)
-    state.update(size.to_bytes(8, "big"))
-    return state.hexdigest()
-
-
 @dataclass(frozen=True)
 class FileRecord:
     """Size and digests of one file."""
@@ -60,11 +53,6 @@ class FileRecord:
         """Return the record of a file with the contents `data`. Releases the GIL block by block."""
         with memoryview(data) as view:
             return cls(view.nbytes, digest_blocks(view))
-
-    @property
-    def digest(self) -> str:
-        """Return the digest of the file as 32 hex digits; an empty string if there are no block digests."""
-        return file_digest(self.blocks, self.size) if self.blocks else ""
 
 
 def text_digest(parts: Iterable[ReadableBuffer]) -> str:

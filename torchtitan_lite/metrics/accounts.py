@@ -172,12 +172,7 @@ def accounts(records: Iterable[Mapping[str, Any]]) -> Accounts:
             starts[record["start"]] = _begun(record)
         elif found is None:
             continue
-        elif kind in (
-            LOADED,
-            ROLLED_BACK,
-            BEAT,
-            END,
-        ):  # That a save is durable, `saved` in earlier versions, adds no time.
+        elif kind in (LOADED, ROLLED_BACK, BEAT, END):
             _add(found, record)
     return Accounts(tuple(Start(**found) for found in starts.values()))
 

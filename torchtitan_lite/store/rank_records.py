@@ -23,7 +23,7 @@ from torchtitan_lite.store.manifest import Manifest, Table
 from torchtitan_lite.store.manifest_fields import bare, kind_of, value_of
 
 FROM_RANKS = 256
-"""With fewer ranks all is in the manifest, which older releases read, and a load reads no further file for each."""
+"""With fewer ranks all is in the manifest, and a load reads no further file for each (docs/design.md has figures)."""
 
 
 SizesOf = Callable[[Iterable[str]], Mapping[str, int]]
