@@ -1,18 +1,12 @@
 """What a changed configuration means at resume."""
 
 import json
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from torchtitan_lite.config.drift import REFUSED, WARNED, Rule, compare, rule_of
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig, Model, Optimizer, Training
-from torchtitan_lite.config.keys import KEYS
-from torchtitan_lite.config.manager import parse_config
-from torchtitan_lite.config.own_loop import loop_config
-from torchtitan_lite.config.removed_keys import REMOVED
 from torchtitan_lite.errors import ConfigError
 
 
@@ -115,39 +109,3 @@ def test_an_unset_value_is_shown_as_none_in_parentheses() -> None:
 def test_another_global_batch_is_honoured_because_the_loader_warns() -> None:
     (change,) = compare(_stored(JobConfig()), JobConfig(training=Training(global_batch_size=16)))
     assert change.rule is Rule.HONOURED
-
-
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("tensor_digests", 'is not a key any more. To switch it on, add "save" to checkpoint.digest_tensors.'),
-        ("no_verify_resume", 'is not a key any more. To switch it on, add "load" to checkpoint.digest_tensors.'),
-        ("debug-staging=true", 'is not a key any more. To switch it on, add "staging" to checkpoint.digest_tensors.'),
-        ("keep_best_mode=max", 'Set checkpoint.keep_best_metric to "NAME" for the lowest values, or to "max:NAME" for'),
-    ],
-)
-def test_a_removed_key_is_refused_with_its_replacement(word: str, said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        parse_config([f"--checkpoint.{word}"])
-    name = word.partition("=")[0].removeprefix("no_").replace("-", "_")
-    (tmp_path / "old.toml").write_text(f"[checkpoint]\n{name} = true\n")
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        parse_config(["--job.config_file", str(tmp_path / "old.toml")])
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        loop_config("outputs/checkpoint", {name: True})
-
-
-def test_a_file_of_an_earlier_version_is_refused_once_with_all_its_removed_keys(tmp_path: Path) -> None:
-    lines = [f"{key.partition('.')[2]} = false" for key in REMOVED]
-    (tmp_path / "old.toml").write_text("\n".join(["[checkpoint]", "interval = 5", *lines]))
-    with pytest.raises(ConfigError) as refusal:
-        parse_config(["--job.config_file", str(tmp_path / "old.toml")])
-    first, *fixes = str(refusal.value).splitlines()
-    assert first == f"{tmp_path}/old.toml: 4 of its keys are not keys any more."
-    assert fixes == [f"  {key}: {fix}." for key, fix in REMOVED.items()]
-
-
-def test_every_removed_key_names_a_key_and_is_none() -> None:
-    for key, fix in REMOVED.items():
-        assert key not in KEYS
-        assert any(name in fix for name in KEYS)

@@ -114,9 +114,9 @@ def test_keys_of_unsupported_features_are_accepted_with_one_line_while_off(caplo
 
 def test_an_older_llama_debug_loads_with_one_line_for_the_keys_that_went(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="torchtitan_lite")
-    (tmp_path / "old.toml").write_text(
-        "[checkpoint]\nincremental = false\nincremental_full_every = 10\ncontinuous_floor_seconds = 30.0\n"
-    )
+    off = ("keep_best_mode = 'min'", "tensor_digests = false", "incremental = false", "incremental_full_every = 10")
+    lines = ["[checkpoint]", *off, "continuous_floor_seconds = 30.0"]
+    (tmp_path / "old.toml").write_text("\n".join(lines))
     parse_config(["--job.config_file", str(tmp_path / "old.toml")])
     (record,) = caplog.records
     for key in ("incremental", "incremental_full_every", "continuous_floor_seconds"):
@@ -127,6 +127,8 @@ def test_an_older_llama_debug_loads_with_one_line_for_the_keys_that_went(tmp_pat
     ("key", "value", "instead"),
     [
         ("incremental", True, "checkpoint.save_trained_only"),
+        ("tensor_digests", True, 'Add "save", "load" or "staging" to checkpoint.digest_tensors'),
+        ("keep_best_mode", "max", 'Set checkpoint.keep_best_metric to "max:NAME"'),
         ("interval_type", "continuous", 'Set "auto", or "seconds" with checkpoint.interval'),
     ],
 )

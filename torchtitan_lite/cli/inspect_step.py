@@ -28,8 +28,7 @@ from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import resolve
 from torchtitan_lite.cli.words import age, number, size
 from torchtitan_lite.config.argument_parser import Option, Positional
-from torchtitan_lite.config.job_config import JobConfig
-from torchtitan_lite.config.removed_keys import flat
+from torchtitan_lite.config.job_config import JobConfig, flat
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted
 from torchtitan_lite.store import layout

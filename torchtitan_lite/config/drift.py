@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_lite.config.job_config import JobConfig
-from torchtitan_lite.config.removed_keys import flat
+from torchtitan_lite.config.job_config import JobConfig, flat
 
 
 class Rule(enum.Enum):

@@ -9,6 +9,7 @@ devices, folders) is checked where it is known.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -111,3 +112,14 @@ class JobConfig:
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return the configuration as plain values, {section: {key: value}}; config.json holds it."""
         return dataclasses.asdict(self)
+
+
+def flat(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a configuration by `section.key`; what is no section keeps its own name."""
+    values: dict[str, Any] = {}
+    for section, keys in sections.items():
+        if isinstance(keys, dict):
+            values |= {f"{section}.{key}": value for key, value in keys.items()}
+        else:
+            values[section] = keys
+    return values

@@ -15,7 +15,6 @@ from typing import get_type_hints
 from torchtitan_lite.config.aliases import ALIASES, FORMER_SECTIONS_OF_PARALLELISM
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.config.kinds import ValueKind
-from torchtitan_lite.config.removed_keys import REMOVED
 from torchtitan_lite.config.unsupported import CONVERSION, SECTIONS_OF_CONVERSION, UNSUPPORTED
 from torchtitan_lite.errors import ConfigError
 
@@ -56,19 +55,8 @@ def meaning_of(name: str) -> Meaning | None:
     return meaning_of(f"parallelism.{key}") if section in FORMER_SECTIONS_OF_PARALLELISM else None
 
 
-def refuse_removed(names: Iterable[str], where: str) -> None:
-    """Raise ConfigError if several of `names` were removed: a file of an earlier version has them all."""
-    removed = [name for name in names if name in REMOVED]
-    if len(removed) > 1:
-        fixes = [f"  {name}: {REMOVED[name]}." for name in removed]
-        raise ConfigError("\n".join([f"{where}: {len(removed)} of its keys are not keys any more.", *fixes]))
-
-
 def unknown_key(name: str, where: str) -> ConfigError:
-    """Return the error for an unknown name, with the nearest key; for a removed one, with its replacement."""
-    removed = next((key for key in (name, name.replace(".no_", ".", 1)) if key in REMOVED), None)
-    if removed is not None:
-        return ConfigError(f"{where} is not a key any more. {REMOVED[removed]}.")
+    """Return the error for an unknown name, with the nearest key."""
     if name.partition(".")[0] in SECTIONS_OF_CONVERSION:
         return ConfigError(f"{where}: {CONVERSION} is not supported. Leave it out.")
     nearest = nearest_key(name)

@@ -15,10 +15,9 @@ from typing import Any
 from torchtitan_lite.config.argument_parser import Parser
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.config.keys import KEYS, SECTIONS
-from torchtitan_lite.config.removed_keys import refuse_removed_value
 from torchtitan_lite.config.sources import Setting, find_config_file, named_model, read_command_line, read_toml
 from torchtitan_lite.config.torchtitan_values import check_family, with_datasets
-from torchtitan_lite.config.unsupported import UNSUPPORTED
+from torchtitan_lite.config.unsupported import UNSUPPORTED, refuse_unsupported_value
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import forget_stdout, logger
 
@@ -88,7 +87,7 @@ def _config_of(settings: Iterable[Setting]) -> JobConfig:
     for setting in settings:
         section, _, name = setting.key.partition(".")
         kind = KEYS[setting.key]
-        refuse_removed_value(setting.key, setting.text, setting.where)
+        refuse_unsupported_value(setting.key, setting.text, setting.where)
         values[section][name] = kind.value(kind.checked(setting.text, setting.key, setting.where))
     return JobConfig(**{section: SECTIONS[section](**given) for section, given in values.items()})
 

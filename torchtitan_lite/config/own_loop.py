@@ -10,10 +10,9 @@ from typing import Any
 from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.config.folders import refuse_unknown_address
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
-from torchtitan_lite.config.keys import KEYS, meaning_of, nearest_key, unknown_key
+from torchtitan_lite.config.keys import KEYS, meaning_of, nearest_key
 from torchtitan_lite.config.kinds import to_text
-from torchtitan_lite.config.removed_keys import REMOVED, refuse_removed_value
-from torchtitan_lite.config.unsupported import UNSUPPORTED
+from torchtitan_lite.config.unsupported import UNSUPPORTED, refuse_unsupported_value
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
 
@@ -61,7 +60,7 @@ def loop_config(folder: str | os.PathLike[str], settings: Mapping[str, Any]) -> 
     if "folder" in keys:
         raise ConfigError("folder: given twice. Leave out checkpoint.folder.")
     for key, value in keys.items():
-        refuse_removed_value(f"{_SECTION}.{key}", value, key)
+        refuse_unsupported_value(f"{_SECTION}.{key}", value, key)
     parent, name = _parts(os.fspath(folder))
     section = Checkpoint(**{"enable_checkpoint": True, **keys, "folder": name})
     return JobConfig(job=Job(dump_folder=parent), checkpoint=section)
@@ -97,8 +96,6 @@ def _key(name: str) -> str:
     meaning = meaning_of(f"{_SECTION}.{name}")
     if meaning is not None and meaning.key in KEYS and not meaning.values:
         return meaning.key.partition(".")[2]
-    if f"{_SECTION}.{name}" in REMOVED:
-        raise unknown_key(f"{_SECTION}.{name}", name)
     nearest = nearest_key(f"{_SECTION}.{name}")
     fix = f"The nearest is {nearest.partition('.')[2]}" if nearest and nearest.startswith(f"{_SECTION}.") else ""
     raise ConfigError(f"{name} is not a key of [checkpoint]. {fix or 'None is near'}; docs/config.md lists all.")

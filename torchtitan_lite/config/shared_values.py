@@ -10,8 +10,7 @@ from typing import Any
 
 from torchtitan_lite.config.address import is_address, printable
 from torchtitan_lite.config.drift import shown
-from torchtitan_lite.config.job_config import JobConfig
-from torchtitan_lite.config.removed_keys import flat
+from torchtitan_lite.config.job_config import JobConfig, flat
 
 _PATHS = frozenset(
     {

@@ -17,7 +17,6 @@ from torchtitan_lite.config.keys import (
     KNOWN_SECTIONS,
     Meaning,
     meaning_of,
-    refuse_removed,
     unknown_key,
     unknown_section,
 )
@@ -73,7 +72,6 @@ def read_toml(path: Path) -> list[Setting]:
             raise ConfigError(f"{path}: {section} is outside any section. Put it under a [section] line.")
         if section.replace("-", "_") not in KNOWN_SECTIONS:
             raise unknown_section(section, str(path))
-    refuse_removed((name.replace("-", "_") for name, _ in _flat(document)), str(path))
     return [_toml_setting(name.replace("-", "_"), value, f"{path}: {name}") for name, value in _flat(document)]
 
 

@@ -47,6 +47,8 @@ def _options(section: str, names: str) -> dict[str, object]:
 
 
 INCREMENTAL = "saving only what has changed"
+SWITCHES = "a switch of its own for each time of digests"
+BEST_MODE = "a key for the side of the best metric"
 CONVERSION = "conversion of the model (float8, MX)"
 SECTIONS_OF_CONVERSION = ("float8", "mx", "quantize")
 _DATALOADER_OPTIONS = "persistent_workers pin_memory prefetch_factor"
@@ -157,11 +159,19 @@ _FEATURES: Mapping[str, Mapping[str, object]] = {
     },
     "torchtitan's test suite": {"job.use_for_integration_test": ANY},
     INCREMENTAL: {"checkpoint.incremental": False, "checkpoint.incremental_full_every": ANY},
+    SWITCHES: {
+        "checkpoint.tensor_digests": False,
+        "checkpoint.verify_resume": False,
+        "checkpoint.debug_staging": False,
+    },
+    BEST_MODE: {"checkpoint.keep_best_mode": "min"},
     "a least time between continuous saves": {"checkpoint.continuous_floor_seconds": ANY},
 }
 _INSTEAD = {
+    BEST_MODE: 'Set checkpoint.keep_best_metric to "max:NAME" for the highest values. ',
+    SWITCHES: 'Add "save", "load" or "staging" to checkpoint.digest_tensors. ',
     INCREMENTAL: "Leave frozen parameters out with checkpoint.save_trained_only, or keep frozen models out of what is "
-    "saved (docs/several_models.md). "
+    "saved (docs/several_models.md). ",
 }
 
 
@@ -176,3 +186,13 @@ def _unsupported(feature: str, off: object) -> Unsupported:
 UNSUPPORTED: Mapping[str, Unsupported] = {
     name: _unsupported(feature, off) for feature, keys in _FEATURES.items() for name, off in keys.items()
 }
+_VALUES: Mapping[tuple[str, object], str] = {
+    ("checkpoint.interval_type", "continuous"): 'Set "auto", or "seconds" with checkpoint.interval, such as 30',
+}
+"""Key and value to what serves in its place."""
+
+
+def refuse_unsupported_value(key: str, value: object, where: str) -> None:
+    """Raise ConfigError, with what replaces it, if `value` is one that `key` no longer has."""
+    if isinstance(value, str) and (instead := _VALUES.get((key, value))):
+        raise ConfigError(f"{where} = {value} is not supported. {instead}.")

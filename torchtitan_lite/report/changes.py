@@ -15,7 +15,7 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.examining.inventory import ListedCheckpoint
 from torchtitan_lite.config.drift import Rule, rule_of
-from torchtitan_lite.config.removed_keys import flat
+from torchtitan_lite.config.job_config import flat
 from torchtitan_lite.report.lines import number
 from torchtitan_lite.report.starts import ReportedStart
 

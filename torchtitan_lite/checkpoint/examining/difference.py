@@ -16,7 +16,7 @@ from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint
 from torchtitan_lite.checkpoint.format.clocks import is_clock
 from torchtitan_lite.checkpoint.format.contents import StoredTensor
 from torchtitan_lite.checkpoint.format.structure import Branch
-from torchtitan_lite.config.removed_keys import flat
+from torchtitan_lite.config.job_config import flat
 
 NOTHING = "-"
 """Stands for what one of the two does not have."""

@@ -11,8 +11,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from torchtitan_lite.checkpoint.examining.inventory import FolderState, ListedCheckpoint
-from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.config.removed_keys import flat
+from torchtitan_lite.config.job_config import Checkpoint, flat
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.retention import Verdict, build_retention, judge
