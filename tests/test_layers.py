@@ -104,7 +104,7 @@ WITHOUT_TORCH = (
     *("report", "cli.report", "hangs"),
     *(
         f"cli.{name}"
-        for name in ("app", "exit_codes", "inspect_step", "key_cell", "ls", "memory", "screen", "target", "words")
+        for name in ("app", "cells", "exit_codes", "inspect_step", "ls", "memory", "screen", "target", "words")
     ),
 )
 UNKNOWN_TO_CHECKPOINT = ("models", "data", "trainer", "metrics", "optim", "divergence", "parallelisms")

@@ -7,6 +7,7 @@ import threading
 from dataclasses import dataclass, field
 
 from tests.bucket.memory_objects import Bucket, MemoryObjects
+from torchtitan_lite.bucket.head import Entry, Status
 from torchtitan_lite.bucket.head_file import BucketClock
 from torchtitan_lite.bucket.lease import BucketLease
 from torchtitan_lite.bucket.objects import Objects
@@ -124,6 +125,12 @@ def found_in(bucket: Bucket) -> dict[int, bytes]:
             assert FileRecord.of(objects.get(f"{info.path.name}/{name}")[0]) == record
         found[info.step] = objects.get(f"{info.path.name}/{FILE}")[0]
     return found
+
+
+def set_aside_in(store: BucketStore) -> list[Entry]:
+    """Return the damaged, the abandoned, and the weights that a full checkpoint replaced, which all stay."""
+    aside = (Status.CORRUPT, Status.ABANDONED, Status.WEIGHTS)
+    return [entry for entry in store.head().entries if entry.status in aside]
 
 
 def purge(store: BucketStore, step: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.bucket.saving import set_aside_in
 from tests.bucket.stored import add, flip, held
 from tests.cli.command import command
 from torchtitan_lite.bucket.store import BucketStore, open_bucket
@@ -34,7 +35,7 @@ def test_an_undamaged_one_comes_back_without_its_findings(folder: str, store: Bu
         "is step 9 again\nIt is the latest: the next start resumes from it\n"
     )
     assert steps(store) == [7, 9]
-    assert store.set_aside() == []
+    assert set_aside_in(store) == []
     keys = {each.key for each in store.objects.list(f"{info.path.name}/")}
     assert f"{info.path.name}/{layout.FINDINGS}" not in keys
     again = command("bring-back", folder, info.path.name)
@@ -51,7 +52,7 @@ def test_a_damaged_one_stays(folder: str, store: BucketStore) -> None:
     flip(info, DATA, 5000)
     ended = command("bring-back", folder, f"{folder}/{info.path.name}")
     assert (ended.code, f"{DATA}: bytes 0 to " in ended.err) == (3, True)
-    assert (steps(store), [entry.step for entry in store.set_aside()]) == ([], [7])
+    assert (steps(store), [entry.step for entry in set_aside_in(store)]) == ([], [7])
 
 
 def test_one_whose_step_was_saved_again_stays(folder: str, store: BucketStore) -> None:

@@ -14,7 +14,18 @@ from typing import NamedTuple
 import pytest
 
 from tests.bucket.memory_objects import Bucket, Fate, Killed, Request, at
-from tests.bucket.saving import Job, found_in, new_job, new_store, pin, purge, remove_failed, save, started
+from tests.bucket.saving import (
+    Job,
+    found_in,
+    new_job,
+    new_store,
+    pin,
+    purge,
+    remove_failed,
+    save,
+    set_aside_in,
+    started,
+)
 from torchtitan_lite.bucket.objects import StoreUnavailable
 from torchtitan_lite.errors import CheckpointError, SaveFailed
 
@@ -31,7 +42,7 @@ class Seen(NamedTuple):
 
 def seen_in(bucket: Bucket) -> Seen:
     store, _ = new_store(bucket)
-    aside = sorted((entry.step, entry.status.value) for entry in store.set_aside())
+    aside = sorted((entry.step, entry.status.value) for entry in set_aside_in(store))
     return Seen(found_in(bucket), store.pins.read(), aside)
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.bucket.proxy import Proxy, answers, at, calls, loses_answer, resets, where
-from tests.bucket.saving import FILE, FakeTime, manifest_of
+from tests.bucket.saving import FILE, FakeTime, manifest_of, set_aside_in
 from torchtitan_lite.bucket.naming import HEAD
 from torchtitan_lite.bucket.obstore_objects import ObstoreObjects
 from torchtitan_lite.bucket.store import BucketStore
@@ -79,12 +79,12 @@ def test_a_folder_over_its_life(folder: str) -> None:
         save(store, 10, b"branch", Lineage("run1", abandons=((10, "run0"),)))
     assert found_in(folder) == {5: b"5", 10: b"branch"}
     with held(folder) as store:
-        assert [entry.status.value for entry in store.set_aside()] == ["abandoned", "corrupt"]
+        assert [entry.status.value for entry in set_aside_in(store)] == ["abandoned", "corrupt"]
         assert store.pins.read() == {5}
         store.objects.delete([HEAD])
     assert found_in(folder) == {5: b"5", 10: b"branch"}
     with held(folder) as store:
-        assert len(store.set_aside()) == 2
+        assert len(set_aside_in(store)) == 2
     assert found_in(folder) == {5: b"5", 10: b"branch"}
 
 

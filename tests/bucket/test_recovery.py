@@ -22,6 +22,7 @@ from tests.bucket.saving import (
     purge,
     remove_failed,
     save,
+    set_aside_in,
     started,
     write,
 )
@@ -137,11 +138,11 @@ def test_what_was_abandoned_or_damaged_is_so_again(job: Job, bucket: Bucket) -> 
     save(job.store, 10, b"branch", run_id="run1", abandons=tuple((step, "run0") for step in (10, 15, 20)))
     save(job.store, 25, run_id="run1")
     job.store.quarantine(25, ["a finding"])
-    aside = {(entry.name, entry.status) for entry in job.store.set_aside()}
+    aside = {(entry.name, entry.status) for entry in set_aside_in(job.store)}
     lose(bucket)
     later = started(bucket)
     assert found_in(bucket) == {5: b"data", 10: b"branch"}
-    assert {(entry.name, entry.status) for entry in later.store.set_aside()} == aside
+    assert {(entry.name, entry.status) for entry in set_aside_in(later.store)} == aside
 
 
 def test_a_step_of_an_abandoned_run_that_was_saved_again_is_found(job: Job, bucket: Bucket) -> None:
@@ -160,7 +161,7 @@ def test_weights_that_a_full_checkpoint_replaced_stay_aside(job: Job, bucket: Bu
     save(job.store, 5, b"weights", kind=WEIGHTS)
     save(job.store, 5, b"full")
     lose(bucket)
-    assert [entry.status.value for entry in started(bucket).store.set_aside()] == ["weights"]
+    assert [entry.status.value for entry in set_aside_in(started(bucket).store)] == ["weights"]
     assert found_in(bucket) == {5: b"full"}
 
 
@@ -193,7 +194,7 @@ def test_what_does_not_count_is_set_aside_and_never_removed(job: Job, bucket: Bu
     bucket.now += 1e6
     later = started(bucket)
     assert found_in(bucket) == {5: b"data"}
-    assert [(entry.name, entry.status.value) for entry in later.store.set_aside()] == [(name, "corrupt")]
+    assert [(entry.name, entry.status.value) for entry in set_aside_in(later.store)] == [(name, "corrupt")]
     assert any(key.startswith(name) for key in bucket.stored)
 
 
@@ -339,5 +340,5 @@ def test_what_was_removed_in_part_is_no_damage(job: Job, bucket: Bucket) -> None
     with pytest.raises(Killed):
         purge(job.store, 5)
     lose(bucket)
-    assert started(bucket).store.set_aside() == []
+    assert set_aside_in(started(bucket).store) == []
     assert found_in(bucket) == {10: b"data"}

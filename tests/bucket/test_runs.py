@@ -14,6 +14,7 @@ from obstore.fsspec import register
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from tests.bucket.proxy import Action, Proxy, Request, answers, where
+from tests.bucket.saving import set_aside_in
 from tests.bucket.server import Server
 from tests.checkpoint.small_run import SmallRun, Tiny, job_config, same
 from tests.cli.command import command
@@ -100,7 +101,7 @@ def test_a_changed_byte_makes_a_load_take_the_step_before_and_the_head_says_so(f
         second.train(6)
         assert same(second.contents(), straight(tmp_path, 6))
     assert steps(folder) == [2, 4, 6]
-    assert [(each.step, each.status) for each in stored(folder).set_aside()] == [(6, Status.CORRUPT)]
+    assert [(each.step, each.status) for each in set_aside_in(stored(folder))] == [(6, Status.CORRUPT)]
 
 
 def test_rolled_back_the_steps_after_it_are_abandoned(folder: str, tmp_path: Path) -> None:
@@ -113,7 +114,7 @@ def test_rolled_back_the_steps_after_it_are_abandoned(folder: str, tmp_path: Pat
             assert branch.train_state.step == expected
             branch.train(expected + 2)
     assert steps(folder) == [2, 4, 6]
-    assert [(each.step, each.status) for each in stored(folder).set_aside()] == [
+    assert [(each.step, each.status) for each in set_aside_in(stored(folder))] == [
         (4, Status.ABANDONED),
         (6, Status.ABANDONED),
     ]
@@ -132,7 +133,7 @@ def test_a_run_that_rolls_back_by_itself_has_its_record_in_the_store(folder: str
         assert again.manager.load()
         assert (again.train_state.step, again.manager.batches_to_skip(5)) == (4, 2)
         again.train(6)
-    assert [(each.step, each.status) for each in stored(folder).set_aside()] == [(5, Status.ABANDONED)]
+    assert [(each.step, each.status) for each in set_aside_in(stored(folder))] == [(5, Status.ABANDONED)]
 
 
 def test_a_run_ends_with_its_export_in_another_folder_and_a_new_one_begins_from_it(folder: str, tmp_path: Path) -> None:

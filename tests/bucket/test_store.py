@@ -22,6 +22,7 @@ from tests.bucket.saving import (
     pin,
     purge,
     save,
+    set_aside_in,
     started,
     write,
 )
@@ -67,7 +68,7 @@ def test_it_is_what_a_run_asks_of_its_folder(job: Job) -> None:
 
 def test_a_new_folder_has_no_checkpoint(bucket: Bucket) -> None:
     store, _ = new_store(bucket)
-    assert store.committed() == store.unmanaged() == store.set_aside() == []
+    assert store.committed() == store.unmanaged() == set_aside_in(store) == []
     assert store.latest() is None
     assert store.damaged() == store.unreadable() == {}
     assert store.folder_id(make=False) == ""
@@ -167,7 +168,7 @@ def test_weights_that_a_full_checkpoint_replaces_stay(job: Job, bucket: Bucket) 
     save(job.store, 5, b"full")
     started(bucket)
     assert found_in(bucket) == {5: b"full"}
-    assert [entry.name for entry in job.store.set_aside()] == [weights.path.name]
+    assert [entry.name for entry in set_aside_in(job.store)] == [weights.path.name]
     assert f"{weights.path.name}/{FILE}" in bucket.stored
 
 
@@ -259,7 +260,7 @@ def test_a_damaged_checkpoint_is_set_aside_with_what_was_found(job: Job, bucket:
     info = save(job.store, 10)
     place = job.store.quarantine(10, ["a finding", "another"])
     assert place == info.path and steps(job) == [5]
-    assert [(entry.step, entry.findings) for entry in job.store.set_aside()] == [(10, ("a finding", "another"))]
+    assert [(entry.step, entry.findings) for entry in set_aside_in(job.store)] == [(10, ("a finding", "another"))]
     assert json.loads(bucket.stored[f"{place.name}/{layout.FINDINGS}"].data)["findings"] == ["a finding", "another"]
     started(bucket)
     assert f"{place.name}/{FILE}" in bucket.stored, "no start removes it"
@@ -270,7 +271,7 @@ def test_a_step_may_be_saved_again_after_it_was_set_aside(job: Job, bucket: Buck
     job.store.quarantine(5, ["a finding"])
     save(job.store, 5, b"new")
     assert found_in(bucket) == {5: b"new"}
-    assert len(job.store.set_aside()) == 1
+    assert len(set_aside_in(job.store)) == 1
 
 
 def test_only_what_is_there_is_set_aside(job: Job) -> None:
@@ -284,7 +285,7 @@ def test_a_roll_back_sets_aside_what_it_abandons_in_the_same_swap(job: Job, buck
         save(job.store, step)
     save(job.store, 10, b"branch", run_id="run1", abandons=((10, "run0"), (15, "run0")))
     assert found_in(bucket) == {5: b"data", 10: b"branch"}
-    assert [entry.step for entry in job.store.set_aside()] == [10, 15]
+    assert [entry.step for entry in set_aside_in(job.store)] == [10, 15]
     with pytest.raises(CheckpointNotFound):
         job.store.get(15)
 
@@ -484,7 +485,7 @@ def test_an_entry_whose_objects_people_removed_leaves_the_list(job: Job, bucket:
     place = job.store.quarantine(5, ["a finding"])
     for key in [key for key in bucket.stored if key.startswith(place.name)]:
         del bucket.stored[key]
-    assert started(bucket).store.set_aside() == []
+    assert set_aside_in(started(bucket).store) == []
 
 
 def test_the_id_of_a_folder_is_made_once(job: Job, bucket: Bucket) -> None:

@@ -240,7 +240,7 @@ def of_newer_format(folder: Path) -> None:
         (lambda folder: os.truncate(folder / "__1_0.distcp", 400), 3, "is damaged: __1_0.distcp: expected 24896 bytes"),
         (lambda folder: (folder / "__1_0.distcp").unlink(), 3, "is damaged: __1_0.distcp is missing"),
         (lambda folder: flip(folder / "manifest.json", 40), 3, "is damaged: manifest.json"),
-        (of_newer_format, 1, "has format version 99, this version of torchtitan_lite reads up to 7"),
+        (of_newer_format, 1, "it has format version 99, this version reads up to 7"),
     ],
     ids=["nothing", "empty", "half-written", "cut", "missing", "manifest", "newer"],
 )

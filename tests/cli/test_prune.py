@@ -167,7 +167,7 @@ def test_a_prune_is_what_a_job_with_the_same_rules_would_do(tmp_path: Path, said
         (filled.foreign, "there is no complete checkpoint in it"),
         (filled.half_written, "there is no complete checkpoint in it"),
         (filled.of_torchtitan, "step-10, step-20 have no manifest, so no rule removes them"),
-        (filled.of_a_newer_version, "has format version 99, this version of torchtitan_lite reads up to"),
+        (filled.of_a_newer_version, "it has format version 99, this version reads up to"),
         (lambda root: None, "does not exist"),
         (lambda root: root.write_bytes(b""), "it is not a folder"),
     ],

@@ -90,7 +90,7 @@ def test_what_is_no_complete_checkpoint_is_one_sentence(verb: str, root: Path) -
     }
     newer = of_newer_format(add_step(root.parent / "newer", 22))
     for spelling in (newer, newer.parent, f"{newer.parent}:22"):
-        cases[f"{spelling}"] = (1, "has format version 99, this version of torchtitan_lite reads up to 7: upgrade")
+        cases[f"{spelling}"] = (1, "it has format version 99, this version reads up to 7: upgrade")
     for spelling, (code, sentence) in cases.items():
         ended = command(verb, spelling)
         assert (ended.code, ended.out, ended.err.count("\n")) == (code, "", 1), spelling

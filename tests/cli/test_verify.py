@@ -214,7 +214,7 @@ def test_a_newer_format_is_one_sentence_and_no_damage(root: Path, call: Call) ->
     path.write_bytes(seal(later_format(body)))
     code, out, err = call(root / "step-7")
     assert (code, out) == (1, "")
-    assert err.startswith(f"error: {path} has format version 99, this version of torchtitan_lite reads up to 7")
+    assert err.startswith(f"error: {path}: it has format version 99, this version reads up to 7")
     assert err.count("\n") == 1
     code, out, _ = call(root, "--json")
     assert code == 3 and [each["status"] for each in as_json(out)] == ["unknown format", "damaged"], (

@@ -21,10 +21,9 @@ from torchtitan_lite.bucket.manifests import AttemptManifests, size_findings
 from torchtitan_lite.bucket.naming import beat_key
 from torchtitan_lite.bucket.objects import Objects
 from torchtitan_lite.bucket.obstore_objects import connect
-from torchtitan_lite.bucket.pins import BucketPins
 from torchtitan_lite.bucket.probe import probe
+from torchtitan_lite.bucket.records import BucketPins, BucketRollbacks
 from torchtitan_lite.bucket.recovery import rebuilt
-from torchtitan_lite.bucket.rollbacks import BucketRollbacks
 from torchtitan_lite.bucket.saves import BucketSaves
 from torchtitan_lite.bucket.upload import ObjectToUpload
 from torchtitan_lite.config.address import parse
@@ -139,11 +138,6 @@ class BucketStore:
             # A manifest that is missing may be that of a checkpoint which was replaced since the head was read.
             if len(infos) == len(kept) or self.head().kept == kept:
                 return infos
-
-    def set_aside(self) -> list[Entry]:
-        """Return the damaged, the abandoned, and the weights that a full checkpoint replaced, which all stay."""
-        aside = (Status.CORRUPT, Status.ABANDONED, Status.WEIGHTS)
-        return [entry for entry in self.head().entries if entry.status in aside]
 
     def unmanaged(self) -> list[ObjectPlace]:
         """Return nothing: what has no entry in the head is no checkpoint."""

@@ -73,10 +73,7 @@ def _text_of(error: BaseException) -> str:
         case CheckpointUnreadable():
             return f"{error.path} could not be read: {error.cause}"
         case FormatTooNew():
-            return (
-                f"{error.path} has format version {error.found}, this version of torchtitan_lite reads up to "
-                f"{error.known}: upgrade torchtitan_lite"
-            )
+            return f"{error.path}: {error.in_short}: upgrade torchtitan_lite"
         case FormatTooOld():
             return f"{error.path}: {error.in_short}: commit {LAST_WITH_EARLIER_FORMATS} of torchtitan_lite reads it"
         case FolderUnusable():

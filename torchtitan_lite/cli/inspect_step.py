@@ -21,9 +21,8 @@ from torchtitan_lite.checkpoint.examining.summary import (
     rows_of,
 )
 from torchtitan_lite.checkpoint.format.contents import StoredTensor
-from torchtitan_lite.cli.bars import bar, fills
+from torchtitan_lite.cli.cells import KeyCell, bar, fills
 from torchtitan_lite.cli.exit_codes import ExitCode
-from torchtitan_lite.cli.key_cell import KeyCell
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import resolve
 from torchtitan_lite.cli.words import age, number, size

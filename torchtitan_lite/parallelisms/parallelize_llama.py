@@ -8,19 +8,22 @@ are always float32. FQNs, as DCP's `get_model_state_dict` spells them, do not ch
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from torchtitan_lite.config.job_config import JobConfig
+from torchtitan_lite.config.job_config import ActivationCheckpoint, JobConfig
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
-from torchtitan_lite.parallelisms.activation_checkpoint import apply_activation_checkpointing
 from torchtitan_lite.parallelisms.parallel_dims import ParallelDims
 from torchtitan_lite.parallelisms.tensor_parallel import apply_tensor_parallelism
+from torchtitan_lite.torch_private import expensive_operators, recomputing
 
 
 def parallelize_llama(model: nn.Module, mesh: DeviceMesh, dims: ParallelDims, config: JobConfig) -> None:
@@ -78,3 +81,36 @@ def _shard(
         # Backward starts with the last block: if freed after forward, it would be gathered again at once.
         fully_shard(block, reshard_after_forward=reshard_after_forward and block is not blocks[-1], **settings)
     fully_shard(model, **settings)
+
+
+EXPENSIVE: set[Callable[..., Any]] = {torch.ops.aten.mm.default, *expensive_operators()}
+
+
+def apply_activation_checkpointing(
+    layers: nn.Module, config: ActivationCheckpoint, *, preserve_rng_state: bool
+) -> None:
+    """Wrap the children of `layers` that `config` selects, in place."""
+    if config.mode == "none":
+        return
+    by_operator = config.mode == "selective" and config.selective_ac_option == "op"
+    every = int(config.selective_ac_option) if config.mode == "selective" and not by_operator else 1
+    settings: dict[str, Any] = {"preserve_rng_state": preserve_rng_state}
+    if by_operator:
+        settings["context_fn"] = keep_expensive_results
+    for number, (name, block) in enumerate(list(layers.named_children()), start=1):
+        if number % every == 0:
+            layers.register_module(name, recomputing(block, **settings))
+
+
+def keep_expensive_results() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return contexts of forward and recomputation that keep the results of attention and of every second matmul."""
+    counts = {False: 0, True: 0}
+
+    def policy(context: Any, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operator == torch.ops.aten.mm.default:
+            counts[context.is_recompute] += 1
+            if counts[context.is_recompute] % 2 == 0:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if operator in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call, no-any-return]  # torch's gap

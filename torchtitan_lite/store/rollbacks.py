@@ -155,10 +155,7 @@ def to_json(rollbacks: Sequence[Rollback]) -> bytes:
 
 
 def parse(data: bytes, path: str) -> tuple[Rollback, ...]:
-    """Return the rollbacks in `data`, read at `path`. Raises CheckpointError for anything that is not such a record.
-
-    Of another version that is FormatTooNew or FormatTooOld.
-    """
+    """Return the rollbacks in `data`, read at `path`. Raises CheckpointError, `UnknownFormat` for another version."""
     try:
         document = json.loads(data)
         if not isinstance(document, dict):

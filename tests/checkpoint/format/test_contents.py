@@ -18,11 +18,11 @@ from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from tests.checkpoint.format.pickled import metadata_bytes
 from tests.checkpoint.reading.boxes import Box, grids, partitions, shapes
 from tests.checkpoint.with_manifest import add_manifest
 from torchtitan_lite.checkpoint.format import dtypes
 from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, StoredTensor
-from torchtitan_lite.checkpoint.format.metadata_file import metadata_bytes
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES, to_metadata
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.errors import CheckpointDamaged

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.images.image_runs import start
-from torchtitan_lite.checkpoint.images import image_bytes
+from torchtitan_lite.checkpoint.images import image_sources
 from torchtitan_lite.checkpoint.images.files import FilesInMemory
 from torchtitan_lite.checkpoint.images.held_images import Complete, HeldImages
-from torchtitan_lite.checkpoint.images.image_bytes import lent_parts, verify_images
+from torchtitan_lite.checkpoint.images.image_sources import lent_parts, verify_images
 from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import FileRecord
@@ -145,15 +145,15 @@ def test_all_small_tensors_and_objects_of_the_own_file_are_lent_verified(
     assert len(parts) >= len(tensors)
 
     page = (Path(__file__).parents[3] / "docs" / "memory.md").read_text()
-    assert f"if they have at most {image_bytes.MOST_BYTES >> 20} MiB each" in page
-    assert f"or more than {image_bytes.MOST_BYTES_OF_A_RANK >> 20} MiB of small tensors" in page
-    monkeypatch.setattr(image_bytes, "MOST_BYTES_OF_A_RANK", sum(sizes))
+    assert f"if they have at most {image_sources.MOST_BYTES >> 20} MiB each" in page
+    assert f"or more than {image_sources.MOST_BYTES_OF_A_RANK >> 20} MiB of small tensors" in page
+    monkeypatch.setattr(image_sources, "MOST_BYTES_OF_A_RANK", sum(sizes))
     assert lent_parts(source, files) == {name: parts}
-    monkeypatch.setattr(image_bytes, "MOST_BYTES_OF_A_RANK", sum(sizes) - 1)
+    monkeypatch.setattr(image_sources, "MOST_BYTES_OF_A_RANK", sum(sizes) - 1)
     assert lent_parts(source, files) == {}, "a rank with more lends nothing"
     monkeypatch.undo()
     for most in sorted({size - less for size in sizes for less in (0, 1)}):
-        monkeypatch.setattr(image_bytes, "MOST_BYTES", most)
+        monkeypatch.setattr(image_sources, "MOST_BYTES", most)
         lent = lent_parts(source, files).get(name, {})
         assert lent == {at: part for at, part in parts.items() if len(part) <= most}
     files.close()

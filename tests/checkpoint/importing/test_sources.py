@@ -29,7 +29,7 @@ from torchtitan_lite.checkpoint.importing.seed import Form, write_seed
 from torchtitan_lite.checkpoint.importing.source import open_source
 from torchtitan_lite.checkpoint.importing.wanted import as_renamed
 from torchtitan_lite.checkpoint.resume.evaluation import load_model
-from torchtitan_lite.checkpoint.resume.seed import is_seed
+from torchtitan_lite.checkpoint.resume.load_source import is_seed
 from torchtitan_lite.errors import CheckpointDamaged, ConfigError
 from torchtitan_lite.models.llama.args import RopeScaling
 from torchtitan_lite.models.llama.imported import import_llama, unseen

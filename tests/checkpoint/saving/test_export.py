@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tests.checkpoint.small_run import Tiny, same
-from torchtitan_lite.checkpoint.saving.export import DTYPES, weights_only
+from torchtitan_lite.checkpoint.state.model import EXPORT_DTYPES, weights_only
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper
 from torchtitan_lite.config.job_config import DtypeName
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("dtype", EXPORT_DTYPES.values(), ids=EXPORT_DTYPES)
 def test_floating_point_tensors_are_cast_and_no_others(dtype: torch.dtype) -> None:
     state = {"f": torch.rand(3), "d": torch.rand(2, dtype=torch.float64), "i": torch.arange(3), "b": torch.ones(1) > 0}
     exported = weights_only(state, dtype)
@@ -36,4 +36,4 @@ def test_the_live_model_does_not_change() -> None:
 
 
 def test_every_dtype_of_the_config_is_known() -> None:
-    assert set(DTYPES) == set(get_args(DtypeName))
+    assert set(EXPORT_DTYPES) == set(get_args(DtypeName))

@@ -19,12 +19,11 @@ from torchtitan_lite.checkpoint.format.chunk import Chunk as Chunk
 from torchtitan_lite.checkpoint.format.chunk import Item as Item
 from torchtitan_lite.checkpoint.format.chunk import Shape as Shape
 from torchtitan_lite.checkpoint.format.chunk_runs import FileSizes, check_rows, files_of
-from torchtitan_lite.checkpoint.format.containers import Containers
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.checkpoint.format.key_paths import KeyPaths, key_paths
 from torchtitan_lite.checkpoint.format.stored_tensor import StoredTensor as StoredTensor
 from torchtitan_lite.checkpoint.format.stored_tensor import misfit
-from torchtitan_lite.checkpoint.format.structure import Branch, Path, decode
+from torchtitan_lite.checkpoint.format.structure import Branch, Containers, Path, decode
 from torchtitan_lite.checkpoint.format.tensor_table import BadEntry, TensorTable, as_list
 from torchtitan_lite.disk.plain_file import is_plain_name
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe

@@ -166,13 +166,6 @@ def _placed(table: TensorTable, pickles: _Pickles) -> Iterator[bytes]:
             yield before + pickles.of(key) + between + pickles.of(table.places[key] - heads[found]) + after
 
 
-def metadata_bytes(metadata: Metadata) -> bytes:
-    """Return `metadata`, as another program made it, in that form."""
-    buffer = io.BytesIO()
-    _pickler(buffer, pickle.DEFAULT_PROTOCOL).dump(metadata)
-    return buffer.getvalue()
-
-
 def _pickler(buffer: io.BytesIO, protocol: int) -> pickle.Pickler:
     pickler = pickle.Pickler(buffer, protocol)
     pickler.dispatch_table = copyreg.dispatch_table | {TensorProperties: _reduced}

@@ -9,14 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torchtitan_lite.checkpoint.context import RunContext
+from torchtitan_lite.checkpoint.images.files import FilesInMemory
 from torchtitan_lite.checkpoint.images.from_memory import prefer_memory
 from torchtitan_lite.checkpoint.images.held_images import HeldImages
-from torchtitan_lite.checkpoint.images.image_bytes import lent_parts, verify_images
 from torchtitan_lite.checkpoint.images.image_source import ImageSource
 from torchtitan_lite.checkpoint.images.tier import TakenOver, Tier
 from torchtitan_lite.checkpoint.reading.files import Files
+from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.resume.source import LoadSource, Sources
 from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from torchtitan_lite.events import ImageSkipped
 from torchtitan_lite.log import logger
@@ -116,3 +118,40 @@ def _of_image(error: CheckpointMismatch, source: LoadSource, folder: str) -> Che
     named = CheckpointMismatch(path, f"{error.report}\n{way_out}")
     named.origin_rank, named.reported_elsewhere = error.origin_rank, error.reported_elsewhere
     return named
+
+
+MOST_BYTES = 1 << 20
+"""Of one tensor or object that is lent."""
+MOST_BYTES_OF_A_RANK = 64 << 20
+"""Of all together. A rank with more lends nothing: replicated weights come from the disk."""
+
+
+def verify_images(source: LoadSource, files: FilesInMemory, number: int, count: int) -> None:
+    """Verify every byte of this rank's share of `files`. Raise `CheckpointDamaged`."""
+    with _findings(source):
+        files.verify(number, count)
+
+
+def lent_parts(source: LoadSource, files: FilesInMemory) -> dict[str, dict[int, bytes]]:
+    """Return what this rank lends: the small whole tensors and objects of its own file. Raise `CheckpointDamaged`."""
+    contents = CheckpointFolder(source.path, files=files).contents
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    for kind, places in contents.table.places_by_kind.items():
+        if 0 < kind.nbytes <= MOST_BYTES:
+            ranges.setdefault(kind.file, []).extend((at, kind.nbytes) for at in places)
+    for stored in contents.objects.values():
+        if stored.item is not None and 0 < stored.item.length <= MOST_BYTES:
+            ranges.setdefault(stored.item.file, []).append((stored.item.offset, stored.item.length))
+    few = {file: parts for file, parts in ranges.items() if sum(count for _, count in parts) <= MOST_BYTES_OF_A_RANK}
+    with _findings(source):
+        return files.lend(few)
+
+
+@contextmanager
+def _findings(source: LoadSource) -> Iterator[None]:
+    """Raise damage that the block finds as damage of `source`."""
+    try:
+        yield
+    except DamagedRange as error:
+        finding = f"bytes {error.begin} to {error.end} of {error.path.name}: {error.finding}"
+        raise CheckpointDamaged(str(source.path), finding) from None

@@ -18,10 +18,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
-from torchtitan_lite.checkpoint.resume.seed import is_seed
 from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.checkpoint.resume.wrong_folder import checked_initial_path
-from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.config.job_config import EXCLUDABLE_STATES, Checkpoint
 from torchtitan_lite.errors import CheckpointError, CheckpointMismatch, CheckpointUnreadable
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
@@ -254,3 +253,21 @@ def _with_origin(source: LoadSource) -> LoadSource:
         ranks_differ=bool(extra.get(RANKS_DIFFER)),
         trained_seconds=0.0 if source.initial else extra.get(TRAINED_SECONDS, 0.0),
     )
+
+
+_OF_A_RUN = tuple(f"{name}." for name in EXCLUDABLE_STATES)
+"""Beginnings of keys that are in every full checkpoint, ours and torchtitan's, and in no seed checkpoint of ours."""
+
+
+def is_seed(path: Place, step: int) -> bool:
+    """Return whether the checkpoint of `step` at `path` is a seed; for an unreadable step 0, True. Coordinator.
+
+    A seed is a step 0 with the model alone; one with an optimizer is the first of a loop that counts from 0.
+    """
+    if step != 0:
+        return False
+    try:
+        contents = CheckpointFolder(path, "off").contents
+    except CheckpointError:
+        return True  # The load that follows meets the same error, and raises it.
+    return not any(key.startswith(_OF_A_RUN) for key in contents)

@@ -15,13 +15,13 @@ from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.checkpoint.saving.copy_listener import CopyListener
-from torchtitan_lite.checkpoint.saving.export import DTYPES, weights_only
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver, SavesStates, refused
 from torchtitan_lite.checkpoint.saving.trained_clock import TrainedClock
 from torchtitan_lite.checkpoint.saving.waiter import SaveWaiter
 from torchtitan_lite.checkpoint.saving.writer import Origin, SaveTarget
 from torchtitan_lite.checkpoint.schedule.interval import BEGINNING, AtRisk, Tick
 from torchtitan_lite.checkpoint.state.measured import Metrics, finite
+from torchtitan_lite.checkpoint.state.model import EXPORT_DTYPES, weights_only
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.distributed.missing_ranks import naming_missing_ranks
 from torchtitan_lite.errors import ConfigError, SaveFailed
@@ -161,7 +161,7 @@ class SaveMaker:
                 step,
             )
             return
-        dtype = DTYPES[self._config.export_dtype]
+        dtype = EXPORT_DTYPES[self._config.export_dtype]
         logger.info("Saving a model weights only checkpoint in %s at last step, step %d.", dtype, step)
         store = self._folders.exports or self._folders.checkpoints
         self._and_wait(

@@ -166,3 +166,18 @@ def tensors_of(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return the entries of a model's state dict that have the same shapes in every run of the model."""
     kind = torch.Tensor
     return {name: value for name, value in state_dict.items() if isinstance(value, kind) and not is_extra_name(name)}
+
+
+EXPORT_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+"""The values of `checkpoint.export_dtype`."""
+
+
+def weights_only(model_state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return the model's state by bare FQN, floating-point tensors cast to `dtype`, all else unchanged. Any rank."""
+    return {fqn: _cast(fqn, value, dtype) for fqn, value in model_state.items()}
+
+
+def _cast(fqn: str, value: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach() if is_extra(fqn, value) or not value.is_floating_point() else value.detach().to(dtype)

@@ -1,4 +1,4 @@
-"""The steps that no rule removes, of a folder in an object store: they stand in its head.
+"""What a folder in an object store notes next to its checkpoints: pinned steps, in its head, and rollbacks.
 
 A step is retired by a swap of the same object, and only if it is not pinned in the version that is replaced; so once a
 pin has been written, no job removes the step, and no lock is needed.
@@ -6,10 +6,14 @@ pin has been written, no job removes the step, and no lock is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from torchtitan_lite.bucket.head_file import HeadFile
+from torchtitan_lite.bucket.objects import Objects
+from torchtitan_lite.errors import CheckpointUnreadable
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.rollbacks import Rollback, parse, to_json
 
 
 class BucketPins:
@@ -42,3 +46,24 @@ class BucketPins:
         steps = set(before)
         yield steps
         self._file.change(lambda head: head.with_pins(steps - before, before - steps))
+
+
+class BucketRollbacks:
+    """The record in the folder of `objects`."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+
+    def read(self) -> tuple[Rollback, ...]:
+        """Return the rollbacks, the first one first. Raises `CheckpointUnreadable`, and CheckpointError as `parse`."""
+        path = f"{self._objects.address}/{layout.ROLLBACKS}"
+        try:
+            return parse(self._objects.get(layout.ROLLBACKS)[0], path)
+        except FileNotFoundError:
+            return ()
+        except OSError as error:
+            raise CheckpointUnreadable(path, str(error)) from error
+
+    def write(self, rollbacks: Sequence[Rollback]) -> None:
+        """Replace the record. **Coordinator only**, under the lease. Raises OSError."""
+        self._objects.put(layout.ROLLBACKS, to_json(rollbacks))
