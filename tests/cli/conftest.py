@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -21,3 +22,9 @@ def said(capsys: pytest.CaptureFixture[str]) -> Said:
         return code, printed.out, printed.err
 
     return run
+
+
+@pytest.fixture
+def call(said: Said, request: pytest.FixtureRequest) -> Said:
+    """Return a function that runs the command `COMMAND` of the module with arguments, as `said` runs one."""
+    return partial(said, request.module.COMMAND)

@@ -17,29 +17,17 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from tests.checkpoint.reading.foreign_folders import TOKENS_OF_RANK, of_0_3, of_2024, save_plain
 from tests.checkpoint.small_run import SmallRun
 from tests.checkpoint.with_manifest import flip
+from tests.cli.conftest import Said
 from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
 from torchtitan_lite.checkpoint.state.stateful import OptimizerWrapper
-from torchtitan_lite.cli.app import main
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.store import CheckpointStore
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "format-7"
-Call = Callable[..., tuple[int, str, str]]
+COMMAND = "convert"
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Return a function that runs `convert` with arguments and returns its exit code, stdout and stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = main(["convert", *map(str, arguments)])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
 
 
 @pytest.fixture
@@ -84,7 +72,7 @@ def train_one_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
     optimizer.step()
 
 
-def test_a_loader_that_does_not_flatten_the_optimizer_reads_the_nested_form(tmp_path: Path, call: Call) -> None:
+def test_a_loader_that_does_not_flatten_the_optimizer_reads_the_nested_form(tmp_path: Path, call: Said) -> None:
     model, optimizer = in_two_groups()
     with CheckpointManager.for_loop(
         model=model, optimizer=optimizer, folder=tmp_path / "run", preemption_signals=()
@@ -108,7 +96,7 @@ def test_a_loader_that_does_not_flatten_the_optimizer_reads_the_nested_form(tmp_
     assert same(dict(other.state_dict()), dict(model.state_dict()))
 
 
-def test_the_nested_form_becomes_the_same_checkpoint_of_ours_again(run: SmallRun, tmp_path: Path, call: Call) -> None:
+def test_the_nested_form_becomes_the_same_checkpoint_of_ours_again(run: SmallRun, tmp_path: Path, call: Said) -> None:
     assert call(run.root, tmp_path / "nested", "--layout", "dcp", "--optimizer", "nested")[0] == 0
     assert call(tmp_path / "nested", tmp_path / "step-3", "--layout", "ours")[0] == 0
     before, after = (open_checkpoint(path).contents for path in (run.root / "step-3", tmp_path / "step-3"))
@@ -116,7 +104,7 @@ def test_the_nested_form_becomes_the_same_checkpoint_of_ours_again(run: SmallRun
     assert all(after.objects[key].value == each.value for key, each in before.objects.items() if each.item is None)
 
 
-def test_a_nested_optimizer_is_of_dcp_alone_and_needs_an_optimizer(run: SmallRun, tmp_path: Path, call: Call) -> None:
+def test_a_nested_optimizer_is_of_dcp_alone_and_needs_an_optimizer(run: SmallRun, tmp_path: Path, call: Said) -> None:
     code, _, err = call(run.root, tmp_path / "out", "--layout", "torchtitan", "--optimizer", "nested")
     assert (code, err) == (2, "error: --optimizer nested: expected --layout dcp\n")
     with CheckpointManager.for_loop(
@@ -128,7 +116,7 @@ def test_a_nested_optimizer_is_of_dcp_alone_and_needs_an_optimizer(run: SmallRun
     assert code == 2 and err.endswith("step-1 has no optimizer with names of parameters\n")
 
 
-def test_ours_becomes_a_folder_that_stock_dcp_loads(run: SmallRun, tmp_path: Path, call: Call) -> None:
+def test_ours_becomes_a_folder_that_stock_dcp_loads(run: SmallRun, tmp_path: Path, call: Said) -> None:
     code, out, err = call(run.root, tmp_path / "out", "--layout", "dcp")
     assert (code, err) == (0, "")
     assert out.startswith(f"Converted {run.root / 'step-3'}\nto {tmp_path / 'out'}: ")
@@ -142,7 +130,7 @@ def test_ours_becomes_a_folder_that_stock_dcp_loads(run: SmallRun, tmp_path: Pat
     }
 
 
-def test_ours_becomes_what_torchtitan_loads(run: SmallRun, tmp_path: Path, call: Call) -> None:
+def test_ours_becomes_what_torchtitan_loads(run: SmallRun, tmp_path: Path, call: Said) -> None:
     run.train_state.n_tokens_seen = 0
     code, out, _ = call(run.root, tmp_path / "step-3", "--layout", "torchtitan", "--dp-ranks", 2, "--json")
     assert code == 0
@@ -162,14 +150,14 @@ def test_ours_becomes_what_torchtitan_loads(run: SmallRun, tmp_path: Path, call:
     assert not {"train_state.step", "lr_scheduler.last_epoch"} & {*left_out}
 
 
-def test_what_has_no_place_in_a_layout_is_named(run: SmallRun, tmp_path: Path, call: Call) -> None:
+def test_what_has_no_place_in_a_layout_is_named(run: SmallRun, tmp_path: Path, call: Said) -> None:
     _, out, _ = call(run.root, tmp_path / "out", "--layout", "torchtitan")
     [line] = [line for line in out.splitlines() if line.startswith("Left out")]
     assert "rng" in line
     assert "train_state (" in line
 
 
-def test_weights_only_stay_weights_only(tmp_path: Path, call: Call) -> None:
+def test_weights_only_stay_weights_only(tmp_path: Path, call: Said) -> None:
     step = GOLDEN / "two-ranks" / "export" / "step-7"
     assert call(step, tmp_path / "titan", "--layout", "torchtitan")[0] == 0
     assert call(tmp_path / "titan", tmp_path / "step-7", "--layout", "ours")[0] == 0
@@ -180,7 +168,7 @@ def test_weights_only_stay_weights_only(tmp_path: Path, call: Call) -> None:
 
 @pytest.mark.parametrize("make", [of_0_3, of_2024])
 def test_torchtitans_becomes_ours_and_a_run_takes_it_over(
-    make: Callable[[SmallRun, Path], Path], run: SmallRun, tmp_path: Path, call: Call
+    make: Callable[[SmallRun, Path], Path], run: SmallRun, tmp_path: Path, call: Said
 ) -> None:
     make(run, tmp_path / "titan" / "step-3")
     out = tmp_path / "new" / "checkpoint" / "step-3"
@@ -203,7 +191,7 @@ def test_torchtitans_becomes_ours_and_a_run_takes_it_over(
 @pytest.mark.parametrize("form", ["nested", "flat"])
 @pytest.mark.parametrize("outer", ["", "app"])
 def test_plain_dcp_with_either_form_of_the_optimizer_becomes_ours_and_torchtitans(
-    outer: str, form: str, run: SmallRun, tmp_path: Path, call: Call
+    outer: str, form: str, run: SmallRun, tmp_path: Path, call: Said
 ) -> None:
     optimizer = get_optimizer_state_dict(run.model, run.optimizer) if form == "nested" else optimizer_of(run)
     state = {"model": run.model.state_dict(), "optimizer": optimizer, "train_state": {"step": 3}}
@@ -221,7 +209,7 @@ def test_plain_dcp_with_either_form_of_the_optimizer_becomes_ours_and_torchtitan
     assert same(found, expected)
 
 
-def test_a_round_trip_keeps_all_tensors(run: SmallRun, tmp_path: Path, call: Call) -> None:
+def test_a_round_trip_keeps_all_tensors(run: SmallRun, tmp_path: Path, call: Said) -> None:
     assert call(run.root, tmp_path / "plain", "--layout", "dcp")[0] == 0
     assert call(tmp_path / "plain", tmp_path / "b" / "checkpoint" / "step-3", "--layout", "ours")[0] == 0
     with SmallRun(tmp_path / "b", seed=9) as resumed:
@@ -232,13 +220,13 @@ def test_a_round_trip_keeps_all_tensors(run: SmallRun, tmp_path: Path, call: Cal
         assert found[key] == expected[key], key
 
 
-def test_no_file_of_the_checkpoint_is_shared_with_the_result(run: SmallRun, tmp_path: Path, call: Call) -> None:
+def test_no_file_of_the_checkpoint_is_shared_with_the_result(run: SmallRun, tmp_path: Path, call: Said) -> None:
     assert call(run.root, tmp_path / "out")[0] == 0
     inodes = [{path.stat().st_ino for path in folder.iterdir()} for folder in (run.root / "step-3", tmp_path / "out")]
     assert not inodes[0] & inodes[1]
 
 
-def test_refusals_are_one_sentence_and_leave_nothing(run: SmallRun, tmp_path: Path, call: Call) -> None:
+def test_refusals_are_one_sentence_and_leave_nothing(run: SmallRun, tmp_path: Path, call: Said) -> None:
     step = run.root / "step-3"
     damaged, newer = tmp_path / "damaged", tmp_path / "half"
     shutil.copytree(step, damaged)

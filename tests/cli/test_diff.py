@@ -15,24 +15,12 @@ from tests.checkpoint.reading.foreign_folders import of_0_3, of_2024, save_plain
 from tests.checkpoint.small_run import SmallRun
 from tests.checkpoint.with_manifest import flip
 from tests.cli.command import command, on_a_terminal, plain
+from tests.cli.conftest import Said
 from tests.store.filled import later_format
-from torchtitan_lite.cli.app import main
 from torchtitan_lite.store.manifest import seal
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "format-7" / "two-ranks"
-Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Return a function that runs `diff` with arguments and returns its exit code, stdout and stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = main(["diff", *map(str, arguments)])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
+COMMAND = "diff"
 
 
 @pytest.fixture
@@ -52,7 +40,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_checkpoint_equals_itself_however_it_is_spelt(step: Path, call: Call) -> None:
+def test_a_checkpoint_equals_itself_however_it_is_spelt(step: Path, call: Said) -> None:
     for a, b in ((step, f"{step.parent}:7"), (step.parent, f"{step.parent.parent}:latest")):
         code, out, err = call(a, b)
         assert (code, err) == (0, "")
@@ -61,7 +49,7 @@ def test_a_checkpoint_equals_itself_however_it_is_spelt(step: Path, call: Call) 
     assert call(step, step, "--values")[1].splitlines()[-1] == "The states are equal."
 
 
-def test_another_sharding_of_the_same_values_is_equal_and_its_origin_does_not_count(call: Call) -> None:
+def test_another_sharding_of_the_same_values_is_equal_and_its_origin_does_not_count(call: Said) -> None:
     a, b = GOLDEN.parent / "one-process" / "export" / "step-7", GOLDEN / "export" / "step-7"
     code, out, err = call(a, b, "--values")
     assert (code, err) == (0, "")
@@ -69,7 +57,7 @@ def test_another_sharding_of_the_same_values_is_equal_and_its_origin_does_not_co
     assert out.splitlines()[-1] == "The states are equal."
 
 
-def test_two_steps_differ_in_objects_and_values(run_folder: Path, call: Call) -> None:
+def test_two_steps_differ_in_objects_and_values(run_folder: Path, call: Said) -> None:
     code, out, err = call(f"{run_folder}:1", f"{run_folder}:2")
     assert (code, err) == (4, "")
     assert "Values of 40 tensors not compared: --values reads them." in out
@@ -90,7 +78,7 @@ def test_two_steps_differ_in_objects_and_values(run_folder: Path, call: Call) ->
 
 @pytest.mark.parametrize("digests", [("save",), ()])
 def test_a_straight_run_and_a_resumed_one_are_equal_but_for_their_clocks(
-    digests: tuple[str, ...], tmp_path: Path, call: Call
+    digests: tuple[str, ...], tmp_path: Path, call: Said
 ) -> None:
     with SmallRun(tmp_path / "straight", interval=1, digest_tensors=digests) as run:
         run.step()
@@ -117,14 +105,14 @@ def test_a_straight_run_and_a_resumed_one_are_equal_but_for_their_clocks(
     assert clocks == ["train_state.productive_seconds", "train_state.run_seconds"]
 
 
-def test_a_state_of_the_users_own_that_is_called_as_a_clock_counts(tmp_path: Path, call: Call) -> None:
+def test_a_state_of_the_users_own_that_is_called_as_a_clock_counts(tmp_path: Path, call: Said) -> None:
     a = save_plain({"timer": {"run_seconds": torch.ones(())}}, tmp_path / "a")
     b = save_plain({"timer": {"run_seconds": torch.zeros(())}}, tmp_path / "b")
     code, out, _ = call(a, b, "--values")
     assert code == 4 and "Other values: 1\n  timer.run_seconds   by up to 1" in out
 
 
-def test_atol_is_what_counts_as_equal(tmp_path: Path, call: Call) -> None:
+def test_atol_is_what_counts_as_equal(tmp_path: Path, call: Said) -> None:
     a = save_plain({"w": torch.ones(4), "x": torch.ones(4)}, tmp_path / "a")
     b = save_plain({"w": torch.ones(4) + 0.25, "x": torch.ones(4)}, tmp_path / "b")
     assert call(a, b)[0] == 0, "values are not compared"
@@ -137,7 +125,7 @@ def test_atol_is_what_counts_as_equal(tmp_path: Path, call: Call) -> None:
     assert "Values of 2 tensors read: 2 equal within 0.25." in out
 
 
-def test_what_is_compared_by_digest_is_not_read(tmp_path: Path, call: Call) -> None:
+def test_what_is_compared_by_digest_is_not_read(tmp_path: Path, call: Said) -> None:
     with SmallRun(tmp_path, interval=1, digest_tensors=("save",)) as run:
         run.train(2)
     for file in run.root.glob("step-*/__0_0.distcp"):
@@ -153,7 +141,7 @@ def test_what_is_compared_by_digest_is_not_read(tmp_path: Path, call: Call) -> N
 
 
 @pytest.mark.parametrize("name", ["of-2024", "of-0.3"])
-def test_a_checkpoint_of_torchtitan_is_compared(name: str, run_folder: Path, call: Call) -> None:
+def test_a_checkpoint_of_torchtitan_is_compared(name: str, run_folder: Path, call: Said) -> None:
     code, out, err = call(f"{run_folder}:2", run_folder / name, "--json")
     assert (code, err) == (4, "")
     document = json.loads(out)
@@ -164,7 +152,7 @@ def test_a_checkpoint_of_torchtitan_is_compared(name: str, run_folder: Path, cal
         assert not any(key.startswith("optimizer.") for key in document["objects"])
 
 
-def test_checkpoints_without_a_common_name(tmp_path: Path, call: Call) -> None:
+def test_checkpoints_without_a_common_name(tmp_path: Path, call: Said) -> None:
     a, b = save_plain({"w": torch.ones(4)}, tmp_path / "a"), save_plain({"v": torch.ones(4)}, tmp_path / "b")
     code, out, _ = call(a, b, "--values")
     assert code == 4
@@ -172,7 +160,7 @@ def test_checkpoints_without_a_common_name(tmp_path: Path, call: Call) -> None:
     assert "The two have no name in common." in out
 
 
-def test_long_lists_are_cut_on_the_screen_and_complete_in_json(tmp_path: Path, call: Call) -> None:
+def test_long_lists_are_cut_on_the_screen_and_complete_in_json(tmp_path: Path, call: Said) -> None:
     a = save_plain({f"w{number}": torch.ones(1) for number in range(40)}, tmp_path / "a")
     b = save_plain({"w0": torch.ones(1)}, tmp_path / "b")
     assert "Only in A: 39\n" in call(a, b)[1]
@@ -229,7 +217,7 @@ def _half(step: Path) -> Path:
     ],
 )
 def test_what_cannot_be_compared_is_one_sentence(
-    make: Callable[[Path], object], code: int, text: str, step: Path, tmp_path: Path, call: Call
+    make: Callable[[Path], object], code: int, text: str, step: Path, tmp_path: Path, call: Said
 ) -> None:
     other = shutil.copytree(step, tmp_path / "other")
     broken = make(step)
@@ -240,13 +228,13 @@ def test_what_cannot_be_compared_is_one_sentence(
 
 
 @pytest.mark.parametrize("atol", ["-1", "nan", "inf"])
-def test_a_tolerance_that_is_none_is_wrong_usage(atol: str, step: Path, call: Call) -> None:
+def test_a_tolerance_that_is_none_is_wrong_usage(atol: str, step: Path, call: Said) -> None:
     code, _, err = call(step, step, f"--atol={atol}")
     assert (code, err) == (2, f"error: --atol: expected a number of at least 0, found {float(atol)}\n")
 
 
 def test_a_checkpoint_that_is_removed_meanwhile_is_one_sentence(
-    step: Path, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+    step: Path, tmp_path: Path, call: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torchtitan_lite.checkpoint.examining import difference
 

@@ -23,9 +23,9 @@ from tests.checkpoint.converting.sources import sharded_weights
 from tests.checkpoint.reading.foreign_folders import of_0_3, of_2024, save_plain
 from tests.checkpoint.small_run import SmallRun
 from tests.checkpoint.with_manifest import flip
+from tests.cli.conftest import Said
 from tests.store.filled import later_format
 from torchtitan_lite.checkpoint.converting import exporting
-from torchtitan_lite.cli.app import main
 from torchtitan_lite.cli.export import num_bytes
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.store.manifest import seal
@@ -35,21 +35,9 @@ GOLDEN = ROOT / "tests" / "golden"
 STEP = GOLDEN / "format-7" / "two-ranks" / "checkpoint" / "step-7"
 FORMATS = ("safetensors", "torch", "dcp")
 State = dict[str, torch.Tensor]
-Call = Callable[..., tuple[int, str, str]]
+COMMAND = "export"
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Return a function that runs `export` with arguments and returns its exit code, stdout and stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = main(["export", *map(str, arguments)])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +83,7 @@ def cast(model: State, dtype: torch.dtype) -> State:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("source", ["checkpoint/step-2", "of_0_3", "of_2024", "nested", "bare", "tutorial"])
 def test_the_weights_of_any_checkpoint_in_any_format(
-    source: str, format: str, small: tuple[Path, State], tmp_path: Path, call: Call
+    source: str, format: str, small: tuple[Path, State], tmp_path: Path, call: Said
 ) -> None:
     folder, model = small
     code, out, err = call(folder / source, tmp_path / "out", "--format", format, "--dtype", "bfloat16")
@@ -107,7 +95,7 @@ def test_the_weights_of_any_checkpoint_in_any_format(
 
 
 def test_names_of_the_model_that_begin_with_model_are_kept(
-    small: tuple[Path, State], tmp_path: Path, call: Call
+    small: tuple[Path, State], tmp_path: Path, call: Said
 ) -> None:
     folder, model = small
     assert call(folder / "named_model", tmp_path / "out")[0] == 0
@@ -116,7 +104,7 @@ def test_names_of_the_model_that_begin_with_model_are_kept(
 
 @pytest.mark.parametrize("kind", ["checkpoint", "export"])
 @pytest.mark.parametrize("writers", ["one-process", "two-ranks"])
-def test_a_golden_checkpoint_is_exported(writers: str, kind: str, tmp_path: Path, call: Call) -> None:
+def test_a_golden_checkpoint_is_exported(writers: str, kind: str, tmp_path: Path, call: Said) -> None:
     step = GOLDEN / "format-7" / writers / kind / "step-7"
     assert call(step, tmp_path / "m.pt", "--format", "torch")[0] == 0
     found = torch.load(tmp_path / "m.pt", weights_only=True)
@@ -128,7 +116,7 @@ def test_a_golden_checkpoint_is_exported(writers: str, kind: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("spelling", ["", "checkpoint", "checkpoint/step-2", "checkpoint:2", "checkpoint:latest"])
-def test_a_step_however_it_is_spelt(spelling: str, small: tuple[Path, State], tmp_path: Path, call: Call) -> None:
+def test_a_step_however_it_is_spelt(spelling: str, small: tuple[Path, State], tmp_path: Path, call: Said) -> None:
     folder, _ = small
     target = f"{folder}/{spelling}" if spelling else f"{folder}/checkpoint"
     code, out, _ = call(target, tmp_path / "out", "--json")
@@ -138,7 +126,7 @@ def test_a_step_however_it_is_spelt(spelling: str, small: tuple[Path, State], tm
     assert found["files"] == ["model.safetensors"]
 
 
-def test_shards_have_an_index_and_are_not_larger_than_asked(tmp_path: Path, call: Call) -> None:
+def test_shards_have_an_index_and_are_not_larger_than_asked(tmp_path: Path, call: Said) -> None:
     folder, tensors = sharded_weights(tmp_path / "c")
     code, out, _ = call(folder, tmp_path / "out", "--max-shard-size", "7KB", "--json")
     assert code == 0
@@ -151,7 +139,7 @@ def test_shards_have_an_index_and_are_not_larger_than_asked(tmp_path: Path, call
     assert_equal(found, tensors)
 
 
-def test_one_file_where_out_is_named_like_one(small: tuple[Path, State], tmp_path: Path, call: Call) -> None:
+def test_one_file_where_out_is_named_like_one(small: tuple[Path, State], tmp_path: Path, call: Said) -> None:
     folder, model = small
     assert call(folder, tmp_path / "w.safetensors")[0] == 0
     assert_equal(safetensors.torch.load_file(tmp_path / "w.safetensors"), model)
@@ -160,7 +148,7 @@ def test_one_file_where_out_is_named_like_one(small: tuple[Path, State], tmp_pat
                               "name a folder as OUT\n")  # fmt: skip
 
 
-def test_globs_choose_names(small: tuple[Path, State], tmp_path: Path, call: Call) -> None:
+def test_globs_choose_names(small: tuple[Path, State], tmp_path: Path, call: Said) -> None:
     folder, model = small
     assert call(folder, tmp_path / "out", "--include", "first.*,norm.*", "--exclude", "*.bias")[0] == 0
     expected = {n: t for n, t in model.items() if n.startswith(("first.", "norm.")) and not n.endswith(".bias")}
@@ -170,7 +158,7 @@ def test_globs_choose_names(small: tuple[Path, State], tmp_path: Path, call: Cal
 
 
 def test_a_dtype_that_the_format_lacks_is_refused_by_name_before_anything_is_written(
-    tmp_path: Path, call: Call
+    tmp_path: Path, call: Said
 ) -> None:
     save_plain({"fine": torch.zeros(2), "odd": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "c")
     code, _, err = call(tmp_path / "c", tmp_path / "out")
@@ -180,7 +168,7 @@ def test_a_dtype_that_the_format_lacks_is_refused_by_name_before_anything_is_wri
     assert call(tmp_path / "c", tmp_path / "out", "--exclude", "odd")[0] == 0
 
 
-def test_extra_state_goes_into_torch_and_dcp_and_is_refused_by_safetensors(tmp_path: Path, call: Call) -> None:
+def test_extra_state_goes_into_torch_and_dcp_and_is_refused_by_safetensors(tmp_path: Path, call: Said) -> None:
     state: dict[str, Any] = {"w": torch.ones(2), "q._extra_state": {"scale": torch.ones(3), "steps": [1, 2]}}
     save_plain({"model": state, "optimizer": {"x": torch.zeros(2)}}, tmp_path / "c")
     assert call(tmp_path / "c", tmp_path / "m.pt", "--format", "torch")[0] == 0
@@ -195,7 +183,7 @@ def test_extra_state_goes_into_torch_and_dcp_and_is_refused_by_safetensors(tmp_p
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_an_out_that_exists_is_refused_unless_it_is_an_empty_folder(
-    format: str, small: tuple[Path, State], tmp_path: Path, call: Call
+    format: str, small: tuple[Path, State], tmp_path: Path, call: Said
 ) -> None:
     folder, _ = small
     out = tmp_path / "out"
@@ -210,7 +198,7 @@ def test_an_out_that_exists_is_refused_unless_it_is_an_empty_folder(
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_damage_is_found_and_nothing_remains(format: str, tmp_path: Path, call: Call) -> None:
+def test_damage_is_found_and_nothing_remains(format: str, tmp_path: Path, call: Said) -> None:
     folder, _ = sharded_weights(tmp_path / "c")
     flip(next(folder.glob("*.distcp")), 700_000)
     code, out, err = call(folder, tmp_path / "out", "--format", format)
@@ -245,7 +233,7 @@ def of_newer_format(folder: Path) -> None:
     ids=["nothing", "empty", "half-written", "cut", "missing", "manifest", "newer"],
 )
 def test_what_is_no_complete_checkpoint_is_one_sentence(
-    change: Callable[[Path], object], code: int, text: str, tmp_path: Path, call: Call
+    change: Callable[[Path], object], code: int, text: str, tmp_path: Path, call: Said
 ) -> None:
     folder = tmp_path / "step-7"
     shutil.copytree(STEP, folder)
@@ -258,7 +246,7 @@ def test_what_is_no_complete_checkpoint_is_one_sentence(
     assert not (tmp_path / "out").exists()
 
 
-def test_wrong_usage_is_one_sentence(tmp_path: Path, call: Call) -> None:
+def test_wrong_usage_is_one_sentence(tmp_path: Path, call: Said) -> None:
     for arguments in (
         ("hdfs://bucket/run:7", "out"),
         (STEP, "s3://bucket/out"),
@@ -271,7 +259,7 @@ def test_wrong_usage_is_one_sentence(tmp_path: Path, call: Call) -> None:
         assert (code, out, err.count("\n"), err[:7]) == (2, "", 1, "error: "), arguments
 
 
-def test_a_foreign_folder_is_one_sentence(tmp_path: Path, call: Call) -> None:
+def test_a_foreign_folder_is_one_sentence(tmp_path: Path, call: Said) -> None:
     (tmp_path / "notes.txt").touch()
     code, _, err = call(tmp_path, tmp_path / "out")
     assert (code, err) == (1, f"error: {tmp_path} holds no checkpoint: there is no complete checkpoint in it\n")
@@ -282,7 +270,7 @@ def test_a_foreign_folder_is_one_sentence(tmp_path: Path, call: Call) -> None:
 
 
 def test_a_missing_library_is_one_sentence(
-    small: tuple[Path, State], tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+    small: tuple[Path, State], tmp_path: Path, call: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "safetensors", None)
     code, _, err = call(small[0], tmp_path / "out")
@@ -295,7 +283,7 @@ def test_a_missing_library_is_one_sentence(
 
 @pytest.mark.parametrize("is_replaced", [False, True], ids=["removed", "replaced"])
 def test_a_step_that_is_gone_meanwhile_is_one_sentence(
-    is_replaced: bool, tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+    is_replaced: bool, tmp_path: Path, call: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = sharded_weights(tmp_path / "step-1")
     opened = exporting.TensorStream

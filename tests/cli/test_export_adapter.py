@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,9 @@ import torch
 
 import tests.hugging_face  # noqa: F401  # offline
 from tests.checkpoint.reading.foreign_folders import save_plain
+from tests.cli.conftest import Said
 from torchtitan_lite.checkpoint import CheckpointManager
-from torchtitan_lite.cli.app import main
 
-Call = Callable[..., tuple[int, str, str]]
 LAYERS = ["q_proj", "v_proj"]
 
 pytestmark = [
@@ -27,15 +25,9 @@ pytestmark = [
 
 
 @pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
+def call(said: Said) -> Said:
     """Return a function that runs `export --format peft` with arguments, and returns its exit code and output."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = main(["export", *map(str, arguments), "--format", "peft"])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
+    return lambda *arguments: said("export", *arguments, "--format", "peft")
 
 
 def base() -> Any:
@@ -70,7 +62,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("trained_only", [True, False])
-def test_the_adapter_of_a_loop_is_loaded_by_peft(trained_only: bool, tmp_path: Path, call: Call) -> None:
+def test_the_adapter_of_a_loop_is_loaded_by_peft(trained_only: bool, tmp_path: Path, call: Said) -> None:
     from peft import PeftModel
 
     model = with_adapter(r=4, target_modules=LAYERS, modules_to_save=["lm_head"])
@@ -109,7 +101,7 @@ def test_the_adapter_of_a_loop_is_loaded_by_peft(trained_only: bool, tmp_path: P
         ("FourierFTConfig", {"n_frequency": 4, "target_modules": LAYERS}),
     ],
 )
-def test_other_methods_have_the_files_of_peft(kind: str, settings: dict[str, Any], tmp_path: Path, call: Call) -> None:
+def test_other_methods_have_the_files_of_peft(kind: str, settings: dict[str, Any], tmp_path: Path, call: Said) -> None:
     model = with_adapter(kind, **settings)
     expected = saved_by_peft(model, tmp_path / "peft")
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
@@ -120,7 +112,7 @@ def test_other_methods_have_the_files_of_peft(kind: str, settings: dict[str, Any
         assert_equal(found, expected)
 
 
-def test_a_trained_tensor_that_peft_has_no_place_for_is_named(tmp_path: Path, call: Call) -> None:
+def test_a_trained_tensor_that_peft_has_no_place_for_is_named(tmp_path: Path, call: Said) -> None:
     model = with_adapter(r=4, target_modules=LAYERS)
     model.base_model.model.model.norm.weight.requires_grad_(True)
     model.peft_config["default"].save_pretrained(tmp_path)
@@ -136,7 +128,7 @@ def test_a_trained_tensor_that_peft_has_no_place_for_is_named(tmp_path: Path, ca
     assert err == expected
 
 
-def test_what_is_no_adapter_or_another_one_is_refused_by_name(tmp_path: Path, call: Call) -> None:
+def test_what_is_no_adapter_or_another_one_is_refused_by_name(tmp_path: Path, call: Said) -> None:
     tensors = {"base_model.model.q.lora_A.mine.weight": torch.ones(4, 2), "base_model.model.q.weight": torch.ones(2, 2)}
     save_plain(dict(tensors), tmp_path / "c")
     save_plain({"q.lora_A.default.weight": torch.ones(4, 2)}, tmp_path / "bare")

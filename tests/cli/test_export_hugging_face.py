@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from tests.checkpoint.reading.foreign_folders import save_plain
 from tests.checkpoint.small_run import SmallRun
 from tests.checkpoint.with_manifest import flip
+from tests.cli.conftest import Said
 from tests.e2e import jobs
 from tests.hugging_face import assert_same_function, our_model
 from torchtitan_lite.cli.app import main
@@ -28,24 +28,12 @@ from torchtitan_lite.models.llama.hugging_face import describe
 from torchtitan_lite.models.llama.model import Transformer
 from torchtitan_lite.store.manifest import seal
 
-Call = Callable[..., tuple[int, str, str]]
+COMMAND = "export"
 State = dict[str, torch.Tensor]
 ARGS = dataclasses.replace(FLAVORS["debugmodel"], vocab_size=258, max_seq_len=64)
 SMALL = dataclasses.replace(ARGS, dim=16, n_layers=1, n_heads=2, n_kv_heads=1, max_seq_len=32)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Return a function that runs `export` with arguments and returns its exit code, stdout and stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = main(["export", *map(str, arguments)])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +64,7 @@ def loaded(out: Path) -> State:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_transformers_loads_the_model_of_a_run_and_computes_the_same(
-    dtype: str, trained: Path, tmp_path: Path, call: Call
+    dtype: str, trained: Path, tmp_path: Path, call: Said
 ) -> None:
     options = ("--dtype", dtype, *(("--max-shard-size", "500KB") if dtype == "bfloat16" else ()))
     code, out, err = call(trained, tmp_path / "llama", "--format", "hf", *options, "--json")
@@ -88,7 +76,7 @@ def test_transformers_loads_the_model_of_a_run_and_computes_the_same(
     assert_same_function(our_model(step, ARGS, getattr(torch, dtype)), tmp_path / "llama")
 
 
-def test_the_result_says_what_is_there(trained: Path, tmp_path: Path, call: Call) -> None:
+def test_the_result_says_what_is_there(trained: Path, tmp_path: Path, call: Said) -> None:
     code, out, err = call(trained, tmp_path / "llama", "--format", "hf")
     assert (code, err) == (0, "")
     assert out == (
@@ -98,7 +86,7 @@ def test_the_result_says_what_is_there(trained: Path, tmp_path: Path, call: Call
     )
 
 
-def test_the_card_has_what_the_checkpoint_knows_and_no_path(trained: Path, tmp_path: Path, call: Call) -> None:
+def test_the_card_has_what_the_checkpoint_knows_and_no_path(trained: Path, tmp_path: Path, call: Said) -> None:
     call(trained, tmp_path / "llama", "--format", "hf", "--dtype", "bfloat16")
     card = (tmp_path / "llama" / "README.md").read_text()
     rows = dict(re.findall(r"^\| (\S.*) \| (.*) \|$", card, re.MULTILINE))
@@ -111,7 +99,7 @@ def test_the_card_has_what_the_checkpoint_knows_and_no_path(trained: Path, tmp_p
     assert "license:" not in card
 
 
-def test_other_tokenizers_and_none(trained: Path, tmp_path: Path, call: Call) -> None:
+def test_other_tokenizers_and_none(trained: Path, tmp_path: Path, call: Said) -> None:
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     for name, content in byte_tokenizer_files().items():
@@ -128,7 +116,7 @@ def test_other_tokenizers_and_none(trained: Path, tmp_path: Path, call: Call) ->
 
 
 def test_a_tokenizer_that_is_not_that_of_the_run_is_refused_and_noted_if_a_person_names_it(
-    small: tuple[Path, State], tmp_path: Path, call: Call
+    small: tuple[Path, State], tmp_path: Path, call: Said
 ) -> None:
     recorded(tmp_path, small[1], {"model": {"tokenizer_path": "bytes"}, "training": {"seq_len": 8}})
     config = ("--format", "hf", "--config", small[0] / "config.json")
@@ -145,7 +133,7 @@ def test_a_tokenizer_that_is_not_that_of_the_run_is_refused_and_noted_if_a_perso
     [{"flavor": 7}, {"flavor": "9B"}, {"config_path": "/nowhere/config.json"}, {"tokenizer_path": 5, "dropout": "x"}],
 )
 def test_a_recorded_configuration_that_is_no_model_is_one_sentence(
-    model: dict[str, Any], small: tuple[Path, State], tmp_path: Path, call: Call
+    model: dict[str, Any], small: tuple[Path, State], tmp_path: Path, call: Said
 ) -> None:
     recorded(tmp_path, small[1], {"model": model, "training": {"seq_len": 8}, "job": {"description": "\ud800 | x"}})
     code, _, err = call(tmp_path / "step-1", tmp_path / "out", "--format", "hf", "--no-tokenizer")
@@ -155,7 +143,7 @@ def test_a_recorded_configuration_that_is_no_model_is_one_sentence(
     assert call(tmp_path / "step-1", tmp_path / "out", *options)[0] == 0
 
 
-def test_a_tokenizer_of_the_run_that_is_gone_is_named(small: tuple[Path, State], tmp_path: Path, call: Call) -> None:
+def test_a_tokenizer_of_the_run_that_is_gone_is_named(small: tuple[Path, State], tmp_path: Path, call: Said) -> None:
     config = ("--format", "hf", "--config", small[0] / "config.json")
     recorded(tmp_path, small[1], {"model": {"tokenizer_path": "/gone/tokenizer.json"}, "training": {"seq_len": 8}})
     code, _, err = call(tmp_path / "step-1", tmp_path / "out", *config)
@@ -175,7 +163,7 @@ def recorded(folder: Path, state: State, config: dict[str, Any]) -> None:
     )
 
 
-def test_a_larger_tokenizer_than_the_model_is_refused(trained: Path, tmp_path: Path, call: Call) -> None:
+def test_a_larger_tokenizer_than_the_model_is_refused(trained: Path, tmp_path: Path, call: Said) -> None:
     tokenizer = json.loads(byte_tokenizer_files()["tokenizer.json"])
     tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 258, "content": "<|more|>"})
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -184,7 +172,7 @@ def test_a_larger_tokenizer_than_the_model_is_refused(trained: Path, tmp_path: P
     assert (code, err) == (2, expected)
 
 
-def test_our_names_with_a_config(small: tuple[Path, State], tmp_path: Path, call: Call) -> None:
+def test_our_names_with_a_config(small: tuple[Path, State], tmp_path: Path, call: Said) -> None:
     folder, _ = small
     code, _, err = call(folder / "ours", tmp_path / "out", "--format", "hf", "--config", folder / "config.json")
     assert code == 0
@@ -193,7 +181,7 @@ def test_our_names_with_a_config(small: tuple[Path, State], tmp_path: Path, call
     assert_same_logits(small[1], tmp_path / "out")
 
 
-def test_the_rotary_scaling_of_llama_3_1(small: tuple[Path, State], tmp_path: Path, call: Call) -> None:
+def test_the_rotary_scaling_of_llama_3_1(small: tuple[Path, State], tmp_path: Path, call: Said) -> None:
     args = dataclasses.replace(SMALL, rope_theta=100.0, rope_scaling=RopeScaling(factor=4.0, original_length=8))
     (tmp_path / "config.json").write_text(json.dumps(describe(args, {}, 256, 257).config))
     options = ("--format", "hf", "--config", tmp_path, "--no-tokenizer")
@@ -201,7 +189,7 @@ def test_the_rotary_scaling_of_llama_3_1(small: tuple[Path, State], tmp_path: Pa
     assert_same_logits(small[1], tmp_path / "out", args)
 
 
-def test_their_names_with_a_config(small: tuple[Path, State], tmp_path: Path, call: Call) -> None:
+def test_their_names_with_a_config(small: tuple[Path, State], tmp_path: Path, call: Said) -> None:
     folder, state = small
     options = ("--format", "hf", "--config", folder / "config.json", "--names", "same", "--no-tokenizer")
     assert call(folder / "theirs", tmp_path / "out", *options)[0] == 0
@@ -215,7 +203,7 @@ def test_their_names_with_a_config(small: tuple[Path, State], tmp_path: Path, ca
     assert "or --names llama for the names of train.py's model" in err
 
 
-def test_a_map_of_names_in_a_file(small: tuple[Path, State], tmp_path: Path, call: Call) -> None:
+def test_a_map_of_names_in_a_file(small: tuple[Path, State], tmp_path: Path, call: Said) -> None:
     folder, state = small
     places = describe(SMALL, {}, None, None).places
     save_plain({"model": {f"my.{name}": t for name, t in state.items()} | {"my.extra": torch.ones(1)}}, tmp_path / "c")
@@ -238,7 +226,7 @@ def test_a_map_of_names_in_a_file(small: tuple[Path, State], tmp_path: Path, cal
 
 
 def test_a_map_of_names_as_a_function(
-    small: tuple[Path, State], tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+    small: tuple[Path, State], tmp_path: Path, call: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, state = small
     save_plain({"model": {f"a.{name}": t for name, t in state.items()} | {"extra": torch.ones(1)}}, tmp_path / "c")
@@ -266,7 +254,7 @@ def test_a_map_of_names_as_a_function(
     ],
 )
 def test_what_is_missing_or_does_not_fit_is_refused_by_name(
-    options: tuple[str, ...], finding: str, small: tuple[Path, State], tmp_path: Path, call: Call
+    options: tuple[str, ...], finding: str, small: tuple[Path, State], tmp_path: Path, call: Said
 ) -> None:
     folder, _ = small
     config = json.loads((folder / "config.json").read_text())
@@ -283,7 +271,7 @@ def test_what_is_missing_or_does_not_fit_is_refused_by_name(
     assert [*tmp_path.iterdir()] == []
 
 
-def test_an_own_loop_without_a_config_is_refused_by_name(tmp_path: Path, call: Call) -> None:
+def test_an_own_loop_without_a_config_is_refused_by_name(tmp_path: Path, call: Said) -> None:
     with SmallRun(tmp_path / "run") as run:
         run.manager.load()
         run.train(1)
@@ -295,7 +283,7 @@ def test_an_own_loop_without_a_config_is_refused_by_name(tmp_path: Path, call: C
     assert "for a model of your own loop give --config CONFIG_JSON, and --names same or --name-map" in err
 
 
-def test_damage_is_found_and_nothing_remains(trained: Path, tmp_path: Path, call: Call) -> None:
+def test_damage_is_found_and_nothing_remains(trained: Path, tmp_path: Path, call: Said) -> None:
     shutil.copytree(trained / "checkpoint" / "step-4", tmp_path / "c")
     flip(next((tmp_path / "c").glob("*.distcp")), 700_000)
     code, out, err = call(tmp_path / "c", tmp_path / "out", "--format", "hf")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +14,19 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from tests.checkpoint.reading.foreign_folders import of_0_3
 from tests.checkpoint.small_run import SmallRun
 from tests.checkpoint.with_manifest import flip
+from tests.cli.conftest import Said
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, open_checkpoint
 from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
 from torchtitan_lite.checkpoint.format.structure import encode
-from torchtitan_lite.cli.app import main
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.log import counted
 from torchtitan_lite.store.manifest import Manifest
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 STEP = GOLDEN / "format-7" / "two-ranks" / "checkpoint" / "step-7"
-Call = Callable[..., tuple[int, str, str]]
+COMMAND = "reshard"
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Return a function that runs `reshard` with arguments and returns its exit code, stdout and stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = main(["reshard", *map(str, arguments)])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
 
 
 def tensors_of(opened: OpenedCheckpoint) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
@@ -54,7 +41,7 @@ def tensors_of(opened: OpenedCheckpoint) -> dict[str, tuple[str, tuple[int, ...]
 
 @pytest.mark.parametrize("files", [1, 2, 5])
 @pytest.mark.parametrize("writers", ["one-process", "two-ranks"])
-def test_the_content_of_a_golden_checkpoint_stays(writers: str, files: int, tmp_path: Path, call: Call) -> None:
+def test_the_content_of_a_golden_checkpoint_stays(writers: str, files: int, tmp_path: Path, call: Said) -> None:
     step = GOLDEN / "format-7" / writers / "checkpoint" / "step-7"
     code, out, err = call(step, tmp_path / "step-7", "--files", files)
     assert (code, err) == (0, "")
@@ -79,7 +66,7 @@ def test_the_content_of_a_golden_checkpoint_stays(writers: str, files: int, tmp_
     assert len([*(tmp_path / "step-7").glob("*.distcp")]) == files
 
 
-def test_a_run_resumes_from_it(tmp_path: Path, call: Call) -> None:
+def test_a_run_resumes_from_it(tmp_path: Path, call: Said) -> None:
     with SmallRun(tmp_path / "a") as run:
         run.manager.load()
         run.train(3)
@@ -99,7 +86,7 @@ def _same(found: Any, expected: Any) -> bool:
     return torch.equal(found, expected) if isinstance(expected, torch.Tensor) else bool(found == expected)
 
 
-def test_a_plain_folder_stays_plain(tmp_path: Path, call: Call) -> None:
+def test_a_plain_folder_stays_plain(tmp_path: Path, call: Said) -> None:
     with SmallRun(tmp_path / "a") as run:
         run.step()
         folder = of_0_3(run, tmp_path / "titan")
@@ -111,7 +98,7 @@ def test_a_plain_folder_stays_plain(tmp_path: Path, call: Call) -> None:
     assert _same(state, model)
 
 
-def test_refusals_are_one_sentence_and_leave_nothing(tmp_path: Path, call: Call) -> None:
+def test_refusals_are_one_sentence_and_leave_nothing(tmp_path: Path, call: Said) -> None:
     damaged = tmp_path / "step-7"
     shutil.copytree(STEP, damaged)
     manifest = Manifest.of_folder(damaged)

@@ -17,28 +17,16 @@ import torch
 from tests.checkpoint.reading.foreign_folders import of_0_3, of_2024, save_plain
 from tests.checkpoint.small_run import SmallRun
 from tests.checkpoint.with_manifest import flip
+from tests.cli.conftest import Said
 from tests.cli.folders import add_step
 from tests.store.filled import later_format
 from torchtitan_lite.checkpoint.examining import verification
-from torchtitan_lite.cli.app import main
 from torchtitan_lite.store.manifest import seal
 from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.store.verified import verified, verified_in
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "format-7" / "two-ranks" / "checkpoint" / "step-7"
-Call = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """Return a function that runs `verify` with arguments and returns its exit code, stdout and stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        code = main(["verify", *map(str, arguments)])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
+COMMAND = "verify"
 
 
 @pytest.fixture
@@ -54,7 +42,7 @@ def as_json(text: str) -> Any:
 
 @pytest.mark.parametrize("spelling", ["", "checkpoint", "checkpoint/step-7", "checkpoint:7", ":latest"])
 @pytest.mark.parametrize("options", [[], ["--sizes"]])
-def test_a_complete_checkpoint_however_it_is_spelt(spelling: str, options: list[str], root: Path, call: Call) -> None:
+def test_a_complete_checkpoint_however_it_is_spelt(spelling: str, options: list[str], root: Path, call: Said) -> None:
     target = f"{root.parent}/{spelling}" if not spelling.startswith(":") else f"{root.parent}{spelling}"
     code, out, err = call(target, *options)
     assert (code, err) == (0, "")
@@ -64,7 +52,7 @@ def test_a_complete_checkpoint_however_it_is_spelt(spelling: str, options: list[
     assert entry is not None and (entry.depth, entry.num_findings) == ("sizes" if "--sizes" in options else "full", 0)
 
 
-def test_a_flipped_byte_is_found_and_names_file_and_tensor(root: Path, call: Call) -> None:
+def test_a_flipped_byte_is_found_and_names_file_and_tensor(root: Path, call: Said) -> None:
     flip(root / "step-7" / "__1_0.distcp", 390)
     code, out, _ = call(root, "--sizes")
     assert (code, "nothing is missing or truncated." in out, "nothing is damaged" in out) == (0, True, False)
@@ -86,7 +74,7 @@ def test_a_flipped_byte_is_found_and_names_file_and_tensor(root: Path, call: Cal
     ],
 )
 def test_a_truncated_missing_or_other_file_is_found_by_its_size(
-    damage: Callable[[Path], object], text: str, root: Path, call: Call
+    damage: Callable[[Path], object], text: str, root: Path, call: Said
 ) -> None:
     damage(root / "step-7" / "__1_0.distcp")
     code, out, err = call(root, "--sizes")
@@ -95,7 +83,7 @@ def test_a_truncated_missing_or_other_file_is_found_by_its_size(
     assert "in it: model.weight, " in out
 
 
-def test_a_damaged_manifest_is_damage_and_no_result_is_recorded(root: Path, call: Call) -> None:
+def test_a_damaged_manifest_is_damage_and_no_result_is_recorded(root: Path, call: Said) -> None:
     flip(root / "step-7" / "manifest.json", 40)
     for target in (root / "step-7", root):
         code, out, err = call(target)
@@ -104,7 +92,7 @@ def test_a_damaged_manifest_is_damage_and_no_result_is_recorded(root: Path, call
     assert verified_in(root) == {}
 
 
-def test_json_has_every_finding_and_every_key(root: Path, call: Call) -> None:
+def test_json_has_every_finding_and_every_key(root: Path, call: Said) -> None:
     flip(root / "step-7" / "__1_0.distcp", 390)
     code, out, err = call(root, "--json")
     assert (code, err) == (3, "")
@@ -115,7 +103,7 @@ def test_json_has_every_finding_and_every_key(root: Path, call: Call) -> None:
     assert checkpoint["compared_with"] == "digests"
 
 
-def test_each_committed_step_of_a_folder_is_verified(root: Path, call: Call) -> None:
+def test_each_committed_step_of_a_folder_is_verified(root: Path, call: Said) -> None:
     save_plain({"weight": torch.ones(3)}, root / "step-9")
     shutil.copytree(root / "step-7", root / "step-8.staging")
     shutil.copytree(root / "step-7", root / "step-6.corrupt")
@@ -129,7 +117,7 @@ def test_each_committed_step_of_a_folder_is_verified(root: Path, call: Call) -> 
     assert err == "step-8.staging: a save is under way or was cut off, so it is not verified\n"
 
 
-def test_one_damaged_step_does_not_hide_the_others(root: Path, call: Call) -> None:
+def test_one_damaged_step_does_not_hide_the_others(root: Path, call: Said) -> None:
     save_plain({"weight": torch.ones(3)}, root / "step-9")
     flip(root / "step-7" / "manifest.json", 40)
     code, out, _ = call(root, "--json")
@@ -138,7 +126,7 @@ def test_one_damaged_step_does_not_hide_the_others(root: Path, call: Call) -> No
 
 
 @pytest.mark.parametrize("make", [of_2024, of_0_3])
-def test_a_checkpoint_of_torchtitan(make: Callable[..., Path], tmp_path: Path, call: Call) -> None:
+def test_a_checkpoint_of_torchtitan(make: Callable[..., Path], tmp_path: Path, call: Said) -> None:
     with SmallRun(tmp_path) as run:
         run.train(1, last=False)
         folder = make(run, tmp_path / "theirs" / "step-1")
@@ -149,14 +137,14 @@ def test_a_checkpoint_of_torchtitan(make: Callable[..., Path], tmp_path: Path, c
     assert code == 3 and "__0_0.distcp: " in out and "in it: " in out
 
 
-def test_a_checkpoint_without_the_name_of_a_step_is_verified_and_not_recorded(tmp_path: Path, call: Call) -> None:
+def test_a_checkpoint_without_the_name_of_a_step_is_verified_and_not_recorded(tmp_path: Path, call: Said) -> None:
     folder = save_plain({"weight": torch.ones(3)}, tmp_path / "pretrained")
     code, _, err = call(folder)
     assert (code, err) == (0, "")
     assert [path.name for path in tmp_path.iterdir()] == ["pretrained"]
 
 
-def test_a_run_continues_after_a_verification(tmp_path: Path, call: Call) -> None:
+def test_a_run_continues_after_a_verification(tmp_path: Path, call: Said) -> None:
     with SmallRun(tmp_path, interval=1, keep_latest_k=2) as run:
         run.train(2, last=False)
         assert call(run.root)[0] == 0
@@ -170,7 +158,7 @@ def test_a_run_continues_after_a_verification(tmp_path: Path, call: Call) -> Non
 
 
 def test_a_step_that_is_removed_meanwhile_is_one_sentence(
-    root: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+    root: Path, call: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def purge_and_read(looked: Any, on_bytes: Any) -> Any:
         if looked.path.name == "step-7":
@@ -193,7 +181,7 @@ def test_a_step_that_is_removed_meanwhile_is_one_sentence(
 
 
 def test_the_result_is_not_recorded_for_a_checkpoint_that_took_the_name_meanwhile(
-    root: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+    root: Path, call: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read_and_replace(looked: Any, on_bytes: Any) -> Any:
         found = read(looked, on_bytes)
@@ -207,7 +195,7 @@ def test_the_result_is_not_recorded_for_a_checkpoint_that_took_the_name_meanwhil
     assert verified_in(root) == {}
 
 
-def test_a_newer_format_is_one_sentence_and_no_damage(root: Path, call: Call) -> None:
+def test_a_newer_format_is_one_sentence_and_no_damage(root: Path, call: Said) -> None:
     shutil.copytree(root / "step-7", root / "step-8")
     path = root / "step-7" / "manifest.json"
     body = path.read_bytes()[: path.read_bytes().rindex(b',\n"digest"')]
@@ -238,7 +226,7 @@ def test_what_cannot_be_verified_is_one_sentence(
     code: int,
     text: str,
     root: Path,
-    call: Call,
+    call: Said,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(root.parent)
@@ -248,7 +236,7 @@ def test_what_cannot_be_verified_is_one_sentence(
     assert found[2].startswith(f"error: {text.format(root=root)}") and found[2].count("\n") == 1
 
 
-def test_half_of_a_checkpoint_is_no_checkpoint(root: Path, call: Call) -> None:
+def test_half_of_a_checkpoint_is_no_checkpoint(root: Path, call: Said) -> None:
     for name in ("manifest.json", ".metadata"):
         (root / "step-7" / name).unlink()
     code, out, err = call(root / "step-7")
@@ -260,14 +248,14 @@ def test_half_of_a_checkpoint_is_no_checkpoint(root: Path, call: Call) -> None:
     assert "a save into it is under way or was cut off" in err
 
 
-def test_a_result_that_cannot_be_written_is_a_note(root: Path, call: Call) -> None:
+def test_a_result_that_cannot_be_written_is_a_note(root: Path, call: Said) -> None:
     (root / "verified.json").mkdir()
     code, out, err = call(root)
     assert code == 0 and "intact" in out
     assert err.startswith("note: ls will not show this result: ") and err.count("\n") == 1
 
 
-def test_nothing_in_the_checkpoint_changes(root: Path, call: Call) -> None:
+def test_nothing_in_the_checkpoint_changes(root: Path, call: Said) -> None:
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in (root / "step-7").iterdir()}
     call(root)
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in (root / "step-7").iterdir()} == before
