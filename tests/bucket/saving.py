@@ -7,6 +7,7 @@ import threading
 from dataclasses import dataclass, field
 
 from tests.bucket.memory_objects import Bucket, MemoryObjects
+from tests.store import filled
 from torchtitan_lite.bucket.head import Entry, Status
 from torchtitan_lite.bucket.head_file import BucketClock
 from torchtitan_lite.bucket.lease import BucketLease
@@ -83,15 +84,8 @@ def manifest_of(
     abandons: tuple[tuple[int, str], ...] = (),
 ) -> Manifest:
     """Return the manifest of a checkpoint of `step` with `data` in its file."""
-    return Manifest(
-        step=step,
-        kind=kind,
-        created_at=float(next(_times)),
-        world_size=1,
-        versions={},
-        files={FILE: FileRecord.of(data)},
-        lineage=Lineage(run_id, abandons=abandons),
-    )
+    lineage, files = Lineage(run_id, abandons=abandons), {FILE: FileRecord.of(data)}
+    return filled.manifest_of(step, kind=kind, created_at=float(next(_times)), files=files, lineage=lineage)
 
 
 def save(store: BucketStore, step: int, data: bytes = b"data", **about: object) -> CheckpointInfo:

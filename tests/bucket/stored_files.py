@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tests.store.filled import manifest_of
 from torchtitan_lite.bucket.s3_parts import parts_of
 from torchtitan_lite.config.address import parse
 from torchtitan_lite.disk.block_writer import in_memory
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
-from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.store import CheckpointStore
 
 
@@ -21,16 +21,7 @@ def written(folder: Path, num_bytes: int, step: int = 1) -> CheckpointStore:
     data = (block * (num_bytes // len(block) + 1))[:num_bytes]
     files = {name: store.new_file(place, name).write(in_memory(content)) for name, content in _contents(data).items()}
     store.add_metadata(place, b"no pickle")
-    manifest = Manifest(
-        step=step,
-        kind=CheckpointKind.FULL,
-        created_at=1.0,
-        world_size=1,
-        versions={},
-        files=files,
-        lineage=Lineage("run0"),
-    )
-    store.commit(step, manifest, place=place)
+    store.commit(step, manifest_of(step, files=files, lineage=Lineage("run0")), place=place)
     return store
 
 

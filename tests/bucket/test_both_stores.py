@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.store.filled import manifest_of
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.run_folders import open_store
@@ -88,18 +89,8 @@ def written(
     record = store.new_file(place, DATA).write(Bounced(len(data), lambda buffer, b, e: _fill(buffer, data[b:e])))
     store.add_metadata(place, b"of dcp")
     abandons = tuple(settings.pop("abandons", ()))  # type: ignore[call-overload]
-    return place, Manifest(
-        **{
-            "step": step,
-            "kind": CheckpointKind.FULL,
-            "created_at": 1.0,
-            "world_size": 1,
-            "versions": {},
-            "files": {DATA: record},
-            "lineage": Lineage(run_id, abandons=abandons),
-            **settings,
-        }
-    )
+    fields = {"files": {DATA: record}, "lineage": Lineage(run_id, abandons=abandons), **settings}
+    return place, manifest_of(step, **fields)
 
 
 def _fill(buffer: memoryview, data: bytes) -> None:

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from tests.store.filled import manifest_of
 from torchtitan_lite.checkpoint.format.plain_value import NotPlain, encode
 from torchtitan_lite.checkpoint.untrusted.safe_load import load_item
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.checkpoint.untrusted.stock_item import locate
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table
+from torchtitan_lite.store.manifest import Manifest, Table
 
 
 def add_manifest(folder: Path) -> Manifest:
@@ -51,12 +52,8 @@ def write_manifest(
     folder: Path, files: dict[str, bytes], tensors: dict[str, Any], objects: dict[str, Any], structure: Any = None
 ) -> Manifest:
     """Write and return a manifest with these tables and the digests of `files`."""
-    manifest = Manifest(
-        step=1,
-        kind=CheckpointKind.FULL,
-        created_at=0.0,
-        world_size=1,
-        versions={},
+    manifest = manifest_of(
+        1,
         files={name: FileRecord.of(data) for name, data in files.items()},
         tensors=Table(tensors),
         objects=Table(objects),

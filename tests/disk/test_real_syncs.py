@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from tests.descriptors import num_open
+from tests.store.filled import manifest_of
 from torchtitan_lite.disk.block_writer import ALIGNMENT, Bounced, InPlace, write_blocks
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.store.lease import Lease
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
+from torchtitan_lite.store.manifest import CheckpointInfo
 from torchtitan_lite.store.store import CheckpointStore
 
 Synced = tuple[str, int | tuple[str, ...]]
@@ -184,15 +185,8 @@ def save(store: CheckpointStore, step: int, data: bytes) -> CheckpointInfo:
     path = store.stage(step) / "__0_0.distcp"
     record = write_blocks(path, source("bounced", data), durable=store.durable)
     store.durable.write_file(path.with_name(".metadata"), b"of dcp")
-    manifest = Manifest(
-        step=step,
-        kind=CheckpointKind.FULL,
-        created_at=1.0,
-        world_size=1,
-        versions={},
-        files={path.name: record, ".metadata": FileRecord.of(b"of dcp")},
-    )
-    return store.commit(step, manifest)
+    files = {path.name: record, ".metadata": FileRecord.of(b"of dcp")}
+    return store.commit(step, manifest_of(step, files=files))
 
 
 FILES = (".metadata", "__0_0.distcp", "manifest.json")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store import layout
@@ -12,6 +13,28 @@ from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manif
 from torchtitan_lite.store.store import CheckpointStore
 
 DATA = layout.data_file(0, 0)
+
+
+def manifest_of(step: int, **fields: Any) -> Manifest:
+    """Return the manifest of a full checkpoint of one rank, without files; `fields` as of `Manifest`."""
+    common = {"kind": CheckpointKind.FULL, "created_at": 1.0, "world_size": 1, "versions": {}, "files": {}}
+    return Manifest(step=step, **{**common, **fields})
+
+
+def write(staging: Path, data: bytes = b"data", metadata: bytes = b"of dcp") -> dict[str, FileRecord]:
+    """Write into `staging` what DCP does, with `data` in the file of rank 0; return the record of that, of its size."""
+    (staging / DATA).write_bytes(data)
+    (staging / layout.METADATA).write_bytes(metadata)
+    return {DATA: FileRecord(len(data))}
+
+
+def commit(
+    store: CheckpointStore, step: int, data: bytes = b"data", metadata: bytes = b"of dcp", **fields: Any
+) -> CheckpointInfo:
+    """Commit a checkpoint with `data` in the file of rank 0, after any attempt before; `fields` as of `Manifest`."""
+    store.clear_staging(step)
+    files = write(store.stage(step), data, metadata)
+    return store.commit(step, manifest_of(step, **{"files": files, **fields}))
 
 
 def save(
@@ -26,21 +49,17 @@ def save(
     num_bytes: int = 100,
 ) -> CheckpointInfo:
     """Commit a checkpoint of `num_bytes` in the file of rank 0."""
-    store.clear_staging(step)
-    staging, data = store.stage(step), f"step {step} of {run_id} ".encode().ljust(num_bytes, b".")
-    (staging / DATA).write_bytes(data)
-    (staging / layout.METADATA).write_bytes(b"of dcp")
-    manifest = Manifest(
-        step=step,
+    data = f"step {step} of {run_id} ".encode().ljust(num_bytes, b".")
+    return commit(
+        store,
+        step,
+        data,
         kind=kind,
         created_at=created_at,
-        world_size=1,
-        versions={},
         files={DATA: FileRecord.of(data)},
         lineage=Lineage(run_id, abandons=tuple(abandons)),
         extra={"metrics": dict(metrics)} if metrics else {},
     )
-    return store.commit(step, manifest)
 
 
 def fill(root: Path, *steps: int) -> CheckpointStore:

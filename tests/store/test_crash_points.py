@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.store.crashing import Contents, Crash, Cut, contents, steps_of
-from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
+from tests.store.filled import commit
+from torchtitan_lite.store.manifest import CheckpointInfo
 from torchtitan_lite.store.store import CheckpointStore
 
 Act = Callable[[CheckpointStore], object]
@@ -23,13 +23,7 @@ Renames = Sequence[tuple[str, str]]
 
 
 def save(store: CheckpointStore, step: int, data: bytes) -> CheckpointInfo:
-    store.clear_staging(step)
-    staging = store.stage(step)
-    (staging / ".metadata").write_bytes(b"metadata of " + data)
-    (staging / "__0_0.distcp").write_bytes(data)
-    files = {"__0_0.distcp": FileRecord(len(data))}
-    manifest = Manifest(step=step, kind=CheckpointKind.FULL, created_at=1.0, world_size=1, versions={}, files=files)
-    return store.commit(step, manifest)
+    return commit(store, step, data, b"metadata of " + data)
 
 
 UNSUPPORTED = ("step-2.corrupt", "step-10.bak", "step-abc", "step-50", "step-60")

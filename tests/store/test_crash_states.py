@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.store.filled import manifest_of
 from tests.store.recording import Contents, Disk, Event, Lost, Recorder, Renaming, Sync, Tree, lay_out
 from torchtitan_lite.disk.block_writer import Bounced, write_blocks
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage, abandoned_by
-from torchtitan_lite.store.manifest import CheckpointKind, Manifest
+from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.store import CheckpointStore
 
 ROOT = "checkpoint"
@@ -68,15 +69,8 @@ def save(store: CheckpointStore, durable: Durable, step: int, text: str, lineage
 
 def manifest(store: CheckpointStore, step: int, files: dict[str, FileRecord], lineage: Lineage) -> Manifest:
     abandons = abandoned_by(lineage.run_id, lineage.branch_point, store.intact())
-    return Manifest(
-        step=step,
-        kind=CheckpointKind.FULL,
-        created_at=1.0,
-        world_size=len(SIZES),
-        versions={},
-        files=files,
-        lineage=Lineage(lineage.run_id, None, lineage.branch_point, abandons),
-    )
+    own = Lineage(lineage.run_id, None, lineage.branch_point, abandons)
+    return manifest_of(step, world_size=len(SIZES), files=files, lineage=own)
 
 
 def read(root: Path) -> Answer:

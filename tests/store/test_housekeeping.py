@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from tests.store.filled import commit
 from torchtitan_lite import faults
-from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.errors import SaveFailed
 from torchtitan_lite.events import Event
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.housekeeping import Housekeeping
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.retention import KeepAll, KeepFor, KeepLatest
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -59,12 +59,7 @@ class Folder:
         return self.capacity - sum(path.stat().st_size for path in folder.rglob("*") if "__" in path.name)
 
     def save(self, step: int, num_bytes: int = 100, kind: CheckpointKind = FULL) -> CheckpointInfo:
-        staging = self.store.stage(step)
-        (staging / layout.METADATA).write_bytes(METADATA)
-        (staging / layout.data_file(0, 0)).write_bytes(bytes(num_bytes))
-        files = {layout.data_file(0, 0): FileRecord(num_bytes)}
-        manifest = Manifest(step=step, kind=kind, created_at=1.0, world_size=1, versions={}, files=files)
-        return self.store.commit(step, manifest)
+        return commit(self.store, step, bytes(num_bytes), METADATA, kind=kind)
 
     def damage(self, step: int) -> None:
         (self.store.get(step).path / layout.data_file(0, 0)).unlink()

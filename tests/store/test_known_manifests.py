@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import time
@@ -12,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from tests.store import filled
 from torchtitan_lite import faults
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, SaveFailed
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.described import DESCRIPTION_BYTES
 from torchtitan_lite.store.lineage import MAX_ABANDONED, Lineage
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
+from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
 from torchtitan_lite.store.store import CheckpointStore
 
 DATA = "__0_0.distcp"
@@ -59,33 +59,21 @@ def watched() -> list[tuple[str, str]]:
 
 
 def manifest(step: int, lineage: Lineage = RUN, **fields: Any) -> Manifest:
-    made = Manifest(
-        step=step,
-        kind=CheckpointKind.FULL,
-        created_at=1.0,
-        world_size=1,
-        versions={},
-        files={DATA: FileRecord(4), layout.METADATA: FileRecord(6)},
-        lineage=lineage,
-    )
-    return dataclasses.replace(made, **fields)
+    files = {DATA: FileRecord(4), layout.METADATA: FileRecord(6)}
+    return filled.manifest_of(step, **{"files": files, "lineage": lineage, **fields})
 
 
 def put(root: Path, made: Manifest, name: str = "") -> Path:
     """Create a folder with this manifest, as if it had been committed."""
     folder = root / (name or layout.step_dir(made.step))
     folder.mkdir(parents=True)
-    (folder / DATA).write_bytes(b"data")
-    (folder / layout.METADATA).write_bytes(b"of dcp")
+    filled.write(folder)
     (folder / layout.MANIFEST).write_bytes(made.to_json())
     return folder
 
 
 def save(store: CheckpointStore, step: int, lineage: Lineage = RUN) -> CheckpointInfo:
-    staging = store.stage(step)
-    (staging / DATA).write_bytes(b"data")
-    (staging / layout.METADATA).write_bytes(b"of dcp")
-    return store.commit(step, dataclasses.replace(manifest(step, lineage), files={DATA: FileRecord(4)}))
+    return filled.commit(store, step, lineage=lineage)
 
 
 def steps(store: CheckpointStore) -> list[int]:

@@ -14,11 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.store import filled
 from tests.store.crashing import Contents, Cut, contents
-from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointNotFound
 from torchtitan_lite.store.lineage import Lineage, abandoned_by, without_abandoned
-from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.store import CheckpointStore
 
 STEPS = st.integers(0, 10**6)
@@ -113,21 +112,8 @@ class FailsFor(Cut):
 
 
 def commit(store: CheckpointStore, step: int, run_id: str, branch_point: int | None = None) -> None:
-    data = f"{run_id} at {step}".encode()
-    store.clear_staging(step)
-    staging = store.stage(step)
-    (staging / "__0_0.distcp").write_bytes(data)
-    (staging / ".metadata").write_bytes(b"of dcp")
-    manifest = Manifest(
-        step=step,
-        kind=CheckpointKind.FULL,
-        created_at=1.0,
-        world_size=1,
-        versions={},
-        files={"__0_0.distcp": FileRecord(len(data))},
-        lineage=Lineage(run_id, None, branch_point, abandoned_by(run_id, branch_point, store.intact())),
-    )
-    store.commit(step, manifest)
+    lineage = Lineage(run_id, None, branch_point, abandoned_by(run_id, branch_point, store.intact()))
+    filled.commit(store, step, f"{run_id} at {step}".encode(), lineage=lineage)
 
 
 def trunk(root: Path) -> dict[str, Contents]:

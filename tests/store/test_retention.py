@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.store.filled import commit
 from tests.store.purges import to_purge
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.retention import KeepAll, KeepLatest, Ruling, build_retention
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -140,23 +141,10 @@ def test_the_last_good_checkpoint_stays_whatever_is_damaged(
 
 
 def save(store: CheckpointStore, step: int, kind: CheckpointKind = CheckpointKind.FULL, *abandons: int) -> None:
-    store.clear_staging(step)
-    staging, data = store.stage(step), f"step {step}".encode()
-    (staging / layout.data_file(0, 0)).write_bytes(data)
-    (staging / layout.METADATA).write_bytes(b"of dcp")
+    data = f"step {step}".encode()
+    files = {layout.data_file(0, 0): FileRecord.of(data)}
     lineage = Lineage("b2", None, min(abandons) - 1, tuple((each, "a1") for each in abandons)) if abandons else None
-    store.commit(
-        step,
-        Manifest(
-            step=step,
-            kind=kind,
-            created_at=1.0,
-            world_size=1,
-            versions={},
-            files={layout.data_file(0, 0): FileRecord.of(data)},
-            lineage=lineage or Lineage("a1"),
-        ),
-    )
+    commit(store, step, data, kind=kind, files=files, lineage=lineage or Lineage("a1"))
 
 
 Act = Callable[[CheckpointStore], object]

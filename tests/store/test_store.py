@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.disks import FailingDisk
-from tests.store.filled import later_format
+from tests.store.filled import later_format, manifest_of
 from torchtitan_lite.disk import durable
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import Durable
@@ -71,8 +71,7 @@ def store(root: Path) -> CheckpointStore:
 
 
 def manifest(step: int, kind: CheckpointKind = CheckpointKind.FULL, size: int = 4) -> Manifest:
-    files = {"__0_0.distcp": FileRecord(size)}
-    return Manifest(step=step, kind=kind, created_at=1.0, world_size=1, versions={}, files=files)
+    return manifest_of(step, kind=kind, files={"__0_0.distcp": FileRecord(size)})
 
 
 def write(store: CheckpointStore, step: int, data: bytes = b"data") -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.store.crashing import Crash, Cut, contents
+from tests.store.filled import commit
 from tests.store.recording import Disk, Recorder, lay_out
-from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.store.verified import FULL, SIZES, Verified, identity_of, record, verified, verified_in
 
@@ -20,14 +19,7 @@ FILE = layout.VERIFIED
 
 
 def save(root: Path, step: int, data: bytes = b"data") -> Path:
-    store = CheckpointStore(root, durable=Cut())
-    store.clear_staging(step)
-    staging = store.stage(step)
-    (staging / ".metadata").write_bytes(b"metadata of " + data)
-    (staging / "__0_0.distcp").write_bytes(data)
-    files = {"__0_0.distcp": FileRecord(len(data))}
-    manifest = Manifest(step=step, kind=CheckpointKind.FULL, created_at=1.0, world_size=1, versions={}, files=files)
-    return store.commit(step, manifest).path
+    return commit(CheckpointStore(root, durable=Cut()), step, data, b"metadata of " + data).path
 
 
 def entry_of(folder: Path, num_findings: int = 0, depth: str = FULL) -> Verified:

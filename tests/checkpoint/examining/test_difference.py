@@ -16,6 +16,7 @@ import torch
 from tests.checkpoint.reading.foreign_folders import save_plain
 from tests.checkpoint.small_run import SmallRun
 from tests.checkpoint.with_manifest import add_manifest
+from tests.store.filled import manifest_of
 from torchtitan_lite.checkpoint.examining.difference import Difference, compare
 from torchtitan_lite.checkpoint.examining.object_digests import digest_of
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, open_checkpoint
@@ -24,7 +25,7 @@ from torchtitan_lite.checkpoint.examining.value_difference import EQUAL, ValueDi
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnreadable
-from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table
+from torchtitan_lite.store.manifest import Table
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden"
@@ -59,12 +60,8 @@ def write(folder: Path, tensor: torch.Tensor, **checkpoint: Any) -> None:
     (folder / ".metadata").write_bytes(b"")
     dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
     chunk = ["__0_0.distcp", 0, [0] * len(shape), shape]
-    manifest = Manifest(
-        step=1,
-        kind=CheckpointKind.FULL,
-        created_at=0.0,
-        world_size=1,
-        versions={},
+    manifest = manifest_of(
+        1,
         files={"__0_0.distcp": FileRecord.of(data), ".metadata": FileRecord.of(b"")},
         extra={"config": {"checkpoint": checkpoint}},
         tensors=Table({"t": {"dtype": dtype, "shape": shape, "chunks": [chunk], "path": ["t"]}}),

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.store import filled
 from torchtitan_lite.checkpoint.format import chunk_runs, found_runs
 from torchtitan_lite.checkpoint.format.chunk_runs import ChunkRun, ChunkRuns, FileSizes, files_of
 from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, StoredTensor
@@ -18,7 +19,7 @@ from torchtitan_lite.checkpoint.format.stored_tensor import misfit
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointDamaged
 from torchtitan_lite.store.lineage import Lineage
-from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table
+from torchtitan_lite.store.manifest import Manifest, Table
 
 FLOAT = DTYPES["float32"]
 SIZES = st.integers(1, 9)
@@ -209,12 +210,9 @@ def test_what_is_no_run_is_refused(runs: Any, message: str) -> None:
 
 
 def manifest_of(runs: list[Any], shape: list[int], files: int) -> Manifest:
-    return Manifest(
-        step=4,
-        kind=CheckpointKind.FULL,
-        created_at=0.0,
+    return filled.manifest_of(
+        4,
         world_size=max(files, 1),
-        versions={},
         lineage=Lineage("run"),
         files={f"__{rank}_0.distcp": FileRecord(4096, b"") for rank in range(files)},
         tensors=Table({"w": {"dtype": "uint8", "shape": shape, "runs": runs}}),

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.images.image_runs import start
+from tests.store.filled import manifest_of
 from torchtitan_lite.checkpoint.images import image_sources
 from torchtitan_lite.checkpoint.images.files import FilesInMemory
 from torchtitan_lite.checkpoint.images.held_images import Complete, HeldImages
@@ -22,7 +23,6 @@ from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointDamaged
 from torchtitan_lite.keeper.client import Keeper
 from torchtitan_lite.store.lineage import Lineage
-from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 
 DATA = {f"__{rank}_0.distcp": bytes([rank]) * (2_100_000 + rank) for rank in range(3)}
 FIRST, SECOND, THIRD = DATA
@@ -41,16 +41,8 @@ def images() -> Iterator[Mapping[str, int]]:
 
 
 def files_in(images: Mapping[str, int], own: str | None = None) -> FilesInMemory:
-    manifest = Manifest(
-        step=7,
-        kind=CheckpointKind.FULL,
-        created_at=1.0,
-        world_size=3,
-        versions={},
-        files={name: FileRecord.of(data) for name, data in DATA.items()},
-        lineage=Lineage("r1"),
-    )
-    return FilesInMemory(manifest, images, own)
+    files = {name: FileRecord.of(data) for name, data in DATA.items()}
+    return FilesInMemory(manifest_of(7, world_size=3, files=files, lineage=Lineage("r1")), images, own)
 
 
 def spoil(fd: int, at: int) -> None:

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from tests.keepers import has_ended, keepers_in
+from tests.store.filled import commit
 from torchtitan_lite.checkpoint.images.commits import MOST_COMMITS, Commit, commit_of, commits_in, rests_in
 from torchtitan_lite.checkpoint.images.tier import MOST_KEEPERS, Tier, build_tier
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
-from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.keeper.client import Keeper
 from torchtitan_lite.store.lineage import Lineage
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
+from torchtitan_lite.store.manifest import CheckpointInfo
 from torchtitan_lite.store.store import CheckpointStore
 
 
@@ -167,13 +167,7 @@ def test_a_finished_run_frees_all_and_keeps_nothing_more(tier: Tier, memory_tier
 
 
 def committed(folder: Path) -> CheckpointInfo:
-    store = CheckpointStore(folder)
-    staging, files = store.stage(7), {}
-    for name in ("__0_0.distcp", ".metadata"):
-        (staging / name).write_bytes(b"data")
-        files[name] = FileRecord.of(b"data")
-    common = {"kind": CheckpointKind.FULL, "created_at": 1.0, "world_size": 1, "versions": {}, "lineage": Lineage("r")}
-    return store.commit(7, Manifest(step=7, files=files, **common))  # type: ignore[arg-type]  # of several types
+    return commit(CheckpointStore(folder), 7, lineage=Lineage("r"))
 
 
 def test_the_latest_commit_is_that_of_the_load_then_that_of_the_run(tier: Tier, tmp_path: Path) -> None:

@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.small_run import Events
+from tests.store import filled
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.resume.fallback import Candidates
 from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import AllCheckpointsDamaged, CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
-from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.store import CheckpointStore
 
 PEERS = Peers(timedelta(seconds=60))
@@ -39,19 +38,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 def commit(store: CheckpointStore, step: int, lineage: Lineage = RUN) -> Path:
-    staging = store.stage(step)
-    (staging / DATA).write_bytes(b"data")
-    (staging / layout.METADATA).write_bytes(b"of dcp")
-    manifest = Manifest(
-        step=step,
-        kind=CheckpointKind.FULL,
-        created_at=1.0,
-        world_size=1,
-        versions={},
-        files={DATA: FileRecord(4)},
-        lineage=lineage,
-    )
-    return store.commit(step, manifest).path
+    return filled.commit(store, step, lineage=lineage).path
 
 
 class Load:

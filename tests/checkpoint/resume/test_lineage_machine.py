@@ -22,17 +22,16 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.data.numbered import Numbered, loader
 from tests.examples import examples
+from tests.store import filled
 from tests.store.crashing import NEVER, Contents, Crash, Cut, contents, steps_of
 from tests.store.purges import to_purge
 from torchtitan_lite.checkpoint.resume.load_source import choose_source, new_run
 from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.data.loader import TokenLoader
-from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointNotFound
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage, abandoned_by
-from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.retention import KeepLatest
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -80,21 +79,8 @@ class Saved:
 
 def commit(store: CheckpointStore, step: int, lineage: Lineage, data: bytes) -> None:
     """Save `data` as the manager's writer saves a run."""
-    store.clear_staging(step)
-    staging = store.stage(step)
-    (staging / DATA).write_bytes(data)
-    (staging / layout.METADATA).write_bytes(b"of dcp")
     abandons = abandoned_by(lineage.run_id, lineage.branch_point, store.intact())
-    manifest = Manifest(
-        step=step,
-        kind=CheckpointKind.FULL,
-        created_at=1.0,
-        world_size=1,
-        versions={},
-        files={DATA: FileRecord(len(data))},
-        lineage=dataclasses.replace(lineage, abandons=abandons),
-    )
-    store.commit(step, manifest)
+    filled.commit(store, step, data, lineage=dataclasses.replace(lineage, abandons=abandons))
 
 
 def ranks(size: Size, seed: int) -> list[TokenLoader]:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from tests.store import filled
 from torchtitan_lite.checkpoint.resume.load_source import choose_source, latest_step, new_run
 from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointMismatch, CheckpointNotFound
 from torchtitan_lite.store.lineage import Lineage
-from torchtitan_lite.store.manifest import CheckpointKind, Manifest
+from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.store import CheckpointStore
 
 
@@ -25,27 +25,13 @@ def store(tmp_path: Path) -> CheckpointStore:
 def commit(
     store: CheckpointStore, step: int, kind: CheckpointKind = CheckpointKind.FULL, *, ranks_differ: bool = False
 ) -> Path:
-    staging = store.stage(step)
-    (staging / "__0_0.distcp").write_bytes(b"data")
-    (staging / ".metadata").write_bytes(b"of dcp")
-    files = {"__0_0.distcp": FileRecord(4)}
-    manifest = Manifest(
-        step=step,
-        kind=kind,
-        created_at=1.0,
-        world_size=1,
-        versions={},
-        files=files,
-        lineage=Lineage("run1"),
-        extra={"ranks_differ": ["w on rank 1"]} if ranks_differ else {},
-    )
-    return store.commit(step, manifest).path
+    extra = {"ranks_differ": ["w on rank 1"]} if ranks_differ else {}
+    return filled.commit(store, step, kind=kind, lineage=Lineage("run1"), extra=extra).path
 
 
 def plain_dcp(folder: Path) -> Path:
     folder.mkdir(parents=True)
-    (folder / ".metadata").write_bytes(b"of dcp")
-    (folder / "__0_0.distcp").write_bytes(b"data")
+    filled.write(folder)
     return folder
 
 
@@ -166,12 +152,7 @@ def test_an_initial_path_is_not_looked_at_on_a_restart(store: CheckpointStore) -
 
 
 def of_branch(store: CheckpointStore, step: int, lineage: Lineage) -> None:
-    staging = store.stage(step)
-    (staging / ".metadata").write_bytes(b"of dcp")
-    manifest = Manifest(
-        step=step, kind=CheckpointKind.FULL, created_at=1.0, world_size=1, versions={}, files={}, lineage=lineage
-    )
-    store.commit(step, manifest)
+    filled.commit(store, step, lineage=lineage)
 
 
 def test_a_run_that_falls_back_behind_the_branch_which_abandoned_it_is_a_new_one(store: CheckpointStore) -> None:
@@ -239,18 +220,7 @@ def test_the_step_where_a_branch_began_gives_its_latest_step_unless_new_branch_i
 def with_origin(store: CheckpointStore, step: int) -> Path:
     """Commit a step whose manifest records its run."""
     extra = {"topology": "2 ranks", "config": {"training": {"steps": 9}}, "tensor_digests": {"model.w": "ab"}}
-    (store.stage(step) / ".metadata").write_bytes(b"of dcp")
-    manifest = Manifest(
-        step=step,
-        kind=CheckpointKind.FULL,
-        created_at=1.0,
-        world_size=2,
-        versions={},
-        files={},
-        lineage=Lineage("run1"),
-        extra=extra,
-    )
-    return store.commit(step, manifest).path
+    return filled.commit(store, step, world_size=2, lineage=Lineage("run1"), extra=extra).path
 
 
 def test_a_source_describes_the_run_that_saved_it(store: CheckpointStore, tmp_path: Path) -> None:

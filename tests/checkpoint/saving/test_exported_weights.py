@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.small_run import same
 from tests.store.crashing import Crash, Cut, contents
-from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.store import layout
+from tests.store.filled import commit
 from torchtitan_lite.store.lineage import Lineage
-from torchtitan_lite.store.manifest import CheckpointKind, Manifest
+from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.store import CheckpointStore
 
 
@@ -91,13 +89,7 @@ def test_cut_anywhere_the_weights_are_there_bit_for_bit(exchanges: bool, power: 
 
 
 def save(store: CheckpointStore, data: bytes, kind: CheckpointKind, lineage: Lineage | None = None) -> None:
-    store.clear_staging(4)
-    staging = store.stage(4)
-    (staging / layout.METADATA).write_bytes(b"metadata")
-    (staging / "__0_0.distcp").write_bytes(data)
-    files = {"__0_0.distcp": FileRecord(len(data))}
-    manifest = Manifest(step=4, kind=kind, created_at=1.0, world_size=1, versions={}, files=files)
-    store.commit(4, replace(manifest, lineage=lineage or Lineage("run1")))
+    commit(store, 4, data, kind=kind, lineage=lineage or Lineage("run1"))
 
 
 def as_one_file(checkpoint: Path, file: Path) -> dict[str, Any]:
