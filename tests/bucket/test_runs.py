@@ -44,8 +44,7 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 def straight(tmp_path: Path, steps: int) -> dict[str, Any]:
     """Return the contents of a run on a disk that never stopped."""
-    with SmallRun(tmp_path / "straight", interval=100) as run:
-        run.manager.load()
+    with SmallRun(tmp_path / "straight", interval=100).loaded() as run:
         run.train(steps)
         return run.contents()
 
@@ -71,8 +70,7 @@ def test_a_restarted_run_is_the_run_that_never_stopped(folder: str, mode: str, t
         assert not first.manager.load()
         first.train(5, last=False)
     assert steps(folder) == [2, 4]
-    with SmallRun(tmp_path, folder=folder, interval=2, async_mode=mode, seed=1) as second:
-        assert second.manager.load()
+    with SmallRun(tmp_path, folder=folder, interval=2, async_mode=mode, seed=1).resumed() as second:
         assert second.train_state.step == 4
         second.train(7)
         assert same(second.contents(), straight(tmp_path, 7))
@@ -81,8 +79,7 @@ def test_a_restarted_run_is_the_run_that_never_stopped(folder: str, mode: str, t
 
 
 def test_retention_removes_the_objects_of_what_is_not_kept(folder: str, mode: str, tmp_path: Path) -> None:
-    with SmallRun(tmp_path, folder=folder, interval=1, async_mode=mode, keep_latest_k=2) as run:
-        run.manager.load()
+    with SmallRun(tmp_path, folder=folder, interval=1, async_mode=mode, keep_latest_k=2).loaded() as run:
         run.train(5)
         assert run.manager._housekeeping.wait(60)
     assert steps(folder) == [4, 5]
@@ -91,12 +88,10 @@ def test_retention_removes_the_objects_of_what_is_not_kept(folder: str, mode: st
 
 
 def test_a_changed_byte_makes_a_load_take_the_step_before_and_the_head_says_so(folder: str, tmp_path: Path) -> None:
-    with SmallRun(tmp_path, folder=folder, interval=2) as first:
-        first.manager.load()
+    with SmallRun(tmp_path, folder=folder, interval=2).loaded() as first:
         first.train(6)
     overwrite(folder, 6, layout.data_file(0, 0))
-    with SmallRun(tmp_path, folder=folder, interval=2, seed=1) as second:
-        assert second.manager.load()
+    with SmallRun(tmp_path, folder=folder, interval=2, seed=1).resumed() as second:
         assert second.train_state.step == 4
         second.train(6)
         assert same(second.contents(), straight(tmp_path, 6))
@@ -105,12 +100,10 @@ def test_a_changed_byte_makes_a_load_take_the_step_before_and_the_head_says_so(f
 
 
 def test_rolled_back_the_steps_after_it_are_abandoned(folder: str, tmp_path: Path) -> None:
-    with SmallRun(tmp_path, folder=folder, interval=2) as first:
-        first.manager.load()
+    with SmallRun(tmp_path, folder=folder, interval=2).loaded() as first:
         first.train(6)
     for expected in (2, 4):  # The second start continues the branch.
-        with SmallRun(tmp_path, folder=folder, interval=2, load_step=2, seed=1) as branch:
-            assert branch.manager.load()
+        with SmallRun(tmp_path, folder=folder, interval=2, load_step=2, seed=1).resumed() as branch:
             assert branch.train_state.step == expected
             branch.train(expected + 2)
     assert steps(folder) == [2, 4, 6]
@@ -121,16 +114,14 @@ def test_rolled_back_the_steps_after_it_are_abandoned(folder: str, tmp_path: Pat
 
 
 def test_a_run_that_rolls_back_by_itself_has_its_record_in_the_store(folder: str, tmp_path: Path) -> None:
-    with SmallRun(tmp_path, folder=folder, interval=1) as first:
-        first.manager.load()
+    with SmallRun(tmp_path, folder=folder, interval=1).loaded() as first:
         first.train(5)
         assert first.manager.roll_back(6, "loss is nan") == 5
         assert first.manager.roll_back(6, "loss is nan") == 4
     (one, two) = stored(folder).rollbacks.read()
     assert (one.skipped, one.target, two.skipped, two.target) == (6, 5, 5, 4)
     assert steps(folder) == [1, 2, 3, 4, 5]
-    with SmallRun(tmp_path, folder=folder, interval=1, seed=1) as again:
-        assert again.manager.load()
+    with SmallRun(tmp_path, folder=folder, interval=1, seed=1).resumed() as again:
         assert (again.train_state.step, again.manager.batches_to_skip(5)) == (4, 2)
         again.train(6)
     assert [(each.step, each.status) for each in set_aside_in(stored(folder))] == [(5, Status.ABANDONED)]
@@ -139,8 +130,7 @@ def test_a_run_that_rolls_back_by_itself_has_its_record_in_the_store(folder: str
 def test_a_run_ends_with_its_export_in_another_folder_and_a_new_one_begins_from_it(folder: str, tmp_path: Path) -> None:
     exports = f"{folder}-exports"
     settings: dict[str, Any] = {"folder": folder, "export_folder": exports, "export_dtype": "bfloat16", "interval": 9}
-    with SmallRun(tmp_path, **settings) as run:
-        run.manager.load()
+    with SmallRun(tmp_path, **settings).loaded() as run:
         run.train(3)
         weights = run.contents()["model"]
     (info,) = stored(exports).committed()
@@ -150,8 +140,7 @@ def test_a_run_ends_with_its_export_in_another_folder_and_a_new_one_begins_from_
     assert same(dict(model.state_dict()), {key: _rounded(value) for key, value in weights.items()})
     for number, place in enumerate((f"{folder}/step-3", str(stored(folder).get(3).path))):
         of_run: dict[str, Any] = {"initial_load_path": place, "initial_load_model_only": False}
-        with SmallRun(tmp_path / "new", folder=f"{folder}-new-{number}", **of_run) as new:
-            assert new.manager.load()
+        with SmallRun(tmp_path / "new", folder=f"{folder}-new-{number}", **of_run).resumed() as new:
             assert new.train_state.step == 3
     with (
         pytest.raises(CheckpointNotFound, match=r"step 4 .*\(it has 3\)"),
@@ -165,8 +154,7 @@ def _rounded(value: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_step_that_was_named_and_is_damaged_ends_the_start(folder: str, tmp_path: Path) -> None:
-    with SmallRun(tmp_path, folder=folder, interval=2) as first:
-        first.manager.load()
+    with SmallRun(tmp_path, folder=folder, interval=2).loaded() as first:
         first.train(4)
     overwrite(folder, 2, layout.data_file(0, 0))
     with SmallRun(tmp_path, folder=folder, load_step=2) as second, pytest.raises(CheckpointDamaged):
@@ -177,8 +165,7 @@ def test_a_step_that_was_named_and_is_damaged_ends_the_start(folder: str, tmp_pa
 def test_a_save_that_the_store_refuses_is_a_failed_save_and_the_next_one_is_made(
     proxy: Proxy, folder: str, mode: str, tmp_path: Path
 ) -> None:
-    with SmallRun(tmp_path, folder=folder, interval=1, async_mode=mode, max_failed_saves=3) as run:
-        run.manager.load()
+    with SmallRun(tmp_path, folder=folder, interval=1, async_mode=mode, max_failed_saves=3).loaded() as run:
         run.train(1, last=False)
         assert run.manager.wait()
         proxy.again(where(answers(403, "AccessDenied"), path="*.distcp*"))
@@ -207,8 +194,7 @@ def test_a_rank_that_may_not_read_is_no_rank_with_another_folder(proxy: Proxy, f
 def test_a_store_that_refuses_in_a_load_is_not_taken_for_a_removal(
     proxy: Proxy, folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with SmallRun(tmp_path, folder=folder, interval=2) as run:
-        run.manager.load()
+    with SmallRun(tmp_path, folder=folder, interval=2).loaded() as run:
         run.train(2)
     # From the first part of a file on it refuses everything.
     refused = where(answers(403, "AccessDenied"))
@@ -227,8 +213,7 @@ def test_a_store_that_refuses_in_a_load_is_not_taken_for_a_removal(
 
 
 def test_plain_dcp_reads_the_prefix_of_a_checkpoint(folder: str, tmp_path: Path) -> None:
-    with SmallRun(tmp_path, folder=folder, interval=2) as run:
-        run.manager.load()
+    with SmallRun(tmp_path, folder=folder, interval=2).loaded() as run:
         run.train(2)
         weights = run.contents()["model"]
     register("s3")
@@ -238,8 +223,7 @@ def test_plain_dcp_reads_the_prefix_of_a_checkpoint(folder: str, tmp_path: Path)
 
 
 def test_without_metadata_it_resumes_and_a_copy_on_a_disk_gets_it(folder: str, mode: str, tmp_path: Path) -> None:
-    with SmallRun(tmp_path, folder=folder, interval=2, async_mode=mode, dcp_metadata="never") as first:
-        first.manager.load()
+    with SmallRun(tmp_path, folder=folder, interval=2, async_mode=mode, dcp_metadata="never").loaded() as first:
         first.train(2)
     place = stored(folder).get(2).path
     assert {each.key.rpartition("/")[2] for each in connect(parse(folder)).list(f"{place.name}/")} == {
@@ -252,8 +236,7 @@ def test_without_metadata_it_resumes_and_a_copy_on_a_disk_gets_it(folder: str, m
     assert command("convert", f"{folder}:2", copy, "--layout", "ours").code == 0
     assert command("add-metadata", copy).code == 0
     assert command("verify", copy).code == 0
-    with SmallRun(tmp_path, folder=folder, interval=2, async_mode=mode, seed=1) as second:
-        assert second.manager.load()
+    with SmallRun(tmp_path, folder=folder, interval=2, async_mode=mode, seed=1).resumed() as second:
         second.train(6)
         assert same(second.contents(), straight(tmp_path, 6))
 
@@ -262,8 +245,7 @@ def test_no_secret_is_in_a_file_or_a_line_of_the_log(
     folder: str, s3: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    with SmallRun(tmp_path, folder=folder, interval=2) as run:
-        run.manager.load()
+    with SmallRun(tmp_path, folder=folder, interval=2).loaded() as run:
         run.train(4)
     secrets = [s3.environment[name] for name in ("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID")]
     objects = connect(parse(folder))

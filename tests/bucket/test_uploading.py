@@ -127,14 +127,12 @@ def run_of(folder: Path, address: str, **config: Any) -> SmallRun:
 
 
 def test_a_lost_disk_costs_nothing_that_is_in_the_store(folder: str, proxy: Proxy, tmp_path: Path) -> None:
-    with run_of(tmp_path / "run", folder, keep_latest_k=2) as run:
-        run.manager.load()
+    with run_of(tmp_path / "run", folder, keep_latest_k=2).loaded() as run:
         run.train(3)
         expected = run.contents()
     assert steps_in(folder) == [2, 3]
     shutil.rmtree(tmp_path / "run")
-    with run_of(tmp_path / "run", folder, keep_latest_k=2) as run:
-        assert run.manager.load()
+    with run_of(tmp_path / "run", folder, keep_latest_k=2).resumed() as run:
         assert same(run.contents(), expected)
         run.train(5)
     assert steps_in(folder) == [4, 5]
@@ -142,8 +140,7 @@ def test_a_lost_disk_costs_nothing_that_is_in_the_store(folder: str, proxy: Prox
 
 @pytest.mark.slow
 def test_a_disk_that_is_lost_during_an_upload_costs_that_step(folder: str, proxy: Proxy, tmp_path: Path) -> None:
-    with run_of(tmp_path / "run", folder) as run:
-        run.manager.load()
+    with run_of(tmp_path / "run", folder).loaded() as run:
         run.train(2)
         expected = run.contents()
     with pytest.raises(ZeroDivisionError), run_of(tmp_path / "run", folder, upload_max_mb_per_second=1e-3) as run:
@@ -153,8 +150,7 @@ def test_a_disk_that_is_lost_during_an_upload_costs_that_step(folder: str, proxy
             pass  # The first file of it is on its way.
         raise ZeroDivisionError
     shutil.rmtree(tmp_path / "run")
-    with run_of(tmp_path / "run", folder) as run:
-        run.manager.load()
+    with run_of(tmp_path / "run", folder).loaded() as run:
         assert same(run.contents(), expected)
         run.train(4)
     assert steps_in(folder) == [1, 2, 3, 4]
@@ -163,8 +159,7 @@ def test_a_disk_that_is_lost_during_an_upload_costs_that_step(folder: str, proxy
 def load_and_train(rank: int, dump_folder: Path, address: str, environment: dict[str, str], steps: int) -> Any:
     """Load, train to `steps`; return the step that was loaded, its origin, whether the rank uploads, and the losses."""
     os.environ.update(environment)
-    with run_of(dump_folder, address) as run:
-        run.manager.load()
+    with run_of(dump_folder, address).loaded() as run:
         loaded = run.train_state.step
         origin = run.events.figures("loaded")["origin"] if loaded else ""
         run.train(steps)
@@ -185,15 +180,13 @@ def test_ranks_load_together_what_their_disk_lost(two_ranks: Ranks, folder: str,
 
 @pytest.mark.slow
 def test_a_store_that_hangs_costs_no_step_and_no_save(folder: str, proxy: Proxy, tmp_path: Path) -> None:
-    with run_of(tmp_path / "run", folder, timeout_seconds=5) as run:
-        run.manager.load()
+    with run_of(tmp_path / "run", folder, timeout_seconds=5).loaded() as run:
         run.step()
         proxy.again(where(hangs))
         run.train(4)
         assert run.committed() == [1, 2, 3, 4]
     proxy.again()
-    with run_of(tmp_path / "run", folder) as run:
-        run.manager.load()
+    with run_of(tmp_path / "run", folder).loaded() as run:
         run.train(5)
     assert steps_in(folder) == [1, 2, 3, 4, 5]
 
@@ -208,8 +201,7 @@ def test_a_store_that_hangs_costs_no_step_and_no_save(folder: str, proxy: Proxy,
 def test_what_the_store_refuses_is_one_sentence_and_the_saves_continue(
     code: str, said_of_it: str, folder: str, proxy: Proxy, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with run_of(tmp_path / "run", folder, timeout_seconds=3) as run:
-        run.manager.load()
+    with run_of(tmp_path / "run", folder, timeout_seconds=3).loaded() as run:
         proxy.again(where(answers(403, code), method="P*"))
         run.train(3)
         assert run.committed() == [1, 2, 3]

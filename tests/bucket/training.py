@@ -24,8 +24,7 @@ def train(address: str, dump_folder: Path, mode: str, steps: int) -> dict[int, s
     """Train up to step `steps`, saving each; return the digest of the contents after each step that was trained."""
     settings: dict[str, Any] = {"interval": 1, "keep_latest_k": 2, "async_mode": mode, "folder": address}
     digests = {}
-    with SmallRun(dump_folder, **settings, seams={"on_event": _note}) as run:
-        run.manager.load()
+    with SmallRun(dump_folder, **settings, seams={"on_event": _note}).loaded() as run:
         _say(loaded=run.train_state.step, digest=digest_of(run.contents()))
         while run.train_state.step < steps:
             run.step(last=run.train_state.step + 1 == steps)

@@ -177,6 +177,16 @@ class SmallRun(Run):
     def __exit__(self, *error: Any) -> None:
         self.manager.__exit__(*error)
 
+    def loaded(self) -> SmallRun:
+        """Load what is there, if anything, as each start does first; return this run."""
+        self.manager.load()
+        return self
+
+    def resumed(self) -> SmallRun:
+        """Load, and fail unless there was something to resume from; return this run."""
+        assert self.manager.load()
+        return self
+
     def step(self, *, last: bool = False) -> bool:
         """Take one optimizer step, then call the manager's `save`. Returns whether it saved."""
         loss = self.take_step(lambda: self.model(next(self.loader)).square().mean())

@@ -38,8 +38,7 @@ def test_a_step_before_the_one_that_was_loaded_is_refused(start_run: StartRun) -
     run = start_run(interval=1)
     run.train(3)
     run.manager.close()
-    again = start_run(export_folder="export")
-    again.manager.load()
+    again = start_run(export_folder="export").loaded()
     with pytest.raises(ConfigError, match=r"finish\(2\): expected a step from 3 on"):
         again.manager.finish(2)
     assert exports(again) == []
@@ -130,8 +129,7 @@ def test_a_run_that_only_loads_or_saves_nothing_finishes_without_a_trace(start_r
     run.train(2)
     run.manager.close()
     for given in ({"load_only": True}, {"enable_checkpoint": False}):
-        again = start_run(export_folder="export", **given)
-        again.manager.load()
+        again = start_run(export_folder="export", **given).loaded()
         again.manager.finish(2)
         again.manager.finish(9)
         assert (again.committed(), exports(again)) == ([1, 2], [])

@@ -46,8 +46,7 @@ def test_loads_of_one_process_keep_no_descriptor_of_its_images(tmp_path: Path, m
 
 
 def test_after_a_load_of_its_own_images_a_run_makes_further_ones(tmp_path: Path, memory_tier: Path) -> None:
-    run = start(tmp_path, 4)
-    run.manager.load()
+    run = start(tmp_path, 4).loaded()
     assert run.train_state.step == 4
     step_with_image(run)
     step_with_image(run)

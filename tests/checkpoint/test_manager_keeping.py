@@ -159,8 +159,7 @@ def test_a_run_that_only_loads_takes_no_folder(start_run: StartRun) -> None:
     run = start_run(interval=1)
     run.step()
     run.manager.close()
-    reading = start_run(load_only=True)
-    assert reading.manager.load()
+    start_run(load_only=True).resumed()
     assert not (run.root / layout.LOCK).exists()
 
 
@@ -180,8 +179,7 @@ def test_checkpoints_of_a_run_and_its_restarts_follow_one_another(start_run: Sta
     run = start_run(interval=2)
     run.train(4)
     run.manager.close()
-    again = start_run(interval=1)
-    again.manager.load()
+    again = start_run(interval=1).loaded()
     again.train(6)
     again.manager.close()
     run_id, parent = lineage(run, 2)
@@ -200,8 +198,7 @@ def test_a_checkpoint_that_was_loaded_stays_until_a_newer_one_is_durable_however
     run.train(3)
     run.manager.close()
     (run.root / "step-3" / DATA).write_bytes(b"cut")
-    again = start_run(interval=1, keep_latest_k=1)
-    again.manager.load()
+    again = start_run(interval=1, keep_latest_k=1).loaded()
     assert again.manager.loaded_step == 2
     again.step()
     again.manager.close()
@@ -251,8 +248,7 @@ def test_a_signal_before_training_is_logged_and_saves_nothing(
 
 def test_a_load_that_no_signal_came_to_leaves_for_none(start_run: StartRun) -> None:
     watch = Notes()
-    run = start_run(seams={"preemption": watch})
-    run.manager.load()
+    run = start_run(seams={"preemption": watch}).loaded()
     assert (run.manager.preempted_by, watch.noted) == (0, ["start"])
     assert run.events.steps("preempted") == []
 
@@ -277,8 +273,7 @@ def test_a_load_reports_its_checkpoint_bytes_and_seconds(start_run: StartRun) ->
     run.manager.close()
     nbytes = sum(path.stat().st_size for path in (run.root / "step-1").iterdir() if path.name != layout.MANIFEST)
     clock = Clock()
-    again = start_run(states={"slow": SlowState(clock)}, seams={"clock": clock})
-    again.manager.load()
+    again = start_run(states={"slow": SlowState(clock)}, seams={"clock": clock}).loaded()
     path, nothing_at_risk = str(run.root / "step-1"), {"at_risk_steps": 0, "at_risk_seconds": 0.0}
     reported = [(name, step, figures) for name, step, figures in again.events.recorded if name.startswith("load")]
     assert reported == [
@@ -289,8 +284,7 @@ def test_a_load_reports_its_checkpoint_bytes_and_seconds(start_run: StartRun) ->
 
 def test_the_manifest_says_topology_and_config_of_the_run(start_run: StartRun) -> None:
     for topology in (None, "dp_shard 1"):
-        run = start_run(interval=1, seams={"topology": topology})
-        run.manager.load()
+        run = start_run(interval=1, seams={"topology": topology}).loaded()
         run.step()
         document = json.loads((run.root / f"step-{run.train_state.step}" / layout.MANIFEST).read_bytes())
         assert document["extra"]["topology"] == (topology or "1 ranks")

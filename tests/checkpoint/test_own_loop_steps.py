@@ -44,8 +44,7 @@ def test_a_loop_that_does_not_count_on_after_a_load_is_refused(start_run: StartR
     run = start_run(interval=1)
     run.train(3, last=False)
     run.manager.close()
-    again = start_run(interval=1)
-    assert again.manager.load()
+    again = start_run(interval=1).resumed()
     with pytest.raises(ConfigError, match=r"save\(1\): expected a step from 3 on"):
         again.manager.save(1)
 

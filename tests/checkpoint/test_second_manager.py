@@ -89,8 +89,7 @@ def test_a_save_in_flight_of_a_manager_that_was_dropped_is_awaited_too(start_run
 def test_a_manager_that_was_replaced_says_so_and_saves_nothing_over_the_other(start_run: StartRun) -> None:
     first = start_run(interval=1)
     first.train(2, last=False)
-    second = start_run(interval=1, seed=1)
-    assert second.manager.load()
+    second = start_run(interval=1, seed=1).resumed()
     for call in (lambda: first.step(), first.manager.wait, first.manager.reset, lambda: first.manager.finish(3)):
         with pytest.raises(ConfigError, match=r"another manager of this process opened .*call its load\(\)"):
             call()
@@ -102,8 +101,7 @@ def test_a_manager_that_was_replaced_says_so_and_saves_nothing_over_the_other(st
 def test_a_load_makes_a_manager_that_was_replaced_the_one_of_the_folder_again(start_run: StartRun) -> None:
     first = start_run(interval=1)
     first.train(2, last=False)
-    second = start_run(interval=1, seed=1)
-    second.manager.load()
+    second = start_run(interval=1, seed=1).loaded()
     second.train(3, last=False)
     assert first.manager.load()
     assert first.manager.loaded_step == 3
@@ -120,8 +118,7 @@ def test_managers_of_other_folders_and_those_that_only_load_close_no_manager(
     first.train(2, last=False)
     elsewhere = start_run(tmp_path / "other", interval=1)
     elsewhere.train(1, last=False)
-    evaluating = start_run(load_only=True)
-    assert evaluating.manager.load()
+    evaluating = start_run(load_only=True).resumed()
     first.train(3, last=False)
     evaluating.manager.close()
     first.train(4, last=False)
@@ -131,8 +128,7 @@ def test_managers_of_other_folders_and_those_that_only_load_close_no_manager(
 def test_one_folder_of_exports_is_a_folder_of_one_manager_too(start_run: StartRun, tmp_path: Path) -> None:
     first = start_run(interval=1, export_folder="export")
     first.train(1, last=False)
-    second = start_run(interval=1, folder=tmp_path, export_folder="export")
-    second.manager.load()
+    second = start_run(interval=1, folder=tmp_path, export_folder="export").loaded()
     with pytest.raises(ConfigError, match="another manager of this process"):
         first.train(2)
     second.train(2)
@@ -143,8 +139,7 @@ def test_a_manager_that_was_closed_is_in_no_ones_way(start_run: StartRun, caplog
     first = start_run(interval=1)
     first.train(1)
     first.manager.close()
-    second = start_run(interval=1)
-    second.manager.load()
+    second = start_run(interval=1).loaded()
     second.train(2)
     second.manager.close()
     assert first.manager.load()
@@ -171,8 +166,7 @@ def test_a_manager_that_is_used_again_after_another_job_trained_on_has_to_load_f
     first = start_run(interval=1)
     first.train(2)
     first.manager.close()
-    other = start_run(interval=1, seed=1)
-    other.manager.load()
+    other = start_run(interval=1, seed=1).loaded()
     other.train(5)
     other.manager.close()
     for call in (lambda: first.step(), first.manager.reset):

@@ -46,8 +46,7 @@ def look(frame, event, arg):
 
 threading.setprofile(look)  # Of the threads that start from now on, at every call and return.
 for steps in (3, 6):
-    with SmallRun(Path("run"), interval=1, keep_latest_k=2, async_mode="MODE", MEMORY) as run:
-        run.manager.load()
+    with SmallRun(Path("run"), interval=1, keep_latest_k=2, async_mode="MODE", MEMORY).loaded() as run:
         while run.train_state.step < steps:
             run.step(last=run.train_state.step == 5)
             for thread in Path("/proc/self/task").iterdir():

@@ -33,8 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.fixture
 def run(tmp_path: Path) -> SmallRun:
     """Return a run after three steps, which has saved the last one."""
-    with SmallRun(tmp_path / "run") as run:
-        run.manager.load()
+    with SmallRun(tmp_path / "run").loaded() as run:
         run.train(3)
     return run
 
@@ -179,8 +178,9 @@ def test_torchtitans_becomes_ours_and_a_run_takes_it_over(
     assert manifest.extra == {"converted_from": "torchtitan"}
     assert all(record.blocks for record in manifest.files.values())
     assert [info.step for info in CheckpointStore(out.parent).committed()] == [3]
-    with SmallRun(tmp_path / "other", seed=5, initial_load_path=str(out), initial_load_model_only=False) as resumed:
-        assert resumed.manager.load()
+    with SmallRun(
+        tmp_path / "other", seed=5, initial_load_path=str(out), initial_load_model_only=False
+    ).resumed() as resumed:
         assert same(dict(resumed.model.state_dict()), dict(run.model.state_dict()))
         assert same(optimizer_of(resumed), optimizer_of(run))
         assert (resumed.train_state.step, resumed.scheduler.last_epoch) == (3, 3)
@@ -212,8 +212,7 @@ def test_plain_dcp_with_either_form_of_the_optimizer_becomes_ours_and_torchtitan
 def test_a_round_trip_keeps_all_tensors(run: SmallRun, tmp_path: Path, call: Said) -> None:
     assert call(run.root, tmp_path / "plain", "--layout", "dcp")[0] == 0
     assert call(tmp_path / "plain", tmp_path / "b" / "checkpoint" / "step-3", "--layout", "ours")[0] == 0
-    with SmallRun(tmp_path / "b", seed=9) as resumed:
-        assert resumed.manager.load()
+    with SmallRun(tmp_path / "b", seed=9).resumed() as resumed:
         found, expected = resumed.contents(), run.contents()
     assert same(found["model"], expected["model"])
     for key in ("lr", "schedule", "loader", "step", "losses"):

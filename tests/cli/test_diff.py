@@ -86,8 +86,7 @@ def test_a_straight_run_and_a_resumed_one_are_equal_but_for_their_clocks(
         run.train_state.run_seconds, run.train_state.productive_seconds = 60.0, 5.5
         run.train(3)
     (tmp_path / "resumed" / "checkpoint" / "writer.lock").unlink()
-    with SmallRun(tmp_path / "resumed", seed=1, interval=1, digest_tensors=digests) as resumed:
-        assert resumed.manager.load()
+    with SmallRun(tmp_path / "resumed", seed=1, interval=1, digest_tensors=digests).resumed() as resumed:
         resumed.train_state.run_seconds, resumed.train_state.productive_seconds = 80.0, 5.25
         resumed.train(3)
     code, out, err = call(tmp_path / "straight", tmp_path / "resumed", "--values")

@@ -44,8 +44,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
     """Return the dump folder of a small run with step 2, and its model."""
     folder = tmp_path_factory.mktemp("small")
-    with SmallRun(folder) as run:
-        run.manager.load()
+    with SmallRun(folder).loaded() as run:
         run.train(2)
         model = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
         of_0_3(run, folder / "of_0_3")

@@ -67,13 +67,11 @@ def test_the_content_of_a_golden_checkpoint_stays(writers: str, files: int, tmp_
 
 
 def test_a_run_resumes_from_it(tmp_path: Path, call: Said) -> None:
-    with SmallRun(tmp_path / "a") as run:
-        run.manager.load()
+    with SmallRun(tmp_path / "a").loaded() as run:
         run.train(3)
         expected = run.contents()
     assert call(tmp_path / "a", tmp_path / "b" / "checkpoint" / "step-3", "--files", 4)[0] == 0
-    with SmallRun(tmp_path / "b", seed=5) as resumed:
-        assert resumed.manager.load()
+    with SmallRun(tmp_path / "b", seed=5).resumed() as resumed:
         found = resumed.contents()
     assert _same(found, expected)
 

@@ -25,8 +25,7 @@ def run_of(folder: Path, other: Path | str, **config: Any) -> SmallRun:
 
 
 def trained(folder: Path, other: Path | str, steps: int, **config: Any) -> SmallRun:
-    with run_of(folder, other, **config) as run:
-        run.manager.load()
+    with run_of(folder, other, **config).loaded() as run:
         run.train(steps)
     return run
 
@@ -57,8 +56,7 @@ def test_a_branch_is_uploaded_though_retention_removed_its_first_step(tmp_path: 
     run = trained(tmp_path / "run", other, 9, keep_latest_k=2)
     assert saves_in(other) == saves_in(run.root)
     shutil.rmtree(tmp_path / "run")
-    with run_of(tmp_path / "run", other) as again:
-        again.manager.load()
+    with run_of(tmp_path / "run", other).loaded() as again:
         assert again.train_state.step == 9
 
 
@@ -85,8 +83,7 @@ def test_an_old_disk_follows_the_branch_that_the_upload_folder_has(tmp_path: Pat
     shutil.copytree(tmp_path / "old", tmp_path / "new")
     for steps in range(4, 9):  # The commit that abandons leaves the upload folder, too.
         trained(tmp_path / "new", other, steps, load_step=3, keep_latest_k=2)
-    with run_of(tmp_path / "old", other) as run:
-        run.manager.load()
+    with run_of(tmp_path / "old", other).loaded() as run:
         assert run.train_state.step == 8
         run.step()
         run.manager.wait()
@@ -98,8 +95,7 @@ def test_the_same_load_step_continues_a_branch_that_only_the_upload_folder_has(t
     trained(tmp_path / "old", other, 5)
     shutil.copytree(tmp_path / "old", tmp_path / "new")
     trained(tmp_path / "new", other, 8, load_step=3)
-    with run_of(tmp_path / "old", other, load_step=3) as run:
-        run.manager.load()
+    with run_of(tmp_path / "old", other, load_step=3).loaded() as run:
         assert run.train_state.step == 8
 
 
@@ -116,8 +112,7 @@ def test_a_file_that_another_run_left_where_an_upload_was_cut_is_not_taken(tmp_p
     trained(tmp_path / "run", other, 2)
     shutil.rmtree(tmp_path / "run")
     shutil.rmtree(other / "step-2")
-    with run_of(tmp_path / "run", other) as again:
-        again.manager.load()
+    with run_of(tmp_path / "run", other).loaded() as again:
         assert again.train_state.step == 1
 
 

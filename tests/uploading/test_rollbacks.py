@@ -36,18 +36,15 @@ def upload(root: Path, other: Path) -> None:
 
 
 def test_a_start_with_an_empty_disk_skips_what_the_run_skipped(tmp_path: Path, other: Path) -> None:
-    with run_of(tmp_path, other) as run:
-        run.manager.load()
+    with run_of(tmp_path, other).loaded() as run:
         train(run, poisoned=(), steps=7, ends=False)
         assert run.manager.roll_back(8, "loss is nan") == 6
         train(run, poisoned=(), steps=6, ends=False)
     shutil.rmtree(tmp_path / "run")
-    with run_of(tmp_path, other, load_only=True) as reader:
-        assert reader.manager.load()
+    with run_of(tmp_path, other, load_only=True).resumed() as reader:
         assert reader.manager.batches_to_skip(8) == 1
         assert not (reader.root / layout.ROLLBACKS).exists()
-    with run_of(tmp_path, other) as again:
-        assert again.manager.load()
+    with run_of(tmp_path, other).resumed() as again:
         assert again.events.figures("loaded")["origin"] == "upload_folder"
         assert again.manager.batches_to_skip(8) == 1
         assert len(record(again)) == 1
@@ -56,23 +53,20 @@ def test_a_start_with_an_empty_disk_skips_what_the_run_skipped(tmp_path: Path, o
 
 
 def test_a_run_that_was_cut_while_it_rolled_back_does_so_with_an_empty_disk(tmp_path: Path, other: Path) -> None:
-    with run_of(tmp_path, "") as run:
-        run.manager.load()
+    with run_of(tmp_path, "").loaded() as run:
         train(run, poisoned=(), steps=7, ends=False)
         run.manager.roll_back(8, "loss is nan")
         (before,) = record(run)
     upload(run.root, other)
     shutil.rmtree(tmp_path / "run")
-    with run_of(tmp_path, other) as again:
-        assert again.manager.load()
+    with run_of(tmp_path, other).resumed() as again:
         assert record(again) == [before | {"target": 6}]
         train(again, poisoned={8})
         assert same(again.contents(), expected(tmp_path) | {"loader": again.contents()["loader"]})
 
 
 def test_a_record_on_an_old_disk_is_completed_in_both_folders(tmp_path: Path, other: Path) -> None:
-    with run_of(tmp_path, other, interval_type="steps", interval=1) as run:
-        run.manager.load()
+    with run_of(tmp_path, other, interval_type="steps", interval=1).loaded() as run:
         train(run, poisoned={3}, steps=4)
         shutil.copytree(tmp_path / "run", tmp_path / "old")
         train(run, poisoned={7}, steps=8)
@@ -80,8 +74,7 @@ def test_a_record_on_an_old_disk_is_completed_in_both_folders(tmp_path: Path, ot
     assert len(both) == 2
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "old").rename(tmp_path / "run")
-    with run_of(tmp_path, other) as again:
-        again.manager.load()
+    with run_of(tmp_path, other).loaded() as again:
         assert again.train_state.step == 8
         train(again, poisoned=(), steps=9)
     assert record(again) == both
@@ -89,8 +82,7 @@ def test_a_record_on_an_old_disk_is_completed_in_both_folders(tmp_path: Path, ot
 
 
 def test_what_is_no_record_stops_the_upload_and_is_named(tmp_path: Path, other: Path) -> None:
-    with run_of(tmp_path, "") as run:
-        run.manager.load()
+    with run_of(tmp_path, "").loaded() as run:
         run.train(5)
     (run.root / layout.ROLLBACKS).write_text("{}")
     with pytest.raises(CheckpointError, match=r"rollbacks\.json is no record of rollbacks"):

@@ -40,15 +40,12 @@ def test_the_end_of_a_run_waits_until_all_is_there(tmp_path: Path, other: Path) 
 
 
 def test_a_start_with_an_empty_disk_continues_from_there_bit_for_bit(tmp_path: Path, other: Path) -> None:
-    with SmallRun(tmp_path / "straight", interval=1) as straight:
-        straight.manager.load()
+    with SmallRun(tmp_path / "straight", interval=1).loaded() as straight:
         straight.train(6)
-    with run_of(tmp_path / "run", other, keep_latest_k=2) as run:
-        run.manager.load()
+    with run_of(tmp_path / "run", other, keep_latest_k=2).loaded() as run:
         run.train(3, last=False)
     shutil.rmtree(tmp_path / "run")
-    with run_of(tmp_path / "run", other, keep_latest_k=2) as run:
-        assert run.manager.load()
+    with run_of(tmp_path / "run", other, keep_latest_k=2).resumed() as run:
         assert run.train_state.step == 3
         assert run.events.figures("loaded")["origin"] == "upload_folder"
         run.train(6)
@@ -57,44 +54,36 @@ def test_a_start_with_an_empty_disk_continues_from_there_bit_for_bit(tmp_path: P
 
 
 def test_the_later_step_of_the_two_folders_is_loaded(tmp_path: Path, other: Path) -> None:
-    with run_of(tmp_path / "run", other) as run:
-        run.manager.load()
+    with run_of(tmp_path / "run", other).loaded() as run:
         run.train(3)
     for step in (2, 3):
         shutil.rmtree(tmp_path / "run" / "checkpoint" / f"step-{step}")
-    with run_of(tmp_path / "run", other) as run:
-        run.manager.load()
+    with run_of(tmp_path / "run", other).loaded() as run:
         assert run.train_state.step == 3
     shutil.rmtree(other / "step-3")
-    with SmallRun(tmp_path / "run", interval=1) as run:
-        run.manager.load()
+    with SmallRun(tmp_path / "run", interval=1).loaded() as run:
         run.train(4)
-    with run_of(tmp_path / "run", other) as run:
-        run.manager.load()
+    with run_of(tmp_path / "run", other).loaded() as run:
         assert run.train_state.step == 4
         assert run.events.figures("loaded")["origin"] == "disk"
 
 
 def test_a_step_that_is_damaged_on_disk_is_loaded_from_there(tmp_path: Path, other: Path) -> None:
-    with run_of(tmp_path / "run", other) as run:
-        run.manager.load()
+    with run_of(tmp_path / "run", other).loaded() as run:
         run.train(3)
         expected = run.contents()
     flip(run.root / "step-3" / "__0_0.distcp")
-    with run_of(tmp_path / "run", other) as again:
-        again.manager.load()
+    with run_of(tmp_path / "run", other).loaded() as again:
         assert same(again.contents(), expected)
         assert again.events.figures("loaded")["origin"] == "upload_folder"
 
 
 def test_a_step_that_is_damaged_there_is_left_for_an_older_one(tmp_path: Path, other: Path) -> None:
-    with run_of(tmp_path / "run", other) as run:
-        run.manager.load()
+    with run_of(tmp_path / "run", other).loaded() as run:
         run.train(3)
     shutil.rmtree(tmp_path / "run")
     flip(other / "step-3" / "__0_0.distcp")
-    with run_of(tmp_path / "run", other) as again:
-        again.manager.load()
+    with run_of(tmp_path / "run", other).loaded() as again:
         assert again.train_state.step == 2
 
 
@@ -129,11 +118,9 @@ def test_a_folder_that_is_not_there_costs_no_save(
 
 
 def test_a_folder_of_another_run_ends_the_uploads_and_the_saves_continue(tmp_path: Path, other: Path) -> None:
-    with SmallRun(tmp_path / "first", interval=1) as first:
-        first.manager.load()
+    with SmallRun(tmp_path / "first", interval=1).loaded() as first:
         first.train(2)
-    with SmallRun(tmp_path / "run", interval=1) as run:
-        run.manager.load()
+    with SmallRun(tmp_path / "run", interval=1).loaded() as run:
         run.train(1)
     with pytest.raises(UploadRefused, match="checkpoints of run"), run_of(tmp_path / "run", first.root) as run:
         assert run.manager.load()
@@ -145,13 +132,11 @@ def test_a_folder_of_another_run_ends_the_uploads_and_the_saves_continue(tmp_pat
 
 
 def test_a_folder_that_another_run_uploads_to_is_left_to_it(tmp_path: Path, other: Path) -> None:
-    with run_of(tmp_path / "first", other) as first:
-        first.manager.load()
+    with run_of(tmp_path / "first", other).loaded() as first:
         first.step()
         while not first.events.steps("uploaded"):
             first.manager.wait()
-        with SmallRun(tmp_path / "second", interval=1) as second:
-            second.manager.load()
+        with SmallRun(tmp_path / "second", interval=1).loaded() as second:
             second.train(1)
         with pytest.raises(UploadRefused, match="in use by"), run_of(tmp_path / "second", other) as second:
             second.manager.load()
@@ -178,15 +163,13 @@ def test_an_error_of_the_loop_waits_for_no_upload(tmp_path: Path, other: Path) -
         run.step()
         raise ZeroDivisionError
     assert steps_in(run.root) == [1, 2]
-    with run_of(tmp_path / "run", other) as run:
-        assert run.manager.load()
+    with run_of(tmp_path / "run", other).resumed() as run:
         run.train(3)
     assert steps_in(other) == [1, 2, 3]
 
 
 def test_retention_leaves_the_step_that_is_being_uploaded(tmp_path: Path, other: Path) -> None:
-    with run_of(tmp_path / "run", other, keep_latest_k=1) as run:
-        run.manager.load()
+    with run_of(tmp_path / "run", other, keep_latest_k=1).loaded() as run:
         run.step()
         begun = record.Begun((1, "abc", 1.0), "step-1.staging")
         while not run.events.steps("uploaded"):
@@ -208,19 +191,16 @@ def test_a_folder_is_not_uploaded_into_itself(tmp_path: Path) -> None:
 
 
 def test_a_start_that_only_loads_looks_there_and_uploads_nothing(tmp_path: Path, other: Path) -> None:
-    with run_of(tmp_path / "run", other) as run:
-        run.manager.load()
+    with run_of(tmp_path / "run", other).loaded() as run:
         run.train(2)
     shutil.rmtree(tmp_path / "run")
-    with run_of(tmp_path / "run", other, load_only=True) as run:
-        assert run.manager.load()
+    with run_of(tmp_path / "run", other, load_only=True).resumed() as run:
         assert run.train_state.step == 2
     assert not run.root.exists()
 
 
 def test_what_a_roll_back_left_is_not_loaded_from_there(tmp_path: Path, other: Path) -> None:
-    with run_of(tmp_path / "run", other) as run:
-        run.manager.load()
+    with run_of(tmp_path / "run", other).loaded() as run:
         run.train(6)
     # The branch is cut before its first step is uploaded.
     with pytest.raises(ZeroDivisionError), run_of(tmp_path / "run", other, load_step=2, **SLOW) as run:
@@ -230,8 +210,7 @@ def test_what_a_roll_back_left_is_not_loaded_from_there(tmp_path: Path, other: P
         expected = run.contents()
         raise ZeroDivisionError
     assert steps_in(other) == [1, 2, 3, 4, 5, 6]
-    with run_of(tmp_path / "run", other) as run:
-        run.manager.load()
+    with run_of(tmp_path / "run", other).loaded() as run:
         assert same(run.contents(), expected)
         run.train(5)
     assert steps_in(other) == steps_in(run.root) == [1, 2, 3, 4, 5]
@@ -241,42 +220,35 @@ SLOW = {"upload_max_mb_per_second": 1e-6}
 
 
 def test_a_disk_that_missed_a_roll_back_elsewhere_is_left_behind(tmp_path: Path, other: Path) -> None:
-    with run_of(tmp_path / "first", other) as run:
-        run.manager.load()
+    with run_of(tmp_path / "first", other).loaded() as run:
         run.train(6)
     shutil.copytree(tmp_path / "first", tmp_path / "second")
-    with run_of(tmp_path / "second", other, load_step=2) as run:
-        run.manager.load()
+    with run_of(tmp_path / "second", other, load_step=2).loaded() as run:
         run.train(4)
         expected = run.contents()
-    with run_of(tmp_path / "first", other) as run:
-        run.manager.load()
+    with run_of(tmp_path / "first", other).loaded() as run:
         assert same(run.contents(), expected)
         run.train(5)
     assert steps_in(tmp_path / "first" / "checkpoint") == [1, 2, 5]
 
 
 def test_a_step_that_only_that_folder_has_can_be_named(tmp_path: Path, other: Path) -> None:
-    with run_of(tmp_path / "run", other) as run:
-        run.manager.load()
+    with run_of(tmp_path / "run", other).loaded() as run:
         run.train(4)
     shutil.rmtree(tmp_path / "run")
-    with run_of(tmp_path / "run", other, load_step=2) as run:
-        run.manager.load()
+    with run_of(tmp_path / "run", other, load_step=2).loaded() as run:
         assert run.train_state.step == 2
         run.train(3)
     assert steps_in(other) == [1, 2, 3]
     shutil.rmtree(tmp_path / "run")
-    with run_of(tmp_path / "run", other, load_step=2) as run:
-        run.manager.load()
+    with run_of(tmp_path / "run", other, load_step=2).loaded() as run:
         assert run.train_state.step == 3
 
 
 def test_a_tool_that_has_the_folder_for_a_moment_delays_the_uploads_alone(tmp_path: Path, other: Path) -> None:
     lease = CheckpointStore(other).lease("tool", 30.0)
     lease.take()
-    with run_of(tmp_path / "run", other) as run:
-        run.manager.load()
+    with run_of(tmp_path / "run", other).loaded() as run:
         run.step()
         while not run.events.steps("upload_failed"):
             run.manager.wait()
@@ -288,11 +260,9 @@ def test_a_tool_that_has_the_folder_for_a_moment_delays_the_uploads_alone(tmp_pa
 
 
 def test_a_step_that_is_saved_again_during_its_upload_is_sent_as_it_is_then(tmp_path: Path, other: Path) -> None:
-    with run_of(tmp_path / "run", other) as run:
-        run.manager.load()
+    with run_of(tmp_path / "run", other).loaded() as run:
         run.train(2)
-    with run_of(tmp_path / "run", other, load_step=1) as run:
-        run.manager.load()
+    with run_of(tmp_path / "run", other, load_step=1).loaded() as run:
         run.train(2)
     there, here = CheckpointStore(other).committed(), CheckpointStore(run.root).committed()
     assert [(info.step, info.run_id, info.created_at) for info in there] == [

@@ -22,8 +22,7 @@ from torchtitan_lite.uploading.uploader import State, Uploader, UploadJob, uploa
 
 
 def trained(folder: Path, steps: int = 3, **config: object) -> Path:
-    with SmallRun(folder, interval=1, **config) as run:
-        run.manager.load()
+    with SmallRun(folder, interval=1, **config).loaded() as run:
         run.train(steps)
     return folder / "checkpoint"
 
@@ -51,8 +50,7 @@ def test_a_copy_has_the_same_files_and_loads(tmp_path: Path) -> None:
     assert upload_all(job(source, tmp_path / "other" / "checkpoint"), lambda state: None) == 3
     for name in ("__0_0.distcp", ".metadata", "manifest.json"):
         assert filecmp.cmp(source / "step-3" / name, tmp_path / "other/checkpoint/step-3" / name, shallow=False)
-    with SmallRun(tmp_path / "other") as again:
-        assert again.manager.load()
+    with SmallRun(tmp_path / "other").resumed() as again:
         assert again.train_state.step == 3
 
 
@@ -118,8 +116,7 @@ def test_what_the_rules_remove_on_disk_they_remove_there(tmp_path: Path) -> None
     source = trained(tmp_path / "run", 2)
     work = job(source, tmp_path / "other", retention=KeepLatest(1))
     assert upload_all(work, lambda state: None) == 1
-    with SmallRun(tmp_path / "run", interval=1) as run:
-        run.manager.load()
+    with SmallRun(tmp_path / "run", interval=1).loaded() as run:
         run.train(3)
     assert upload_all(work, lambda state: None) == 1
     assert steps_in(tmp_path / "other") == [3]
@@ -135,8 +132,7 @@ def test_a_folder_of_another_run_is_refused_and_unchanged(tmp_path: Path) -> Non
 
 def test_a_folder_that_a_job_writes_is_refused(tmp_path: Path) -> None:
     source = trained(tmp_path / "run")
-    with SmallRun(tmp_path / "other", interval=1) as run:
-        run.manager.load()
+    with SmallRun(tmp_path / "other", interval=1).loaded() as run:
         run.step()
         with pytest.raises((FolderInUse, UploadRefused)):
             upload_all(job(source, run.root, lease_timeout_seconds=10.0), lambda state: None)
@@ -146,11 +142,9 @@ def test_a_roll_back_abandons_there_what_it_abandons_here(tmp_path: Path) -> Non
     source = trained(tmp_path / "run", 4)
     work = job(source, tmp_path / "other", retention=KeepLatest(1))
     upload_all(work, lambda state: None)
-    with SmallRun(tmp_path / "run", interval=1, load_step=2, keep_latest_k=1) as run:
-        run.manager.load()
+    with SmallRun(tmp_path / "run", interval=1, load_step=2, keep_latest_k=1).loaded() as run:
         run.train(4)
-    with SmallRun(tmp_path / "run", interval=1, load_step=2, keep_latest_k=1) as run:
-        run.manager.load()
+    with SmallRun(tmp_path / "run", interval=1, load_step=2, keep_latest_k=1).loaded() as run:
         run.train(5)
     upload_all(work, lambda state: None)
     assert steps_in(tmp_path / "other") == [5]

@@ -53,8 +53,7 @@ def run_in(folder: Path, **checkpoint: Any) -> SmallRun:
 
 def saved(folder: Path, dcp_metadata: str, **checkpoint: Any) -> Path:
     """Save two steps of a run, and return the folder of the second."""
-    with run_in(folder, dcp_metadata=dcp_metadata, **checkpoint) as run:
-        run.manager.load()
+    with run_in(folder, dcp_metadata=dcp_metadata, **checkpoint).loaded() as run:
         run.train(4)
     return run.root / "step-4"
 
@@ -108,8 +107,7 @@ def test_plain_dcp_cannot_read_it_and_does_after_the_verb(step: Path, tmp_path: 
     assert command("add-metadata", step).code == 0
     assert contents(step).items() >= before.items()
     read = weights_by_dcp(step)
-    with run_in(step.parents[1]) as run:
-        run.manager.load()
+    with run_in(step.parents[1]).loaded() as run:
         assert same(read, {f"model.{key}": value for key, value in run.model.state_dict().items()})
     dcp_to_torch_save(step, tmp_path / "full.pt")
     whole = torch.load(tmp_path / "full.pt", weights_only=True)
@@ -173,16 +171,15 @@ def test_two_ranks_resume_from_it(rank: int, tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_continues_as_if_it_was_not_stopped(tmp_path: Path) -> None:
-    with run_in(tmp_path / "straight") as straight:
-        straight.manager.load()
+    with run_in(tmp_path / "straight").loaded() as straight:
         straight.train(6)
     saved(tmp_path / "run", "never")
-    with run_in(tmp_path / "run", dcp_metadata="never") as run:
-        assert run.manager.load()
+    with run_in(tmp_path / "run", dcp_metadata="never").resumed() as run:
         run.train(6)
         assert same(run.contents(), straight.contents())
-    with run_in(tmp_path / "new", initial_load_path=str(run.root / "step-6"), initial_load_model_only=False) as new:
-        assert new.manager.load()
+    with run_in(
+        tmp_path / "new", initial_load_path=str(run.root / "step-6"), initial_load_model_only=False
+    ).resumed() as new:
         assert same(new.contents(), straight.contents())
 
 
@@ -245,8 +242,7 @@ def test_a_wrong_one_is_a_finding_of_verify_and_no_load_minds(spoil: Callable[[P
     assert looked.findings == ()
     assert [(each.file, each.keys) for each in read_through(looked).findings] == [(layout.METADATA, ())]
     assert command("verify", step, "--sizes").code == 0
-    with run_in(step.parents[1]) as run:
-        assert run.manager.load()
+    with run_in(step.parents[1]).resumed() as run:
         assert run.manager.loaded_step == 4
     add_metadata(step)
     assert command("verify", step).code == 0
@@ -382,8 +378,7 @@ def test_no_part_of_it_grows_with_the_ranks_times_the_tensors() -> None:
 
 def test_the_verb_in_another_process_writes_the_same_bytes_of_exported_weights(tmp_path: Path) -> None:
     for choice in ("always", "never"):
-        with run_in(tmp_path / choice, dcp_metadata=choice, export_folder="exports") as run:
-            run.manager.load()
+        with run_in(tmp_path / choice, dcp_metadata=choice, export_folder="exports").loaded() as run:
             run.train(2)
     always, never = (tmp_path / choice / "exports" / "step-2" for choice in ("always", "never"))
     assert subprocess.run([*CLI, "add-metadata", str(never)], check=False, stdout=subprocess.DEVNULL).returncode == 0

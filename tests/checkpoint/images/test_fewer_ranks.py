@@ -60,8 +60,7 @@ def test_one_rank_after_four_has_three_arenas_and_its_own_images(tmp_path: Path)
 def test_an_image_whose_memory_is_too_small_now_stays_until_a_newer_one_is_complete(tmp_path: Path) -> None:
     first = image_runs.start(tmp_path, 3)
     first.manager.close()
-    with SmallRun(tmp_path, async_mode="async", interval=100, memory_interval=1) as second:
-        second.manager.load()
+    with SmallRun(tmp_path, async_mode="async", interval=100, memory_interval=1).loaded() as second:
         images = images_of(second)
         images.make_room(20 << 20)
         images.stager.prepare(20 << 20)

@@ -201,16 +201,14 @@ def test_a_finished_run_leaves_no_keeper_and_no_image(tmp_path: Path, memory_tie
 def test_a_run_without_copies_or_time_to_live_has_no_keeper(
     tmp_path: Path, memory_tier: Path, options: dict[str, Any]
 ) -> None:
-    with SmallRun(tmp_path, **{"async_mode": "async", "interval": 1} | options) as run:
-        run.manager.load()
+    with SmallRun(tmp_path, **{"async_mode": "async", "interval": 1} | options).loaded() as run:
         run.step()
         run.manager.wait()
         assert keepers_in(memory_tier) == []
 
 
 def test_a_run_with_the_tier_switched_off_leaves_nothing_of_it(tmp_path: Path) -> None:
-    with SmallRun(tmp_path, async_mode="async", interval=1, memory_interval=1) as run:
-        run.manager.load()
+    with SmallRun(tmp_path, async_mode="async", interval=1, memory_interval=1).loaded() as run:
         run.train(3, last=False)
         run.manager.wait()
         assert not [name for name in run.names() if not name.startswith("step-")]
@@ -266,8 +264,7 @@ def test_adopted_images_stay_until_a_newer_one_is_complete(tmp_path: Path, memor
     first.manager.close()
     keeper = Keeper(first.root, 600.0, runtime=memory_tier)
     found = sorted(keeper.held(), key=lambda each: -_step(each.mark_fd))
-    second = SmallRun(tmp_path, async_mode="async", interval=100, memory_interval=1)
-    second.manager.load()
+    second = SmallRun(tmp_path, async_mode="async", interval=100, memory_interval=1).loaded()
     images_of(second).adopt([(each.arena_fd, each.mark_fd) for each in found], 1)
     keeper.drop([each.name for each in found])
     assert set(held(first.root, memory_tier)) == {3, 4, 5}

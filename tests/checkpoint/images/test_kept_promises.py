@@ -58,8 +58,7 @@ def test_without_memfds_asynchronous_saves_still_work(
         monkeypatch.delattr(os, "memfd_create")
     else:
         monkeypatch.setattr(os, "memfd_create", refuses)
-    with SmallRun(tmp_path, async_mode="async", interval=2) as small:
-        small.manager.load()
+    with SmallRun(tmp_path, async_mode="async", interval=2).loaded() as small:
         small.train(4, last=False)
         small.manager.wait()
         assert small.committed() == [2, 4]

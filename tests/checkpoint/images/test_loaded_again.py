@@ -80,8 +80,7 @@ def by_copy(held: list[HeldMemory]) -> list[tuple[HeldMemory, Marked]]:
 
 def loaded(folder: Path) -> tuple[int, bool]:
     """Return the step that a new start loads, and whether it is the later copy."""
-    with SmallRun(folder, **OPTIONS) as run:
-        run.manager.load()
+    with SmallRun(folder, **OPTIONS).loaded() as run:
         return run.train_state.step, 77.0 in run.losses
 
 

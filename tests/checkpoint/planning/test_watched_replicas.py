@@ -44,8 +44,7 @@ def flip_a_bit(run: Run, number: random.Random) -> str:
 def test_one_bit_is_named_at_the_next_save(rank: int, tmp_path: Path, mode: str) -> None:
     host = platform.node()
     for seed in range(SEEDS if mode == "disabled" else 3):
-        with SmallRun(tmp_path / str(seed), async_mode=mode, **WATCHES) as run:
-            run.manager.load()
+        with SmallRun(tmp_path / str(seed), async_mode=mode, **WATCHES).loaded() as run:
             run.train(3, last=False)
             number = random.Random(seed)
             odd, name = number.randrange(2), ""
@@ -57,14 +56,12 @@ def test_one_bit_is_named_at_the_next_save(rank: int, tmp_path: Path, mode: str)
             assert f"rank 0 on {host}, rank 1 on {host} hold different values of " in str(caught.value)
             assert rank != odd or name in str(caught.value)
         # Nothing of that state is saved, so the next start continues from the step before.
-        with SmallRun(tmp_path / str(seed), **WATCHES) as again:
-            assert again.manager.load()
+        with SmallRun(tmp_path / str(seed), **WATCHES).resumed() as again:
             assert again.train_state.step == 3
 
 
 def saved_at_last(rank: int, folder: Path) -> str:
-    with SmallRun(folder, **WATCHES) as run:
-        run.manager.load()
+    with SmallRun(folder, **WATCHES).loaded() as run:
         run.train(3, last=False)
         name = flip_a_bit(run, random.Random(7)) if rank == 2 else ""
         with pytest.raises(RanksDiffer) as caught:
@@ -127,8 +124,7 @@ def test_under_ddp_with_data_of_their_own_ranks_stay_equal_and_one_bit_is_named(
 
 @on_two_ranks
 def test_values_that_no_rank_can_compare_are_equal_if_their_bits_are(rank: int, tmp_path: Path) -> None:
-    with SmallRun(tmp_path, **WATCHES) as run:
-        run.manager.load()
+    with SmallRun(tmp_path, **WATCHES).loaded() as run:
         run.train(2, last=False)
         with torch.no_grad():
             run.model.get_parameter("first.weight")[0, 0] = float("nan")
@@ -145,8 +141,7 @@ def test_without_the_key_a_save_digests_no_more_than_a_sample(
     counted = {}
     for name, options in (("off", {}), ("on", {"digest_tensors": ("replicas",)})):
         passes.clear()
-        with SmallRun(tmp_path / name, interval=1, preemption_signals=(), **options) as run:
-            run.manager.load()
+        with SmallRun(tmp_path / name, interval=1, preemption_signals=(), **options).loaded() as run:
             run.train(5, last=False)
         counted[name] = len(passes)
     assert counted == {"off": 1, "on": 5}
@@ -167,7 +162,6 @@ def test_of_what_is_sharded_only_the_counters_of_the_optimizer_are_digested(rank
 
 
 def test_one_process_has_no_replicas(tmp_path: Path) -> None:
-    with SmallRun(tmp_path, **WATCHES) as run:
-        run.manager.load()
+    with SmallRun(tmp_path, **WATCHES).loaded() as run:
         run.train(2)
         assert isinstance(run.model, Tiny) and run.committed() == [1, 2]

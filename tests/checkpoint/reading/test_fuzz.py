@@ -117,6 +117,5 @@ def test_all_damage_is_found_and_named(
         found += 1
     print(f"{file}: {found} of {found} damages found and named")
     assert found >= FLIPS + len(OTHERS) - 1
-    run = start_run(interval=100, states={"big": Big()})
-    assert run.manager.load()
+    run = start_run(interval=100, states={"big": Big()}).resumed()
     assert run.manager.loaded_step == 2, "undamaged, it is resumed"

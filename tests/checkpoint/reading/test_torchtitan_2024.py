@@ -50,8 +50,7 @@ def _falling(first: int, done: int) -> float:
 @pytest.fixture
 def saved(start_run: StartRun) -> SmallRun:
     """Return a run that was saved at step 4."""
-    run = start_run()
-    run.manager.load()
+    run = start_run().loaded()
     run.train(4)
     return run
 

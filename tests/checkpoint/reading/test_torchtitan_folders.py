@@ -53,8 +53,7 @@ def taken_over(start_run: StartRun, path: Path, **options: Any) -> SmallRun:
 def test_model_optimizer_learning_rate_and_step_are_loaded_from_it(
     start_run: StartRun, trained: SmallRun, tmp_path: Path, make: MakeFolder
 ) -> None:
-    run = taken_over(start_run, make(trained, tmp_path / "step-4"))
-    assert run.manager.load()
+    run = taken_over(start_run, make(trained, tmp_path / "step-4")).resumed()
     expected, found = trained.contents(), run.contents()
     for part in ("model", "moments", "lr", "schedule", "step"):
         assert same(found[part], expected[part]), part
@@ -73,8 +72,7 @@ def test_model_optimizer_learning_rate_and_step_are_loaded_from_it(
 def test_the_dataloaders_state_is_skipped_with_one_line_and_no_other_warning(
     start_run: StartRun, trained: SmallRun, tmp_path: Path, make: MakeFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = taken_over(start_run, make(trained, tmp_path / "step-4"))
-    assert run.manager.load()
+    run = taken_over(start_run, make(trained, tmp_path / "step-4")).resumed()
     assert run.loader.state == {"position": 0, "seen": []}
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
         "dataloader: its state is torchtitan's, and not read: the data begin from their start"
@@ -96,8 +94,7 @@ def test_a_dry_run_says_what_the_run_does(
 def test_losses_of_2024_and_tokens_of_0_3_are_loaded_too(
     start_run: StartRun, trained: SmallRun, tmp_path: Path
 ) -> None:
-    run = taken_over(start_run, of_2024(trained, tmp_path / "step-4"))
-    run.manager.load()
+    run = taken_over(start_run, of_2024(trained, tmp_path / "step-4")).loaded()
     assert (run.losses, run.train_state.log_steps) == (trained.losses, [1, 2, 3, 4])
     run = start_run(
         tmp_path / "second", initial_load_path=str(of_0_3(trained, tmp_path / "b")), initial_load_model_only=False
@@ -120,8 +117,7 @@ def test_parameters_with_bare_names_and_their_optimizer_state_are_renamed(
     path = of_0_3(trained, tmp_path / "step-4", prefix="net.")
     with pytest.raises(CheckpointMismatch, match=r"load_rename='\^net\[\.\]='"):
         taken_over(start_run, path).manager.load()
-    run = taken_over(start_run, path, load_rename=("^net[.]=",))
-    assert run.manager.load()
+    run = taken_over(start_run, path, load_rename=("^net[.]=",)).resumed()
     assert same(run.contents()["model"], trained.contents()["model"])
     assert same(run.contents()["moments"], trained.contents()["moments"])
 
@@ -130,8 +126,7 @@ def test_a_step_of_torchtitan_in_the_runs_own_folder_is_resumed_with_load_step(
     start_run: StartRun, trained: SmallRun, tmp_path: Path
 ) -> None:
     of_0_3(trained, tmp_path / "checkpoint" / "step-4")
-    run = start_run(seed=1, load_step=4)
-    assert run.manager.load()
+    run = start_run(seed=1, load_step=4).resumed()
     assert run.train_state.step == 4
 
 

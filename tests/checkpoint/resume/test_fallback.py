@@ -50,8 +50,7 @@ def test_the_next_older_one_is_resumed_from(
     damage: Callable[[Path], object], trained: SmallRun, start_run: StartRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     damage(trained.root / "step-6")
-    run = start_run(interval=2)
-    assert run.manager.load()
+    run = start_run(interval=2).resumed()
     assert (run.manager.loaded_step, run.train_state.step) == (4, 4)
     assert run.names() == ["step-2", "step-4", "step-6.corrupt"]
     assert run.events.steps("fallback") == [4]
@@ -66,8 +65,7 @@ def test_the_next_older_one_is_resumed_from(
 
 def test_a_resumed_run_is_the_run_from_the_older_one(trained: SmallRun, start_run: StartRun, tmp_path: Path) -> None:
     flip(trained.root / "step-6" / DATA, in_tensor(trained.root / "step-6", "model.first.weight"))
-    run = start_run(interval=2)
-    run.manager.load()
+    run = start_run(interval=2).loaded()
     run.train(8)
     straight = start_run(tmp_path / "straight", interval=2)
     straight.train(8)
@@ -78,8 +76,7 @@ def test_a_resumed_run_is_the_run_from_the_older_one(trained: SmallRun, start_ru
 def test_the_finding_names_file_and_tensor(trained: SmallRun, start_run: StartRun) -> None:
     folder = trained.root / "step-6"
     flip(folder / DATA, in_tensor(folder, "model.second.weight"))
-    run = start_run(interval=2)
-    run.manager.load()
+    run = start_run(interval=2).loaded()
     finding = run.events.figures("fallback")["finding"]
     assert DATA in finding
     assert "model.second.weight" in run.events.figures("fallback")["keys"]
@@ -90,8 +87,7 @@ def test_the_finding_names_file_and_tensor(trained: SmallRun, start_run: StartRu
 def test_several_damaged_ones_are_skipped_in_one_start(trained: SmallRun, start_run: StartRun) -> None:
     flip(trained.root / "step-6" / "manifest.json", 40)
     flip(trained.root / "step-4" / DATA, in_tensor(trained.root / "step-4", "model.first.weight"))
-    run = start_run(interval=2)
-    assert run.manager.load()
+    run = start_run(interval=2).resumed()
     assert run.train_state.step == 2
     assert run.names() == ["step-2", "step-4.corrupt", "step-6.corrupt"]
     assert sorted(run.events.steps("quarantined")) == [4, 6]
@@ -151,8 +147,7 @@ def test_a_temporary_error_of_the_machine_has_no_effect(trained: SmallRun, start
 
 def test_a_run_that_only_loads_falls_back_and_renames_nothing(trained: SmallRun, start_run: StartRun) -> None:
     flip(trained.root / "step-6" / DATA, in_tensor(trained.root / "step-6", "model.first.weight"))
-    run = start_run(load_only=True)
-    assert run.manager.load()
+    run = start_run(load_only=True).resumed()
     assert run.train_state.step == 4
     assert run.names() == ["step-2", "step-4", "step-6"]
 
@@ -162,8 +157,7 @@ def test_verify_on_load_decides_how_much_is_checked(
     verify: str, found: bool, trained: SmallRun, start_run: StartRun
 ) -> None:
     flip(trained.root / "step-6" / DATA, in_tensor(trained.root / "step-6", "model.first.weight"))
-    run = start_run(interval=2, verify_on_load=verify)
-    assert run.manager.load()
+    run = start_run(interval=2, verify_on_load=verify).resumed()
     assert run.train_state.step == (4 if found else 6)
 
 
@@ -173,8 +167,7 @@ def test_a_quarantined_one_is_not_in_the_way_of_the_same_step_again(trained: Sma
         ["step-2", "step-4", "step-6.corrupt", "step-6.corrupt-2"],
     ):
         flip(trained.root / "step-6" / "manifest.json", 40)
-        run = start_run(interval=2)
-        assert run.manager.load()
+        run = start_run(interval=2).resumed()
         if "step-6" in names:
             run.train(6)
         run.manager.close()
@@ -197,8 +190,7 @@ def test_damage_to_the_manifest_names_the_file_wherever_it_is_reported(
     trained: SmallRun, start_run: StartRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     flip(trained.root / "step-6" / "manifest.json", 40)
-    run = start_run(interval=2)
-    assert run.manager.load()
+    run = start_run(interval=2).resumed()
     assert run.events.figures("fallback")["finding"].startswith("manifest.json: ")
     assert "Step 6 is damaged: manifest.json: " in caplog.text
     [finding] = json.loads((trained.root / "step-6.corrupt" / "findings.json").read_text())["findings"]
@@ -212,8 +204,7 @@ def test_what_is_no_file_is_damage_and_the_next_older_one_is_resumed_from(
     path = trained.root / "step-6" / name
     path.rename(tmp_path / "outside")
     path.symlink_to(tmp_path / "outside")
-    run = start_run(interval=2)
-    assert run.manager.load()
+    run = start_run(interval=2).resumed()
     assert run.train_state.step == 4
     assert name in run.events.figures("fallback")["finding"]
     assert run.names() == ["step-2", "step-4", "step-6.corrupt"]
@@ -236,8 +227,7 @@ def test_a_reader_whose_step_is_removed_while_it_reads_chooses_again(tmp_path: P
     removes = Removes(tmp_path / "none")
     writer = start_run(interval=2, states={"removes": removes})
     writer.train(6)
-    reader = start_run(load_only=True, states={"removes": Removes(writer.root / "step-6")})
-    assert reader.manager.load()
+    reader = start_run(load_only=True, states={"removes": Removes(writer.root / "step-6")}).resumed()
     assert (reader.manager.loaded_step, reader.train_state.step) == (4, 4)
     assert reader.events.steps("fallback") == []
     straight = start_run(tmp_path / "straight", interval=2, states={"removes": removes})
@@ -249,8 +239,7 @@ def test_nothing_of_a_damaged_step_is_left_where_a_seed_is_the_next_older_one(st
     seed = start_run(create_seed_checkpoint=True)
     seed.manager.save(0, force=True)
     seed.manager.close()
-    first = start_run(interval=2)
-    first.manager.load()
+    first = start_run(interval=2).loaded()
     first.train(2)
     first.manager.close()
     flip(first.root / "step-2" / DATA, in_tensor(first.root / "step-2", "model.first.weight"))

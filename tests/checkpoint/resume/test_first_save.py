@@ -33,8 +33,7 @@ def test_a_loop_that_calls_reset_is_refused_before_it_trains(start_run: StartRun
 
 def test_a_loop_that_loaded_saves(start_run: StartRun) -> None:
     saved(start_run)
-    run = start_run(interval=1)
-    run.manager.load()
+    run = start_run(interval=1).loaded()
     run.manager.reset()
     run.train(4)
     assert run.committed() == [1, 2, 3, 4]
@@ -50,8 +49,7 @@ def test_a_fresh_folder_needs_no_load(start_run: StartRun) -> None:
 def test_a_start_from_other_weights_is_a_load(start_run: StartRun, tmp_path: Path) -> None:
     saved(start_run)
     path = str(tmp_path / "checkpoint" / "step-3")
-    run = start_run(tmp_path / "next", interval=1, initial_load_path=path)
-    run.manager.load()
+    run = start_run(tmp_path / "next", interval=1, initial_load_path=path).loaded()
     run.train(1)
     assert run.committed() == [1]
 

@@ -68,8 +68,7 @@ def test_what_was_saved_comes_back_whatever_happened_since(start_run: StartRun, 
 
 def test_another_process_gets_all_of_it(start_run: StartRun) -> None:
     run = saved_run(start_run)
-    fresh = start_run(seed=1)
-    assert fresh.manager.load()
+    fresh = start_run(seed=1).resumed()
     assert same(fresh.contents(), run.contents())
     assert fresh.events.steps("loaded") == [3]
     assert fresh.events.figures("loaded")["bytes"] > 0
@@ -78,8 +77,7 @@ def test_another_process_gets_all_of_it(start_run: StartRun) -> None:
 def test_a_load_is_logged_in_torchtitans_words(start_run: StartRun, caplog: pytest.LogCaptureFixture) -> None:
     saved_run(start_run)
     with caplog.at_level(logging.INFO, "torchtitan_lite"):
-        run = start_run()
-        run.manager.load()
+        run = start_run().loaded()
     assert f"Checkpointing active. Checkpoints will be loaded from and saved to {run.root}" in caplog.messages
     assert "Loading the checkpoint at step 3." in caplog.messages
     assert "Finished loading the checkpoint in 0.00 seconds." in caplog.messages
@@ -163,16 +161,14 @@ def test_an_initial_path_gives_the_model_and_counts_on_the_first_start_only(
     assert first.manager.loaded_step is None
     first.train(2)
     first.manager.close()
-    again = start_run(seed=2, **options)
-    assert again.manager.load()
+    again = start_run(seed=2, **options).resumed()
     assert same(again.contents(), first.contents())
 
 
 def test_an_initial_path_gives_everything_if_the_config_says_so(start_run: StartRun, tmp_path: Path) -> None:
     base = saved_run(start_run, folder=tmp_path / "base")
     path = str(base.root / "step-2")
-    run = start_run(tmp_path / "tuned", seed=1, initial_load_path=path, initial_load_model_only=False)
-    assert run.manager.load()
+    run = start_run(tmp_path / "tuned", seed=1, initial_load_path=path, initial_load_model_only=False).resumed()
     assert run.train_state.step == 2
     assert run.losses == base.losses[:2]
 
@@ -185,8 +181,7 @@ def test_an_initial_path_that_is_not_there_is_refused(start_run: StartRun) -> No
 def test_weights_in_bfloat16_begin_a_run_in_float32(start_run: StartRun, tmp_path: Path) -> None:
     base = start_run(tmp_path / "base", model_weights_only=True, export_dtype="bfloat16")
     base.train(2)
-    run = start_run(tmp_path / "tuned", seed=1, initial_load_path=str(base.root / "step-2"))
-    assert run.manager.load()
+    run = start_run(tmp_path / "tuned", seed=1, initial_load_path=str(base.root / "step-2")).resumed()
     expected = {n: t.bfloat16().to(t.dtype) for n, t in base.model.state_dict().items() if t.is_floating_point()}
     assert same({name: run.model.state_dict()[name] for name in expected}, expected)
     assert torch.equal(run.model.counter, base.model.counter)
@@ -343,8 +338,7 @@ def test_a_plain_dcp_checkpoint_is_skipped_and_loads_if_it_is_named(
     CheckpointStore(run.root).folder_id(make=True)  # With no sign of a run of ours, the folder is refused.
     assert not start_run(seed=1).manager.load()
     assert "step-7 has no manifest and is skipped" in caplog.text
-    asking = start_run(seed=1, load_step=7)
-    assert asking.manager.load()
+    asking = start_run(seed=1, load_step=7).resumed()
     assert same(asking.contents(), run.contents())
 
 
@@ -407,8 +401,7 @@ def test_names_that_differ_by_a_prefix_are_refused_with_the_rename_that_fits(
     options = {"folder": tmp_path / "tuned", "seed": 1, "initial_load_path": str(path)}
     with pytest.raises(CheckpointMismatch, match=r"--checkpoint\.load_rename='\^app\[\.\]model\[\.\]='"):
         start_run(**options).manager.load()
-    tuned = start_run(**options, load_rename=("^app[.]model[.]=",))
-    assert tuned.manager.load()
+    tuned = start_run(**options, load_rename=("^app[.]model[.]=",)).resumed()
     assert same(tuned.contents()["model"], run.contents()["model"])
 
 

@@ -16,8 +16,7 @@ StartRun = Callable[..., SmallRun]
 
 def test_the_branch_begins_at_its_first_commit_and_until_then_nothing_is_set_aside(start_run: StartRun) -> None:
     _train_to(start_run, 6)
-    run = start_run(interval=2, load_step=2)
-    assert run.manager.load()
+    run = start_run(interval=2, load_step=2).resumed()
     assert _names(run) == ["step-2", "step-4", "step-6"]
     run.step()
     assert _names(run) == ["step-2", "step-4", "step-6"]
@@ -38,8 +37,7 @@ def test_what_was_abandoned_is_kept_byte_for_byte(start_run: StartRun) -> None:
 def test_an_automatic_resume_never_takes_an_abandoned_step_and_purge_never_counts_one(start_run: StartRun) -> None:
     _train_to(start_run, 8)
     _roll_back(start_run, 2, steps=2)
-    run = start_run(interval=2, keep_latest_k=2)
-    run.manager.load()
+    run = start_run(interval=2, keep_latest_k=2).loaded()
     assert run.train_state.step == 4
     run.step()
     run.step()
@@ -54,8 +52,7 @@ def test_a_crash_between_the_commit_and_the_renames_brings_no_step_back(start_ru
     (aside,) = run.root.glob("step-6.abandoned-*")
     aside.rename(run.root / "step-6")
     assert [info.step for info in CheckpointStore(run.root).committed()] == [2, 3, 4]
-    again = start_run(interval=2)
-    again.manager.load()
+    again = start_run(interval=2).loaded()
     assert again.train_state.step == 4
     assert aside.is_dir() and not (run.root / "step-6").exists()
 
@@ -65,8 +62,7 @@ def test_an_abandoned_step_stays_so_when_the_commit_that_began_the_branch_is_pur
     _roll_back(start_run, 2, steps=2)
     (aside,) = run.root.glob("step-6.abandoned-*")
     aside.rename(run.root / "step-6")
-    again = start_run(interval=1, keep_latest_k=1, load_step=2)
-    again.manager.load()
+    again = start_run(interval=1, keep_latest_k=1, load_step=2).loaded()
     again.step()
     again.manager.close()
     assert [info.step for info in CheckpointStore(run.root).committed()] == [5]
@@ -78,8 +74,7 @@ def test_the_same_command_again_resumes_from_the_latest_step_of_the_branch(
     caplog.set_level("INFO", logger="torchtitan_lite")
     _train_to(start_run, 6)
     _roll_back(start_run, 2, steps=3)
-    run = start_run(interval=1, load_step=2)
-    run.manager.load()
+    run = start_run(interval=1, load_step=2).loaded()
     assert run.train_state.step == 5
     assert "Rolled back to step 2 before: resuming from step 5 of that branch" in caplog.text
 
@@ -87,16 +82,14 @@ def test_the_same_command_again_resumes_from_the_latest_step_of_the_branch(
 def test_a_run_that_loads_its_latest_step_by_number_is_a_branch_too(start_run: StartRun) -> None:
     _train_to(start_run, 2)
     _roll_back(start_run, 2, steps=2)
-    run = start_run(interval=1, load_step=2)
-    run.manager.load()
+    run = start_run(interval=1, load_step=2).loaded()
     assert run.train_state.step == 4
 
 
 def test_new_branch_begins_another_one(start_run: StartRun) -> None:
     _train_to(start_run, 6)
     _roll_back(start_run, 2, steps=3)
-    run = start_run(interval=1, load_step=2, new_branch=True)
-    run.manager.load()
+    run = start_run(interval=1, load_step=2, new_branch=True).loaded()
     assert run.train_state.step == 2
     run.step()
     assert [name for name in _names(run) if "abandoned" not in name] == ["step-2", "step-3"]
@@ -117,8 +110,7 @@ def test_to_return_to_an_abandoned_step_a_new_folder_begins_with_it(start_run: S
     run = _train_to(start_run, 6)
     _roll_back(start_run, 2, steps=2)
     (aside,) = run.root.glob("step-6.abandoned-*")
-    back = start_run(run.root.parent / "again", initial_load_path=str(aside), initial_load_model_only=False)
-    back.manager.load()
+    back = start_run(run.root.parent / "again", initial_load_path=str(aside), initial_load_model_only=False).loaded()
     assert back.train_state.step == 6
 
 
@@ -137,22 +129,19 @@ def test_if_all_of_the_branch_is_damaged_the_trunk_is_resumed_as_a_new_run(start
     for step in (3, 4):
         data = trunk.root / f"step-{step}" / "__0_0.distcp"
         data.write_bytes(bytes(data.stat().st_size))
-    run = start_run(interval=2)
-    assert run.manager.load()
+    run = start_run(interval=2).resumed()
     assert run.train_state.step == 2
     run.train(4)
     run.manager.close()
     new = _lineage(run.root / "step-4")
     assert new["run_id"] not in ids.values()
     assert (new["parent_step"], new["branch_point"], new["abandons"]) == (2, None, [])
-    again = start_run(interval=2)
-    assert again.manager.load()
+    again = start_run(interval=2).resumed()
     assert again.train_state.step == 4
 
 
 def _train_to(start_run: StartRun, steps: int) -> SmallRun:
-    run = start_run(interval=2)
-    run.manager.load()
+    run = start_run(interval=2).loaded()
     for _ in range(steps):
         run.step()
     run.manager.close()
@@ -160,8 +149,7 @@ def _train_to(start_run: StartRun, steps: int) -> SmallRun:
 
 
 def _roll_back(start_run: StartRun, step: int, *, steps: int) -> None:
-    run = start_run(interval=1, load_step=step)
-    run.manager.load()
+    run = start_run(interval=1, load_step=step).loaded()
     for _ in range(steps):
         run.step()
     run.manager.close()

@@ -23,19 +23,16 @@ from torchtitan_lite.store import layout
 def test_the_run_finishes_as_one_that_was_never_given_the_batches(
     start_run: StartRun, mode: str, poisoned: set[int], left_out: set[int]
 ) -> None:
-    run = start_run(interval=3, async_mode=mode)
-    run.manager.load()
+    run = start_run(interval=3, async_mode=mode).loaded()
     train(run, poisoned=poisoned)
     run.manager.close()
     assert same(run.contents(), straight(start_run, without=left_out) | {"loader": run.contents()["loader"]})
-    again = start_run(interval=3)
-    assert again.manager.load()
+    again = start_run(interval=3).resumed()
     assert same(again.contents(), run.contents())
 
 
 def test_a_step_that_is_bad_again_also_loses_the_batch_before_and_rolls_back_before_that(start_run: StartRun) -> None:
-    run = start_run(interval=1)
-    run.manager.load()
+    run = start_run(interval=1).loaded()
     train(run, poisoned=(), steps=7)
     assert run.manager.roll_back(8, "loss is nan") == 7
     assert [run.manager.batches_to_skip(step) for step in (7, 8)] == [0, 1]
@@ -46,8 +43,7 @@ def test_a_step_that_is_bad_again_also_loses_the_batch_before_and_rolls_back_bef
 
 
 def test_what_comes_after_is_set_aside_by_the_first_save_of_the_branch(start_run: StartRun) -> None:
-    run = start_run(interval=1)
-    run.manager.load()
+    run = start_run(interval=1).loaded()
     train(run, poisoned=(), steps=6)
     run.manager.roll_back(6, "loss is nan")
     assert run.train_state.step == 5 and run.committed() == [1, 2, 3, 4, 5, 6]
@@ -60,8 +56,7 @@ def test_what_comes_after_is_set_aside_by_the_first_save_of_the_branch(start_run
 
 
 def test_a_step_that_an_earlier_rollback_has_left_is_no_place_to_go(start_run: StartRun) -> None:
-    run = start_run(interval_type="none", at_steps=(2, 5))
-    run.manager.load()
+    run = start_run(interval_type="none", at_steps=(2, 5)).loaded()
     train(run, poisoned=(), steps=6, ends=False)
     for expected in (5, 5, 2):
         assert run.manager.roll_back(7, "loss is nan") == expected
@@ -71,8 +66,7 @@ def test_a_step_that_an_earlier_rollback_has_left_is_no_place_to_go(start_run: S
 
 
 def test_a_checkpoint_with_nan_is_skipped(start_run: StartRun) -> None:
-    run = start_run(interval=1)
-    run.manager.load()
+    run = start_run(interval=1).loaded()
     train(run, poisoned=(), steps=3)
     with torch.no_grad():
         run.model.first.weight.fill_(float("nan"))
@@ -83,8 +77,7 @@ def test_a_checkpoint_with_nan_is_skipped(start_run: StartRun) -> None:
 def test_a_checkpoint_with_infinity_which_no_save_looks_for_is_skipped(
     start_run: StartRun, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = start_run(interval=1)
-    run.manager.load()
+    run = start_run(interval=1).loaded()
     train(run, poisoned=(), steps=3)
     with torch.no_grad():
         run.model.first.bias[0] = float("inf")
@@ -106,8 +99,7 @@ def test_a_frozen_mask_of_infinity_and_floats_of_eight_bits_are_no_finding(start
 
 
 def test_a_damaged_checkpoint_is_skipped(start_run: StartRun) -> None:
-    run = start_run(interval=1, verify_on_load="off")
-    run.manager.load()
+    run = start_run(interval=1, verify_on_load="off").loaded()
     train(run, poisoned=(), steps=3)
     data = run.root / "step-3" / "__0_0.distcp"
     data.write_bytes(data.read_bytes()[:-1] + b"?")
@@ -115,8 +107,7 @@ def test_a_damaged_checkpoint_is_skipped(start_run: StartRun) -> None:
 
 
 def test_after_too_many_rollbacks_the_error_lists_them_and_nothing_changes(start_run: StartRun) -> None:
-    run = start_run(interval=2)
-    run.manager.load()
+    run = start_run(interval=2).loaded()
     with pytest.raises(TrainingDiverged) as caught:
         train(run, poisoned={5, 6, 7, 8}, max_rollbacks=3)
     assert str(caught.value) == (
@@ -130,15 +121,13 @@ def test_after_too_many_rollbacks_the_error_lists_them_and_nothing_changes(start
 
 
 def test_only_rollbacks_from_the_last_steps_count(start_run: StartRun) -> None:
-    run = start_run(interval=1)
-    run.manager.load()
+    run = start_run(interval=1).loaded()
     train(run, poisoned={3, 6, 9}, max_rollbacks=1, within_steps=2)
     assert [each["step"] for each in record(run)] == [3, 5, 7]
 
 
 def test_without_a_checkpoint_before_the_step_the_run_stops(start_run: StartRun) -> None:
-    run = start_run(interval=5)
-    run.manager.load()
+    run = start_run(interval=5).loaded()
     with pytest.raises(TrainingDiverged, match=r"does not roll back: there is no checkpoint of step 2 or before"):
         train(run, poisoned={3})
     assert not (run.root / layout.ROLLBACKS).exists()
@@ -146,8 +135,7 @@ def test_without_a_checkpoint_before_the_step_the_run_stops(start_run: StartRun)
 
 @pytest.mark.parametrize("point", ["load", "rolled_back"])
 def test_a_start_after_a_kill_rolls_back_too_although_later_steps_are_there(start_run: StartRun, point: str) -> None:
-    run = start_run(interval=1)
-    run.manager.load()
+    run = start_run(interval=1).loaded()
     train(run, poisoned=(), steps=7)
     run.manager.roll_back(8, "loss is nan")
     faults.install(f"EIO@{point}", rank=0)
@@ -155,8 +143,7 @@ def test_a_start_after_a_kill_rolls_back_too_although_later_steps_are_there(star
         run.manager.roll_back(8, "loss is nan")
     run.manager.close()
     faults.install("", rank=0)
-    again = start_run(interval=1)
-    assert again.manager.load()
+    again = start_run(interval=1).resumed()
     assert (again.train_state.step, again.committed()[-1]) == (6, 7)
     assert [each["target"] for each in record(again)] == [7, 6]
     train(again, poisoned=())
@@ -165,26 +152,22 @@ def test_a_start_after_a_kill_rolls_back_too_although_later_steps_are_there(star
 
 
 def test_the_batches_are_left_out_by_every_later_start(start_run: StartRun) -> None:
-    run = start_run(interval=1)
-    run.manager.load()
+    run = start_run(interval=1).loaded()
     train(run, poisoned=(), steps=5)
     run.manager.roll_back(6, "loss is nan")
     run.manager.close()
     for steps in (5, 7, 9):
-        again = start_run(interval=1)
-        again.manager.load()
+        again = start_run(interval=1).loaded()
         train(again, poisoned=(), steps=steps)
         again.manager.close()
     assert again.loader.state["position"] == 10
 
 
 def test_a_branch_of_the_run_leaves_them_out_and_a_new_run_does_not(start_run: StartRun, tmp_path: Path) -> None:
-    run = start_run(interval=1)
-    run.manager.load()
+    run = start_run(interval=1).loaded()
     train(run, poisoned={6}, steps=8)
     run.manager.close()
-    branch = start_run(interval=1, load_step=3)
-    branch.manager.load()
+    branch = start_run(interval=1, load_step=3).loaded()
     assert branch.manager.batches_to_skip(6) == 1
     branch.manager.close()
     for step in run.root.glob("step-*"):
@@ -195,22 +178,18 @@ def test_a_branch_of_the_run_leaves_them_out_and_a_new_run_does_not(start_run: S
 
 
 def test_the_load_step_of_a_branch_continues_it_after_it_rolled_back(start_run: StartRun) -> None:
-    run = start_run(interval=1)
-    run.manager.load()
+    run = start_run(interval=1).loaded()
     train(run, poisoned=(), steps=8)
     run.manager.close()
-    branch = start_run(interval=1, load_step=3)
-    branch.manager.load()
+    branch = start_run(interval=1, load_step=3).loaded()
     train(branch, poisoned={6}, steps=7)
     branch.manager.close()
-    again = start_run(interval=1, load_step=3)
-    again.manager.load()
+    again = start_run(interval=1, load_step=3).loaded()
     assert again.train_state.step == 7
 
 
 def test_a_run_that_cannot_roll_back_is_refused(start_run: StartRun) -> None:
-    run = start_run(interval=1)
-    run.manager.load()
+    run = start_run(interval=1).loaded()
     train(run, poisoned=(), steps=2)
     run.manager.close()
     for options in ({"load_only": True}, {"enable_checkpoint": False}):
@@ -232,8 +211,7 @@ def test_a_run_that_cannot_roll_back_is_refused(start_run: StartRun) -> None:
 def test_a_wrong_argument_is_refused_and_nothing_changes(
     start_run: StartRun, arguments: dict[str, Any], finding: str
 ) -> None:
-    run = start_run(interval=1)
-    run.manager.load()
+    run = start_run(interval=1).loaded()
     train(run, poisoned=(), steps=2)
     with pytest.raises(ConfigError, match=finding):
         run.manager.roll_back(**{"step": 3, "reason": "loss is nan"} | arguments)
@@ -242,41 +220,35 @@ def test_a_wrong_argument_is_refused_and_nothing_changes(
 
 def test_what_was_uploaded_of_the_steps_that_were_left_is_not_taken(start_run: StartRun, tmp_path: Path) -> None:
     uploads = {"interval": 1, "upload_folder": str(tmp_path / "uploaded")}
-    run = start_run(**uploads)
-    run.manager.load()
+    run = start_run(**uploads).loaded()
     train(run, poisoned=(), steps=7)
     run.manager.close()
     assert (tmp_path / "uploaded" / "step-7").is_dir()
-    again = start_run(**uploads)
-    again.manager.load()
+    again = start_run(**uploads).loaded()
     assert [again.manager.roll_back(8, "loss is nan") for _ in range(2)] == [7, 6]
     again.manager.close()
     for start in range(2):  # Before the branch has a checkpoint, and after.
-        third = start_run(**uploads)
-        third.manager.load()
+        third = start_run(**uploads).loaded()
         assert third.train_state.step == 6 + start
         train(third, poisoned=(), steps=7)
         third.manager.close()
 
 
 def test_a_start_that_only_loads_takes_the_same_and_writes_nothing(start_run: StartRun) -> None:
-    run = start_run(interval=1)
-    run.manager.load()
+    run = start_run(interval=1).loaded()
     train(run, poisoned=(), steps=4)
     run.manager.roll_back(4, "loss is nan")
     run.manager.close()
     before = (run.root / layout.ROLLBACKS).read_bytes()
     (run.root / layout.ROLLBACKS).write_bytes(before.replace(b'"target": 3', b'"target": -1'))
     names = run.names()
-    reader = start_run(load_only=True)
-    assert reader.manager.load()
+    reader = start_run(load_only=True).resumed()
     assert reader.train_state.step == 3
     assert (reader.names(), record(run)[0]["target"]) == (names, -1)
 
 
 def test_a_record_that_leads_nowhere_is_one_error(start_run: StartRun) -> None:
-    run = start_run(interval=1)
-    run.manager.load()
+    run = start_run(interval=1).loaded()
     train(run, poisoned=(), steps=3)
     run.manager.roll_back(3, "loss is nan")
     run.manager.close()

@@ -165,8 +165,7 @@ def test_a_manager_loads_every_tensor_of_a_state_that_it_saved(
     run.train(1)
     run.manager.close()
     bag = Bag({})
-    again = start_run(states={"bag": bag}, seed=1)
-    assert again.manager.load()
+    start_run(states={"bag": bag}, seed=1).resumed()
     trips.check(bag.tensors, tensors)
     print(f"manager, {mode} -> manager: {trips.count} tensors equal")
     assert trips.count == NUM_TENSORS
@@ -189,8 +188,7 @@ def test_a_manager_loads_every_tensor_of_a_step_that_plain_dcp_saved(
     }
     save_stock(run.root / "step-7", state)
     bag = Bag({})
-    again = start_run(states={"bag": bag}, seed=1, load_step=7)
-    assert again.manager.load()
+    again = start_run(states={"bag": bag}, seed=1, load_step=7).resumed()
     trips.check(bag.tensors, tensors)
     trips.check(again.model.state_dict(), run.model.state_dict())
     print(f"plain DCP -> manager: {trips.count} tensors equal")

@@ -72,8 +72,7 @@ def test_closing_waits_for_a_removal_no_longer_than_it_may(
     # It removes no further ones: the folder may belong to another job by now.
     assert run.manager._housekeeping.wait(DEADLINE_SECONDS)
     assert run.committed() == [2, 3]
-    with start_run(interval=1, keep_latest_k=1) as again:
-        assert again.manager.load()
+    with start_run(interval=1, keep_latest_k=1).resumed() as again:
         assert again.names() == ["step-2", "step-3"]
 
 

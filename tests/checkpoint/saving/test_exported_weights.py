@@ -25,8 +25,7 @@ def test_weights_that_a_run_trains_on_through_stay_under_another_name_whatever_i
     first = start_run(interval=2, model_weights_only=True, export_dtype="bfloat16")
     first.train(4)
     exported = as_one_file(first.root / "step-4", tmp_path / "x.pt")
-    run = start_run(interval=2, keep_latest_k=1)
-    assert run.manager.load()
+    run = start_run(interval=2, keep_latest_k=1).resumed()
     with caplog.at_level(logging.INFO, "torchtitan_lite"):
         run.train(8)
     assert run.names() == ["step-4.weights", "step-8"]
@@ -38,12 +37,10 @@ def test_weights_set_aside_begin_another_run(start_run: StartRun, tmp_path: Path
     first = start_run(interval=2, model_weights_only=True)
     first.train(4)
     start_run(interval=2).manager.load()
-    run = start_run(interval=2)
-    run.manager.load()
+    run = start_run(interval=2).loaded()
     run.train(4, last=False)
     run.manager.close()
-    begun = start_run(tmp_path / "next", seed=1, initial_load_path=str(run.root / "step-4.weights"))
-    assert begun.manager.load()
+    begun = start_run(tmp_path / "next", seed=1, initial_load_path=str(run.root / "step-4.weights")).resumed()
     assert same(dict(begun.model.state_dict()), dict(first.model.state_dict()))
 
 

@@ -43,8 +43,7 @@ def test_training_continues_on_a_full_disk_and_saves_when_there_is_room(
     run.train(10)
     run.manager.close()  # The asynchronous modes purge in the background.
     assert run.committed() == [8, 10]
-    again = start_run(small_disk, interval=2, async_mode=mode)
-    assert again.manager.load()
+    again = start_run(small_disk, interval=2, async_mode=mode).resumed()
     assert again.losses == run.losses
 
 
@@ -57,8 +56,7 @@ def test_a_save_after_which_the_disk_fills_up_stays(start_run: StartRun, small_d
         run.step()
     assert run.committed()[0] == 1
     assert run.events.steps("save_failed")
-    again = start_run(small_disk, load_only=True)
-    assert again.manager.load()
+    start_run(small_disk, load_only=True).resumed()
 
 
 def stale_staging(disk: Path) -> Path:
@@ -88,8 +86,7 @@ def test_a_run_takes_over_from_one_that_was_killed_on_a_disk_that_is_full(
     lock = small_disk / "checkpoint" / layout.LOCK
     lock.write_bytes(holder.to_bytes(3, 2.0))
     staging = stale_staging(small_disk)
-    run = start_run(small_disk, interval=1)
-    run.manager.load()
+    run = start_run(small_disk, interval=1).loaded()
     mine = Holder.parse(lock.read_bytes())
     assert mine is not None and mine.pid == os.getpid() and not staging.exists()
     run.train(1)

@@ -56,8 +56,7 @@ def test_a_last_step_that_is_due_anyway_is_saved_once(start_run: StartRun) -> No
 
 
 def test_a_run_that_only_loads_never_saves(start_run: StartRun) -> None:
-    run = start_run(interval=1, load_only=True)
-    run.manager.load()
+    run = start_run(interval=1, load_only=True).loaded()
     run.train(3)
     run.manager.close()
     assert not run.root.exists()
@@ -82,8 +81,7 @@ def test_making_a_manager_touches_nothing(start_run: StartRun, tmp_path: Path) -
 def test_seconds_count_from_the_start_of_the_loop_and_from_each_save_and_are_acted_on_a_step_later(
     start_run: StartRun,
 ) -> None:
-    run = start_run(interval=10, interval_type="seconds")
-    run.manager.load()
+    run = start_run(interval=10, interval_type="seconds").loaded()
     run.clock.seconds += 500
     run.manager.reset()
     saved = []
@@ -174,8 +172,7 @@ def test_training_may_change_everything_right_after_a_save_began(start_run: Star
         run.scramble()
         run.train_state.step = saved["step"]
     run.manager.close()
-    fresh = start_run(seed=1)
-    assert fresh.manager.load()
+    fresh = start_run(seed=1).resumed()
     assert same(fresh.contents(), saved)
 
 

@@ -94,6 +94,5 @@ def test_a_resume_from_nan_warns_and_keeps_the_last_finite_checkpoint(
     assert "was saved with NaN in its weights; --checkpoint.load_step rolls back" in caplog.text
     again.train(3, last=False)
     assert again.committed() == [1, 3]
-    back = start_run(seed=2, load_step=1)
-    assert back.manager.load()
+    back = start_run(seed=2, load_step=1).resumed()
     assert all(parameter.isfinite().all() for parameter in back.model.parameters())

@@ -162,8 +162,7 @@ def test_without_time_for_another_the_ranks_leave_with_the_save_that_was_in_flig
     assert run.events.figures("preempted") == {"signal": signal.SIGTERM, "given_up_steps": 1}
     assert "too short to save step 3;" in caplog.text
     run.manager.close()
-    again = start_run()
-    assert again.manager.load()
+    again = start_run().resumed()
     assert again.train_state.step == 2
 
 

@@ -21,8 +21,7 @@ def test_listed_steps_alone_are_saved_and_so_is_a_step_on_demand(start_run: Star
 
 
 def test_whichever_of_steps_and_seconds_comes_first_is_saved(start_run: StartRun) -> None:
-    run = start_run(interval=5, or_every_seconds=10.0)
-    run.manager.load()
+    run = start_run(interval=5, or_every_seconds=10.0).loaded()
     run.manager.reset()
     saved = []
     for seconds in (4, 4, 4, 4, 1, 1, 1, 1, 1, 1):
