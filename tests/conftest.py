@@ -18,6 +18,7 @@ from tests.keepers import memory_tier as memory_tier  # fixtures of every test
 from tests.ranks import four_ranks as four_ranks
 from tests.ranks import two_ranks as two_ranks
 from tests.records import record as record
+from torchtitan_lite import faults
 from torchtitan_lite.collection import freeze_imported
 
 # No deadline: it would assert a time, which fails on a shared machine. CI always draws the same examples.
@@ -63,6 +64,12 @@ def transformers_logs_errors_only() -> None:
     """Undo what a test before this one did to the log of transformers: its handler has that test's stderr, closed."""
     if "transformers" in sys.modules:
         sys.modules["transformers"].logging.set_verbosity_error()
+
+
+@pytest.fixture(autouse=True)
+def no_faults_stay() -> Iterator[None]:
+    yield
+    faults.install("", rank=0)
 
 
 @pytest.fixture

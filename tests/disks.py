@@ -17,7 +17,18 @@ from typing import Any
 
 import pytest
 
+from torchtitan_lite import faults
 from torchtitan_lite.disk.durable import Durable
+
+
+@contextmanager
+def injected(spec: str, rank: int = 0) -> Iterator[None]:
+    """Have the faults of `spec` happen meanwhile."""
+    faults.install(spec, rank=rank)
+    try:
+        yield
+    finally:
+        faults.install("", rank=rank)
 
 
 class FailingDisk(Durable):

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,12 +29,6 @@ for step in range(1, 4):
     faults.point("step", step=step)
 print("end", flush=True)
 """
-
-
-@pytest.fixture(autouse=True)
-def _nothing_stays_installed() -> Iterator[None]:
-    yield
-    faults.install("", rank=0)
 
 
 def fired(pass_point: Callable[[], object], times: int) -> list[int]:

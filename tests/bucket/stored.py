@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.disk.sources import bounced
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.bucket.store import BucketStore, open_bucket
 from torchtitan_lite.config.address import parse
-from torchtitan_lite.disk.block_writer import Bounced
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
 from torchtitan_lite.store.place import ObjectPlace
@@ -43,18 +43,9 @@ def write(store: BucketStore, step: int, **changes: Any) -> tuple[str, Manifest]
     assert manifest is not None
     place = store.begin(step)
     for path in sorted(GOLDEN.glob("__*")):
-        store.new_file(place, path.name).write(content(path.read_bytes()))
+        store.new_file(place, path.name).write(bounced(path.read_bytes()))
     store.add_metadata(place, (GOLDEN / layout.METADATA).read_bytes())
     return place, dataclasses.replace(manifest, step=step, extra=manifest.extra | changes.pop("extra", {}), **changes)
-
-
-def content(data: bytes) -> Bounced:
-    """Return `data` as the contents of a new file."""
-
-    def fill(buffer: memoryview, begin: int, end: int) -> None:
-        buffer[: end - begin] = data[begin:end]
-
-    return Bounced(len(data), fill)
 
 
 def flip(info: CheckpointInfo, name: str, at: int) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.disk.sources import bounced
 from tests.store.filled import manifest_of
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.run_folders import open_store
 from torchtitan_lite.config.address import parse
-from torchtitan_lite.disk.block_writer import Bounced
 from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.errors import (
     CheckpointDamaged,
@@ -86,15 +86,11 @@ def written(
 ) -> tuple[str, Manifest]:
     """Write the files of `step` as one rank does; return the place and the manifest of the save."""
     place = store.begin(step)
-    record = store.new_file(place, DATA).write(Bounced(len(data), lambda buffer, b, e: _fill(buffer, data[b:e])))
+    record = store.new_file(place, DATA).write(bounced(data))
     store.add_metadata(place, b"of dcp")
     abandons = tuple(settings.pop("abandons", ()))  # type: ignore[call-overload]
     fields = {"files": {DATA: record}, "lineage": Lineage(run_id, abandons=abandons), **settings}
     return place, manifest_of(step, **fields)
-
-
-def _fill(buffer: memoryview, data: bytes) -> None:
-    buffer[: len(data)] = data
 
 
 def save(store: StoresCheckpoints, step: int, data: bytes = b"data", **settings: object) -> CheckpointInfo:

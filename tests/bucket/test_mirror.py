@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.bucket.proxy import Proxy, answers, where
-from tests.bucket.stored import content, flip, held, write
+from tests.bucket.stored import flip, held, write
 from tests.cli.command import command
+from tests.disk.sources import bounced
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.config.address import parse
 from torchtitan_lite.disk.digest import BLOCK_BYTES
@@ -28,7 +29,7 @@ def info(folder: str, proxy: Proxy) -> Iterator[CheckpointInfo]:
     """A checkpoint with a file of several blocks, in a folder that this process holds; all goes through the proxy."""
     with held(folder) as store:
         place, manifest = write(store, 7)
-        record = store.new_file(place, LARGE).write(content(DATA))
+        record = store.new_file(place, LARGE).write(bounced(DATA))
         with_large = dataclasses.replace(manifest, files=manifest.files | {LARGE: record})
         yield store.commit(7, with_large, place=place)
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import pickle
 import random
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -14,39 +12,16 @@ from hypothesis import strategies as st
 
 from tests.bucket import proxy as proxies
 from tests.bucket.proxy import Proxy, where
+from tests.disk.sources import bounced, in_place
 from torchtitan_lite import faults
 from torchtitan_lite.bucket.obstore_objects import ObstoreObjects, connect
 from torchtitan_lite.bucket.upload import MOST_PARTS, PART_BYTES, ObjectToUpload, part_bytes_of, upload
 from torchtitan_lite.config.address import parse
-from torchtitan_lite.disk.block_writer import ALIGNMENT, Bounced, FileSource, InPlace, aligned
+from torchtitan_lite.disk.block_writer import Bounced, FileSource
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
 
 DATA = random.Random(0).randbytes(2 * PART_BYTES + BLOCK_BYTES + 17)
 SIZES = [0, 1, BLOCK_BYTES, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 2 * PART_BYTES, len(DATA)]
-
-
-def in_place(data: bytes, record: FileRecord | None = None) -> InPlace:
-    """`data` in memory as in an arena, with bytes after it that do not belong to the file."""
-    memory = mmap.mmap(-1, aligned(len(data)) + ALIGNMENT)
-    memory[:] = b"\xee" * len(memory)
-    memory[: len(data)] = data
-    return InPlace(memoryview(memory), len(data), record)
-
-
-def bounced(data: bytes) -> Bounced:
-    """`data` as from tensors, in requests that are no larger than those of a disk."""
-
-    def fill(buffer: memoryview, begin: int, end: int) -> None:
-        assert 0 <= begin < end <= len(data) and end - begin <= Bounced.request_bytes
-        buffer[: end - begin] = data[begin:end]
-
-    return Bounced(len(data), fill)
-
-
-@pytest.fixture(autouse=True)
-def no_faults() -> Iterator[None]:
-    yield
-    faults.install("", rank=0)
 
 
 @pytest.mark.parametrize("num_bytes", SIZES)

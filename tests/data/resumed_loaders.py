@@ -8,9 +8,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter
+
+# torchdata 0.11 calls what torch 2.13 has deprecated; Python 3.12 warns of the workers' fork.
+OF_TORCHDATA = [
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+]
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.checkpoint.small_run import same
 from tests.checkpoint.tiny_run import TinyRun
 from tests.data.numbered import loader as own_loader
+from tests.data.resumed_loaders import OF_TORCHDATA
 from tests.ranks import Ranks, on_two_ranks
 from torchtitan_lite.data.adapters import HuggingFaceStreamAdapter, StatefulDataLoaderAdapter
 from torchtitan_lite.data.rank_state import pack, unpack
@@ -26,11 +27,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "samples.md"
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 NUMBERS = list(range(24))
 
-# torchdata 0.11 calls what torch 2.13 has deprecated; Python 3.12 warns of the workers' fork.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
-    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
-]
+pytestmark = OF_TORCHDATA
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

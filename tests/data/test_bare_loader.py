@@ -11,13 +11,10 @@ from torch import nn
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from tests.data.resumed_loaders import OF_TORCHDATA
 from torchtitan_lite.checkpoint import CheckpointManager, TrainState
 
-# torchdata 0.11 calls what torch 2.13 has deprecated; Python 3.12 warns of the workers' fork.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
-    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
-]
+pytestmark = OF_TORCHDATA
 
 
 def losses(folder: Path, num_steps: int, num_workers: int, loader: str) -> dict[int, float]:

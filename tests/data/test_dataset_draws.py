@@ -12,16 +12,12 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from tests.data.resumed_loaders import assert_resumes, seeded_generators
+from tests.data.resumed_loaders import OF_TORCHDATA, assert_resumes
 from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter
 from torchtitan_lite.data.generators import own_generators, set_state, state_of
 from torchtitan_lite.data.rank_state import pack, unpack
 
-# torchdata 0.11 calls what torch 2.13 has deprecated; Python 3.12 warns of the workers' fork.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
-    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
-]
+pytestmark = [*OF_TORCHDATA, pytest.mark.usefixtures("seeded")]
 NUM_SAMPLES = 12
 Draw = Callable[[], float]
 
@@ -162,12 +158,6 @@ def adapter(kind: str, options: dict[str, Any]) -> StatefulDataLoaderAdapter:
 
 def values(batches: Any) -> list[Any]:
     return [[column.tolist() for column in batch] for batch in batches]
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    with seeded_generators():
-        yield
 
 
 def assert_resumes_exactly(kind: str, options: dict[str, Any], epochs: int, taken: int) -> None:

@@ -9,16 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.data.resumed_loaders import assert_resumes, seeded_generators
+from tests.data.resumed_loaders import OF_TORCHDATA, assert_resumes
 from torchtitan_lite.data.adapters import HuggingFaceStreamAdapter, StatefulDataLoaderAdapter
 
 datasets = pytest.importorskip("datasets")
 
-# torchdata 0.11 calls what torch 2.13 has deprecated; Python 3.12 warns of the workers' fork.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
-    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
-]
+pytestmark = [*OF_TORCHDATA, pytest.mark.usefixtures("seeded")]
 
 
 def read(shards: Sequence[int]) -> Iterator[dict[str, int]]:
@@ -50,12 +46,6 @@ def adapter(dataset: Any, num_workers: int, *, is_persistent: bool = False) -> S
 
 def values(batches: Any) -> list[Any]:
     return [[column.tolist() for column in batch.values()] for batch in batches]
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    with seeded_generators():
-        yield
 
 
 # One batch of two workers: the other worker has delivered none in this epoch.

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 from torch.utils.data import IterableDataset
 
-from tests.data.resumed_loaders import seeded_generators
 from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter
 from torchtitan_lite.data.hugging_face_stream import PositionedStream, is_hugging_face_stream
 
 # torchdata 0.11 calls what torch 2.13 has deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+pytestmark = [pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"), pytest.mark.usefixtures("seeded")]
 
 NUM_EXAMPLES = 7
 
@@ -53,12 +52,6 @@ def loader_of(dataset: Stream) -> StatefulDataLoaderAdapter:
 
 def epochs(adapter: Any, count: int) -> list[list[int]]:
     return [[number for batch in adapter for number in batch.tolist()] for _ in range(count)]
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    with seeded_generators():
-        yield
 
 
 @pytest.mark.parametrize(("num_read", "epoch"), [(0, 0), (1, 0), (3, 0), (1, 2), (3, 2)])

@@ -11,14 +11,10 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, WeightedRandomSampler
 
-from tests.data.resumed_loaders import assert_resumes, seeded_generators
+from tests.data.resumed_loaders import OF_TORCHDATA, assert_resumes
 from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter
 
-# torchdata 0.11 calls what torch 2.13 has deprecated; Python 3.12 warns of the workers' fork.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
-    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
-]
+pytestmark = [*OF_TORCHDATA, pytest.mark.usefixtures("seeded")]
 SAMPLES = list(range(12))
 
 
@@ -110,12 +106,6 @@ def adapter(kind: str, num_workers: int) -> StatefulDataLoaderAdapter:
 
 def flat(batches: Any) -> list[int]:
     return [number for batch in batches for number in torch.as_tensor(batch).reshape(-1).tolist()]
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    with seeded_generators():
-        yield
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])  # Workers take a while to start.

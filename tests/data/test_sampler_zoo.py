@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter, OrderedDict, deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.resumed_loaders import restore, seeded_generators, states
+from tests.data.resumed_loaders import OF_TORCHDATA, restore, seeded_generators, states
 from tests.data.samplers import KINDS, REFUSED, SAMPLES, InPlace, rng
 from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter
 from torchtitan_lite.data.generators import state_of
@@ -21,11 +21,7 @@ from torchtitan_lite.data.plain_values import NoValueError, copy_of, plain, rest
 from torchtitan_lite.data.rank_state import pack, unpack
 from torchtitan_lite.errors import ConfigError
 
-# torchdata 0.11 calls what torch 2.13 has deprecated; Python 3.12 warns of the workers' fork.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
-    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
-]
+pytestmark = [*OF_TORCHDATA, pytest.mark.usefixtures("seeded")]
 NUM_EVENTS = 26
 """Batches, and ends of epochs: three epochs of most samplers."""
 QUICK = ("counting", "batches of accelerate's", "nested", "batches of of ranks", "buffered", "two stages")
@@ -99,12 +95,6 @@ class Run:
         """End its workers now; a collection of garbage would wait for each."""
         self.events.close()
         self.loader._iterator = None
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
-    with seeded_generators():
-        yield
 
 
 def straight(kind: str, num_workers: int) -> tuple[list[Any], list[Saved], str]:

@@ -13,15 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.data.resumed_loaders import OF_TORCHDATA
 from tests.forked import run_code
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter
 
-# torchdata 0.11 calls what torch 2.13 has deprecated; Python 3.12 warns of the workers' fork.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
-    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
-]
+pytestmark = OF_TORCHDATA
 
 SIGNALS = [signal.Signals[name] for name in Checkpoint.preemption_signals]
 

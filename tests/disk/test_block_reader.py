@@ -9,7 +9,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -47,12 +47,6 @@ def own(path: Path, data: bytes, tmp_path: Path) -> Path:
     """A file that a test may damage."""
     (tmp_path / "own").write_bytes(data)
     return tmp_path / "own"
-
-
-@pytest.fixture(autouse=True)
-def no_faults() -> Iterator[None]:
-    yield
-    faults.install("", rank=0)
 
 
 def reader(threads: int = 2, *, direct: bool = True) -> BlockReader:

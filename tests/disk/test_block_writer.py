@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import random
 import tempfile
@@ -19,15 +18,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.descriptors import num_open
-from tests.disks import FailingDisk
+from tests.disk.sources import bounced, in_place
+from tests.disks import FailingDisk, injected
 from tests.store.refusals import refusals_logged
-from torchtitan_lite import faults
 from torchtitan_lite.disk.block_writer import (
     ALIGNMENT,
-    Bounced,
     FileSource,
     InPlace,
-    aligned,
     write_blocks,
 )
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
@@ -40,24 +37,6 @@ SEVERAL = 3 * REQUEST_BYTES + 5000
 """Bytes: four requests or more, the last of which ends between two sectors."""
 REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)
 needs_direct = pytest.mark.skipif(not O_DIRECT, reason="the system has no direct I/O")
-
-
-def in_place(data: bytes) -> InPlace:
-    """`data` in memory as in an arena, with bytes after it that do not belong to the file."""
-    memory = mmap.mmap(-1, aligned(len(data)) + ALIGNMENT)
-    memory[:] = b"\xee" * len(memory)
-    memory[: len(data)] = data
-    return InPlace(memoryview(memory), len(data))
-
-
-def bounced(data: bytes) -> Bounced:
-    """`data` through a bounce buffer, as from an image."""
-
-    def fill(buffer: memoryview, begin: int, end: int) -> None:
-        assert 0 <= begin < end <= len(data)
-        buffer[: end - begin] = data[begin:end]
-
-    return Bounced(len(data), fill)
 
 
 SOURCES: dict[str, Callable[[bytes], FileSource]] = {"in place": in_place, "bounced": bounced}
@@ -229,12 +208,8 @@ def test_two_threads_whose_direct_io_is_refused_at_once_both_continue(base: Path
 @pytest.mark.parametrize("kind", SOURCES)
 def test_an_injected_refusal_of_direct_io_acts_like_one_of_the_system(base: Path, kind: str, point: str) -> None:
     data = DATA[:SEVERAL]
-    faults.install(f"EINVAL@{point}", rank=0)
-    try:
-        with refusals_logged() as lines:
-            record = write_blocks(base / "file", SOURCES[kind](data))
-    finally:
-        faults.install("", rank=0)
+    with injected(f"EINVAL@{point}"), refusals_logged() as lines:
+        record = write_blocks(base / "file", SOURCES[kind](data))
     check(base / "file", data, record)
     assert len(lines) == 1
 

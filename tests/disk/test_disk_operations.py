@@ -22,12 +22,6 @@ from torchtitan_lite.store.holder import Holder
 ZEROS = Bounced(5000, lambda buffer, begin, end: None)
 
 
-@pytest.fixture(autouse=True)
-def no_faults() -> Iterator[None]:
-    yield
-    faults.install("", rank=0)
-
-
 def test_an_exchange_of_relative_paths_goes_by_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.disk.pieces import forget
 from torchtitan_lite import faults
 from torchtitan_lite.disk import block_reader, page_cache
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
@@ -58,10 +59,9 @@ def data() -> bytes:
 
 
 @pytest.fixture
-def path(data: bytes, tmp_path: Path) -> Iterator[Path]:
+def path(data: bytes, tmp_path: Path) -> Path:
     (tmp_path / "file").write_bytes(data)
-    yield tmp_path / "file"
-    faults.install("", rank=0)
+    return tmp_path / "file"
 
 
 def read(path: Path, ranges: list[tuple[int, int]], record: FileRecord | None = None, *, direct: bool = False) -> None:
@@ -70,14 +70,6 @@ def read(path: Path, ranges: list[tuple[int, int]], record: FileRecord | None = 
     BlockReader(1, direct, pause=lambda seconds: None).read(path, record, pieces)
     data = path.read_bytes()
     assert all(piece.into == data[piece.at : piece.at + len(piece.into)] for piece in pieces)
-
-
-def forget(path: Path) -> None:
-    """Drop `path`, which is synced, from the page cache."""
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
 
 
 @pytest.mark.parametrize(("gap", "num_requests"), [(262144, 1), (262145, 2)])

@@ -7,7 +7,6 @@ one, and `Syncs` records the calls of os.fsync and os.fdatasync, and makes them.
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.descriptors import num_open
+from tests.disk.sources import bounced, in_place
 from tests.store.filled import manifest_of
-from torchtitan_lite.disk.block_writer import ALIGNMENT, Bounced, InPlace, write_blocks
+from torchtitan_lite.disk.block_writer import Bounced, FileSource, write_blocks
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.store.lease import Lease
@@ -156,25 +156,13 @@ def test_a_failing_sync_raises_the_error_of_the_system_and_leaves_no_descriptor(
     assert len(syncs.take()) == 1
 
 
-def source(kind: str, data: bytes) -> InPlace | Bounced:
-    if kind == "in place":
-        memory = mmap.mmap(-1, -(-len(data) // ALIGNMENT) * ALIGNMENT)
-        memory[: len(data)] = data
-        return InPlace(memoryview(memory), len(data))
-
-    def fill(buffer: memoryview, begin: int, end: int) -> None:
-        buffer[: end - begin] = data[begin:end]
-
-    return Bounced(len(data), fill)
-
-
-@pytest.mark.parametrize("kind", ["in place", "bounced"])
+@pytest.mark.parametrize("source", [in_place, bounced])
 @pytest.mark.parametrize("num_bytes", [0, 1, 9000])
 def test_a_rank_s_file_is_synced_once_after_its_last_byte_and_its_size(
-    root: Path, syncs: Syncs, kind: str, num_bytes: int
+    root: Path, syncs: Syncs, source: Callable[[bytes], FileSource], num_bytes: int
 ) -> None:
     data = b"x" * max(num_bytes, 1)
-    found = write_blocks(root / "file", source(kind, data) if num_bytes else Bounced(0, nothing))
+    found = write_blocks(root / "file", source(data) if num_bytes else Bounced(0, nothing))
     assert found == FileRecord.of(data[:num_bytes])
     assert syncs.take() == [("file", num_bytes)]
 
@@ -183,7 +171,7 @@ def save(store: CheckpointStore, step: int, data: bytes) -> CheckpointInfo:
     """Save `data` as one rank does."""
     store.clear_staging(step)
     path = store.stage(step) / "__0_0.distcp"
-    record = write_blocks(path, source("bounced", data), durable=store.durable)
+    record = write_blocks(path, bounced(data), durable=store.durable)
     store.durable.write_file(path.with_name(".metadata"), b"of dcp")
     files = {path.name: record, ".metadata": FileRecord.of(b"of dcp")}
     return store.commit(step, manifest_of(step, files=files))

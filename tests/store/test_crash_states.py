@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.disk.sources import bounced
 from tests.store.filled import manifest_of
 from tests.store.recording import Contents, Disk, Event, Lost, Recorder, Renaming, Sync, Tree, lay_out
-from torchtitan_lite.disk.block_writer import Bounced, write_blocks
+from torchtitan_lite.disk.block_writer import write_blocks
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.store import layout
@@ -57,12 +58,8 @@ def save(store: CheckpointStore, durable: Durable, step: int, text: str, lineage
     files: dict[str, FileRecord] = {}
     for rank, num_bytes in enumerate(SIZES):
         data = payload(f"{text}/{rank}", num_bytes)
-
-        def fill(buffer: memoryview, begin: int, end: int, data: bytes = data) -> None:
-            buffer[: end - begin] = data[begin:end]
-
         name = layout.data_file(rank, 0)
-        files[name] = write_blocks(store.stage(step) / name, Bounced(num_bytes, fill), durable=durable)
+        files[name] = write_blocks(store.stage(step) / name, bounced(data), durable=durable)
     durable.write_file(store.stage(step) / layout.METADATA, b"DCP's description of " + text.encode())
     store.commit(step, manifest(store, step, files, lineage or Lineage("a1")))
 

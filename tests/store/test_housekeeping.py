@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +84,6 @@ def folder(tmp_path: Path) -> Folder:
 @pytest.fixture
 def events() -> Events:
     return Events()
-
-
-@pytest.fixture(autouse=True)
-def no_faults() -> Iterator[None]:
-    yield
-    faults.install("", rank=0)
 
 
 def test_a_checkpoint_that_the_policy_does_not_keep_is_removed_and_reported_with_its_size(

@@ -32,10 +32,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.disk.sources import bounced
 from tests.store.crashing import Crash
 from tests.store.purges import to_purge
 from tests.store.recording import DROPPED, Disk, Lost, Recorder, lay_out
-from torchtitan_lite.disk.block_writer import Bounced, write_blocks
+from torchtitan_lite.disk.block_writer import write_blocks
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import LeaseLost
 from torchtitan_lite.store import layout
@@ -285,7 +286,7 @@ class Life(RuleBasedStateMachine):
         files, records = {}, {}
         for rank in range(self.ranks):
             name, data = layout.data_file(rank, 0), f"save {self.num_saves} of rank {rank};".encode() * (5 + rank)
-            records[name] = write_blocks(store.stage(step) / name, _source(data), durable=self.recorder)
+            records[name] = write_blocks(store.stage(step) / name, bounced(data), durable=self.recorder)
             files[name] = data
         files[layout.METADATA] = b"description of save %d" % self.num_saves
         self.recorder.write_file(store.stage(step) / layout.METADATA, files[layout.METADATA])
@@ -452,13 +453,6 @@ class Life(RuleBasedStateMachine):
 
 def names_in(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()] if folder.exists() else []
-
-
-def _source(data: bytes) -> Bounced:
-    def fill(buffer: memoryview, begin: int, end: int) -> None:
-        buffer[: end - begin] = data[begin:end]
-
-    return Bounced(len(data), fill)
 
 
 @pytest.mark.parametrize("examples", [100, pytest.param(1000, marks=pytest.mark.slow)])

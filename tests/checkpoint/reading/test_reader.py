@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.checkpoint.small_run import same
 from tests.checkpoint.with_manifest import add_manifest, flip
-from torchtitan_lite import faults
+from tests.disks import injected
 from torchtitan_lite.checkpoint.reading.folder import Verify
 from torchtitan_lite.checkpoint.reading.reader import CheckpointReader
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
@@ -209,9 +209,5 @@ def test_a_file_of_another_size_is_found_before_it_is_read(tmp_path: Path, verif
 def test_an_error_of_the_machine_is_not_reported_as_damage(tmp_path: Path) -> None:
     folder = stored(tmp_path, model=model(3)).path
     add_manifest(folder)
-    faults.install("EIO@read:times=always", rank=0)
-    try:
-        with pytest.raises(CheckpointUnreadable, match="EIO"):
-            StoredCheckpoint(folder, PEERS).read_model(model(), cast=False)
-    finally:
-        faults.install("", rank=0)
+    with injected("EIO@read:times=always"), pytest.raises(CheckpointUnreadable, match="EIO"):
+        StoredCheckpoint(folder, PEERS).read_model(model(), cast=False)

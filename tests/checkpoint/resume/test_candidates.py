@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -311,10 +311,9 @@ def unreadable(step: int) -> str:
 
 
 @pytest.fixture
-def machine_fails() -> Iterator[Callable[[int], None]]:
+def machine_fails() -> Callable[[int], None]:
     """Make the manifest of a step unreadable."""
-    yield lambda step: faults.install(unreadable(step), rank=0)
-    faults.install("", rank=0)
+    return lambda step: faults.install(unreadable(step), rank=0)
 
 
 def test_an_older_step_that_the_system_does_not_give_is_a_warning(

@@ -13,8 +13,8 @@ import pytest
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.reading.damage import flip, in_tensor
 from tests.checkpoint.small_run import SmallRun, same
+from tests.disks import injected
 from tests.store.filled import later_format
-from torchtitan_lite import faults
 from torchtitan_lite.errors import AllCheckpointsDamaged, CheckpointDamaged, CheckpointUnreadable, FormatTooNew
 from torchtitan_lite.store.manifest import seal
 
@@ -126,22 +126,15 @@ def test_a_newer_format_is_no_damage(trained: SmallRun, start_run: StartRun) -> 
 
 def test_an_error_of_the_machine_is_no_damage(trained: SmallRun, start_run: StartRun) -> None:
     run = start_run(interval=2)
-    faults.install("EIO@read:times=always", rank=0)
-    try:
-        with pytest.raises(CheckpointUnreadable, match="Input/output error"):
-            run.manager.load()
-    finally:
-        faults.install("", rank=0)
+    with injected("EIO@read:times=always"), pytest.raises(CheckpointUnreadable, match="Input/output error"):
+        run.manager.load()
     assert run.names() == ["step-2", "step-4", "step-6"]
 
 
 def test_a_temporary_error_of_the_machine_has_no_effect(trained: SmallRun, start_run: StartRun) -> None:
     run = start_run(interval=2)
-    faults.install("EIO@read:times=1", rank=0)
-    try:
+    with injected("EIO@read:times=1"):
         assert run.manager.load()
-    finally:
-        faults.install("", rank=0)
     assert run.train_state.step == 6
 
 

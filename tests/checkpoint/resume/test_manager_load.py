@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.reading.foreign_folders import save_plain
 from tests.checkpoint.small_run import SmallRun, Tiny, job_config, same
-from torchtitan_lite import faults
+from tests.disks import injected
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.state.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper
 from torchtitan_lite.errors import CheckpointMismatch, CheckpointNotFound, ConfigError, CorpusChanged
@@ -35,12 +35,8 @@ def test_a_named_fault_happens_after_the_choice_and_before_anything_changes(
     saved_run(start_run, steps=1)
     run = start_run()
     before = run.contents()
-    faults.install("EIO@load:step=1", rank=0)
-    try:
-        with pytest.raises(OSError, match="Input/output error"):
-            run.manager.load()
-    finally:
-        faults.install("", rank=0)
+    with injected("EIO@load:step=1"), pytest.raises(OSError, match="Input/output error"):
+        run.manager.load()
     assert same(run.contents(), before)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.tiny_run import TinyRun, digests, run_with, same_everywhere
-from tests.disks import FailingDisk
+from tests.disks import FailingDisk, injected
 from tests.ranks import on_two_ranks
 from torchtitan_lite import faults
 from torchtitan_lite.errors import SaveFailed
@@ -108,13 +108,9 @@ def test_saves_that_fail_in_a_row_end_the_run_with_what_failed(start_run: StartR
     run = start_run(interval=1, async_mode=mode, max_failed_saves=2)
     run.step()
     assert run.manager.latest_step() == 1
-    faults.install("EIO@manifest:times=always", rank=0)
-    try:
-        with pytest.raises(SaveFailed, match="Input/output error"):
-            for _ in range(6):
-                run.step()
-    finally:
-        faults.install("", rank=0)
+    with injected("EIO@manifest:times=always"), pytest.raises(SaveFailed, match="Input/output error"):
+        for _ in range(6):
+            run.step()
     assert run.committed() == [1]
 
 
