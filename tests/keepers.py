@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_lite.keeper.client import Keeper
+
 _IN_MEMORY = Path("/dev/shm")
 END_SECONDS = 30.0
 """How long a keeper may take to end on a busy machine."""
@@ -60,6 +62,14 @@ def keepers_in(folder: Path) -> list[int]:
     return [
         int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal() and wanted in _command(entry)
     ]
+
+
+def names_at(keeper: Keeper) -> list[str]:
+    """Return the names of what `keeper` holds."""
+    held = keeper.held()
+    for each in held:
+        each.close()
+    return sorted(each.name for each in held)
 
 
 def has_one_keeper_at_most(folder: Path) -> bool:

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.bucket.azurite import PROGRAM, running_azurite
+from tests.bucket.memory_objects import Bucket
 from tests.bucket.proxy import Proxy, running_proxy
+from tests.bucket.saving import Job, started
 from tests.bucket.server import Server, running_server
 
 BUCKET = "checkpoints"
@@ -58,3 +60,15 @@ def proxy(s3: Server, folder: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         for name, value in proxy.environment.items():
             monkeypatch.setenv(name, value)
         yield proxy
+
+
+@pytest.fixture
+def bucket() -> Bucket:
+    """An empty bucket in memory."""
+    return Bucket()
+
+
+@pytest.fixture
+def job(bucket: Bucket) -> Job:
+    """A job that has taken the folder in `bucket`."""
+    return started(bucket)

@@ -19,11 +19,6 @@ from torchtitan_lite.errors import FolderInUse, FolderUnusable, LeaseLost
 from torchtitan_lite.store.holder import Holder
 
 
-@pytest.fixture
-def bucket() -> Bucket:
-    return Bucket()
-
-
 def held_elsewhere(bucket: Bucket, beat_seconds: float = 10.0) -> Head:
     """Make the folder one that a job on another host holds, and return its head."""
     mine = Holder.this_process("theirs", 1e9)

@@ -56,16 +56,6 @@ Accident = Callable[[Bucket], None]
 every_accident = pytest.mark.parametrize("accident", ACCIDENTS)
 
 
-@pytest.fixture
-def bucket() -> Bucket:
-    return Bucket()
-
-
-@pytest.fixture
-def job(bucket: Bucket) -> Job:
-    return started(bucket)
-
-
 @every_accident
 def test_every_committed_checkpoint_is_found_again(job: Job, bucket: Bucket, accident: Accident) -> None:
     for step in (5, 10, 15):

@@ -88,8 +88,7 @@ def test_retention_removes_the_objects_of_what_is_not_kept(folder: str, mode: st
 
 
 def test_a_changed_byte_makes_a_load_take_the_step_before_and_the_head_says_so(folder: str, tmp_path: Path) -> None:
-    with SmallRun(tmp_path, folder=folder, interval=2).loaded() as first:
-        first.train(6)
+    SmallRun(tmp_path, folder=folder, interval=2).loaded().finished(6)
     overwrite(folder, 6, layout.data_file(0, 0))
     with SmallRun(tmp_path, folder=folder, interval=2, seed=1).resumed() as second:
         assert second.train_state.step == 4
@@ -100,8 +99,7 @@ def test_a_changed_byte_makes_a_load_take_the_step_before_and_the_head_says_so(f
 
 
 def test_rolled_back_the_steps_after_it_are_abandoned(folder: str, tmp_path: Path) -> None:
-    with SmallRun(tmp_path, folder=folder, interval=2).loaded() as first:
-        first.train(6)
+    SmallRun(tmp_path, folder=folder, interval=2).loaded().finished(6)
     for expected in (2, 4):  # The second start continues the branch.
         with SmallRun(tmp_path, folder=folder, interval=2, load_step=2, seed=1).resumed() as branch:
             assert branch.train_state.step == expected
@@ -154,8 +152,7 @@ def _rounded(value: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_step_that_was_named_and_is_damaged_ends_the_start(folder: str, tmp_path: Path) -> None:
-    with SmallRun(tmp_path, folder=folder, interval=2).loaded() as first:
-        first.train(4)
+    SmallRun(tmp_path, folder=folder, interval=2).loaded().finished(4)
     overwrite(folder, 2, layout.data_file(0, 0))
     with SmallRun(tmp_path, folder=folder, load_step=2) as second, pytest.raises(CheckpointDamaged):
         second.manager.load()
@@ -194,8 +191,7 @@ def test_a_rank_that_may_not_read_is_no_rank_with_another_folder(proxy: Proxy, f
 def test_a_store_that_refuses_in_a_load_is_not_taken_for_a_removal(
     proxy: Proxy, folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with SmallRun(tmp_path, folder=folder, interval=2).loaded() as run:
-        run.train(2)
+    SmallRun(tmp_path, folder=folder, interval=2).loaded().finished(2)
     # From the first part of a file on it refuses everything.
     refused = where(answers(403, "AccessDenied"))
     is_refusing = threading.Event()
@@ -223,8 +219,7 @@ def test_plain_dcp_reads_the_prefix_of_a_checkpoint(folder: str, tmp_path: Path)
 
 
 def test_without_metadata_it_resumes_and_a_copy_on_a_disk_gets_it(folder: str, mode: str, tmp_path: Path) -> None:
-    with SmallRun(tmp_path, folder=folder, interval=2, async_mode=mode, dcp_metadata="never").loaded() as first:
-        first.train(2)
+    SmallRun(tmp_path, folder=folder, interval=2, async_mode=mode, dcp_metadata="never").loaded().finished(2)
     place = stored(folder).get(2).path
     assert {each.key.rpartition("/")[2] for each in connect(parse(folder)).list(f"{place.name}/")} == {
         layout.data_file(0, 0),
@@ -245,8 +240,7 @@ def test_no_secret_is_in_a_file_or_a_line_of_the_log(
     folder: str, s3: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    with SmallRun(tmp_path, folder=folder, interval=2).loaded() as run:
-        run.train(4)
+    SmallRun(tmp_path, folder=folder, interval=2).loaded().finished(4)
     secrets = [s3.environment[name] for name in ("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID")]
     objects = connect(parse(folder))
     texts = [objects.get(each.key)[0] for each in objects.list("")]

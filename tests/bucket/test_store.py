@@ -44,16 +44,6 @@ from torchtitan_lite.store.protocol import HoldsFolder, KeepsPins, StoresCheckpo
 OTHERS = {"notes.txt": b"mine", "step-5/__0_0.distcp": b"theirs", "step-007.0123456789abcdef/x": b"", "beat-x": b""}
 
 
-@pytest.fixture
-def bucket() -> Bucket:
-    return Bucket()
-
-
-@pytest.fixture
-def job(bucket: Bucket) -> Job:
-    return started(bucket)
-
-
 def steps(job: Job) -> list[int]:
     return [info.step for info in job.store.committed()]
 

@@ -186,8 +186,7 @@ def test_a_store_that_hangs_costs_no_step_and_no_save(folder: str, proxy: Proxy,
         run.train(4)
         assert run.committed() == [1, 2, 3, 4]
     proxy.again()
-    with run_of(tmp_path / "run", folder).loaded() as run:
-        run.train(5)
+    run = run_of(tmp_path / "run", folder).loaded().finished(5)
     assert steps_in(folder) == [1, 2, 3, 4, 5]
 
 

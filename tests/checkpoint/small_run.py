@@ -198,6 +198,12 @@ class SmallRun(Run):
         while self.train_state.step < steps:
             self.step(last=last and self.train_state.step + 1 == steps)
 
+    def finished(self, steps: int, *, last: bool = True) -> SmallRun:
+        """Train until `steps` are done, as `train` does, and close the manager; return this run."""
+        with self:
+            self.train(steps, last=last)
+        return self
+
     @property
     def losses(self) -> list[float]:
         """The losses of all steps since the first start."""

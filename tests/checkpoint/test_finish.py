@@ -35,9 +35,7 @@ def test_a_step_that_the_loop_has_passed_is_refused_by_name(start_run: StartRun,
 
 
 def test_a_step_before_the_one_that_was_loaded_is_refused(start_run: StartRun) -> None:
-    run = start_run(interval=1)
-    run.train(3)
-    run.manager.close()
+    start_run(interval=1).finished(3)
     again = start_run(export_folder="export").loaded()
     with pytest.raises(ConfigError, match=r"finish\(2\): expected a step from 3 on"):
         again.manager.finish(2)
@@ -125,9 +123,7 @@ def test_a_loop_that_leaves_for_a_signal_does_not_save_what_it_did_not_train_as_
 
 
 def test_a_run_that_only_loads_or_saves_nothing_finishes_without_a_trace(start_run: StartRun) -> None:
-    run = start_run(interval=1)
-    run.train(2)
-    run.manager.close()
+    start_run(interval=1).finished(2)
     for given in ({"load_only": True}, {"enable_checkpoint": False}):
         again = start_run(export_folder="export", **given).loaded()
         again.manager.finish(2)
@@ -136,8 +132,6 @@ def test_a_run_that_only_loads_or_saves_nothing_finishes_without_a_trace(start_r
 
 
 def test_a_run_that_was_not_loaded_is_not_finished(start_run: StartRun) -> None:
-    run = start_run(interval=1)
-    run.train(2)
-    run.manager.close()
+    start_run(interval=1).finished(2)
     with pytest.raises(RunNotLoaded):
         start_run().manager.finish(2)

@@ -176,12 +176,8 @@ def test_an_optimizer_waits_for_the_copy_by_itself(start_run: StartRun) -> None:
 
 
 def test_checkpoints_of_a_run_and_its_restarts_follow_one_another(start_run: StartRun) -> None:
-    run = start_run(interval=2)
-    run.train(4)
-    run.manager.close()
-    again = start_run(interval=1).loaded()
-    again.train(6)
-    again.manager.close()
+    run = start_run(interval=2).finished(4)
+    start_run(interval=1).loaded().finished(6)
     run_id, parent = lineage(run, 2)
     assert parent is None
     assert [lineage(run, step) for step in (4, 5, 6)] == [(run_id, 2), (run_id, 4), (run_id, 5)]
@@ -194,9 +190,7 @@ def test_a_checkpoint_that_was_loaded_stays_until_a_newer_one_is_durable_however
     start_run: StartRun,
 ) -> None:
     """What lies next to it was not seen to be good."""
-    run = start_run(interval=1)
-    run.train(3)
-    run.manager.close()
+    run = start_run(interval=1).finished(3)
     (run.root / "step-3" / DATA).write_bytes(b"cut")
     again = start_run(interval=1, keep_latest_k=1).loaded()
     assert again.manager.loaded_step == 2
@@ -231,9 +225,7 @@ def test_a_save_that_was_left_out_counts_for_the_clock(start_run: StartRun) -> N
 def test_a_signal_before_training_is_logged_and_saves_nothing(
     start_run: StartRun, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = start_run(interval=1)
-    run.train(2)
-    run.manager.close()
+    run = start_run(interval=1).finished(2)
     for folder, step in ((run.root.parent, 2), (run.root.parent / "fresh", 0)):
         watch = Notes(received=signal.SIGTERM)
         again = start_run(folder, seams={"preemption": watch})
@@ -268,9 +260,7 @@ class SlowState:
 
 
 def test_a_load_reports_its_checkpoint_bytes_and_seconds(start_run: StartRun) -> None:
-    run = start_run(interval=1, states={"slow": SlowState()})
-    run.train(1)
-    run.manager.close()
+    run = start_run(interval=1, states={"slow": SlowState()}).finished(1)
     nbytes = sum(path.stat().st_size for path in (run.root / "step-1").iterdir() if path.name != layout.MANIFEST)
     clock = Clock()
     again = start_run(states={"slow": SlowState(clock)}, seams={"clock": clock}).loaded()

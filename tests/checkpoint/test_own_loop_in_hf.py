@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.checkpoint.small_run import Loader
+from tests.disks import injected
 from tests.ranks import on_two_ranks
-from torchtitan_lite import faults
 from torchtitan_lite.checkpoint import CheckpointManager, HuggingFaceModel, Place
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.hugging_face.last_export import HuggingFaceExport, share_of
@@ -139,12 +139,11 @@ def test_the_ranks_divide_the_shards_and_a_failure_of_one_is_a_failure_of_all(ra
     dist.barrier()
     context = RunContext(config.checkpoint, peers, time.monotonic, ignore)
     last_save = HuggingFaceExport(config, DESCRIBED, folders, context, max_shard_bytes=16)
-    faults.install("ENOSPC@open:rank=1,path=*-00002-of-00004.safetensors", rank=rank)
-    try:
-        with pytest.raises(SaveFailed, match=r"step-2, in Hugging Face's format, was not written: .*No space left"):
-            last_save.write(2)
-    finally:
-        faults.install("", rank=rank)
+    with (
+        injected("ENOSPC@open:rank=1,path=*-00002-of-00004.safetensors", rank),
+        pytest.raises(SaveFailed, match=r"step-2, in Hugging Face's format, was not written: .*No space left"),
+    ):
+        last_save.write(2)
     dist.barrier()
     assert [path.name for path in (tmp_path / "hf").iterdir()] == ["step-2"]
     assert (tmp_path / "hf" / "step-2" / "model.safetensors").exists(), "the older export is as it was"

@@ -41,9 +41,7 @@ def test_a_loop_that_counts_its_steps_from_the_start_again_is_refused(start_run:
 
 
 def test_a_loop_that_does_not_count_on_after_a_load_is_refused(start_run: StartRun) -> None:
-    run = start_run(interval=1)
-    run.train(3, last=False)
-    run.manager.close()
+    start_run(interval=1).finished(3, last=False)
     again = start_run(interval=1).resumed()
     with pytest.raises(ConfigError, match=r"save\(1\): expected a step from 3 on"):
         again.manager.save(1)

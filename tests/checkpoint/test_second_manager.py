@@ -136,12 +136,8 @@ def test_one_folder_of_exports_is_a_folder_of_one_manager_too(start_run: StartRu
 
 
 def test_a_manager_that_was_closed_is_in_no_ones_way(start_run: StartRun, caplog: pytest.LogCaptureFixture) -> None:
-    first = start_run(interval=1)
-    first.train(1)
-    first.manager.close()
-    second = start_run(interval=1).loaded()
-    second.train(2)
-    second.manager.close()
+    first = start_run(interval=1).finished(1)
+    start_run(interval=1).loaded().finished(2)
     assert first.manager.load()
     first.train(3)
     assert "another one" not in caplog.text
@@ -163,12 +159,8 @@ def test_all_ranks_hand_a_folder_over(rank: int, tmp_path: Path) -> None:
 
 
 def test_a_manager_that_is_used_again_after_another_job_trained_on_has_to_load_first(start_run: StartRun) -> None:
-    first = start_run(interval=1)
-    first.train(2)
-    first.manager.close()
-    other = start_run(interval=1, seed=1).loaded()
-    other.train(5)
-    other.manager.close()
+    first = start_run(interval=1).finished(2)
+    start_run(interval=1, seed=1).loaded().finished(5)
     for call in (lambda: first.step(), first.manager.reset):
         with pytest.raises(RunNotLoaded, match=r"step 3, 4, 5.*Call manager\.load\(\)"):
             call()
@@ -178,9 +170,7 @@ def test_a_manager_that_is_used_again_after_another_job_trained_on_has_to_load_f
 
 
 def test_a_step_that_another_job_saved_again_counts_as_its_own(start_run: StartRun) -> None:
-    first = start_run(interval=1)
-    first.train(2)
-    first.manager.close()
+    first = start_run(interval=1).finished(2)
     other = start_run(interval=1, seed=1)
     other.manager.load(1)
     other.train(2)

@@ -33,8 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.fixture
 def run(tmp_path: Path) -> SmallRun:
     """Return a run after three steps, which has saved the last one."""
-    with SmallRun(tmp_path / "run").loaded() as run:
-        run.train(3)
+    run = SmallRun(tmp_path / "run").loaded().finished(3)
     return run
 
 

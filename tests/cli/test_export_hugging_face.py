@@ -272,8 +272,7 @@ def test_what_is_missing_or_does_not_fit_is_refused_by_name(
 
 
 def test_an_own_loop_without_a_config_is_refused_by_name(tmp_path: Path, call: Said) -> None:
-    with SmallRun(tmp_path / "run").loaded() as run:
-        run.train(1)
+    SmallRun(tmp_path / "run").loaded().finished(1)
     code, _, err = call(tmp_path / "run", tmp_path / "out", "--format", "hf")
     assert code == 2
     assert (

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from tests.checkpoint.one_file import as_one_file
 from tests.e2e.jobs import run, start
 from torchtitan_lite.config.job_config import Model
 from torchtitan_lite.data.tokenizer import ByteTokenizer
@@ -50,10 +50,10 @@ def test_a_run_writes_checkpoints_tensorboard_metrics_events_and_its_config(expo
     assert json.loads((exported / "config.json").read_text())["training"]["steps"] == 6
 
 
-def test_dcp_to_torch_reads_a_full_and_a_weights_only_checkpoint(exported: Path, tmp_path: Path) -> None:
-    full = _dcp_to_torch(exported / "checkpoint" / "step-3", tmp_path / "full.pt")
+def test_dcp_to_torch_reads_a_full_and_a_weights_only_checkpoint(exported: Path) -> None:
+    full = as_one_file(exported / "checkpoint" / "step-3")
     assert {"model", "optimizer", "lr_scheduler", "dataloader", "train_state", "rng"} == set(full)
-    weights = _dcp_to_torch(exported / "checkpoint" / "step-6", tmp_path / "weights.pt")
+    weights = as_one_file(exported / "checkpoint" / "step-6")
     model = Transformer(build_model_args(Model(), vocab_size=ByteTokenizer.vocab_size, seq_len=64))
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
     model.load_state_dict(weights, strict=True)
@@ -101,12 +101,6 @@ def test_a_mistake_is_one_message_that_names_the_thing_and_the_fix(
     (message,) = [line for line in job.log.splitlines() if "Error: " in line or "NotFound: " in line]
     assert all(part in message for part in said), message
     assert "Traceback" not in job.log
-
-
-def _dcp_to_torch(checkpoint: Path, file: Path) -> dict[str, torch.Tensor]:
-    dcp_to_torch_save(checkpoint, file)
-    loaded: dict[str, torch.Tensor] = torch.load(file, weights_only=True)
-    return loaded
 
 
 @pytest.mark.slow

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.checkpoint.images.spoiled import steps_in
+from tests.checkpoint.one_file import as_one_file
 from tests.e2e.jobs import run, start
 from tests.keepers import processes_of
 
@@ -81,10 +81,3 @@ def assert_exported_once(folder: Path, straight: Path) -> None:
     assert exported.keys() == full.keys()
     for name, tensor in full.items():
         assert torch.equal(exported[name], tensor.bfloat16()), name
-
-
-def as_one_file(checkpoint: Path) -> dict[str, torch.Tensor]:
-    file = checkpoint.parent.parent / "one.pt"
-    dcp_to_torch_save(checkpoint, file)
-    loaded: dict[str, torch.Tensor] = torch.load(file, weights_only=True)
-    return loaded

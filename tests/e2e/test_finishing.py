@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from tests.checkpoint.one_file import as_one_file
 from tests.e2e.jobs import Job, run, start
 from tests.processes import read_lines
 
@@ -134,23 +133,15 @@ def _trained_nothing(job: Job, before: dict[int, float]) -> None:
 def _is_the_export_of(folder: Path, step: int = 2) -> None:
     """Check that the export folder has only the weights of the full checkpoint, cast, bit for bit."""
     assert sorted(path.name for path in (folder / "export").iterdir()) == [f"step-{step}"]
-    full = _as_one_file(folder / "checkpoint" / f"step-{step}")["model"]
-    exported = _as_one_file(folder / "export" / f"step-{step}")
+    full = as_one_file(folder / "checkpoint" / f"step-{step}")["model"]
+    exported = as_one_file(folder / "export" / f"step-{step}")
     assert exported.keys() == full.keys()
     for name, tensor in full.items():
         assert torch.equal(exported[name], tensor.bfloat16()), name
 
 
 def _dtypes(checkpoint: Path) -> set[torch.dtype]:
-    return {tensor.dtype for tensor in _as_one_file(checkpoint).values()}
-
-
-def _as_one_file(checkpoint: Path) -> dict[str, Any]:
-    file = checkpoint.parent.parent / "one.pt"
-    dcp_to_torch_save(checkpoint, file)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    file.unlink()
-    return loaded
+    return {tensor.dtype for tensor in as_one_file(checkpoint).values()}
 
 
 @pytest.mark.slow  # three starts of a job

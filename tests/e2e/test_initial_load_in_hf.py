@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.e2e.jobs import Job, run, start
+from tests.checkpoint.one_file import as_one_file
+from tests.e2e.jobs import run, start
 from tests.processes import read_lines
 
 STEPS = "--training.steps=2"
@@ -34,8 +34,8 @@ def test_a_run_starts_from_the_weights_and_a_restart_from_its_own_checkpoint(pub
     (event,) = job.events("imported")
     assert event["step"] == 0 and event["path"] == str(published) and event["bytes"] > 0
     assert job.checkpoints == ["step-0", "step-2", "writer.lock"] or job.checkpoints == ["step-0", "step-2"]
-    imported = _model_of(job, 0)
-    for name, tensor in _model_of_folder(published.parents[1] / "checkpoint" / "step-2", tmp_path).items():
+    imported = _model_of(job.dump_folder, 0)
+    for name, tensor in _model_of(published.parents[1], 2).items():
         assert torch.equal(imported[name], tensor), name
     again = run(tmp_path / "run", "--training.steps=3", *of(published.with_name("gone")))
     assert "Training starts at step 3," in again.log
@@ -107,11 +107,6 @@ def _quantized(published: Path, tmp_path: Path) -> Path:
     return copy
 
 
-def _model_of(job: Job, step: int) -> dict[str, torch.Tensor]:
-    return _model_of_folder(job.dump_folder / "checkpoint" / f"step-{step}", job.dump_folder.parent)
-
-
-def _model_of_folder(checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:
-    dcp_to_torch_save(checkpoint, folder / "one.pt")
-    loaded: dict[str, torch.Tensor] = torch.load(folder / "one.pt", weights_only=True)["model"]
-    return loaded
+def _model_of(dump_folder: Path, step: int) -> dict[str, torch.Tensor]:
+    model: dict[str, torch.Tensor] = as_one_file(dump_folder / "checkpoint" / f"step-{step}")["model"]
+    return model

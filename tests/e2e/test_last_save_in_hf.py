@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from tests.checkpoint.one_file import as_one_file
 from tests.e2e.jobs import REPO, Job, run, start
 from tests.forked import run_code
 from tests.processes import read_lines
@@ -197,9 +197,7 @@ def _is_the_export_of(folder: Path) -> None:
     assert [path.name for path in (folder / "hf").iterdir()] == ["step-2"]
     assert sorted(path.name for path in (folder / "hf" / "step-2").iterdir()) == FILES
     exported = load_file(folder / "hf" / "step-2" / "model.safetensors")
-    dcp_to_torch_save(folder / "checkpoint" / "step-2", folder / "one.pt")
-    stored = torch.load(folder / "one.pt", weights_only=True)["model"]
-    (folder / "one.pt").unlink()
+    stored = as_one_file(folder / "checkpoint" / "step-2")["model"]
     assert len(exported) == 39
     assert torch.equal(exported["model.norm.weight"], stored["norm.weight"].bfloat16())
     assert torch.equal(exported["model.embed_tokens.weight"], stored["tok_embeddings.weight"].bfloat16())

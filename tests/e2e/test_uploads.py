@@ -8,13 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.jobs import run, start
-from torchtitan_lite.store.store import CheckpointStore
+from tests.uploading.runs import steps_in
 
 EACH_STEP = "--checkpoint.interval=1"
-
-
-def steps_in(folder: Path) -> list[int]:
-    return [info.step for info in CheckpointStore(folder).committed()]
 
 
 def test_a_start_of_a_run_that_has_ended_uploads_what_is_missing(tmp_path: Path) -> None:

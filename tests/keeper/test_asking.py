@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.descriptors import num_open
+from tests.keeper.listening import listening
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.keeper import messages
 from torchtitan_lite.keeper.client import Keeper
@@ -25,7 +25,7 @@ def ending_at(path: Path, last: str) -> Iterator[list[str]]:
     """Answer requests at `path`, and hang up at the first one that asks for `last`; yield the requests."""
     asked: list[str] = []
 
-    def serve() -> None:
+    def serve(listener: socket.socket) -> None:
         while last not in asked:
             try:
                 connection, _ = listener.accept()
@@ -38,24 +38,15 @@ def ending_at(path: Path, last: str) -> Iterator[list[str]]:
                         break
                     messages.send(connection, {})
 
-    with messages.new_socket() as listener:
-        listener.bind(str(path))
-        listener.listen()
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield asked
-        finally:
-            with suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
-            thread.join()
+    with listening(path, serve):
+        yield asked
 
 
 @contextmanager
 def ending_with(path: Path, process: int) -> Iterator[None]:
     """Answer one request, to end, with the process `process` as the keeper's own, as a keeper does that ends."""
 
-    def serve() -> None:
+    def serve(listener: socket.socket) -> None:
         connection, _ = listener.accept()
         with connection:
             connection.recv(1 << 17)
@@ -63,13 +54,8 @@ def ending_with(path: Path, process: int) -> Iterator[None]:
             messages.send(connection, {}, [pidfd])
             os.close(pidfd)
 
-    with messages.new_socket() as listener:
-        listener.bind(str(path))
-        listener.listen()
-        thread = threading.Thread(target=serve)
-        thread.start()
+    with listening(path, serve):
         yield
-        thread.join()
 
 
 @pytest.fixture

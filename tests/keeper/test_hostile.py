@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.keeper.listening import listening
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.keeper import messages, place
 from torchtitan_lite.keeper.client import Keeper
@@ -51,7 +52,7 @@ def answering(path: Path, answer: Callable[[bytes], Reply | None]) -> Iterator[l
     """Answer each request at `path` with what `answer` returns, which is sent as it is; hang up at None."""
     asked: list[bytes] = []
 
-    def serve() -> None:
+    def serve(listener: socket.socket) -> None:
         while True:
             try:
                 connection, _ = listener.accept()
@@ -65,16 +66,8 @@ def answering(path: Path, answer: Callable[[bytes], Reply | None]) -> Iterator[l
                     data, fds = reply
                     socket.send_fds(connection, [data], list(fds)) if fds else connection.send(data)
 
-    with messages.new_socket() as listener:
-        listener.bind(str(path))
-        listener.listen()
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield asked
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            thread.join()
+    with listening(path, serve):
+        yield asked
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.store.crashing import swap
 from torchtitan_lite.disk.durable import Durable
 
 Leaf = bytes | Path | None
@@ -242,15 +243,7 @@ class Contents:
 
     def lay_out(self, tree: Tree, root: Path) -> None:
         """Create `root` with the contents `tree`. Nothing may write into its files."""
-        root.mkdir(parents=True)
-        for name in sorted(tree):
-            leaf = tree[name]
-            if leaf is None:
-                (root / name).mkdir()
-            elif isinstance(leaf, Path):
-                (root / name).symlink_to(leaf)
-            else:
-                (root / name).hardlink_to(self._file(leaf))
+        lay_out(tree, root, lambda path, data: path.hardlink_to(self._file(data)))
 
     def _file(self, data: bytes) -> Path:
         if data not in self._files:
@@ -260,8 +253,8 @@ class Contents:
         return self._files[data]
 
 
-def lay_out(tree: Tree, root: Path) -> None:
-    """Create `root` with the contents `tree`, in files of its own."""
+def lay_out(tree: Tree, root: Path, put: Callable[[Path, bytes], object] = Path.write_bytes) -> None:
+    """Create `root` with the contents `tree`, in files of its own, or as `put` makes them."""
     root.mkdir(parents=True)
     for name in sorted(tree):
         leaf = tree[name]
@@ -270,7 +263,7 @@ def lay_out(tree: Tree, root: Path) -> None:
         elif isinstance(leaf, Path):
             (root / name).symlink_to(leaf)
         else:
-            (root / name).write_bytes(leaf)
+            put(root / name, leaf)
 
 
 class Recorder(Durable):
@@ -321,9 +314,7 @@ class Recorder(Durable):
             numbers, parent = (self._find(a), self._find(b)), self._within_one_folder(a, b)
             self._begin()
             # Three renames replace the call, so that this does not depend on the file system.
-            spare = a.with_name("spare")
-            for src, dst in ((a, spare), (b, a), (spare, b)):
-                src.rename(dst)
+            swap(a, b)
             self._record(Renaming(parent, numbers, ((b.name, numbers[0]), (a.name, numbers[1]))))
             return True
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.disks import FailingDisk
+from tests.store.crashing import swap
 from tests.store.filled import later_format, manifest_of
 from torchtitan_lite.disk import durable
 from torchtitan_lite.disk.digest import FileRecord
@@ -36,9 +37,7 @@ class Transcript(Durable):
         # Three renames replace the call, so that these tests do not depend on the file system.
         if self.exchanges:
             self.lines.append(f"exchange {a.name} {b.name}")
-            spare = a.with_name("spare")
-            for src, dst in ((a, spare), (b, a), (spare, b)):
-                src.rename(dst)
+            swap(a, b)
         return self.exchanges
 
     def fsync_file(self, fd: int) -> None:

@@ -10,32 +10,19 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.small_run import SmallRun
+from tests.uploading.runs import run_of, steps_in
 from torchtitan_lite.errors import AllCheckpointsDamaged, UploadRefused
 from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.uploading import record
 
 
-@pytest.fixture
-def other(tmp_path: Path) -> Path:
-    return tmp_path / "other"
-
-
-def run_of(folder: Path, other: Path | str, **config: Any) -> SmallRun:
-    return SmallRun(folder, interval=1, upload_folder=str(other), **config)
-
-
 def trained(folder: Path, other: Path | str, steps: int, **config: Any) -> SmallRun:
-    with run_of(folder, other, **config).loaded() as run:
-        run.train(steps)
+    run = run_of(folder, other, **config).loaded().finished(steps)
     return run
 
 
 def saves_in(folder: Path) -> list[tuple[int, str]]:
     return [(info.step, info.run_id) for info in CheckpointStore(folder).committed()]
-
-
-def steps_in(folder: Path) -> list[int]:
-    return [step for step, _ in saves_in(folder)]
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "manifest.json"])

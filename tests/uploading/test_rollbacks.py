@@ -17,11 +17,6 @@ from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.uploading.uploader import UploadJob, upload_all
 
 
-@pytest.fixture
-def other(tmp_path: Path) -> Path:
-    return tmp_path / "other"
-
-
 def run_of(tmp_path: Path, other: Path | str, **config: Any) -> SmallRun:
     options = {"interval_type": "none", "at_steps": (5, 6)} | config
     return SmallRun(tmp_path / "run", upload_folder=str(other), **options)
@@ -82,8 +77,7 @@ def test_a_record_on_an_old_disk_is_completed_in_both_folders(tmp_path: Path, ot
 
 
 def test_what_is_no_record_stops_the_upload_and_is_named(tmp_path: Path, other: Path) -> None:
-    with run_of(tmp_path, "").loaded() as run:
-        run.train(5)
+    run = run_of(tmp_path, "").loaded().finished(5)
     (run.root / layout.ROLLBACKS).write_text("{}")
     with pytest.raises(CheckpointError, match=r"rollbacks\.json is no record of rollbacks"):
         upload(run.root, other)

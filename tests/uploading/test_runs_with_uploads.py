@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.checkpoint.small_run import SmallRun, same
 from tests.disks import small_disk
+from tests.uploading.runs import run_of, steps_in
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import ConfigError, FolderUnusable, UploadRefused
 from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.uploading import record
-
-
-@pytest.fixture
-def other(tmp_path: Path) -> Path:
-    return tmp_path / "other"
-
-
-def run_of(folder: Path, other: Path | str, **config: Any) -> SmallRun:
-    return SmallRun(folder, interval=1, upload_folder=str(other), **config)
-
-
-def steps_in(folder: Path) -> list[int]:
-    return [info.step for info in CheckpointStore(folder).committed()]
 
 
 def test_the_end_of_a_run_waits_until_all_is_there(tmp_path: Path, other: Path) -> None:
@@ -40,10 +27,8 @@ def test_the_end_of_a_run_waits_until_all_is_there(tmp_path: Path, other: Path) 
 
 
 def test_a_start_with_an_empty_disk_continues_from_there_bit_for_bit(tmp_path: Path, other: Path) -> None:
-    with SmallRun(tmp_path / "straight", interval=1).loaded() as straight:
-        straight.train(6)
-    with run_of(tmp_path / "run", other, keep_latest_k=2).loaded() as run:
-        run.train(3, last=False)
+    straight = SmallRun(tmp_path / "straight", interval=1).loaded().finished(6)
+    run_of(tmp_path / "run", other, keep_latest_k=2).loaded().finished(3, last=False)
     shutil.rmtree(tmp_path / "run")
     with run_of(tmp_path / "run", other, keep_latest_k=2).resumed() as run:
         assert run.train_state.step == 3
@@ -54,15 +39,13 @@ def test_a_start_with_an_empty_disk_continues_from_there_bit_for_bit(tmp_path: P
 
 
 def test_the_later_step_of_the_two_folders_is_loaded(tmp_path: Path, other: Path) -> None:
-    with run_of(tmp_path / "run", other).loaded() as run:
-        run.train(3)
+    run_of(tmp_path / "run", other).loaded().finished(3)
     for step in (2, 3):
         shutil.rmtree(tmp_path / "run" / "checkpoint" / f"step-{step}")
     with run_of(tmp_path / "run", other).loaded() as run:
         assert run.train_state.step == 3
     shutil.rmtree(other / "step-3")
-    with SmallRun(tmp_path / "run", interval=1).loaded() as run:
-        run.train(4)
+    run = SmallRun(tmp_path / "run", interval=1).loaded().finished(4)
     with run_of(tmp_path / "run", other).loaded() as run:
         assert run.train_state.step == 4
         assert run.events.figures("loaded")["origin"] == "disk"
@@ -79,8 +62,7 @@ def test_a_step_that_is_damaged_on_disk_is_loaded_from_there(tmp_path: Path, oth
 
 
 def test_a_step_that_is_damaged_there_is_left_for_an_older_one(tmp_path: Path, other: Path) -> None:
-    with run_of(tmp_path / "run", other).loaded() as run:
-        run.train(3)
+    run_of(tmp_path / "run", other).loaded().finished(3)
     shutil.rmtree(tmp_path / "run")
     flip(other / "step-3" / "__0_0.distcp")
     with run_of(tmp_path / "run", other).loaded() as again:
@@ -118,10 +100,8 @@ def test_a_folder_that_is_not_there_costs_no_save(
 
 
 def test_a_folder_of_another_run_ends_the_uploads_and_the_saves_continue(tmp_path: Path, other: Path) -> None:
-    with SmallRun(tmp_path / "first", interval=1).loaded() as first:
-        first.train(2)
-    with SmallRun(tmp_path / "run", interval=1).loaded() as run:
-        run.train(1)
+    first = SmallRun(tmp_path / "first", interval=1).loaded().finished(2)
+    SmallRun(tmp_path / "run", interval=1).loaded().finished(1)
     with pytest.raises(UploadRefused, match="checkpoints of run"), run_of(tmp_path / "run", first.root) as run:
         assert run.manager.load()
         assert run.train_state.step == 1
@@ -136,8 +116,7 @@ def test_a_folder_that_another_run_uploads_to_is_left_to_it(tmp_path: Path, othe
         first.step()
         while not first.events.steps("uploaded"):
             first.manager.wait()
-        with SmallRun(tmp_path / "second", interval=1).loaded() as second:
-            second.train(1)
+        SmallRun(tmp_path / "second", interval=1).loaded().finished(1)
         with pytest.raises(UploadRefused, match="in use by"), run_of(tmp_path / "second", other) as second:
             second.manager.load()
             second.train(3)
@@ -163,8 +142,7 @@ def test_an_error_of_the_loop_waits_for_no_upload(tmp_path: Path, other: Path) -
         run.step()
         raise ZeroDivisionError
     assert steps_in(run.root) == [1, 2]
-    with run_of(tmp_path / "run", other).resumed() as run:
-        run.train(3)
+    run = run_of(tmp_path / "run", other).resumed().finished(3)
     assert steps_in(other) == [1, 2, 3]
 
 
@@ -191,8 +169,7 @@ def test_a_folder_is_not_uploaded_into_itself(tmp_path: Path) -> None:
 
 
 def test_a_start_that_only_loads_looks_there_and_uploads_nothing(tmp_path: Path, other: Path) -> None:
-    with run_of(tmp_path / "run", other).loaded() as run:
-        run.train(2)
+    run_of(tmp_path / "run", other).loaded().finished(2)
     shutil.rmtree(tmp_path / "run")
     with run_of(tmp_path / "run", other, load_only=True).resumed() as run:
         assert run.train_state.step == 2
@@ -200,8 +177,7 @@ def test_a_start_that_only_loads_looks_there_and_uploads_nothing(tmp_path: Path,
 
 
 def test_what_a_roll_back_left_is_not_loaded_from_there(tmp_path: Path, other: Path) -> None:
-    with run_of(tmp_path / "run", other).loaded() as run:
-        run.train(6)
+    run_of(tmp_path / "run", other).loaded().finished(6)
     # The branch is cut before its first step is uploaded.
     with pytest.raises(ZeroDivisionError), run_of(tmp_path / "run", other, load_step=2, **SLOW) as run:
         run.manager.load()
@@ -220,8 +196,7 @@ SLOW = {"upload_max_mb_per_second": 1e-6}
 
 
 def test_a_disk_that_missed_a_roll_back_elsewhere_is_left_behind(tmp_path: Path, other: Path) -> None:
-    with run_of(tmp_path / "first", other).loaded() as run:
-        run.train(6)
+    run_of(tmp_path / "first", other).loaded().finished(6)
     shutil.copytree(tmp_path / "first", tmp_path / "second")
     with run_of(tmp_path / "second", other, load_step=2).loaded() as run:
         run.train(4)
@@ -233,8 +208,7 @@ def test_a_disk_that_missed_a_roll_back_elsewhere_is_left_behind(tmp_path: Path,
 
 
 def test_a_step_that_only_that_folder_has_can_be_named(tmp_path: Path, other: Path) -> None:
-    with run_of(tmp_path / "run", other).loaded() as run:
-        run.train(4)
+    run_of(tmp_path / "run", other).loaded().finished(4)
     shutil.rmtree(tmp_path / "run")
     with run_of(tmp_path / "run", other, load_step=2).loaded() as run:
         assert run.train_state.step == 2
@@ -260,10 +234,8 @@ def test_a_tool_that_has_the_folder_for_a_moment_delays_the_uploads_alone(tmp_pa
 
 
 def test_a_step_that_is_saved_again_during_its_upload_is_sent_as_it_is_then(tmp_path: Path, other: Path) -> None:
-    with run_of(tmp_path / "run", other).loaded() as run:
-        run.train(2)
-    with run_of(tmp_path / "run", other, load_step=1).loaded() as run:
-        run.train(2)
+    run = run_of(tmp_path / "run", other).loaded().finished(2)
+    run = run_of(tmp_path / "run", other, load_step=1).loaded().finished(2)
     there, here = CheckpointStore(other).committed(), CheckpointStore(run.root).committed()
     assert [(info.step, info.run_id, info.created_at) for info in there] == [
         (info.step, info.run_id, info.created_at) for info in here

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.small_run import SmallRun
+from tests.uploading.runs import steps_in
 from torchtitan_lite.errors import CheckpointError, FolderInUse, UploadRefused
 from torchtitan_lite.events import Event
 from torchtitan_lite.store import layout
@@ -22,8 +23,7 @@ from torchtitan_lite.uploading.uploader import State, Uploader, UploadJob, uploa
 
 
 def trained(folder: Path, steps: int = 3, **config: object) -> Path:
-    with SmallRun(folder, interval=1, **config).loaded() as run:
-        run.train(steps)
+    SmallRun(folder, interval=1, **config).loaded().finished(steps)
     return folder / "checkpoint"
 
 
@@ -39,10 +39,6 @@ def opened(job: UploadJob, states: list[State], events: list[Event] | None = Non
         yield uploader
     finally:
         uploader.close()
-
-
-def steps_in(folder: Path) -> list[int]:
-    return [info.step for info in CheckpointStore(folder).committed()]
 
 
 def test_a_copy_has_the_same_files_and_loads(tmp_path: Path) -> None:
@@ -116,8 +112,7 @@ def test_what_the_rules_remove_on_disk_they_remove_there(tmp_path: Path) -> None
     source = trained(tmp_path / "run", 2)
     work = job(source, tmp_path / "other", retention=KeepLatest(1))
     assert upload_all(work, lambda state: None) == 1
-    with SmallRun(tmp_path / "run", interval=1).loaded() as run:
-        run.train(3)
+    SmallRun(tmp_path / "run", interval=1).loaded().finished(3)
     assert upload_all(work, lambda state: None) == 1
     assert steps_in(tmp_path / "other") == [3]
 
@@ -142,10 +137,8 @@ def test_a_roll_back_abandons_there_what_it_abandons_here(tmp_path: Path) -> Non
     source = trained(tmp_path / "run", 4)
     work = job(source, tmp_path / "other", retention=KeepLatest(1))
     upload_all(work, lambda state: None)
-    with SmallRun(tmp_path / "run", interval=1, load_step=2, keep_latest_k=1).loaded() as run:
-        run.train(4)
-    with SmallRun(tmp_path / "run", interval=1, load_step=2, keep_latest_k=1).loaded() as run:
-        run.train(5)
+    SmallRun(tmp_path / "run", interval=1, load_step=2, keep_latest_k=1).loaded().finished(4)
+    SmallRun(tmp_path / "run", interval=1, load_step=2, keep_latest_k=1).loaded().finished(5)
     upload_all(work, lambda state: None)
     assert steps_in(tmp_path / "other") == [5]
     assert [info.run_id for info in CheckpointStore(tmp_path / "other").committed()] == [

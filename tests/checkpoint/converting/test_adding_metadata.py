@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from tests.checkpoint.one_file import as_one_file
 from tests.checkpoint.small_run import SmallRun, Tiny, same
 from tests.checkpoint.tiny_run import TinyRun
 from tests.cli.command import CLI, command
@@ -53,8 +53,7 @@ def run_in(folder: Path, **checkpoint: Any) -> SmallRun:
 
 def saved(folder: Path, dcp_metadata: str, **checkpoint: Any) -> Path:
     """Save two steps of a run, and return the folder of the second."""
-    with run_in(folder, dcp_metadata=dcp_metadata, **checkpoint).loaded() as run:
-        run.train(4)
+    run = run_in(folder, dcp_metadata=dcp_metadata, **checkpoint).loaded().finished(4)
     return run.root / "step-4"
 
 
@@ -109,9 +108,7 @@ def test_plain_dcp_cannot_read_it_and_does_after_the_verb(step: Path, tmp_path: 
     read = weights_by_dcp(step)
     with run_in(step.parents[1]).loaded() as run:
         assert same(read, {f"model.{key}": value for key, value in run.model.state_dict().items()})
-    dcp_to_torch_save(step, tmp_path / "full.pt")
-    whole = torch.load(tmp_path / "full.pt", weights_only=True)
-    assert whole["odd"]["odd"] == {1, 2}
+    assert as_one_file(step)["odd"]["odd"] == {1, 2}
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
@@ -171,8 +168,7 @@ def test_two_ranks_resume_from_it(rank: int, tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_continues_as_if_it_was_not_stopped(tmp_path: Path) -> None:
-    with run_in(tmp_path / "straight").loaded() as straight:
-        straight.train(6)
+    straight = run_in(tmp_path / "straight").loaded().finished(6)
     saved(tmp_path / "run", "never")
     with run_in(tmp_path / "run", dcp_metadata="never").resumed() as run:
         run.train(6)
@@ -378,8 +374,7 @@ def test_no_part_of_it_grows_with_the_ranks_times_the_tensors() -> None:
 
 def test_the_verb_in_another_process_writes_the_same_bytes_of_exported_weights(tmp_path: Path) -> None:
     for choice in ("always", "never"):
-        with run_in(tmp_path / choice, dcp_metadata=choice, export_folder="exports").loaded() as run:
-            run.train(2)
+        run_in(tmp_path / choice, dcp_metadata=choice, export_folder="exports").loaded().finished(2)
     always, never = (tmp_path / choice / "exports" / "step-2" for choice in ("always", "never"))
     assert subprocess.run([*CLI, "add-metadata", str(never)], check=False, stdout=subprocess.DEVNULL).returncode == 0
     assert (never / layout.METADATA).read_bytes() == (always / layout.METADATA).read_bytes()

@@ -180,8 +180,7 @@ def test_containers_of_another_type_and_empty_ones(tmp_path: Path) -> None:
 
             def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
-        with SmallRun(tmp_path / name, interval=1, states={"extra": Extra()}) as run:
-            run.train(1)
+        run = SmallRun(tmp_path / name, interval=1, states={"extra": Extra()}).finished(1)
         return open_checkpoint(run.root / "step-1")
 
     a = saved("a", {"x": {"n": 1}, "empty": {}, "list": [1, {}]})
@@ -195,8 +194,7 @@ def test_containers_of_another_type_and_empty_ones(tmp_path: Path) -> None:
 
 
 def test_digests_say_which_values_differ_without_reading_them(tmp_path: Path) -> None:
-    with SmallRun(tmp_path, interval=1, digest_tensors=("save",)) as run:
-        run.train(2)
+    run = SmallRun(tmp_path, interval=1, digest_tensors=("save",)).finished(2)
     a, b = (open_checkpoint(run.root / f"step-{step}") for step in (1, 2))
     found = compare(a, b)
     assert not found.unknown

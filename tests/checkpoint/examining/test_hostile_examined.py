@@ -37,8 +37,7 @@ def verified(folder: Path) -> str:
 
 
 def examine(names: Sequence[str], base: Path) -> None:
-    with SmallRun(base / "run", interval=2) as run:
-        run.train(4)
+    run = SmallRun(base / "run", interval=2).finished(4)
     sound = open_checkpoint(run.root / "step-2")
     verified(sound.folder)  # Imports and buffers are not the cases'.
     for name in names:

@@ -18,6 +18,7 @@ import pytest
 
 from tests.checkpoint.images.cards import CARD
 from tests.descriptors import num_open, num_open_of
+from tests.keepers import names_at
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.images.belonging import ImageKey
 from torchtitan_lite.checkpoint.images.card import Card
@@ -92,13 +93,6 @@ def taken(found: HeldImages, loaded: ImageKey | None) -> Iterator[tuple[list[int
     finally:
         for fd in [fd for pair in pairs for fd in pair]:
             os.close(fd)
-
-
-def names_at(keeper: Keeper) -> list[str]:
-    held = keeper.held()
-    for each in held:
-        each.close()
-    return sorted(each.name for each in held)
 
 
 def test_the_images_of_all_steps_are_complete_and_the_latest_one_is_first(keeper: Keeper) -> None:

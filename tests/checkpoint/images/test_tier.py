@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.keepers import has_ended, keepers_in
+from tests.keepers import has_ended, keepers_in, names_at
 from tests.store.filled import commit
 from torchtitan_lite.checkpoint.images.commits import MOST_COMMITS, Commit, commit_of, commits_in, rests_in
 from torchtitan_lite.checkpoint.images.tier import MOST_KEEPERS, Tier, build_tier
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
-from torchtitan_lite.keeper.client import Keeper
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointInfo
 from torchtitan_lite.store.store import CheckpointStore
@@ -33,13 +32,6 @@ def tier(tmp_path: Path, memory_tier: Path) -> Iterator[Tier]:
 
 def arena_of(*, marked: bool = True) -> StagingArena:
     return StagingArena(4096, pin=False, mark=Mark() if marked else None)
-
-
-def names_at(keeper: Keeper) -> list[str]:
-    held = keeper.held()
-    for each in held:
-        each.close()
-    return sorted(each.name for each in held)
 
 
 def test_an_arena_is_held_once_under_a_name_of_start_and_rank(tier: Tier) -> None:

@@ -141,8 +141,7 @@ def test_without_the_key_a_save_digests_no_more_than_a_sample(
     counted = {}
     for name, options in (("off", {}), ("on", {"digest_tensors": ("replicas",)})):
         passes.clear()
-        with SmallRun(tmp_path / name, interval=1, preemption_signals=(), **options).loaded() as run:
-            run.train(5, last=False)
+        SmallRun(tmp_path / name, interval=1, preemption_signals=(), **options).loaded().finished(5, last=False)
         counted[name] = len(passes)
     assert counted == {"off": 1, "on": 5}
 

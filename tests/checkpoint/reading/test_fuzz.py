@@ -59,9 +59,7 @@ OTHERS: dict[str, Damage] = {
 
 @pytest.fixture
 def trained(start_run: StartRun) -> SmallRun:
-    run = start_run(interval=1, states={"big": Big()})
-    run.train(2)
-    run.manager.close()
+    run = start_run(interval=1, states={"big": Big()}).finished(2)
     return run
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from tests.checkpoint.one_file import as_one_file
 from tests.checkpoint.tiny_run import TinyRun, differing
 from tests.ranks import Ranks, on_two_ranks
 from torchtitan_lite.errors import CheckpointMismatch, CheckpointNotFound, CorpusChanged
@@ -59,8 +59,7 @@ def test_one_plain_process_saves_and_two_ranks_load(two_ranks: Ranks, tmp_path: 
 
 def test_weights_only_holds_whole_tensors_under_their_own_names(two_ranks: Ranks, tmp_path: Path) -> None:
     trained, _ = two_ranks.run(export, folder=tmp_path)
-    dcp_to_torch_save(tmp_path / "checkpoint" / "step-2", tmp_path / "weights.pt")
-    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    weights = as_one_file(tmp_path / "checkpoint" / "step-2")
     assert all(not key.startswith(("model", "_")) and value.dtype == torch.bfloat16 for key, value in weights.items())
     expected = {
         key.removeprefix("model."): value.bfloat16() for key, value in trained.items() if key.startswith("model.")

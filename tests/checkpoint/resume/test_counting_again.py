@@ -15,9 +15,7 @@ AGAIN = ("train_state", "lr_scheduler", "dataloader")
 
 
 def old_run(start_run: StartRun) -> SmallRun:
-    run = start_run(interval=2)
-    run.train(6)
-    run.manager.close()
+    run = start_run(interval=2).finished(6)
     return run
 
 
@@ -50,9 +48,7 @@ def test_steps_are_counted_again_on_a_branch_that_sets_the_old_ones_aside(
 def test_the_same_command_again_loads_all_of_its_own(start_run: StartRun, options: dict[str, Any]) -> None:
     old_run(start_run)
     command: dict[str, Any] = {"interval": 2, "exclude_from_loading": AGAIN, **options}
-    run = start_run(seed=1, **command).loaded()
-    run.train(4, last=False)
-    run.manager.close()
+    run = start_run(seed=1, **command).loaded().finished(4, last=False)
     again = start_run(seed=2, **command)
     assert again.manager.latest_step() == 4
     assert again.manager.load()
@@ -64,9 +60,7 @@ def test_the_same_command_again_loads_all_of_its_own(start_run: StartRun, option
 
 def test_new_branch_counts_from_the_start_once_more(start_run: StartRun) -> None:
     old_run(start_run)
-    run = start_run(seed=1, interval=2, exclude_from_loading=AGAIN).loaded()
-    run.train(2, last=False)
-    run.manager.close()
+    start_run(seed=1, interval=2, exclude_from_loading=AGAIN).loaded().finished(2, last=False)
     again = start_run(seed=2, interval=2, exclude_from_loading=AGAIN, new_branch=True).loaded()
     assert again.train_state.step == 0
 
@@ -81,11 +75,7 @@ def test_a_start_that_ends_before_its_first_save_has_set_nothing_aside(start_run
 
 def test_a_run_that_counts_again_can_roll_back_to_the_step_at_which_the_old_run_branched(start_run: StartRun) -> None:
     old_run(start_run)
-    branch = start_run(seed=1, interval=2, load_step=2).loaded()
-    branch.train(4, last=False)
-    branch.manager.close()
-    again = start_run(seed=2, interval=2, exclude_from_loading=AGAIN).loaded()
-    again.train(4, last=False)
-    again.manager.close()
+    start_run(seed=1, interval=2, load_step=2).loaded().finished(4, last=False)
+    start_run(seed=2, interval=2, exclude_from_loading=AGAIN).loaded().finished(4, last=False)
     rolled_back = start_run(seed=3, interval=2, load_step=2).loaded()
     assert rolled_back.manager.loaded_step == 2, "it continues no branch: the old one began at another step 2"

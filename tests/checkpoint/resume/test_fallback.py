@@ -24,9 +24,7 @@ DATA = "__0_0.distcp"
 @pytest.fixture
 def trained(start_run: StartRun) -> SmallRun:
     """Return a run that saved steps 2, 4 and 6 and is closed."""
-    run = start_run(interval=2)
-    run.train(6)
-    run.manager.close()
+    run = start_run(interval=2).finished(6)
     return run
 
 
@@ -232,9 +230,7 @@ def test_nothing_of_a_damaged_step_is_left_where_a_seed_is_the_next_older_one(st
     seed = start_run(create_seed_checkpoint=True)
     seed.manager.save(0, force=True)
     seed.manager.close()
-    first = start_run(interval=2).loaded()
-    first.train(2)
-    first.manager.close()
+    first = start_run(interval=2).loaded().finished(2)
     flip(first.root / "step-2" / DATA, in_tensor(first.root / "step-2", "model.first.weight"))
     run = start_run(seed=1, interval=2)
     with pytest.raises(CheckpointDamaged, match=r"step-2 is damaged: .* start the same command again"):

@@ -11,9 +11,7 @@ from torchtitan_lite.errors import ConfigError, RunNotLoaded
 
 
 def saved(start_run: StartRun) -> None:
-    run = start_run(interval=1)
-    run.train(3)
-    run.manager.close()
+    start_run(interval=1).finished(3)
 
 
 def test_the_first_save_over_another_runs_steps_is_refused_with_the_way_out(start_run: StartRun) -> None:

@@ -23,9 +23,7 @@ from torchtitan_lite.store.store import CheckpointStore
 
 def saved_run(start_run: StartRun, steps: int = 3, **options: Any) -> SmallRun:
     """Return a run that saved every step and is closed."""
-    run = start_run(interval=1, **options)
-    run.train(steps)
-    run.manager.close()
+    run = start_run(interval=1, **options).finished(steps)
     return run
 
 

@@ -27,9 +27,7 @@ sys.addaudithook(_watch)
 
 def test_a_run_that_only_loads_opens_nothing_for_writing(start_run: StartRun, mode: str, tmp_path: Path) -> None:
     global _written
-    saved = start_run(interval=2)
-    saved.train(6)
-    saved.manager.close()
+    saved = start_run(interval=2).finished(6)
     flip(saved.root / "step-6" / "__0_0.distcp")
     (saved.root / "step-7.staging").mkdir()
     before = sorted((path, path.lstat().st_mtime_ns) for path in tmp_path.rglob("*"))

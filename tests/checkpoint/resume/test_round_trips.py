@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,6 +28,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tests.checkpoint.conftest import StartRun
+from tests.checkpoint.one_file import as_one_file
 from tests.checkpoint.reading.tensor_layouts import bits, every_tensor, random_bits, zeros, zeros_like
 from tests.checkpoint.small_run import target
 from tests.forked import join_group
@@ -113,8 +113,7 @@ def test_ours_is_read_by_plain_dcp(tensors: dict[str, Tensor], saver: Saver, tmp
     for found in contiguous_zeros(tensors), zeros_alike(tensors):
         dcp_load({"model": found}, storage_reader=FileSystemReader(path), no_dist=True)
         trips.check(found, tensors)
-    dcp_to_torch_save(path, tmp_path / "one.pt")
-    trips.check(torch.load(tmp_path / "one.pt", weights_only=True)["model"], tensors)
+    trips.check(as_one_file(path)["model"], tensors)
     print(f"ours -> plain DCP: {trips.count} tensors equal")
     assert trips.count == 3 * NUM_TENSORS
 
@@ -161,9 +160,7 @@ def test_a_manager_loads_every_tensor_of_a_state_that_it_saved(
     tensors: dict[str, Tensor], start_run: StartRun, mode: str
 ) -> None:
     trips = RoundTrips()
-    run = start_run(states={"bag": Bag(tensors)}, async_mode=mode)
-    run.train(1)
-    run.manager.close()
+    start_run(states={"bag": Bag(tensors)}, async_mode=mode).finished(1)
     bag = Bag({})
     start_run(states={"bag": bag}, seed=1).resumed()
     trips.check(bag.tensors, tensors)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.checkpoint.conftest import StartRun
+from tests.checkpoint.one_file import as_one_file
 from tests.checkpoint.small_run import same
 from tests.store.crashing import Crash, Cut, contents
 from tests.store.filled import commit
@@ -24,12 +22,12 @@ def test_weights_that_a_run_trains_on_through_stay_under_another_name_whatever_i
 ) -> None:
     first = start_run(interval=2, model_weights_only=True, export_dtype="bfloat16")
     first.train(4)
-    exported = as_one_file(first.root / "step-4", tmp_path / "x.pt")
+    exported = as_one_file(first.root / "step-4")
     run = start_run(interval=2, keep_latest_k=1).resumed()
     with caplog.at_level(logging.INFO, "torchtitan_lite"):
         run.train(8)
     assert run.names() == ["step-4.weights", "step-8"]
-    assert same(as_one_file(run.root / "step-4.weights", tmp_path / "y.pt"), exported)
+    assert same(as_one_file(run.root / "step-4.weights"), exported)
     assert "The weights-only step 4 is now step-4.weights: a full checkpoint takes its name" in caplog.messages
 
 
@@ -37,9 +35,7 @@ def test_weights_set_aside_begin_another_run(start_run: StartRun, tmp_path: Path
     first = start_run(interval=2, model_weights_only=True)
     first.train(4)
     start_run(interval=2).manager.load()
-    run = start_run(interval=2).loaded()
-    run.train(4, last=False)
-    run.manager.close()
+    run = start_run(interval=2).loaded().finished(4, last=False)
     begun = start_run(tmp_path / "next", seed=1, initial_load_path=str(run.root / "step-4.weights")).resumed()
     assert same(dict(begun.model.state_dict()), dict(first.model.state_dict()))
 
@@ -87,9 +83,3 @@ def test_cut_anywhere_the_weights_are_there_bit_for_bit(exchanges: bool, power: 
 
 def save(store: CheckpointStore, data: bytes, kind: CheckpointKind, lineage: Lineage | None = None) -> None:
     commit(store, 4, data, kind=kind, lineage=lineage or Lineage("run1"))
-
-
-def as_one_file(checkpoint: Path, file: Path) -> dict[str, Any]:
-    dcp_to_torch_save(checkpoint, file)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.checkpoint.conftest import StartRun
+from tests.checkpoint.one_file import as_one_file
 from tests.checkpoint.small_run import Tiny, fqns, job_config, same
 from tests.disks import FailingDisk
 from torchtitan_lite.checkpoint.manager import CheckpointManager
@@ -23,13 +23,6 @@ from torchtitan_lite.store.store import CheckpointStore
 
 def keys(folder: Path) -> list[str]:
     return list(FileSystemReader(folder).read_metadata().state_dict_metadata)
-
-
-def as_one_file(folder: Path, target: Path) -> dict[str, Any]:
-    """Return the checkpoint as `format_utils` converts it, read without unpickling."""
-    dcp_to_torch_save(folder, target)
-    state: dict[str, Any] = torch.load(target, weights_only=True)
-    return state
 
 
 def test_an_interval_of_steps_saves_at_its_multiples_and_the_last_step_whatever_it_is(
@@ -56,9 +49,7 @@ def test_a_last_step_that_is_due_anyway_is_saved_once(start_run: StartRun) -> No
 
 
 def test_a_run_that_only_loads_never_saves(start_run: StartRun) -> None:
-    run = start_run(interval=1, load_only=True).loaded()
-    run.train(3)
-    run.manager.close()
+    run = start_run(interval=1, load_only=True).loaded().finished(3)
     assert not run.root.exists()
 
 
@@ -130,8 +121,7 @@ def test_purging_leaves_exactly_the_latest_and_never_fewer(start_run: StartRun, 
         run.events(event, step, **figures)
 
     run = start_run(interval=1, keep_latest_k=keep, async_mode=mode, seams={"on_event": look})
-    run.train(3)
-    run.manager.close()
+    run.finished(3)
     assert run.names() == [f"step-{step}" for step in range(4 - keep, 4)]
     once_there = seen[next(i for i, count in enumerate(seen) if count >= keep) :]
     assert min(once_there) >= keep
@@ -243,7 +233,7 @@ def test_the_last_checkpoint_may_hold_only_the_weights(start_run: StartRun, tmp_
     run = start_run(interval=2, model_weights_only=True, export_dtype="bfloat16")
     run.train(3)
     live = run.contents()["model"]
-    exported = as_one_file(run.root / "step-3", tmp_path / "x.pt")
+    exported = as_one_file(run.root / "step-3")
     expected = {name: t.bfloat16() if t.is_floating_point() else t for name, t in live.items()}
     assert same(exported, expected)
     assert all(parameter.dtype == torch.float32 for parameter in run.model.parameters())
@@ -288,7 +278,7 @@ def test_training_on_gives_the_name_of_the_weights_to_the_full_checkpoint(
 def test_format_utils_reads_a_full_checkpoint(start_run: StartRun, tmp_path: Path) -> None:
     run = start_run(interval=1)
     run.step()
-    state = as_one_file(run.root / "step-1", tmp_path / "x.pt")
+    state = as_one_file(run.root / "step-1")
     assert same(state["model"], run.contents()["model"])
     assert state["dataloader"] == {"position": 1, "seen": [0]}
 

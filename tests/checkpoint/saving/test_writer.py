@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+from tests.checkpoint.one_file import as_one_file
 from tests.checkpoint.small_run import same, target
 from tests.disks import FailingDisk
 from torchtitan_lite.checkpoint.saving.savers import SyncSaver
@@ -64,9 +64,8 @@ def test_plain_dcp_loads_it(store: CheckpointStore) -> None:
     assert same(found["model"], state()["model"])
 
 
-def test_format_utils_turns_it_into_one_file_for_torch_load(store: CheckpointStore, tmp_path: Path) -> None:
-    dcp_to_torch_save(save(store), tmp_path / "x.pt")
-    assert same(torch.load(tmp_path / "x.pt", weights_only=True), state())
+def test_format_utils_turns_it_into_one_file_for_torch_load(store: CheckpointStore) -> None:
+    assert same(as_one_file(save(store)), state())
 
 
 def test_a_view_is_written_without_what_lies_around_it(store: CheckpointStore) -> None:

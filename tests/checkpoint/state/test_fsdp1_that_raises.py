@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from tests.checkpoint.small_run import job_config
+from tests.checkpoint.state.fsdp1 import fsdp1
 from tests.checkpoint.state.odd_objects import FusedQkv
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.errors import ConfigError, SaveFailed
-
-
-def fsdp1(model: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2,))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        return FullyShardedDataParallel(model, use_orig_params=True, device_mesh=mesh, device_id=torch.device("cpu"))
 
 
 def manager_of(folder: Path, model: nn.Module, **options: Any) -> CheckpointManager:

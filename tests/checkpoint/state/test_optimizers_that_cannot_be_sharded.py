@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from tests.checkpoint.small_run import job_config
+from tests.checkpoint.state.fsdp1 import fsdp1
 from tests.checkpoint.state.optimizers_of_torch import Regression, train_step
 from tests.ranks import Ranks, on_two_ranks
 from torchtitan_lite.checkpoint.manager import CheckpointManager
@@ -33,13 +33,6 @@ def sharded() -> nn.Module:
     model = Regression().requires_grad_(True)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     return model
-
-
-def fsdp1(model: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2,))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        return FullyShardedDataParallel(model, use_orig_params=True, device_mesh=mesh, device_id=torch.device("cpu"))
 
 
 @on_two_ranks

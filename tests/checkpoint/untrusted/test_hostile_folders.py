@@ -35,9 +35,7 @@ def probed(names: Sequence[str], start_run: StartRun, tmp_path: Path) -> list[di
 
     A process that hangs is killed; the last line of the report then names the case.
     """
-    run = start_run(tmp_path / "template", interval=2)
-    run.train(4)
-    run.manager.close()
+    run = start_run(tmp_path / "template", interval=2).finished(4)
     report = tmp_path / "report"
     process = Forked(probe, names, str(run.root), str(tmp_path / "probes"), str(report))
     try:
