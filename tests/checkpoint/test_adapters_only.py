@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.checkpoint.only_once import load_and_close
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint import CheckpointManager, load_model
 
@@ -79,8 +80,7 @@ def test_an_export_has_what_is_trained_and_is_taken_back(
     manager = CheckpointManager.for_loop(
         model=continued, folder=tmp_path / "next", save_trained_only=True, preemption_signals=(), **start
     )
-    with manager:
-        assert manager.load()
+    load_and_close(manager)
     _has_the_adapter_of(model, continued)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.checkpoint.only_once import load_and_close, save_and_close
 from torchtitan_lite.checkpoint import CheckpointManager, load_model
 from torchtitan_lite.errors import CheckpointMismatch, CheckpointNotFound, ConfigError
 
@@ -61,15 +62,13 @@ def test_the_refusal_of_a_shallower_model_ends_with_what_loads_it(tmp_path: Path
             model=model, optimizer=optimizer, folder=tmp_path, preemption_signals=(), **keys
         )
 
-    with managed(2) as manager:
-        manager.save(1, force=True)
+    save_and_close(managed(2))
     with managed(1) as manager:
         with pytest.raises(CheckpointMismatch, match=r"1\.weight(.|\n)*--checkpoint\.load_strictness=warn$"):
             manager.load()
         with pytest.raises(CheckpointNotFound, match=r"step 99 is not in .*loop of your own, load\(\) takes it"):
             manager.load(99)
-    with managed(1, load_strictness="warn") as manager:
-        assert manager.load()
+    load_and_close(managed(1, load_strictness="warn"))
 
 
 def test_a_plain_dict_is_a_state_and_is_restored_in_place(tmp_path: Path) -> None:
@@ -87,8 +86,7 @@ def test_a_plain_dict_is_a_state_and_is_restored_in_place(tmp_path: Path) -> Non
         assert manager.load(1)
         assert held["best_val_loss"] == 0.5 and "later" not in held
     again: dict[Any, Any] = {"best_val_loss": 1e9}
-    with managed(again) as manager:
-        assert manager.load()
+    load_and_close(managed(again))
     assert torch.equal(again.pop("seen"), held.pop("seen"))
     assert again == held
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+from tests.checkpoint.only_once import load_and_close
 from tests.checkpoint.planning.simulated import Has, planned
 from tests.checkpoint.small_run import job_config
 from torchtitan_lite.checkpoint.format.description import Description
@@ -106,8 +107,7 @@ def test_a_wrong_one_is_a_finding_and_nothing_of_ours_reads_it(
     capsys.readouterr()
     assert main(["verify", str(step)]) == 3
     assert ".metadata: it does not describe this checkpoint" in capsys.readouterr().out
-    with Job(tmp_path).manager as manager:
-        assert manager.load()
+    load_and_close(Job(tmp_path).manager)
     assert main(["add-metadata", str(step)]) == 0
     assert main(["verify", str(step)]) == 0
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
+from tests.checkpoint.only_once import load_and_close
 from tests.checkpoint.small_run import Events, Loader
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint import CheckpointManager, TrainState, load_model
@@ -281,8 +282,7 @@ def test_only_what_is_trained_is_saved_and_resumed(tmp_path: Path, mode: str) ->
         "model.seen",
     }
     base = second.base.weight.clone()
-    with adapter_run(tmp_path, second, save_trained_only=True) as manager:
-        assert manager.load()
+    load_and_close(adapter_run(tmp_path, second, save_trained_only=True))
     assert torch.equal(second.adapter.weight, first.adapter.weight)
     assert torch.equal(second.base.weight, base)
     assert int(second.seen) == 1

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.checkpoint.only_once import save_and_close
 from tests.checkpoint.small_run import Loader
 from tests.disks import injected
 from tests.ranks import on_two_ranks
@@ -171,7 +172,6 @@ def test_every_file_has_one_writer_and_few_writers_are_far_apart() -> None:
 
 
 def test_a_seed_checkpoint_is_no_last_save(tmp_path: Path) -> None:
-    with manager_of(tmp_path, a_model(1), hugging_face=DESCRIBED, create_seed_checkpoint=True) as manager:
-        manager.save(0, force=True)
+    save_and_close(manager_of(tmp_path, a_model(1), hugging_face=DESCRIBED, create_seed_checkpoint=True), 0)
     assert (tmp_path / "checkpoint" / "step-0").exists()
     assert not (tmp_path / "hf").exists()

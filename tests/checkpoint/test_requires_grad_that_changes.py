@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.checkpoint.only_once import load_and_close
 from torchtitan_lite.checkpoint import CheckpointManager, load_model
 from torchtitan_lite.errors import CheckpointMismatch
 
@@ -86,8 +87,7 @@ def test_what_was_loaded_frozen_is_in_the_next_checkpoint(tmp_path: Path) -> Non
         assert second.manager.load()
         expected = second.train(6, 10)
     third = Phases(tmp_path, unfrozen=(), seed=2)
-    with third.manager:
-        assert third.manager.load()
+    load_and_close(third.manager)
     assert not differing(third.model.state_dict(), expected)
 
 

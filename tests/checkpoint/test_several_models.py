@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from tests.checkpoint.only_once import load_and_close, save_and_close
 from tests.forked import REPO
 from tests.logged import logged_warnings
 from tests.ranks import Ranks
@@ -78,8 +79,7 @@ def test_both_forms_bring_all_models_and_optimizers_back(form: Any, tmp_path: Pa
     with CheckpointManager.for_loop(**arguments, folder=tmp_path) as manager:
         train(first, arguments["optimizer"])
         manager.save(1, force=True)
-    with CheckpointManager.for_loop(**resumed, folder=tmp_path) as manager:
-        assert manager.load()
+    load_and_close(CheckpointManager.for_loop(**resumed, folder=tmp_path))
     for models, optimizers in ((first, arguments["optimizer"]), (second, resumed["optimizer"])):
         train(models, optimizers)
     assert all(equal(first[name], second[name]) for name in NAMES)
@@ -88,8 +88,7 @@ def test_both_forms_bring_all_models_and_optimizers_back(form: Any, tmp_path: Pa
 def test_the_policy_alone_is_loaded_from_either_form(tmp_path: Path) -> None:
     models = nets(1)
     for form in (together, apart):
-        with CheckpointManager.for_loop(**form(models), folder=tmp_path / form.__name__) as manager:
-            manager.save(1, force=True)
+        save_and_close(CheckpointManager.for_loop(**form(models), folder=tmp_path / form.__name__))
     one, other = nets(2)["policy"], nets(3)["policy"]
     load_model(nn.ModuleDict({"policy": one}), tmp_path / "together", load_include=["policy.*"])
     load_model(other, tmp_path / "apart")
@@ -108,8 +107,7 @@ def test_of_what_is_trained_only_a_target_network_comes_back_as_a_state(
             manager.save(step, force=step == 2)
     named = "Training changes model.target." in caplog.text
     assert named is not comes_back and "model.reference" not in caplog.text
-    with CheckpointManager.for_loop(**form(second), folder=tmp_path, save_trained_only=True) as manager:
-        assert manager.load()
+    load_and_close(CheckpointManager.for_loop(**form(second), folder=tmp_path, save_trained_only=True))
     assert equal(second["critic"], first["critic"])
     assert equal(second["reference"], nets(2)["reference"]), "the loop loads it from elsewhere"
     assert equal(second["target"], first["target"]) is comes_back
@@ -134,11 +132,9 @@ def manager_of(folder: Path, states: dict[str, Any], **checkpoint: Any) -> Check
 
 def test_a_buffer_begins_empty_where_a_start_excludes_it_or_leaves_it_out(tmp_path: Path) -> None:
     held = {"rows": torch.ones(3), "written": 3}
-    with manager_of(tmp_path, {"replay": held}) as manager:
-        manager.save(1, force=True)
+    save_and_close(manager_of(tmp_path, {"replay": held}))
     empty = {"rows": torch.zeros(3), "written": 0}
-    with manager_of(tmp_path, {"replay": empty}, exclude_from_loading=["replay"]) as manager:
-        assert manager.load()
+    load_and_close(manager_of(tmp_path, {"replay": empty}, exclude_from_loading=["replay"]))
     assert empty["written"] == 0
     with manager_of(tmp_path, {}, load_only=True) as manager, logged_warnings() as warned:
         assert manager.load()
@@ -146,14 +142,12 @@ def test_a_buffer_begins_empty_where_a_start_excludes_it_or_leaves_it_out(tmp_pa
 
 
 def test_a_buffer_that_a_checkpoint_lacks_is_refused_unless_this_start_excludes_it(tmp_path: Path) -> None:
-    with manager_of(tmp_path, {}) as manager:
-        manager.save(1, force=True)
+    save_and_close(manager_of(tmp_path, {}))
     added = {"rows": torch.zeros(3)}
     fix = r"(?s)missing.*replay.*--checkpoint\.exclude_from_loading=replay"
     with manager_of(tmp_path, {"replay": added}) as manager, pytest.raises(CheckpointMismatch, match=fix):
         manager.load()
-    with manager_of(tmp_path, {"replay": added}, exclude_from_loading=["replay"]) as manager:
-        assert manager.load()
+    load_and_close(manager_of(tmp_path, {"replay": added}, exclude_from_loading=["replay"]))
 
 
 def test_a_buffer_may_be_in_some_checkpoints_only(tmp_path: Path) -> None:
@@ -213,13 +207,11 @@ def test_what_the_page_says_is_refused_is_and_what_it_says_to_return_is_saved(
 def save_rows(rank: int, folder: Path) -> None:
     rows = torch.arange(3.0) + 10 * rank
     held = {"rows": DTensor.from_local(rows, init_device_mesh("cpu", (2,)), [Shard(0)])}
-    with manager_of(folder, {"replay": held}) as manager:
-        manager.save(1, force=True)
+    save_and_close(manager_of(folder, {"replay": held}))
 
 
 def test_sharded_rows_are_loaded_on_another_number_of_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(save_rows, folder=tmp_path)
     held = {"rows": torch.zeros(6)}
-    with manager_of(tmp_path, {"replay": held}) as manager:
-        assert manager.load()
+    load_and_close(manager_of(tmp_path, {"replay": held}))
     assert held["rows"].tolist() == [0.0, 1.0, 2.0, 10.0, 11.0, 12.0]

@@ -23,6 +23,7 @@ from tests.checkpoint.importing.sources import (
     write_meta,
     write_shards,
 )
+from tests.checkpoint.only_once import load_and_close
 from tests.cli.command import ROOT, command, on_a_terminal, plain
 from tests.cli.conftest import Said
 from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
@@ -92,8 +93,7 @@ def test_a_loop_of_a_persons_own_starts_from_it(tmp_path: Path) -> None:
     manager = CheckpointManager.for_loop(
         model=model, folder=tmp_path / "run", initial_load_path=str(tmp_path / "start"), preemption_signals=()
     )
-    with manager:
-        assert manager.load()
+    load_and_close(manager)
     assert torch.equal(model.weight, theirs.weight)
 
 

@@ -14,6 +14,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.checkpoint.only_once import load_and_close
 from tests.checkpoint.small_run import same
 from tests.checkpoint.tiny_run import TinyRun
 from tests.data.numbered import loader as own_loader
@@ -149,8 +150,7 @@ def test_each_of_two_ranks_continues_with_its_own_samples_from_a_real_checkpoint
     with (run := TinyRun(tmp_path, interval=1, dataloader=first)).manager:
         run.steps(1)
     second = torchdata_loader(rank, 2)
-    with TinyRun(tmp_path, dataloader=second).manager as manager:
-        assert manager.load()
+    load_and_close(TinyRun(tmp_path, dataloader=second).manager)
     rest = flat(second)
     assert rest == flat(batches)
     assert sorted(taken + rest) == NUMBERS[rank::2]
@@ -208,8 +208,7 @@ def test_a_stream_continues_from_a_real_checkpoint(tmp_path: Path) -> None:
     with (run := TinyRun(tmp_path, interval=1, dataloader=first)).manager:
         run.steps(1)
     second = hugging_face_stream()
-    with TinyRun(tmp_path, dataloader=second).manager as manager:
-        assert manager.load()
+    load_and_close(TinyRun(tmp_path, dataloader=second).manager)
     assert list(second) == list(examples)
 
 

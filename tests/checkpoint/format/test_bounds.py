@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.checkpoint.only_once import save_and_close
 from tests.checkpoint.small_run import job_config
 from torchtitan_lite.checkpoint.format.contents import Chunk
 from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
@@ -49,8 +50,7 @@ class Run:
 def test_an_optimizer_state_of_another_shape_is_left_as_it_is_and_reported(
     tmp_path: Path, saved: int, loaded: int, strictness: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with (first := Run(tmp_path, saved)).manager as manager:
-        manager.save(1, force=True)
+    save_and_close((first := Run(tmp_path, saved)).manager)
     second = Run(tmp_path, loaded, load_strictness=strictness, load_only=True)
     before, expected = second.tensors(), first.tensors()
     with second.manager as manager, caplog.at_level(logging.WARNING):
@@ -73,8 +73,7 @@ def test_a_part_that_is_not_inside_its_source_is_refused(box: tuple[tuple[int, .
 def test_a_region_that_is_not_inside_its_chunk_is_refused_before_any_read(
     tmp_path: Path, offsets: tuple[int, ...], rows: int
 ) -> None:
-    with Run(tmp_path, 4).manager as manager:
-        manager.save(1, force=True)
+    save_and_close(Run(tmp_path, 4).manager)
     path = tmp_path / "checkpoint" / "step-1"
     reader = CheckpointReader(path)
     [chunk] = StoredCheckpoint(path, Peers(timedelta(seconds=9))).contents.tensors["model.0.weight"].chunks
@@ -95,8 +94,7 @@ def test_a_tensor_with_another_dtype_or_shape_than_in_the_plan_is_refused(other:
 
 
 def test_a_model_of_another_shape_is_refused_before_any_read(tmp_path: Path) -> None:
-    with Run(tmp_path, 4).manager as manager:
-        manager.save(1, force=True)
+    save_and_close(Run(tmp_path, 4).manager)
     stored = StoredCheckpoint(tmp_path / "checkpoint" / "step-1", Peers(timedelta(seconds=9)))
     with pytest.raises(
         CheckpointMismatch, match=r"model\.0\.weight: shape \[4, 3\] in the checkpoint, \[5, 3\] expected"

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.checkpoint.format import golden_run
 from tests.checkpoint.format.golden_run import BUFFERS, GOLDEN, PARAMETERS, STEP, WRITERS, WRITTEN, GoldenRun, expected
+from tests.checkpoint.only_once import load_and_close
 from tests.checkpoint.small_run import same
 from tests.ranks import Ranks
 from torchtitan_lite.cli.app import main
@@ -92,8 +93,7 @@ def test_a_golden_checkpoint_says_which_version_and_how_many_ranks_wrote_it(gold
 @each_folder
 def test_a_full_golden_checkpoint_restores_every_value(golden: Path, tmp_path: Path) -> None:
     run = GoldenRun(copied(golden, tmp_path), FORMAT_VERSION, filled=False)
-    with run.manager:
-        assert run.manager.load()
+    load_and_close(run.manager)
     assert run.manager.loaded_step == STEP
     assert run.model.turned.stride() == (1, 3)
     assert_same(run.contents(), expected(version_of(golden)))
@@ -113,8 +113,7 @@ def test_the_random_generators_of_one_process_continue_where_they_were(golden: P
 def test_a_new_run_begins_with_golden_weights(golden: Path, tmp_path: Path) -> None:
     weights = str(golden / "export" / f"step-{STEP}")
     run = GoldenRun(tmp_path, FORMAT_VERSION, filled=False, initial_load_path=weights)
-    with run.manager:
-        assert run.manager.load()
+    load_and_close(run.manager)
     assert run.manager.loaded_step is None
     assert_same(run.contents()["model"], expected(version_of(golden))["model"])
 
@@ -247,8 +246,7 @@ def load_as_one_of_two_ranks(rank: int, folders: list[Path]) -> list[int | None]
     steps = []
     for folder in folders:
         run = GoldenRun(folder, FORMAT_VERSION, filled=False, mesh=mesh())
-        with run.manager:
-            assert run.manager.load()
+        load_and_close(run.manager)
         assert_same(run.contents(), expected(version_of(folder)))
         steps.append(run.manager.loaded_step)
     return steps

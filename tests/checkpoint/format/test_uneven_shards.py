@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from tests.checkpoint.only_once import load_and_close
 from tests.checkpoint.small_run import job_config
 from tests.ranks import Ranks, on_two_ranks
 from torchtitan_lite.checkpoint.manager import CheckpointManager
@@ -129,8 +130,7 @@ def load_case(rank: int, folder: Path, mesh: str) -> bool:
     """Load on `mesh`, and return whether every tensor has its values afterwards."""
     run = Run(folder, MESHES[mesh], digest_tensors=("load",), load_only=True)
     assert not run.is_filled()
-    with run.manager:
-        assert run.manager.load()
+    load_and_close(run.manager)
     return run.is_filled()
 
 
@@ -151,8 +151,7 @@ def test_what_uneven_shards_save_every_topology_loads(six_ranks: Ranks, tmp_path
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, values(name, parameter.shape, 0)), name
     alone = Run(tmp_path, None, digest_tensors=("load",), load_only=True)
-    with alone.manager:
-        assert alone.manager.load()
+    load_and_close(alone.manager)
     assert alone.is_filled()
     for loader in MESHES:
         assert six_ranks.run(load_case, folder=tmp_path, mesh=loader) == [True] * 6, loader

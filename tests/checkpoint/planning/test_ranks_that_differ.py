@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.checkpoint.only_once import load_and_close, save_and_close
 from tests.checkpoint.small_run import job_config
 from tests.checkpoint.tiny_run import TinyRun
 from tests.logged import logged_warnings
@@ -207,8 +208,7 @@ def test_values_that_cannot_become_bytes_are_no_difference() -> None:
 
 def save_per_rank(rank: int, folder: Path, **held: Any) -> None:
     own = Held(position=10 + rank, seen=torch.arange(rank + 3), **held)
-    with manager_of(folder, {"sampler": PerRank(own)}, digest_tensors=("save",)) as manager:
-        manager.save(1, force=True)
+    save_and_close(manager_of(folder, {"sampler": PerRank(own)}, digest_tensors=("save",)))
 
 
 def load_per_rank(rank: int, folder: Path) -> tuple[int, list[int], list[str]]:
@@ -231,12 +231,10 @@ def test_each_rank_gets_back_what_it_saved(two_ranks: Ranks, tmp_path: Path) -> 
 
 def dict_per_rank(rank: int, folder: Path) -> tuple[dict[str, int], bool]:
     """Return what came back in a plain dict, and whether it is the same dict."""
-    with manager_of(folder, {"cursor": PerRank({"position": 10 + rank})}) as manager:
-        manager.save(1, force=True)
+    save_and_close(manager_of(folder, {"cursor": PerRank({"position": 10 + rank})}))
     held = {"position": 0, "of another run": 1}
     own = PerRank(held)
-    with manager_of(folder, {"cursor": own}, load_only=True) as manager:
-        assert manager.load()
+    load_and_close(manager_of(folder, {"cursor": own}, load_only=True))
     return held, held == own.state_dict()[f"rank{rank}"]
 
 
@@ -274,39 +272,33 @@ def test_a_rank_that_saved_none_refuses_together_with_the_others(two_ranks: Rank
 
 
 def test_a_state_that_was_saved_for_all_is_refused_or_begun_from_scratch(tmp_path: Path) -> None:
-    with manager_of(tmp_path, {"sampler": Held(position=3)}) as manager:
-        manager.save(1, force=True)
+    save_and_close(manager_of(tmp_path, {"sampler": Held(position=3)}))
     own = Held(position=0)
     with (
         manager_of(tmp_path, {"sampler": PerRank(own)}, load_only=True) as manager,
         pytest.raises(ConfigError, match="once for all ranks, not by PerRank"),
     ):
         manager.load()
-    with manager_of(tmp_path, {"sampler": PerRank(own, on_missing="fresh")}, load_only=True) as manager:
-        assert manager.load()
+    load_and_close(manager_of(tmp_path, {"sampler": PerRank(own, on_missing="fresh")}, load_only=True))
     assert own.values == {"position": 0}
 
 
 def test_a_state_without_entries_comes_back(tmp_path: Path) -> None:
-    with manager_of(tmp_path, {"sampler": PerRank(Held())}) as manager:
-        manager.save(1, force=True)
+    save_and_close(manager_of(tmp_path, {"sampler": PerRank(Held())}))
     own = Held(position=0)
-    with manager_of(tmp_path, {"sampler": PerRank(own)}, load_only=True) as manager:
-        assert manager.load()
+    load_and_close(manager_of(tmp_path, {"sampler": PerRank(own)}, load_only=True))
     assert own.values == {}
 
 
 def test_a_refusal_of_the_wrapped_state_is_in_the_report(tmp_path: Path) -> None:
-    with manager_of(tmp_path, {"sampler": PerRank(Picky(of="a"))}) as manager:
-        manager.save(1, force=True)
+    save_and_close(manager_of(tmp_path, {"sampler": PerRank(Picky(of="a"))}))
     with manager_of(tmp_path, {"sampler": PerRank(Picky(of="b"))}, load_only=True) as manager:
         report = manager.dry_run()
     assert report is not None and "not mine" in str(report)
 
 
 def test_a_checkpoint_without_such_a_state_is_refused(tmp_path: Path) -> None:
-    with manager_of(tmp_path, {}) as manager:
-        manager.save(1, force=True)
+    save_and_close(manager_of(tmp_path, {}))
     with (
         manager_of(tmp_path, {"sampler": PerRank(Held(a=1))}, load_only=True) as manager,
         pytest.raises(CheckpointMismatch, match="sampler"),

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.checkpoint.only_once import load_and_close
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.errors import CheckpointMismatch
@@ -159,8 +160,7 @@ def test_a_sharded_run_loads_it_on_all_ranks(rank: int, tmp_path: Path) -> None:
     ours.optimize()
     theirs.train(SAVED_AT + 1, SAVED_AT + 1)
     for path in paths:
-        with ours.manager(path, path / f"step-{SAVED_AT}") as manager:
-            assert manager.load()
+        load_and_close(ours.manager(path, path / f"step-{SAVED_AT}"))
         assert [group["lr"] for group in ours.optimizer.param_groups] == [0.1 * 0.5**SAVED_AT, 0.05 * 0.5**SAVED_AT]
         ours.train(SAVED_AT + 1, SAVED_AT + 1)
         for name, expected in theirs.model.named_parameters():

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from tests.checkpoint.only_once import load_and_close, save_and_close
 from tests.checkpoint.small_run import job_config, same
 from tests.checkpoint.state.odd_objects import FusedQkv, OwnForm, ScaledLinear
 from tests.checkpoint.state.optimizers_of_torch import state_of
@@ -87,8 +88,7 @@ def test_fsdp1_with_a_mesh_continues_as_if_it_had_never_stopped(rank: int, tmp_p
     train(model, optimizer, range(4, 6), rank, late=True)
     again, other = run()
     train(again, other, range(8, 9), rank)
-    with managed(tmp_path, again, other, digest_tensors=("load",)) as manager:
-        assert manager.load()
+    load_and_close(managed(tmp_path, again, other, digest_tensors=("load",)))
     assert same(whole(ModelWrapper(again).state_dict()), at_save)
     train(again, other, range(4, 6), rank, late=True)
     assert same(whole(ModelWrapper(again).state_dict()), whole(ModelWrapper(model).state_dict()))
@@ -128,12 +128,10 @@ def test_a_load_creates_state_sharded_like_its_parameter_and_only_where_the_chec
     for parameter in (*model.first.parameters(), *model.second.parameters()):
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    with managed(tmp_path, model, optimizer) as manager:
-        manager.save(1, force=True)
+    save_and_close(managed(tmp_path, model, optimizer))
     again = sharded()
     other = torch.optim.NAdam(again.parameters(), lr=0.1)
-    with managed(tmp_path, again, other) as manager:
-        assert manager.load()
+    load_and_close(managed(tmp_path, again, other))
     assert not other.state.get(again.late.weight) and not optimizer.state.get(model.late.weight)
     state = other.state[again.first.weight]
     assert isinstance(state["exp_avg"], DTensor) and state["exp_avg"].placements == again.first.weight.placements
@@ -153,11 +151,9 @@ def test_state_of_another_shape_than_its_parameter_is_sharded_as_it_was(rank: in
     for at, parameter in enumerate(model.parameters()):
         parameter.grad = torch.full_like(parameter, at + 1.0)
     optimizer.step()
-    with managed(tmp_path, model, optimizer) as manager:
-        manager.save(1, force=True)
+    save_and_close(managed(tmp_path, model, optimizer))
     again, other = run()
-    with managed(tmp_path, again, other) as manager:
-        assert manager.load()
+    load_and_close(managed(tmp_path, again, other))
     for mine, saved in zip(again.parameters(), model.parameters(), strict=True):
         rows, expected = other.state[mine]["rows"], optimizer.state[saved]["rows"]
         assert isinstance(rows, DTensor) and rows.placements == expected.placements
@@ -187,12 +183,10 @@ def test_under_ddp_hooks_and_extra_state_have_the_plain_names_and_come_back(rank
 
     model, optimizer = run(0)
     model.module["scaled"].scales = torch.ones(4)
-    with managed(tmp_path, model, optimizer) as manager:
-        manager.save(1, force=True)
+    save_and_close(managed(tmp_path, model, optimizer))
     assert "qkv.q.weight" in ModelWrapper(model).state_dict()
     again, other = run(1)
-    with managed(tmp_path, again, other) as manager:
-        assert manager.load()
+    load_and_close(managed(tmp_path, again, other))
     assert torch.equal(again.module["qkv"].weight, model.module["qkv"].weight)
     assert torch.equal(again.module["scaled"].scales, torch.ones(4))
 
@@ -201,8 +195,7 @@ def test_under_ddp_hooks_and_extra_state_have_the_plain_names_and_come_back(rank
 def test_a_load_hook_that_raises_on_one_rank_raises_on_both(rank: int, tmp_path: Path) -> None:
     model = sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with managed(tmp_path, model, optimizer) as manager:
-        manager.save(1, force=True)
+    save_and_close(managed(tmp_path, model, optimizer))
 
     def refuse(*_: Any) -> None:
         if rank == 1:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.checkpoint.conftest import StartRun
+from tests.checkpoint.only_once import load_and_close, save_and_close
 from tests.checkpoint.reading.foreign_folders import save_plain
 from tests.checkpoint.small_run import SmallRun, Tiny, job_config, same
 from tests.disks import injected
@@ -297,11 +298,9 @@ def test_a_parameter_without_a_gradient_does_not_prevent_a_resume(tmp_path: Path
     model, optimizer, saving = manager()
     model["used"](torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    with saving:
-        saving.save(1, force=True)
+    save_and_close(saving)
     model, optimizer, loading = manager()
-    with loading:
-        assert loading.load()
+    load_and_close(loading)
     steps = {name: optimizer.state.get(parameter, {}).get("step") for name, parameter in model.named_parameters()}
     assert steps == {"used.weight": 1, "used.bias": 1, "unused.weight": None, "unused.bias": None}
 
@@ -360,11 +359,9 @@ def test_without_loader_schedule_and_states_there_is_still_a_run(tmp_path: Path)
         return model, CheckpointManager(None, [model], [optimizer], [], {}, job_config(tmp_path))
 
     saved, manager = start()
-    with manager:
-        manager.save(1, force=True)
+    save_and_close(manager)
     loaded, manager = start()
-    with manager:
-        assert manager.load()
+    load_and_close(manager)
     assert torch.equal(saved.weight, loaded.weight)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from tests.checkpoint.only_once import load_and_close, save_and_close
 from tests.checkpoint.small_run import job_config, same
 from tests.checkpoint.state.optimizers_of_torch import Regression, state_of, train_step
 from torchtitan_lite.checkpoint.manager import CheckpointManager
@@ -51,8 +52,7 @@ def test_any_number_of_optimizers_comes_back(tmp_path: Path, build: Any, forms: 
                 train_step(model, optimizer, step)
         manager.save(2, force=True)
     again, others, loading = run(tmp_path)
-    with loading:
-        assert loading.load()
+    load_and_close(loading)
     assert same(dict(again.state_dict()), dict(model.state_dict()))
     assert same([state_of(each) for each in others], [state_of(each) for each in optimizers])
 
@@ -67,11 +67,9 @@ def test_one_optimizer_and_one_scheduler_need_no_lists(tmp_path: Path) -> None:
     optimizer, scheduler, manager = run()
     optimizer.step()
     scheduler.step()
-    with manager:
-        manager.save(1, force=True)
+    save_and_close(manager)
     optimizer, scheduler, manager = run()
-    with manager:
-        assert manager.load()
+    load_and_close(manager)
     assert (optimizer.param_groups[0]["lr"], scheduler.last_epoch) == (0.25, 1)
 
 
@@ -81,11 +79,9 @@ def test_without_an_optimizer_the_model_of_a_full_checkpoint_is_loaded(
     model = Regression()
     optimizer = torch.optim.Adam(model.parameters())
     train_step(model, optimizer, 1)
-    with managed(tmp_path, model, optimizer) as manager:
-        manager.save(1, force=True)
+    save_and_close(managed(tmp_path, model, optimizer))
     again = Regression()
-    with managed(tmp_path, again, None, load_only=True) as manager:
-        assert manager.load()
+    load_and_close(managed(tmp_path, again, None, load_only=True))
     assert same(dict(again.state_dict()), dict(model.state_dict()))
     assert "states that this run does not load, and will not save: optimizer" in caplog.text
 
@@ -104,11 +100,9 @@ def test_parameters_of_a_loss_are_named_by_its_state(tmp_path: Path) -> None:
     loss, optimizer, manager = run()
     loss.temperature.grad = torch.ones(3)
     optimizer.step()
-    with manager:
-        manager.save(1, force=True)
+    save_and_close(manager)
     again, other, manager = run()
-    with manager:
-        assert manager.load()
+    load_and_close(manager)
     assert torch.equal(again.temperature, loss.temperature)
     assert same(state_of(other), state_of(optimizer))
 
@@ -189,11 +183,9 @@ def test_each_of_several_schedulers_has_its_own_state(tmp_path: Path) -> None:
     rates = {"step": 0.1, "exponential": 0.01, "plateau": 2.5e-3, "step-other": 1.0}
     optimizers, schedulers, manager = scheduled(tmp_path, rates)
     step_all(optimizers, schedulers, 3)
-    with manager:
-        manager.save(3, force=True)
+    save_and_close(manager, 3)
     others, again, loading = scheduled(tmp_path, rates)
-    with loading:
-        assert loading.load()
+    load_and_close(loading)
     for _ in range(3):
         assert [each.param_groups[0]["lr"] for each in others] == [each.param_groups[0]["lr"] for each in optimizers]
         step_all(optimizers, schedulers, 1)
@@ -207,19 +199,16 @@ def test_schedulers_that_are_alike_resume_on_another_number_of_stages(tmp_path: 
 
     optimizers, schedulers, manager = run(before)
     step_all(optimizers, schedulers, 4)
-    with manager:
-        manager.save(4, force=True)
+    save_and_close(manager, 4)
     _, schedulers, manager = run(after)
-    with manager:
-        assert manager.load()
+    load_and_close(manager)
     assert [each.last_epoch for each in schedulers] == [4] * after
 
 
 def test_schedulers_that_differ_must_be_as_many_again(tmp_path: Path) -> None:
     optimizers, schedulers, manager = scheduled(tmp_path, {"step": 0.1, "exponential": 0.2})
     step_all(optimizers, schedulers, 1)
-    with manager:
-        manager.save(1, force=True)
+    save_and_close(manager)
     _, _, manager = scheduled(tmp_path, {"step": 0.1}, load_strictness="ignore")
     with manager, pytest.raises(CheckpointMismatch, match="states of 2 schedulers that differ, and this run has 1"):
         manager.load()
@@ -227,14 +216,12 @@ def test_schedulers_that_differ_must_be_as_many_again(tmp_path: Path) -> None:
 
 def test_a_scheduler_of_another_class_is_refused(tmp_path: Path) -> None:
     _, _, manager = scheduled(tmp_path, {"step": 0.1})
-    with manager:
-        manager.save(1, force=True)
+    save_and_close(manager)
     _, _, manager = scheduled(tmp_path, {"exponential": 0.1})
     with manager, pytest.raises(CheckpointMismatch, match=r"a StepLR, and is a ExponentialLR in this run.*exclude_"):
         manager.load()
     _, _, manager = scheduled(tmp_path, {"exponential": 0.1}, exclude_from_loading=("lr_scheduler",))
-    with manager:
-        assert manager.load()
+    load_and_close(manager)
 
 
 @pytest.mark.parametrize(("before", "after"), [("step", "cosine"), ("exponential", "step"), ("plateau", "step")])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.checkpoint.only_once import load_and_close, save_and_close
 from tests.checkpoint.reading.memory import peak_above_before
 from tests.checkpoint.small_run import Lent, job_config, same
 from tests.checkpoint.state.odd_objects import FusedQkv, ScaledLinear
@@ -48,8 +49,7 @@ def managed(folder: Path, model: nn.Module, **options: Any) -> CheckpointManager
 
 def saved(folder: Path, model: nn.Module, **options: Any) -> Path:
     """Save `model` as step 1 and return its folder."""
-    with managed(folder, model, **options) as manager:
-        manager.save(1, force=True)
+    save_and_close(managed(folder, model, **options))
     return folder / "checkpoint" / "step-1"
 
 
@@ -63,8 +63,7 @@ def test_extra_state_comes_back_at_the_size_it_was_saved_with(
     with managed(tmp_path, model, interval=1, async_mode=mode, **lent) as manager:
         manager.save(1)
     again = wrapped(lambda: ScaledLinear(form))
-    with managed(tmp_path, again, digest_tensors=("load",)) as manager:
-        assert manager.load()
+    load_and_close(managed(tmp_path, again, digest_tensors=("load",)))
     assert torch.equal(again["layer"].scales, torch.ones(5))
     assert same(dict(again.state_dict()), dict(model.state_dict()))
 
@@ -74,13 +73,11 @@ def test_a_fused_weight_that_hooks_split_comes_back(tmp_path: Path, copies: bool
     model = wrapped(lambda: FusedQkv(copies=copies))
     step = saved(tmp_path, model, digest_tensors=("save",))
     again = wrapped(lambda: FusedQkv(copies=copies))
-    with managed(tmp_path, again, digest_tensors=("load",)) as manager:
-        assert manager.load()
+    load_and_close(managed(tmp_path, again, digest_tensors=("load",)))
     assert torch.equal(again["layer"].weight, model["layer"].weight)
     assert again["layer"].loads == 1
     other = wrapped(lambda: FusedQkv(copies=copies))
-    with managed(tmp_path / "other", other, initial_load_path=str(step), initial_load_model_only=True) as manager:
-        assert manager.load()
+    load_and_close(managed(tmp_path / "other", other, initial_load_path=str(step), initial_load_model_only=True))
     assert torch.equal(other["layer"].weight, model["layer"].weight)
 
 
@@ -89,8 +86,7 @@ def test_a_weights_only_checkpoint_has_what_hooks_return_and_extra_state(tmp_pat
     model["scaled"].scales = torch.ones(2)
     step = saved(tmp_path, model, model_weights_only=True, export_dtype="bfloat16")
     again = nn.ModuleDict({"qkv": FusedQkv(), "scaled": ScaledLinear("dict")})
-    with managed(tmp_path / "new", again, initial_load_path=str(step), initial_load_model_only=True) as manager:
-        assert manager.load()
+    load_and_close(managed(tmp_path / "new", again, initial_load_path=str(step), initial_load_model_only=True))
     assert torch.equal(again["qkv"].weight, model["qkv"].weight.bfloat16().float())
     assert same(again["scaled"].get_extra_state(), model["scaled"].get_extra_state())
 
@@ -99,8 +95,7 @@ def test_load_hooks_run_once_and_see_the_version_of_the_module(tmp_path: Path) -
     model = wrapped(Versioned)
     saved(tmp_path, model)
     again = wrapped(Versioned)
-    with managed(tmp_path, again) as manager:
-        assert manager.load()
+    load_and_close(managed(tmp_path, again))
     assert torch.equal(again["layer"].weight, model["layer"].weight)
     assert again["layer"].calls == ["before", "after"]
 
@@ -119,8 +114,7 @@ def test_a_hook_that_exchanges_two_tensors_does_not_mix_them(tmp_path: Path) -> 
     model = Exchanging()
     saved(tmp_path, model)
     again = Exchanging()
-    with managed(tmp_path, again) as manager:
-        assert manager.load()
+    load_and_close(managed(tmp_path, again))
     assert torch.equal(again.a.weight, model.b.weight)
     assert torch.equal(again.b.weight, model.a.weight)
 
@@ -181,8 +175,7 @@ def test_a_module_under_two_names_comes_back(tmp_path: Path) -> None:
     model = shared()
     saved(tmp_path, model)
     again = shared()
-    with managed(tmp_path, again) as manager:
-        assert manager.load()
+    load_and_close(managed(tmp_path, again))
     assert again["encoder"] is again["decoder"]
     assert same(dict(again.state_dict()), dict(model.state_dict()))
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from tests.checkpoint.only_once import load_and_close, save_and_close
 from tests.checkpoint.small_run import Lent, job_config, same
 from tests.checkpoint.state.odd_objects import OwnForm
 from torchtitan_lite.checkpoint.format.kinds import difference
@@ -146,8 +147,7 @@ def test_it_continues_as_if_it_had_never_stopped(
         at_save = _copied(optimizer.state_dict())
         train(model, optimizer, range(4, 6))
     again, other, loading = start(tmp_path, BUILDS[name])
-    with loading:
-        assert loading.load()
+    load_and_close(loading)
     assert same(other.state_dict(), at_save)
     train(again, other, range(4, 6))
     assert same(dict(again.state_dict()), dict(model.state_dict()))
@@ -158,15 +158,13 @@ def test_moments_of_a_higher_precision_than_the_parameter_keep_their_bits(tmp_pa
     """Optimizer.load_state_dict by itself would cast them."""
     model, optimizer, manager = start(tmp_path, BUILDS["lists of tensors"])
     train(model, optimizer, range(1, 4))
-    with manager:
-        manager.save(1, force=True)
+    save_and_close(manager)
     seen: list[torch.dtype] = []
     again, other, loading = start(tmp_path, BUILDS["lists of tensors"])
     other.register_load_state_dict_post_hook(
         lambda loaded: seen.extend(loaded.state[parameter]["exact"].dtype for parameter in again.parameters())
     )
-    with loading:
-        assert loading.load()
+    load_and_close(loading)
     assert seen == [torch.float64] * 4
     state = other.state[again[0].weight]
     assert (state["exact"].dtype, state["signs"].dtype) == (torch.float64, torch.int8)
@@ -182,8 +180,7 @@ def test_a_special_form_is_refused_if_ranks_hold_parts_of_the_model(tmp_path: Pa
 def test_another_optimizer_than_the_one_that_was_saved_is_refused(tmp_path: Path) -> None:
     model, optimizer, manager = start(tmp_path, lambda model: torch.optim.AdamW(model.parameters()))
     train(model, optimizer, range(1, 2))
-    with manager:
-        manager.save(1, force=True)
+    save_and_close(manager)
     _, _, loading = start(tmp_path, lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
     with (
         loading,
@@ -199,8 +196,7 @@ def test_parameters_of_one_group_that_had_other_settings_are_refused(tmp_path: P
         return torch.optim.AdamW(groups if split else model.parameters())
 
     _, _, manager = start(tmp_path, lambda model: decaying(model, split=True))
-    with manager:
-        manager.save(1, force=True)
+    save_and_close(manager)
     _, _, loading = start(tmp_path, lambda model: decaying(model, split=False))
     with (
         loading,
@@ -213,13 +209,11 @@ def test_parameters_of_one_group_that_had_other_settings_are_refused(tmp_path: P
 def test_state_of_a_parameter_of_another_size_is_not_read(tmp_path: Path, strictness: str) -> None:
     model, optimizer, manager = start(tmp_path, lambda model: torch.optim.AdamW(model.parameters()))
     train(model, optimizer, range(1, 3))
-    with manager:
-        manager.save(2, force=True)
+    save_and_close(manager, 2)
     again = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
     other = torch.optim.AdamW(again.parameters())
     config = job_config(tmp_path, load_strictness=strictness)
-    with CheckpointManager(None, [again], [other], [], {}, config) as loading:
-        assert loading.load()
+    load_and_close(CheckpointManager(None, [again], [other], [], {}, config))
     assert not other.state.get(again[1].weight) and not other.state.get(again[1].bias)
     assert same(dict(other.state[again[0].weight]), dict(optimizer.state[model[0].weight]))
 
@@ -264,11 +258,9 @@ def test_state_that_an_older_checkpoint_made_for_parameters_that_never_stepped_i
     for parameter in model.parameters():
         made = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
         optimizer.state[parameter] = {"step": torch.tensor(0.0), **made}
-    with manager:
-        manager.save(1, force=True)
+    save_and_close(manager)
     again, other, loading = start(tmp_path, lambda model: torch.optim.AdamW(model.parameters()))
-    with loading:
-        assert loading.load()
+    load_and_close(loading)
     assert same(dict(other.state[again[1].bias]), dict(optimizer.state[model[1].bias]))
 
 
@@ -291,11 +283,9 @@ def test_a_tied_parameter_finds_its_state_under_any_of_its_names(tmp_path: Path)
     optimizer, manager = run("head", "embedding")
     optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
     optimizer.step()
-    with manager:
-        manager.save(1, force=True)
+    save_and_close(manager)
     other, loading = run("embedding", "head")
-    with loading:
-        assert loading.load()
+    load_and_close(loading)
     [state], [expected] = other.state.values(), optimizer.state.values()
     assert same(dict(state), dict(expected))
 
@@ -342,11 +332,9 @@ def test_state_of_any_kind_comes_back_with_its_types(tmp_path: Path, kind: str) 
     model, optimizer = build(0)
     model(torch.ones(2, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
-    with CheckpointManager(None, model, optimizer, None, {}, job_config(tmp_path)) as manager:
-        manager.save(1, force=True)
+    save_and_close(CheckpointManager(None, model, optimizer, None, {}, job_config(tmp_path)))
     again, resumed = build(1)
-    with CheckpointManager(None, again, resumed, None, {}, job_config(tmp_path, load_only=True)) as manager:
-        assert manager.load()
+    load_and_close(CheckpointManager(None, again, resumed, None, {}, job_config(tmp_path, load_only=True)))
     for ours, theirs in zip(optimizer.state.values(), resumed.state.values(), strict=True):
         assert not difference(ours, theirs)
         assert same(ours, theirs)
@@ -359,12 +347,10 @@ def test_a_setting_that_equals_no_other_or_is_empty_comes_back(tmp_path: Path, v
         return model, torch.optim.SGD([{"params": list(model.parameters()), "extra": value}], lr=0.1)
 
     model, optimizer = build()
-    with CheckpointManager(None, model, optimizer, None, {}, job_config(tmp_path)) as manager:
-        manager.save(1, force=True)
+    save_and_close(CheckpointManager(None, model, optimizer, None, {}, job_config(tmp_path)))
     again, resumed = build()
     resumed.param_groups[0]["extra"] = None
-    with CheckpointManager(None, again, resumed, None, {}, job_config(tmp_path, load_only=True)) as manager:
-        assert manager.load()
+    load_and_close(CheckpointManager(None, again, resumed, None, {}, job_config(tmp_path, load_only=True)))
     assert repr(resumed.param_groups[0]["extra"]) == repr(value)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests.checkpoint.only_once import load_and_close, save_and_close
 from tests.checkpoint.small_run import Lent, job_config, same
 from tests.checkpoint.state.optimizers_of_torch import Recipe, optimizers_of_torch, recipes, state_of, train_step
 from tests.ranks import on_two_ranks
@@ -49,8 +50,7 @@ def test_three_steps_a_resume_and_two_more_are_five_steps(tmp_path: Path, recipe
     at_save = state_of(optimizer)
     losses = [train_step(model, optimizer, step, late=True) for step in (4, 5)]
     again, other, loading = start(tmp_path, recipe)
-    with loading:
-        assert loading.load()
+    load_and_close(loading)
     assert same(state_of(other), at_save)
     assert [[*each] for each in state_of(other)] == [[*each] for each in at_save], "the keys in their order"
     assert [train_step(again, other, step, late=True) for step in (4, 5)] == losses
@@ -72,8 +72,7 @@ def test_the_keys_of_a_sharded_state_keep_their_order(rank: int, tmp_path: Path)
         optimizer.step()
         manager.save(1, force=True)
     _, again, manager = sharded()
-    with manager:
-        assert manager.load()
+    load_and_close(manager)
     keys = [[*each] for each in optimizer.state_dict()["state"].values()]
     assert [[*each] for each in again.state_dict()["state"].values()] == keys
 
@@ -81,12 +80,10 @@ def test_the_keys_of_a_sharded_state_keep_their_order(rank: int, tmp_path: Path)
 @pytest.mark.parametrize("recipe", recipes(), ids=str)
 def test_saved_before_its_first_step_it_comes_back_without_state(tmp_path: Path, recipe: Recipe) -> None:
     _, optimizer, manager = start(tmp_path, recipe)
-    with manager:
-        manager.save(1, force=True)
+    save_and_close(manager)
     again, other, loading = start(tmp_path, recipe)
     fresh = state_of(other)
-    with loading:
-        assert loading.load()
+    load_and_close(loading)
     assert same(state_of(other), fresh)
     assert same(state_of(optimizer), fresh)
     train_step(again, other, 1)
@@ -95,13 +92,11 @@ def test_saved_before_its_first_step_it_comes_back_without_state(tmp_path: Path,
 @pytest.mark.parametrize("recipe", FEW, ids=str)
 def test_a_load_drops_the_state_from_before(tmp_path: Path, recipe: Recipe) -> None:
     _, _, manager = start(tmp_path, recipe)
-    with manager:
-        manager.save(1, force=True)
+    save_and_close(manager)
     again, other, loading = start(tmp_path, recipe)
     fresh = state_of(other)
     train_step(again, other, 1, late=True)
-    with loading:
-        assert loading.load()
+    load_and_close(loading)
     assert same(state_of(other), fresh)
 
 

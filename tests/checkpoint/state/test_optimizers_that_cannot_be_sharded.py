@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
+from tests.checkpoint.only_once import save_and_close
 from tests.checkpoint.small_run import job_config
 from tests.checkpoint.state.fsdp1 import fsdp1
 from tests.checkpoint.state.optimizers_of_torch import Regression, train_step
@@ -63,8 +64,7 @@ def test_state_in_lists_is_refused_at_the_load_under_fsdp2(tmp_path: Path, two_r
     optimizer = lbfgs(model)
     for step in (1, 2):
         train_step(model, optimizer, step, late=True)
-    with manager_of(tmp_path, model, optimizer) as manager:
-        manager.save(2, force=True)
+    save_and_close(manager_of(tmp_path, model, optimizer), 2)
     two_ranks.run(load_sharded, folder=tmp_path)
 
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from tests.checkpoint.only_once import load_and_close, save_and_close
 from tests.checkpoint.small_run import job_config, same
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.manager import CheckpointManager
@@ -114,12 +115,10 @@ def test_a_model_that_holds_whole_parameters_since_a_forward_pass_is_saved_and_l
     train(model, optimizer)
     with torch.no_grad():
         model(torch.ones(2, 4))
-    with managed(tmp_path, model, optimizer) as manager:
-        manager.save(1, force=True)
+    save_and_close(managed(tmp_path, model, optimizer))
     again, other = sharded(reshard_after_forward=False)
     again.unshard()
-    with managed(tmp_path, again, other) as manager:
-        assert manager.load()
+    load_and_close(managed(tmp_path, again, other))
     pairs = zip(model.parameters(), again.parameters(), strict=True)
     assert all(same(ours.to_local(), theirs.to_local()) for ours, theirs in pairs)
     train(again, other)
@@ -165,11 +164,9 @@ def test_a_name_that_begins_with_one_of_the_managers_own_is_refused(tmp_path: Pa
 def test_a_scaler_that_is_off_resumes_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(2, 2)
     optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu", enabled=False)
-    with managed(tmp_path, model, optimizer, scaler=scaler) as manager:
-        manager.save(1, force=True)
+    save_and_close(managed(tmp_path, model, optimizer, scaler=scaler))
     caplog.clear()
-    with managed(tmp_path, model, optimizer, scaler=scaler) as manager:
-        assert manager.load()
+    load_and_close(managed(tmp_path, model, optimizer, scaler=scaler))
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
@@ -211,10 +208,8 @@ def test_a_buffer_of_a_class_of_its_own_is_loaded_into_the_live_one(tmp_path: Pa
 
     model, again = build(), build()
     model.table.fill_(7)
-    with managed(tmp_path, model, torch.optim.SGD(model.parameters())) as manager:
-        manager.save(1, force=True)
-    with managed(tmp_path, again, torch.optim.SGD(again.parameters())) as manager:
-        assert manager.load()
+    save_and_close(managed(tmp_path, model, torch.optim.SGD(model.parameters())))
+    load_and_close(managed(tmp_path, again, torch.optim.SGD(again.parameters())))
     assert type(again.table) is Quantized
     assert again.table.scale == 0.5
     assert again.table.tolist() == [7, 7, 7]
@@ -282,8 +277,7 @@ def test_a_state_that_is_a_piece_of_a_larger_tensor_is_refused_at_the_first_save
 def test_a_state_that_became_a_piece_of_a_larger_tensor_is_refused_at_the_load(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with managed(tmp_path, model, optimizer, held=Held(torch.ones(2, 2))) as manager:
-        manager.save(1, force=True)
+    save_and_close(managed(tmp_path, model, optimizer, held=Held(torch.ones(2, 2))))
     with (
         managed(tmp_path, model, optimizer, held=Held(piece())) as manager,
         pytest.raises(CheckpointMismatch, match=r"held\.value is a " + PIECES),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.checkpoint.only_once import load_and_close
 from tests.checkpoint.small_run import job_config, same
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.errors import CheckpointMismatch
@@ -62,8 +63,7 @@ def test_a_run_with_an_observer_continues_as_if_it_had_never_stopped(tmp_path: P
         manager.save(3, force=True)
         train(model, optimizer, range(4, 7))
     again, other, manager = run(tmp_path, digest_tensors=("load",))
-    with manager:
-        assert manager.load()
+    load_and_close(manager)
     assert again[1].lowest.shape == (3,)
     train(again, other, range(4, 7))
     assert same(dict(again.state_dict()), dict(model.state_dict()))

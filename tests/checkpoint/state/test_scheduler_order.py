@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from tests.checkpoint.only_once import load_and_close, save_and_close
 from tests.checkpoint.small_run import job_config, same
 from tests.checkpoint.state.odd_objects import OwnForm
 from tests.logged import logged_warnings
@@ -135,9 +136,7 @@ def test_states_of_complete_optimizers_follow_their_parameters(tmp_path: Path) -
         return optimizers, CheckpointManager(None, model, [optimizers[n] for n in order], None, None, config)
 
     optimizers, manager = run((0, 1))
-    with manager:
-        manager.save(1, force=True)
+    save_and_close(manager)
     again, manager = run((1, 0))
-    with manager:
-        assert manager.load()
+    load_and_close(manager)
     assert same([each.state_dict() for each in again], [each.state_dict() for each in optimizers])

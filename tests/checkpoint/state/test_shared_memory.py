@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.checkpoint.only_once import load_and_close, save_and_close
 from tests.checkpoint.small_run import job_config, same
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.errors import SaveFailed
@@ -92,8 +93,7 @@ def test_one_tensor_under_many_names_is_one_again_after_a_load(tmp_path: Path, b
         manager.save(3, force=True)
         train(model, optimizer, range(4, 7))
     again, other, manager = run(tmp_path, begin, advance)
-    with manager:
-        assert manager.load()
+    load_and_close(manager)
     train(again, other, range(4, 7))
     assert same(dict(again.state_dict()), dict(model.state_dict()))
     assert same(other.state_dict(), optimizer.state_dict())
@@ -108,11 +108,9 @@ def test_a_setting_that_groups_share_is_one_tensor_again_after_a_load(tmp_path: 
 
     _, optimizer, manager = started()
     optimizer.param_groups[0]["lr"].mul_(0.5)
-    with manager:
-        manager.save(1, force=True)
+    save_and_close(manager)
     _, other, manager = started()
-    with manager:
-        assert manager.load()
+    load_and_close(manager)
     assert other.param_groups[0]["lr"] is other.param_groups[1]["lr"]
     assert float(other.param_groups[1]["lr"]) == float(optimizer.param_groups[1]["lr"]) != 0.1
 
