@@ -13,8 +13,11 @@ import pytest
 from hypothesis import settings
 
 from tests import keepers
+from tests.disks import small_disk
 from tests.examples import THOROUGH
 from tests.keepers import memory_tier as memory_tier  # fixtures of every test
+from tests.ranks import alone as alone
+from tests.ranks import four_processes as four_processes
 from tests.ranks import four_ranks as four_ranks
 from tests.ranks import two_ranks as two_ranks
 from tests.records import record as record
@@ -70,6 +73,13 @@ def transformers_logs_errors_only() -> None:
 def no_faults_stay() -> Iterator[None]:
     yield
     faults.install("", rank=0)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 2 MiB, which is less than a checkpoint of a job needs."""
+    with small_disk(tmp_path / "disk") as disk:
+        yield disk
 
 
 @pytest.fixture

@@ -75,6 +75,14 @@ def run_script(
     return Forked(_run_script, str(script), list(arguments), str(log), dict(environment), str(folder))
 
 
+def code_is_killed(code: str, folder: Path) -> None:
+    """Run `code` in `folder`, as `run_code` does, and fail unless it ends by SIGKILL."""
+    log = folder / "log"
+    log.touch()
+    process = run_code(code, log, dict(os.environ), folder)
+    assert process.wait(60) == -signal.SIGKILL, log.read_text()
+
+
 def run_code(code: str, log: Path, environment: Mapping[str, str], folder: Path = REPO) -> Forked:
     """Start `code` like `python -c code`."""
     return Forked(_run_code, code, str(log), dict(environment), str(folder))

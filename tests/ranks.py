@@ -181,6 +181,22 @@ def four_ranks() -> Iterator[Ranks]:
     ranks.close()
 
 
+@pytest.fixture(scope="module")
+def four_processes() -> Iterator[Ranks]:
+    """Four fresh processes without a group."""
+    ranks = Ranks(4, grouped=False, deadline_seconds=240)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def alone() -> Iterator[Ranks]:
+    """One fresh process."""
+    ranks = Ranks(1, grouped=False, deadline_seconds=300)
+    yield ranks
+    ranks.close()
+
+
 def _serve(
     rank: int, world_size: int, rendezvous: Path | None, once: bool, variables: dict[str, str], connection: Connection
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.bucket import proxy as proxies
 from tests.bucket.proxy import Proxy, where
+from tests.store.filled import manifest_of
 from torchtitan_lite.bucket.objects import ObjectPath, Objects
 from torchtitan_lite.bucket.obstore_objects import ObstoreObjects, connect
 from torchtitan_lite.bucket.reader import ObjectFiles, files_at
@@ -15,7 +16,7 @@ from torchtitan_lite.config.address import parse
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe
-from torchtitan_lite.store.manifest import CheckpointKind, Manifest
+from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.place import ObjectPlace
 
 NAME = "step-5.0123456789abcdef"
@@ -38,7 +39,7 @@ def objects(place: ObjectPlace) -> Objects:
 
 def manifest() -> Manifest:
     records = {name: FileRecord.of(data) for name, data in FILES.items()}
-    return Manifest(step=5, kind=CheckpointKind.FULL, created_at=1.0, world_size=2, versions={}, files=records)
+    return manifest_of(5, world_size=2, files=records)
 
 
 def test_the_manifest_is_read_if_there_is_one(place: ObjectPlace, objects: Objects) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -28,3 +29,10 @@ def said(capsys: pytest.CaptureFixture[str]) -> Said:
 def call(said: Said, request: pytest.FixtureRequest) -> Said:
     """Return a function that runs the command `COMMAND` of the module with arguments, as `said` runs one."""
     return partial(said, request.module.COMMAND)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Return an empty folder of checkpoints."""
+    (tmp_path / "checkpoint").mkdir()
+    return tmp_path / "checkpoint"

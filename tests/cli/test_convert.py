@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, ge
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from tests.checkpoint.reading.foreign_folders import TOKENS_OF_RANK, of_0_3, of_2024, save_plain
-from tests.checkpoint.small_run import SmallRun
+from tests.checkpoint.small_run import SmallRun, same
 from tests.checkpoint.with_manifest import flip
 from tests.cli.conftest import Said
 from torchtitan_lite.checkpoint import CheckpointManager
@@ -42,12 +42,6 @@ def zeroed(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: zeroed(item) for key, item in value.items()}
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else value
-
-
-def same(found: Any, expected: Any) -> bool:
-    if isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(same(found[key], value) for key, value in expected.items())
-    return torch.equal(found, expected) if isinstance(expected, torch.Tensor) else bool(found == expected)
 
 
 def optimizer_of(run: SmallRun) -> dict[str, Any]:

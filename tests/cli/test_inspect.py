@@ -21,13 +21,6 @@ from torchtitan_lite.store.lineage import Lineage
 GOLDEN_FORMATS = sorted((GOLDEN.parents[3]).glob("format-*/*/checkpoint/step-*"))
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """Return an empty folder of checkpoints."""
-    (tmp_path / "checkpoint").mkdir()
-    return tmp_path / "checkpoint"
-
-
 def test_origin_configuration_parts_tensors_and_files_are_shown(root: Path) -> None:
     config = JobConfig().to_dict()
     config["training"]["steps"] = 77

@@ -9,8 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.checkpoint.reading.foreign_folders import of_0_3, of_2024, save_plain
 from tests.checkpoint.small_run import SmallRun
 from tests.cli.command import command, on_a_terminal, plain
@@ -21,13 +19,6 @@ from torchtitan_lite.store.holder import Holder
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.verified import Verified, identity_of, record
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """Return an empty folder of checkpoints."""
-    (tmp_path / "checkpoint").mkdir()
-    return tmp_path / "checkpoint"
 
 
 def listed(root: Path) -> dict[str, dict[str, Any]]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from tests.checkpoint.reading.foreign_folders import of_0_3
-from tests.checkpoint.small_run import SmallRun
+from tests.checkpoint.small_run import SmallRun, same
 from tests.checkpoint.with_manifest import flip
 from tests.cli.conftest import Said
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, open_checkpoint
@@ -73,15 +72,7 @@ def test_a_run_resumes_from_it(tmp_path: Path, call: Said) -> None:
     assert call(tmp_path / "a", tmp_path / "b" / "checkpoint" / "step-3", "--files", 4)[0] == 0
     with SmallRun(tmp_path / "b", seed=5).resumed() as resumed:
         found = resumed.contents()
-    assert _same(found, expected)
-
-
-def _same(found: Any, expected: Any) -> bool:
-    if isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(_same(found[key], value) for key, value in expected.items())
-    if isinstance(expected, list):
-        return len(found) == len(expected) and all(map(_same, found, expected))
-    return torch.equal(found, expected) if isinstance(expected, torch.Tensor) else bool(found == expected)
+    assert same(found, expected)
 
 
 def test_a_plain_folder_stays_plain(tmp_path: Path, call: Said) -> None:
@@ -93,7 +84,7 @@ def test_a_plain_folder_stays_plain(tmp_path: Path, call: Said) -> None:
     assert (code, json.loads(out)["files"]) == (0, [*(f"__{rank}_0.distcp" for rank in range(3)), ".metadata"])
     state = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
     dcp_load(state, checkpoint_id=tmp_path / "out", no_dist=True)
-    assert _same(state, model)
+    assert same(state, model)
 
 
 def test_refusals_are_one_sentence_and_leave_nothing(tmp_path: Path, call: Said) -> None:

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.disks import fill, make_read_only, small_disk
+from tests.disks import fill, make_read_only
 from tests.e2e.jobs import start
 
 pytestmark = pytest.mark.slow  # a job or two in each
 
 STEPS = ("--training.steps=4", "--checkpoint.interval=2", "--metrics.enable_tensorboard")
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk with less space than a checkpoint needs."""
-    with small_disk(tmp_path / "disk") as disk:
-        yield disk
 
 
 def test_a_job_starts_on_a_disk_that_an_interrupted_save_filled_and_trains_to_its_end(disk: Path) -> None:

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.disks import fill, make_read_only, small_disk
+from tests.disks import fill, make_read_only
 from tests.events import an_event
 from tests.logged import logged_warnings
 from torchtitan_lite.config.job_config import Metrics
 from torchtitan_lite.metrics.logger import METRICS_FILE, EventLog, MetricsLogger
 
 LOSS = "loss_metrics/global_avg_loss"
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    with small_disk(tmp_path / "disk") as disk:
-        yield disk
 
 
 def log_steps(metrics: MetricsLogger, events: EventLog, steps: range) -> None:

@@ -77,6 +77,14 @@ class TrainedStart:
         self.ledger._latest.close()
 
 
+def loaded_start(folder: Path) -> tuple[Time, TrainedStart]:
+    """Return a clock, and the first start of a run, which has nothing to load."""
+    time = Time()
+    start = TrainedStart(folder, time)
+    start.load(0)
+    return time, start
+
+
 @pytest.fixture(autouse=True, scope="module")
 def closed_files() -> Iterator[None]:
     yield
@@ -85,9 +93,7 @@ def closed_files() -> Iterator[None]:
 
 
 def test_parts_of_a_start_are_disjoint_and_sum_to_its_time(tmp_path: Path) -> None:
-    time = Time()
-    start = TrainedStart(tmp_path, time)
-    start.load(0)
+    time, start = loaded_start(tmp_path)
     start.train(1, seconds=12)
     start.train(2)
     start.train(3)
@@ -107,9 +113,7 @@ def test_parts_of_a_start_are_disjoint_and_sum_to_its_time(tmp_path: Path) -> No
 
 
 def test_after_a_kill_down_runs_from_the_last_beat_to_the_next_start(tmp_path: Path) -> None:
-    time = Time()
-    first = TrainedStart(tmp_path, time)
-    first.load(0)
+    time, first = loaded_start(tmp_path)
     for step in (1, 2, 3):
         first.train(step)
     first.save(3)
@@ -132,9 +136,7 @@ def test_after_a_kill_down_runs_from_the_last_beat_to_the_next_start(tmp_path: P
 
 
 def test_a_start_that_rolled_back_by_itself_counts_what_it_trained_twice(tmp_path: Path) -> None:
-    time = Time()
-    start = TrainedStart(tmp_path, time)
-    start.load(0)
+    _, start = loaded_start(tmp_path)
     for step in (1, 2, 3, 4):
         start.train(step)
     start.ledger.rolled_back(5, 2)
@@ -145,9 +147,7 @@ def test_a_start_that_rolled_back_by_itself_counts_what_it_trained_twice(tmp_pat
 
 
 def test_the_last_step_before_a_kill_counts_without_a_beat_of_the_thread(tmp_path: Path) -> None:
-    time = Time()
-    first = TrainedStart(tmp_path, time)
-    first.load(0)
+    time, first = loaded_start(tmp_path)
     first.train(1)
     assert read_accounts(tmp_path).starts[0].last_step == 1
     time.passes(50)
@@ -160,9 +160,7 @@ def test_the_last_step_before_a_kill_counts_without_a_beat_of_the_thread(tmp_pat
 
 
 def test_time_after_the_run_had_finished_is_idle_and_not_down(tmp_path: Path) -> None:
-    time = Time()
-    first = TrainedStart(tmp_path, time)
-    first.load(0)
+    time, first = loaded_start(tmp_path)
     first.train(1)
     first.ledger.end(FINISHED)
     time.passes(3600)
@@ -176,9 +174,7 @@ def test_time_after_the_run_had_finished_is_idle_and_not_down(tmp_path: Path) ->
 
 
 def test_all_from_the_call_that_leaves_is_leaving(tmp_path: Path) -> None:
-    time = Time()
-    start = TrainedStart(tmp_path, time)
-    start.load(0)
+    time, start = loaded_start(tmp_path)
     start.train(1)
     with start.clock.part("saving"):
         time.passes(2)
@@ -204,9 +200,7 @@ def test_at_risk_is_what_was_trained_since_the_step_that_is_durable(tmp_path: Pa
 
 
 def test_a_start_from_memory_does_not_make_its_step_durable(tmp_path: Path) -> None:
-    time = Time()
-    first = TrainedStart(tmp_path, time)
-    first.load(0)
+    time, first = loaded_start(tmp_path)
     first.train(1)
     first.save(1)
     first.train(2)
@@ -221,9 +215,7 @@ def test_a_start_from_memory_does_not_make_its_step_durable(tmp_path: Path) -> N
 
 
 def test_torn_and_unknown_lines_are_skipped(tmp_path: Path) -> None:
-    time = Time()
-    start = TrainedStart(tmp_path, time)
-    start.load(0)
+    _, start = loaded_start(tmp_path)
     start.train(1)
     start.ledger.end(FINISHED)
     before = read_accounts(tmp_path)
@@ -236,9 +228,7 @@ def test_torn_and_unknown_lines_are_skipped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["null", '"1"', "[]", "1" + 400 * "0", "NaN", "true", 9999 * "["])
 @pytest.mark.parametrize("field", ["time", "part", "durable_step", "at_risk_seconds"])
 def test_a_beat_with_a_value_that_is_none_does_not_end_the_next_start(tmp_path: Path, field: str, value: str) -> None:
-    time = Time()
-    first = TrainedStart(tmp_path, time)
-    first.load(0)
+    time, first = loaded_start(tmp_path)
     first.train(1)
     fields = {"time": "2000", "step": "1", "part": "2", "durable_step": "1", "at_risk_seconds": "3"} | {field: value}
     numbers = ", ".join(f'"{name}": {text}' for name, text in fields.items() if name != "part")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,6 @@ from tests.resharding.jobs import GLOBAL_BATCH_SIZE, TOPOLOGIES, load, losses_of
 
 PAIRS_OF_THE_FAST_RUN = [("1 process", "TP 2"), ("PP 2 (1F1B)", "FSDP 2"), ("FSDP 2", "1 process")]
 Saved = dict[str, tuple[Path, dict[str, str]]]
-
-
-@pytest.fixture(scope="module")
-def four_processes() -> Iterator[Ranks]:
-    ranks = Ranks(4, grouped=False, deadline_seconds=240)
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture(scope="module")

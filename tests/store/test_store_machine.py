@@ -34,6 +34,7 @@ from hypothesis.stateful import (
 
 from tests.disk.sources import bounced
 from tests.store.crashing import Crash
+from tests.store.filled import manifest_of
 from tests.store.purges import to_purge
 from tests.store.recording import DROPPED, Disk, Lost, Recorder, lay_out
 from torchtitan_lite.disk.block_writer import write_blocks
@@ -290,15 +291,7 @@ class Life(RuleBasedStateMachine):
             files[name] = data
         files[layout.METADATA] = b"description of save %d" % self.num_saves
         self.recorder.write_file(store.stage(step) / layout.METADATA, files[layout.METADATA])
-        manifest = Manifest(
-            step=step,
-            kind=kind,
-            created_at=1.0,
-            world_size=self.ranks,
-            versions={},
-            files=records,
-            lineage=self.lineage,
-        )
+        manifest = manifest_of(step, kind=kind, world_size=self.ranks, files=records, lineage=self.lineage)
         self.staged = Staged(step, manifest, {step: Saved(self.lineage.run_id, kind, files)})
 
     def _take_staged(self) -> Staged:

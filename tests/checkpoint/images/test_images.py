@@ -17,7 +17,7 @@ import pytest
 from tests.checkpoint.images.image_runs import RUNS, CopiesOnly, held, held_by_rank, images_of, start, step, tier_on
 from tests.checkpoint.small_run import SmallRun
 from tests.checkpoint.tiny_run import same_everywhere
-from tests.forked import run_code
+from tests.forked import code_is_killed
 from tests.keepers import has_ended, keepers_in
 from tests.logged import logged_warnings
 from tests.ranks import on_two_ranks
@@ -249,10 +249,7 @@ def test_after_a_kill_the_keeper_has_the_images_that_were_ready(tmp_path: Path, 
         script = script.replace(
             "    step(run)\n", "    faults.point('step', step=run.train_state.step)\n    step(run)\n"
         )
-    log = tmp_path / "log"
-    log.touch()
-    process = run_code(script, log, dict(os.environ), tmp_path)
-    assert process.wait(60) == -signal.SIGKILL, log.read_text()
+    code_is_killed(script, tmp_path)
     ready = 6 if "@step" in fault else 5
     found = held(tmp_path / "run" / "checkpoint", memory_tier)
     assert max(found) == ready

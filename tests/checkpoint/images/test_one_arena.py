@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 from tests.checkpoint.images.spoiled import steps_in
-from tests.forked import run_code
+from tests.forked import code_is_killed
 
 SAVED = """
 from pathlib import Path
@@ -29,8 +27,5 @@ raise SystemExit("no fault happened")
 
 
 def test_a_copy_is_not_overwritten_while_it_is_digested(tmp_path: Path, memory_tier: Path) -> None:
-    log = tmp_path / "log"
-    log.touch()
-    process = run_code(SAVED, log, dict(os.environ), tmp_path)
-    assert process.wait(60) == -signal.SIGKILL, log.read_text()
+    code_is_killed(SAVED, tmp_path)
     assert steps_in(tmp_path / "run" / "checkpoint") == [], "else the bytes of step 2 are an image of step 1"

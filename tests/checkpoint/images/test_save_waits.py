@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 from tests.checkpoint.images.spoiled import steps_in
-from tests.forked import run_code
+from tests.forked import code_is_killed
 
 SAVED = """
 from pathlib import Path
@@ -26,8 +24,5 @@ raise SystemExit("no fault happened")
 
 
 def test_a_save_that_waits_for_an_arena_leaves_the_only_complete_image(tmp_path: Path, memory_tier: Path) -> None:
-    log = tmp_path / "log"
-    log.touch()
-    process = run_code(SAVED, log, dict(os.environ), tmp_path)
-    assert process.wait(60) == -signal.SIGKILL, log.read_text()
+    code_is_killed(SAVED, tmp_path)
     assert steps_in(tmp_path / "run" / "checkpoint") in ([1], [2]), "the first one that was copied"

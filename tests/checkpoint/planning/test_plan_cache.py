@@ -82,11 +82,14 @@ def escaped_from_vmap() -> torch.Tensor:
     return escaped[0]
 
 
-@pytest.mark.parametrize(
+each_unwritable = pytest.mark.parametrize(
     "tensor",
     [torch.eye(3).to_sparse(), torch.empty(3, device="meta"), torch.empty(0, device="meta"), escaped_from_vmap()],
     ids=["sparse", "meta", "empty meta", "escaped from vmap"],
 )
+
+
+@each_unwritable
 def test_a_tensor_that_cannot_be_written_as_it_lies_is_refused_by_name(tensor: torch.Tensor) -> None:
     with pytest.raises(TypeError, match=r"model\.strange is a Tensor of layout"):
         PlanCache(PEERS).plan({"model": {"strange": tensor}})
@@ -189,11 +192,7 @@ def test_saves_that_fail_leave_no_group_behind(rank: int, tmp_path: Path) -> Non
     assert len(groups) == 1
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [torch.eye(3).to_sparse(), torch.empty(3, device="meta"), torch.empty(0, device="meta"), escaped_from_vmap()],
-    ids=["sparse", "meta", "empty meta", "escaped from vmap"],
-)
+@each_unwritable
 def test_a_tensor_that_cannot_be_written_is_refused_in_the_place_of_one_that_was_saved(tensor: torch.Tensor) -> None:
     plans = PlanCache(PEERS)
     plans.plan({"model": {"strange": torch.zeros(tensor.shape, dtype=tensor.dtype)}})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,6 @@ EXTRA_BYTES = 64 * MIB
 """Limit of the memory on top of the state, or of the state and its one copy."""
 GROWTH_BYTES = 32 * MIB
 """Limit of the growth from the first save to the fifth: what the allocators of threads keep varies."""
-
-
-@pytest.fixture
-def alone() -> Iterator[Ranks]:
-    """Return one fresh process."""
-    ranks = Ranks(1, grouped=False, deadline_seconds=240)
-    yield ranks
-    ranks.close()
 
 
 def large_state() -> dict[str, Any]:

@@ -223,13 +223,6 @@ WAYS = ("ours -> plain DCP", "ours -> ours", "ours -> ours, DCP's planner", "pla
 NUM_SHARDED = len(DTYPES) * len(SHAPES) + 2
 
 
-@pytest.fixture(scope="module")
-def four_processes() -> Iterator[Ranks]:
-    ranks = Ranks(4, grouped=False, deadline_seconds=240)
-    yield ranks
-    ranks.close()
-
-
 def test_a_few_topologies_are_loaded_on_others(four_processes: Ranks, tmp_path: Path) -> None:
     _check_pairs(PAIRS_OF_THE_FAST_RUN, four_processes, tmp_path)
 

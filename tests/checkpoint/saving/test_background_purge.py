@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.conftest import StartRun
+from tests.store.filled import manifest_of
 from torchtitan_lite.disk.background import Background
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.errors import LeaseLost
 from torchtitan_lite.events import ignore
 from torchtitan_lite.store.housekeeping import Housekeeping
-from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.retention import KeepLatest
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -34,8 +34,7 @@ class HeldDisk(Durable):
 
 def save(store: CheckpointStore, step: int, created_at: float = 1.0) -> None:
     (store.stage(step) / ".metadata").write_bytes(b"of dcp")
-    kind = CheckpointKind.FULL
-    store.commit(step, Manifest(step=step, kind=kind, created_at=created_at, world_size=1, versions={}, files={}))
+    store.commit(step, manifest_of(step, created_at=created_at))
 
 
 @pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])

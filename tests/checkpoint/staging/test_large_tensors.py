@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import struct
-from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -79,14 +78,6 @@ def test_a_frame_around_gigabytes_is_read_by_torch_and_by_us(
 
 def _part(fd: int, at: int, count: int) -> bytes:
     return os.pread(fd, count, at)
-
-
-@pytest.fixture
-def alone() -> Iterator[Ranks]:
-    """Return one fresh process."""
-    ranks = Ranks(1, grouped=False, deadline_seconds=300)
-    yield ranks
-    ranks.close()
 
 
 def zeros_and_more(*, marked: bool) -> dict[str, Tensor]:
