@@ -238,20 +238,6 @@ def test_what_changed_between_starts_is_known_from_the_checkpoints(folder: Path)
     assert (change.before, change.now, change.is_warned) == ("0.0008", "0.0004", True)
 
 
-def test_a_start_of_an_earlier_version_is_compared_under_the_keys_of_today() -> None:
-    before = {"checkpoint": {"keep_best_metric": "val", "keep_best_mode": "max", "tensor_digests": True}}
-    same = {"checkpoint": {"keep_best_metric": "max:val", "digest_tensors": ["save"]}}
-    other = {"checkpoint": {"keep_best_metric": "val", "digest_tensors": ["save", "load"]}}
-    assert differences(without_secret_values(before), without_secret_values(same)) == []
-    assert [
-        (change.key, change.before, change.now)
-        for change in differences(without_secret_values(before), without_secret_values(other))
-    ] == [
-        ("checkpoint.keep_best_metric", "max:val", "val"),
-        ("checkpoint.digest_tensors", "save", "save, load"),
-    ]
-
-
 def test_no_secret_of_a_configuration_is_shown() -> None:
     config = {
         "training": {
