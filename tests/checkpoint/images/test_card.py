@@ -47,9 +47,12 @@ def test_a_card_from_before_the_first_release_is_named_as_such() -> None:
         Card.parse(data)
 
 
-def test_a_field_that_a_later_version_added_to_a_card_is_ignored() -> None:
+def test_a_field_that_a_later_version_added_to_a_card_is_ignored_and_kept() -> None:
     later = CARD.to_bytes().replace(b'"format_version":7,', b'"format_version":8,"mood":"good",')
-    assert Card.parse(later) == Card.parse(CARD.to_bytes())
+    found = Card.parse(later)
+    assert dataclasses.replace(found, unknown={}) == Card.parse(CARD.to_bytes())
+    assert Card.parse(dataclasses.replace(found, step=0).to_bytes()).unknown == found.unknown
+    assert found.unknown == {"format_version": 8, "oldest_reader": 7, "mood": "good"}
 
 
 def test_a_number_that_is_none_is_neither_written_nor_read() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.images.commits import MOST_COMMITS, Commit
 from torchtitan_lite.disk.digest import DIGEST_BYTES, FileRecord, num_blocks
-from torchtitan_lite.store.format_version import FORMAT, check_format
+from torchtitan_lite.store.format_version import FORMAT, check_format, unknown_fields
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import Table
 from torchtitan_lite.store.manifest_fields import file_name, number, refuse_constant, seconds, table, value_of
@@ -56,12 +56,15 @@ class Card:
     tensors: Table | None = None
     """The manifest's tables, on the coordinator; with them, or on another rank alone, the entries of its record."""
     structure: Table | None = None
+    unknown: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that a later version added."""
 
     def to_bytes(self) -> bytes:
         """Return the card as four lines of JSON: fields, objects, tensors, containers."""
         lineage, tables = self.lineage.to_json(), Table.texts(self.objects, self.tensors, self.structure)
         fields = {
             **FORMAT,
+            **self.unknown,
             "rank": self.rank,
             "world_size": self.world_size,
             "step": self.step,
@@ -123,6 +126,7 @@ class Card:
             objects=Table.of_text(lines[1], "card"),
             tensors=Table.of_text(lines[2], "card") if lines[2] else None,
             structure=Table.of_text(lines[3], "card") if lines[3] else None,
+            unknown=unknown_fields(document, {*cls.__dataclass_fields__, "size", "blocks"}),
         )
 
 

@@ -200,10 +200,7 @@ class HeldImages:
         return key.start == loaded.start and (key.step, key.copy) <= (loaded.step, loaded.copy)
 
     def _list(self) -> None:
-        """List what the keeper holds, unless a process of another start may still write into it.
-
-        Raises FormatTooNew and FormatTooOld for an image of another version.
-        """
+        """List what it holds, unless a process of another start may still write into it. Raises `UnknownFormat`."""
         keeper = self.keeper
         if keeper is None:
             return
