@@ -1,7 +1,4 @@
-"""The files that ranks wrote, as the manifest has them: in columns.
-
-An object for each would take every rank of a large job a second to read.
-"""
+"""The files that ranks wrote, in columns: objects would take every rank of a large job a second to read."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from torchtitan_lite.errors import FormatTooNew, FormatTooOld
 from torchtitan_lite.store.manifest_fields import number
 
 FORMAT_VERSION = 7
+_FIRST_VERSION = 7
 """The first released one; commits before the release used 1 to 6."""
 _VERSION, _OLDEST_READER = "format_version", "oldest_reader"
 FORMAT: Mapping[str, int] = {_VERSION: FORMAT_VERSION, _OLDEST_READER: 7}
@@ -27,13 +28,13 @@ def check_format(document: Mapping[str, Any], path: str) -> None:
     Raises ValueError for a wrong field.
     """
     version = number({**document}, _VERSION, 1)
-    if version < FORMAT_VERSION:
-        raise FormatTooOld(path, version, FORMAT_VERSION)
+    if version < _FIRST_VERSION:
+        raise FormatTooOld(path, version, _FIRST_VERSION)
     if number({**document}, _OLDEST_READER, 1) > FORMAT_VERSION:
         raise FormatTooNew(path, version, FORMAT_VERSION)
 
 
 def unknown_fields(document: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """Return what `document` has next to the fields `known`, and its version if that is a later one."""
-    of_format = {} if document.get(_VERSION, FORMAT_VERSION) == FORMAT_VERSION else FORMAT.keys()
+    of_format = FORMAT.keys() if document.get(_VERSION, FORMAT_VERSION) > FORMAT_VERSION else ()
     return {name: value for name, value in document.items() if name in of_format or name not in (*known, *FORMAT)}

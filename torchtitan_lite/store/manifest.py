@@ -2,7 +2,7 @@
 
 `manifest.json` is plain JSON: reading it runs nothing. Its last line is the digest of everything before it, so any
 change is found. `Manifest.parse` returns a manifest whose every field has its type and range, or names the wrong field.
-It has one form, whatever the number of ranks. Unknown fields are ignored and kept, so that a later version may add
+It has one form for any number of ranks. Unknown fields are ignored and kept, so that a later version may add
 some; every version leaves the form of the last line as it is.
 """
 
@@ -203,7 +203,7 @@ class Manifest:
         """Return the contents of manifest.json, a line for each field; equal manifests give equal bytes."""
         files, of_ranks = in_columns(self.files)
         lines = {
-            **{name: _dump(value) for name, value in ({**FORMAT, **self.unknown}).items()},
+            **{name: _dump(value) for name, value in {**FORMAT, **self.unknown}.items()},
             "step": _dump(self.step),
             "kind": _dump(self.kind.value),
             "created_at": _dump(float(self.created_at)),
