@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 
 from tests import keepers
-from tests.disks import small_disk
+from tests.disks import small_disk, wait_for_no_server
 from tests.examples import THOROUGH
 from tests.keepers import memory_tier as memory_tier  # fixtures of every test
 from tests.ranks import alone as alone
@@ -33,6 +33,7 @@ for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
     os.environ.pop(name, None)
 # No job of a test leaves a keeper behind, unless the test is about it: the fixture `memory_tier`.
 keepers.turn_off()
+wait_for_no_server()
 # A shell that starts the tests in the background has them ignore Ctrl-C, and with them every program that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -17,8 +17,10 @@ import torch.distributed.tensor.parallel  # noqa: E402, F401
 
 import torchtitan_lite.checkpoint.images.run_images  # noqa: E402  # a run imports it where it is on
 import torchtitan_lite.trainer  # noqa: E402, F401
+from tests.disks import wait_for_no_server  # noqa: E402
 from torchtitan_lite.collection import freeze_imported  # noqa: E402
 
+wait_for_no_server()
 # As train.py does. A load collects twice: 0.15 s each over the objects of the imports, and in every process that is
 # forked the collection would copy their pages.
 freeze_imported()

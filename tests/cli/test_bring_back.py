@@ -91,7 +91,7 @@ def newer(root: Path) -> None:
         (lambda root: None, ["ROOT", "step-1.corrupt"], 1, "ROOT does not exist"),
         (lambda root: root.mkdir(), ["ROOT", "step-1.corrupt"], 1, "(ROOT has nothing that was set aside)"),
         (filled.foreign, ["ROOT", "step-007"], 1, "it is neither step-N.corrupt nor step-N.abandoned-RUN"),
-        (filled.half_written, ["ROOT", "step-30.staging"], 1, "it is neither step-N.corrupt nor"),
+        (filled.half_written, ["ROOT", "step-30.staging-0f3a"], 1, "it is neither step-N.corrupt nor"),
         (filled.of_torchtitan, ["ROOT", "step-10"], 1, "it is neither step-N.corrupt nor"),
         (newer, ["ROOT", "step-10.corrupt"], 1, "has format version 99"),
         (lambda root: fill(root, 1), ["ROOT:1", "step-1.corrupt"], 2, "ROOT:1 is one checkpoint"),
@@ -106,5 +106,5 @@ def test_what_cannot_come_back_is_one_sentence(
     root = tmp_path / "there"
     put(root)
     found, out, err = said("bring-back", *(word.replace("ROOT", str(root)) for word in argv))
-    assert (found, out, err.count("\n")) == (code, "", 1) or "note: step-30.staging" in err
+    assert (found, out, err.count("\n")) == (code, "", 1) or "note: step-30.staging-0f3a" in err
     assert "error: " in err and message.replace("ROOT", str(root)) in err

@@ -208,7 +208,7 @@ def _half(step: Path) -> Path:
         (_cut, 3, "step-7 is damaged: __0_0.distcp: expected 85312 bytes, found 5"),
         (_newer, 1, "manifest.json: it has format version 99, this version reads up to 7"),
         (_half, 1, "step-7 holds no checkpoint: there are files of tensors in it, but no .metadata"),
-        (lambda step: step.rename(step.with_name("step-7.staging")), 1, "a save into it is under way"),
+        (lambda step: step.rename(step.with_name("step-7.staging-0f3a")), 1, "a save into it is under way"),
         (lambda step: step.parent / "step-8", 1, "step-8 does not exist"),
         (lambda step: f"{step.parent}:8", 1, "(it has 7)"),
         (lambda step: "hdfs://bucket/run:7", 2, "'hdfs://bucket/run' is not the address of a folder"),

@@ -53,7 +53,7 @@ def test_what_no_job_loads_is_listed_with_the_reason(root: Path) -> None:
     damaged(add_step(root, 2))
     half_written(add_step(root, 3))
     of_newer_format(add_step(root, 4))
-    half_written(add_step(root, 5)).rename(root / "step-5.staging")
+    half_written(add_step(root, 5)).rename(root / "step-5.staging-0f3a")
     add_step(root, 6, name="step-6.corrupt")
     (root / "step-6.corrupt" / "findings.json").write_text(json.dumps({"step": 6, "findings": ["bytes 0 to 9"]}))
     add_step(root, 7, name="step-7.abandoned-abc")
@@ -70,7 +70,7 @@ def test_what_no_job_loads_is_listed_with_the_reason(root: Path) -> None:
         "step-2": ("damaged", "__0_0.distcp has 85311 bytes, not 85312"),
         "step-3": ("half_written", "there are files of tensors in it, but no .metadata"),
         "step-4": ("unknown_format", "it has format version 99, this version reads up to 7"),
-        "step-5.staging": ("half_written", "a save into it is under way or was cut off"),
+        "step-5.staging-0f3a": ("half_written", "a save into it is under way or was cut off"),
         "step-6.corrupt": ("quarantined", "bytes 0 to 9"),
         "step-7.abandoned-abc": ("abandoned", "its run rolled back"),
         "step-8.weights": ("set_aside", "a full checkpoint took its name"),

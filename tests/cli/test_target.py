@@ -73,7 +73,7 @@ def test_an_abandoned_step_is_not_the_latest(root: Path) -> None:
 def test_what_is_no_complete_checkpoint_is_one_sentence(verb: str, root: Path) -> None:
     damaged(add_step(root, 20))
     half_written(add_step(root, 21))
-    half_written(add_step(root, 23)).rename(root / "step-23.staging")
+    half_written(add_step(root, 23)).rename(root / "step-23.staging-0f3a")
     (root / "file").write_text("")
     (root / "empty").mkdir()
     cases = {
@@ -86,7 +86,7 @@ def test_what_is_no_complete_checkpoint_is_one_sentence(verb: str, root: Path) -
         f"{root}:8": (1, "(it has 7, 9, 12, 20)"),
         f"{root}:20": (3, "step-20 is damaged: __0_0.distcp: expected 85312 bytes, found 85311"),
         f"{root}:21": (1, "holds no checkpoint: there are files of tensors in it, but no .metadata"),
-        f"{root}/step-23.staging": (1, "holds no checkpoint: a save into it is under way or was cut off"),
+        f"{root}/step-23.staging-0f3a": (1, "holds no checkpoint: a save into it is under way or was cut off"),
     }
     newer = of_newer_format(add_step(root.parent / "newer", 22))
     for spelling in (newer, newer.parent, f"{newer.parent}:22"):

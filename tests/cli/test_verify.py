@@ -105,7 +105,7 @@ def test_json_has_every_finding_and_every_key(root: Path, call: Said) -> None:
 
 def test_each_committed_step_of_a_folder_is_verified(root: Path, call: Said) -> None:
     save_plain({"weight": torch.ones(3)}, root / "step-9")
-    shutil.copytree(root / "step-7", root / "step-8.staging")
+    shutil.copytree(root / "step-7", root / "step-8.staging-0f3a")
     shutil.copytree(root / "step-7", root / "step-6.corrupt")
     (root / "step-5").mkdir()
     code, out, err = call(root, "--json")
@@ -114,7 +114,7 @@ def test_each_committed_step_of_a_folder_is_verified(root: Path, call: Said) -> 
     assert (code, err) == (0, ""), "no notes with --json"
     code, out, err = call(root)
     assert "step-9 has no digests: compared with the checksums that torch.save wrote." in out
-    assert err == "step-8.staging: a save is under way or was cut off, so it is not verified\n"
+    assert err == "step-8.staging-0f3a: a save is under way or was cut off, so it is not verified\n"
 
 
 def test_one_damaged_step_does_not_hide_the_others(root: Path, call: Said) -> None:
@@ -242,8 +242,8 @@ def test_half_of_a_checkpoint_is_no_checkpoint(root: Path, call: Said) -> None:
     code, out, err = call(root / "step-7")
     assert (code, out) == (1, "")
     assert "there are files of tensors in it, but no .metadata" in err
-    (root / "step-7").rename(root / "step-8.staging")
-    code, out, err = call(root / "step-8.staging")
+    (root / "step-7").rename(root / "step-8.staging-0f3a")
+    code, out, err = call(root / "step-8.staging-0f3a")
     assert (code, out) == (1, "")
     assert "a save into it is under way or was cut off" in err
 

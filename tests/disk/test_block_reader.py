@@ -127,7 +127,7 @@ def test_a_transient_io_error_is_retried(path: Path, data: bytes, cold: bool) ->
 
 def test_a_lasting_io_error_is_raised_and_is_no_damage(path: Path, data: bytes) -> None:
     faults.install("EIO@read:after=1,times=always", rank=0)
-    with pytest.raises(CheckpointUnreadable, match=rf"{path} could not be read: EIO \(.*\), 3 times"):
+    with pytest.raises(CheckpointUnreadable, match=rf"{path} could not be read: EIO \(.*\), 4 times"):
         reader().read(path, FileRecord.of(data), pieces_of([(0, SIZE)]))
 
 

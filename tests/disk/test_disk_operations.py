@@ -36,7 +36,7 @@ def test_an_exchange_of_relative_paths_goes_by_the_working_directory(
 def test_a_new_file_may_be_read_by_all_and_written_by_its_owner(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        os.close(durable.create(tmp_path / "file", direct=False))
+        os.close(durable.create(tmp_path / "file"))
     finally:
         os.umask(before)
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
@@ -69,7 +69,7 @@ def test_an_allocation_interrupted_by_a_signal_is_repeated(tmp_path: Path, monke
 
 
 def test_allocated_room_belongs_to_the_file(tmp_path: Path) -> None:
-    fd = durable.create(tmp_path / "file", direct=False)
+    fd = durable.create(tmp_path / "file")
     try:
         durable.allocate(fd, 1 << 20)
         assert os.fstat(fd).st_blocks * 512 >= 1 << 20

@@ -3,6 +3,7 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -158,20 +159,18 @@ def test_an_exchange_swaps_wherever_the_system_can_and_returns_true(
     assert (names(a), names(b)) == (["of a"], ["of b"])
 
 
-def test_a_file_that_is_created_over_another_is_empty_and_readable_by_others(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(b"of an earlier attempt")
-    path.chmod(0o600)
+def test_a_created_file_is_empty_readable_by_others_and_never_one_that_was_there(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"of another save")
     umask = os.umask(0o022)
     try:
-        for there in (path, tmp_path / "new"):
-            fd = durable.create(there, direct=False)
-            assert os.fstat(fd).st_size == 0
-            os.close(fd)
+        os.close(durable.create(tmp_path / "new"))
+        with pytest.raises(FileExistsError, match="file"):
+            durable.create(tmp_path / "file")
     finally:
         os.umask(umask)
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o644
-    assert path.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "new").read_bytes() == b""
+    assert (tmp_path / "file").read_bytes() == b"of another save"
 
 
 def test_room_is_reserved_for_the_complete_file_and_interrupted_calls_are_repeated(
@@ -249,12 +248,50 @@ def test_a_link_is_removed_and_its_target_stays(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("file")
     durable.remove_file(tmp_path / "link")
     assert names(tmp_path) == ["file"]
+
+
+class Twice:
+    """Sends a request twice, as the client of a network file system may after an answer that was lost."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+        self.count = 0
+        for name in names:
+            monkeypatch.setattr(os, name, self._twice(getattr(os, name)))
+
+    def _twice(self, request: Callable[..., object]) -> Callable[..., object]:
+        def send(*args: Any, **kwargs: Any) -> object:
+            self.count += 1
+            request(*args, **kwargs)
+            return request(*args, **kwargs)
+
+        return send
+
+
+def test_what_was_done_is_done_though_the_request_was_sent_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tree" / "folder").mkdir(parents=True)
+    for name in ("file", "tree/file", "tree/folder/file"):
+        (tmp_path / name).write_bytes(b"data")
+    twice = Twice(monkeypatch, "rename", "replace", "unlink", "rmdir")
+    durable.rename(tmp_path / "file", tmp_path / "renamed")
+    durable.replace(tmp_path / "renamed", tmp_path / "replaced")
+    durable.remove_file(tmp_path / "replaced")
+    durable.remove_tree(tmp_path / "tree")
+    assert names(tmp_path) == []
+    assert twice.count == 7
+
+
+@pytest.mark.parametrize("name", ["rename", "replace"])
+def test_a_rename_of_what_is_not_there_is_an_error_whatever_has_the_new_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / "other").write_bytes(b"kept")
     with pytest.raises(FileNotFoundError):
-        durable.remove_file(tmp_path / "link")
+        getattr(durable, name)(tmp_path / "none", tmp_path / "other")
+    assert (tmp_path / "other").read_bytes() == b"kept"
 
 
 def test_bytes_are_written_at_their_offset_and_the_file_has_its_size(tmp_path: Path) -> None:
-    fd = durable.create(tmp_path / "file", direct=False)
+    fd = durable.create(tmp_path / "file")
     assert durable.write_at(fd, memoryview(b"end"), 5) == 3
     assert durable.write_at(fd, memoryview(b"begin"), 0) == 5
     durable.set_size(fd, 7)

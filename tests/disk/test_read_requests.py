@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.descriptors import num_open
 from tests.disk.pieces import forget
 from torchtitan_lite import faults
 from torchtitan_lite.disk import block_reader, page_cache
@@ -144,15 +145,39 @@ def test_a_refused_open_is_retried_and_then_raised(path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(CheckpointUnreadable, match="EINVAL"):
         BlockReader(1, pause=lambda seconds: None).read(path, None, [])
-    assert len(tried) == block_reader.ATTEMPTS
+    assert len(tried) == len(block_reader.PAUSES_SECONDS) + 1
 
 
-def test_each_attempt_waits_twice_as_long_as_the_one_before(path: Path) -> None:
+def test_each_attempt_waits_longer_than_the_one_before(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_reader, "PAUSES_SECONDS", (0.1, 1.0, 4.0))
     waited: list[float] = []
     faults.install("EIO@read:times=always", rank=0)
     with pytest.raises(CheckpointUnreadable):
         BlockReader(1, direct=False, pause=waited.append).read(path, None, [Piece(0, memoryview(bytearray(1)))])
-    assert waited == [0.1, 0.2]
+    assert waited == [0.1, 1.0, 4.0]
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_a_file_whose_server_was_away_is_opened_again(
+    path: Path, data: bytes, cold: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if cold:
+        forget(path)
+    stale: set[int] = set()
+
+    def read_stale(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if not stale:
+            stale.update(int(name) for name in os.listdir("/proc/self/fd"))  # noqa: PTH208  # no paths
+        if fd in stale:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return PREADV(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", read_stale)
+    into = bytearray(SIZE)
+    before = num_open()
+    BlockReader(3).read(path, FileRecord.of(data), [Piece(0, memoryview(into))])
+    assert into == data
+    assert num_open() == before
 
 
 def test_a_fault_of_one_file_s_reads_leaves_others_alone(path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.descriptors import num_open
 from tests.disk.sources import bounced, in_place
-from tests.store.filled import manifest_of
+from tests.store.filled import begun, manifest_of, without_token
 from torchtitan_lite.disk.block_writer import Bounced, FileSource, write_blocks
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import Durable
@@ -42,7 +42,8 @@ class Syncs:
         def note(fd: int) -> None:
             status = os.fstat(fd)
             is_folder = os.path.isdir(f"/proc/self/fd/{fd}")  # noqa: PTH112  # of a descriptor, not of a path
-            self._seen.append((status.st_ino, tuple(sorted(os.listdir(fd))) if is_folder else status.st_size))
+            names = (without_token(name) for name in os.listdir(fd)) if is_folder else ()
+            self._seen.append((status.st_ino, tuple(sorted(names)) if is_folder else status.st_size))
             self._called[status.st_ino] = Path(os.readlink(f"/proc/self/fd/{fd}")).name  # noqa: PTH115  # likewise
             if self.fails:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -90,7 +91,7 @@ Act = Callable[[Durable, Path, int], object]
 
 
 def create(durable: Durable, root: Path, _: int) -> None:
-    os.close(durable.create(root / "new", direct=False))
+    os.close(durable.create(root / "new"))
 
 
 def make_dirs(durable: Durable, root: Path, _: int) -> None:
@@ -123,6 +124,7 @@ SYNCS: dict[str, tuple[Act, list[Synced]]] = {
     "exchange": (exchange, []),
     "create": (create, []),
     "allocate": (lambda durable, root, fd: durable.allocate(fd, 100), []),
+    "set_direct": (lambda durable, root, fd: durable.set_direct(fd, False), []),
     "write_at": (lambda durable, root, fd: durable.write_at(fd, memoryview(b"new"), 0), []),
     "set_size": (lambda durable, root, fd: durable.set_size(fd, 1), []),
     "remove_file": (lambda durable, root, fd: durable.remove_file(root / "old"), []),
@@ -169,12 +171,11 @@ def test_a_rank_s_file_is_synced_once_after_its_last_byte_and_its_size(
 
 def save(store: CheckpointStore, step: int, data: bytes) -> CheckpointInfo:
     """Save `data` as one rank does."""
-    store.clear_staging(step)
-    path = store.stage(step) / "__0_0.distcp"
+    path = begun(store, step) / "__0_0.distcp"
     record = write_blocks(path, bounced(data), durable=store.durable)
     store.durable.write_file(path.with_name(".metadata"), b"of dcp")
     files = {path.name: record, ".metadata": FileRecord.of(b"of dcp")}
-    return store.commit(step, manifest_of(step, files=files))
+    return store.commit(step, manifest_of(step, files=files), place=path.parent.name)
 
 
 FILES = (".metadata", "__0_0.distcp", "manifest.json")
@@ -233,7 +234,7 @@ def test_a_deleted_or_quarantined_checkpoint_has_its_new_name_on_the_disk_first(
 def test_a_recovery_syncs_what_it_found_before_it_removes_anything_for_it(root: Path, syncs: Syncs) -> None:
     store = CheckpointStore(root / "checkpoint")
     save(store, 1, b"data").path.rename(store.root / ".replaced-step-1-1")
-    store.stage(2)
+    store.begin(2)
     syncs.take()
     store.recover()
     assert syncs.take() == [

@@ -38,8 +38,8 @@ def prepare(folder: Path) -> None:
         assert job.wait() == [0], job.log
     root = dump / "checkpoint"
     os.truncate(root / "step-20" / "__0_0.distcp", 4_000_000)
-    (root / "step-70.staging").mkdir()
-    shutil.copy(root / "step-60" / "__0_0.distcp", root / "step-70.staging")
+    (root / "step-70.staging-5d1f90ab").mkdir()
+    shutil.copy(root / "step-60" / "__0_0.distcp", root / "step-70.staging-5d1f90ab")
     with Pins(root).changing() as pinned:
         pinned.add(10)
     step = root / "step-60"

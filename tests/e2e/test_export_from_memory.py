@@ -27,7 +27,7 @@ SLOW = "slow@step:step=2,seconds=1;slow@step:step=4,seconds=1"
 KILLS = {
     "before the full save": (WITH_EXPORT, "commit:step=4", 3),
     "after the full save": (WITH_EXPORT, "committed:step=4", 4),
-    "in the export": (WITH_EXPORT, "write:step=4,path=export/step-4.staging/*", 4),
+    "in the export": (WITH_EXPORT, "write:step=4,path=export/step-4.staging-*/*", 4),
     "before the export's commit": (WITH_EXPORT, "commit:step=4,after=1", 4),
     "after the export": (WITH_EXPORT, "committed:step=4,after=1", None),
     "before the only save": (ONLY, "commit:step=4", 3),

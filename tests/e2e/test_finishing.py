@@ -20,7 +20,7 @@ STEPS = "--training.steps=2"
 TRACED = "--training.trace_samples"
 EXPORT = ("--checkpoint.export_folder=export", "--checkpoint.model_weights_only", "--checkpoint.export_dtype=bfloat16")
 ENDED_BY_DATA = "--training.max_epochs=1"
-IN_EXPORT = "path=export/step-2.staging/*"
+IN_EXPORT = "path=export/step-2.staging-*/*"
 
 POINTS = {
     "committed": "",  # of the full checkpoint, before the export starts

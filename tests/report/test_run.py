@@ -175,7 +175,7 @@ def test_a_cut_save_and_a_failed_one_are_known_from_events(tmp_path: Path) -> No
         {"event": "save_started", "step": 20, "time": BEGUN + 60, "kind": "full"},
     ]
     write_lines(tmp_path / "events.jsonl", events)
-    half_written(add_step(tmp_path / "checkpoint", 20, name="step-20.staging"))
+    half_written(add_step(tmp_path / "checkpoint", 20, name="step-20.staging-0f3a"))
     saves = read_run(str(tmp_path)).saves
     assert [(save.fate.value, save.note) for save in saves] == [
         ("failed", "disk full"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.store.filled import without_token
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -51,9 +52,12 @@ class Cut(Durable):
         self._operation()
         super().link(src, dst)
 
-    def create(self, path: Path, *, direct: bool) -> int:
+    def create(self, path: Path) -> int:
         self._operation()
-        return super().create(path, direct=False)
+        return super().create(path)
+
+    def set_direct(self, fd: int, is_direct: bool) -> None:
+        """Do nothing: writes are cut where no direct one may be."""
 
     def replace(self, src: Path, dst: Path) -> None:
         self._operation()
@@ -103,7 +107,7 @@ def contents(folder: Path) -> Contents:
     """Return everything in `folder`: bytes of a file, target of a link, None for a folder."""
     found: Contents = {}
     for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
+        name = without_token(str(path.relative_to(folder)))
         found[name] = path.readlink() if path.is_symlink() else path.read_bytes() if path.is_file() else None
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.listing import Listing
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest, seal
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -31,10 +33,26 @@ def write(staging: Path, data: bytes = b"data", metadata: bytes = b"of dcp") -> 
 def commit(
     store: CheckpointStore, step: int, data: bytes = b"data", metadata: bytes = b"of dcp", **fields: Any
 ) -> CheckpointInfo:
-    """Commit a checkpoint with `data` in the file of rank 0, after any attempt before; `fields` as of `Manifest`."""
-    store.clear_staging(step)
-    files = write(store.stage(step), data, metadata)
-    return store.commit(step, manifest_of(step, **{"files": files, **fields}))
+    """Commit a checkpoint with `data` in the file of rank 0; `fields` as of `Manifest`."""
+    staging = begun(store, step)
+    files = write(staging, data, metadata)
+    return store.commit(step, manifest_of(step, **{"files": files, **fields}), place=staging.name)
+
+
+def begun(store: CheckpointStore, step: int) -> Path:
+    """Begin a save of `step`; return its folder."""
+    return store.root / store.begin(step)
+
+
+def remove_begun(store: CheckpointStore, step: int) -> None:
+    """Remove what saves of `step` have begun, as the coordinator does after each one that failed."""
+    for staging in Listing(store.root).staging(step):
+        store.remove_staging(step, staging.name)
+
+
+def without_token(text: str) -> str:
+    """Return `text` without what makes the names of staging folders unique."""
+    return re.sub(r"(?<=\.staging)-[0-9a-z]+", "", text)
 
 
 def save(
@@ -90,7 +108,8 @@ def foreign(root: Path) -> None:
 
 def half_written(root: Path) -> None:
     """Put into `root` what a save that was killed leaves."""
-    staging = CheckpointStore(root).stage(30)
+    staging = root / layout.staging_dir(30, "0f3a")
+    staging.mkdir(parents=True)
     (staging / DATA).write_bytes(b"half")
 
 

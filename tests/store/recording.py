@@ -318,12 +318,15 @@ class Recorder(Durable):
             self._record(Renaming(parent, numbers, ((b.name, numbers[0]), (a.name, numbers[1]))))
             return True
 
-    def create(self, path: Path, *, direct: bool) -> int:
+    def create(self, path: Path) -> int:
         with self._lock:
             self._begin()
-            fd = super().create(path, direct=False)
+            fd = super().create(path)
             self._record_new_file(path)
             return fd
+
+    def set_direct(self, fd: int, is_direct: bool) -> None:
+        """Do nothing: requests are cut where no direct one may be."""
 
     def allocate(self, fd: int, num_bytes: int) -> None:
         self._begin()

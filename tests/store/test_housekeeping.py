@@ -238,18 +238,19 @@ def test_a_folder_that_cannot_be_listed_is_a_warning_and_nothing_is_removed(
 
 def test_a_failed_save_leaves_nothing(folder: Folder, events: Events) -> None:
     folder.save(1)
-    (folder.store.stage(2) / layout.data_file(0, 0)).write_bytes(b"half")
-    Housekeeping(KeepAll(), events).remove_failed_save(2, folder.store, "step-2.staging")
+    place = folder.store.begin(2)
+    (folder.store.root / place / layout.data_file(0, 0)).write_bytes(b"half")
+    Housekeeping(KeepAll(), events).remove_failed_save(2, folder.store, place)
     assert folder.names() == ["step-1"]
 
 
 def test_leftovers_of_a_failed_save_that_cannot_be_removed_are_a_warning(
     folder: Folder, events: Events, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder.store.stage(2)
+    place = folder.store.begin(2)
     folder.disk.fails = lambda operation, name: operation == "remove_tree"
-    Housekeeping(KeepAll(), events).remove_failed_save(2, folder.store, "step-2.staging")
-    assert folder.names() == ["step-2.staging"]
+    Housekeeping(KeepAll(), events).remove_failed_save(2, folder.store, place)
+    assert folder.names() == [place]
     assert "step 2" in caplog.text and "Input/output error" in caplog.text
 
 

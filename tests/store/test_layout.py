@@ -26,9 +26,13 @@ UNSUPPORTED = (
 @pytest.mark.parametrize("step", [0, 1, 10, 123456789])
 def test_every_name_is_parsed_to_what_it_was_made_from(step: int) -> None:
     assert layout.parse_step(layout.step_dir(step)) == step
-    assert layout.parse_staging(layout.staging_dir(step)) == step
+    assert layout.parse_staging(layout.staging_dir(step, "0f3a")) == step
     assert layout.parse_trash(layout.trash_dir(step, 12)) == (step, 12)
     assert layout.parse_replaced(layout.replaced_dir(step, 3)) == (step, 3)
+
+
+def test_a_staging_folder_of_an_earlier_version_is_still_one() -> None:
+    assert layout.parse_staging("step-5.staging") == 5
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
@@ -37,7 +41,16 @@ def test_a_name_that_is_not_exactly_a_step_is_unknown(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["step-5.staging2", "step-05.staging", ".trash-step-5", ".replaced-step-5-x", ".trash-5-1"]
+    "name",
+    [
+        "step-5.staging2",
+        "step-5.staging-",
+        "step-5.staging-A",
+        "step-05.staging",
+        ".trash-step-5",
+        ".replaced-step-5-x",
+        ".trash-5-1",
+    ],
 )
 def test_a_name_that_is_nearly_one_of_the_protocol_is_unknown(name: str) -> None:
     assert not any(parse(name) for parse in (layout.parse_staging, layout.parse_trash, layout.parse_replaced))
@@ -72,6 +85,6 @@ def test_a_name_for_an_abandoned_checkpoint_has_its_run_and_is_unknown_to_every_
 def test_names_that_other_versions_and_people_rely_on_never_change() -> None:
     assert (layout.METADATA, layout.MANIFEST) == (".metadata", "manifest.json")
     assert (layout.LOCK, layout.FINDINGS) == ("writer.lock", "findings.json")
-    assert (layout.step_dir(5), layout.staging_dir(5)) == ("step-5", "step-5.staging")
+    assert (layout.step_dir(5), layout.staging_dir(5, "0f3a")) == ("step-5", "step-5.staging-0f3a")
     assert (layout.trash_dir(5, 2), layout.replaced_dir(5, 2)) == (".trash-step-5-2", ".replaced-step-5-2")
     assert temporary_name("manifest.json") == ".manifest.json.tmp"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.store.filled import commit
+from tests.store.filled import begun, commit
 from tests.store.purges import to_purge
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.digest import FileRecord
@@ -174,7 +174,7 @@ def weights_alone(step: int) -> Act:
 
 def under_way(step: int) -> Act:
     """Begin a save: one rank's file is written."""
-    return lambda store: (store.stage(step) / layout.data_file(0, 0)).write_bytes(b"half")
+    return lambda store: (begun(store, step) / layout.data_file(0, 0)).write_bytes(b"half")
 
 
 def folder(name: str, *files: str) -> Act:

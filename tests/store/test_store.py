@@ -4,16 +4,19 @@ import errno
 import itertools
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.disks import FailingDisk
 from tests.store.crashing import swap
-from tests.store.filled import later_format, manifest_of
+from tests.store.filled import begun, later_format, manifest_of, without_token
 from torchtitan_lite.disk import durable
+from torchtitan_lite.disk.block_writer import in_memory
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, FormatTooNew, SaveFailed
@@ -30,33 +33,36 @@ class Transcript(Durable):
         self.lines: list[str] = []
 
     def rename(self, src: Path, dst: Path) -> None:
-        self.lines.append(f"rename {src.name} {dst.name}")
+        self._note(f"rename {src.name} {dst.name}")
         super().rename(src, dst)
 
     def exchange(self, a: Path, b: Path) -> bool:
         # Three renames replace the call, so that these tests do not depend on the file system.
         if self.exchanges:
-            self.lines.append(f"exchange {a.name} {b.name}")
+            self._note(f"exchange {a.name} {b.name}")
             swap(a, b)
         return self.exchanges
 
     def fsync_file(self, fd: int) -> None:
-        self.lines.append("fsync file")
+        self._note("fsync file")
 
     def fsync_dir(self, path: Path) -> None:
-        self.lines.append(f"fsync {path.name}/")
+        self._note(f"fsync {path.name}/")
 
     def write_file(self, path: Path, data: bytes) -> None:
-        self.lines.append(f"write {path.parent.name}/{path.name}")
+        self._note(f"write {path.parent.name}/{path.name}")
         path.write_bytes(data)
 
     def remove_file(self, path: Path) -> None:
-        self.lines.append(f"remove {path.parent.name}/{path.name}")
+        self._note(f"remove {path.parent.name}/{path.name}")
         super().remove_file(path)
 
     def remove_tree(self, path: Path) -> None:
-        self.lines.append(f"remove {path.name}/")
+        self._note(f"remove {path.name}/")
         super().remove_tree(path)
+
+    def _note(self, line: str) -> None:
+        self.lines.append(without_token(line))
 
 
 @pytest.fixture
@@ -73,17 +79,18 @@ def manifest(step: int, kind: CheckpointKind = CheckpointKind.FULL, size: int = 
     return manifest_of(step, kind=kind, files={"__0_0.distcp": FileRecord(size)})
 
 
-def write(store: CheckpointStore, step: int, data: bytes = b"data") -> None:
-    staging = store.stage(step)
+def write(store: CheckpointStore, step: int, data: bytes = b"data") -> Path:
+    staging = begun(store, step)
     (staging / "__0_0.distcp").write_bytes(data)
     (staging / ".metadata").write_bytes(b"of dcp")
+    return staging
 
 
 def save(
     store: CheckpointStore, step: int, data: bytes = b"data", kind: CheckpointKind = CheckpointKind.FULL
 ) -> CheckpointInfo:
-    write(store, step, data)
-    return store.commit(step, manifest(step, kind, len(data)))
+    staging = write(store, step, data)
+    return store.commit(step, manifest(step, kind, len(data)), place=staging.name)
 
 
 def data_of(info: CheckpointInfo) -> bytes:
@@ -91,7 +98,7 @@ def data_of(info: CheckpointInfo) -> bytes:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(without_token(path.name) for path in folder.iterdir())
 
 
 def steps(store: CheckpointStore) -> list[int]:
@@ -136,78 +143,102 @@ def test_a_missing_step_is_an_error_that_names_the_others(store: CheckpointStore
     assert (caught.value.folder, caught.value.available) == (str(root), (200, 400))
 
 
-def test_staging_is_made_by_any_rank_any_number_of_times(store: CheckpointStore, root: Path) -> None:
-    assert store.stage(5) == CheckpointStore(root).stage(5) == root / "step-5.staging"
+def test_each_save_has_a_folder_of_its_own_that_no_save_had_before(store: CheckpointStore, root: Path) -> None:
+    places = [store.begin(5), CheckpointStore(root).begin(5), store.begin(5), store.begin(6)]
+    assert len({*places}) == 4
+    assert all(re.fullmatch("step-[56][.]staging-[0-9a-z]+", place) for place in places)
+    assert sorted(path.name for path in root.iterdir()) == sorted(places)
     assert store.committed() == []
 
 
-def test_clearing_removes_what_an_earlier_attempt_left_and_nothing_else(store: CheckpointStore, root: Path) -> None:
-    save(store, 5)
-    write(store, 6)
-    (store.stage(6) / "folder").mkdir()
-    store.clear_staging(6)
-    store.clear_staging(7)
-    assert names(root / "step-6.staging") == []
-    assert steps(store) == [5]
+def test_only_the_coordinator_makes_the_folder_of_a_save(store: CheckpointStore, root: Path) -> None:
+    place = store.begin(5)
+    (root / place).rename(root / "elsewhere")
+    for of_rank in (store, CheckpointStore(root, look_seconds=0.0)):
+        with pytest.raises(FileNotFoundError, match=f"{place}/__1_0.distcp"):
+            of_rank.new_file(place, "__1_0.distcp").write(in_memory(b"data"))
+    assert names(root) == ["elsewhere"]
 
 
-def test_clearing_a_link_does_not_follow_it(store: CheckpointStore, root: Path) -> None:
+def test_a_rank_that_does_not_see_the_folder_of_a_save_yet_waits_for_it(store: CheckpointStore, root: Path) -> None:
+    place = store.begin(5)
+    (root / place).rename(root / "elsewhere")
+    new = CheckpointStore(root).new_file(place, "__1_0.distcp")
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(new.write, in_memory(b"data"))
+        (root / "elsewhere").rename(root / place)
+        assert written.result(timeout=60) == FileRecord.of(b"data")
+    assert (root / place / "__1_0.distcp").read_bytes() == b"data"
+
+
+def test_a_file_that_is_there_is_never_written_into(store: CheckpointStore, root: Path) -> None:
     info = save(store, 5)
-    (root / "step-6.staging").symlink_to(info.path)
-    store.clear_staging(6)
+    # As a client of a network file system may see it, to which the name is still what it was.
+    (root / (place := "step-5.staging-1")).symlink_to(info.path)
+    with pytest.raises(FileExistsError, match=r"__0_0\.distcp"):
+        store.new_file(place, "__0_0.distcp").write(in_memory(b"of another save"))
+    assert data_of(info) == b"data"
+
+
+def test_removing_the_folder_of_a_save_does_not_follow_a_link(store: CheckpointStore, root: Path) -> None:
+    info = save(store, 5)
+    (root / "step-6.staging-1").symlink_to(info.path)
+    store.remove_staging(6, "step-6.staging-1")
     assert names(root) == ["step-5"]
     assert store.committed() == [info]
 
 
 def test_an_abandoned_save_leaves_nothing(store: CheckpointStore, root: Path) -> None:
     save(store, 5)
-    write(store, 6)
-    for _ in range(2):
-        store.remove_staging(6)
+    place = write(store, 6).name
+    for name in (place, place, "", "step-5"):
+        store.remove_staging(6, name)
     assert names(root) == ["step-5"]
 
 
 def test_files_that_no_rank_wrote_for_this_save_are_not_committed(store: CheckpointStore) -> None:
-    (store.stage(5) / "__7_0.distcp").write_bytes(b"of an earlier attempt")
-    (store.stage(5) / "manifest.json").mkdir()
-    assert names(save(store, 5).path) == [".metadata", "__0_0.distcp", "manifest.json"]
+    staging = write(store, 5)
+    (staging / "__7_0.distcp").write_bytes(b"of no rank")
+    (staging / "manifest.json").mkdir()
+    info = store.commit(5, manifest(5), place=staging.name)
+    assert names(info.path) == [".metadata", "__0_0.distcp", "manifest.json"]
 
 
 @pytest.mark.parametrize("missing", [".metadata", "__0_0.distcp"])
 def test_a_save_without_one_of_its_files_is_refused(store: CheckpointStore, missing: str) -> None:
-    write(store, 5)
-    (store.stage(5) / missing).unlink()
+    staging = write(store, 5)
+    (staging / missing).unlink()
     with pytest.raises(SaveFailed, match=f"save of step 5 failed.*{missing} is missing"):
-        store.commit(5, manifest(5))
+        store.commit(5, manifest(5), place=staging.name)
     assert store.committed() == []
 
 
 def test_the_writer_s_record_of_the_metadata_is_used_if_there_is_one(store: CheckpointStore) -> None:
-    write(store, 5)
+    place = write(store, 5).name
     handed_over = FileRecord.of(b"OF DCP")
     given = manifest(5)
-    info = store.commit(5, dataclasses.replace(given, files=given.files | {".metadata": handed_over}))
+    info = store.commit(5, dataclasses.replace(given, files=given.files | {".metadata": handed_over}), place=place)
     written = Manifest.of_folder(info.path)
     assert written is not None and written.files[".metadata"] == handed_over
 
 
 def test_a_save_without_a_staging_folder_is_refused(store: CheckpointStore) -> None:
     with pytest.raises(SaveFailed, match="missing"):
-        store.commit(5, manifest(5))
+        store.commit(5, manifest(5), place="step-5.staging-1")
 
 
 def test_a_file_of_another_size_than_was_written_is_refused(store: CheckpointStore) -> None:
     save(store, 5, b"old")
-    write(store, 5, b"short")
+    place = write(store, 5, b"short").name
     with pytest.raises(SaveFailed, match=r"__0_0.distcp has 5 bytes, 6 were written"):
-        store.commit(5, manifest(5, size=6))
+        store.commit(5, manifest(5, size=6), place=place)
     assert data_of(store.get(5)) == b"old"
 
 
 def test_the_manifest_of_another_step_is_refused(store: CheckpointStore) -> None:
-    write(store, 5)
+    place = write(store, 5).name
     with pytest.raises(SaveFailed, match="its manifest is of step 6"):
-        store.commit(5, manifest(6))
+        store.commit(5, manifest(6), place=place)
 
 
 def of_run(run_id: str, step: int, *abandons: tuple[int, str]) -> Manifest:
@@ -215,13 +246,13 @@ def of_run(run_id: str, step: int, *abandons: tuple[int, str]) -> Manifest:
 
 
 def test_a_save_of_an_abandoned_step_is_refused(store: CheckpointStore, root: Path) -> None:
-    write(store, 2)
-    store.commit(2, of_run("b2", 2, (3, "a1")))
-    write(store, 3)
+    place = write(store, 2).name
+    store.commit(2, of_run("b2", 2, (3, "a1")), place=place)
+    place = write(store, 3).name
     with pytest.raises(SaveFailed, match="step-2 abandons step 3 of run a1"):
-        store.commit(3, of_run("a1", 3))
+        store.commit(3, of_run("a1", 3), place=place)
     assert names(root) == ["step-2", "step-3.staging"]
-    store.commit(3, of_run("c3", 3))
+    store.commit(3, of_run("c3", 3), place=place)
     assert steps(store) == [2, 3]
 
 
@@ -241,10 +272,14 @@ def test_nothing_is_renamed_after_the_fence_raised(root: Path, there: str, excha
             (store.root / "step-5").mkdir(parents=True)
         elif there == "abandoning":
             save(store, 9).path.rename(store.root / "aside")
-            write(store, 5, b"old")
-            store.commit(5, dataclasses.replace(of_run("b2", 5, (9, "unknown")), files={"__0_0.distcp": FileRecord(3)}))
+            place = write(store, 5, b"old").name
+            store.commit(
+                5,
+                dataclasses.replace(of_run("b2", 5, (9, "unknown")), files={"__0_0.distcp": FileRecord(3)}),
+                place=place,
+            )
             (store.root / "aside").rename(store.root / "step-9")
-        write(store, 5, b"new")
+        place = write(store, 5, b"new").name
         begun, calls = len(disk.lines), itertools.count()
         lines_then: list[int] = []
 
@@ -259,7 +294,7 @@ def test_nothing_is_renamed_after_the_fence_raised(root: Path, there: str, excha
                 raise Lost
 
         try:
-            store.commit(5, manifest(5, size=3), fence)
+            store.commit(5, manifest(5, size=3), fence, place=place)
         except Lost:
             assert len(disk.lines) == lines_then[-1]
             renamed = [line for line in disk.lines[begun:] if line.startswith(("rename", "exchange"))]
@@ -367,7 +402,7 @@ def test_a_replaced_checkpoint_that_cannot_be_removed_is_a_warning(
     with caplog.at_level(logging.WARNING, "torchtitan_lite"):
         save(store, 5, b"old")
         new = save(store, 5, b"new")
-    assert "Step 5 is saved, but what it replaced could not be removed: .trash-step-5-1 is busy" in caplog.text
+    assert f"Could not remove the leftover {root}/.trash-step-5-1: .trash-step-5-1 is busy" in caplog.text
     assert store.committed() == [new]
     assert CheckpointStore(root).recover() == [root / ".trash-step-5-1"]
     assert data_of(store.get(5)) == b"new"
@@ -476,8 +511,8 @@ def test_on_a_full_disk_a_checkpoint_is_quarantined_without_its_findings(
 
 def test_checkpoints_that_a_damaged_one_abandons_stay_abandoned(store: CheckpointStore, root: Path) -> None:
     save(store, 6).path.rename(root / "kept")
-    write(store, 5)
-    store.commit(5, of_run("b2", 5, (6, "unknown")))
+    place = write(store, 5).name
+    store.commit(5, of_run("b2", 5, (6, "unknown")), place=place)
     (root / "kept").rename(root / "step-6")
     store.quarantine(5, ["a byte"])
     assert names(root) == ["step-5.corrupt", "step-6.abandoned-unknown"]
@@ -632,7 +667,7 @@ def test_a_reader_sees_the_replaced_checkpoint_until_recovery_renames_it_back(
     assert store.latest() == store.get(5)
     assert data_of(store.get(5)) == b"old"
     assert store.get(5).path == root / ".replaced-step-5-1"
-    assert store.recover() == [root / "step-5", root / "step-5.staging"]
+    assert [without_token(path.name) for path in store.recover()] == ["step-5", "step-5.staging"]
     assert data_of(store.get(5)) == b"old"
     assert names(root) == ["step-5"]
 
@@ -671,10 +706,10 @@ def test_a_job_that_lost_the_folder_while_sealing_does_not_rename_what_the_repla
     disk = Transcript(exchanges)
     store = CheckpointStore(root, durable=disk)
     save(store, 9).path.rename(root / "aside")
-    write(store, 5, b"old")
-    store.commit(5, dataclasses.replace(of_run("b2", 5, (9, "unknown")), files={DATA: FileRecord(3)}))
+    place = write(store, 5, b"old").name
+    store.commit(5, dataclasses.replace(of_run("b2", 5, (9, "unknown")), files={DATA: FileRecord(3)}), place=place)
     (root / "aside").rename(root / "step-9")
-    write(store, 5, b"new")
+    place = write(store, 5, b"new").name
     begun = len(disk.lines)
 
     def fence() -> None:
@@ -682,7 +717,7 @@ def test_a_job_that_lost_the_folder_while_sealing_does_not_rename_what_the_repla
             raise Lost
 
     with pytest.raises(Lost):
-        store.commit(5, manifest(5, size=3), fence)
+        store.commit(5, manifest(5, size=3), fence, place=place)
     assert names(root) == ["step-5", "step-5.staging", "step-9"]
 
 

@@ -34,7 +34,7 @@ from hypothesis.stateful import (
 
 from tests.disk.sources import bounced
 from tests.store.crashing import Crash
-from tests.store.filled import manifest_of
+from tests.store.filled import begun, manifest_of
 from tests.store.purges import to_purge
 from tests.store.recording import DROPPED, Disk, Lost, Recorder, lay_out
 from torchtitan_lite.disk.block_writer import write_blocks
@@ -88,6 +88,7 @@ class Staged:
     """A save whose files are written and that is not committed yet."""
 
     step: int
+    place: str
     manifest: Manifest
     outcome: There
 
@@ -162,7 +163,10 @@ class Life(RuleBasedStateMachine):
         staged = self._take_staged()
         outcome = self._outcome(staged)
         if self._try(
-            lambda: self.store.commit(staged.step, staged.manifest), [self.there, outcome], fault, staged.step
+            lambda: self.store.commit(staged.step, staged.manifest, place=staged.place),
+            [self.there, outcome],
+            fault,
+            staged,
         ):
             self._acknowledge(staged, outcome)
 
@@ -170,7 +174,7 @@ class Life(RuleBasedStateMachine):
     @rule(fault=FAULTS)
     def fail(self, fault: Fault | None) -> None:
         staged = self._take_staged()
-        self._try(lambda: self.store.remove_staging(staged.step), [self.there], fault)
+        self._try(lambda: self.store.remove_staging(staged.step, staged.place), [self.there], fault)
 
     @precondition(lambda self: self.staged is not None)
     @rule(passes=st.integers(0, 3), takes_over_first=st.booleans())
@@ -192,7 +196,7 @@ class Life(RuleBasedStateMachine):
             raise AssertionError("something was done after the folder was lost")
 
         try:
-            self.store.commit(staged.step, staged.manifest, fence)
+            self.store.commit(staged.step, staged.manifest, fence, place=staged.place)
         except LeaseLost:
             self.recorder.before = lambda _: None
             assert read(self.root) == self.there
@@ -283,16 +287,16 @@ class Life(RuleBasedStateMachine):
         """Write the files of the ranks for the present step."""
         self.num_saves += 1
         step, store = self.step, self.store
-        store.clear_staging(step)
+        staging = begun(store, step)
         files, records = {}, {}
         for rank in range(self.ranks):
             name, data = layout.data_file(rank, 0), f"save {self.num_saves} of rank {rank};".encode() * (5 + rank)
-            records[name] = write_blocks(store.stage(step) / name, bounced(data), durable=self.recorder)
+            records[name] = write_blocks(staging / name, bounced(data), durable=self.recorder)
             files[name] = data
         files[layout.METADATA] = b"description of save %d" % self.num_saves
-        self.recorder.write_file(store.stage(step) / layout.METADATA, files[layout.METADATA])
+        self.recorder.write_file(staging / layout.METADATA, files[layout.METADATA])
         manifest = manifest_of(step, kind=kind, world_size=self.ranks, files=records, lineage=self.lineage)
-        self.staged = Staged(step, manifest, {step: Saved(self.lineage.run_id, kind, files)})
+        self.staged = Staged(step, staging.name, manifest, {step: Saved(self.lineage.run_id, kind, files)})
 
     def _take_staged(self) -> Staged:
         staged, self.staged = self.staged, None
@@ -327,7 +331,9 @@ class Life(RuleBasedStateMachine):
     def _has_its_sizes(self, info: CheckpointInfo) -> bool:
         return not self.store.check_sizes(info)
 
-    def _try(self, act: Callable[[], object], outcomes: list[There], fault: Fault | None, step: int = -1) -> bool:
+    def _try(
+        self, act: Callable[[], object], outcomes: list[There], fault: Fault | None, staged: Staged | None = None
+    ) -> bool:
         """Return whether `act` finished; else check for one of `outcomes`, and continue as the next process."""
         first = len(self.recorder.log)
 
@@ -343,8 +349,8 @@ class Life(RuleBasedStateMachine):
         except OSError:
             self.recorder.before = lambda _: None
             self._adopt(outcomes)
-            if step >= 0:
-                self.store.remove_staging(step)
+            if staged is not None:
+                self.store.remove_staging(staged.step, staged.place)
             self.staged = None
             return False
         except Crash:
@@ -386,7 +392,7 @@ class Life(RuleBasedStateMachine):
         self.known_good = set()
         if not self._try(self.store.recover, [self.there], fault):
             self.store.recover()
-        assert not [name for name in names_in(self.root) if name.startswith(".") or name.endswith(".staging")]
+        assert not [name for name in names_in(self.root) if name.startswith(".") or ".staging" in name]
         self._load()
 
     def _load(self) -> None:

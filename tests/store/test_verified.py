@@ -181,7 +181,6 @@ def test_the_store_neither_counts_nor_removes_the_record(tmp_path: Path) -> None
     assert [info.step for info in store.committed()] == [1, 2, 3]
     store.empty(store.discard(store.get(1)))
     store.recover()
-    store.clear_staging(4)
     save(tmp_path, 4)
     store.quarantine(2, ["a finding"])
     assert verified_in(tmp_path).keys() == {"step-1", "step-2", "step-3"}

@@ -10,11 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from torchtitan_lite.checkpoint.run_folders import RunFolders
+from torchtitan_lite.checkpoint.run_folders import RunFolders, look_seconds
 from torchtitan_lite.distributed.misfits import SharedFolder
 
-LOOK_SECONDS = 60.0
-"""As long as NFS may remember by default which files a folder has (acdirmax)."""
 _PAUSE_SECONDS = 0.5
 
 
@@ -22,9 +20,9 @@ def seen_folders(folders: RunFolders, tokens: Sequence[str], *, timeout_seconds:
     """Return how this rank sees `folders`, whose identities are the `tokens` of their locks. Any rank.
 
     Raises `FolderUnusable` where one may not look: in an object store, for lack of credentials. Waits only where this
-    rank does not see a lock: at most `LOOK_SECONDS`, and half of `timeout_seconds`, for which the other ranks wait.
+    rank does not see a lock, for `look_seconds`.
     """
-    unseen = find_unseen(lambda: folders.unseen(tokens), min(LOOK_SECONDS, timeout_seconds / 2))
+    unseen = find_unseen(lambda: folders.unseen(tokens), look_seconds(timeout_seconds))
     return [
         SharedFolder(address, mount, "" if number in unseen else token)
         for number, (address, mount, token) in enumerate(zip(folders.addresses, folders.mounts, tokens, strict=False))

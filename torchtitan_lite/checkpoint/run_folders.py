@@ -14,21 +14,28 @@ from torchtitan_lite import faults
 from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.disk.mounts import mount_of
+from torchtitan_lite.disk.new_file import LOOK_SECONDS
 from torchtitan_lite.errors import ConfigError, FolderUnusable, TorchtitanLiteError
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.store import CheckpointStore, recover
 
 
-def open_store(folder: str, dump_folder: str = "") -> StoresCheckpoints:
+def open_store(folder: str, dump_folder: str = "", look_seconds: float = LOOK_SECONDS) -> StoresCheckpoints:
     """Return the store of `folder`: an address such as s3://bucket/run, else a path below `dump_folder`. Any rank.
 
+    `look_seconds`: for how long a rank looks for the folder of a save that another host made.
     Touches neither disk nor network. Raises ConfigError for another address, `ExtraMissing` without the client of one.
     """
     if not is_in_object_store(folder):
-        return CheckpointStore(Path(dump_folder) / folder)
+        return CheckpointStore(Path(dump_folder) / folder, look_seconds=look_seconds)
     from torchtitan_lite.bucket.store import open_bucket  # Its client is an extra, and takes its time.
 
     return open_bucket(folder)
+
+
+def look_seconds(timeout_seconds: float) -> float:
+    """Return for how long a rank looks for what another host has made, while the others wait `timeout_seconds`."""
+    return min(LOOK_SECONDS, timeout_seconds / 2)
 
 
 class RunFolders:
@@ -36,8 +43,9 @@ class RunFolders:
 
     def __init__(self, config: JobConfig, run_id: str, checkpoints: StoresCheckpoints | None = None) -> None:
         section, dump_folder = config.checkpoint, config.job.dump_folder
-        self.checkpoints = checkpoints or open_store(section.folder, dump_folder)
-        self.exports = open_store(section.export_folder, dump_folder) if section.export_folder else None
+        patience = look_seconds(section.timeout_seconds)
+        self.checkpoints = checkpoints or open_store(section.folder, dump_folder, patience)
+        self.exports = open_store(section.export_folder, dump_folder, patience) if section.export_folder else None
         self.uploads = open_store(section.upload_folder, dump_folder) if section.upload_folder else None
         """The second folder of checkpoints, which another process holds; None for none."""
         self._stores = [store for store in (self.checkpoints, self.exports) if store is not None]

@@ -45,10 +45,8 @@ ALIGNMENT = 4096
 """Bytes. Direct I/O needs memory, offset and length to be multiples of the disk's sector, 512 or 4096."""
 THREADS = 3
 """Requests under way at a time: the disk has two while the third is copied and hashed."""
-ATTEMPTS = 3
-"""Tries of one request before an I/O error is raised."""
-PAUSE_SECONDS = 0.1
-"""Before the second try; doubled before each further one."""
+PAUSES_SECONDS = (0.1, 1.0, 4.0)
+"""Before each further try of a request, after which an I/O error is raised: a server may be away for a moment."""
 
 
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -92,7 +90,11 @@ class BlockReader:
     @contextmanager
     def _file(self, path: Path, record: FileRecord | None) -> Iterator[_File]:
         with ExitStack() as stack:
-            fd = _with_retries(path, lambda: stack.enter_context(opened(path)), self.pause)
+
+            def reopened() -> int:
+                return stack.enter_context(opened(path))
+
+            fd = _with_retries(path, reopened, self.pause)
             size = os.fstat(fd).st_size
             if record is not None and size != record.size:
                 raise DamagedRange(path, min(size, record.size), record.size, f"it has {size} bytes")
@@ -101,7 +103,9 @@ class BlockReader:
             direct = again if self.direct else None
             cached = stack.enter_context(look_into_cache(fd, size)) if direct is not None else None
             ahead = _nothing if self.direct else _fetching(fd)
-            yield _File(path, size, fd, direct if cached is not None else None, again, cached, ahead, self.pause)
+            yield _File(
+                path, size, fd, direct if cached is not None else None, again, cached, ahead, reopened, self.pause
+            )
 
     def _open_direct(self, path: Path, stack: ExitStack) -> int | None:
         try:
@@ -151,7 +155,7 @@ class _Buffers:
 
 @dataclass
 class _File:
-    """An open file; `direct` becomes None when the system refuses direct I/O."""
+    """An open file; `direct` becomes None when the system refuses direct I/O, or after an I/O error."""
 
     path: Path
     size: int
@@ -162,7 +166,10 @@ class _File:
     cached: Callable[[int, int], bool] | None
     ahead: Callable[[int, int], object]
     """Called with the begin and the size of what is read next through the page cache."""
+    reopened: Callable[[], int]
+    """Returns another descriptor of the file, which is closed with this one."""
     pause: Callable[[float], None]
+    is_reopened: bool = False
 
     def read(self, segment: Segment, blocks: bytes, buffers: _Buffers) -> None:
         """Fill the pieces of `segment`, checked against the digests `blocks` unless these are empty."""
@@ -267,15 +274,20 @@ class _File:
 
             def read(rest: list[memoryview] = rest, done: int = done) -> int:
                 faults.point("read", path=self.path)
-                return os.preadv(self.fd if fd is None else fd, rest, at + done)
+                return os.preadv(self.fd if fd is None or self.is_reopened else fd, rest, at + done)
 
-            count = _with_retries(self.path, read, self.pause, direct=fd is not None)
+            count = _with_retries(self.path, read, self.pause, direct=fd is not None, again=self._open_again)
             if count == 0:
                 raise DamagedRange(self.path, at + done, at + wanted, "the file ends before them")
             done += count
             if fd is not None and done < wanted and done % ALIGNMENT:
                 return False
         return True
+
+    def _open_again(self) -> None:
+        """Read through another descriptor from now on: one of a server that was away may never work again."""
+        self.fd, self.is_reopened = self.reopened(), True
+        self.direct = self.again = None
 
 
 def _digest_of(begin: int, blocks: bytes) -> bytes:
@@ -304,22 +316,32 @@ def _fetching(fd: int) -> Callable[[int, int], object]:
 
 
 def _with_retries(
-    path: Path, operation: Callable[[], int], pause: Callable[[float], None], *, direct: bool = False
+    path: Path,
+    operation: Callable[[], int],
+    pause: Callable[[float], None],
+    *,
+    direct: bool = False,
+    again: Callable[[], object] = bool,
 ) -> int:
-    """Return the result of `operation`, with retries; raise `CheckpointUnreadable` after the last one."""
-    for attempt in range(1, ATTEMPTS + 1):
+    """Return the result of `operation`, with retries, before each of which `again` is called.
+
+    Raises `CheckpointUnreadable` after the last one.
+    """
+    for attempt, seconds in enumerate((*PAUSES_SECONDS, 0.0), 1):
         try:
+            if attempt > 1:
+                again()
             return operation()
         except OSError as error:
             if direct and error.errno in _REFUSED:
                 raise
             # A file that is missing stays missing; any other error may be a moment of the network.
-            if attempt == ATTEMPTS or error.errno == errno.ENOENT:
+            if attempt > len(PAUSES_SECONDS) or error.errno == errno.ENOENT:
                 name = errno.errorcode.get(error.errno or 0, "error")
                 cause = f"{name} ({error.strerror}), {counted(attempt, 'time')}"
                 raise CheckpointUnreadable(str(path), cause) from error
             logger.warning("%s: %s; reading again", path, error.strerror)
-            pause(PAUSE_SECONDS * 2 ** (attempt - 1))
+            pause(seconds)
     raise AssertionError("unreachable")
 
 

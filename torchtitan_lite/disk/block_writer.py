@@ -10,16 +10,18 @@ offsets. When `write_blocks` returns, the contents are durable; the name is dura
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import threading
+import time
 from collections.abc import Callable
+from contextlib import closing, suppress
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
 from torchtitan_lite import faults
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, digest_blocks
-from torchtitan_lite.disk.durable import DISK, O_DIRECT, Durable
+from torchtitan_lite.disk.durable import DISK, O_DIRECT, Durable, naming
 from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.disk.request_memory import request_memory
 from torchtitan_lite.log import logger
@@ -27,6 +29,8 @@ from torchtitan_lite.log import logger
 ALIGNMENT = 4096
 """Bytes. Direct I/O needs memory, offset and length to be multiples of the disk's sector, 512 or 4096."""
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
+_NOT_SEEN = (errno.ENOENT, errno.ESTALE)
+_PAUSE_SECONDS = 0.5
 
 
 class FileSource(Protocol):
@@ -121,25 +125,26 @@ def aligned(num_bytes: int) -> int:
 
 
 def write_blocks(
-    path: Path, source: FileSource, *, direct: bool = True, threads: int = 0, durable: Durable = DISK
+    path: Path,
+    source: FileSource,
+    *,
+    direct: bool = True,
+    threads: int = 0,
+    look_seconds: float = 0.0,
+    durable: Durable = DISK,
 ) -> FileRecord:
     """Write the contents of `source` to the new file `path`, synced; return the record of the file.
 
-    `threads` requests are under way at a time; 0: as many as suit the source.
+    `threads` requests are under way at a time; 0: as many as suit the source. A folder that is not there is looked for
+    for up to `look_seconds`.
     Any thread. Raises the OSError of the system, with `path` in it; the file is useless then.
     """
-    file = _File(path, direct and O_DIRECT != 0, durable)
-    try:
+    with naming(path), closing(_File(path, look_seconds, durable)) as file:
+        file.open(direct and O_DIRECT != 0)
         if source.num_bytes:
             file.allocate(source.num_bytes)
         digests = _write_all(file, source, threads or source.threads)
         file.finish(source.num_bytes)
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        file.close()
     return source.record or FileRecord(source.num_bytes, b"".join(digests))
 
 
@@ -170,10 +175,23 @@ def _write_all(file: _File, source: FileSource, threads: int) -> list[bytes]:
 class _File:
     """The file being written, direct until the system refuses that."""
 
-    def __init__(self, path: Path, direct: bool, durable: Durable) -> None:
+    def __init__(self, path: Path, look_seconds: float, durable: Durable) -> None:
         self._path, self._durable = path, durable
         self._lock = threading.Lock()
-        self._fd, self._direct = self._open(direct)
+        self._fd = self._created(time.monotonic() + look_seconds)
+        self._direct = False
+
+    def open(self, direct: bool) -> None:
+        """Have requests bypass the page cache if `direct`, and if the system does not refuse that."""
+        try:
+            faults.point("open", path=self._path)
+            if direct:
+                self._durable.set_direct(self._fd, True)
+                self._direct = True
+        except OSError as error:
+            if not direct or error.errno not in _REFUSED:
+                raise
+            self._log_refusal(error)
 
     def allocate(self, num_bytes: int) -> None:
         self._durable.allocate(self._fd, num_bytes)
@@ -210,27 +228,33 @@ class _File:
     def close(self) -> None:
         os.close(self._fd)
 
-    def _open(self, direct: bool) -> tuple[int, bool]:
-        if direct:
+    def _created(self, until: float) -> int:
+        """Return a descriptor of the new file, as soon as its folder is there, or by the time `until`."""
+        while True:
             try:
-                faults.point("open", path=self._path)
-                return self._durable.create(self._path, direct=True), True
+                return self._durable.create(self._path)
             except OSError as error:
-                if error.errno not in _REFUSED:
+                if error.errno not in _NOT_SEEN or time.monotonic() >= until:
                     raise
-                _log_refusal(self._path, error)
-        else:
-            faults.point("open", path=self._path)
-        return self._durable.create(self._path, direct=False), False
+            # Another host has made the folder a moment ago. A network file system asks its server again, at the latest
+            # when what it remembers of the parent is too old, for the names in a folder that is opened.
+            with suppress(OSError):
+                os.scandir(self._path.parent.parent).close()
+            time.sleep(_PAUSE_SECONDS)
 
     def _use_the_page_cache(self, refusal: OSError | None) -> None:
         with self._lock:
             if self._direct:
-                fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~O_DIRECT)
+                self._durable.set_direct(self._fd, False)
                 self._direct = False
                 if refusal is not None:
-                    _log_refusal(self._path, refusal)
+                    self._log_refusal(refusal)
+
+    def _log_refusal(self, refusal: OSError) -> None:
+        _log_refusal_once(str(self._path.parent.parent), refusal.strerror)
 
 
-def _log_refusal(path: Path, refusal: OSError) -> None:
-    logger.info("%s: direct I/O is refused here (%s); writing through the page cache", path.parent, refusal.strerror)
+@cache
+def _log_refusal_once(root: str, refusal: str) -> None:
+    # Each save has a folder of its own in `root`.
+    logger.info("%s: direct I/O is refused here (%s); writing through the page cache", root, refusal)

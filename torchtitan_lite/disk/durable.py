@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import functools
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +22,8 @@ from typing import Any
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_NO_ALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV)
+# EPERM: a sandbox that does not know the call. Where EPERM is real, the write raises it again.
+_NO_ALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV, errno.EPERM)
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 """0 where the system has no direct I/O."""
 # Sandboxes answer EPERM to a call that they do not know. Where EPERM is real, the plain rename raises it again.
@@ -43,11 +46,11 @@ class Durable:
 
     def rename(self, src: Path, dst: Path) -> None:
         """Rename `src` to `dst`, atomically; durable once the folder is synced."""
-        src.rename(dst)
+        _rename(src, dst)
 
     def replace(self, src: Path, dst: Path) -> None:
         """Rename the file `src` over `dst`, atomically; durable once the folder is synced."""
-        src.replace(dst)
+        _rename(src, dst)
 
     def exchange(self, a: Path, b: Path) -> bool:
         """Swap the names of `a` and `b` in one atomic step.
@@ -64,12 +67,16 @@ class Durable:
             return False
         raise OSError(code, os.strerror(code), str(a), None, str(b))
 
-    def create(self, path: Path, *, direct: bool) -> int:
-        """Return a descriptor of the new, empty file `path`.
+    def create(self, path: Path) -> int:
+        """Return a descriptor of the new, empty file `path`. Raises FileExistsError if there is one."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
-        `direct` bypasses the page cache; raises OSError EINVAL where the file system refuses that.
-        """
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | (O_DIRECT if direct else 0), 0o644)
+    def set_direct(self, fd: int, is_direct: bool) -> None:
+        """Have writes to `fd` bypass the page cache, or not; raises OSError EINVAL where the system refuses that."""
+        # Never with O_DIRECT in `create`: a FUSE file system that passes the flags on (mergerfs) would refuse writes
+        # later, and could not be told otherwise.
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~O_DIRECT
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | (O_DIRECT if is_direct else 0))
 
     def allocate(self, fd: int, num_bytes: int) -> None:
         """Reserve `num_bytes` on the disk for the open file `fd`; do nothing where the file system cannot."""
@@ -117,12 +124,12 @@ class Durable:
         self.fsync_dir(path.parent)
 
     def remove_file(self, path: Path) -> None:
-        """Remove the file or link `path`; the target of a link stays."""
-        path.unlink()
+        """Remove the file or link `path`, if it is there; the target of a link stays."""
+        path.unlink(missing_ok=True)
 
     def remove_tree(self, path: Path) -> None:
         """Remove the folder `path` with everything in it; links in it are not followed."""
-        shutil.rmtree(path)
+        shutil.rmtree(path, **_UNLESS_GONE)
 
     def make_dir(self, path: Path) -> None:
         """Create the folder `path` and its missing parents, all durably."""
@@ -132,6 +139,27 @@ class Durable:
         self.make_dir(path.parent)
         path.mkdir(exist_ok=True)
         self.fsync_dir(path.parent)
+
+
+def _rename(src: Path, dst: Path) -> None:
+    was = src.lstat() if os.path.lexists(src) else None
+    try:
+        src.replace(dst)
+    except FileNotFoundError:
+        # The client of a network file system may send a request twice: the first one was carried out.
+        is_done = was is not None and os.path.lexists(dst) and os.path.samestat(was, dst.lstat())
+        if not is_done:
+            raise
+
+
+def _raise_unless_gone(function: object, path: object, error: Any) -> None:
+    """Raise the `error` of a removal, unless it says that the thing is gone: another removed it, or a request twice."""
+    error = error[1] if isinstance(error, tuple) else error
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+_UNLESS_GONE: dict[str, Any] = {"onexc" if sys.version_info >= (3, 12) else "onerror": _raise_unless_gone}
 
 
 def temporary_name(name: str) -> str:
@@ -167,6 +195,7 @@ rename = DISK.rename
 replace = DISK.replace
 exchange = DISK.exchange
 create = DISK.create
+set_direct = DISK.set_direct
 allocate = DISK.allocate
 write_at = DISK.write_at
 set_size = DISK.set_size

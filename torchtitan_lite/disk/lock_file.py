@@ -14,11 +14,11 @@ import fcntl
 import io
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from torchtitan_lite.disk.durable import Durable, temporary_name
+from torchtitan_lite.disk.durable import Durable, naming, temporary_name
 
 _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -40,7 +40,7 @@ class LockFile:
     def read(self) -> bytes | None:
         """Return the contents; None where there is no file."""
         try:
-            with self._path.open("rb") as file:
+            with naming(self._path), self._path.open("rb") as file:
                 return file.read(_LIMIT_BYTES)
         except FileNotFoundError:
             return None
@@ -74,7 +74,7 @@ class LockFile:
         """Return whether the contents were ours, and are now `data`, which is as long."""
         # One open file: what is written goes where the contents were read, though the name may pass to another file
         # meanwhile. Closing it is what shows it to the other hosts of a network file system.
-        with self._path.open("r+b", buffering=0) as file:
+        with naming(self._path), self._path.open("r+b", buffering=0) as file:
             if not is_ours(file.read(_LIMIT_BYTES)):
                 return False
             file.seek(0)
@@ -90,8 +90,7 @@ class LockFile:
     def remove_temporaries(self) -> None:
         """Remove what processes left that were killed while they took the file; those that are taking it notice."""
         for path in self._path.parent.glob(temporary_name(f"{self._path.name}.*")):
-            with suppress(FileNotFoundError):
-                self._durable.remove_file(path)
+            self._durable.remove_file(path)
 
     def _link(self, data: bytes, token: str) -> bool:
         with self._temporary(data, token) as temporary:
@@ -110,13 +109,12 @@ class LockFile:
         # Also where there is no room for a second file: an empty lock file keeps others away for the time-out, as that
         # of a silent holder does, and a process that takes longer than that to write into it has lost it.
         try:
-            with self._path.open("xb", buffering=0) as file:
+            with naming(self._path), self._path.open("xb", buffering=0) as file:
                 self._write_in_place(file, data)
         except FileExistsError:
             return False
         except OSError:
-            with suppress(FileNotFoundError):
-                self._durable.remove_file(self._path)
+            self._durable.remove_file(self._path)
             raise
         return True
 
@@ -125,7 +123,7 @@ class LockFile:
         with self._locked() as found:
             if found != seen:
                 return False
-            with self._path.open("r+b", buffering=0) as file:
+            with naming(self._path), self._path.open("r+b", buffering=0) as file:
                 self._write_in_place(file, data)
             return True
 
@@ -145,8 +143,7 @@ class LockFile:
             self._durable.write_file(path, data)
             yield path
         finally:
-            with suppress(FileNotFoundError):
-                self._durable.remove_file(path)
+            self._durable.remove_file(path)
 
     @contextmanager
     def _locked(self) -> Iterator[bytes | None]:

@@ -25,19 +25,27 @@ class NewFile(Protocol):
         ...
 
 
+LOOK_SECONDS = 60.0
+"""As long as NFS may remember by default which files a folder has (acdirmax)."""
+
+
 @dataclass(frozen=True)
 class NewFileOnDisk:
-    """A file at `path`, in a folder that exists; its name is durable once the folder is synced."""
+    """A new file at `path`, in a folder that exists; its name is durable once the folder is synced.
+
+    Another host may have made the folder: this one looks for it for up to `look_seconds`.
+    """
 
     path: Path
+    look_seconds: float = 0.0
     durable: Durable = field(default=DISK, compare=False, repr=False)
 
     def write(self, source: FileSource) -> FileRecord:
-        return write_blocks(self.path, source, durable=self.durable)
+        return write_blocks(self.path, source, look_seconds=self.look_seconds, durable=self.durable)
 
     def __str__(self) -> str:
         return str(self.path)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process writes with the disk that it has.
-        return NewFileOnDisk, (self.path,)
+        return NewFileOnDisk, (self.path, self.look_seconds)

@@ -37,7 +37,7 @@ FOLDER_ID = "folder.id"
 
 _NUMBER = "(0|[1-9][0-9]*)"
 _STEP = re.compile(f"step-{_NUMBER}")
-_STAGING = re.compile(rf"step-{_NUMBER}\.staging")
+_STAGING = re.compile(rf"step-{_NUMBER}\.staging(?:-[0-9a-z]+)?")
 _TRASH = re.compile(rf"\.trash-step-{_NUMBER}-{_NUMBER}")
 _REPLACED = re.compile(rf"\.replaced-step-{_NUMBER}-{_NUMBER}")
 _SET_ASIDE = re.compile(
@@ -58,13 +58,13 @@ def parse_step(name: str) -> int | None:
     return _one(_STEP, name)
 
 
-def staging_dir(step: int) -> str:
-    """Return the name of the staging folder of `step`."""
-    return f"step-{step}.staging"
+def staging_dir(step: int, token: str) -> str:
+    """Return the name of the staging folder of one save of `step`; `token`, in lower case, is of that save alone."""
+    return f"step-{step}.staging-{token}"
 
 
 def parse_staging(name: str) -> int | None:
-    """Return the step of the staging folder called `name`; None for other names."""
+    """Return the step of the staging folder called `name`, with or without a token; None for other names."""
     return _one(_STAGING, name)
 
 

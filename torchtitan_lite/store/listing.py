@@ -44,6 +44,10 @@ class Listing:
         numbers = (number for found, number in self._numbered(layout.parse_replaced) if found == step)
         return [self.root / layout.replaced_dir(step, number) for number in sorted(numbers, reverse=True)]
 
+    def staging(self, step: int) -> list[Path]:
+        """Return the staging folders of `step`."""
+        return [self.root / name for name in self.names if layout.parse_staging(name) == step]
+
     def has_ours(self) -> bool:
         """Return whether anything here is certainly from a run of this package: an id, a manifest, a name set aside."""
         if layout.FOLDER_ID in self.names or any(layout.parse_set_aside(name) for name in self.names):

@@ -81,17 +81,19 @@ class RetiredCheckpoints:
             self._durable.fsync_dir(self.root.parent)
             self._durable.fsync_dir(self.root)
         let_go = [self._let_go(path, step) for path, step in superseded]
-        for path in leftovers:
-            self.remove(path)
-        if leftovers:
+        removed = [path for path in leftovers if self._is_removed(path)]
+        if removed:
             self._durable.fsync_dir(self.root)
-        return [*put_back, *let_go, *leftovers]
+        return [*put_back, *let_go, *removed]
 
-    def after_commit(self, step: int, abandons: Sequence[tuple[int, str]]) -> None:
-        """Rename what the commit of `step` abandons, then remove what it replaced; log a warning if that fails."""
+    def after_commit(self, step: int, staging: Path, abandons: Sequence[tuple[int, str]]) -> None:
+        """Rename what the commit of `step` abandons, then remove what it replaced; log a warning if that fails.
+
+        `staging` is where the checkpoint was staged; what it replaced may have that name now.
+        """
         try:
             self._set_aside(abandons)
-            for path in [self._staging(step), *Listing(self.root).replaced(step)]:
+            for path in [staging, *Listing(self.root).replaced(step)]:
                 if os.path.lexists(path):
                     self._let_go(path, step)
         except OSError as error:
@@ -129,7 +131,7 @@ class RetiredCheckpoints:
         moved = []
         # A manifest may list any number of steps: look once at each of those that exist.
         for step in sorted(left.keys() & listing.steps()):
-            for path in [self._final(step), self._staging(step), *listing.replaced(step)]:
+            for path in [self._final(step), *listing.staging(step), *listing.replaced(step)]:
                 info = self._manifests.find_intact(step, [path])
                 if info is not None and info.run_id in left[step]:
                     aside = Listing(self.root).free(functools.partial(layout.abandoned_dir, step, info.run_id))
@@ -169,7 +171,7 @@ class RetiredCheckpoints:
         weights = self._manifests.find_intact(step, [path])
         full = self._manifests.find_intact(step, [self._final(step)])
         return (
-            path != self._staging(step)
+            layout.parse_staging(path.name) is None
             and weights is not None
             and full is not None
             and weights.kind is CheckpointKind.WEIGHTS_ONLY
@@ -186,7 +188,19 @@ class RetiredCheckpoints:
 
     def _remove_durably(self, path: Path, step: int) -> None:
         """Make `path` absent for every reader, durably, then remove it: never half of it under its old name."""
-        self.remove(self._set_for_removal(path, step))
+        self._is_removed(self._set_for_removal(path, step))
+
+    def _is_removed(self, path: Path) -> bool:
+        """Return whether `path`, which no reader takes for a checkpoint, could be removed; log a warning if not.
+
+        A network file system keeps a file that a process has open, under another name, and with it the folder.
+        """
+        try:
+            self.remove(path)
+        except OSError as error:
+            logger.warning("Could not remove the leftover %s: %s; the next start tries again", path, error)
+            return False
+        return True
 
     def _set_for_removal(self, path: Path, step: int) -> Path:
         """Make `path` absent for every reader, durably; return its path in the trash."""
@@ -197,6 +211,3 @@ class RetiredCheckpoints:
 
     def _final(self, step: int) -> Path:
         return self.root / layout.step_dir(step)
-
-    def _staging(self, step: int) -> Path:
-        return self.root / layout.staging_dir(step)

@@ -11,7 +11,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import secrets
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +24,7 @@ from pathlib import Path
 from torchtitan_lite import faults
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import DISK, Durable, naming
-from torchtitan_lite.disk.new_file import NewFileOnDisk
+from torchtitan_lite.disk.new_file import LOOK_SECONDS, NewFileOnDisk
 from torchtitan_lite.disk.plain_file import sizes_of
 from torchtitan_lite.errors import (
     CheckpointDamaged,
@@ -47,8 +49,12 @@ from torchtitan_lite.store.rollbacks import RollbackFile
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the bytes that may still be written on the disk of `folder`, which need not exist yet."""
-    return shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.is_dir())).free
+    """Return the bytes that may still be written on the disk of `folder`, which need not exist yet.
+
+    A file system that says 0 of 0 does not know its size: what it has room for shows when it is written to.
+    """
+    usage = shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.is_dir()))
+    return usage.free if usage.total else sys.maxsize
 
 
 @functools.cache
@@ -70,12 +76,16 @@ class CheckpointStore:
         root: Path,
         *,
         durable: Durable = DISK,
+        look_seconds: float = LOOK_SECONDS,
         free_bytes: Callable[[Path], int] = free_bytes,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         # A save in a thread must survive a change of the working directory.
         self.root = Path(root).absolute()
         self._durable = durable
+        self._look_seconds = look_seconds
+        self._begun: set[str] = set()
+        """The places that this process has made: it need not wait to see them."""
         self._free_bytes = free_bytes
         self._manifests = KnownManifests(self.root, now_ns)
         self._retired = RetiredCheckpoints(self.root, durable, self._manifests)
@@ -216,54 +226,46 @@ class CheckpointStore:
 
     def begin(self, step: int) -> str:
         """Make an empty place for a save of `step`; return its name, for `new_file`. **Coordinator only**."""
-        self.clear_staging(step)
-        return layout.staging_dir(step)
+        # Never a name that was used: the client of a network file system may still lead it to the folder that had it,
+        # which is a committed checkpoint by now.
+        place = layout.staging_dir(step, secrets.token_hex(4))
+        self._durable.make_dir(self.root / place)
+        self._begun.add(place)
+        return place
 
     def resume(self, step: int, place: str) -> dict[str, int] | None:
         """Continue the save of `step` that an earlier holder began at `place`. **Coordinator only**."""
         folder = self.root / place
-        if place != layout.staging_dir(step) or not is_folder(folder):
+        if layout.parse_staging(place) != step or not is_folder(folder):
             return None
         return sizes_of(folder, [entry.name for entry in os.scandir(folder)])
 
     def new_file(self, place: str, name: str) -> NewFileOnDisk:
         """Return the file `name` of the save that `begin` gave the name `place`. **Any rank**."""
-        folder = self.root / place
-        self._durable.make_dir(folder)
-        return NewFileOnDisk(folder / name, self._durable)
+        look_seconds = 0.0 if place in self._begun else self._look_seconds
+        return NewFileOnDisk(self.root / place / name, look_seconds, self._durable)
 
     def add_metadata(self, place: str, data: bytes) -> None:
         """Write DCP's `.metadata` of the save that `begin` gave the name `place`. **Coordinator only**."""
-        self._durable.make_dir(self.root / place)
         self._durable.write_file(self.root / place / layout.METADATA, data)
 
-    def stage(self, step: int) -> Path:
-        """Create the folder that a save of `step` writes into, durably, and return it. **Any rank**; idempotent."""
-        staging = self._staging(step)
-        self._durable.make_dir(staging)
-        return staging
-
-    def clear_staging(self, step: int) -> None:
-        """Empty the staging folder of `step`. **Coordinator only**, before any rank writes into it."""
+    def remove_staging(self, step: int, place: str) -> None:
+        """Remove what the save `place` of `step` left. **Coordinator only**, when no rank writes into it any more."""
+        staging = self.root / place
+        if layout.parse_staging(place) != step or not os.path.lexists(staging):
+            return
         with self.exclusive:
-            staging = self._superfluous_staging(step)
-        if is_folder(staging):
-            for path in sorted(staging.iterdir()):
-                self._retired.remove(path)
-        elif os.path.lexists(staging):
-            self._retired.remove(staging)
-
-    def remove_staging(self, step: int, place: str = "") -> None:
-        """Remove the staging folder of `step`. **Coordinator only**, when no rank writes into it any more."""
-        with self.exclusive:
-            staging = self._superfluous_staging(step)
+            # A commit that failed after its exchange left the old checkpoint here. The new one must be durable before
+            # the old one goes; and if the new one abandons it, it is renamed and stays.
+            self._durable.fsync_dir(self.root)
+            self._retired.rename_abandoned()
         if os.path.lexists(staging):
             self._retired.remove(staging)
 
     def commit(
-        self, step: int, manifest: Manifest, fence: Callable[[], object] = nothing, *, place: str = ""
+        self, step: int, manifest: Manifest, fence: Callable[[], object] = nothing, *, place: str
     ) -> CheckpointInfo:
-        """Turn what was staged into `step-N`, durably. **Coordinator only**, after every rank has synced its files.
+        """Turn the save `place` into `step-N`, durably. **Coordinator only**, after every rank has synced its files.
 
         `fence` raises if the folder belongs to another job by now. It is called first, and again right before each
         rename that leads to the commit; after it raised, nothing is renamed, and its error is raised here. Raises
@@ -274,16 +276,17 @@ class CheckpointStore:
         """
         # First, because sealing removes files from the staging folder, which may be another job's by now.
         fence()
-        sealed = self._seal(step, manifest)
+        staging = self.root / place
+        sealed = self._seal(step, manifest, staging)
         self._durable.fsync_dir(self.root)
         faults.point("commit", step=step, path=self._final(step))
         with self.exclusive:
-            self._put_in_place(sealed, fence)
+            self._put_in_place(sealed, staging, fence)
             faults.point("committed", step=step, path=self._final(step))
             self._durable.fsync_dir(self.root)
             # Only now, after the sync: until then a power cut may undo the rename, and what it replaced is all there
             # is.
-            self._retired.after_commit(step, sealed.lineage.abandons)
+            self._retired.after_commit(step, staging, sealed.lineage.abandons)
         return describe(self._final(step), sealed)
 
     def discard(self, info: CheckpointInfo) -> list[Path]:
@@ -316,9 +319,8 @@ class CheckpointStore:
         """
         return self._retired.recover()
 
-    def _seal(self, step: int, manifest: Manifest) -> Manifest:
-        """Leave the files of the returned manifest, and no others, in the staging folder, durably."""
-        staging = self._staging(step)
+    def _seal(self, step: int, manifest: Manifest, staging: Path) -> Manifest:
+        """Leave the files of the returned manifest, and no others, in the folder `staging`, durably."""
         if manifest.step != step:
             raise SaveFailed(step, f"its manifest is of step {manifest.step}, not {step}")
         if abandoning := [info for info in self.intact() if (step, manifest.lineage.run_id) in info.lineage.abandons]:
@@ -331,7 +333,7 @@ class CheckpointStore:
         for name, record in islice(manifest.files.items(), _MOST_LOOKS):
             if (size := _size(staging / name, step)) != record.size:
                 raise SaveFailed(step, f"{staging / name} has {size} bytes, {record.size} were written")
-        sealed = dataclasses.replace(manifest, files=manifest.files | self._described(step, manifest))
+        sealed = dataclasses.replace(manifest, files=manifest.files | _described(manifest, staging))
         for name in sorted(there.difference(sealed.files)):
             self._retired.remove(staging / name)
         if layout.METADATA in sealed.files:
@@ -344,20 +346,10 @@ class CheckpointStore:
         self._durable.fsync_dir(staging)
         return sealed
 
-    def _described(self, step: int, manifest: Manifest) -> dict[str, FileRecord]:
-        """Return the record of DCP's `.metadata`, computed from the file where the manifest has no digest of it."""
-        if DCP_METADATA in manifest.extra:
-            return {}
-        if (record := manifest.files.get(layout.METADATA)) is None or not record.blocks:
-            path = self._staging(step) / layout.METADATA
-            _size(path, step)
-            record = FileRecord.of(path.read_bytes())
-        return {layout.METADATA: record}
-
-    def _put_in_place(self, sealed: Manifest, fence: Callable[[], object]) -> None:
-        """Rename the staging folder to step-N, after what has that name got another one."""
+    def _put_in_place(self, sealed: Manifest, staging: Path, fence: Callable[[], object]) -> None:
+        """Rename `staging` to step-N, after what has that name got another one."""
         step = sealed.step
-        staging, final = self._staging(step), self._final(step)
+        final = self._final(step)
         if self._manifests.find_intact(step, [final]) is not None:
             fence()
             # Its manifest goes, and with it the list of what it abandons.
@@ -379,21 +371,8 @@ class CheckpointStore:
             fence()
         self._durable.rename(staging, final)
 
-    def _superfluous_staging(self, step: int) -> Path:
-        """Return the staging folder of `step`, after making sure that nothing in it is needed."""
-        staging = self._staging(step)
-        if os.path.lexists(staging):
-            # A commit that failed after its exchange left the old checkpoint here. The new one must be durable before
-            # the old one goes; and if the new one abandons it, it is renamed and stays.
-            self._durable.fsync_dir(self.root)
-            self._retired.rename_abandoned()
-        return staging
-
     def _final(self, step: int) -> Path:
         return self.root / layout.step_dir(step)
-
-    def _staging(self, step: int) -> Path:
-        return self.root / layout.staging_dir(step)
 
 
 def recover(store: StoresCheckpoints) -> bool:
@@ -411,6 +390,17 @@ def _both_stay(there: CheckpointInfo, sealed: Manifest) -> bool:
     """
     is_abandoned = (there.step, there.run_id) in sealed.lineage.abandons
     return there.kind is CheckpointKind.WEIGHTS_ONLY and sealed.kind is CheckpointKind.FULL and not is_abandoned
+
+
+def _described(manifest: Manifest, staging: Path) -> dict[str, FileRecord]:
+    """Return the record of DCP's `.metadata`, computed from the file where the manifest has no digest of it."""
+    if DCP_METADATA in manifest.extra:
+        return {}
+    if (record := manifest.files.get(layout.METADATA)) is None or not record.blocks:
+        path = staging / layout.METADATA
+        _size(path, manifest.step)
+        record = FileRecord.of(path.read_bytes())
+    return {layout.METADATA: record}
 
 
 def _size(path: Path, step: int) -> int:

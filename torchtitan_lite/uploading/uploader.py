@@ -264,6 +264,8 @@ class Uploader:
                     # Another run may have had a file of that name there since.
                     place = self._target.root / begun.place
                     done = {name: size for name, size in done.items() if _has(place / name, files[name])}
+                    for name in there.keys() - done.keys():
+                        (place / name).unlink()  # Nothing is written into a file that is there.
                 return dataclasses.replace(begun, done=done)
         begun = Begun(save_of(info), self._target.begin(info.step))
         self._write(dataclasses.replace(self._record, begun=begun))

@@ -269,10 +269,6 @@ def test_cut_anywhere_the_checkpoint_is_as_before_and_the_next_call_finishes(ste
 class CutWrites(Cut):
     """Stops at a write, too, of which half is done."""
 
-    def create(self, path: Path, *, direct: bool) -> int:
-        self._operation()
-        return super().create(path, direct=direct)
-
     def write_at(self, fd: int, data: memoryview, offset: int) -> int:
         half = super().write_at(fd, data[: len(data) // 2 or 1], offset)
         if offset == 0:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.images.cards import CARD
+from tests.store import filled
 from torchtitan_lite.checkpoint.images.assembled import assembled
 from torchtitan_lite.checkpoint.images.belonging import ImageFacts, ImageKey
 from torchtitan_lite.checkpoint.images.card import Card
@@ -55,13 +56,13 @@ def images(*cards: Card) -> HeldImages:
 
 def commit(store: CheckpointStore, of: Card, *, data: bytes = b"abc", full: bool = True) -> Commit:
     """Commit the checkpoint that an image with the card `of` would become."""
-    staging = store.stage(of.step)
+    staging = filled.begun(store, of.step)
     (staging / FILE).write_bytes(data)
     (staging / ".metadata").write_bytes(b"of dcp")
     manifest = assembled([of])
     files = {FILE: FileRecord.of(data), ".metadata": FileRecord.of(b"of dcp")}
     kind = CheckpointKind.FULL if full else CheckpointKind.WEIGHTS_ONLY
-    found = commit_of(store.commit(of.step, dataclasses.replace(manifest, files=files, kind=kind)))
+    found = commit_of(store.commit(of.step, dataclasses.replace(manifest, files=files, kind=kind), place=staging.name))
     assert found is not None
     return found
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.conftest import StartRun
-from tests.store.filled import manifest_of
+from tests.store import filled
 from torchtitan_lite.disk.background import Background
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.errors import LeaseLost
@@ -33,8 +33,7 @@ class HeldDisk(Durable):
 
 
 def save(store: CheckpointStore, step: int, created_at: float = 1.0) -> None:
-    (store.stage(step) / ".metadata").write_bytes(b"of dcp")
-    store.commit(step, manifest_of(step, created_at=created_at))
+    filled.commit(store, step, created_at=created_at, files={})
 
 
 @pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])

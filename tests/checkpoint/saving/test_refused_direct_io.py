@@ -60,7 +60,7 @@ def logged_while_training(fault: str, rank: int, folder: Path, mode: str) -> lis
     assert not run.happened("save_failed")
     assert run.checkpoints() == ["step-1", "step-2", "step-5"]
     assert_loads(folder, saved)
-    return [line for line in lines if "step-2.staging" in line]
+    return [line for line in lines if f"{folder}/checkpoint: " in line]
 
 
 @on_two_ranks

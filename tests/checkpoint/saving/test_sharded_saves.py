@@ -13,6 +13,7 @@ from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.saving.savers import ProcessSaver
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.distributed.peers import Peers
+from torchtitan_lite.store import layout
 from torchtitan_lite.store.store import CheckpointStore
 
 
@@ -135,7 +136,7 @@ def test_a_dead_writer_process_is_replaced_by_the_next_save(rank: int, tmp_path:
     run = TinyRun(tmp_path, inner_saver=saver, seams={"save_policy": at_steps(1, 2, 5)})
 
     def kill(path: Path) -> None:
-        if rank == 1 and process.pid is not None and path.parent.name == "step-2.staging":
+        if rank == 1 and process.pid is not None and layout.parse_staging(path.parent.name) == 2:
             os.kill(process.pid, signal.SIGKILL)
 
     run.saver.before_write = kill

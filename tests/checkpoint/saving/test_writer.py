@@ -92,11 +92,6 @@ def test_the_manifest_says_where_each_tensor_lies_and_what_each_object_is(store:
     assert root["children"][1] == {"kind": "dict", "keys": ["position", "names"]}
 
 
-def test_an_earlier_attempt_leaves_nothing_in_the_checkpoint(store: CheckpointStore) -> None:
-    (store.stage(3) / "__7_0.distcp").write_bytes(b"of a run with more ranks")
-    assert not (save(store) / "__7_0.distcp").exists()
-
-
 def test_a_step_saved_again_is_the_new_one(store: CheckpointStore) -> None:
     save(store, weight=torch.zeros(2))
     path = save(store, weight=torch.ones(2))

@@ -49,7 +49,7 @@ def _write(folder: Path, parts: Iterable[bytes], durable: Durable) -> int:
     if os.path.lexists(temporary):
         # Opening it would follow a link that leads out of the folder.
         durable.remove_file(temporary)
-    fd, at = durable.create(temporary, direct=False), 0
+    fd, at = durable.create(temporary), 0
     try:
         with naming(temporary):
             for part in parts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -103,7 +104,7 @@ class HuggingFaceExport:
     def _place(self, step: int) -> Iterator[Path]:
         """Yield a folder that is in the place of the export if the block ends without an error."""
         out = self._folder(step)
-        whole = self.root / layout.staging_dir(step)
+        whole = self.root / layout.staging_dir(step, secrets.token_hex(4))
         self._refuse_foreign(out)
         for left in self.root.glob("*"):
             if layout.parse_staging(left.name.removeprefix(".").removesuffix(".unfinished")) is not None:
