@@ -46,8 +46,9 @@ def begun(store: CheckpointStore, step: int) -> Path:
 
 def remove_begun(store: CheckpointStore, step: int) -> None:
     """Remove what saves of `step` have begun, as the coordinator does after each one that failed."""
-    for staging in Listing(store.root).staging(step):
-        store.remove_staging(step, staging.name)
+    for name in Listing(store.root).names:
+        if layout.parse_staging(name) == step:
+            store.remove_staging(step, name)
 
 
 def without_token(text: str) -> str:

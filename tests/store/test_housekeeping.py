@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -230,7 +231,7 @@ def test_a_folder_that_cannot_be_listed_is_a_warning_and_nothing_is_removed(
     for step in (1, 2):
         folder.save(step)
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "iterdir", refuse)
+        patch.setattr(os, "listdir", refuse)
         Housekeeping(KeepLatest(1), events).purge(folder.store)
     assert folder.names() == ["step-1", "step-2"]
     assert "Could not list" in caplog.text

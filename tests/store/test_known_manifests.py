@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -15,10 +16,13 @@ from tests.store import filled
 from torchtitan_lite import faults
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, SaveFailed
-from torchtitan_lite.store import layout
+from torchtitan_lite.events import ignore
+from torchtitan_lite.store import known_manifests, layout
 from torchtitan_lite.store.described import DESCRIPTION_BYTES
+from torchtitan_lite.store.housekeeping import Housekeeping
 from torchtitan_lite.store.lineage import MAX_ABANDONED, Lineage
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
+from torchtitan_lite.store.retention import KeepLatest
 from torchtitan_lite.store.store import CheckpointStore
 
 DATA = "__0_0.distcp"
@@ -91,6 +95,42 @@ def test_a_commit_opens_no_manifest_that_was_read_before(store: CheckpointStore)
     for info in store.committed():
         store.check_sizes(info)
     assert opened_of(seen) == [layout.step_dir(KEPT + 2), layout.step_dir(KEPT + 3)]
+
+
+def test_a_save_looks_at_few_of_the_checkpoints_that_this_process_knows(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at: list[str] = []
+
+    def identity_of(folder: Path) -> known_manifests.Identity:
+        looked_at.append(folder.name)
+        return look(folder)
+
+    look = known_manifests.identity_of
+    monkeypatch.setattr(known_manifests, "identity_of", identity_of)
+    for step in range(1, 3 * KEPT):
+        put(store.root, manifest(step))
+    housekeeping = Housekeeping(KeepLatest(2 * KEPT), ignore)
+    for step in range(3 * KEPT, 3 * KEPT + 5):
+        save(store, step)
+        housekeeping.purge(store)
+    looked_at.clear()
+    save(store, 3 * KEPT + 5)
+    housekeeping.purge(store)
+    assert len({*looked_at}) <= 12, "the latest ten, the new one, and what goes"
+    assert steps(store) == [*range(KEPT + 6, 3 * KEPT + 6)]
+
+
+def test_what_is_gone_or_has_another_name_is_not_listed_any_more(store: CheckpointStore) -> None:
+    for step in range(1, 6):
+        save(store, step)
+    assert [info.step for info in store.listed()] == [1, 2, 3, 4, 5]
+    shutil.rmtree(store.root / "step-2")
+    (store.root / "step-4").rename(store.root / "elsewhere")
+    save(store, 6)
+    assert [info.step for info in store.listed()] == [1, 3, 5, 6]
+    (store.root / "elsewhere").rename(store.root / "step-4")
+    assert [info.step for info in store.listed()] == [1, 3, 4, 5, 6]
 
 
 def opened_of(seen: list[tuple[str, str]]) -> list[str]:

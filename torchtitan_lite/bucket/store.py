@@ -122,6 +122,10 @@ class BucketStore:
         """Return the head; where it is lost or damaged, what the next start makes of the manifests."""
         return self._file.look().head or rebuilt(self._objects)
 
+    def listed(self) -> list[CheckpointInfo]:
+        """Return the same as `intact`: one head has all."""
+        return self.intact()
+
     def committed(self) -> list[CheckpointInfo]:
         """Return every committed checkpoint that no other one abandons, by ascending step.
 

@@ -20,9 +20,13 @@ from torchtitan_lite.disk.background import Background
 from torchtitan_lite.errors import CheckpointUnreadable, LeaseLost, PinsUnreadable
 from torchtitan_lite.events import Emit, Purged
 from torchtitan_lite.log import logger
+from torchtitan_lite.store.lineage import without_abandoned
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.protocol import StoresCheckpoints, nothing
-from torchtitan_lite.store.retention import RetentionPolicy, Verdict, judge
+from torchtitan_lite.store.retention import KeepAll, RetentionPolicy, Verdict, judge, to_remove
+
+_LOOKS = 10
+"""Checkpoints, the latest ones, whose files every purge looks at; at the others once a start, which takes a while."""
 
 
 class Housekeeping:
@@ -54,6 +58,8 @@ class Housekeeping:
         self._now = now
         self._protected = protected
         self._warned_of = ""
+        self._sound: dict[int, CheckpointInfo] = {}
+        """By step, what had files of the right sizes at the last look."""
 
     def note_good(self, step: int) -> None:
         """Remember that this run committed or loaded the full checkpoint of `step`. **Any rank**."""
@@ -105,34 +111,43 @@ class Housekeeping:
         protected: Callable[[], AbstractSet[int]] | None = None,
     ) -> None:
         """Remove the checkpoints that are not kept; remove nothing if the disk fails or the folder is another job's."""
+        if self._retention == KeepAll() and not store.missing_bytes(self._min_free_bytes):
+            return
         try:
-            verdicts = self.verdicts(store, protected)
+            going = to_remove(self._retention, **self._facts(store, protected))
         except OSError as error:
             logger.warning("Could not list %s to remove what is no longer kept: %s", store.address, error)
         except PinsUnreadable as error:
             self._warn_of(error)
         else:
             self._warned_of = ""
-            self.remove([verdict.info for verdict in verdicts if verdict.goes], store, fence)
+            self.remove(going, store, fence)
 
-    def verdicts(
-        self, store: StoresCheckpoints, protected: Callable[[], AbstractSet[int]] | None = None
-    ) -> list[Verdict]:
+    def verdicts(self, store: StoresCheckpoints) -> list[Verdict]:
         """Return what happens to each committed checkpoint now. Changes nothing.
 
         Raises PinsUnreadable, and OSError if the disk fails.
         """
+        return judge(self._retention, **self._facts(store))
+
+    def _facts(
+        self, store: StoresCheckpoints, protected: Callable[[], AbstractSet[int]] | None = None
+    ) -> dict[str, Any]:
+        """Return what the policy is applied to."""
         good, kept = self._known_good, (protected or self._protected)()
-        return judge(
-            self._retention,
-            store.committed(),
-            protected=(good & {max(good, default=-1)}) | kept,
-            known_good=good,
-            pinned=store.pins.read(),
-            now=self._now(),
-            missing_bytes=store.missing_bytes(self._min_free_bytes),
-            is_sound=lambda info: _is_sound(info, store),
-        )
+        committed = without_abandoned(store.listed())
+        latest = committed[-_LOOKS].step if len(committed) >= _LOOKS else 0
+        return {
+            "committed": committed,
+            "protected": (good & {max(good, default=-1)}) | kept,
+            "known_good": good,
+            "pinned": store.pins.read(),
+            "now": self._now(),
+            "missing_bytes": store.missing_bytes(self._min_free_bytes),
+            "is_sound": lambda info: (
+                (info.step < latest and self._sound.get(info.step) is info) or self._is_sound(info, store)
+            ),
+        }
 
     def remove(
         self, infos: Sequence[CheckpointInfo], store: StoresCheckpoints, fence: Callable[[], None] = nothing
@@ -154,6 +169,7 @@ class Housekeeping:
             except OSError as error:
                 logger.warning("Could not remove %s, which is no longer kept: %s; it stays", info.path, error)
             else:
+                self._sound.pop(info.step, None)
                 if trash:
                     logger.info("Deleted step %d", info.step)
                     self._emit(Purged(info.step, bytes=info.nbytes))
@@ -173,19 +189,23 @@ class Housekeeping:
             with store.pins.unchanged() as pinned:
                 return [] if info.step in pinned else store.discard(info)
 
+    def _is_sound(self, info: CheckpointInfo, store: StoresCheckpoints) -> bool:
+        """Return whether the files of `info` have their sizes."""
+        self._sound.pop(info.step, None)
+        try:
+            if store.check_sizes(info):
+                return False
+        except CheckpointUnreadable as error:
+            logger.warning("%s could not be read, so it is neither counted nor removed: %s", info.path, error.cause)
+            return False
+        self._sound[info.step] = info
+        return True
+
     def _warn_of(self, error: PinsUnreadable) -> None:
         # One warning while the cause stays the same, not one for each save.
         if self._warned_of != str(error):
             self._warned_of = str(error)
             logger.warning("%s", error)
-
-
-def _is_sound(info: CheckpointInfo, store: StoresCheckpoints) -> bool:
-    try:
-        return not store.check_sizes(info)
-    except CheckpointUnreadable as error:
-        logger.warning("%s could not be read, so it is neither counted nor removed: %s", info.path, error.cause)
-        return False
 
 
 def build_housekeeping(

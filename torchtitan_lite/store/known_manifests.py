@@ -2,16 +2,17 @@
 
 A checkpoint counts by its own manifest alone: its name must be that of its step, and it must be a folder, not a link to
 one. A manifest is remembered with the identity of its file (device, inode, size, times) and read again only when
-another file has its name, so a commit next to a hundred kept checkpoints looks at a hundred files and opens none. A
-manifest that the system cannot read is neither intact nor damaged: a caller who needs it gets the error, all others one
-warning. Any thread.
+another file has its name. The process that writes the folder need not even look, so that a save next to a thousand
+checkpoints takes no longer than one next to ten. A manifest that the system cannot read is neither intact nor damaged:
+a caller who needs it gets the error, all others one warning. Any thread.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from torchtitan_lite import faults
@@ -48,6 +49,15 @@ class KnownManifests:
         self._now_ns = now_ns
         self._known: dict[Path, _Known] = {}
         self._warned: dict[Path, str] = {}
+        self._is_writer = False
+        self._listed: dict[str, CheckpointInfo] | None = None
+        """The intact checkpoints by name, for the writer; None if not all are known."""
+
+    def note_commit(self, info: CheckpointInfo) -> None:
+        """Note that this process has committed `info`, so that no other one renames anything here."""
+        self._is_writer = True
+        if self._listed is not None:
+            self._listed[on_disk(info.path).name] = info
 
     def find(self, step: int, places: Sequence[Path]) -> CheckpointInfo | None:
         """Return the first intact checkpoint of `step` in `places`; None if there is no checkpoint.
@@ -81,11 +91,32 @@ class KnownManifests:
 
     def intact(self) -> list[CheckpointInfo]:
         """Return every intact checkpoint in the folder, by ascending step."""
-        all_places = Listing(self._root).places()
-        # Without this, the table would keep an entry for each step that was ever purged.
-        self._forget_all_but({place for places in all_places.values() for place in places})
-        found = (self.find_intact(step, places) for step, places in all_places.items())
-        return [info for info in found if info is not None]
+        listing = Listing(self._root)
+        return self._found(listing, listing.committed_steps(), {})
+
+    def listed(self) -> list[CheckpointInfo]:
+        """Return the same as `intact`, without a look at what this process has found intact under the same name.
+
+        For the writer of the folder: no other process gives a name to another checkpoint.
+        """
+        if self._listed is None:
+            return self.intact()
+        listing = Listing(self._root)
+        known = {name: self._listed[name] for name in listing.names if name in self._listed}
+        return self._found(listing, listing.committed_steps(without=known.keys()), known)
+
+    def may_abandon(self) -> bool:
+        """Return whether an intact checkpoint may abandon others, as far as is known without a look."""
+        return self._listed is None or any(info.lineage.abandons for info in self._listed.values())
+
+    def _found(self, listing: Listing, steps: Sequence[int], known: dict[str, CheckpointInfo]) -> list[CheckpointInfo]:
+        """Return what is `known`, by name, and what is intact of `steps`, by ascending step."""
+        looked_at = [self.find_intact(step, listing.places_of(step)) for step in steps]
+        known |= {on_disk(info.path).name: info for info in looked_at if info is not None}
+        # What was replaced, and is all there is of a step, has its name for a moment only.
+        self._listed = known if self._is_writer and not listing.has_replaced() else None
+        self._forget_purged(listing)
+        return sorted(known.values(), key=attrgetter("step"))
 
     def errors_by_step(self) -> dict[int, CheckpointDamaged | CheckpointUnreadable]:
         """Return what is wrong with each step that has checkpoints but no intact one, by step."""
@@ -126,11 +157,12 @@ class KnownManifests:
         _raise_damage(known)
         return known.sizes
 
-    def _forget_all_but(self, places: Collection[Path]) -> None:
-        """Forget the manifests of all places but `places`."""
-        for folder in list(self._known):
-            if folder not in places:
-                self._known.pop(folder, None)
+    def _forget_purged(self, listing: Listing) -> None:
+        """Forget the manifests of what is gone, now and then: the table would keep each step that was ever purged."""
+        if len(self._known) > 2 * len(names := listing.names):
+            for folder in list(self._known):
+                if folder.name not in names:
+                    self._known.pop(folder, None)
 
     def _inspect(self, folder: Path, step: int) -> CheckpointInfo | None:
         known = self._read(folder, step)

@@ -7,6 +7,7 @@ produces, so `step-10.bak`, `my-step-3` and `step-007` are unknown names: never 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 METADATA = ".metadata"
 """DCP's own description of the tensors."""
@@ -144,11 +145,14 @@ def rank_of(name: str) -> int | None:
     return None if found is None else found[0]
 
 
+# Remembered, because a save looks at the names of all that is kept.
+@lru_cache(maxsize=1 << 14)
 def _one(pattern: re.Pattern[str], name: str) -> int | None:
     match = pattern.fullmatch(name)
     return int(match[1]) if match else None
 
 
+@lru_cache(maxsize=1 << 14)
 def _two(pattern: re.Pattern[str], name: str) -> tuple[int, int] | None:
     match = pattern.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None

@@ -125,7 +125,9 @@ T = TypeVar("T", bound=OfARun)
 
 def without_abandoned(committed: Sequence[T]) -> list[T]:
     """Return the checkpoints of `committed` that no other one abandons."""
-    abandoned = {pair for info in committed for pair in info.lineage.abandons}
+    abandoned = {pair for info in committed if info.lineage.abandons for pair in info.lineage.abandons}
+    if not abandoned:
+        return [*committed]
     return [info for info in committed if (info.step, info.lineage.run_id) not in abandoned]
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 
 from torchtitan_lite.store import layout
@@ -19,34 +20,53 @@ class Listing:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        try:
-            self.names = sorted(path.name for path in root.iterdir())
-        except FileNotFoundError:
-            self.names = []
+        self.names: list[str] = []
+        with suppress(FileNotFoundError):
+            self.names = sorted(os.listdir(root))  # noqa: PTH208  # a thousand paths take milliseconds
+        self._taken = set(self.names)
+        self._hidden = [name for name in self.names if name.startswith(".")]
 
     def places(self) -> dict[int, list[Path]]:
         """Return the paths of the checkpoints of each step, by ascending step.
 
         First the step's own name, if it exists, then what was replaced under it, latest first.
         """
-        places = {step: [self.root / name] for name in self.names if (step := layout.parse_step(name)) is not None}
-        for step in {step for step, _ in self._numbered(layout.parse_replaced)}:
-            places.setdefault(step, []).extend(self.replaced(step))
-        return dict(sorted(places.items()))
+        return {step: self.places_of(step) for step in self.committed_steps()}
+
+    def places_of(self, step: int) -> list[Path]:
+        """Return the paths of the checkpoints of `step`, as `places` does."""
+        own = [self.root / name] if (name := layout.step_dir(step)) in self._taken else []
+        return own + self.replaced(step)
+
+    def committed_steps(self, without: Collection[str] = ()) -> list[int]:
+        """Return the steps of checkpoints, replaced ones among them, in ascending order; names in `without` apart."""
+        names = (name for name in self.names if name not in without)
+        own = {step for name in names if (step := layout.parse_step(name)) is not None}
+        return sorted(own.union(step for step, _ in self._numbered(layout.parse_replaced)))
+
+    def has_replaced(self) -> bool:
+        """Return whether there are replaced checkpoints."""
+        return bool(self._numbered(layout.parse_replaced))
+
+    def under_any_name(self, steps: Collection[int]) -> dict[int, list[Path]]:
+        """Return the paths of each of `steps` that is there: of a checkpoint, staging folders, replaced ones."""
+        found = {step: [self.root / layout.step_dir(step)] for step in sorted(self.steps().intersection(steps))}
+        for name in self.names:
+            if (step := layout.parse_staging(name)) in found:
+                found[step].append(self.root / name)
+        for step in {step for step, _ in self._numbered(layout.parse_replaced)} & found.keys():
+            found[step] += self.replaced(step)
+        return found
 
     def steps(self) -> set[int]:
         """Return the steps that occur in any name: of a checkpoint, a replaced one, or a staging folder."""
         under_way = {step for name in self.names if (step := layout.parse_staging(name)) is not None}
-        return under_way | self.places().keys()
+        return under_way.union(self.committed_steps())
 
     def replaced(self, step: int) -> list[Path]:
         """Return the replaced checkpoints of `step`, latest first."""
         numbers = (number for found, number in self._numbered(layout.parse_replaced) if found == step)
         return [self.root / layout.replaced_dir(step, number) for number in sorted(numbers, reverse=True)]
-
-    def staging(self, step: int) -> list[Path]:
-        """Return the staging folders of `step`."""
-        return [self.root / name for name in self.names if layout.parse_staging(name) == step]
 
     def has_ours(self) -> bool:
         """Return whether anything here is certainly from a run of this package: an id, a manifest, a name set aside."""
@@ -62,7 +82,13 @@ class Listing:
 
     def free(self, spell: Callable[[int], str]) -> Path:
         """Return the first free path of the names that `spell` makes of 1, 2, ..."""
-        return self.root / next(name for number in itertools.count(1) if (name := spell(number)) not in self.names)
+        return self.root / next(name for number in itertools.count(1) if (name := spell(number)) not in self._taken)
+
+    def take(self, spell: Callable[[int], str]) -> Path:
+        """Return the same as `free`, and count it as taken from now on."""
+        path = self.free(spell)
+        self._taken.add(path.name)
+        return path
 
     def free_replaced(self, step: int) -> Path:
         """Return a free path for the next replaced checkpoint of `step`."""
@@ -77,7 +103,7 @@ class Listing:
         return 1 + max((number for found, number in self._numbered(parse) if found == step), default=0)
 
     def _numbered(self, parse: Callable[[str], tuple[int, int] | None]) -> list[tuple[int, int]]:
-        return [found for name in self.names if (found := parse(name))]
+        return [found for name in self._hidden if (found := parse(name))]
 
 
 def is_folder(path: Path) -> bool:

@@ -110,6 +110,10 @@ class StoresCheckpoints(Protocol):
         """Return every committed checkpoint that no other one abandons, by ascending step. Raises `FormatTooNew`."""
         ...
 
+    def listed(self) -> list[CheckpointInfo]:
+        """Return the same as `intact`, for the holder of the lease: without another look at what it knows."""
+        ...
+
     def intact(self) -> list[CheckpointInfo]:
         """Return the same as `committed`, plus abandoned checkpoints that have their name still."""
         ...

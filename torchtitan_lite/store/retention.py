@@ -10,9 +10,10 @@ when that was saved, also the latest full one with nothing against it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
 from torchtitan_lite.config.job_config import Checkpoint
@@ -31,6 +32,10 @@ EQUAL_RANKS = "latest_of_equal_ranks"
 # Free space is not a rule: rules only keep, and it would have to remove what another rule keeps.
 _YIELD_TO_FREE_SPACE = {LATEST_K, NO_RULE}
 """What only these keep may go where the disk has too little free space."""
+
+_STEP = attrgetter("step")
+_Kept = Sequence[tuple[str, AbstractSet[int]]]
+"""Each rule, or reason beyond all rules, with the steps that it keeps."""
 
 
 @dataclass(frozen=True)
@@ -189,44 +194,84 @@ def judge(
     keeps, or no rule at all. `is_sound` is called for full checkpoints only, and only if one would go; a checkpoint
     that is not sound counts as absent, and stays.
     """
-    full = sorted((info for info in committed if info.kind is CheckpointKind.FULL), key=lambda info: info.step)
+    full, kept, damaged = _weigh(policy, committed, protected, known_good, pinned, now, missing_bytes, is_sound)
     others = [Verdict(info, (WEIGHTS_ONLY,)) for info in committed if info.kind is not CheckpointKind.FULL]
-    protections = {PINNED: pinned, PROTECTED: protected}
-    judged = _judge(policy, full, protections, known_good, now, missing_bytes)
-    # Only if one would go: `is_sound` looks at every file of every checkpoint.
-    if any(verdict.goes for verdict in judged):
-        sound = {info.step for info in full if is_sound(info)}
-        others += [Verdict(info, (DAMAGED,)) for info in full if info.step not in sound]
-        full = [info for info in full if info.step in sound]
-        judged = _judge(policy, full, protections, known_good, now, missing_bytes)
-    return sorted([*judged, *others], key=lambda verdict: verdict.info.step)
+    others += [Verdict(info, (DAMAGED,)) for info in damaged]
+    verdicts = _for_space([Verdict(info, _keepers(info, kept)) for info in full], missing_bytes)
+    return sorted([*verdicts, *others], key=lambda verdict: verdict.info.step)
 
 
-def _judge(
+def to_remove(
     policy: RetentionPolicy,
-    full: Sequence[CheckpointInfo],
-    protections: dict[str, AbstractSet[int]],
+    committed: Sequence[CheckpointInfo],
+    protected: AbstractSet[int] = frozenset(),
+    *,
+    known_good: AbstractSet[int] = frozenset(),
+    pinned: AbstractSet[int] = frozenset(),
+    now: float = 0.0,
+    missing_bytes: int = 0,
+    is_sound: Callable[[CheckpointInfo], bool] = presumed_sound,
+) -> list[CheckpointInfo]:
+    """Return the checkpoints that go by `judge`, lowest step first, in a tenth of its time."""
+    full, kept, _ = _weigh(policy, committed, protected, known_good, pinned, now, missing_bytes, is_sound)
+    if missing_bytes > 0:
+        verdicts = _for_space([Verdict(info, _keepers(info, kept)) for info in full], missing_bytes)
+        return [verdict.info for verdict in verdicts if verdict.goes]
+    return _kept_by_none(full, kept)
+
+
+def _weigh(
+    policy: RetentionPolicy,
+    committed: Sequence[CheckpointInfo],
+    protected: AbstractSet[int],
     known_good: AbstractSet[int],
+    pinned: AbstractSet[int],
     now: float,
     missing_bytes: int,
-) -> list[Verdict]:
+    is_sound: Callable[[CheckpointInfo], bool],
+) -> tuple[list[CheckpointInfo], _Kept, list[CheckpointInfo]]:
+    """Return the sound full checkpoints, the steps that each rule or reason keeps, and the damaged full ones."""
+    full = [info for info in committed if info.kind is CheckpointKind.FULL]
+    full.sort(key=_STEP)
+    protections = [(PINNED, pinned), (PROTECTED, protected)]
+    kept = [*_kept(policy, full, known_good, now), *protections]
+    # Only if one would go: `is_sound` looks at files.
+    if _kept_by_none(full, kept) or _may_go_for_space(full, kept, missing_bytes):
+        damaged = [info for info in full if not is_sound(info)]
+        if damaged:
+            full = [info for info in full if info not in damaged]
+            kept = [*_kept(policy, full, known_good, now), *protections]
+        return full, kept, damaged
+    return full, kept, []
+
+
+def _kept(
+    policy: RetentionPolicy, full: Sequence[CheckpointInfo], known_good: AbstractSet[int], now: float
+) -> Iterator[tuple[str, AbstractSet[int]]]:
     rulings = policy.rulings(full, now)
+    yield from ((ruling.rule, ruling.keeps) for ruling in rulings)
     # What no rule can judge stays. So `keep_best_k` alone removes nothing whose metric is unknown, and no rule at all
     # keeps everything, without an exception for either.
-    judged = frozenset[int]().union(*(ruling.judges for ruling in rulings))
+    yield NO_RULE, _steps(full).difference(*(ruling.judges for ruling in rulings))
+    yield LATEST, _steps(full[-1:])
     finite = _steps([info for info in full if not info.has_nan][-1:])
     good = [info for info in full if info.is_good]
-    reasons: dict[str, AbstractSet[int]] = {
-        NO_RULE: _steps(full) - judged,
-        **protections,
-        LATEST: _steps(full[-1:]),
-        LAST_GOOD: _steps([info for info in good if info.step in known_good][-1:]),
-        WITHOUT_NAN: finite,
-        EQUAL_RANKS: _steps(good[-1:]) - finite,
-    }
-    named = [(ruling.rule, ruling.keeps) for ruling in rulings] + list(reasons.items())
-    verdicts = [Verdict(info, tuple(name for name, steps in named if info.step in steps)) for info in full]
-    return _for_space(verdicts, missing_bytes)
+    yield LAST_GOOD, _steps([info for info in good if info.step in known_good][-1:])
+    yield WITHOUT_NAN, finite
+    yield EQUAL_RANKS, _steps(good[-1:]) - finite
+
+
+def _kept_by_none(full: Sequence[CheckpointInfo], kept: _Kept) -> list[CheckpointInfo]:
+    stay = set[int]().union(*(steps for _, steps in kept))
+    return [info for info in full if info.step not in stay]
+
+
+def _keepers(info: CheckpointInfo, kept: _Kept) -> tuple[str, ...]:
+    return tuple(name for name, steps in kept if info.step in steps)
+
+
+def _may_go_for_space(full: Sequence[CheckpointInfo], kept: _Kept, missing_bytes: int) -> bool:
+    return missing_bytes > 0 and any(_YIELD_TO_FREE_SPACE.issuperset(_keepers(info, kept)) for info in full)
 
 
 def _for_space(verdicts: Sequence[Verdict], missing_bytes: int) -> list[Verdict]:

@@ -21,6 +21,9 @@ from torchtitan_lite.store.listing import Listing, is_folder
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.place import on_disk
 
+_MOST_LINES = 10
+"""Of a branch that is set aside."""
+
 
 class RetiredCheckpoints:
     """Checkpoints in `root` that lose the name of their step. **Coordinator only**; `CheckpointStore` calls it."""
@@ -34,16 +37,19 @@ class RetiredCheckpoints:
         """Move the checkpoint of `info` to the trash, durably; return what is in the trash, for `remove`."""
         # The rename that makes it superfluous may not be durable yet.
         self._durable.fsync_dir(self.root)
-        # The list of what it abandons goes with it, and what it replaced may be on that list.
-        self.rename_abandoned()
+        listing = Listing(self.root)
+        if info.lineage.abandons or listing.replaced(info.step):
+            # The list of what it abandons goes with it, and what it replaced may be on a list.
+            self.rename_abandoned()
+            listing = Listing(self.root)
         trash = []
-        for path in Listing(self.root).replaced(info.step):
+        for path in listing.replaced(info.step):
             # Before the checkpoint itself, or readers would see an older one of the step.
             if path != info.path and not self._stays_next_to(path, info.step):
                 trash.append(self._set_for_removal(path, info.step))
             elif path != info.path:
                 self._set_weights_aside(path, info.step)
-        return [*trash, self._set_for_removal(on_disk(info.path), info.step)]
+        return [*trash, self._set_for_removal(on_disk(info.path), info.step, None if trash else listing)]
 
     def quarantine(self, step: int, findings: Sequence[str]) -> Path:
         """Rename the damaged checkpoint of `step` to `step-N.corrupt`, durably, and return its new path.
@@ -86,18 +92,20 @@ class RetiredCheckpoints:
             self._durable.fsync_dir(self.root)
         return [*put_back, *let_go, *removed]
 
-    def after_commit(self, step: int, staging: Path, abandons: Sequence[tuple[int, str]]) -> None:
-        """Rename what the commit of `step` abandons, then remove what it replaced; log a warning if that fails.
-
-        `staging` is where the checkpoint was staged; what it replaced may have that name now.
-        """
+    def after_commit(self, step: int, replaced: Sequence[Path], abandons: Sequence[tuple[int, str]]) -> None:
+        """Rename what the commit of `step` abandons, then remove what it `replaced`; log a warning if that fails."""
         try:
             self._set_aside(abandons)
-            for path in [staging, *Listing(self.root).replaced(step)]:
+            for path in replaced:
                 if os.path.lexists(path):
                     self._let_go(path, step)
         except OSError as error:
             logger.warning("Step %d is saved, but what it replaced could not be removed: %s", step, error)
+
+    def remove_superseded(self, step: int) -> None:
+        """Remove what was replaced under `step`, if its present checkpoint is intact, which is durable."""
+        for path in self._superseded(step, Listing(self.root)):
+            self._let_go(path, step)
 
     def rename_abandoned(self) -> list[Path]:
         """Rename what any committed checkpoint abandons, durably; return the new paths."""
@@ -124,23 +132,28 @@ class RetiredCheckpoints:
 
     def _set_aside(self, abandons: Sequence[tuple[int, str]]) -> list[Path]:
         """Rename the checkpoints in `abandons`, under whatever name they are; return the new paths."""
+        if not abandons:
+            return []
         left: dict[int, set[str]] = {}
         for step, run_id in abandons:
             left.setdefault(step, set()).add(run_id)
         listing = Listing(self.root)
         moved = []
         # A manifest may list any number of steps: look once at each of those that exist.
-        for step in sorted(left.keys() & listing.steps()):
-            for path in [self._final(step), *listing.staging(step), *listing.replaced(step)]:
+        for step, paths in listing.under_any_name(left.keys()).items():
+            for path in paths:
                 info = self._manifests.find_intact(step, [path])
                 if info is not None and info.run_id in left[step]:
-                    aside = Listing(self.root).free(functools.partial(layout.abandoned_dir, step, info.run_id))
+                    aside = listing.take(functools.partial(layout.abandoned_dir, step, info.run_id))
                     self._durable.rename(path, aside)
-                    logger.info("Step %d is of an abandoned branch and is now %s", step, aside.name)
-                    moved.append(aside)
+                    moved.append((step, aside))
         if moved:
             self._durable.fsync_dir(self.root)
-        return moved
+        for step, aside in moved[:_MOST_LINES]:
+            logger.info("Step %d is of an abandoned branch and is now %s", step, aside.name)
+        if more := moved[_MOST_LINES:]:
+            logger.info("And so are %d more, up to step %d", len(more), more[-1][0])
+        return [aside for _, aside in moved]
 
     def _put_back(self) -> list[Path]:
         """Rename every replaced checkpoint back whose successor is not in place; return the new paths."""
@@ -202,9 +215,9 @@ class RetiredCheckpoints:
             return False
         return True
 
-    def _set_for_removal(self, path: Path, step: int) -> Path:
+    def _set_for_removal(self, path: Path, step: int, listing: Listing | None = None) -> Path:
         """Make `path` absent for every reader, durably; return its path in the trash."""
-        trash = Listing(self.root).free_trash(step)
+        trash = (listing or Listing(self.root)).free_trash(step)
         self._durable.rename(path, trash)
         self._durable.fsync_dir(self.root)
         return trash

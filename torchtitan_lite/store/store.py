@@ -135,6 +135,13 @@ class CheckpointStore:
         """
         return without_abandoned(self.intact())
 
+    def listed(self) -> list[CheckpointInfo]:
+        """Return the same as `intact`, without another look at what this process knows by its name.
+
+        For the holder of the lease: no other job has renamed anything since.
+        """
+        return self._manifests.listed()
+
     def intact(self) -> list[CheckpointInfo]:
         """Return the same as `committed`, plus abandoned checkpoints that could not be renamed yet."""
         return self._manifests.intact()
@@ -252,13 +259,14 @@ class CheckpointStore:
     def remove_staging(self, step: int, place: str) -> None:
         """Remove what the save `place` of `step` left. **Coordinator only**, when no rank writes into it any more."""
         staging = self.root / place
-        if layout.parse_staging(place) != step or not os.path.lexists(staging):
+        if layout.parse_staging(place) != step:
             return
         with self.exclusive:
-            # A commit that failed after its exchange left the old checkpoint here. The new one must be durable before
-            # the old one goes; and if the new one abandons it, it is renamed and stays.
+            # A commit that failed after its exchange left the old checkpoint here, or under another name. The new one
+            # must be durable before the old one goes; and if the new one abandons it, it is renamed and stays.
             self._durable.fsync_dir(self.root)
             self._retired.rename_abandoned()
+            self._retired.remove_superseded(step)
         if os.path.lexists(staging):
             self._retired.remove(staging)
 
@@ -281,13 +289,14 @@ class CheckpointStore:
         self._durable.fsync_dir(self.root)
         faults.point("commit", step=step, path=self._final(step))
         with self.exclusive:
-            self._put_in_place(sealed, staging, fence)
+            replaced = self._put_in_place(sealed, staging, fence)
             faults.point("committed", step=step, path=self._final(step))
             self._durable.fsync_dir(self.root)
+            self._manifests.note_commit(info := describe(self._final(step), sealed))
             # Only now, after the sync: until then a power cut may undo the rename, and what it replaced is all there
             # is.
-            self._retired.after_commit(step, staging, sealed.lineage.abandons)
-        return describe(self._final(step), sealed)
+            self._retired.after_commit(step, replaced, sealed.lineage.abandons)
+        return info
 
     def discard(self, info: CheckpointInfo) -> list[Path]:
         """Make the checkpoint of `info` absent for every reader, durably. **Coordinator only**.
@@ -323,7 +332,7 @@ class CheckpointStore:
         """Leave the files of the returned manifest, and no others, in the folder `staging`, durably."""
         if manifest.step != step:
             raise SaveFailed(step, f"its manifest is of step {manifest.step}, not {step}")
-        if abandoning := [info for info in self.intact() if (step, manifest.lineage.run_id) in info.lineage.abandons]:
+        if self._manifests.may_abandon() and (abandoning := _abandoning(manifest, self.intact())):
             # The new checkpoint would be abandoned from the moment of its commit.
             raise SaveFailed(step, f"{abandoning[0].path} abandons step {step} of run {manifest.lineage.run_id}")
         there = {entry.name for entry in os.scandir(staging)} if is_folder(staging) else set()
@@ -346,8 +355,8 @@ class CheckpointStore:
         self._durable.fsync_dir(staging)
         return sealed
 
-    def _put_in_place(self, sealed: Manifest, staging: Path, fence: Callable[[], object]) -> None:
-        """Rename `staging` to step-N, after what has that name got another one."""
+    def _put_in_place(self, sealed: Manifest, staging: Path, fence: Callable[[], object]) -> list[Path]:
+        """Rename `staging` to step-N, after what has that name got another one; return where what it replaced is."""
         step = sealed.step
         final = self._final(step)
         if self._manifests.find_intact(step, [final]) is not None:
@@ -360,7 +369,7 @@ class CheckpointStore:
         # One system call, so `step-N` exists at every moment. Where the system has no such call there are two renames,
         # and `recover` undoes the first one if a crash comes between them.
         if there is not None and not keeps_weights and self._durable.exchange(staging, final):
-            return
+            return [staging, *Listing(self.root).replaced(step)]
         if is_there:
             if there is not None:
                 self._durable.rename(final, Listing(self.root).free_replaced(step))
@@ -370,6 +379,7 @@ class CheckpointStore:
             self._durable.fsync_dir(self.root)
             fence()
         self._durable.rename(staging, final)
+        return Listing(self.root).replaced(step) if is_there else []
 
     def _final(self, step: int) -> Path:
         return self.root / layout.step_dir(step)
@@ -381,6 +391,12 @@ def recover(store: StoresCheckpoints) -> bool:
     for place in recovered:
         logger.info("Recovered after a save that was cut off: %s", place)
     return bool(recovered)
+
+
+def _abandoning(manifest: Manifest, there: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Return those of `there` that abandon the checkpoint of `manifest`."""
+    save = (manifest.step, manifest.lineage.run_id)
+    return [info for info in there if info.lineage.abandons and save in info.lineage.abandons]
 
 
 def _both_stay(there: CheckpointInfo, sealed: Manifest) -> bool:

@@ -273,7 +273,7 @@ class CommittingWriter(StorageWriter):
         lineage = self._target.origin.lineage
         if lineage.last_kept is None:
             return lineage
-        abandons = abandoned_by(lineage.run_id, lineage.last_kept, self._target.store.intact())
+        abandons = abandoned_by(lineage.run_id, lineage.last_kept, self._target.store.listed())
         return dataclasses.replace(lineage, abandons=abandons)
 
 
