@@ -91,7 +91,7 @@ class RunState:
         rng = {f"rank{rank}": RngState().state_dict()}
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), **small, RNG: rng}
         if rank == 0:
-            self._unsaved.look()
+            self._unsaved.look(state)
         return state
 
     @property

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.format.kinds import is_plain
 from torchtitan_lite.checkpoint.format.shards import local_of
-from torchtitan_lite.checkpoint.state.attributes import tensors_in_attributes
+from torchtitan_lite.checkpoint.state.attributes import tensors_in_attributes, warn_of_attributes
 from torchtitan_lite.checkpoint.state.names import listed
 from torchtitan_lite.log import logger
 from torchtitan_lite.torch_private import non_persistent_buffers, version_of
@@ -45,12 +46,16 @@ class UnsavedWatch:
         self._before: dict[str, Any] | None = None
         self._is_done = False
 
-    def look(self) -> None:
-        """Note what is unsaved, or at the second call log one warning that names what has changed since the first."""
+    def look(self, state: State) -> None:
+        """Note what is unsaved of all but `state`, the full state.
+
+        The first call logs what `warn_of_attributes` finds; the second one a warning that names what has changed since.
+        """
         if self._is_done:
             return
         now = dict(self._samples())
         if self._before is None:
+            warn_of_attributes(self._modules, state, {f"model.{name}" for name in self._left_out()})
             self._before, self._is_done = now, not now
             return
         self._is_done = True
