@@ -7,6 +7,7 @@ once before the first save of a start. What is tried is what a load does, on all
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 
@@ -91,11 +92,11 @@ def try_load(
         with versions_kept([*tensors, *map(local_of, tensors)]):
             load()
     except Exception as error:
+        why = re.sub(r"^Error\(s\) in loading state_dict for \w+: ", "", " ".join(str(error).split())).rstrip(".")
         raise ConfigError(
-            f"{state}: load_state_dict does not take back what state_dict returns ({listed(others)}): "
-            f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}. No start could load a checkpoint of "
-            "this run. Have the two fit each other, or, for what is frozen, such as a quantized base, save only what "
-            "is trained: --checkpoint.save_trained_only."
+            f"{state}: load_state_dict refuses what state_dict returns ({listed(others)}): {type(error).__name__}: "
+            f"{why}. No start could load a checkpoint of this run. Have the two fit each other, or leave out what is "
+            "frozen, such as a quantized base: --checkpoint.save_trained_only."
         ) from error
     finally:
         RngState().load_state_dict(generators)
@@ -109,7 +110,7 @@ def try_load(
 
 
 def _contents(modules: Sequence[nn.Module], left_out: Collection[str]) -> dict[str, tuple[object, ...]]:
-    """Return for each saved tensor what tells it from another; of a trained one also which it is, for its optimizer."""
+    """Return what each saved tensor holds, as a digest, and of a trained one which object it is, for its optimizer."""
     return {
         name: (id(tensor) if tensor.requires_grad else 0, tensor.shape, tensor.dtype, _digest(tensor))
         for module in modules

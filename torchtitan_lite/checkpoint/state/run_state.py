@@ -83,8 +83,7 @@ class RunState:
 
     def full(self, rank: int) -> State:
         """Return the full state of this `rank`. Raises what a state raises. **Collective** with FSDP1."""
-        self.model.note_trainable()
-        self.model.note_trained(self.optimizer.with_state() if self.model.is_trained_only else ())
+        self._note_trained()
         small = {name: state.state_dict() for name, state in self.small.items()}
         self._empty = [name for name, state in small.items() if not state and name in self._further]
         # Each rank has its own key: no two ranks share their generators.
@@ -111,6 +110,7 @@ class RunState:
 
     def has_other_keys(self) -> bool:
         """Return whether a module may not take back what its `state_dict` returns. **Collective** with FSDP1."""
+        self._note_trained()  # A load gives all that the save will have.
         own = any(other_names(module, module.state_dict()) for module in self._modules.values())
         return self.model.has_other_keys() or own
 
@@ -122,6 +122,10 @@ class RunState:
             if others := other_names(module, entries):
                 with no_mixing(module):
                     try_load(name, [module], others, partial(module.load_state_dict, entries))
+
+    def _note_trained(self) -> None:
+        self.model.note_trainable()
+        self.model.note_trained(self.optimizer.with_state() if self.model.is_trained_only else ())
 
     def seed(self) -> State:
         """Return the state of a seed checkpoint: only the model. **Collective** with FSDP1."""
