@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
 from importlib import import_module
@@ -45,6 +45,7 @@ _NO_ORDER = "parameters of FSDP1 in another memory format are not refused"
 NAMES = (
     Name(f"{_STORE}.filesystem._StorageInfo", _ALL, "ImportError: no checkpoint can be written or read"),
     Name("torch.Tensor._version", _ALL, "a change of a tensor that no checkpoint has is not noticed"),
+    Name("torch.autograd._unsafe_preserve_version_counter", _ALL, "a backward pass around the first save may raise"),
     Name("torch.Tensor().__create_chunk_list__", _ALL, "the tensor is one part, as its placements say"),
     Name("torch.Tensor().__get_tensor_shard__", _ALL, "AttributeError: it goes with __create_chunk_list__"),
     Name("torch.storage.TypedStorage", f"{_ALL}, deprecated", "ImportError: no item can be written"),
@@ -107,6 +108,18 @@ def storage_info() -> Any:
 def version_of(tensor: torch.Tensor) -> int:
     """Return a number that grows with each change of `tensor` in place."""
     return int(getattr(tensor, "_version", 0))
+
+
+def versions_kept(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[Any]:
+    """Return a context that hides from autograd that `tensors` are written: each is to have its values afterwards."""
+    keep = getattr(torch.autograd, "_unsafe_preserve_version_counter", nullcontext)
+    context: AbstractContextManager[Any] = keep(tuple(each for each in tensors if not each.is_inference()))
+    return context
+
+
+def is_set_by_torch(tensor: object, attribute: str) -> bool:
+    """Return whether torch itself sets this attribute of a parameter: DDP's mixed precision and FSDP1 set tensors."""
+    return attribute in ("_mp_param", "_fp_param") or hasattr(tensor, "_fqns")
 
 
 def lists_its_chunks(tensor: object) -> bool:

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from tests.logged import logged_warnings
 from tests.ranks import Ranks
 from tests.zoo.extras import EXTRAS
-from tests.zoo.models import FSDP2, MODELS, PLAIN, WRAPPERS
-from tests.zoo.outcome import DIFFERS, EQUAL, NOT_OFFERED, REFUSED, Outcome, first_sentence, sentence
+from tests.zoo.models import ALONE, FSDP2, MODELS, PLAIN, WRAPPERS
+from tests.zoo.outcome import DIFFERS, EQUAL, NOT_OFFERED, REFUSED, WARNED, Outcome, first_sentence, sentence
 from tests.zoo.pairs import covering
 from tests.zoo.run import MODES, OPTIMIZERS, Case, Run, quiet
 from tests.zoo.schedules import RECIPES
@@ -81,6 +82,7 @@ def pairs() -> list[Case]:
     kinds = KINDS | {
         "optimizer": sorted(classes.values(), key=lambda name: not name.startswith("AdamW")),
         "wrapper": [name for name in WRAPPERS if name != "FSDP1"],  # always refused
+        "model": [name for name in MODELS if name not in ALONE],
     }
 
     def case(row: tuple[str, ...]) -> Case:
@@ -163,7 +165,7 @@ def save(rank: int, folder: Path, case: Case) -> Outcome:
         return Outcome(NOT_OFFERED, first_sentence(error))
     try:
         run = Run(case, rank, seed=0)
-        with run.manager(folder) as manager:
+        with logged_warnings() as warned, run.manager(folder) as manager:
             before = run.train(SAVED_AT, manager)
             held, shared = run.snapshot(), _shared(run)
             after = run.train(SAVED_AT + 2, manager)
@@ -172,6 +174,8 @@ def save(rank: int, folder: Path, case: Case) -> Outcome:
     except Exception as error:
         return Outcome(DIFFERS, f"the save raised {type(error).__name__}: {sentence(error)}")
     different = difference(losses[: SAVED_AT + 2], before + after, "losses of the run that saved")
+    if warned and not different:
+        return Outcome(WARNED, first_sentence(warned[0]))
     of_the_two = {"losses": losses[SAVED_AT:], "end": end, "held": held, "shared": shared}
     torch.save(of_the_two, folder / f"held-{rank}.pt")
     return Outcome(DIFFERS, different) if different else Outcome(EQUAL)

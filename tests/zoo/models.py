@@ -277,10 +277,94 @@ class OddNames(nn.Module):
         return y * self.param_groups[0] * self.param_groups[1] * self.module["lr"] + self.module["0"]
 
 
+class Keyed(nn.Module):
+    """A tensor that is no buffer and changes the output, and that hooks save and load under a key of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.scale = torch.ones(())
+        self.register_state_dict_post_hook(_add_scale)
+        self.register_load_state_dict_pre_hook(_take_scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = self.scale * 1.01
+        y: Tensor = self.linear(x) * self.scale
+        return y
+
+
+def _add_scale(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    state[f"{prefix}scale"] = module.scale
+
+
+def _take_scale(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    if f"{prefix}scale" in state:
+        module.scale = state.pop(f"{prefix}scale").clone()
+
+
+class Quantized(nn.Module):
+    """A frozen base, the same in each start, with a key next to its weight that its load refuses, as bitsandbytes'."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        weight = torch.randn(width, width, generator=torch.Generator().manual_seed(0))
+        self.scale = weight.abs().max() / 127
+        self.weight = nn.Parameter((weight / self.scale).round(), requires_grad=False)
+        self.register_state_dict_post_hook(_add_absmax)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T * self.scale
+
+
+def _add_absmax(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    state[f"{prefix}weight.absmax"] = module.scale
+
+
+class Attributed(nn.Module):
+    """A buffer with a tensor in an attribute, which changes the output."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("table", torch.ones(width))
+        self.table: Any
+        self.table.scale = torch.ones(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.table.scale = self.table.scale * 1.01
+        y: Tensor = self.linear(x) * self.table * self.table.scale
+        return y
+
+
+class Whole(Tensor):
+    """Has whole numbers only, once it was copied into."""
+
+    def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:
+        return super().copy_(source.round(), non_blocking)
+
+
+class Rounding(nn.Module):
+    """A buffer of a class whose `copy_` rounds."""
+
+    average: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("average", torch.zeros(width).as_subclass(Whole))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) - self.average.as_subclass(Tensor)
+        with torch.no_grad():
+            self.average.lerp_(x.mean(0), 0.1)
+        return y
+
+
 def _frozen(width: int) -> nn.Module:
     return nn.Linear(width, width).requires_grad_(False)
 
 
+TRAINED_ONLY = "a quantized base, with `save_trained_only`"
 MODELS: dict[str, Callable[[int], nn.Module]] = {
     "plain layers": lambda width: nn.Sequential(nn.Linear(width, width), nn.Tanh()),
     "tied weights": Tied,
@@ -303,7 +387,14 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
     "several dtypes": Precisions,
     "channels last": Convolution,
     "odd names": OddNames,
+    "a key that a hook adds": Keyed,
+    TRAINED_ONLY: Quantized,
+    "a quantized base": Quantized,
+    "a tensor in an attribute": Attributed,
+    "a class with its own `copy_`": Rounding,
 }
+ALONE = ("a quantized base", "a tensor in an attribute", "a class with its own `copy_`")
+"""Models that are refused, or warned of, whatever they are combined with."""
 
 
 def set_step(model: nn.Module, step: int) -> None:

@@ -35,6 +35,7 @@ Every cell was tested with torch {version} on CPUs; `python -m tests.zoo` tests 
   bit, and the losses of the next five steps were equal within 1e-3.
 - **refused**: the error below the table names the cause and the fix.
   The constructor raises it, or the first save; or the load, if the checkpoint does not fit the new processes.
+- **warned**: the first save logs the warning below the table: it names what a resumed run lacks.
 - **not offered by torch**: torch raises the error below the table when it trains this, even without a checkpoint.
 
 Unless a table says otherwise, the model is a few plain layers, trained by AdamW with LambdaLR in one process.
@@ -108,6 +109,6 @@ def _of_pairs(pairs: Sequence[Outcome]) -> str:
     counts = Counter(outcome.kind for outcome in pairs)
     found = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
     return (
-        "Any two entries of two of these tables (one optimizer of each class; FSDP1 only with a mesh) "
-        f"were also tested together, if torch allows it, in one of {len(pairs)} cases: {found}."
+        "Any two entries of two of these tables (one optimizer of each class; FSDP1 only with a mesh; no model that is "
+        f"refused or warned of) were also tested together, if torch allows it, in one of {len(pairs)} cases: {found}."
     )

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from tests.checkpoint.small_run import job_config
 from tests.checkpoint.state.optimizers_of_torch import recipes
 from tests.zoo.extras import EXTRAS, SCALER, TWO_GROUPS, TWO_OPTIMIZERS, is_sparse, states_of
-from tests.zoo.models import BATCH, FSDP2, INPUT, MODELS, PLAIN, TP, WRAPPERS, Stage, Subject, set_step
+from tests.zoo.models import BATCH, FSDP2, INPUT, MODELS, PLAIN, TP, TRAINED_ONLY, WRAPPERS, Stage, Subject, set_step
 from tests.zoo.schedules import RECIPES
 from tests.zoo.snapshot import in_pieces, model_state, optimizer_state
 from torchtitan_lite.checkpoint.manager import CheckpointManager
@@ -33,6 +33,7 @@ NOT_TOGETHER = {
     "a scalar parameter": _SHARDED,
     "several dtypes": _SHARDED,
     "channels last": _FSDP2,
+    TRAINED_ONLY: {"FSDP1 with a mesh"},  # The manager refuses it.
     "swa_utils.AveragedModel": _SHARDED,
     "Rprop": _FSDP2,
     "Adafactor": _FSDP2,
@@ -74,6 +75,8 @@ class Case:
         chosen = {self.model, self.optimizer.partition("-")[0], self.scheduler, self.wrapper, self.extra}
         if self.optimizer.startswith("SparseAdam") and self.model != SPARSE:
             return False
+        if self.optimizer.startswith("Muon") and self.wrapper == "PP" and self.extra == TWO_OPTIMIZERS:
+            return False  # The first stage has one matrix, which the other optimizer gets.
         return not any(first in chosen and chosen & others for first, others in NOT_TOGETHER.items())
 
     def under(self, wrapper: str) -> Case:
@@ -105,7 +108,7 @@ class Run:
 
     def manager(self, folder: Path, **options: Any) -> CheckpointManager:
         """Return the manager of this run."""
-        options = {"digest_tensors": ("save",), **options}
+        options = {"digest_tensors": ("save",), "save_trained_only": self.case.model == TRAINED_ONLY, **options}
         config = job_config(folder, interval=3, async_mode=self.case.mode, max_failed_saves=1, **options)
         return CheckpointManager(None, self.module, self.optimizers, self.schedulers, self.states, config)
 

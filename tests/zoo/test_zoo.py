@@ -14,8 +14,8 @@ from tests.checkpoint.state.optimizers_of_torch import optimizers_of_torch
 from tests.ranks import Ranks
 from tests.zoo.between import cells_between, find_between, rows_between
 from tests.zoo.cells import KINDS, Cell, Group, columns, find, groups, pairs
-from tests.zoo.models import WRAPPERS
-from tests.zoo.outcome import DIFFERS, EQUAL, Outcome
+from tests.zoo.models import ALONE, WRAPPERS
+from tests.zoo.outcome import DIFFERS, EQUAL, REFUSED, WARNED, Outcome
 from tests.zoo.page import PAGE, render
 from tests.zoo.pairs import covering, pairs_of
 from tests.zoo.run import Case
@@ -46,7 +46,7 @@ def test_every_scheduler_of_torch_has_a_recipe() -> None:
 @pytest.mark.parametrize("case", SINGLE_ENTRIES, ids=str)
 def test_in_one_process_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path, group: Group, case: Case) -> None:
     outcome = find(Cell(case), tmp_path, group)
-    assert outcome.kind == EQUAL, outcome
+    assert outcome.kind in ((REFUSED, WARNED) if case.model in ALONE else (EQUAL,)), outcome
 
 
 def test_the_rows_have_every_pair_that_fits() -> None:
@@ -98,8 +98,8 @@ def test_what_people_do_between_ranks_is_equal_refused_or_warned_of(
     assert not [f"{cell}: {outcome}" for cell, outcome in found.items() if outcome.kind == DIFFERS]
 
 
-# 416 cases took 322 s on two shared cores, of which those on four ranks took 205 s. With --all only one of the three
-# wrappers of four ranks runs, which leaves 192 s. New processes for each of FSDP1's cases add 15 s.
+# 416 of the 451 cases took 322 s on two shared cores, of which those on four ranks took 205 s. With --all only one of
+# the three wrappers of four ranks runs, which leaves 192 s. New processes for each of FSDP1's cases add 15 s.
 @pytest.mark.parametrize(
     "wrapper",
     [

@@ -64,3 +64,75 @@ class OwnForm(torch.optim.SGD):
         self.param_groups[0]["lr"] = state_dict["lr"]
         for parameter, buffer in zip(self.param_groups[0]["params"], state_dict["buffers"], strict=True):
             self.state[parameter]["momentum_buffer"] = buffer
+
+
+class QuantizedLinear(nn.Module):
+    """Like bitsandbytes' `Linear4bit`: frozen, with a key for its scale that its `load_state_dict` refuses."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        weight = torch.randn(width, width)
+        self.scale = weight.abs().max() / 127
+        self.weight = nn.Parameter((weight / self.scale).round().to(torch.int8), requires_grad=False)
+        self.register_state_dict_post_hook(lambda *given: self._add(*given))
+
+    def _add(self, _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        state[f"{prefix}weight.absmax"] = self.scale.detach()
+
+    def dense(self) -> torch.Tensor:
+        return self.weight.float() * self.scale
+
+    def rescale(self) -> None:
+        self.scale = self.scale * 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.dense())
+
+
+class ScaledBeside(QuantizedLinear):
+    """Like bitsandbytes' `Linear8bitLt`: its scale is next to the weight, and its own load raises for it."""
+
+    def _add(self, _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        state[f"{prefix}SCB"] = self.scale.detach()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if f"{prefix}SCB" in state_dict:
+            raise RuntimeError("Loading a quantized checkpoint into a module that is not quantized")
+        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[no-untyped-call]  # torch's is not typed
+
+
+class Packed(torch.Tensor):
+    """Like torchao's tensors: a wrapper over others, which implements almost nothing."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, scale: torch.Tensor) -> Packed:
+        made: Packed = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.float32)  # type: ignore[attr-defined]  # torch's is not typed
+        return made
+
+    def __init__(self, data: torch.Tensor, scale: torch.Tensor) -> None:
+        self.packed, self.scale = data, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].packed, args[0].scale)
+        raise NotImplementedError(f"{cls.__name__} dispatch: attempting to run unimplemented operator/function: {func}")
+
+
+class PackedLinear(nn.Module):
+    """A frozen weight of a wrapper class."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        data = torch.randint(-127, 127, (width, width), dtype=torch.int8)
+        self.weight = nn.Parameter(Packed(data, torch.tensor(0.01)), requires_grad=False)
+
+    def dense(self) -> torch.Tensor:
+        weight: Any = self.weight
+        return torch.Tensor(weight.packed.float() * weight.scale)
+
+    def rescale(self) -> None:
+        self.weight.scale.mul_(2)  # type: ignore[operator]  # an attribute of the wrapper
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.dense())

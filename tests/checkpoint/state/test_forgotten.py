@@ -42,6 +42,10 @@ class Metric(nn.Module):
             own[prefix + "total"] = self.total
         return own
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self.total = state_dict.pop(prefix + "total", self.total)
+        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[no-untyped-call]  # torch's is not typed
+
 
 def of_torchmetrics() -> Any:
     torchmetrics = pytest.importorskip("torchmetrics")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from torchtitan_lite.checkpoint.format.shards import local_of
 from torchtitan_lite.log import counted
 
 
@@ -50,6 +51,11 @@ def _of_mappings(expected: Mapping[Any, Any], found: Mapping[Any, Any], name: st
 
 def _reprs(members: Any) -> list[str]:
     return sorted(map(repr, members))
+
+
+def is_plain(value: object) -> bool:
+    """Return whether `value` is a tensor or parameter of torch's own class, or a DTensor of such."""
+    return isinstance(value, torch.Tensor) and type(local_of(value)) in (torch.Tensor, torch.nn.Parameter)
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:

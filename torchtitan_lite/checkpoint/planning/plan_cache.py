@@ -250,7 +250,8 @@ def _entry(key: str, value: Any) -> tuple[Any, ...]:
     if local.layout is not torch.strided or local.is_quantized or not _has_memory(local):
         raise TypeError(
             f"{key} is a {type(local).__name__} of layout {local.layout} on {local.device}, "
-            "whose elements cannot be written as they lie. Return plain dense tensors from state_dict."
+            "whose elements cannot be written as they lie. Return plain dense tensors from state_dict, or leave out "
+            "what is frozen: --checkpoint.save_trained_only."
         )
     if isinstance(value, DTensor):
         return key, value.dtype, value.shape, value.placements, value.device_mesh, local.shape

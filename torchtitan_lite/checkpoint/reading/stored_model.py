@@ -17,8 +17,8 @@ from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.key_report import KeyReport, TensorLike, compare_tensors, merged
 from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled, entries
 from torchtitan_lite.checkpoint.reading.load_rules import LoadRules
-from torchtitan_lite.checkpoint.state.model import is_extra, is_extra_name, tensors_of
-from torchtitan_lite.checkpoint.state.names import EXTRA_STATE
+from torchtitan_lite.checkpoint.state.model import is_extra, tensors_of
+from torchtitan_lite.checkpoint.state.names import EXTRA_STATE, is_extra_name
 
 
 class StoredModel:

@@ -62,7 +62,7 @@ class SaveMaker:
         self._saver, self._at_once = savers
         self._config, self._peers, self._emit = context.config, context.peers, context.emit
         self._trained = TrainedClock(context.clock)
-        self._is_prepared = self._is_compared = False
+        self._is_prepared = self._is_compared = self._is_tried = False
         self._metrics: Metrics = {}
         self.origin = origin
         """Recorded in what is saved from now on; the parent step, though, is the last durable one."""
@@ -222,6 +222,8 @@ class SaveMaker:
         begins: SavesStates = saver
         begun = self.now(step)
         try:
+            if kind is CheckpointKind.FULL:
+                self._try_loads(step)
             state, metrics = self._together(step, lambda: (make_state(), finite(self._metrics)))
         except SaveFailed as error:
             # Not raised here, so that the waiter reports and counts it like any other failed save.
@@ -238,6 +240,14 @@ class SaveMaker:
         )
         self._begun, self.last = begun, self.now(step)
         self._look_back(step)
+
+    def _try_loads(self, step: int) -> None:
+        """Once a start, raise ConfigError for a module that would not load what it saves, on every rank."""
+        if not self._is_tried:
+            # A load may be collective, so all ranks try if one has a reason to.
+            if any(self._peers.max_over_ranks(self._together(step, self._run.has_other_keys))):
+                self._together(step, self._run.try_loads)
+            self._is_tried = True
 
     def _look_back(self, step: int) -> None:
         if self._peers.is_coordinator:

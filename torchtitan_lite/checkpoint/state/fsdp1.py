@@ -79,13 +79,17 @@ def like_of_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def names_in_another_order(module: nn.Module) -> list[str]:
     """Return the raw names of parameters that are not contiguous, such as channels_last."""
-    return [
-        f"{prefix}.{name}" if prefix else name
+    return [name for name, is_contiguous in flat_names(module).items() if not is_contiguous]
+
+
+def flat_names(module: nn.Module) -> dict[str, bool]:
+    """Return the raw names of parameters that FSDP1 made flat, each with whether it was contiguous."""
+    return {
+        f"{prefix}.{name}" if prefix else name: is_contiguous
         for prefix, each in module.named_modules()
         if isinstance(each, FullyShardedDataParallel)
         for name, is_contiguous in contiguities_of_fsdp1(each)
-        if not is_contiguous
-    ]
+    }
 
 
 def _shard_again(module: nn.Module) -> None:

@@ -45,14 +45,14 @@ class _Live:
     def __init__(self, root: nn.Module) -> None:
         named = chain(root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False))
         self._tensors = dict(named)
-        self._storages = {_storage(tensor) for tensor in self._tensors.values()} - {0}
+        self._storages = {storage_of(tensor) for tensor in self._tensors.values()} - {0}
 
     def clone_strays(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """Clone the entries that are live memory of another name. Runs as the last load hook of `module`."""
         for key, value in state_dict.items():
             if not isinstance(value, torch.Tensor) or not key.startswith(prefix):
                 continue
-            if _storage(value) in self._storages and not _is_same_view(value, self._tensors.get(key)):
+            if storage_of(value) in self._storages and not _is_same_view(value, self._tensors.get(key)):
                 state_dict[key] = value.clone()
 
 
@@ -66,7 +66,8 @@ def _is_same_view(a: torch.Tensor, b: torch.Tensor | None) -> bool:
     return (a.dtype, a.shape, a.stride(), a.data_ptr()) == (b.dtype, b.shape, b.stride(), b.data_ptr())
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return the address of the memory of `tensor` on this rank; 0 if it has none."""
     try:
         return local_of(tensor).untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):

@@ -8,24 +8,38 @@ only after `put_back` has given the complete dict to the modules.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from torchtitan_lite.checkpoint.format.key_report import TensorLike, compare_tensors
-from torchtitan_lite.checkpoint.format.kinds import refuse_expanded
+from torchtitan_lite.checkpoint.format.kinds import is_plain, refuse_expanded
 from torchtitan_lite.checkpoint.state import fsdp1
 from torchtitan_lite.checkpoint.state.in_place import no_mixing
 from torchtitan_lite.checkpoint.state.names import (
-    EXTRA_STATE,
     clean_names,
+    is_extra_name,
     merge_disjoint,
     named_parameters,
     refuse_lazy,
 )
+from torchtitan_lite.checkpoint.state.other_keys import of_left_out, other_names, try_load
 from torchtitan_lite.checkpoint.state.resized import resized_buffers
 from torchtitan_lite.errors import CheckpointMismatch
+
+
+class _Raw(NamedTuple):
+    """A model part with its own state dict, whose keys are divided, each with its plain name."""
+
+    part: nn.Module
+    entries: dict[str, Any]
+    names: dict[str, str]
+    """Of the keys in the state."""
+    frozen: dict[str, str]
+    """Of the parameters that are left out."""
+    others: dict[str, str]
+    """Of the other keys that are left out with them."""
 
 
 class ModelWrapper:
@@ -42,6 +56,8 @@ class ModelWrapper:
         """With `trained_only`, the parameters that were trained."""
         self._noted: set[int] = set()
         """The ids of those that were noted: almost always all that are given, at each step."""
+        self._others_left_out: dict[str, Any] = {}
+        """What the last `state_dict` left out with frozen parameters, such as the scales of a quantized base."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the modules' state dicts, merged, by plain name. **Collective** with FSDP1.
@@ -50,8 +66,10 @@ class ModelWrapper:
         without shapes.
         """
         refuse_lazy(self.parts)
-        state = merge_disjoint([{name: raw[key] for key, name in names.items()} for _, raw, names in self._raw()])
+        raws = self._raw()
+        state = merge_disjoint([{name: each.entries[key] for key, name in each.names.items()} for each in raws])
         refuse_expanded(tensors_of(state))
+        self._others_left_out = {name: each.entries[key] for each in raws for key, name in each.others.items()}
         return state
 
     def note_trainable(self) -> None:
@@ -75,11 +93,10 @@ class ModelWrapper:
 
     def left_out(self, names: Collection[str]) -> dict[str, Any]:
         """Return what of `names` the modules have and the state leaves out."""
-        wanted = self._left_out() & {*names}
-        if not wanted:
+        if not self._left_out():
             return {}
-        everything = ((raw, clean_names(part, raw)) for part, raw in self._raw_parts())
-        return {names[key]: value for raw, names in everything for key, value in raw.items() if names[key] in wanted}
+        left_out = ((each, each.frozen | each.others) for each in self._raw())
+        return {name: raw.entries[key] for raw, left in left_out for key, name in left.items() if name in names}
 
     def parameter_names(self) -> set[str]:
         """Return the names in `state_dict` that are parameters; the rest is buffers and extra state."""
@@ -100,11 +117,20 @@ class ModelWrapper:
 
         Views of live tensors are not copied. Raises what hooks raise. **Collective** with FSDP1.
         """
-        for part, raw, names in self._raw():
+        for raw in self._raw():
             # The module's own dict: load hooks read versions from its `_metadata`.
-            raw.update({key: state_dict[name] for key, name in names.items()})
-            with torch.no_grad(), fsdp1.sharded_state_dicts(part), no_mixing(part):
-                part.load_state_dict(raw)
+            raw.entries.update({key: state_dict[name] for key, name in raw.names.items()})
+            with torch.no_grad(), fsdp1.sharded_state_dicts(raw.part), no_mixing(raw.part):
+                _give(raw)
+
+    def has_other_keys(self) -> bool:
+        """Return whether a module may not take back what its `state_dict` returns. **Collective** with FSDP1."""
+        return any(other_names(part, raw) for part, raw in self._raw_parts())
+
+    def try_load(self) -> None:
+        """Give the modules their own live state. Raises as the function `try_load`. **Collective** with FSDP1."""
+        others = [name for part, raw in self._raw_parts() for name in other_names(part, raw)]
+        try_load("model", self.parts, others, lambda: self.put_back(self.state_dict()), self._left_out())
 
     def resized(self, stored: Mapping[str, TensorLike]) -> dict[str, Any]:
         """Return new memory for buffers that `stored` has in another shape, if their modules load these.
@@ -112,23 +138,26 @@ class ModelWrapper:
         **Collective** with FSDP1.
         """
         state: dict[str, Any] = {}
-        for part, raw, names in self._raw():
-            of_part = {key: stored[name] for key, name in names.items() if name in stored}
-            state |= {names[key]: value for key, value in resized_buffers(part, raw, of_part).items()}
+        for raw in self._raw():
+            of_part = {key: stored[name] for key, name in raw.names.items() if name in stored}
+            found = resized_buffers(raw.part, raw.entries, of_part)
+            state |= {raw.names[key]: value for key, value in found.items()}
         return state
 
-    def _raw(self) -> list[tuple[nn.Module, dict[str, Any], dict[str, str]]]:
-        """Return each part with its own state dict, and the plain name of each of its keys."""
-        dicts = []
+    def _raw(self) -> list[_Raw]:
+        raws = []
         left_out = self._left_out()
-        for part, raw in self._raw_parts():
-            names = clean_names(part, raw)
+        for part, entries in self._raw_parts():
+            names = clean_names(part, entries)
             merge_disjoint([{name: None} for name in names.values()])
             # Left out of the model's state, not of the save: plans, loads, comparisons and exports need no rule of
             # their own.
-            names = {key: name for key, name in names.items() if name not in left_out}
-            dicts.append((part, raw, names))
-        return dicts
+            others = of_left_out(part, names.values(), left_out) if left_out else ()
+            frozen = {key: name for key, name in names.items() if name in left_out}
+            with_them = {key: name for key, name in names.items() if name in others}
+            of_state = {key: name for key, name in names.items() if key not in frozen and key not in with_them}
+            raws.append(_Raw(part, entries, of_state, frozen, with_them))
+        return raws
 
     def _raw_parts(self) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
         for part in self.parts:
@@ -141,25 +170,40 @@ class ModelWrapper:
         named = named_parameters(self.parts).items()
         return {name for parameter, names in named if not parameter.requires_grad for name in names}
 
-    def left_out_parameters(self) -> dict[str, torch.Tensor]:
-        """Return the frozen parameters that are no part of the state."""
+    def left_out_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the frozen parameters that are no part of the state, and what `state_dict` left out with them."""
         left_out = self._left_out()
         named = named_parameters(self.parts).items() if left_out else ()
-        return {name: parameter for parameter, names in named for name in names if name in left_out}
+        parameters = {name: parameter for parameter, names in named for name in names if name in left_out}
+        return parameters | tensors_of(self._others_left_out)
 
     def _left_out(self) -> set[str]:
         """Return the names of frozen parameters if they are no part of the state."""
         return self.frozen_names() - self._trained if self.is_trained_only else set()
 
 
+def _give(raw: _Raw) -> None:
+    """Have the part load its entries, without those that are left out and that its load may refuse.
+
+    A hook may count on the frozen parameters, but their class may have no `copy_`; and what a quantized base has next
+    to them its own `load_state_dict` seldom accepts.
+    """
+    part, entries = raw.part, raw.entries
+    kept_back = raw.others | {key: name for key, name in raw.frozen.items() if not is_plain(entries[key])}
+    for key in kept_back:
+        del entries[key]
+    if not kept_back:
+        part.load_state_dict(entries)
+        return
+    found = part.load_state_dict(entries, strict=False)
+    names = {*clean_names(part, [*found.missing_keys, *found.unexpected_keys]).values()}
+    if lost := sorted(names - {*kept_back.values()}):
+        raise RuntimeError(f"{type(part).__name__}.load_state_dict misses, or does not expect, {', '.join(lost)}")
+
+
 def is_extra(name: str, value: Any) -> bool:
     """Return whether an entry of a model's state dict may have any shape: extra state, or no tensor."""
     return not isinstance(value, torch.Tensor) or is_extra_name(name)
-
-
-def is_extra_name(name: str) -> bool:
-    """Return whether an entry of a model's state dict with this name is a module's extra state."""
-    return name.endswith(EXTRA_STATE) and name.rpartition(".")[2] == EXTRA_STATE
 
 
 def tensors_of(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:

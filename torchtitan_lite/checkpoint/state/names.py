@@ -22,12 +22,24 @@ from torchtitan_lite.torch_private import COMPILED, WRAPPED_BY_FSDP1, WRAPPED_FO
 
 EXTRA_STATE = "_extra_state"
 """Last component of the key under which `get_extra_state` of a module is saved."""
+_SHOWN = 4
 
 
 def clean_names(module: nn.Module, raw_names: Iterable[str]) -> dict[str, str]:
     """Return the plain name of each of `raw_names`, which are keys of `module`'s state dict or names of parameters."""
     known: dict[str, tuple[list[str], Any]] = {"": ([], module)}
     return {raw: ".".join(_walked(raw.replace(WRAPPED_FOR_RECOMPUTING, ""), known)[0]) for raw in raw_names}
+
+
+def is_extra_name(name: str) -> bool:
+    """Return whether an entry of a model's state dict with this name is a module's extra state."""
+    return name.endswith(EXTRA_STATE) and name.rpartition(".")[2] == EXTRA_STATE
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return the first of `names`, and how many more there are."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def named_parameters(parts: Sequence[nn.Module]) -> dict[torch.Tensor, tuple[str, ...]]:

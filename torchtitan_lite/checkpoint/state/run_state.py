@@ -7,6 +7,7 @@ all others see one model, one optimizer and named small states. It decides neith
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.state import arguments, fsdp1
 from torchtitan_lite.checkpoint.state.gradients import GradientWatch
+from torchtitan_lite.checkpoint.state.in_place import no_mixing
 from torchtitan_lite.checkpoint.state.optimizer_owner import parameters_of
+from torchtitan_lite.checkpoint.state.other_keys import other_names, try_load
 from torchtitan_lite.checkpoint.state.per_rank import PerRank
 from torchtitan_lite.checkpoint.state.rng import RNG, RngState
 from torchtitan_lite.checkpoint.state.stateful import (
@@ -53,12 +56,13 @@ class RunState:
         self.optimizers = arguments.optimizers(optimizers)
         self.optimizer = OptimizerWrapper(self.model.parts, self.optimizers, modules)
         self.small = _small_states(dataloader, arguments.lr_schedulers(lr_schedulers), further, self.optimizer)
+        self._modules = modules
         watched = {"model": parts} | {name: [module] for name, module in modules.items()}
         self._further = frozenset(further)
         self._empty: list[str] = []
         """The further states whose last state dict was empty."""
         self.gradients = GradientWatch(self.model.parts)
-        self._unsaved = UnsavedWatch(watched, self.optimizers, self.model.left_out_parameters)
+        self._unsaved = UnsavedWatch(watched, self.optimizers, self.model.left_out_tensors)
         self._forgotten = ForgottenWatch(further, watched)
 
     def at_step(self) -> None:
@@ -79,15 +83,15 @@ class RunState:
 
     def full(self, rank: int) -> State:
         """Return the full state of this `rank`. Raises what a state raises. **Collective** with FSDP1."""
-        self.model.note_trainable()
-        self.model.note_trained(self.optimizer.with_state() if self.model.is_trained_only else ())
+        self._note_trained()
         small = {name: state.state_dict() for name, state in self.small.items()}
-        if rank == 0:
-            self._unsaved.look()
         self._empty = [name for name, state in small.items() if not state and name in self._further]
         # Each rank has its own key: no two ranks share their generators.
         rng = {f"rank{rank}": RngState().state_dict()}
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), **small, RNG: rng}
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), **small, RNG: rng}
+        if rank == 0:
+            self._unsaved.look(state)
+        return state
 
     @property
     def states_of_ranks(self) -> Collection[str]:
@@ -103,6 +107,25 @@ class RunState:
         tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
         tensors += [each for part in self.model.parts for each in part.parameters() if each.requires_grad]
         return all(_is_finite(tensor) for tensor in tensors if tensor.dim())
+
+    def has_other_keys(self) -> bool:
+        """Return whether a module may not take back what its `state_dict` returns. **Collective** with FSDP1."""
+        self._note_trained()  # A load gives all that the save will have.
+        own = any(other_names(module, module.state_dict()) for module in self._modules.values())
+        return self.model.has_other_keys() or own
+
+    def try_loads(self) -> None:
+        """Have the modules load their own state. Raises as `try_load`. **Collective** with FSDP1."""
+        self.model.try_load()
+        for name, module in self._modules.items():
+            entries = module.state_dict()
+            if others := other_names(module, entries):
+                with no_mixing(module):
+                    try_load(name, [module], others, partial(module.load_state_dict, entries))
+
+    def _note_trained(self) -> None:
+        self.model.note_trainable()
+        self.model.note_trained(self.optimizer.with_state() if self.model.is_trained_only else ())
 
     def seed(self) -> State:
         """Return the state of a seed checkpoint: only the model. **Collective** with FSDP1."""

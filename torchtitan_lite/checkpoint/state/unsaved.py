@@ -10,9 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from torchtitan_lite.checkpoint.format.flattening import State
+from torchtitan_lite.checkpoint.format.kinds import is_plain
+from torchtitan_lite.checkpoint.format.shards import local_of
+from torchtitan_lite.checkpoint.state.attributes import tensors_in_attributes, warn_of_attributes
+from torchtitan_lite.checkpoint.state.names import listed
 from torchtitan_lite.log import logger
 from torchtitan_lite.torch_private import non_persistent_buffers, version_of
 
@@ -20,7 +24,6 @@ _SAMPLED = 1024
 """Elements of a buffer that are compared: tables of positions are long, and a change of one is a change of all."""
 _SAMPLED_PARAMETER = 64
 """Elements of a parameter: an average into it changes all of them."""
-_SHOWN = 4
 _GENERATORS = frozenset({torch.Generator, random.Random, np.random.Generator, np.random.RandomState})
 
 
@@ -43,31 +46,35 @@ class UnsavedWatch:
         self._before: dict[str, Any] | None = None
         self._is_done = False
 
-    def look(self) -> None:
-        """Note what is unsaved, or at the second call log one warning that names what has changed since the first."""
+    def look(self, state: State) -> None:
+        """Note what is unsaved of all but `state`, the full state.
+
+        The first call logs what `warn_of_attributes` finds; the second one a warning that names what has changed since.
+        """
         if self._is_done:
             return
         now = dict(self._samples())
         if self._before is None:
+            warn_of_attributes(self._modules, state, {f"model.{name}" for name in self._left_out()})
             self._before, self._is_done = now, not now
             return
         self._is_done = True
         changed = [name for name, value in now.items() if name in self._before and value != self._before[name]]
         if changed:
-            more = f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else ""
             logger.warning(
-                "Training changes %s%s, which no checkpoint has: a resumed run begins with the initial value. If the "
+                "Training changes %s, which no checkpoint has: a resumed run begins with the initial value. If the "
                 "run depends on it, register the buffer with persistent=True, or give the generator, or the module of "
                 "the frozen parameter (save_trained_only), as one of the states",
-                ", ".join(changed[:_SHOWN]),
-                more,
+                listed(changed),
             )
 
     def _samples(self) -> Iterator[tuple[str, Any]]:
-        for name, parameter in self._left_out().items():
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            if local.layout is torch.strided and not local.is_meta and local.numel():
-                yield f"model.{name}", _sample(local, _SAMPLED_PARAMETER)
+        for name, tensor in self._left_out().items():
+            for attribute, each in {"": tensor, **tensors_in_attributes(tensor)}.items():
+                # A class of another library may not even have views; what it holds is in its attributes.
+                local = local_of(each).detach()
+                if is_plain(local) and local.layout is torch.strided and not local.is_meta and local.numel():
+                    yield f"model.{name}{attribute}", _sample(local, _SAMPLED_PARAMETER)
         for state, parts in self._modules.items():
             for part in parts:
                 for path, module in part.named_modules():
@@ -158,7 +165,7 @@ class ForgottenWatch:
             logger.warning(
                 "%s: a metric leaves values that are not persistent out of its state_dict, so no checkpoint has them, "
                 "and a resumed run counts from the start. Call persistent(True) where the metric is made",
-                _named(names),
+                listed(names),
             )
 
     def _warn_of_empty(self, names: Sequence[str]) -> None:
@@ -167,7 +174,7 @@ class ForgottenWatch:
             logger.warning(
                 "The state_dict of %s is empty, and training changes its attributes: no checkpoint has them, and a "
                 "resumed run begins with the initial ones. Return them from state_dict, or leave it out of the states",
-                _named(names),
+                listed(names),
             )
 
 
@@ -210,8 +217,3 @@ def _values(attribute: Any) -> list[Any]:
         elif type(value) is torch.Tensor and not value.requires_grad and not value.is_inference():
             values.append(version_of(value))
     return values
-
-
-def _named(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
