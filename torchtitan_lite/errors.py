@@ -127,7 +127,7 @@ class CheckpointNotFound(CheckpointError, FileNotFoundError):
 
 def _predicate(finding: str) -> str:
     """Return what is the matter with a folder that is no checkpoint, or does not exist."""
-    if finding.startswith("it does not exist"):
+    if finding.startswith(("it does not exist", "it has no checkpoint of")):
         return _clause(finding).removeprefix("it ")
     return f"holds no checkpoint: {_clause(finding) or 'there is no .metadata file in it'}"
 

@@ -11,14 +11,14 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.no_uploads import NoUploads
 from torchtitan_lite.checkpoint.reading.files import Files
-from torchtitan_lite.checkpoint.resume.load_source import choose_source, is_branch_of
-from torchtitan_lite.checkpoint.resume.source import LoadSource, Sources
+from torchtitan_lite.checkpoint.resume.load_source import good_steps, is_branch_of
+from torchtitan_lite.checkpoint.resume.source import Choose, LoadSource, Sources
 from torchtitan_lite.checkpoint.run_folders import usable
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import (
@@ -35,6 +35,7 @@ from torchtitan_lite.log import counted, logger, readable_bytes
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.retention import RetentionPolicy
+from torchtitan_lite.store.rollbacks import Rollback
 from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.uploading import record
 from torchtitan_lite.uploading.choice import continues, is_of_another_run, not_left
@@ -158,19 +159,25 @@ class UploadedSources(Sources):
         self._inner.look(topology)
 
     def preferred(
-        self, chosen: LoadSource | None, store: StoresCheckpoints, wanted: int, config: Checkpoint, *, is_exact: bool
+        self,
+        chosen: LoadSource | None,
+        store: StoresCheckpoints,
+        wanted: int,
+        config: Checkpoint,
+        *,
+        is_exact: bool,
+        choose: Choose,
     ) -> LoadSource | None:
         uploaded = chosen
-        # A run that rolls back by itself has left what is later there.
-        rolls_back = chosen is not None and chosen.lineage.rolls_back_to is not None
-        if not (is_exact or rolls_back) and (wanted == -1 or not config.new_branch):
-            uploaded = self._later(chosen, store, wanted, config)
-        in_memory = self._inner.preferred(chosen, store, wanted, config, is_exact=is_exact)
+        if not is_exact and (wanted == -1 or not config.new_branch):
+            uploaded = self._later(chosen, store, wanted, config, choose)
+        in_memory = self._inner.preferred(chosen, store, wanted, config, is_exact=is_exact, choose=choose)
         if uploaded is chosen or in_memory is None or in_memory is chosen or uploaded is None:
             return in_memory if uploaded is chosen else uploaded
         is_of_its_run = in_memory.lineage.run_id == uploaded.lineage.run_id
         if is_of_its_run and in_memory.step >= uploaded.step:
-            return dataclasses.replace(in_memory, rollbacks=uploaded.rollbacks)
+            lineage = dataclasses.replace(in_memory.lineage, rolls_back_to=uploaded.lineage.rolls_back_to)
+            return dataclasses.replace(in_memory, lineage=lineage, rollbacks=uploaded.rollbacks)
         return uploaded
 
     def drop(self, source: LoadSource, error: CheckpointError) -> bool:
@@ -191,16 +198,29 @@ class UploadedSources(Sources):
     def close(self) -> None:
         self._inner.close()
 
-    def elsewhere(self, wanted: int, config: Checkpoint, *, is_exact: bool) -> LoadSource | None:
+    def elsewhere(
+        self, store: StoresCheckpoints, wanted: int, config: Checkpoint, *, is_exact: bool, choose: Choose
+    ) -> LoadSource | None:
         with usable(self._target.address):
+            if is_of_another_run(store.committed(), self._target.committed()):
+                return None
+            rollbacks = store.rollbacks.read()
             try:
-                source = choose_source(self._target, wanted, config, self._dropped, is_exact=is_exact)
+                source = choose(self._target, wanted, config, self._dropped, is_exact=is_exact, rollbacks=rollbacks)
             except CheckpointNotFound:
                 return None
         return None if source is None or source.initial else _in_upload_folder(source, is_all_there_is=True)
 
+    def good_steps(self, rollback: Rollback) -> Sequence[CheckpointInfo]:
+        try:
+            with usable(self._target.address):
+                return good_steps(self._target, rollback, self._dropped)
+        except CheckpointError as error:
+            logger.warning("What is in %s is not known: %s", self._target.address, error)
+            return ()
+
     def _later(
-        self, chosen: LoadSource | None, store: StoresCheckpoints, wanted: int, config: Checkpoint
+        self, chosen: LoadSource | None, store: StoresCheckpoints, wanted: int, config: Checkpoint, choose: Choose
     ) -> LoadSource | None:
         """Return the latest checkpoint of the target if the run continues from it; else `chosen`.
 
@@ -210,7 +230,7 @@ class UploadedSources(Sources):
         disk = None if chosen is None or chosen.initial else chosen
         try:
             with usable(self._target.address):
-                found = self._latest(disk, store.committed(), wanted, config)
+                found = self._latest(disk, store, wanted, config, choose)
         except CheckpointError as error:
             if disk is None:
                 raise
@@ -223,10 +243,10 @@ class UploadedSources(Sources):
         return found or chosen
 
     def _latest(
-        self, disk: LoadSource | None, on_disk: Sequence[CheckpointInfo], wanted: int, config: Checkpoint
+        self, disk: LoadSource | None, store: StoresCheckpoints, wanted: int, config: Checkpoint, choose: Choose
     ) -> LoadSource | None:
         """Return the latest checkpoint of the target that comes after the choice of the disk; None for none."""
-        there = self._target.committed()
+        on_disk, there = store.committed(), self._target.committed()
         if is_of_another_run(on_disk, there):
             return None
         latest = None if disk is None else next((info for info in on_disk if info.step == disk.step), None)
@@ -241,9 +261,11 @@ class UploadedSources(Sources):
         kept = {info.step for info in full}
         skipped = self._dropped | {info.step for info in there if info.step not in kept}
         own = dataclasses.replace(config, initial_load_path="")
-        source = choose_source(self._target, wanted, own, skipped) if full else None
+        source = None
+        with suppress(CheckpointNotFound):  # What is there is after the step that the run is not to keep.
+            source = choose(self._target, wanted, own, skipped, rollbacks=store.rollbacks.read()) if full else None
         self._report_damaged(-1 if source is None else source.step, latest)
-        return None if source is None else _in_upload_folder(source, is_all_there_is=disk is None)
+        return None if source is None else _in_upload_folder(source, is_all_there_is=latest is None)
 
     def _report_damaged(self, found: int, latest: CheckpointInfo | None) -> None:
         """Warn of damaged checkpoints after step `found`; raise for those of which nothing could be read."""
