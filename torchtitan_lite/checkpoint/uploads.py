@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
@@ -38,9 +39,12 @@ from torchtitan_lite.store.retention import RetentionPolicy
 from torchtitan_lite.store.rollbacks import Rollback
 from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.uploading import record
-from torchtitan_lite.uploading.choice import continues, is_of_another_run, not_left
+from torchtitan_lite.uploading.choice import Save, continues, is_of_another_run, missing, not_left, save_of
 from torchtitan_lite.uploading.process import UploadProcess
-from torchtitan_lite.uploading.uploader import State, UploadJob
+from torchtitan_lite.uploading.uploader import UploadJob
+
+_LEAST_STOP_SECONDS = 1.0
+"""In which an uploader that answers gives the other folder up."""
 
 
 class Uploads(NoUploads):
@@ -111,24 +115,37 @@ class Uploads(NoUploads):
             logger.info("Waiting for uploads to %s", self._target.address)
         is_done = process.wait(seconds_left, self._context.config.timeout_seconds)
         state = process.state
-        process.close()
-        if is_done:
+        # One that is stopped is not to cost the seconds in which a run leaves for a signal.
+        process.close(max(_LEAST_STOP_SECONDS, seconds_left()))
+        if is_done and not state.waiting:
             return
         # For a signal the exit code is that of the signal.
         if state.is_refused and seconds_left() == math.inf:
             raise UploadRefused(self._target.address, state.problem)
-        self._report_missing(state)
+        self._report_missing(process.stored, state.problem)
 
-    def _report_missing(self, state: State) -> None:
-        missing = f"{counted(state.waiting, 'checkpoint')} ({readable_bytes(state.missing_bytes)})"
+    def _report_missing(self, stored: AbstractSet[Save], problem: str) -> None:
+        lacking = self._missing(stored)
+        size = readable_bytes(sum(info.nbytes for info in lacking))
         logger.warning(
             "Not yet in %s: %s%s. The next start continues with the uploads, or: torchtitan-lite upload %s %s",
             self._target.address,
-            missing if state.waiting else "the last checkpoint",
-            f" ({state.problem})" if state.problem else "",
+            f"{counted(len(lacking), 'checkpoint')} ({size})" if lacking else "perhaps the last checkpoints",
+            f" ({problem})" if problem else "",
             self._source.address,
             self._target.address,
         )
+
+    def _missing(self, stored: AbstractSet[Save]) -> list[CheckpointInfo]:
+        """Return what the disk has and the target, as far as it was seen, has not; it may not answer any more."""
+        source = self._source.committed()
+        try:
+            known = record.read(self._source.root, self._target.address).stored.keys() | stored
+            pinned = self._source.pins.read()
+        except CheckpointError:
+            return []
+        there = [info for info in source if save_of(info) in known]
+        return missing(source, there, self._retention, pinned=pinned, now=time.time())
 
 
 @dataclass(frozen=True)

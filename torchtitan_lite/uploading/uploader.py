@@ -78,6 +78,8 @@ class State:
     """Why nothing gets on; empty while all is well."""
     is_refused: bool = False
     """Whether nothing will be uploaded any more."""
+    is_lasting: bool = False
+    """Whether the next try would meet the same problem, unless a person changes something."""
 
 
 class Uploader:
@@ -100,6 +102,8 @@ class Uploader:
         """Whether a file appears complete or not at all."""
         self._done_with: set[Save] = set()
         """Saves that this process does not send again: sent ones, and those that failed for a cause of theirs."""
+        self._left: set[Save] = set()
+        """The latter."""
         self._commits_failed: Counter[Save] = Counter()
         self._at = self._furthest = 0
         """Bytes of the upload under way, in this try and in the best one."""
@@ -157,6 +161,7 @@ class Uploader:
         pinned = self._source.pins.read() | self._target.pins.read()
         source = self._source.committed()
         lacking = missing(source, target, self._job.retention, pinned=pinned, now=time.time())
+        left = [info for info in lacking if save_of(info) in self._left]
         lacking = [info for info in lacking if save_of(info) not in self._done_with]
         begun = self._record.begun
         if begun is not None and begun.save not in map(save_of, lacking):
@@ -166,9 +171,10 @@ class Uploader:
         chosen = lacking[0] if lacking else None
         self.say(
             uploading=None if chosen is None else chosen.step,
-            waiting=len(lacking),
-            missing_bytes=sum(info.nbytes for info in lacking),
+            waiting=len(lacking) + len(left),
+            missing_bytes=sum(info.nbytes for info in (*lacking, *left)),
             problem="",
+            is_lasting=False,
         )
         return chosen
 
@@ -216,6 +222,7 @@ class Uploader:
     def _leave(self, info: CheckpointInfo, error: CheckpointError) -> None:
         """Leave `info` to the next start, and say so."""
         self._done_with.add(save_of(info))
+        self._left.add(save_of(info))
         logger.warning("Step %d is not uploaded in this start: %s", info.step, error)
         self._emit(UploadFailed(info.step, path=self.address, reason=str(error)))
 
