@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import filecmp
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.small_run import SmallRun
-from tests.uploading.runs import steps_in
+from tests.disks import fill, make_read_only, small_disk
+from tests.uploading.runs import run_of, steps_in
 from torchtitan_lite.errors import CheckpointError, FolderInUse, UploadRefused
 from torchtitan_lite.events import Event
 from torchtitan_lite.store import layout
@@ -115,6 +116,31 @@ def test_what_the_rules_remove_on_disk_they_remove_there(tmp_path: Path) -> None
     SmallRun(tmp_path / "run", interval=1).loaded().finished(3)
     assert upload_all(work, lambda state: None) == 1
     assert steps_in(tmp_path / "other") == [3]
+
+
+@pytest.mark.parametrize("refuse", [fill, make_read_only])
+def test_a_disk_that_takes_nothing_more_is_uploaded(
+    tmp_path: Path, refuse: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        source = trained(disk / "run")
+        refuse(disk)
+        work = job(source, tmp_path / "other")
+        assert upload_all(work, lambda state: None) == 3
+        assert upload_all(work, lambda state: None) == 0
+    assert steps_in(tmp_path / "other") == [1, 2, 3]
+    assert sum("One that is cut begins again" in message for message in caplog.messages) == 2  # Once for each call.
+
+
+def test_a_run_whose_disk_is_full_still_uploads_what_is_on_it(tmp_path: Path, other: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        with run_of(disk / "run", "").loaded() as run:
+            run.train(2)
+        with run_of(disk / "run", other).loaded() as run:
+            fill(disk)
+            run.manager.reset()
+            run.events.wait_for("uploaded")
+    assert steps_in(other) == [1, 2]
 
 
 def test_a_folder_of_another_run_is_refused_and_unchanged(tmp_path: Path) -> None:

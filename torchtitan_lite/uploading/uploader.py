@@ -97,6 +97,8 @@ class Uploader:
         self._housekeeping = Housekeeping(job.retention, ignore, now=time.time, protected=self._source.pins.read)
         self._rate = Rate(job.max_bytes_per_second)
         self._record = Record(self.address)
+        self._is_recorded = True
+        """Whether the folder on disk takes the record; a disk that is full or read-only is to be rescued, too."""
         self._sending = Sending(self._target, self._pass)
         self._is_atomic = isinstance(self._target, BucketStore)
         """Whether a file appears complete or not at all."""
@@ -300,7 +302,19 @@ class Uploader:
 
     def _write(self, new: Record) -> None:
         self._record = new
-        record.write(self._source.root, new)
+        try:
+            record.write(self._source.root, new)
+        except BlockingIOError:
+            raise  # Another process has the folder for a moment.
+        except OSError as error:
+            if self._is_recorded:
+                logger.warning(
+                    "How far uploads to %s are cannot be written into %s: %s. One that is cut begins again",
+                    self.address,
+                    self._source.address,
+                    error,
+                )
+            self._is_recorded = False
 
 
 def _has(path: Path, known: FileRecord) -> bool:
