@@ -12,6 +12,7 @@ import pytest
 from tests.checkpoint.small_run import SmallRun
 from tests.disks import injected
 from tests.uploading.runs import run_of, steps_in
+from torchtitan_lite.errors import FolderUnusable
 from torchtitan_lite.uploading.process import UploadProcess
 
 NO_FOLDER = "/proc/no/folder"
@@ -88,3 +89,21 @@ def test_a_folder_that_can_never_be_written_is_tried_once_more(
     assert next(looks, None) is not None
     assert f"Not yet in {NO_FOLDER}: 2 checkpoints (" in caplog.text
     assert "No such file or directory" in caplog.text
+
+
+def test_what_is_wrong_with_that_folder_names_no_key_of_another_one(
+    tmp_path: Path, other: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with run_of(tmp_path / "run", NO_FOLDER).loaded() as run:
+        run.step()
+        run.events.wait_for("upload_failed")
+    (said,) = [line for line in capfd.readouterr().err.splitlines() if "Could not upload" in line]
+    finding = "[Errno 2] No such file or directory: '/proc/no'"
+    assert said.endswith(f"Could not upload to {NO_FOLDER}: {finding}. Trying again")
+    assert run.events.figures("upload_failed")["reason"] == finding
+    other.write_text("no folder")
+    with pytest.raises(FolderUnusable, match=r"or set another --checkpoint\.upload_folder\.$"):
+        run_of(tmp_path / "empty", other).manager.load()
+    with run_of(tmp_path / "run", other).loaded() as run:
+        assert run.train_state.step == 1
+    assert "set another --checkpoint.upload_folder); continuing with step 1" in caplog.text

@@ -43,6 +43,7 @@ from torchtitan_lite.uploading.choice import Save, continues, is_of_another_run,
 from torchtitan_lite.uploading.process import UploadProcess
 from torchtitan_lite.uploading.uploader import UploadJob
 
+_KEY = "--checkpoint.upload_folder"
 _LEAST_STOP_SECONDS = 1.0
 """In which an uploader that answers gives the other folder up."""
 
@@ -82,7 +83,7 @@ class Uploads(NoUploads):
         return hear
 
     def has_checkpoint(self) -> bool:
-        with usable(self._target.address):
+        with usable(self._target.address, _KEY):
             has_full = any(info.kind is CheckpointKind.FULL for info in self._target.committed())
             return has_full or bool(self._target.damaged()) or bool(self._target.unreadable())
 
@@ -218,7 +219,7 @@ class UploadedSources(Sources):
     def elsewhere(
         self, store: StoresCheckpoints, wanted: int, config: Checkpoint, *, is_exact: bool, choose: Choose
     ) -> LoadSource | None:
-        with usable(self._target.address):
+        with usable(self._target.address, _KEY):
             if is_of_another_run(store.committed(), self._target.committed()):
                 return None
             rollbacks = store.rollbacks.read()
@@ -230,7 +231,7 @@ class UploadedSources(Sources):
 
     def good_steps(self, rollback: Rollback) -> Sequence[CheckpointInfo]:
         try:
-            with usable(self._target.address):
+            with usable(self._target.address, _KEY):
                 return good_steps(self._target, rollback, self._dropped)
         except CheckpointError as error:
             logger.warning("What is in %s is not known: %s", self._target.address, error)
@@ -246,17 +247,18 @@ class UploadedSources(Sources):
         """
         disk = None if chosen is None or chosen.initial else chosen
         try:
-            with usable(self._target.address):
+            with usable(self._target.address, _KEY):
                 found = self._latest(disk, store, wanted, config, choose)
         except CheckpointError as error:
             if disk is None:
                 raise
+            finding = str(error).removesuffix(".")
             logger.warning(
-                "What is in %s is not known (%s); continuing with step %d", self._target.address, error, disk.step
+                "What is in %s is not known (%s); continuing with step %d", self._target.address, finding, disk.step
             )
             return chosen
         if found is None and disk is None and self._damaged:
-            raise AllCheckpointsDamaged(self._target.address, self._damaged)
+            raise AllCheckpointsDamaged(self._target.address, self._damaged, _KEY)
         return found or chosen
 
     def _latest(

@@ -29,6 +29,8 @@ from torchtitan_lite.errors import (
     ExtraMissing,
     FolderInUse,
     FolderUnusable,
+    FormatTooNew,
+    FormatTooOld,
     LeaseLost,
     PinsUnreadable,
     UnknownFormat,
@@ -294,28 +296,29 @@ def _serve(uploader: Uploader, orders: _Orders, line: Connection) -> None:
             done, pause, said = asked, _FIRST_PAUSE_SECONDS, ""
             line.send(done)
         except (UploadRefused, LeaseLost, UnknownFormat) as error:
-            log.logger.error("Uploads have ended: %s", error)
-            line.send(UploadsEnded(_step(uploader), path=uploader.address, reason=str(error)))
-            uploader.say(problem=_finding(error), is_refused=True, tried=_EVERY_ORDER)
+            refused = UploadRefused(uploader.address, _finding(error, uploader.address))
+            log.logger.error("Uploads have ended: %s", refused)
+            line.send(UploadsEnded(_step(uploader), path=uploader.address, reason=str(refused)))
+            uploader.say(problem=refused.finding, is_refused=True, tried=_EVERY_ORDER)
             uploader.close()
             return
         except (OSError, CheckpointError) as error:
             # Each of these may end: a bucket, a key, a route, a disk.
-            reason = str(error)
+            reason = _finding(error, uploader.address)
             if reason != said:
                 log.logger.warning("Could not upload to %s: %s. Trying again", uploader.address, reason)
                 line.send(UploadFailed(_step(uploader), path=uploader.address, reason=reason))
             uploader.failures += 1
             # A tool holds a folder for a moment, another run until its end.
             is_held = isinstance(error, FolderInUse)
-            uploader.say(problem=_finding(error), is_refused=is_held, is_lasting=_is_lasting(error), tried=asked)
+            uploader.say(problem=reason, is_refused=is_held, is_lasting=_is_lasting(error), tried=asked)
             said = reason
             orders.wait(asked, pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
-def _finding(error: Exception) -> str:
-    """Return what is wrong, as a part of a sentence about the other folder."""
+def _finding(error: Exception, address: str) -> str:
+    """Return what is wrong, as a part of a sentence about the folder `address`: advice would name another key."""
     match error:
         case UploadRefused():
             return error.finding
@@ -323,7 +326,11 @@ def _finding(error: Exception) -> str:
             return f"it is in use by {error.holder}"
         case LeaseLost():
             return f"it was taken over by {error.holder or 'another job'}"
-    return str(error)
+        case FolderUnusable():
+            return f"{'' if error.folder == address else f'{error.folder}: '}{error.cause}".removesuffix(".")
+        case FormatTooNew() | FormatTooOld():
+            return f"{error.path} {error.in_short.removeprefix('it ')}"
+    return str(error).removesuffix(".")
 
 
 def _is_lasting(error: Exception) -> bool:
