@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import filecmp
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -170,6 +171,14 @@ def test_a_roll_back_abandons_there_what_it_abandons_here(tmp_path: Path) -> Non
     assert [info.run_id for info in CheckpointStore(tmp_path / "other").committed()] == [
         info.run_id for info in CheckpointStore(source).committed()
     ]
+
+
+def test_what_the_run_there_has_left_is_not_sent_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = trained(tmp_path / "run", 4)
+    shutil.copytree(tmp_path / "run", tmp_path / "new")
+    upload_all(job(trained(tmp_path / "new", 3, load_step=2), tmp_path / "other"), lambda state: None)
+    assert upload_all(job(source, tmp_path / "other"), lambda state: None) == 0
+    assert f"Not uploaded, because the run in {tmp_path / 'other'} has left it: step 3, 4" in caplog.messages
 
 
 def test_the_limit_is_kept_on_average_without_a_burst_after_a_pause() -> None:

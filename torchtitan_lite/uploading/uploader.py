@@ -29,7 +29,7 @@ from torchtitan_lite.store.retention import KeepAll, RetentionPolicy
 from torchtitan_lite.store.rollbacks import together
 from torchtitan_lite.store.store import CheckpointStore, recover
 from torchtitan_lite.uploading import record
-from torchtitan_lite.uploading.choice import Save, is_of_another_run, lineage_in, missing, save_of
+from torchtitan_lite.uploading.choice import Save, is_of_another_run, lineage_in, missing, not_left, save_of
 from torchtitan_lite.uploading.record import Begun, Record
 from torchtitan_lite.uploading.sending import Sending, committed_files
 from torchtitan_lite.uploading.stored_file import Rate, StoredFile
@@ -140,9 +140,9 @@ class Uploader:
         with usable(self._target.address):
             known = record.read(self._source.root, self.address)
             target = self._target.committed()
-            folder_id = self._target.folder_id(make=True)
+            source, folder_id = self._source.committed(), self._target.folder_id(make=True)
             if folder_id != known.folder_id:
-                if is_of_another_run(self._source.committed(), target):
+                if is_of_another_run(source, target):
                     raise UploadRefused(self._target.address, f"it has checkpoints of run {target[-1].run_id}")
                 known = Record(self.address)
             self._record = dataclasses.replace(known, folder_id=folder_id)
@@ -151,6 +151,9 @@ class Uploader:
                 recover(self._target)  # It would remove an upload that is to be continued.
             self._sending.remove_all_but("" if begun is None else begun.place)
         self._note_target(target)
+        kept = {save_of(info) for info in (*not_left(source, target), *target)}
+        if left := [str(info.step) for info in source if save_of(info) not in kept]:
+            logger.warning("Not uploaded, because the run in %s has left it: step %s", self.address, ", ".join(left))
 
     def close(self) -> None:
         """Give the other folder up. Idempotent."""
