@@ -31,7 +31,7 @@ from torchtitan_lite.errors import (
     UnknownFormat,
     UploadRefused,
 )
-from torchtitan_lite.events import Committed, Emit, Event, UploadsEnded
+from torchtitan_lite.events import Committed, Emit, Event, SaveStarted, UploadsEnded
 from torchtitan_lite.log import counted, logger, readable_bytes
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.protocol import StoresCheckpoints
@@ -76,7 +76,8 @@ class Uploads(NoUploads):
     def heard_by(self, emit: Emit) -> Emit:
         def hear(event: Event) -> None:
             emit(event)
-            if isinstance(event, Committed) and self._process is not None:
+            # A save begins in the main thread, where a process that has died is replaced.
+            if isinstance(event, Committed | SaveStarted) and self._process is not None:
                 self._process.look()
 
         self._emit = emit
