@@ -119,6 +119,13 @@ def test_the_error_for_a_missing_step_lists_the_existing_ones() -> None:
     assert ".metadata" in str(errors.CheckpointNotFound("nowhere", None))
 
 
+@pytest.mark.parametrize("address", ["/mnt/other", "s3://bucket/run"])
+def test_what_is_wrong_with_the_folder_of_uploads_names_its_key(address: str) -> None:
+    key = "--checkpoint.upload_folder"
+    assert f"et another {key}" in str(errors.FolderUnusable(address, "EIO", key))
+    assert f"with another --job.dump_folder and {key}." in str(errors.AllCheckpointsDamaged(address, {}, key))
+
+
 @every_error
 def test_a_cause_that_is_a_sentence_ends_in_one_full_stop(kind: type[TorchtitanLiteError]) -> None:
     texts = {name: f"{value}." for name, value in fields_of(kind).items() if name in ("cause", "finding")}

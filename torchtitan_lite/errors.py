@@ -127,7 +127,7 @@ class CheckpointNotFound(CheckpointError, FileNotFoundError):
 
 def _predicate(finding: str) -> str:
     """Return what is the matter with a folder that is no checkpoint, or does not exist."""
-    if finding.startswith("it does not exist"):
+    if finding.startswith(("it does not exist", "it has no checkpoint of")):
         return _clause(finding).removeprefix("it ")
     return f"holds no checkpoint: {_clause(finding) or 'there is no .metadata file in it'}"
 
@@ -160,14 +160,18 @@ def _key_of(folder: str) -> str:
 
 
 class AllCheckpointsDamaged(CheckpointError, ValueError):
-    """No checkpoint in `folder` is what was committed; `findings` is by step. None was changed."""
+    """No checkpoint in `folder` is what was committed; `findings` is by step. None was changed.
 
-    def __init__(self, folder: str, findings: Mapping[int, str]) -> None:
-        self.folder, self.findings = folder, dict(findings)
+    `key` is the option that names the folder; empty for that of the checkpoints.
+    """
+
+    def __init__(self, folder: str, findings: Mapping[int, str], key: str = "") -> None:
+        self.folder, self.findings, self.key = folder, dict(findings), key
+        other = f"--job.dump_folder and {key}" if key else _key_of(folder)
         each = "".join(f"\n  step {step}: {finding}" for step, finding in sorted(findings.items(), reverse=True))
         super().__init__(
             f"every checkpoint in {folder} is damaged; none of them was changed:{each}\n"
-            f"Restore one of them from a copy, or start from scratch with another {_key_of(folder)}."
+            f"Restore one of them from a copy, or start from scratch with another {other}."
         )
 
 
@@ -282,16 +286,20 @@ class WriterProcessDied(CheckpointError, RuntimeError):
 
 
 class FolderUnusable(CheckpointError, OSError):
-    """The system refuses to list, create or write `folder`: `cause`. No step was trained."""
+    """The system refuses to list, create or write `folder`: `cause`. No step was trained.
 
-    def __init__(self, folder: str, cause: str) -> None:
-        self.folder, self.cause = folder, cause
+    `key` is the option that names the folder; empty for that of the checkpoints.
+    """
+
+    def __init__(self, folder: str, cause: str, key: str = "") -> None:
+        self.folder, self.cause, self.key = folder, cause, key
+        other = key or _key_of(folder)
         super().__init__(
             f"{folder} cannot be used for checkpoints: {_clause(cause)}. "
             + (
-                "Set another --checkpoint.folder if that cannot be put right."
+                f"Set another {other} if that cannot be put right."
                 if "://" in folder
-                else "Make it a folder that this user may write, with room, or set another --job.dump_folder."
+                else f"Make it a folder that this user may write, with room, or set another {other}."
             )
         )
 

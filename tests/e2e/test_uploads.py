@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.jobs import run, start
+from tests.processes import children, command_line, send
 from tests.uploading.runs import steps_in
 
 EACH_STEP = "--checkpoint.interval=1"
@@ -48,3 +50,15 @@ def test_a_folder_of_another_run_is_one_sentence_at_the_end_and_no_success(tmp_p
     said = [line for line in job.log.splitlines() if "it has checkpoints of run" in line]
     assert said
     assert "Traceback" not in job.log
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_run_with_its_code_though_the_uploader_does_not_answer(tmp_path: Path) -> None:
+    keys = (EACH_STEP, "--training.steps=100000", "--checkpoint.preemption_grace_seconds=12")
+    with start(tmp_path / "run", *keys, f"--checkpoint.upload_folder={tmp_path / 'other'}") as job:
+        job.wait_until(lambda job: job.events("uploaded"))
+        (uploader,) = [pid for pid in children(job.processes[0].pid) if "uploading.process" in command_line(pid)]
+        send(uploader, signal.SIGSTOP)
+        send(job.processes[0].pid, signal.SIGTERM)
+        assert job.wait() == [143], job.log
+    assert "Not yet in" in job.log

@@ -80,6 +80,12 @@ def test_a_branch_is_sent_however_many_steps_of_the_run_that_it_left_are_there()
     ]
 
 
+def test_what_the_run_there_has_left_is_not_sent() -> None:
+    branch = info(5, "b", ancestors=((4, "a"),))
+    assert steps([info(4), info(5), info(6)], [branch], KeepAll()) == [4]
+    assert steps([info(4), info(5), info(6), info(7, "b", ancestors=((4, "a"),))], [branch], KeepAll()) == [7, 4]
+
+
 def test_a_save_is_known_by_step_run_and_time() -> None:
     assert save_of(info(3, "b", at=7.0)) == (3, "b", 7.0)
 

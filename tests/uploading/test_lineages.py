@@ -78,6 +78,17 @@ def test_an_old_disk_follows_the_branch_that_the_upload_folder_has(tmp_path: Pat
     assert len({run for step, run in saves_in(other) if step > 3}) == 1
 
 
+def test_what_the_branch_there_has_left_is_not_sent_at_each_start(tmp_path: Path, other: Path) -> None:
+    trained(tmp_path / "old", "", 6)
+    shutil.copytree(tmp_path / "old", tmp_path / "new")
+    trained(tmp_path / "new", other, 4, load_step=3)
+    with run_of(tmp_path / "old", other).loaded() as run:
+        assert run.train_state.step == 4
+        run.manager.reset()
+    assert run.events.steps("upload_failed") == run.events.steps("uploaded") == []
+    assert steps_in(other) == [1, 2, 3, 4]
+
+
 def test_the_same_load_step_continues_a_branch_that_only_the_upload_folder_has(tmp_path: Path, other: Path) -> None:
     trained(tmp_path / "old", other, 5)
     shutil.copytree(tmp_path / "old", tmp_path / "new")

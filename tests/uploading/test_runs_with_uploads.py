@@ -26,6 +26,20 @@ def test_the_end_of_a_run_waits_until_all_is_there(tmp_path: Path, other: Path) 
     assert run.events.figures("uploaded")["path"] == str(other)
 
 
+@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+def test_a_save_is_reported_and_uploaded_once_it_is_durable_though_no_call_follows(
+    tmp_path: Path, other: Path, mode: str
+) -> None:
+    with run_of(tmp_path / "run", other, async_mode=mode).loaded() as run:
+        run.step()
+        run.events.wait_for("committed")
+        run.events.wait_for("uploaded")
+        run.manager.wait()
+    assert run.events.steps("committed") == run.events.steps("uploaded") == [1]
+    names = [name for name, *_ in run.events.recorded]
+    assert names.index("save_started") < names.index("staged") < names.index("committed") < names.index("uploaded")
+
+
 def test_a_start_with_an_empty_disk_continues_from_there_bit_for_bit(tmp_path: Path, other: Path) -> None:
     straight = SmallRun(tmp_path / "straight", interval=1).loaded().finished(6)
     run_of(tmp_path / "run", other, keep_latest_k=2).loaded().finished(3, last=False)

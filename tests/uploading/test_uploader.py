@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import filecmp
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.small_run import SmallRun
-from tests.uploading.runs import steps_in
+from tests.disks import fill, make_read_only, small_disk
+from tests.uploading.runs import run_of, steps_in
 from torchtitan_lite.errors import CheckpointError, FolderInUse, UploadRefused
 from torchtitan_lite.events import Event
 from torchtitan_lite.store import layout
@@ -117,6 +119,31 @@ def test_what_the_rules_remove_on_disk_they_remove_there(tmp_path: Path) -> None
     assert steps_in(tmp_path / "other") == [3]
 
 
+@pytest.mark.parametrize("refuse", [fill, make_read_only])
+def test_a_disk_that_takes_nothing_more_is_uploaded(
+    tmp_path: Path, refuse: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        source = trained(disk / "run")
+        refuse(disk)
+        work = job(source, tmp_path / "other")
+        assert upload_all(work, lambda state: None) == 3
+        assert upload_all(work, lambda state: None) == 0
+    assert steps_in(tmp_path / "other") == [1, 2, 3]
+    assert sum("One that is cut begins again" in message for message in caplog.messages) == 2  # Once for each call.
+
+
+def test_a_run_whose_disk_is_full_still_uploads_what_is_on_it(tmp_path: Path, other: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        with run_of(disk / "run", "").loaded() as run:
+            run.train(2)
+        with run_of(disk / "run", other).loaded() as run:
+            fill(disk)
+            run.manager.reset()
+            run.events.wait_for("uploaded")
+    assert steps_in(other) == [1, 2]
+
+
 def test_a_folder_of_another_run_is_refused_and_unchanged(tmp_path: Path) -> None:
     source, other = trained(tmp_path / "run"), trained(tmp_path / "other", 2)
     with pytest.raises(UploadRefused, match=r"it has checkpoints of run .*upload_folder"):
@@ -144,6 +171,14 @@ def test_a_roll_back_abandons_there_what_it_abandons_here(tmp_path: Path) -> Non
     assert [info.run_id for info in CheckpointStore(tmp_path / "other").committed()] == [
         info.run_id for info in CheckpointStore(source).committed()
     ]
+
+
+def test_what_the_run_there_has_left_is_not_sent_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = trained(tmp_path / "run", 4)
+    shutil.copytree(tmp_path / "run", tmp_path / "new")
+    upload_all(job(trained(tmp_path / "new", 3, load_step=2), tmp_path / "other"), lambda state: None)
+    assert upload_all(job(source, tmp_path / "other"), lambda state: None) == 0
+    assert f"Not uploaded, because the run in {tmp_path / 'other'} has left it: step 3, 4" in caplog.messages
 
 
 def test_the_limit_is_kept_on_average_without_a_burst_after_a_pause() -> None:

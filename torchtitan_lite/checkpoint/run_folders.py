@@ -129,11 +129,14 @@ class RunFolders:
 
 
 @contextmanager
-def usable(folder: Path | str) -> Iterator[None]:
-    """Raise `FolderUnusable` for an OSError in the block; errors of this package pass unchanged."""
+def usable(folder: Path | str, key: str = "") -> Iterator[None]:
+    """Raise `FolderUnusable` for an OSError in the block; errors of this package pass unchanged.
+
+    `key` is the option that names `folder`; empty for that of the checkpoints.
+    """
     try:
         yield
     except TorchtitanLiteError:
         raise
     except OSError as error:
-        raise FolderUnusable(str(folder), str(error)) from error
+        raise FolderUnusable(str(folder), str(error), key) from error

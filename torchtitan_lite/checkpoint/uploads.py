@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.no_uploads import NoUploads
 from torchtitan_lite.checkpoint.reading.files import Files
-from torchtitan_lite.checkpoint.resume.load_source import choose_source, is_branch_of
-from torchtitan_lite.checkpoint.resume.source import LoadSource, Sources
+from torchtitan_lite.checkpoint.resume.load_source import good_steps, is_branch_of
+from torchtitan_lite.checkpoint.resume.source import Choose, LoadSource, Sources
 from torchtitan_lite.checkpoint.run_folders import usable
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import (
@@ -30,16 +31,21 @@ from torchtitan_lite.errors import (
     UnknownFormat,
     UploadRefused,
 )
-from torchtitan_lite.events import Committed, Emit, Event, UploadsEnded
+from torchtitan_lite.events import Committed, Emit, Event, SaveStarted, UploadsEnded
 from torchtitan_lite.log import counted, logger, readable_bytes
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.retention import RetentionPolicy
+from torchtitan_lite.store.rollbacks import Rollback
 from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.uploading import record
-from torchtitan_lite.uploading.choice import continues, is_of_another_run, not_left
+from torchtitan_lite.uploading.choice import Save, continues, is_of_another_run, missing, not_left, save_of
 from torchtitan_lite.uploading.process import UploadProcess
-from torchtitan_lite.uploading.uploader import State, UploadJob
+from torchtitan_lite.uploading.uploader import UploadJob
+
+_KEY = "--checkpoint.upload_folder"
+_LEAST_STOP_SECONDS = 1.0
+"""In which an uploader that answers gives the other folder up."""
 
 
 class Uploads(NoUploads):
@@ -70,14 +76,15 @@ class Uploads(NoUploads):
     def heard_by(self, emit: Emit) -> Emit:
         def hear(event: Event) -> None:
             emit(event)
-            if isinstance(event, Committed) and self._process is not None:
+            # A save begins in the main thread, where a process that has died is replaced.
+            if isinstance(event, Committed | SaveStarted) and self._process is not None:
                 self._process.look()
 
         self._emit = emit
         return hear
 
     def has_checkpoint(self) -> bool:
-        with usable(self._target.address):
+        with usable(self._target.address, _KEY):
             has_full = any(info.kind is CheckpointKind.FULL for info in self._target.committed())
             return has_full or bool(self._target.damaged()) or bool(self._target.unreadable())
 
@@ -110,24 +117,37 @@ class Uploads(NoUploads):
             logger.info("Waiting for uploads to %s", self._target.address)
         is_done = process.wait(seconds_left, self._context.config.timeout_seconds)
         state = process.state
-        process.close()
-        if is_done:
+        # One that is stopped is not to cost the seconds in which a run leaves for a signal.
+        process.close(max(_LEAST_STOP_SECONDS, seconds_left()))
+        if is_done and not state.waiting:
             return
         # For a signal the exit code is that of the signal.
         if state.is_refused and seconds_left() == math.inf:
             raise UploadRefused(self._target.address, state.problem)
-        self._report_missing(state)
+        self._report_missing(process.stored, state.problem)
 
-    def _report_missing(self, state: State) -> None:
-        missing = f"{counted(state.waiting, 'checkpoint')} ({readable_bytes(state.missing_bytes)})"
+    def _report_missing(self, stored: AbstractSet[Save], problem: str) -> None:
+        lacking = self._missing(stored)
+        size = readable_bytes(sum(info.nbytes for info in lacking))
         logger.warning(
             "Not yet in %s: %s%s. The next start continues with the uploads, or: torchtitan-lite upload %s %s",
             self._target.address,
-            missing if state.waiting else "the last checkpoint",
-            f" ({state.problem})" if state.problem else "",
+            f"{counted(len(lacking), 'checkpoint')} ({size})" if lacking else "perhaps the last checkpoints",
+            f" ({problem})" if problem else "",
             self._source.address,
             self._target.address,
         )
+
+    def _missing(self, stored: AbstractSet[Save]) -> list[CheckpointInfo]:
+        """Return what the disk has and the target, as far as it was seen, has not; it may not answer any more."""
+        source = self._source.committed()
+        try:
+            known = record.read(self._source.root, self._target.address).stored.keys() | stored
+            pinned = self._source.pins.read()
+        except CheckpointError:
+            return []
+        there = [info for info in source if save_of(info) in known]
+        return missing(source, there, self._retention, pinned=pinned, now=time.time())
 
 
 @dataclass(frozen=True)
@@ -158,19 +178,25 @@ class UploadedSources(Sources):
         self._inner.look(topology)
 
     def preferred(
-        self, chosen: LoadSource | None, store: StoresCheckpoints, wanted: int, config: Checkpoint, *, is_exact: bool
+        self,
+        chosen: LoadSource | None,
+        store: StoresCheckpoints,
+        wanted: int,
+        config: Checkpoint,
+        *,
+        is_exact: bool,
+        choose: Choose,
     ) -> LoadSource | None:
         uploaded = chosen
-        # A run that rolls back by itself has left what is later there.
-        rolls_back = chosen is not None and chosen.lineage.rolls_back_to is not None
-        if not (is_exact or rolls_back) and (wanted == -1 or not config.new_branch):
-            uploaded = self._later(chosen, store, wanted, config)
-        in_memory = self._inner.preferred(chosen, store, wanted, config, is_exact=is_exact)
+        if not is_exact and (wanted == -1 or not config.new_branch):
+            uploaded = self._later(chosen, store, wanted, config, choose)
+        in_memory = self._inner.preferred(chosen, store, wanted, config, is_exact=is_exact, choose=choose)
         if uploaded is chosen or in_memory is None or in_memory is chosen or uploaded is None:
             return in_memory if uploaded is chosen else uploaded
         is_of_its_run = in_memory.lineage.run_id == uploaded.lineage.run_id
         if is_of_its_run and in_memory.step >= uploaded.step:
-            return dataclasses.replace(in_memory, rollbacks=uploaded.rollbacks)
+            lineage = dataclasses.replace(in_memory.lineage, rolls_back_to=uploaded.lineage.rolls_back_to)
+            return dataclasses.replace(in_memory, lineage=lineage, rollbacks=uploaded.rollbacks)
         return uploaded
 
     def drop(self, source: LoadSource, error: CheckpointError) -> bool:
@@ -191,16 +217,29 @@ class UploadedSources(Sources):
     def close(self) -> None:
         self._inner.close()
 
-    def elsewhere(self, wanted: int, config: Checkpoint, *, is_exact: bool) -> LoadSource | None:
-        with usable(self._target.address):
+    def elsewhere(
+        self, store: StoresCheckpoints, wanted: int, config: Checkpoint, *, is_exact: bool, choose: Choose
+    ) -> LoadSource | None:
+        with usable(self._target.address, _KEY):
+            if is_of_another_run(store.committed(), self._target.committed()):
+                return None
+            rollbacks = store.rollbacks.read()
             try:
-                source = choose_source(self._target, wanted, config, self._dropped, is_exact=is_exact)
+                source = choose(self._target, wanted, config, self._dropped, is_exact=is_exact, rollbacks=rollbacks)
             except CheckpointNotFound:
                 return None
         return None if source is None or source.initial else _in_upload_folder(source, is_all_there_is=True)
 
+    def good_steps(self, rollback: Rollback) -> Sequence[CheckpointInfo]:
+        try:
+            with usable(self._target.address, _KEY):
+                return good_steps(self._target, rollback, self._dropped)
+        except CheckpointError as error:
+            logger.warning("What is in %s is not known: %s", self._target.address, error)
+            return ()
+
     def _later(
-        self, chosen: LoadSource | None, store: StoresCheckpoints, wanted: int, config: Checkpoint
+        self, chosen: LoadSource | None, store: StoresCheckpoints, wanted: int, config: Checkpoint, choose: Choose
     ) -> LoadSource | None:
         """Return the latest checkpoint of the target if the run continues from it; else `chosen`.
 
@@ -209,24 +248,25 @@ class UploadedSources(Sources):
         """
         disk = None if chosen is None or chosen.initial else chosen
         try:
-            with usable(self._target.address):
-                found = self._latest(disk, store.committed(), wanted, config)
+            with usable(self._target.address, _KEY):
+                found = self._latest(disk, store, wanted, config, choose)
         except CheckpointError as error:
             if disk is None:
                 raise
+            finding = str(error).removesuffix(".")
             logger.warning(
-                "What is in %s is not known (%s); continuing with step %d", self._target.address, error, disk.step
+                "What is in %s is not known (%s); continuing with step %d", self._target.address, finding, disk.step
             )
             return chosen
         if found is None and disk is None and self._damaged:
-            raise AllCheckpointsDamaged(self._target.address, self._damaged)
+            raise AllCheckpointsDamaged(self._target.address, self._damaged, _KEY)
         return found or chosen
 
     def _latest(
-        self, disk: LoadSource | None, on_disk: Sequence[CheckpointInfo], wanted: int, config: Checkpoint
+        self, disk: LoadSource | None, store: StoresCheckpoints, wanted: int, config: Checkpoint, choose: Choose
     ) -> LoadSource | None:
         """Return the latest checkpoint of the target that comes after the choice of the disk; None for none."""
-        there = self._target.committed()
+        on_disk, there = store.committed(), self._target.committed()
         if is_of_another_run(on_disk, there):
             return None
         latest = None if disk is None else next((info for info in on_disk if info.step == disk.step), None)
@@ -241,9 +281,11 @@ class UploadedSources(Sources):
         kept = {info.step for info in full}
         skipped = self._dropped | {info.step for info in there if info.step not in kept}
         own = dataclasses.replace(config, initial_load_path="")
-        source = choose_source(self._target, wanted, own, skipped) if full else None
+        source = None
+        with suppress(CheckpointNotFound):  # What is there is after the step that the run is not to keep.
+            source = choose(self._target, wanted, own, skipped, rollbacks=store.rollbacks.read()) if full else None
         self._report_damaged(-1 if source is None else source.step, latest)
-        return None if source is None else _in_upload_folder(source, is_all_there_is=disk is None)
+        return None if source is None else _in_upload_folder(source, is_all_there_is=latest is None)
 
     def _report_damaged(self, found: int, latest: CheckpointInfo | None) -> None:
         """Warn of damaged checkpoints after step `found`; raise for those of which nothing could be read."""

@@ -105,6 +105,10 @@ class Lineage:
         """Return whether this run has left the checkpoint of `step` of the run `run_id` behind."""
         return (step, run_id) in self.abandons or any(run_id == run and step > kept for kept, run in self.ancestors)
 
+    def is_of(self, run_id: str) -> bool:
+        """Return whether this is the run `run_id`, or began in it."""
+        return run_id == self.run_id or self.comes_from(run_id)
+
     def comes_from(self, run_id: str) -> bool:
         """Return whether this run began in the run `run_id`."""
         return any(run_id == run for _, run in self.ancestors)

@@ -77,8 +77,7 @@ def unfinished(found: Sequence[Rollback], latest: OfARun) -> Rollback | None:
     """
     if not found:
         return None
-    last, run_id = found[-1], latest.lineage.run_id
-    return last if run_id == last.left.run_id or last.left.comes_from(run_id) else None
+    return found[-1] if found[-1].left.is_of(latest.lineage.run_id) else None
 
 
 def batch_of(step: int, skipped: Collection[int]) -> int:

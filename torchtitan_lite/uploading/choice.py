@@ -30,11 +30,12 @@ def missing(
     """Return the checkpoints of `source` that `target` lacks and that `policy` would keep there, the latest first.
 
     The latest one is the one that a lost disk would cost. What the policy would remove from the target as soon as later
-    ones are there is never sent.
+    ones are there is never sent, nor what the run of the target has left: its commit would fail.
     """
     there = {save_of(info) for info in target}
-    lacking = {info.step: info for info in source if save_of(info) not in there}
-    together = {info.step: info for info in (*not_left(target, source), *not_left(source, target))} | lacking
+    wanted = not_left(source, target)
+    lacking = {info.step: info for info in wanted if save_of(info) not in there}
+    together = {info.step: info for info in (*not_left(target, source), *wanted)} | lacking
     verdicts = judge(policy, [*together.values()], pinned=pinned, now=now)
     return [each.info for each in reversed(verdicts) if not each.goes and lacking.get(each.info.step) is each.info]
 

@@ -7,6 +7,7 @@ A store that fails or hangs is tried again for as long as the process lives: no 
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import socket
@@ -27,11 +28,16 @@ from torchtitan_lite.errors import (
     ConfigError,
     ExtraMissing,
     FolderInUse,
+    FolderUnusable,
+    FormatTooNew,
+    FormatTooOld,
     LeaseLost,
+    PinsUnreadable,
     UnknownFormat,
     UploadRefused,
 )
 from torchtitan_lite.events import Emit, UploadFailed, UploadsEnded
+from torchtitan_lite.uploading.choice import Save
 from torchtitan_lite.uploading.uploader import State, Uploader, UploadJob
 
 _FIRST_PAUSE_SECONDS = 1.0
@@ -42,9 +48,12 @@ _CHECK_SECONDS = 0.5
 """Between two checks of the time that is left, at the end of a run."""
 _STOP_SECONDS = 5.0
 _EVERY_ORDER = 1 << 62
+_LASTING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EINVAL)
 
 _RESTART_SECONDS = 60.0
-"""Between two starts of a process that dies."""
+"""Between two starts of a process that dies, while the run trains."""
+_MOST_DEATHS = 3
+"""At the end of a run, of processes that did not complete one upload."""
 _SEND_SECONDS = 1
 
 
@@ -63,6 +72,8 @@ class UploadProcess:
         self._has_died = self._has_ended = False
         self.state = State()
         """What the process said last."""
+        self.stored: set[Save] = set()
+        """What the processes of this run have seen or put in the other folder."""
         forget_in_children(self.forget)
 
     def start(self) -> None:
@@ -84,18 +95,22 @@ class UploadProcess:
     def look(self) -> None:
         """Have the process look for a new checkpoint, and start another one if it has died. Any thread."""
         with self._changed:
+            self._asked += 1  # The next process owes it, too.
             if self._line is not None:
-                self._asked += 1
                 with suppress(OSError):  # The listener sees the end.
                     self._line.send(self._asked)
                 return
         is_due = time.monotonic() - self._started_at >= _RESTART_SECONDS
         # It dies with the thread that starts it.
         if self._has_died and is_due and threading.current_thread() is threading.main_thread():
-            self._has_died = False
-            self.close()
-            with suppress(OSError):
-                self.start()
+            self._start_another()
+
+    def _start_another(self) -> None:
+        self._has_died = False
+        self.close()
+        self.state = State()
+        with suppress(OSError):
+            self.start()
 
     @property
     def is_idle(self) -> bool:
@@ -105,24 +120,35 @@ class UploadProcess:
     def wait(self, seconds_left: Callable[[], float], patience_seconds: float) -> bool:
         """Wait until all is uploaded, while there are `seconds_left` and something new is sent; return whether it is.
 
-        Something new is to be sent within `patience_seconds`. What is refused is tried once more.
+        Something new is to be sent within `patience_seconds`. What is refused is tried once more, and a process that
+        dies is replaced, up to three times without an upload between. Main thread.
         """
         if not self.is_idle:
             self.look()
-        with self._changed:
-            sent, moved_at, asked = self.state.new_bytes, time.monotonic(), self._asked
-            while not self.is_idle and self._line is not None:
-                now = time.monotonic()
-                if self.state.new_bytes != sent:
-                    sent, moved_at = self.state.new_bytes, now
-                is_refused = self.state.is_refused and self.state.tried >= asked
-                if is_refused or seconds_left() <= 0 or now - moved_at >= patience_seconds:
+        sent, moved_at, asked, deaths, stored = self.state.new_bytes, time.monotonic(), self._asked, 0, len(self.stored)
+        while not self.is_idle:
+            now, state = time.monotonic(), self.state
+            if state.new_bytes != sent:
+                sent, moved_at = state.new_bytes, now
+            is_in_vain = (state.is_refused or state.is_lasting) and state.tried >= asked
+            if is_in_vain or seconds_left() <= 0 or now - moved_at >= patience_seconds:
+                break
+            if self._line is None:
+                if len(self.stored) > stored:
+                    deaths, stored = 0, len(self.stored)
+                if self._has_ended or deaths == _MOST_DEATHS:
                     break
-                self._changed.wait(_CHECK_SECONDS)
-            return self.is_idle
+                deaths += 1
+                self._start_another()
+            with self._changed:
+                if not self.is_idle and self._line is not None:
+                    self._changed.wait(_CHECK_SECONDS)
+        if deaths == _MOST_DEATHS and self._line is None:
+            self.state = State(problem="the process that uploads ended each time")
+        return self.is_idle
 
-    def close(self) -> None:
-        """End the process; what is under way continues at the next start. Idempotent."""
+    def close(self, seconds: float = _STOP_SECONDS) -> None:
+        """End the process, at the latest after `seconds`; what is under way continues at the next start. Idempotent."""
         with self._changed:
             line, self._line = self._line, None
             if line is not None:
@@ -138,7 +164,7 @@ class UploadProcess:
         self._listener = None
         if self._process is not None:
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_STOP_SECONDS)
+                self._process.wait(min(seconds, _STOP_SECONDS))
             self._process.kill()
             self._process.wait()
             self._process = None
@@ -159,6 +185,7 @@ class UploadProcess:
                 if isinstance(word, State):
                     with self._changed:
                         self.state = word
+                        self.stored.update(() if word.stored is None else (word.stored,))
                         self._changed.notify_all()
                 elif isinstance(word, int):
                     with self._changed:
@@ -178,7 +205,7 @@ class UploadProcess:
     def _report_death(self) -> None:
         if not self._has_ended:
             self._has_died = True
-            log.logger.warning("The process that uploads checkpoints ended; another one continues at the next save")
+            log.logger.warning("The process that uploads checkpoints ended; another one continues")
 
 
 class _Reporter:
@@ -196,7 +223,7 @@ class _Reporter:
 
 
 def _without_bytes(state: State) -> tuple[object, ...]:
-    return state.stored, state.uploading, state.waiting, state.problem, state.is_refused, state.tried
+    return state.stored, state.uploading, state.waiting, state.problem, state.is_refused, state.is_lasting, state.tried
 
 
 def serve(socket_fd: int, trainer_pid: int, ignored: Sequence[int], fault_spec: str) -> None:
@@ -269,27 +296,29 @@ def _serve(uploader: Uploader, orders: _Orders, line: Connection) -> None:
             done, pause, said = asked, _FIRST_PAUSE_SECONDS, ""
             line.send(done)
         except (UploadRefused, LeaseLost, UnknownFormat) as error:
-            log.logger.error("Uploads have ended: %s", error)
-            line.send(UploadsEnded(_step(uploader), path=uploader.address, reason=str(error)))
-            uploader.say(problem=_finding(error), is_refused=True, tried=_EVERY_ORDER)
+            refused = UploadRefused(uploader.address, _finding(error, uploader.address))
+            log.logger.error("Uploads have ended: %s", refused)
+            line.send(UploadsEnded(_step(uploader), path=uploader.address, reason=str(refused)))
+            uploader.say(problem=refused.finding, is_refused=True, tried=_EVERY_ORDER)
             uploader.close()
             return
         except (OSError, CheckpointError) as error:
             # Each of these may end: a bucket, a key, a route, a disk.
-            reason = str(error)
+            reason = _finding(error, uploader.address)
             if reason != said:
                 log.logger.warning("Could not upload to %s: %s. Trying again", uploader.address, reason)
                 line.send(UploadFailed(_step(uploader), path=uploader.address, reason=reason))
             uploader.failures += 1
             # A tool holds a folder for a moment, another run until its end.
-            uploader.say(problem=_finding(error), is_refused=isinstance(error, FolderInUse), tried=asked)
+            is_held = isinstance(error, FolderInUse)
+            uploader.say(problem=reason, is_refused=is_held, is_lasting=_is_lasting(error), tried=asked)
             said = reason
             orders.wait(asked, pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
-def _finding(error: Exception) -> str:
-    """Return what is wrong, as a part of a sentence about the other folder."""
+def _finding(error: Exception, address: str) -> str:
+    """Return what is wrong, as a part of a sentence about the folder `address`: advice would name another key."""
     match error:
         case UploadRefused():
             return error.finding
@@ -297,7 +326,19 @@ def _finding(error: Exception) -> str:
             return f"it is in use by {error.holder}"
         case LeaseLost():
             return f"it was taken over by {error.holder or 'another job'}"
-    return str(error)
+        case FolderUnusable():
+            return f"{'' if error.folder == address else f'{error.folder}: '}{error.cause}".removesuffix(".")
+        case FormatTooNew() | FormatTooOld():
+            return f"{error.path} {error.in_short.removeprefix('it ')}"
+    return str(error).removesuffix(".")
+
+
+def _is_lasting(error: Exception) -> bool:
+    """Return whether the next try would meet `error` again: a permission, a key, a file that a person has to change."""
+    cause = error.__cause__ if isinstance(error, FolderUnusable) and error.__cause__ is not None else error
+    if isinstance(cause, OSError) and cause.errno is not None:
+        return cause.errno in _LASTING
+    return isinstance(cause, FolderUnusable | PinsUnreadable)
 
 
 def _step(uploader: Uploader) -> int:

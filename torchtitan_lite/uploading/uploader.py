@@ -29,7 +29,7 @@ from torchtitan_lite.store.retention import KeepAll, RetentionPolicy
 from torchtitan_lite.store.rollbacks import together
 from torchtitan_lite.store.store import CheckpointStore, recover
 from torchtitan_lite.uploading import record
-from torchtitan_lite.uploading.choice import Save, is_of_another_run, lineage_in, missing, save_of
+from torchtitan_lite.uploading.choice import Save, is_of_another_run, lineage_in, missing, not_left, save_of
 from torchtitan_lite.uploading.record import Begun, Record
 from torchtitan_lite.uploading.sending import Sending, committed_files
 from torchtitan_lite.uploading.stored_file import Rate, StoredFile
@@ -78,6 +78,8 @@ class State:
     """Why nothing gets on; empty while all is well."""
     is_refused: bool = False
     """Whether nothing will be uploaded any more."""
+    is_lasting: bool = False
+    """Whether the next try would meet the same problem, unless a person changes something."""
 
 
 class Uploader:
@@ -95,11 +97,15 @@ class Uploader:
         self._housekeeping = Housekeeping(job.retention, ignore, now=time.time, protected=self._source.pins.read)
         self._rate = Rate(job.max_bytes_per_second)
         self._record = Record(self.address)
+        self._is_recorded = True
+        """Whether the folder on disk takes the record; a disk that is full or read-only is to be rescued, too."""
         self._sending = Sending(self._target, self._pass)
         self._is_atomic = isinstance(self._target, BucketStore)
         """Whether a file appears complete or not at all."""
         self._done_with: set[Save] = set()
         """Saves that this process does not send again: sent ones, and those that failed for a cause of theirs."""
+        self._left: set[Save] = set()
+        """The latter."""
         self._commits_failed: Counter[Save] = Counter()
         self._at = self._furthest = 0
         """Bytes of the upload under way, in this try and in the best one."""
@@ -134,9 +140,9 @@ class Uploader:
         with usable(self._target.address):
             known = record.read(self._source.root, self.address)
             target = self._target.committed()
-            folder_id = self._target.folder_id(make=True)
+            source, folder_id = self._source.committed(), self._target.folder_id(make=True)
             if folder_id != known.folder_id:
-                if is_of_another_run(self._source.committed(), target):
+                if is_of_another_run(source, target):
                     raise UploadRefused(self._target.address, f"it has checkpoints of run {target[-1].run_id}")
                 known = Record(self.address)
             self._record = dataclasses.replace(known, folder_id=folder_id)
@@ -145,6 +151,9 @@ class Uploader:
                 recover(self._target)  # It would remove an upload that is to be continued.
             self._sending.remove_all_but("" if begun is None else begun.place)
         self._note_target(target)
+        kept = {save_of(info) for info in (*not_left(source, target), *target)}
+        if left := [str(info.step) for info in source if save_of(info) not in kept]:
+            logger.warning("Not uploaded, because the run in %s has left it: step %s", self.address, ", ".join(left))
 
     def close(self) -> None:
         """Give the other folder up. Idempotent."""
@@ -157,6 +166,7 @@ class Uploader:
         pinned = self._source.pins.read() | self._target.pins.read()
         source = self._source.committed()
         lacking = missing(source, target, self._job.retention, pinned=pinned, now=time.time())
+        left = [info for info in lacking if save_of(info) in self._left]
         lacking = [info for info in lacking if save_of(info) not in self._done_with]
         begun = self._record.begun
         if begun is not None and begun.save not in map(save_of, lacking):
@@ -166,9 +176,10 @@ class Uploader:
         chosen = lacking[0] if lacking else None
         self.say(
             uploading=None if chosen is None else chosen.step,
-            waiting=len(lacking),
-            missing_bytes=sum(info.nbytes for info in lacking),
+            waiting=len(lacking) + len(left),
+            missing_bytes=sum(info.nbytes for info in (*lacking, *left)),
             problem="",
+            is_lasting=False,
         )
         return chosen
 
@@ -216,6 +227,7 @@ class Uploader:
     def _leave(self, info: CheckpointInfo, error: CheckpointError) -> None:
         """Leave `info` to the next start, and say so."""
         self._done_with.add(save_of(info))
+        self._left.add(save_of(info))
         logger.warning("Step %d is not uploaded in this start: %s", info.step, error)
         self._emit(UploadFailed(info.step, path=self.address, reason=str(error)))
 
@@ -295,7 +307,19 @@ class Uploader:
 
     def _write(self, new: Record) -> None:
         self._record = new
-        record.write(self._source.root, new)
+        try:
+            record.write(self._source.root, new)
+        except BlockingIOError:
+            raise  # Another process has the folder for a moment.
+        except OSError as error:
+            if self._is_recorded:
+                logger.warning(
+                    "How far uploads to %s are cannot be written into %s: %s. One that is cut begins again",
+                    self.address,
+                    self._source.address,
+                    error,
+                )
+            self._is_recorded = False
 
 
 def _has(path: Path, known: FileRecord) -> bool:

@@ -16,7 +16,7 @@ from torchtitan_lite.checkpoint.images.image_source import ImageSource
 from torchtitan_lite.checkpoint.images.tier import TakenOver, Tier
 from torchtitan_lite.checkpoint.reading.files import Files
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
-from torchtitan_lite.checkpoint.resume.source import LoadSource, Sources
+from torchtitan_lite.checkpoint.resume.source import Choose, LoadSource, Sources
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
@@ -43,7 +43,14 @@ class ImageSources(Sources):
         self._held.look(topology=topology)
 
     def preferred(
-        self, chosen: LoadSource | None, store: StoresCheckpoints, wanted: int, config: Checkpoint, *, is_exact: bool
+        self,
+        chosen: LoadSource | None,
+        store: StoresCheckpoints,
+        wanted: int,
+        config: Checkpoint,
+        *,
+        is_exact: bool,
+        choose: Choose,
     ) -> LoadSource | None:
         assert isinstance(store, CheckpointStore), "images are kept of folders on disk alone"
         return prefer_memory(self._held, store, chosen, wanted, config, is_exact=is_exact)

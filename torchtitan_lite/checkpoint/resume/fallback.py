@@ -17,7 +17,7 @@ from pathlib import Path
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.reading.files import Identity, differs, files_of
 from torchtitan_lite.checkpoint.resume.load_source import choose_source
-from torchtitan_lite.checkpoint.resume.source import LoadSource, Sources
+from torchtitan_lite.checkpoint.resume.source import Choose, LoadSource, Sources
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import (
@@ -55,8 +55,8 @@ class Candidates:
     emit: Emit
     is_exact: bool = False
     """Whether `wanted` means that very step, not the latest one of a branch that began there."""
-    choose: Callable[..., LoadSource | None] = choose_source
-    """Chooses the next candidate; called as `choose_source` is."""
+    choose: Choose = choose_source
+    """Chooses the next candidate."""
     sources: Sources = field(default_factory=Sources)
     """What else there is to load; it goes before the disk."""
     damaged: dict[int, CheckpointDamaged] = field(default_factory=dict)
@@ -151,7 +151,9 @@ class Candidates:
             # A fresh start over damaged checkpoints would hide the damage.
             source = None
         self._chosen = None if source is None else files_of(source.path).identity()
-        preferred = self.sources.preferred(source, self.store, self.wanted, self.config, is_exact=self.is_exact)
+        preferred = self.sources.preferred(
+            source, self.store, self.wanted, self.config, is_exact=self.is_exact, choose=self.choose
+        )
         if preferred is not None and preferred is not source:
             found = together(self.store.rollbacks.read(), preferred.rollbacks)
             preferred = dataclasses.replace(preferred, rollbacks=of_run(found, preferred.lineage))
@@ -161,7 +163,10 @@ class Candidates:
         try:
             return self.choose(self.store, self.wanted, self.config, damaged, is_exact=self.is_exact)
         except CheckpointNotFound:
-            if (source := self.sources.elsewhere(self.wanted, self.config, is_exact=self.is_exact)) is None:
+            source = self.sources.elsewhere(
+                self.store, self.wanted, self.config, is_exact=self.is_exact, choose=self.choose
+            )
+            if source is None:
                 raise
             return source
 

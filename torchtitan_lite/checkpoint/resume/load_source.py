@@ -21,14 +21,14 @@ from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.checkpoint.resume.wrong_folder import checked_initial_path
 from torchtitan_lite.config.job_config import EXCLUDABLE_STATES, Checkpoint
-from torchtitan_lite.errors import CheckpointError, CheckpointMismatch, CheckpointUnreadable
+from torchtitan_lite.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, CheckpointUnreadable
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, of_equal_ranks
 from torchtitan_lite.store.manifest_fields import NAN_IN, RANKS_DIFFER, TRAINED_SECONDS
 from torchtitan_lite.store.place import Place, on_disk
 from torchtitan_lite.store.protocol import StoresCheckpoints
-from torchtitan_lite.store.rollbacks import Rollback, of_run, unfinished
+from torchtitan_lite.store.rollbacks import Rollback, of_run, together, unfinished
 
 _TRAIN_STATE = "train_state"
 
@@ -45,14 +45,15 @@ def choose_source(
     skipped: Collection[int] = (),
     *,
     is_exact: bool = False,
+    rollbacks: Sequence[Rollback] = (),
 ) -> LoadSource | None:
     """Return what to load for `step` (-1: the latest); None for a fresh start. **Coordinator only**.
 
     Ignores the steps in `skipped`, unless `step` is one of them. With `is_exact`, `step` means that very step, not the
-    latest one of a branch that began there. Raises `CheckpointNotFound`, and `CheckpointMismatch` for a `step` that
-    holds only weights.
+    latest one of a branch that began there. `rollbacks` are those on record in another folder of the run, which count,
+    too. Raises `CheckpointNotFound`, and `CheckpointMismatch` for a `step` that holds only weights.
     """
-    found = store.rollbacks.read()
+    found = together(rollbacks, store.rollbacks.read())
     source = _chosen(store, step, config, skipped, is_exact, found)
     return None if source is None else _complete(source, found, config)
 
@@ -64,9 +65,10 @@ def choose_rollback(
     skipped: Collection[int] = (),
     *,
     is_exact: bool = False,
+    rollbacks: Sequence[Rollback] = (),
 ) -> LoadSource | None:
-    """Return what the last rollback on record in `store` goes to. Called, and raises, as `choose_source`."""
-    found = store.rollbacks.read()
+    """Return what the last rollback on record goes to in `store`. Called, and raises, as `choose_source`."""
+    found = together(rollbacks, store.rollbacks.read())
     return _complete(_rolled_back(store, found[-1], skipped), found, config)
 
 
@@ -74,8 +76,10 @@ def good_steps(store: StoresCheckpoints, rollback: Rollback, skipped: Collection
     """Return the checkpoints to which `rollback` may go and in which nothing was found wrong when they were saved."""
     full = [info for info in store.committed() if info.kind is CheckpointKind.FULL and info.step not in skipped]
     # What an earlier rollback has left may still be there, if nothing was saved since.
-    before = [info for info in full if info.step <= rollback.last and not rollback.left.leaves(info.step, info.run_id)]
-    return [info for info in before if info.is_good]
+    left = rollback.left
+    before = [info for info in full if info.step <= rollback.last and not left.leaves(info.step, info.run_id)]
+    # A folder that was named by mistake, such as that of uploads, may hold another run.
+    return [info for info in before if info.is_good and left.is_of(info.run_id)]
 
 
 def _complete(source: LoadSource, found: Sequence[Rollback], config: Checkpoint) -> LoadSource:
@@ -85,10 +89,11 @@ def _complete(source: LoadSource, found: Sequence[Rollback], config: Checkpoint)
 
 def _rolled_back(store: StoresCheckpoints, rollback: Rollback, skipped: Collection[int]) -> LoadSource:
     if not (good := good_steps(store, rollback, skipped)):
-        raise CheckpointError(
-            f"{store.address} has no checkpoint of step {rollback.last} or before in which nothing was found wrong, "
-            f"and the run is to roll back {rollback}. To resume from the latest one, move {layout.ROLLBACKS} away."
+        finding = (
+            f"it has no checkpoint of step {rollback.last} or before in which nothing was found wrong, and the run is "
+            f"to roll back {rollback}. To resume from the latest one, move {layout.ROLLBACKS} away"
         )
+        raise CheckpointNotFound(store.address, None, finding=finding)
     source = _committed(good[-1])
     return dataclasses.replace(source, lineage=rollback.left.rolled_back(rollback.run_id, source.step))
 

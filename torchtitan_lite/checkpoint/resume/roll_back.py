@@ -76,11 +76,11 @@ class RollBack:
         while self._peers.max_over_ranks(not self._run.is_finite())[0]:
             if self._peers.is_coordinator:
                 logger.warning("Step %d has values that are not finite. Trying an older one", source.step)
-            self._change(last=source.step - 1)
+            # An image of the branch may be later than what the run rolled back to.
+            self._change(last=min(source.step - 1, _target(source)))
             source = self._load.load_back()
         faults.point("rolled_back", step=source.step)
-        assert source.lineage.rolls_back_to is not None, "it is on the way back"
-        self._change(target=source.lineage.rolls_back_to)
+        self._change(target=_target(source))
         return source
 
     def _take_over(self, others: Sequence[Rollback]) -> None:
@@ -99,7 +99,7 @@ class RollBack:
             obstacle = f"the most that are allowed are {limit}"
         elif rollback is None:
             obstacle = "there is no earlier batch to skip"
-        elif not good_steps(self._store, rollback):
+        elif not (good_steps(self._store, rollback) or self._load.sources.good_steps(rollback)):
             obstacle = f"there is no checkpoint of step {rollback.last} or before in which nothing was found wrong"
         if obstacle or rollback is None:
             raise TrainingDiverged(step, reason, tuple(map(str, recent)), obstacle)
@@ -129,3 +129,8 @@ class RollBack:
                 self._store.rollbacks.write((*before, dataclasses.replace(last, **fields)))  # type: ignore[arg-type]
 
         self._peers.on_coordinator(change)
+
+
+def _target(source: LoadSource) -> int:
+    assert source.lineage.rolls_back_to is not None, "it is on the way back"
+    return source.lineage.rolls_back_to

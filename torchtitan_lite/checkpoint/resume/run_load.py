@@ -6,7 +6,6 @@ load_source and fallback decide which checkpoints are candidates; restore loads 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.context import RunContext
@@ -15,7 +14,7 @@ from torchtitan_lite.checkpoint.resume.fallback import Candidates
 from torchtitan_lite.checkpoint.resume.load_source import choose_rollback, choose_source
 from torchtitan_lite.checkpoint.resume.restore import Restore
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
-from torchtitan_lite.checkpoint.resume.source import LoadSource, Sources
+from torchtitan_lite.checkpoint.resume.source import Choose, LoadSource, Sources
 from torchtitan_lite.checkpoint.resume.wrong_folder import neighbour_with_steps, refuse_wrong_folders
 from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.checkpoint.state.run_state import RunState
@@ -42,7 +41,8 @@ class RunLoad:
         self._store = folders.checkpoints
         self._config = config
         self._topology = topology
-        self._sources = sources
+        self.sources = sources
+        """What there is to load besides the checkpoints on disk."""
         self._peers, self._clock, self._emit = context.peers, context.clock, context.emit
 
     def load(self, step: int) -> LoadSource | None:
@@ -52,12 +52,12 @@ class RunLoad:
         `AllCheckpointsDamaged`, and the error of a state that refuses, on every rank.
         """
         wanted = step if step != -1 else self._config.checkpoint.load_step
-        self._sources.look(self._topology)
-        candidates = self._candidates(wanted, self._sources, is_exact=step != -1)
+        self.sources.look(self._topology)
+        candidates = self._candidates(wanted, self.sources, is_exact=step != -1)
         try:
-            source = candidates.take(lambda source: self._load(wanted, source, self._sources))
+            source = candidates.take(lambda source: self._load(wanted, source, self.sources))
         except BaseException:
-            self._sources.close()
+            self.sources.close()
             raise
         if source is None:
             self._report_unmanaged(wanted)
@@ -66,9 +66,9 @@ class RunLoad:
         return source
 
     def load_back(self) -> LoadSource:
-        """Load what the last rollback on record rolls back to, from disk. Raises as `load` does."""
-        candidates = self._candidates(-1, Sources(), choose=choose_rollback)
-        source = candidates.take(lambda source: self._load(-1, source, Sources()))
+        """Load what the last rollback on record rolls back to. Raises as `load` does."""
+        candidates = self._candidates(-1, self.sources, choose=choose_rollback)
+        source = candidates.take(lambda source: self._load(-1, source, self.sources))
         assert source is not None, "choose_rollback raises where there is none"
         return source
 
@@ -91,7 +91,7 @@ class RunLoad:
         sources: Sources,
         *,
         is_exact: bool = False,
-        choose: Callable[..., LoadSource | None] = choose_source,
+        choose: Choose = choose_source,
     ) -> Candidates:
         config = self._config.checkpoint
         return Candidates(

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from torchtitan_lite.checkpoint.schedule.interval import AtRisk, Tick
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.manifest import CheckpointInfo
 from torchtitan_lite.store.place import Place
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.rollbacks import Rollback
@@ -112,21 +114,41 @@ class LoadSource:
         return config.verify_on_load if self.lineage.rolls_back_to is None else "full"
 
 
+Choose = Callable[..., LoadSource | None]
+"""Chooses what to load from one folder; called as `choose_source` is."""
+
+
 class Sources:
-    """What there is to load besides the checkpoints on disk: nothing."""
+    """What there is to load besides the checkpoints on disk: nothing.
+
+    What chooses on disk, `choose`, chooses elsewhere, too: a start and a run that rolls back look in the same places.
+    """
 
     def look(self, topology: str) -> None:
         """Find what a run of `topology` could load. Before a choice; **collective**."""
 
     def preferred(
-        self, chosen: LoadSource | None, store: StoresCheckpoints, wanted: int, config: Checkpoint, *, is_exact: bool
+        self,
+        chosen: LoadSource | None,
+        store: StoresCheckpoints,
+        wanted: int,
+        config: Checkpoint,
+        *,
+        is_exact: bool,
+        choose: Choose,
     ) -> LoadSource | None:
         """Return what goes before `chosen`, which `store` has for `wanted`; else `chosen`. **Coordinator only**."""
         return chosen
 
-    def elsewhere(self, wanted: int, config: Checkpoint, *, is_exact: bool) -> LoadSource | None:
-        """Return the step `wanted`, which is not on disk; None without one. **Coordinator only**."""
+    def elsewhere(
+        self, store: StoresCheckpoints, wanted: int, config: Checkpoint, *, is_exact: bool, choose: Choose
+    ) -> LoadSource | None:
+        """Return what `store` lacks for `wanted`; None if it is not here either. **Coordinator only**."""
         return None
+
+    def good_steps(self, rollback: Rollback) -> Sequence[CheckpointInfo]:
+        """Return the checkpoints here to which `rollback` may go, as `load_source.good_steps`. **Coordinator only**."""
+        return ()
 
     def drop(self, source: LoadSource, error: CheckpointError) -> bool:
         """Return whether `source` was offered here; it is damaged then, and not offered again. **Collective**."""

@@ -2,12 +2,15 @@
 
 At most one save is in flight. It is settled once it is durable or has failed. Retention runs after a
 durable one, so that it counts only durable checkpoints. A failed one is reported, counted and dropped;
-only `max_failed_saves` failures in a row end the run. Each rank sees success when it polls; a failure
-goes through the step flags first, so that all ranks act on it in the same step.
+only `max_failed_saves` failures in a row end the run. Each rank acts on success when it polls; a failure
+goes through the step flags first, so that all ranks act on it in the same step. The event of a durable
+save comes at once, from the thread that saved, because the next call may be hours away; if the loop waits
+for it, from the loop, with that wait.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -48,6 +51,10 @@ class _Save:
     """On the coordinator, once all have written: the rank that took longest to write its file, and its seconds."""
     places: list[str] = field(default_factory=list)
     """On the coordinator, once it has begun: the name of its place."""
+    is_awaited: bool = False
+    """Whether the loop waits for it."""
+    has_event: bool = False
+    """Whether the event that says that it is durable was emitted."""
     over: Future[None] = field(default_factory=Future)
     """Done when retention, or the removal of a failed save's leftovers, is over, too. Threads that wait for `durable`
     may wake before that."""
@@ -75,6 +82,7 @@ class SaveWaiter:
         self._clock = clock
         self._emit = emit
         self._save: _Save | None = None
+        self._emitting = threading.Lock()
         self._failed_in_a_row = 0
         self.differs: RanksDiffer | None = None
         """What is wrong with the state that was saved last, although it was written."""
@@ -148,6 +156,7 @@ class SaveWaiter:
         if not save.over.done():
             end_at_exit(self)
         self._emit(SaveStaged(step, stall_seconds=save.stall_seconds))
+        save.pending.durable.add_done_callback(lambda _: self._emit_at_once(save))
 
     def forget_lineage(self) -> None:
         """Forget the last durable step, because another checkpoint was loaded: it is no step of that run. Any rank."""
@@ -163,6 +172,8 @@ class SaveWaiter:
         if (save := self._save) is None:
             return
         self._save = None
+        with self._emitting:
+            save.is_awaited = True
         step, seconds, began = save.pending.step, self._exit_seconds, self._clock()
         if not save.over.done():
             logger.warning(
@@ -216,6 +227,8 @@ class SaveWaiter:
         if self._save is None:
             return None
         save, began = self._save, self._clock()
+        with self._emitting:
+            save.is_awaited = True
         # While the save is in flight here: Ctrl-C may end these waits, and the next call waits again.
         with suppress(FutureTimeout):
             save.pending.durable.exception(self._seconds_for(save))
@@ -275,14 +288,27 @@ class SaveWaiter:
             stall,
             ", weights only" if save.kind is CheckpointKind.WEIGHTS_ONLY else "",
         )
+        self._emit_committed(save, committed)
+
+    def _emit_at_once(self, save: _Save) -> None:
+        with self._emitting:
+            if save.is_awaited or _failed(save.pending.durable):
+                return
+            if (committed := save.pending.durable.result()) is not None:
+                self._emit_committed(save, committed)
+
+    def _emit_committed(self, save: _Save, committed: CheckpointInfo) -> None:
+        if save.has_event:
+            return
+        save.has_event = True
         slowest_rank, slowest_seconds = save.slowest[-1] if save.slowest else (None, None)
         self._emit(
             Committed(
-                step,
+                committed.step,
                 kind=save.kind.value,
-                bytes=nbytes,
+                bytes=committed.nbytes,
                 seconds=save.durable_seconds,
-                stall_seconds=stall,
+                stall_seconds=save.stall_seconds,
                 slowest_rank=slowest_rank,
                 slowest_seconds=slowest_seconds,
             )
