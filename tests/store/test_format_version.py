@@ -22,7 +22,7 @@ def test_a_released_version_is_read_by_later_ones(later: None) -> None:
     assert unknown_fields({**RELEASED, "step": 3}, {"step"}) == {}, "written again, it has the version of the writer"
 
 
-def test_a_later_version_tells_what_is_older_and_newer(later: None) -> None:
+def test_a_later_version_says_what_is_older_and_newer(later: None) -> None:
     with pytest.raises(FormatTooOld, match="from before the first release, whose format is 7"):
         check_format({"format_version": 6}, "f")
     check_format({"format_version": 12, "oldest_reader": 9}, "f")

@@ -74,7 +74,7 @@ class Durable:
     def set_direct(self, fd: int, is_direct: bool) -> None:
         """Have writes to `fd` bypass the page cache, or not; raises OSError EINVAL where the system refuses that."""
         # Never with O_DIRECT in `create`: a FUSE file system that passes the flags on (mergerfs) would refuse writes
-        # later, and could not be told otherwise.
+        # later, and for good.
         flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~O_DIRECT
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | (O_DIRECT if is_direct else 0))
 
