@@ -21,6 +21,7 @@ from tests.descriptors import num_open
 from tests.disk.sources import bounced, in_place
 from tests.disks import FailingDisk, injected
 from tests.store.refusals import refusals_logged
+from torchtitan_lite.disk import durable
 from torchtitan_lite.disk.block_writer import (
     ALIGNMENT,
     FileSource,
@@ -30,6 +31,7 @@ from torchtitan_lite.disk.block_writer import (
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
 from torchtitan_lite.disk.durable import DISK, O_DIRECT, Durable
 
+CLOSE = os.close
 REQUEST_BYTES = InPlace.request_bytes
 DATA = random.Random(0).randbytes(4 * REQUEST_BYTES + 3)
 BORDERS = [0, 1, 511, 512, 4095, 4096, 4097, BLOCK_BYTES, REQUEST_BYTES, REQUEST_BYTES + BLOCK_BYTES]
@@ -181,6 +183,28 @@ def test_where_direct_io_is_refused_the_file_is_the_same_and_one_line_is_logged(
 
 
 @needs_direct
+@pytest.mark.parametrize("kind", SOURCES)
+def test_a_file_system_that_passes_the_flags_of_an_open_on_is_written_to(base: Path, kind: str) -> None:
+    class PassesFlagsOn(Durable):
+        """Refuses each write to a file that was opened for direct I/O: clearing the flag does not reach the server."""
+
+        opened_direct = False
+
+        def create(self, path: Path) -> int:
+            fd = super().create(path)
+            self.opened_direct = is_direct(fd)
+            return fd
+
+        def write_at(self, fd: int, data: memoryview, offset: int) -> int:
+            if self.opened_direct:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return super().write_at(fd, data, offset)
+
+    data = DATA[:SEVERAL]
+    check(base / "file", data, write_blocks(base / "file", SOURCES[kind](data), durable=PassesFlagsOn()))
+
+
+@needs_direct
 def test_two_threads_whose_direct_io_is_refused_at_once_both_continue(base: Path) -> None:
     class Together(Durable):
         """Refuses two direct writes; the second one returns after the thread of the first has continued."""
@@ -290,6 +314,30 @@ def test_any_other_failure_names_the_file_too(base: Path, operation: str) -> Non
     with nothing_left_over(), pytest.raises(OSError) as raised:
         write_blocks(base / "file", bounced(DATA[:SEVERAL]), durable=disk)
     assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, str(base / "file"))
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
+def test_a_system_without_the_call_that_reserves_room_is_written_to(
+    base: Path, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: int) -> int:
+        ctypes.set_errno(code)
+        return -1
+
+    monkeypatch.setattr(durable, "_fallocate", lambda: refuse)
+    check(base / "file", DATA[:9000], write_blocks(base / "file", bounced(DATA[:9000])))
+
+
+def test_an_error_at_the_close_names_the_file(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(fd: int) -> None:
+        CLOSE(fd)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", fail)
+        with pytest.raises(OSError) as raised:
+            write_blocks(base / "file", bounced(DATA[:9000]))
+    assert (raised.value.errno, raised.value.filename) == (errno.EDQUOT, str(base / "file"))
 
 
 def test_without_room_nothing_is_written(base: Path) -> None:

@@ -4,6 +4,7 @@ import errno
 import itertools
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -406,6 +407,37 @@ def test_a_replaced_checkpoint_that_cannot_be_removed_is_a_warning(
     assert store.committed() == [new]
     assert CheckpointStore(root).recover() == [root / ".trash-step-5-1"]
     assert data_of(store.get(5)) == b"new"
+
+
+def test_a_leftover_that_cannot_be_removed_is_a_warning_and_the_start_continues(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Held(Transcript):
+        """Keeps a file that a process has open, under another name, as the client of a network file system does."""
+
+        def remove_tree(self, path: Path) -> None:
+            if path.name == ".trash-step-1-1":
+                raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+            super().remove_tree(path)
+
+    store = CheckpointStore(root)
+    for step in (1, 2):
+        save(store, step).path.rename(root / f".trash-step-{step}-1")
+    kept, place = save(store, 3), store.begin(4)
+    assert CheckpointStore(root, durable=Held()).recover() == [root / ".trash-step-2-1", root / place]
+    [line] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert line.startswith(f"Could not remove the leftover {root}/.trash-step-1-1: [Errno 39] Directory not empty")
+    assert (names(root), store.committed()) == ([".trash-step-1-1", "step-3"], [kept])
+    assert store.recover() == [root / ".trash-step-1-1"]
+
+
+def test_a_file_system_that_does_not_know_its_size_is_not_full(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 0))
+    store = CheckpointStore(root)
+    root.mkdir()
+    store.preflight(1, 1 << 40)
+    assert store.has_room(1 << 40)
+    assert store.missing_bytes(1 << 40) == 0
 
 
 def test_a_failing_delete_raises_and_the_next_one_works(root: Path) -> None:

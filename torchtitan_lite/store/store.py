@@ -140,7 +140,8 @@ class CheckpointStore:
 
         For the holder of the lease: no other job has renamed anything since.
         """
-        return self._manifests.listed()
+        with self.exclusive:  # A commit meanwhile would be forgotten.
+            return self._manifests.listed()
 
     def intact(self) -> list[CheckpointInfo]:
         """Return the same as `committed`, plus abandoned checkpoints that could not be renamed yet."""
