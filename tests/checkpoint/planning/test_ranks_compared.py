@@ -375,3 +375,82 @@ def test_buffers_under_ddp_that_differ_are_still_only_a_warning(rank: int, tmp_p
         manager.save(1)
     assert not warnings_of_ranks(warned)
     assert rank == 1 or ["running_mean" in message for message in warned] == [True]
+
+
+class OfOwners(torch.optim.Optimizer):
+    """Keeps the momentum of parameter i on rank i modulo the number of ranks, which sends the others the result."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]  # without a closure
+        for at, parameter in enumerate(self.param_groups[0]["params"]):
+            owner = at % dist.get_world_size()
+            if dist.get_rank() == owner:
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                parameter.sub_(momentum.lerp_(parameter.grad, 0.1))
+            dist.broadcast(parameter.detach(), owner)
+
+
+@pytest.mark.parametrize("settings", [{"lr": 1.0}, {}], ids=["settings", "no settings"])
+@on_two_ranks
+def test_a_state_that_only_its_owner_keeps_is_refused_at_the_first_save(
+    rank: int, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    where = "optimizer.state.0.weight.momentum is on rank 0 and not on rank 1, whose optimizer has the parameter, too"
+    for number, (options, is_last) in enumerate([({}, False), ({}, True), ({"ranks_may_differ": True}, True)]):
+        folder, model = tmp_path / str(number), DistributedDataParallel(stack())
+        optimizer = OfOwners(model.parameters(), settings)
+        with pytest.raises(RanksDiffer) as refused, run_of(folder, model, optimizer, **options) as manager:
+            manager.reset()
+            loss_on(rank, 1)(model).backward()
+            optimizer.step()
+            manager.save(1, force=is_last)
+        assert where in str(refused.value) and "ranks_may_differ" not in str(refused.value)
+        assert not [*(folder / "checkpoint").glob("step-*")]
+
+
+def run_of(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> CheckpointManager:
+    given = {"interval": 1, "memory_ttl_seconds": 0} | options
+    return CheckpointManager.for_loop(model=model, optimizer=optimizer, folder=folder / "checkpoint", **given)
+
+
+@on_two_ranks
+def test_owners_whose_optimizers_have_only_their_parameters_resume(rank: int, tmp_path: Path) -> None:
+    def owned(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = DistributedDataParallel(stack(seed))
+        return model, torch.optim.AdamW([*model.parameters()][rank::2], lr=0.1)
+
+    model, optimizer = owned(0)
+    with run_of(tmp_path, model, optimizer) as manager, logged_warnings() as warned:
+        manager.reset()
+        loss_on(rank, 1)(model).backward()
+        optimizer.step()
+        for at, parameter in enumerate(model.parameters()):
+            dist.broadcast(parameter.detach(), at % 2)
+        manager.save(1)
+    again, same = owned(1)
+    with run_of(tmp_path, again, same, load_only=True) as manager:
+        assert manager.load()
+    assert not warned
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), again.parameters(), strict=True))
+    states = [[each["exp_avg"] for each in of.state.values()] for of in (optimizer, same)]
+    assert len(states[0]) == 6 and all(torch.equal(*pair) for pair in zip(*states, strict=True))
+
+
+class SkipsEmpty(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]  # without a closure
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.to_local().numel():
+                self.state[parameter].setdefault("step", torch.tensor(0.0)).add_(1)
+
+
+@on_two_ranks
+def test_a_rank_without_elements_of_a_parameter_needs_no_state_of_it(rank: int, tmp_path: Path) -> None:
+    model = fully_shard(nn.Linear(3, 1), mesh=init_device_mesh("cpu", (2,)))
+    optimizer = SkipsEmpty(model.parameters(), {"lr": 0.1})
+    with run_of(tmp_path, model, optimizer) as manager:
+        manager.reset()
+        optimizer.step()
+        manager.save(1)
+    assert len(optimizer.state) == 2 * (rank == 0)
+    assert (tmp_path / "checkpoint" / "step-1").exists()

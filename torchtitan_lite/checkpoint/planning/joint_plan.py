@@ -16,6 +16,7 @@ from torchtitan_lite.checkpoint.format.chunk import Shape
 from torchtitan_lite.checkpoint.format.chunk_runs import LEAST_CHUNKS
 from torchtitan_lite.checkpoint.format.description import Description
 from torchtitan_lite.checkpoint.format.joint_structure import joint
+from torchtitan_lite.checkpoint.format.shards import box_of
 from torchtitan_lite.checkpoint.format.structure import Branch, branch_of, decode
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.planning.balance import balance
@@ -29,11 +30,18 @@ from torchtitan_lite.checkpoint.planning.joint_entries import (
     is_mixed,
 )
 from torchtitan_lite.checkpoint.planning.outline import Digest, Outline
+from torchtitan_lite.checkpoint.planning.parameter_holders import odd_holder
 from torchtitan_lite.checkpoint.planning.plan_answers import Asked, KeptEntries, PlanAnswer
 from torchtitan_lite.checkpoint.planning.shared_items import Member, Patterns
 from torchtitan_lite.checkpoint.planning.spread import Holders, Numbers, Placed, Spread
+from torchtitan_lite.errors import RanksDiffer
 
 _SHOWN = 4
+_MODEL, _OPTIMIZER = "model", "optimizer"
+KEPT_BY_ALL = (
+    "Keep it on every rank whose optimizer has the parameter, or give the optimizer of each rank only the parameters "
+    "whose state it keeps"
+)
 
 
 class JointPlan:
@@ -72,7 +80,8 @@ class JointPlan:
     def answers(self, pieces: Sequence[Mapping[Digest, bytes]]) -> list[PlanAnswer]:
         """Return the answer to each rank, whose `pieces` are the wanted ones.
 
-        Raises ValueError if the parts of a tensor do not make it up, or if states do not fit together.
+        Raises ValueError if the parts of a tensor do not make it up, or if states do not fit together, and RanksDiffer
+        for a state of a parameter that only some of its holders have.
         """
         texts = {digest: text for of_rank in pieces for digest, text in of_rank.items()}
         num_entries = 0
@@ -83,6 +92,8 @@ class JointPlan:
         for section in self._sections.values():
             for number, entry in enumerate(section.entries):
                 places.setdefault(entry.key, []).append((section, number))
+        if odd_state := odd_holder(self._optimizers(texts), lambda name, rank: self._has_part(places, name, rank)):
+            raise RanksDiffer(odd_state, KEPT_BY_ALL)
         kept = KeptEntries(len(self._outlines))
         tensors, objects, odd = self._keys(places)
         for key in objects:
@@ -235,6 +246,29 @@ class JointPlan:
             return Spread(tuple(shape), [self._holders(*place) for place in places])
         except ValueError:  # Stages of other sizes, of which each has all.
             return spread
+
+    def _optimizers(self, texts: Mapping[Digest, bytes]) -> list[tuple[list[int], Branch]]:
+        """Return the different containers of optimizer states, each with the ranks that have it."""
+        roots = {digest: decode(json.loads(texts[digest])) for digest in {each.root for each in self._outlines}}
+        found: dict[Digest, list[int]] = {}
+        for rank, outline in enumerate(self._outlines):
+            if outline.containers and _OPTIMIZER in (keys := roots[outline.root].keys):
+                found.setdefault(outline.containers[list(keys).index(_OPTIMIZER)], []).append(rank)
+        if len(found) < 2:
+            return []
+        documents = {digest: json.loads(texts[digest]) for digest in found}
+        return [(ranks, decode(documents[digest])) for digest, ranks in found.items() if documents[digest]]
+
+    def _has_part(self, places: Mapping[str, list[Place]], parameter: str, rank: int) -> bool:
+        """Return whether `rank` has elements of `parameter`, of the model or of another module of the state."""
+        for section, number in places.get(f"{_MODEL}.{parameter}", places.get(parameter, [])):
+            if rank in section.ranks:
+                entry = section.entries[number]
+                if entry.mesh < 0:
+                    return 0 not in (entry.sizes or entry.shape)
+                coordinate = self._outlines[rank].places[entry.mesh]
+                return 0 not in box_of(entry.shape, section.meshes[entry.mesh], entry.placements, coordinate).sizes
+        return False
 
     def _structure(self, texts: Mapping[Digest, bytes]) -> Branch:
         branches: list[Branch] = []

@@ -102,7 +102,7 @@ class StateSaver:
     def save(self, state: State, target: SaveTarget) -> PendingSave:
         """Plan, take the content, and commit it: here, or in a thread. **Collective**, main thread.
 
-        Raises `RanksDiffer`, unless the target is written anyway.
+        Raises `RanksDiffer`, unless the target is written anyway, as no state of one rank alone is.
         """
         content: RankContent | None = None
         failure: Exception | None = None
@@ -112,6 +112,8 @@ class StateSaver:
                 planned = self._plans.plan(
                     state, lambda: self._check(target), numbers=self._listener.numbers(), is_save=True
                 )
+            except RanksDiffer:
+                raise
             except Exception as error:
                 return refused(target.step, error)
             if planned.differs is not None and not target.writes_anyway:
