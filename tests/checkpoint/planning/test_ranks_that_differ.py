@@ -315,3 +315,68 @@ def test_an_unknown_on_missing_is_refused_at_construction() -> None:
 def test_an_object_without_a_state_is_refused_at_construction(given: Any) -> None:
     with pytest.raises(ConfigError, match=r"PerRank: (a list|a Generator|the class Held) has no state_dict and load"):
         PerRank(given)
+
+
+@on_two_ranks
+def test_a_list_comes_from_one_rank_and_never_from_two(rank: int, tmp_path: Path) -> None:
+    for lengths in ((2, 3), (3, 2), (1, 4)):
+        folder = tmp_path / f"{lengths}"
+        held = Held(seen=[torch.tensor([10.0 * rank + at]) for at in range(lengths[rank])])
+        with manager_of(folder, {"held": held}, interval=1) as manager, logged_warnings() as warned:
+            manager.save(1)
+        assert [("held.seen (rank 0's is saved)" in each) for each in differing(warned)] == [True] * (rank == 0)
+        loaded = Held(seen=[])
+        with manager_of(folder, {"held": loaded}, load_only=True) as manager:
+            manager.load()
+        assert [float(each) for each in loaded.values["seen"]] == [float(at) for at in range(lengths[0])]
+
+
+@on_two_ranks
+def test_a_list_that_grows_apart_later_is_warned_of_once(rank: int, tmp_path: Path) -> None:
+    held = Held(seen=[torch.tensor(0.0)])
+    with manager_of(tmp_path, {"held": held}, interval=1) as manager, logged_warnings() as warned:
+        for step in (1, 2, 3):
+            manager.save(step)
+            held.values["seen"] += [torch.tensor(float(step))] * rank
+    assert len(differing(warned)) == (rank == 0)
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {key: value for key, value in optimizer.param_groups[0].items() if key in ("lr", "scales", "mine")}
+
+
+@on_two_ranks
+def test_a_learning_rate_that_differs_is_named_though_a_rank_has_a_setting_more(rank: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    group: dict[str, Any] = {"params": model.parameters()} | ({"more": 1} if rank else {})
+    optimizer = torch.optim.SGD([group], lr=0.1 + rank)
+    config = job_config(tmp_path, interval=1)
+    with CheckpointManager(None, [model], [optimizer], [], {}, config) as manager, logged_warnings() as warned:
+        manager.save(1)
+    assert rank == 1 or "optimizer.param_groups.bias.lr (rank 0's is saved)" in differing(warned)[0]
+
+
+@pytest.mark.parametrize("more_on", [0, 1])
+@on_two_ranks
+def test_settings_come_from_one_rank_and_are_compared_whatever_else_a_rank_has(
+    rank: int, tmp_path: Path, more_on: int
+) -> None:
+    def manager_with(lr: float, **more: Any) -> CheckpointManager:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2)
+        nonlocal optimizer
+        optimizer = torch.optim.SGD([{"params": model.parameters(), **more}], lr=lr)
+        return CheckpointManager(None, [model], [optimizer], [], {}, job_config(tmp_path, interval=1))
+
+    optimizer: Any = None
+    scales = [torch.tensor(10.0 * rank + at) for at in range(2 + rank)]
+    more = {"mine": 7} if rank == more_on else {}
+    with manager_with(0.1 + rank, scales=scales, **more) as manager, logged_warnings() as warned:
+        manager.save(1)
+    [warning] = differing(warned) if rank == 0 else [""]
+    for part in ("bias", "weight.scales"):
+        assert rank == 1 or f"optimizer.param_groups.{part} (rank 0's is saved)" in warning
+    with manager_with(0.5, scales=[], **more) as manager:
+        manager.load()
+    assert settings_of(optimizer) == {"lr": 0.1, "scales": [0.0, 1.0]} | ({"mine": 7} if more_on == 0 else more)

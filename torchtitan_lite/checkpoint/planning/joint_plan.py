@@ -8,6 +8,7 @@ the answer names those of the others that it writes.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -17,7 +18,7 @@ from torchtitan_lite.checkpoint.format.chunk_runs import LEAST_CHUNKS
 from torchtitan_lite.checkpoint.format.description import Description
 from torchtitan_lite.checkpoint.format.joint_structure import joint
 from torchtitan_lite.checkpoint.format.shards import box_of
-from torchtitan_lite.checkpoint.format.structure import Branch, branch_of, decode
+from torchtitan_lite.checkpoint.format.structure import Branch, branch_of, decode, paths_of, without
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.planning.balance import balance
 from torchtitan_lite.checkpoint.planning.joint_entries import (
@@ -30,7 +31,7 @@ from torchtitan_lite.checkpoint.planning.joint_entries import (
     is_mixed,
 )
 from torchtitan_lite.checkpoint.planning.outline import Digest, Outline
-from torchtitan_lite.checkpoint.planning.parameter_holders import odd_holder
+from torchtitan_lite.checkpoint.planning.parameter_holders import odd_holder, odd_settings
 from torchtitan_lite.checkpoint.planning.plan_answers import Asked, KeptEntries, PlanAnswer
 from torchtitan_lite.checkpoint.planning.shared_items import Member, Patterns
 from torchtitan_lite.checkpoint.planning.spread import Holders, Numbers, Placed, Spread
@@ -38,6 +39,10 @@ from torchtitan_lite.errors import RanksDiffer
 
 _SHOWN = 4
 _MODEL, _OPTIMIZER = "model", "optimizer"
+_WHOLE = re.compile(
+    r"optimizer\.param_groups\..+|optimizer\.optimizers\.[^.]+\.(whole|global|other)|model\.(.+\.)?_extra_state"
+)
+"""Containers that all come from one rank: settings, state of an optimizer without a parameter, what a module adds."""
 KEPT_BY_ALL = (
     "Keep it on every rank whose optimizer has the parameter, or give the optimizer of each rank only the parameters "
     "whose state it keeps"
@@ -53,6 +58,8 @@ class JointPlan:
         self._sections: dict[Digest, Section] = {}
         self.description: Description | None = None
         """Of the checkpoint, after `answers`."""
+        self.odd_containers: dict[str, int] = {}
+        """Lists and settings that ranks have with other entries, and the rank whose are saved."""
 
     def ask(self, outlines: Sequence[Outline | Exception | None]) -> list[Asked]:
         """Return what the coordinator asks of each rank. Raises the failure of the lowest rank that has one."""
@@ -94,6 +101,9 @@ class JointPlan:
                 places.setdefault(entry.key, []).append((section, number))
         if odd_state := odd_holder(self._optimizers(texts), lambda name, rank: self._has_part(places, name, rank)):
             raise RanksDiffer(odd_state, KEPT_BY_ALL)
+        structure = self._structure(texts, places)
+        if self.odd_containers:
+            places = _within(structure, places)
         kept = KeptEntries(len(self._outlines))
         tensors, objects, odd = self._keys(places)
         for key in objects:
@@ -107,7 +117,7 @@ class JointPlan:
                 for (section, number), boxes in tensor.by_place():
                     section.is_decided[number] = 1
                     kept.add(section.first + number, tensor.spread.ranks[tensor.writers[boxes]])
-        self.description = Description(self._laid_out(tensors), objects, self._structure(texts))
+        self.description = Description(self._laid_out(tensors), objects, structure)
         members, num_groups = self._shared(tensors)
         packed = {digest: section.packed() for digest, section in self._sections.items()}
         return [
@@ -270,7 +280,22 @@ class JointPlan:
                 return 0 not in box_of(entry.shape, section.meshes[entry.mesh], entry.placements, coordinate).sizes
         return False
 
-    def _structure(self, texts: Mapping[Digest, bytes]) -> Branch:
+    def _structure(self, texts: Mapping[Digest, bytes], places: Mapping[str, list[Place]]) -> Branch:
+        """Return the joint structure, and note what in it not all ranks have alike."""
+        structure, odd = joint(self._branches(texts), lambda name: _WHOLE.fullmatch(name) is not None)
+        names, surplus = odd_settings([branch for _, branch in self._optimizers(texts)])
+        for name in sorted(odd | {f"{_OPTIMIZER}.{name}" for name in names}):
+            ranks = [s.ranks[0] for key, of_key in places.items() if key.startswith(f"{name}.") for s, _ in of_key]
+            self.odd_containers[name] = min(ranks, default=0)
+        if not surplus:
+            return structure
+        children = [
+            without(child, surplus.__contains__) if key == _OPTIMIZER and child is not None else child
+            for key, child in zip(structure.keys, structure.children, strict=True)
+        ]
+        return branch_of(structure.kind, structure.keys, children)
+
+    def _branches(self, texts: Mapping[Digest, bytes]) -> list[Branch]:
         branches: list[Branch] = []
         seen: set[tuple[Digest, int, Digest]] = set()
         roots: dict[Digest, Branch] = {}
@@ -289,7 +314,16 @@ class JointPlan:
             branches.append(
                 branch_of(root.kind, [root.keys[at] for at in chosen], [child and decode(child) for child in children])
             )
-        return joint(branches)
+        return branches
+
+
+def _within(structure: Branch, places: Mapping[str, list[Place]]) -> dict[str, list[Place]]:
+    """Return `places` without those that are not in `structure`; no rank writes these."""
+    names = paths_of(structure)
+    for key in places.keys() - names.keys():
+        for section, number in places[key]:
+            section.is_decided[number] = 1  # And is given to no rank.
+    return {key: of_key for key, of_key in places.items() if key in names}
 
 
 def _of_one_box(spread: Spread, holders: int) -> tuple[Numbers, Numbers]:

@@ -1,7 +1,8 @@
-"""Whether every rank that has a parameter in its optimizer has the same of that parameter's state. Pure.
+"""Whether every rank that has a parameter in its optimizer has the same of that parameter's state and settings. Pure.
 
 A load gives the state in a checkpoint to every such rank. Where only an owner kept it, the others would have a state
-that their optimizer never updates, and the next save would take it from one of them.
+that their optimizer never updates, and the next save would take it from one of them. Settings come from the lowest of
+these ranks, all of them.
 """
 
 from __future__ import annotations
@@ -38,6 +39,26 @@ def odd_holder(optimizers: Sequence[tuple[Sequence[int], Branch]], has_part: Cal
             ):
                 return text
     return ""
+
+
+def odd_settings(optimizers: Sequence[Branch]) -> tuple[set[str], set[str]]:
+    """Return the parameters, as containers by name, of which not all of `optimizers` have the same settings.
+
+    And the settings of these that the first one with the parameter lacks.
+    """
+    first: dict[str, set[str]] = {}
+    odd: set[str] = set()
+    surplus: set[str] = set()
+    for optimizer in optimizers:
+        own: dict[str, set[str]] = {}
+        for key in map(str, optimizer.keys):
+            if key.startswith(f"{SETTINGS}."):
+                own.setdefault(key.rpartition(".")[0], set()).add(key)
+        for name, keys in own.items():
+            if keys != first.setdefault(name, keys):
+                odd.add(name)
+                surplus |= keys - first[name]
+    return odd, surplus
 
 
 def _difference(name: str, rank: int, one: Entries, other_rank: int, other: Entries) -> str:

@@ -82,6 +82,8 @@ class PlanCache:
         self._comparison = comparison or RankComparison(peers)
         self._contradiction: RanksDiffer | None = None
         """What the present plan leaves out: tensors of another shape than the lowest rank's of the same name."""
+        self._odd_containers: dict[str, int] = {}
+        """Of the present plan, as in `JointPlan`, on the coordinator."""
         self._object_items = ObjectItems()
         self._is_compared = False
         self._plan: RankPlan | None = None
@@ -150,7 +152,8 @@ class PlanCache:
         """Compare the ranks; where they differ, plan again so that all comes from the lowest. **Collective**."""
         if not self._is_compared:
             self._is_compared = True
-            self._replicas.compare(state, flat, self._peers)
+            self._replicas.compare(state, flat, self._peers, self._odd_containers)
+        self._replicas.warn(self._odd_containers)
         took_lowest = self._comparison.takes_lowest
         differs = self._comparison.settle(flat, reported)
         if self._comparison.takes_lowest and not took_lowest:
@@ -183,6 +186,7 @@ class PlanCache:
             assert own is not None, "else all ranks failed together"
             answer = self._peers.scatter_answers(own.of(asked.wanted), joint.answers)
         assert parts is not None
+        self._odd_containers = joint.odd_containers
         part = OwnPart(parts.joint, own.sections, asked.numbers, answer)
         self._comparison.use(part.shared(), answer.num_groups, parts.joint)
         self._contradiction = RanksDiffer(answer.contradiction, OWN_NAMES) if answer.contradiction else None

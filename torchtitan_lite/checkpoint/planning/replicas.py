@@ -27,7 +27,6 @@ from torchtitan_lite.log import logger
 SHOWN = 4
 """Number of keys that a warning names; it counts the others."""
 
-_OPTIMIZER = "optimizer"
 _WEIGHTS = ""
 """The only section of a weights-only checkpoint, whose keys do not begin with a state's name."""
 
@@ -42,26 +41,54 @@ class Replicas:
     def __init__(self, parameters: Callable[[], Collection[str]] = _none, may_differ: Collection[str] = ()) -> None:
         self._parameters = parameters
         self._may_differ = frozenset(may_differ)
+        self._warned: set[str] = set()
 
     def of_lowest_rank(self, state: State, items: Sequence[WriteItem]) -> frozenset[int]:
         """Return the numbers of the tensors in `items` that only the lowest rank that has them may write. Any rank."""
         is_same = self._sameness(state)
         return frozenset(n for n, item in enumerate(items) if item.tensor_data and not is_same(item.index.fqn))
 
-    def compare(self, state: State, flat: State, peers: Peers) -> None:
+    def compare(self, state: State, flat: State, peers: Peers, odd_containers: Mapping[str, int]) -> None:
         """Warn, on the coordinator, about keys whose values differ between ranks. **Collective**.
 
-        Each rank sends one digest a state, and one a key only for states that differ.
+        Each rank sends one digest a state, and for states that differ one a key, if no lower rank has the same of it.
+        `odd_containers` as in `warn`.
         """
         if peers.world_size == 1:
             return
         sections = self._sections(state, flat)
         summaries = peers.gather({name: _summary(digests) for name, digests in sections.items()})
-        suspicious = {name for of_rank in summaries for name in of_rank if _may_differ(name, summaries)}
-        if not suspicious:
+        mine: dict[str, str] = {}
+        is_suspicious = False
+        for name in sorted({name for of_rank in summaries for name in of_rank}):
+            held = [of_rank.get(name) for of_rank in summaries]
+            if len({*held} - {None}) > 1:
+                is_suspicious = True
+                # Of a pipeline whose stages have other names each, one rank of each stage.
+                if name in sections and held.index(held[peers.rank]) == peers.rank:
+                    mine |= sections[name]
+        found: dict[str, int] = {}
+        if is_suspicious:
+            found = peers.scatter_answers(mine, _different)
+        self.warn({**odd_containers, **found})
+
+    def warn(self, different: Mapping[str, int]) -> None:
+        """Warn of names of which ranks hold `different` values, each with the rank whose value is saved; once of each.
+
+        On the coordinator, others give nothing.
+        """
+        new = [name for name in different if name not in self._may_differ | self._warned]
+        self._warned.update(new)
+        if not new:
             return
-        mine = {key: digest for name in sorted(suspicious) for key, digest in sections.get(name, {}).items()}
-        peers.scatter_answers(mine, _warn_of_differences)
+        named = ", ".join(f"{name} (rank {different[name]}'s is saved)" for name in new[:SHOWN])
+        # A warning and not an error: which rank is right cannot be known here. With DDP it is the lowest one.
+        logger.warning(
+            "Ranks hold different values of %s%s. A checkpoint has one of each, and every rank gets that one when it "
+            "is loaded. If each rank needs its own, wrap the state in PerRank; buffers under DDP follow rank 0 anyway",
+            named,
+            f" and {len(new) - SHOWN} more" if len(new) > SHOWN else "",
+        )
 
     def _sections(self, state: State, flat: State) -> dict[str, dict[str, str]]:
         """Return the digests of values that must be equal on all ranks that have them, by state and key."""
@@ -99,36 +126,18 @@ def _is_full(state: State) -> bool:
     return isinstance(state.get("model"), Mapping)
 
 
-def _summary(digests: Mapping[str, str]) -> tuple[str, str]:
-    """Return a digest of the keys, and one of their values."""
-    return text_digest(key.encode() + b"\0" for key in digests), text_digest(d.encode() for d in digests.values())
+def _summary(digests: Mapping[str, str]) -> str:
+    return text_digest(part for pair in digests.items() for part in (pair[0].encode(), b"\0", pair[1].encode()))
 
 
-def _may_differ(name: str, summaries: Sequence[Mapping[str, tuple[str, str]]]) -> bool:
-    """Return whether ranks that have the state `name` may hold different values under one key of it."""
-    held = {summary[name] for summary in summaries if name in summary}
-    names = {keys for keys, _ in held}
-    # Pipeline stages have different parameters, so their optimizers have no settings in common.
-    return len(held) > len(names) if name == _OPTIMIZER else len(held) > 1
-
-
-def _warn_of_differences(per_rank: Sequence[Mapping[str, str]]) -> list[None]:
+def _different(per_rank: Sequence[Mapping[str, str]]) -> list[dict[str, int]]:
+    """Return, for the coordinator alone, the keys of which ranks sent other digests, each with the lowest sender."""
     holders: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for rank, digests in enumerate(per_rank):
         for key, digest in digests.items():
             holders[key].append((rank, digest))
-    different = [(key, held[0][0]) for key, held in holders.items() if len({digest for _, digest in held}) > 1]
-    if different:
-        named = ", ".join(f"{key} (rank {rank}'s is saved)" for key, rank in different[:SHOWN])
-        more = f" and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
-        # A warning and not an error: which rank is right cannot be known here. With DDP it is the lowest one.
-        logger.warning(
-            "Ranks hold different values of %s%s. A checkpoint has one of each, and every rank gets that one when it "
-            "is loaded. If each rank needs its own, wrap the state in PerRank; buffers under DDP follow rank 0 anyway",
-            named,
-            more,
-        )
-    return [None] * len(per_rank)
+    different = {key: held[0][0] for key, held in holders.items() if len({digest for _, digest in held}) > 1}
+    return [different, *({} for _ in per_rank[1:])]
 
 
 def _label(key: str, part: LocalShard) -> str:
