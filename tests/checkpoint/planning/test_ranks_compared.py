@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from tests.checkpoint.small_run import Events
 from tests.logged import logged_warnings
 from tests.ranks import Ranks, on_two_ranks
 from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
+from torchtitan_lite.checkpoint.planning.rank_comparison import RankComparison
+from torchtitan_lite.checkpoint.planning.replicas import Replicas
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import RanksDiffer
 
 SLOW_MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("async", "disabled")]
@@ -454,3 +459,33 @@ def test_a_rank_without_elements_of_a_parameter_needs_no_state_of_it(rank: int, 
         manager.save(1)
     assert len(optimizer.state) == 2 * (rank == 0)
     assert (tmp_path / "checkpoint" / "step-1").exists()
+
+
+def found_late(peers: Peers, tensors: dict[str, Tensor], name: str, rank: int) -> str:
+    """Return what is found at step 2, if only then an element of `name` differs on rank 1. **Collective**."""
+    plans = PlanCache(peers, Replicas(lambda: tensors), RankComparison(peers))
+    assert plans.plan({"model": tensors}, lambda: None, step=1).differs is None
+    changed = tensors | ({name: tensors[name] + 1} if rank == 1 else {})
+    return str(plans.plan({"model": changed}, lambda: None, step=2).differs)
+
+
+ONE_OF_EACH_SAMPLE = [0, 7, 63, 64, 199]
+
+
+@pytest.mark.parametrize("positions", [ONE_OF_EACH_SAMPLE, pytest.param([*range(200)], marks=pytest.mark.slow)])
+@on_two_ranks
+def test_a_small_tensor_that_differs_later_is_found_at_the_next_save(rank: int, positions: list[int]) -> None:
+    peers = Peers(timedelta(seconds=30))
+    tensors = {f"t{number}": torch.zeros([8, 8] if number % 2 else []) for number in range(200)}
+    for position in positions:
+        found = found_late(peers, tensors, f"t{position}", rank)
+        assert f"model.t{position} (rank 1 and rank 0, relative difference 1), equal at step 1. Expected" in found
+    peers.close()
+
+
+@on_two_ranks
+def test_of_a_large_tensor_that_differs_later_the_error_says_since_when_it_may(rank: int) -> None:
+    peers = Peers(timedelta(seconds=30))
+    found = found_late(peers, {"large": torch.zeros(1000), "small": torch.zeros(2)}, "large", rank)
+    assert "equal at step 1; of large tensors later saves compare samples, so a checkpoint since then may" in found
+    peers.close()

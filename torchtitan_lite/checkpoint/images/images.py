@@ -241,7 +241,9 @@ class Images:
         with no_collection():
             try:
                 # The process again, if it died. With a check the first plan of a start compares the ranks, too.
-                planned = self._plans.plan(state, self.marker.start_process, failure=failure, numbers=self.report())
+                planned = self._plans.plan(
+                    state, self.marker.start_process, failure=failure, numbers=self.report(), step=step
+                )
                 if planned.differs is not None:
                     return self._end(f"{planned.differs}")
                 if not self.agree(planned.agreed):

@@ -96,8 +96,9 @@ class PlanCache:
         failure: Exception | None = None,
         numbers: Sequence[int] = (),
         is_save: bool = False,
+        step: int = 0,
     ) -> PlannedSave:
-        """Return the plan for `state`, whose `file` is this rank's file. **Collective**.
+        """Return the plan for `state`, of `step`, whose `file` is this rank's file. **Collective**.
 
         What fails on one rank, `check` included, is raised on every rank, as is a `failure` that it has already. A call
         with a `check` is for a save or an image: it also compares what must be the same on all ranks, for an `is_save`
@@ -133,7 +134,7 @@ class PlanCache:
         if agreed is _Verdict.CHANGED or self._plan is None:
             self._plan_again(state, flat, examined)
             reported = None
-        differs = None if check is None else self._compare(state, flat, examined, reported)
+        differs = None if check is None else self._compare(state, flat, examined, reported, step)
         assert self._plan is not None
         corruption = "" if check is None else self._comparison.corruption
         return PlannedSave(self._plan, flat, self._object_items, tuple(agreed_numbers), differs, corruption)
@@ -147,7 +148,7 @@ class PlanCache:
             self._comparison.digest_alongside(flatten(get_state())[0])
 
     def _compare(
-        self, state: State, flat: State, examined: _Examined, reported: Sequence[int] | None
+        self, state: State, flat: State, examined: _Examined, reported: Sequence[int] | None, step: int
     ) -> RanksDiffer | None:
         """Compare the ranks; where they differ, plan again so that all comes from the lowest. **Collective**."""
         if not self._is_compared:
@@ -155,7 +156,7 @@ class PlanCache:
             self._replicas.compare(state, flat, self._peers, self._odd_containers)
         self._replicas.warn(self._odd_containers)
         took_lowest = self._comparison.takes_lowest
-        differs = self._comparison.settle(flat, reported)
+        differs = self._comparison.settle(flat, reported, step)
         if self._comparison.takes_lowest and not took_lowest:
             self._plan_again(state, flat, examined)
         return self._contradiction or differs

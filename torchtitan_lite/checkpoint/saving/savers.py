@@ -110,7 +110,11 @@ class StateSaver:
         with no_collection():
             try:
                 planned = self._plans.plan(
-                    state, lambda: self._check(target), numbers=self._listener.numbers(), is_save=True
+                    state,
+                    lambda: self._check(target),
+                    numbers=self._listener.numbers(),
+                    is_save=True,
+                    step=target.step,
                 )
             except RanksDiffer:
                 raise
