@@ -86,6 +86,7 @@ class PlanCache:
         """Of the present plan, as in `JointPlan`, on the coordinator."""
         self._object_items = ObjectItems()
         self._is_compared = False
+        """Whether the values that must be the same were compared since the structure changed."""
         self._plan: RankPlan | None = None
 
     def plan(
@@ -133,7 +134,7 @@ class PlanCache:
         assert examined is not None, "else all ranks failed together"
         if agreed is _Verdict.CHANGED or self._plan is None:
             self._plan_again(state, flat, examined)
-            reported = None
+            self._is_compared, reported = False, None
         differs = None if check is None else self._compare(state, flat, examined, reported, step)
         assert self._plan is not None
         corruption = "" if check is None else self._comparison.corruption
@@ -152,9 +153,8 @@ class PlanCache:
     ) -> RanksDiffer | None:
         """Compare the ranks; where they differ, plan again so that all comes from the lowest. **Collective**."""
         if not self._is_compared:
-            self._is_compared = True
             self._replicas.compare(state, flat, self._peers, self._odd_containers)
-        self._replicas.warn(self._odd_containers)
+            self._is_compared = True
         took_lowest = self._comparison.takes_lowest
         differs = self._comparison.settle(flat, reported, step)
         if self._comparison.takes_lowest and not took_lowest:

@@ -3,30 +3,39 @@
 Training keeps parameters and the state of their optimizers equal on all ranks that hold them
 (rank_comparison.py looks), so any of these ranks may write them, and the bytes are spread evenly. Nothing
 guarantees that for the rest (buffers, the caller's states, settings): the lowest rank that has a value
-writes it, so that a load gets what one rank had and never a mixture. At the first save or image of a start
-the ranks compare these values, and one warning names those that differ. A value that is meant to differ
-needs another name on each rank, as `PerRank` and the random generators give it.
+writes it, so that a load gets what one rank had and never a mixture. At the first save or image of a start,
+and when the structure changes, the ranks compare these values, and one warning names those that differ. A value
+that is meant to differ needs another name on each rank, as `PerRank` and the random generators give it; a copy of a
+rank's shard is no value of its name, and refused.
 """
 
 from __future__ import annotations
 
 import pickle
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.flattening import State
-from torchtitan_lite.checkpoint.format.shards import LocalShard, parts_of
+from torchtitan_lite.checkpoint.format.shards import LocalShard, local_of, parts_of
 from torchtitan_lite.disk.digest import text_digest
 from torchtitan_lite.distributed.peers import Peers
+from torchtitan_lite.errors import RanksDiffer
 from torchtitan_lite.log import logger
 
 SHOWN = 4
 """Number of keys that a warning names; it counts the others."""
-
+AS_DTENSOR = (
+    "Keep it as a DTensor, as parameter.detach().clone() or torch.zeros_like(parameter) makes it, or wrap the state in "
+    "PerRank to resume on as many ranks"
+)
+_NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9]")
+"""What copies of parameters leave out of their names, or replace, to be buffers."""
 _WEIGHTS = ""
 """The only section of a weights-only checkpoint, whose keys do not begin with a state's name."""
 
@@ -52,7 +61,7 @@ class Replicas:
         """Warn, on the coordinator, about keys whose values differ between ranks. **Collective**.
 
         Each rank sends one digest a state, and for states that differ one a key, if no lower rank has the same of it.
-        `odd_containers` as in `warn`.
+        `odd_containers` as in `warn`. Raises RanksDiffer, on all ranks, for a part of a sharded tensor.
         """
         if peers.world_size == 1:
             return
@@ -69,7 +78,10 @@ class Replicas:
                     mine |= sections[name]
         found: dict[str, int] = {}
         if is_suspicious:
-            found = peers.scatter_answers(mine, _different)
+            copies = [key for key in mine if _is_full(state) and not key.startswith("model.")]
+            found, part = peers.scatter_answers((mine, _parts_of_shards(flat, copies)), _different)
+            if part:
+                raise RanksDiffer(part, AS_DTENSOR)
         self.warn({**odd_containers, **found})
 
     def warn(self, different: Mapping[str, int]) -> None:
@@ -130,14 +142,46 @@ def _summary(digests: Mapping[str, str]) -> str:
     return text_digest(part for pair in digests.items() for part in (pair[0].encode(), b"\0", pair[1].encode()))
 
 
-def _different(per_rank: Sequence[Mapping[str, str]]) -> list[dict[str, int]]:
-    """Return, for the coordinator alone, the keys of which ranks sent other digests, each with the lowest sender."""
+def _parts_of_shards(flat: State, keys: Collection[str]) -> dict[str, str]:
+    """Return those of `keys` that are a plain copy of this rank's shard of a tensor, each with what it is.
+
+    Its shape and the end of its name say so, or its shape where it is an item of a list.
+    """
+    shards: dict[torch.Size, list[str]] = defaultdict(list)
+    for key, value in flat.items() if keys else ():
+        if isinstance(value, DTensor) and (local := local_of(value)).numel() > 1 and local.shape != value.shape:
+            shards[local.shape].append(key)
+    found = {}
+    for key in keys:
+        value = flat.get(key)
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            of = [other for other in shards.get(value.shape, ()) if _is_copy(key, other)]
+            if of:
+                found[key] = f"{key} has the shape {list(value.shape)} of one rank's shard of {of[0]}"
+    return found
+
+
+def _is_copy(key: str, original: str) -> bool:
+    own, name = key.rpartition(".")[2], original.partition(".")[2]
+    return own.isdecimal() or _NOT_IN_NAMES.sub("", key).endswith(_NOT_IN_NAMES.sub("", name))
+
+
+def _different(
+    per_rank: Sequence[tuple[Mapping[str, str], Mapping[str, str]]],
+) -> list[tuple[dict[str, int], str]]:
+    """Return, for the coordinator alone, the keys of which ranks sent other digests, each with the lowest sender.
+
+    And for all ranks which of them is a part of a sharded tensor, as one of the senders says.
+    """
     holders: dict[str, list[tuple[int, str]]] = defaultdict(list)
-    for rank, digests in enumerate(per_rank):
+    parts: dict[str, str] = {}
+    for rank, (digests, parts_of_shards) in enumerate(per_rank):
+        parts |= parts_of_shards
         for key, digest in digests.items():
             holders[key].append((rank, digest))
     different = {key: held[0][0] for key, held in holders.items() if len({digest for _, digest in held}) > 1}
-    return [different, *({} for _ in per_rank[1:])]
+    part = next((parts[key] for key in different if key in parts), "")
+    return [(different, part), *(({}, part) for _ in per_rank[1:])]
 
 
 def _label(key: str, part: LocalShard) -> str:
