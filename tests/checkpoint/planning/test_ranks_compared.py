@@ -413,6 +413,23 @@ def test_a_state_that_only_its_owner_keeps_is_refused_at_the_first_save(
         assert not [*(folder / "checkpoint").glob("step-*")]
 
 
+@on_two_ranks
+def test_such_a_state_is_named_before_the_first_image(rank: int, tmp_path: Path) -> None:
+    options = {"async_mode": "async", "memory_interval": 1, "interval": 3, "memory_ttl_seconds": 60}
+    with tier_on(tmp_path), logged_warnings() as warned:
+        model = DistributedDataParallel(stack())
+        optimizer = OfOwners(model.parameters(), {"lr": 1.0})
+        with pytest.raises(RanksDiffer), run_of(tmp_path, model, optimizer, **options) as manager:
+            manager.reset()
+            for step in range(1, 4):
+                loss_on(rank, step)(model).backward()
+                optimizer.step()
+                manager.save(step)
+    assert step == 3, "an image ends no run, a save does"
+    found = [message for message in warned if message.startswith("No save could succeed at this step: ranks hold")]
+    assert ["0.weight.momentum is on rank 0" in message for message in found] == [True] * (rank == 0)
+
+
 def run_of(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> CheckpointManager:
     given = {"interval": 1, "memory_ttl_seconds": 0} | options
     return CheckpointManager.for_loop(model=model, optimizer=optimizer, folder=folder / "checkpoint", **given)
