@@ -283,10 +283,11 @@ class JointPlan:
     def _structure(self, texts: Mapping[Digest, bytes], places: Mapping[str, list[Place]]) -> Branch:
         """Return the joint structure, and note what in it not all ranks have alike."""
         structure, odd = joint(self._branches(texts), lambda name: _WHOLE.fullmatch(name) is not None)
-        names, surplus = odd_settings([branch for _, branch in self._optimizers(texts)])
-        for name in sorted(odd | {f"{_OPTIMIZER}.{name}" for name in names}):
+        for name in sorted(odd):
             ranks = [s.ranks[0] for key, of_key in places.items() if key.startswith(f"{name}.") for s, _ in of_key]
             self.odd_containers[name] = min(ranks, default=0)
+        settings, surplus = odd_settings(self._optimizers(texts))
+        self.odd_containers |= {f"{_OPTIMIZER}.{name}": rank for name, rank in settings.items()}
         if not surplus:
             return structure
         children = [

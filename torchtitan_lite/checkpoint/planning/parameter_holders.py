@@ -41,23 +41,23 @@ def odd_holder(optimizers: Sequence[tuple[Sequence[int], Branch]], has_part: Cal
     return ""
 
 
-def odd_settings(optimizers: Sequence[Branch]) -> tuple[set[str], set[str]]:
-    """Return the parameters, as containers by name, of which not all of `optimizers` have the same settings.
+def odd_settings(optimizers: Sequence[tuple[Sequence[int], Branch]]) -> tuple[dict[str, int], set[str]]:
+    """Return the settings that not all ranks with the parameter have, each with the lowest of these ranks.
 
-    And the settings of these that the first one with the parameter lacks.
+    And those of them that this rank lacks.
     """
-    first: dict[str, set[str]] = {}
-    odd: set[str] = set()
+    first: dict[str, tuple[int, set[str]]] = {}
+    odd: dict[str, int] = {}
     surplus: set[str] = set()
-    for optimizer in optimizers:
+    for ranks, optimizer in optimizers:
         own: dict[str, set[str]] = {}
         for key in map(str, optimizer.keys):
             if key.startswith(f"{SETTINGS}."):
                 own.setdefault(key.rpartition(".")[0], set()).add(key)
         for name, keys in own.items():
-            if keys != first.setdefault(name, keys):
-                odd.add(name)
-                surplus |= keys - first[name]
+            rank, known = first.setdefault(name, (ranks[0], keys))
+            odd |= dict.fromkeys(sorted(keys ^ known), rank)
+            surplus |= keys - known
     return odd, surplus
 
 

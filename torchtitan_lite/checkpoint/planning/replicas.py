@@ -82,7 +82,8 @@ class Replicas:
             found, part = peers.scatter_answers((mine, _parts_of_shards(flat, copies)), _different)
             if part:
                 raise RanksDiffer(part, AS_DTENSOR)
-        self.warn({**odd_containers, **found})
+        within = tuple(f"{name}." for name in odd_containers)
+        self.warn({**{key: rank for key, rank in found.items() if not key.startswith(within)}, **odd_containers})
 
     def warn(self, different: Mapping[str, int]) -> None:
         """Warn of names of which ranks hold `different` values, each with the rank whose value is saved; once of each.
