@@ -31,7 +31,7 @@ from torchtitan_lite.checkpoint.planning.joint_entries import (
     is_mixed,
 )
 from torchtitan_lite.checkpoint.planning.outline import Digest, Outline
-from torchtitan_lite.checkpoint.planning.parameter_holders import odd_holder, odd_settings
+from torchtitan_lite.checkpoint.planning.parameter_holders import HeldBy, odd_holder, odd_settings
 from torchtitan_lite.checkpoint.planning.plan_answers import Asked, KeptEntries, PlanAnswer
 from torchtitan_lite.checkpoint.planning.shared_items import Member, Patterns
 from torchtitan_lite.checkpoint.planning.spread import Holders, Numbers, Placed, Spread
@@ -99,9 +99,10 @@ class JointPlan:
         for section in self._sections.values():
             for number, entry in enumerate(section.entries):
                 places.setdefault(entry.key, []).append((section, number))
-        if odd_state := odd_holder(self._optimizers(texts), lambda name, rank: self._has_part(places, name, rank)):
+        optimizers = self._optimizers(texts)
+        if odd_state := odd_holder(optimizers, lambda name, rank: self._has_part(places, name, rank)):
             raise RanksDiffer(odd_state, KEPT_BY_ALL)
-        structure = self._structure(texts, places)
+        structure = self._structure(self._branches(texts), optimizers, places)
         if self.odd_containers:
             places = _within(structure, places)
         kept = KeptEntries(len(self._outlines))
@@ -257,7 +258,7 @@ class JointPlan:
         except ValueError:  # Stages of other sizes, of which each has all.
             return spread
 
-    def _optimizers(self, texts: Mapping[Digest, bytes]) -> list[tuple[list[int], Branch]]:
+    def _optimizers(self, texts: Mapping[Digest, bytes]) -> list[HeldBy]:
         """Return the different containers of optimizer states, each with the ranks that have it."""
         roots = {digest: decode(json.loads(texts[digest])) for digest in {each.root for each in self._outlines}}
         found: dict[Digest, list[int]] = {}
@@ -280,13 +281,15 @@ class JointPlan:
                 return 0 not in box_of(entry.shape, section.meshes[entry.mesh], entry.placements, coordinate).sizes
         return False
 
-    def _structure(self, texts: Mapping[Digest, bytes], places: Mapping[str, list[Place]]) -> Branch:
+    def _structure(
+        self, branches: Sequence[Branch], optimizers: Sequence[HeldBy], places: Mapping[str, list[Place]]
+    ) -> Branch:
         """Return the joint structure, and note what in it not all ranks have alike."""
-        structure, odd = joint(self._branches(texts), lambda name: _WHOLE.fullmatch(name) is not None)
+        structure, odd = joint(branches, lambda name: _WHOLE.fullmatch(name) is not None)
         for name in sorted(odd):
             ranks = [s.ranks[0] for key, of_key in places.items() if key.startswith(f"{name}.") for s, _ in of_key]
             self.odd_containers[name] = min(ranks, default=0)
-        settings, surplus = odd_settings(self._optimizers(texts))
+        settings, surplus = odd_settings(optimizers)
         self.odd_containers |= {f"{_OPTIMIZER}.{name}": rank for name, rank in settings.items()}
         if not surplus:
             return structure

@@ -12,11 +12,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from torchtitan_lite.checkpoint.format.structure import Branch
 from torchtitan_lite.checkpoint.state.optimizer_state import SETTINGS, STATE, split_key
 
+HeldBy = tuple[Sequence[int], Branch]
+"""The ranks that have one optimizer state, and its containers."""
 Entries = Mapping[str, Branch | None]
 """The containers of a parameter's state by its keys there; None for an entry."""
 
 
-def odd_holder(optimizers: Sequence[tuple[Sequence[int], Branch]], has_part: Callable[[str, int], bool]) -> str:
+def odd_holder(optimizers: Sequence[HeldBy], has_part: Callable[[str, int], bool]) -> str:
     """Return what of which parameter's state one rank has and another one lacks; empty if there is nothing.
 
     `optimizers` are the different optimizer states, each with the ranks that have it; `has_part` says whether a rank
@@ -41,7 +43,7 @@ def odd_holder(optimizers: Sequence[tuple[Sequence[int], Branch]], has_part: Cal
     return ""
 
 
-def odd_settings(optimizers: Sequence[tuple[Sequence[int], Branch]]) -> tuple[dict[str, int], set[str]]:
+def odd_settings(optimizers: Sequence[HeldBy]) -> tuple[dict[str, int], set[str]]:
     """Return the settings that not all ranks with the parameter have, each with the lowest of these ranks.
 
     And those of them that this rank lacks.
