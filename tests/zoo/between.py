@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from tests.logged import logged_warnings
 from tests.ranks import Ranks
+from tests.zoo.apart import APART, LATE, POSITIONS, last_rank
 from tests.zoo.outcome import DIFFERS, EQUAL, REFUSED, WARNED, Outcome, first_sentence, sentence
 from tests.zoo.run import MODES, quiet
 from tests.zoo.snapshot import difference, in_pieces
@@ -22,18 +25,21 @@ from tests.zoo.tricks import TRICKS, Trick
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.errors import ConfigError, RanksDiffer
 
-SAVED_AT, LAST = 3, 8
+SAVED_AT, SAVED_AGAIN, LAST = 3, 6, 8
+ALL: dict[str, type[Trick]] = TRICKS | APART | LATE
 FROM_MEMORY = [f"{mode}, from memory" for mode in MODES if mode != "disabled"]
 COLUMNS = [*MODES, *FROM_MEMORY]
 
 
 @dataclass(frozen=True)
 class RanksCell:
-    """A trick of `TRICKS` in a column of the page, on `world_size` ranks."""
+    """A trick of `ALL` in a column of the page, on `world_size` ranks."""
 
     trick: str
     column: str
     world_size: int
+    positions: tuple[int, ...] = ()
+    """Of a trick of `LATE`, the tensors that differ, one after another."""
 
     @property
     def mode(self) -> str:
@@ -44,13 +50,15 @@ class RanksCell:
         return self.column in FROM_MEMORY
 
 
-def cells_between(world_sizes: tuple[int, ...] = (2, 4)) -> list[RanksCell]:
-    """Return all cells; those of HSDP need four ranks."""
+def cells_between(
+    world_sizes: tuple[int, ...] = (2, 4), positions: Sequence[int] = range(POSITIONS)
+) -> list[RanksCell]:
+    """Return all cells; those of HSDP need four ranks. Each of the `positions` is in one of the cells of a trick."""
+    every = [(column, world_size) for column in COLUMNS for world_size in world_sizes]
     return [
-        RanksCell(trick, column, world_size)
-        for trick in TRICKS
-        for column in COLUMNS
-        for world_size in world_sizes
+        RanksCell(trick, column, world_size, (*positions[at :: len(every)],) if trick in LATE else ())
+        for trick in ALL
+        for at, (column, world_size) in enumerate(every)
         if world_size == 4 or not trick.startswith("HSDP")
     ]
 
@@ -71,67 +79,115 @@ def find_between(cell: RanksCell, folder: Path, group: Callable[[int, bool], Ran
     runtime = tempfile.mkdtemp(prefix="ttl-", dir="/tmp")  # The path of a socket must be short.
     arguments = {"cell": cell, "folder": folder, "runtime": runtime}
     try:
-        saved = Outcome.of_reports(group(cell.world_size, False).reports(save_between, **arguments))
-        if saved.kind != EQUAL:
-            return saved
-        return Outcome.of_reports(group(cell.world_size, True).reports(resume_between, **arguments))
+        saves = differ_late if cell.trick in LATE else save_between
+        outcome = Outcome.of_reports(group(cell.world_size, False).reports(saves, **arguments))
+        # Each start is in other processes than the one before.
+        for loaded in (SAVED_AT, SAVED_AGAIN) if not ALL[cell.trick].gets_lowest else (SAVED_AT,):
+            if outcome.kind == EQUAL:
+                ranks = group(cell.world_size, loaded == SAVED_AT)
+                outcome = Outcome.of_reports(ranks.reports(resume_between, loaded=loaded, **arguments))
+        return outcome
     finally:
         shutil.rmtree(runtime)  # Ends the keepers.
 
 
+def differ_late(rank: int, cell: RanksCell, folder: Path, runtime: str) -> Outcome:
+    """Save equal states, then others, for each position; return the outcome of the last. **Collective**."""
+    with quiet():
+        run = LATE[cell.trick](rank, 0)
+        run.step(1, lambda: None)
+    outcome = Outcome(EQUAL)
+    for position in cell.positions:
+        tensor = run.at(position)
+        before = tensor.clone()
+
+        def change(number: int, manager: CheckpointManager, tensor: Tensor = tensor) -> None:
+            manager.maybe_wait_for_staging()
+            tensor.add_(int(number == SAVED_AGAIN and rank == last_rank()))
+
+        outcomes: list[Any] = [None] * cell.world_size
+        own = _outcome_of(run, cell, folder / str(position), runtime, SAVED_AGAIN, change)
+        dist.all_gather_object(outcomes, own)
+        outcome = Outcome.of_ranks(outcomes)
+        tensor.copy_(before)
+        if outcome.kind not in (REFUSED, WARNED):
+            return Outcome(DIFFERS, f"position {position}: {outcome}")
+    return outcome
+
+
 def save_between(rank: int, cell: RanksCell, folder: Path, runtime: str) -> Outcome:
     """Train eight steps without a save; in a second run five, with a save or an image at the third. **Collective**."""
+    held: dict[int, Any] = {}
     with quiet():
-        straight = TRICKS[cell.trick](rank, 0)
-        losses = [straight.step(number, lambda: None) for number in range(1, LAST + 1)]
-        end = snapshot(straight)
-        run = TRICKS[cell.trick](rank, 0)
-    held: Any = None
+        straight = ALL[cell.trick](rank, 0)
+        losses = []
+        for number in range(1, LAST + 1):
+            losses.append(straight.step(number, lambda: None))
+            held |= {number: snapshot(straight)} if number in (SAVED_AGAIN, LAST) else {}
+        run = ALL[cell.trick](rank, 0)
+
+    def train(number: int, manager: CheckpointManager) -> None:
+        run.step(number, manager.maybe_wait_for_staging)
+        held.update({number: snapshot(run)} if number == SAVED_AT else {})
+
+    outcome = _outcome_of(run, cell, folder, runtime, SAVED_AT + 2, train)
+    torch.save({"losses": losses, "held": held}, folder / f"held-{rank}.pt")
+    return outcome
+
+
+def _outcome_of(
+    run: Trick, cell: RanksCell, folder: Path, runtime: str, last: int, train: Callable[[int, CheckpointManager], None]
+) -> Outcome:
+    """Return what becomes of saves of `run` to step `last`, before each of which `train` is called."""
     with logged_warnings() as warned, _memory_in(runtime, cell), quiet():
         try:
             with _manager(run, cell, folder) as manager:
                 manager.load()
                 manager.reset()
-                for number in range(1, SAVED_AT + 3):
-                    run.step(number, manager.maybe_wait_for_staging)
-                    held = snapshot(run) if number == SAVED_AT else held
+                for number in range(1, last + 1):
+                    train(number, manager)
                     manager.save(number)
                     _finish_images(manager)
         except (ConfigError, RanksDiffer) as refusal:
             return Outcome(REFUSED, first_sentence(refusal))
         except Exception as error:
             return Outcome(DIFFERS, f"the save raised {type(error).__name__}: {sentence(error)}")
-    if warned:
-        return Outcome(WARNED, first_sentence(warned[0]))
-    torch.save({"losses": losses[SAVED_AT:], "end": end, "held": held}, folder / f"held-{rank}.pt")
-    return Outcome(EQUAL)
+    return Outcome(WARNED, first_sentence(warned[0])) if warned else Outcome(EQUAL)
 
 
-def resume_between(rank: int, cell: RanksCell, folder: Path, runtime: str) -> Outcome:
-    """Load what `save_between` saved, train to the end, and compare with the run that never stopped. **Collective**."""
-    kind = TRICKS[cell.trick]
+def resume_between(rank: int, cell: RanksCell, folder: Path, runtime: str, loaded: int) -> Outcome:
+    """Load step `loaded`, train to the end, and compare with the run that never stopped. **Collective**.
+
+    The first time it saves, too, for the next start.
+    """
+    kind = ALL[cell.trick]
     expected = torch.load(folder / f"held-{0 if kind.gets_lowest else rank}.pt", weights_only=False)
     with logged_warnings() as warned, _memory_in(runtime, cell), quiet():
         try:
             again = kind(rank, 1)
             again.warm_up()
             with _manager(again, cell, folder) as manager:
-                if not manager.load() or manager.loaded_step != SAVED_AT:
-                    return Outcome(DIFFERS, f"step {SAVED_AT} was not loaded but {manager.loaded_step}")
+                if not manager.load() or manager.loaded_step != loaded:
+                    return Outcome(DIFFERS, f"step {loaded} was not loaded but {manager.loaded_step}")
+                manager.reset()
                 is_image = manager._maker.origin.image_of >= 0
-            different = difference(expected["held"], snapshot(again), "after the load")
-            resumed = []
-            if not different and not kind.gets_lowest:
-                resumed = [again.step(number, lambda: None) for number in range(SAVED_AT + 1, LAST + 1)]
-                different = difference(expected["losses"], resumed, "losses")
-                different = different or difference(expected["end"], snapshot(again), "at the end")
+                different = difference(expected["held"][loaded], snapshot(again), "after the load")
+                resumed = []
+                for number in range(loaded + 1, LAST + 1) if not different and not kind.gets_lowest else ():
+                    resumed.append(again.step(number, manager.maybe_wait_for_staging))
+                    if loaded == SAVED_AT:
+                        manager.save(number)
+                        _finish_images(manager)
+            if resumed:
+                different = difference(expected["losses"][loaded:], resumed, "losses")
+                different = different or difference(expected["held"][LAST], snapshot(again), "at the end")
         except Exception as error:
-            return Outcome(DIFFERS, f"the resume raised {type(error).__name__}: {sentence(error)}")
+            return Outcome(DIFFERS, f"the resume from {loaded} raised {type(error).__name__}: {sentence(error)}")
     if is_image != cell.is_from_memory:
         different = different or f"loaded from memory: {is_image}"
     if warned:
         different = different or f"warned although it is equal: {warned[0]}"
-    return Outcome(DIFFERS, different) if different else Outcome(EQUAL)
+    return Outcome(DIFFERS, f"start from {loaded}: {different}") if different else Outcome(EQUAL)
 
 
 def snapshot(run: Trick) -> dict[str, Any]:
@@ -142,6 +198,7 @@ def snapshot(run: Trick) -> dict[str, Any]:
             [dict(each.state.get(parameter, {})) for group in each.param_groups for parameter in group["params"]]
             for each in run.optimizers
         ],
+        "states": {name: state.state_dict() for name, state in (run.states or {}).items()},
     }
     copied: dict[str, Any] = in_pieces(whole)
     return copied

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
+from tests.zoo.apart import APART, LATE
 from tests.zoo.outcome import EQUAL, Outcome
+from tests.zoo.tricks import TRICKS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "what_resumes.md"
 
@@ -45,13 +47,20 @@ Unless a table says otherwise, the model is a few plain layers, trained by AdamW
 BETWEEN = """\
 ## Between ranks
 
-What people do with two and with four ranks (HSDP: four), saved at step 3 in each mode, and resumed from disk or from an
-image in memory.
+What people do with two and with four ranks (HSDP: four), saved at step 3 in each mode, resumed from disk or from an
+image in memory, saved again at step 6, and resumed by a third start.
 Two processes or four train on other data each.
 **warned** is one warning that names what differs, or what the resumed run will lack.
 With `ranks_may_differ=True`, equal means that every rank has rank 0's state.
 DDP sums the first step of each process in an order of its own, which four ranks see in the last bits; here a step
 without an optimizer comes before the load.
+"""
+
+HELD_APART = """\
+## What ranks hold apart
+
+The same for states that only some ranks have, or have otherwise.
+The late differences are at each of the 200 positions in one of the cells.
 """
 
 
@@ -65,7 +74,9 @@ def render(
     for kind, rows in cells.items():
         title, about = HEADINGS[kind]
         lines += [f"## {title}", "", about, "", *_table(kind, rows), ""]
-    lines += [BETWEEN, *_table("ranks", {name: _shortened(row) for name, row in between.items()}), ""]
+    shortened = {name: _shortened(row) for name, row in between.items()}
+    for about, names in ((BETWEEN, TRICKS), (HELD_APART, LATE | APART)):
+        lines += [about, *_table("ranks", {name: shortened[name] for name in names}), ""]
     lines += ["## Pairs", "", _of_pairs(pairs), ""]
     return "\n".join(lines)
 
@@ -85,8 +96,8 @@ def _table(kind: str, rows: Mapping[str, Mapping[str, Outcome]]) -> list[str]:
 
 def _shortened(row: Mapping[str, Outcome]) -> dict[str, Outcome]:
     """Return `row` with sentences that do not list what differs: each row would have its own."""
-    listed = r"(different tensors under one name|different values of) .*|(different tensors under one name):.*"
-    return {column: Outcome(outcome.kind, re.sub(listed, r"\1\2 ...", outcome.why)) for column, outcome in row.items()}
+    listed = r"(under one name|different values of):? \S+ \((?:rank|\[).*?(, equal at step \d+)?\.*$"
+    return {column: Outcome(outcome.kind, re.sub(listed, r"\1 ...\2", outcome.why)) for column, outcome in row.items()}
 
 
 def _cell(text: str, notes: dict[str, int]) -> str:

@@ -212,18 +212,18 @@ class LocalSgdMomentum(LocalSgd):
 
 
 class PostLocalSgd(Trick):
-    period = 2  # It averages after steps 1, 3, 5.
+    period, skipped = 3, 2  # It averages after steps 3 and 6.
 
     def optimizer(self) -> Optimizer:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # The package scripts functions, which torch deprecates.
             from torch.distributed.optim import PostLocalSGDOptimizer
         inner = torch.optim.SGD(self.module.parameters(), lr=0.5)
-        return PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=self.period, warmup_steps=0))
+        return PostLocalSGDOptimizer(inner, PeriodicModelAverager(period=self.period, warmup_steps=self.skipped))
 
 
 class PostLocalSgdBetween(PostLocalSgd):
-    period = 4
+    period, skipped = 4, 0
 
 
 class DiLoCo(Trick):

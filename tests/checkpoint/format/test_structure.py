@@ -221,25 +221,27 @@ def test_the_different_parts_of_ranks_are_joined() -> None:
         "list": [{}, {"y": 1}],
         "e": {},
     }
-    together = joint(flatten(state)[1] for state in (first, second, first))
+    together, odd = joint(flatten(state)[1] for state in (first, second, first))
     flat = flatten(first)[0] | flatten(second)[0]
     assert rebuild(through_json(together), flat) == {
         "model": {"a": 1, "b": 2},
         "s": {1: {"x": 1, "y": 2}, "1": {}},
         "rng": {"rank0": {"t": 1}, "rank1": {"t": 2}},
-        "list": [{"x": 1}, {"y": 1}],
+        "list": [{"x": 1}],
         "e": {},
     }
+    assert odd == {"list"}, "which no rank had, were it joined"
 
 
 @settings(max_examples=50)
 @given(st.lists(nests(), min_size=1, max_size=4))
 def test_equal_structures_and_unrelated_ones_are_joined(states: list[Any]) -> None:
     structures = [flatten({f"rank{number}": state})[1] for number, state in enumerate(states)]
-    together = joint([*structures, *structures])
+    together, odd = joint([*structures, *structures])
+    assert not odd
     for number in range(len(states)):
         assert Containers(together).find(f"rank{number}") == structures[number].children[0]
-    assert joint([structures[0]] * 3) == structures[0]
+    assert joint([structures[0]] * 3) == (structures[0], set())
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from tests.checkpoint.small_run import Events
 from tests.logged import logged_warnings
 from tests.ranks import Ranks, on_two_ranks
 from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
+from torchtitan_lite.checkpoint.planning.rank_comparison import RankComparison
+from torchtitan_lite.checkpoint.planning.replicas import Replicas
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import RanksDiffer
 
 SLOW_MODES = [pytest.param(mode, marks=pytest.mark.slow) for mode in ("async", "disabled")]
@@ -375,3 +380,129 @@ def test_buffers_under_ddp_that_differ_are_still_only_a_warning(rank: int, tmp_p
         manager.save(1)
     assert not warnings_of_ranks(warned)
     assert rank == 1 or ["running_mean" in message for message in warned] == [True]
+
+
+class OfOwners(torch.optim.Optimizer):
+    """Keeps the momentum of parameter i on rank i modulo the number of ranks, which sends the others the result."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]  # without a closure
+        for at, parameter in enumerate(self.param_groups[0]["params"]):
+            owner = at % dist.get_world_size()
+            if dist.get_rank() == owner:
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                parameter.sub_(momentum.lerp_(parameter.grad, 0.1))
+            dist.broadcast(parameter.detach(), owner)
+
+
+@pytest.mark.parametrize("settings", [{"lr": 1.0}, {}], ids=["settings", "no settings"])
+@on_two_ranks
+def test_a_state_that_only_its_owner_keeps_is_refused_at_the_first_save(
+    rank: int, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    where = "optimizer.state.0.weight.momentum is on rank 0 and not on rank 1, whose optimizer has the parameter, too"
+    for number, (options, is_last) in enumerate([({}, False), ({}, True), ({"ranks_may_differ": True}, True)]):
+        folder, model = tmp_path / str(number), DistributedDataParallel(stack())
+        optimizer = OfOwners(model.parameters(), settings)
+        with pytest.raises(RanksDiffer) as refused, run_of(folder, model, optimizer, **options) as manager:
+            manager.reset()
+            loss_on(rank, 1)(model).backward()
+            optimizer.step()
+            manager.save(1, force=is_last)
+        assert where in str(refused.value) and "ranks_may_differ" not in str(refused.value)
+        assert not [*(folder / "checkpoint").glob("step-*")]
+
+
+@on_two_ranks
+def test_such_a_state_is_named_before_the_first_image(rank: int, tmp_path: Path) -> None:
+    options = {"async_mode": "async", "memory_interval": 1, "interval": 3, "memory_ttl_seconds": 60}
+    with tier_on(tmp_path), logged_warnings() as warned:
+        model = DistributedDataParallel(stack())
+        optimizer = OfOwners(model.parameters(), {"lr": 1.0})
+        with pytest.raises(RanksDiffer), run_of(tmp_path, model, optimizer, **options) as manager:
+            manager.reset()
+            for step in range(1, 4):
+                loss_on(rank, step)(model).backward()
+                optimizer.step()
+                manager.save(step)
+    assert step == 3, "an image ends no run, a save does"
+    found = [message for message in warned if message.startswith("No save could succeed at this step: ranks hold")]
+    assert ["0.weight.momentum is on rank 0" in message for message in found] == [True] * (rank == 0)
+
+
+def run_of(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> CheckpointManager:
+    given = {"interval": 1, "memory_ttl_seconds": 0} | options
+    return CheckpointManager.for_loop(model=model, optimizer=optimizer, folder=folder / "checkpoint", **given)
+
+
+@on_two_ranks
+def test_owners_whose_optimizers_have_only_their_parameters_resume(rank: int, tmp_path: Path) -> None:
+    def owned(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = DistributedDataParallel(stack(seed))
+        return model, torch.optim.AdamW([*model.parameters()][rank::2], lr=0.1)
+
+    model, optimizer = owned(0)
+    with run_of(tmp_path, model, optimizer) as manager, logged_warnings() as warned:
+        manager.reset()
+        loss_on(rank, 1)(model).backward()
+        optimizer.step()
+        for at, parameter in enumerate(model.parameters()):
+            dist.broadcast(parameter.detach(), at % 2)
+        manager.save(1)
+    again, same = owned(1)
+    with run_of(tmp_path, again, same, load_only=True) as manager:
+        assert manager.load()
+    assert not warned
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), again.parameters(), strict=True))
+    states = [[each["exp_avg"] for each in of.state.values()] for of in (optimizer, same)]
+    assert len(states[0]) == 6 and all(torch.equal(*pair) for pair in zip(*states, strict=True))
+
+
+class SkipsEmpty(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]  # without a closure
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.to_local().numel():
+                self.state[parameter].setdefault("step", torch.tensor(0.0)).add_(1)
+
+
+@on_two_ranks
+def test_a_rank_without_elements_of_a_parameter_needs_no_state_of_it(rank: int, tmp_path: Path) -> None:
+    model = fully_shard(nn.Linear(3, 1), mesh=init_device_mesh("cpu", (2,)))
+    optimizer = SkipsEmpty(model.parameters(), {"lr": 0.1})
+    with run_of(tmp_path, model, optimizer) as manager:
+        manager.reset()
+        optimizer.step()
+        manager.save(1)
+    assert len(optimizer.state) == 2 * (rank == 0)
+    assert (tmp_path / "checkpoint" / "step-1").exists()
+
+
+def found_late(peers: Peers, tensors: dict[str, Tensor], name: str, rank: int) -> str:
+    """Return what is found at step 2, if only then an element of `name` differs on rank 1. **Collective**."""
+    plans = PlanCache(peers, Replicas(lambda: tensors), RankComparison(peers))
+    assert plans.plan({"model": tensors}, lambda: None, step=1).differs is None
+    changed = tensors | ({name: tensors[name] + 1} if rank == 1 else {})
+    return str(plans.plan({"model": changed}, lambda: None, step=2).differs)
+
+
+ONE_OF_EACH_SAMPLE = [0, 7, 63, 64, 199]
+
+
+@pytest.mark.parametrize("positions", [ONE_OF_EACH_SAMPLE, pytest.param([*range(200)], marks=pytest.mark.slow)])
+@on_two_ranks
+def test_a_small_tensor_that_differs_later_is_found_at_the_next_save(rank: int, positions: list[int]) -> None:
+    peers = Peers(timedelta(seconds=30))
+    tensors = {f"t{number}": torch.zeros([8, 8] if number % 2 else []) for number in range(200)}
+    for position in positions:
+        found = found_late(peers, tensors, f"t{position}", rank)
+        assert f"model.t{position} (rank 1 and rank 0, relative difference 1), equal at step 1. Expected" in found
+    peers.close()
+
+
+@on_two_ranks
+def test_of_a_large_tensor_that_differs_later_the_error_says_since_when_it_may(rank: int) -> None:
+    peers = Peers(timedelta(seconds=30))
+    found = found_late(peers, {"large": torch.zeros(1000), "small": torch.zeros(2)}, "large", rank)
+    assert "equal at step 1; of large tensors later saves compare samples, so a checkpoint since then may" in found
+    peers.close()

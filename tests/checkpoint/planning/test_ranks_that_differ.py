@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,7 +25,7 @@ from torchtitan_lite.checkpoint.planning.replicas import _digest
 from torchtitan_lite.checkpoint.state.per_rank import PerRank
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, Stateful
 from torchtitan_lite.checkpoint.state.train_state import TrainState
-from torchtitan_lite.errors import CheckpointMismatch, ConfigError
+from torchtitan_lite.errors import CheckpointMismatch, ConfigError, RanksDiffer
 
 
 class Held:
@@ -315,3 +316,116 @@ def test_an_unknown_on_missing_is_refused_at_construction() -> None:
 def test_an_object_without_a_state_is_refused_at_construction(given: Any) -> None:
     with pytest.raises(ConfigError, match=r"PerRank: (a list|a Generator|the class Held) has no state_dict and load"):
         PerRank(given)
+
+
+@on_two_ranks
+def test_a_list_comes_from_one_rank_and_never_from_two(rank: int, tmp_path: Path) -> None:
+    for lengths in ((2, 3), (3, 2), (1, 4)):
+        folder = tmp_path / f"{lengths}"
+        held = Held(seen=[torch.tensor([10.0 * rank + at]) for at in range(lengths[rank])])
+        with manager_of(folder, {"held": held}, interval=1) as manager, logged_warnings() as warned:
+            manager.save(1)
+        assert [("held.seen (rank 0's is saved)" in each) for each in differing(warned)] == [True] * (rank == 0)
+        loaded = Held(seen=[])
+        with manager_of(folder, {"held": loaded}, load_only=True) as manager:
+            manager.load()
+        assert [float(each) for each in loaded.values["seen"]] == [float(at) for at in range(lengths[0])]
+
+
+@on_two_ranks
+def test_a_list_that_grows_apart_later_is_warned_of_once(rank: int, tmp_path: Path) -> None:
+    held = Held(seen=[torch.tensor(0.0)])
+    with manager_of(tmp_path, {"held": held}, interval=1) as manager, logged_warnings() as warned:
+        for step in (1, 2, 3):
+            manager.save(step)
+            held.values["seen"] += [torch.tensor(float(step))] * rank
+    assert len(differing(warned)) == (rank == 0)
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {key: value for key, value in optimizer.param_groups[0].items() if key in ("lr", "scales", "mine")}
+
+
+@on_two_ranks
+def test_a_learning_rate_that_differs_is_named_though_a_rank_has_a_setting_more(rank: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    group: dict[str, Any] = {"params": model.parameters()} | ({"more": 1} if rank else {})
+    optimizer = torch.optim.SGD([group], lr=0.1 + rank)
+    config = job_config(tmp_path, interval=1)
+    with CheckpointManager(None, [model], [optimizer], [], {}, config) as manager, logged_warnings() as warned:
+        manager.save(1)
+    assert rank == 1 or "optimizer.param_groups.bias.lr (rank 0's is saved)" in differing(warned)[0]
+
+
+@pytest.mark.parametrize("more_on", [0, 1])
+@on_two_ranks
+def test_settings_come_from_one_rank_and_are_compared_whatever_else_a_rank_has(
+    rank: int, tmp_path: Path, more_on: int
+) -> None:
+    def manager_with(lr: float, **more: Any) -> CheckpointManager:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2)
+        nonlocal optimizer
+        optimizer = torch.optim.SGD([{"params": model.parameters(), **more}], lr=lr)
+        return CheckpointManager(None, [model], [optimizer], [], {}, job_config(tmp_path, interval=1))
+
+    optimizer: Any = None
+    scales = [torch.tensor(10.0 * rank + at) for at in range(2 + rank)]
+    more = {"mine": 7} if rank == more_on else {}
+    with manager_with(0.1, scales=scales, **more) as manager, logged_warnings() as warned:
+        manager.save(1)
+    [warning] = differing(warned) if rank == 0 else [""]
+    for part in ("bias.mine", "bias.scales"):
+        assert rank == 1 or f"optimizer.param_groups.{part} (rank 0's is saved)" in warning
+    with manager_with(0.5, scales=[], **more) as manager:
+        manager.load()
+    assert settings_of(optimizer) == {"lr": 0.1, "scales": [0.0, 1.0]} | ({"mine": 7} if more_on == 0 else more)
+
+
+def copies_of(model: nn.Module, form: str) -> dict[str, Any]:
+    """Return an average by hand of this rank's shards."""
+    shards = {name: each.detach().to_local().clone() for name, each in model.named_parameters()}  # type: ignore[operator]
+    if form == "in a list":
+        return {"shadow": [*shards.values()]}
+    return {name.replace(".", "_") if form == "as buffers" else name: shard for name, shard in shards.items()}
+
+
+@pytest.mark.parametrize("form", ["by name", "as buffers", "in a list"])
+@on_two_ranks
+def test_a_copy_of_each_ranks_shards_is_refused_unless_each_gets_its_own_back(
+    rank: int, tmp_path: Path, form: str
+) -> None:
+    torch.manual_seed(0)
+    model = fully_shard(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), mesh=init_device_mesh("cpu", (2,)))
+    for is_last in (False, True):
+        average = Held(**copies_of(model, form))
+        with pytest.raises(RanksDiffer) as refused, manager_of(tmp_path / "a", {"average": average}, model) as manager:
+            manager.save(1, force=is_last, now=True)
+        assert "average." in str(refused.value) and "of one rank's shard of model." in str(refused.value)
+        assert "PerRank" in str(refused.value)
+        assert not [*(tmp_path / "a" / "checkpoint").glob("step-*")]
+    own = Held(**copies_of(model, form))
+    save_and_close(manager_of(tmp_path / "b", {"average": PerRank(own)}, model))
+    again = Held()
+    load_and_close(manager_of(tmp_path / "b", {"average": PerRank(again)}, model, load_only=True))
+    assert str(again.values) == str(own.values)
+
+
+@on_two_ranks
+def test_a_copy_of_shards_that_comes_later_is_refused_and_other_tensors_of_a_shape_are_not(
+    rank: int, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(4, 6), mesh=init_device_mesh("cpu", (2,)))
+    held = Held(losses=torch.full((3,), float(rank)), same=[torch.zeros(3)])
+    with manager_of(tmp_path, {"held": held}, model, interval=1) as manager, logged_warnings() as warned:
+        manager.reset()
+        manager.save(1)
+        assert len(differing(warned)) == (rank == 0)
+        held.values |= copies_of(model, "by name")
+        with pytest.raises(
+            RanksDiffer, match=r"held\.weight has the shape \[3, 4\] of one rank's shard of model\.weight"
+        ):
+            manager.save(2)
+    assert len(differing(warned)) == (rank == 0)

@@ -156,7 +156,7 @@ def test_of_what_is_sharded_only_the_counters_of_the_optimizer_are_digested(rank
         run.manager.load()
         run.take_step(lambda: model(torch.ones(2, 8)).square().mean())
         assert run.manager.save(1)
-        shared = [key for _, items in run.manager._comparison._groups for key, _ in items]
+        shared = [key for group in run.manager._comparison._groups for key, _ in group.items]
         assert shared == ["optimizer.state.bias.step", "optimizer.state.weight.step"]
 
 

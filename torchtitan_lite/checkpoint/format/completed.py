@@ -48,4 +48,4 @@ def joined_structures(tables: Sequence[Table]) -> Table:
     having = [each for each in tables if each]
     if len(having) < 2:
         return having[0] if having else Table()
-    return Table({"root": encode(joint(decode(each["root"]) for each in having))})
+    return Table({"root": encode(joint(decode(each["root"]) for each in having)[0])})

@@ -2,46 +2,55 @@
 
 Each rank has a part of the state: its pipeline stages, its random generators under its own key. The joint
 structure has each container once, with the keys of all ranks. If one rank has a container and another
-an entry under the same name, only one of them could be restored: `joint` refuses that, by name.
+an entry under the same name, only one of them could be restored: `joint` refuses that, by name. A list is never
+joined, nor what the caller says is whole: with the keys of two ranks it would be a value that no rank had.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from torchtitan_lite.checkpoint.format.structure import Branch, branch_of
+from torchtitan_lite.checkpoint.format.structure import LIST, Branch, branch_of
 
 
-def joint(structures: Iterable[Branch]) -> Branch:
+def joint(
+    structures: Iterable[Branch], is_whole: Callable[[str], bool] = lambda name: False
+) -> tuple[Branch, set[str]]:
     """Return one structure with all containers and keys of `structures`, in the order of their first occurrence.
 
-    Raises ValueError, naming the entry, if two of them do not fit together.
+    A list, and a container whose name `is_whole`, are those of the first structure that has them; also returns the
+    names of those that are not equal in all. Raises ValueError, naming the entry, if two of them do not fit together.
     """
     first, *others = structures
-    grown = _JointContainer(first)
+    odd: set[str] = set()
+    grown = _JointContainer(first, is_whole, odd)
     for structure in others:
         grown.add(structure, "")
-    return grown.finished("")
+    return grown.finished(""), odd
 
 
 class _JointContainer:
     """A container that takes in the keys of one rank after another, without a new `Branch` for each."""
 
-    def __init__(self, first: Branch) -> None:
+    def __init__(self, first: Branch, is_whole: Callable[[str], bool], odd: set[str], name: str = "") -> None:
         self._kind = first.kind
+        self._is_whole, self._odd = is_whole, odd
         self._keys: dict[Any, Any] = {}
         self._children: dict[Any, _JointContainer | None] = {}
         self._has_branches = False
         self._first = first
         self._last: Branch | None = None
-        self.add(first, "")
+        self.add(first, name)
 
     def add(self, branch: Branch, name: str) -> None:
         if branch == self._last:  # The usual case: ranks have equal structures.
             return
         if branch.kind != self._kind:
             raise _conflict(name, f"a {self._kind}", f"a {branch.kind}")
+        if self._last is not None and (self._kind == LIST or self._is_whole(name)):
+            self._odd.add(name)
+            return
         self._last = branch
         identities: Any = branch.keys
         if branch.key_reprs:  # 1 and True are the same key in a dict.
@@ -57,7 +66,9 @@ class _JointContainer:
 
     def _add_child(self, identity: Any, child: Branch | None, name: str) -> None:
         if identity not in self._children:
-            self._children[identity] = None if child is None else _JointContainer(child)
+            self._children[identity] = (
+                None if child is None else _JointContainer(child, self._is_whole, self._odd, name)
+            )
             return
         known = self._children[identity]
         if (known is None) != (child is None):

@@ -33,6 +33,7 @@ from torchtitan_lite.checkpoint.staging.slots import NO_STEP
 from torchtitan_lite.checkpoint.staging.watch import build_staging_watch
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.writer_process import WriterProcess
+from torchtitan_lite.errors import RanksDiffer
 from torchtitan_lite.events import ImageMissed
 from torchtitan_lite.host_memory import free_bytes, host_id, oom_kills
 from torchtitan_lite.log import counted, logger, readable_bytes
@@ -240,7 +241,9 @@ class Images:
         with no_collection():
             try:
                 # The process again, if it died. With a check the first plan of a start compares the ranks, too.
-                planned = self._plans.plan(state, self.marker.start_process, failure=failure, numbers=self.report())
+                planned = self._plans.plan(
+                    state, self.marker.start_process, failure=failure, numbers=self.report(), step=step
+                )
                 if planned.differs is not None:
                     return self._end(f"{planned.differs}")
                 if not self.agree(planned.agreed):
@@ -250,6 +253,8 @@ class Images:
                 file = planned.file()
                 check = self._watch(file.data, [item.index.fqn for item in file.plan.items])
                 staged = self.stager.take(file.data, step, digests=True)
+            except RanksDiffer as error:
+                return self._end(f"{error}")
             except Exception as error:
                 self.marker.note_failed(step, error)
                 return

@@ -8,6 +8,7 @@ the answer names those of the others that it writes.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -16,7 +17,8 @@ from torchtitan_lite.checkpoint.format.chunk import Shape
 from torchtitan_lite.checkpoint.format.chunk_runs import LEAST_CHUNKS
 from torchtitan_lite.checkpoint.format.description import Description
 from torchtitan_lite.checkpoint.format.joint_structure import joint
-from torchtitan_lite.checkpoint.format.structure import Branch, branch_of, decode
+from torchtitan_lite.checkpoint.format.shards import box_of
+from torchtitan_lite.checkpoint.format.structure import Branch, branch_of, decode, paths_of, without
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.planning.balance import balance
 from torchtitan_lite.checkpoint.planning.joint_entries import (
@@ -29,11 +31,22 @@ from torchtitan_lite.checkpoint.planning.joint_entries import (
     is_mixed,
 )
 from torchtitan_lite.checkpoint.planning.outline import Digest, Outline
+from torchtitan_lite.checkpoint.planning.parameter_holders import HeldBy, odd_holder, odd_settings
 from torchtitan_lite.checkpoint.planning.plan_answers import Asked, KeptEntries, PlanAnswer
 from torchtitan_lite.checkpoint.planning.shared_items import Member, Patterns
 from torchtitan_lite.checkpoint.planning.spread import Holders, Numbers, Placed, Spread
+from torchtitan_lite.errors import RanksDiffer
 
 _SHOWN = 4
+_MODEL, _OPTIMIZER = "model", "optimizer"
+_WHOLE = re.compile(
+    r"optimizer\.param_groups\..+|optimizer\.optimizers\.[^.]+\.(whole|global|other)|model\.(.+\.)?_extra_state"
+)
+"""Containers that all come from one rank: settings, state of an optimizer without a parameter, what a module adds."""
+KEPT_BY_ALL = (
+    "Keep it on every rank whose optimizer has the parameter, or give the optimizer of each rank only the parameters "
+    "whose state it keeps"
+)
 
 
 class JointPlan:
@@ -45,6 +58,8 @@ class JointPlan:
         self._sections: dict[Digest, Section] = {}
         self.description: Description | None = None
         """Of the checkpoint, after `answers`."""
+        self.odd_containers: dict[str, int] = {}
+        """Lists and settings that ranks have with other entries, and the rank whose are saved."""
 
     def ask(self, outlines: Sequence[Outline | Exception | None]) -> list[Asked]:
         """Return what the coordinator asks of each rank. Raises the failure of the lowest rank that has one."""
@@ -72,7 +87,8 @@ class JointPlan:
     def answers(self, pieces: Sequence[Mapping[Digest, bytes]]) -> list[PlanAnswer]:
         """Return the answer to each rank, whose `pieces` are the wanted ones.
 
-        Raises ValueError if the parts of a tensor do not make it up, or if states do not fit together.
+        Raises ValueError if the parts of a tensor do not make it up, or if states do not fit together, and RanksDiffer
+        for a state of a parameter that only some of its holders have.
         """
         texts = {digest: text for of_rank in pieces for digest, text in of_rank.items()}
         num_entries = 0
@@ -83,6 +99,12 @@ class JointPlan:
         for section in self._sections.values():
             for number, entry in enumerate(section.entries):
                 places.setdefault(entry.key, []).append((section, number))
+        optimizers = self._optimizers(texts)
+        if odd_state := odd_holder(optimizers, lambda name, rank: self._has_part(places, name, rank)):
+            raise RanksDiffer(odd_state, KEPT_BY_ALL)
+        structure = self._structure(self._branches(texts), optimizers, places)
+        if self.odd_containers:
+            places = _within(structure, places)
         kept = KeptEntries(len(self._outlines))
         tensors, objects, odd = self._keys(places)
         for key in objects:
@@ -96,7 +118,7 @@ class JointPlan:
                 for (section, number), boxes in tensor.by_place():
                     section.is_decided[number] = 1
                     kept.add(section.first + number, tensor.spread.ranks[tensor.writers[boxes]])
-        self.description = Description(self._laid_out(tensors), objects, self._structure(texts))
+        self.description = Description(self._laid_out(tensors), objects, structure)
         members, num_groups = self._shared(tensors)
         packed = {digest: section.packed() for digest, section in self._sections.items()}
         return [
@@ -236,7 +258,48 @@ class JointPlan:
         except ValueError:  # Stages of other sizes, of which each has all.
             return spread
 
-    def _structure(self, texts: Mapping[Digest, bytes]) -> Branch:
+    def _optimizers(self, texts: Mapping[Digest, bytes]) -> list[HeldBy]:
+        """Return the different containers of optimizer states, each with the ranks that have it."""
+        roots = {digest: decode(json.loads(texts[digest])) for digest in {each.root for each in self._outlines}}
+        found: dict[Digest, list[int]] = {}
+        for rank, outline in enumerate(self._outlines):
+            if outline.containers and _OPTIMIZER in (keys := roots[outline.root].keys):
+                found.setdefault(outline.containers[list(keys).index(_OPTIMIZER)], []).append(rank)
+        if len(found) < 2:
+            return []
+        documents = {digest: json.loads(texts[digest]) for digest in found}
+        return [(ranks, decode(documents[digest])) for digest, ranks in found.items() if documents[digest]]
+
+    def _has_part(self, places: Mapping[str, list[Place]], parameter: str, rank: int) -> bool:
+        """Return whether `rank` has elements of `parameter`, of the model or of another module of the state."""
+        for section, number in places.get(f"{_MODEL}.{parameter}", places.get(parameter, [])):
+            if rank in section.ranks:
+                entry = section.entries[number]
+                if entry.mesh < 0:
+                    return 0 not in (entry.sizes or entry.shape)
+                coordinate = self._outlines[rank].places[entry.mesh]
+                return 0 not in box_of(entry.shape, section.meshes[entry.mesh], entry.placements, coordinate).sizes
+        return False
+
+    def _structure(
+        self, branches: Sequence[Branch], optimizers: Sequence[HeldBy], places: Mapping[str, list[Place]]
+    ) -> Branch:
+        """Return the joint structure, and note what in it not all ranks have alike."""
+        structure, odd = joint(branches, lambda name: _WHOLE.fullmatch(name) is not None)
+        for name in sorted(odd):
+            ranks = [s.ranks[0] for key, of_key in places.items() if key.startswith(f"{name}.") for s, _ in of_key]
+            self.odd_containers[name] = min(ranks, default=0)
+        settings, surplus = odd_settings(optimizers)
+        self.odd_containers |= {f"{_OPTIMIZER}.{name}": rank for name, rank in settings.items()}
+        if not surplus:
+            return structure
+        children = [
+            without(child, surplus.__contains__) if key == _OPTIMIZER and child is not None else child
+            for key, child in zip(structure.keys, structure.children, strict=True)
+        ]
+        return branch_of(structure.kind, structure.keys, children)
+
+    def _branches(self, texts: Mapping[Digest, bytes]) -> list[Branch]:
         branches: list[Branch] = []
         seen: set[tuple[Digest, int, Digest]] = set()
         roots: dict[Digest, Branch] = {}
@@ -255,7 +318,16 @@ class JointPlan:
             branches.append(
                 branch_of(root.kind, [root.keys[at] for at in chosen], [child and decode(child) for child in children])
             )
-        return joint(branches)
+        return branches
+
+
+def _within(structure: Branch, places: Mapping[str, list[Place]]) -> dict[str, list[Place]]:
+    """Return `places` without those that are not in `structure`; no rank writes these."""
+    names = paths_of(structure)
+    for key in places.keys() - names.keys():
+        for section, number in places[key]:
+            section.is_decided[number] = 1  # And is given to no rank.
+    return {key: of_key for key, of_key in places.items() if key in names}
 
 
 def _of_one_box(spread: Spread, holders: int) -> tuple[Numbers, Numbers]:

@@ -82,8 +82,11 @@ class PlanCache:
         self._comparison = comparison or RankComparison(peers)
         self._contradiction: RanksDiffer | None = None
         """What the present plan leaves out: tensors of another shape than the lowest rank's of the same name."""
+        self._odd_containers: dict[str, int] = {}
+        """Of the present plan, as in `JointPlan`, on the coordinator."""
         self._object_items = ObjectItems()
         self._is_compared = False
+        """Whether the values that must be the same were compared since the structure changed."""
         self._plan: RankPlan | None = None
 
     def plan(
@@ -94,8 +97,9 @@ class PlanCache:
         failure: Exception | None = None,
         numbers: Sequence[int] = (),
         is_save: bool = False,
+        step: int = 0,
     ) -> PlannedSave:
-        """Return the plan for `state`, whose `file` is this rank's file. **Collective**.
+        """Return the plan for `state`, of `step`, whose `file` is this rank's file. **Collective**.
 
         What fails on one rank, `check` included, is raised on every rank, as is a `failure` that it has already. A call
         with a `check` is for a save or an image: it also compares what must be the same on all ranks, for an `is_save`
@@ -130,8 +134,8 @@ class PlanCache:
         assert examined is not None, "else all ranks failed together"
         if agreed is _Verdict.CHANGED or self._plan is None:
             self._plan_again(state, flat, examined)
-            reported = None
-        differs = None if check is None else self._compare(state, flat, examined, reported)
+            self._is_compared, reported = False, None
+        differs = None if check is None else self._compare(state, flat, examined, reported, step)
         assert self._plan is not None
         corruption = "" if check is None else self._comparison.corruption
         return PlannedSave(self._plan, flat, self._object_items, tuple(agreed_numbers), differs, corruption)
@@ -145,14 +149,14 @@ class PlanCache:
             self._comparison.digest_alongside(flatten(get_state())[0])
 
     def _compare(
-        self, state: State, flat: State, examined: _Examined, reported: Sequence[int] | None
+        self, state: State, flat: State, examined: _Examined, reported: Sequence[int] | None, step: int
     ) -> RanksDiffer | None:
         """Compare the ranks; where they differ, plan again so that all comes from the lowest. **Collective**."""
         if not self._is_compared:
+            self._replicas.compare(state, flat, self._peers, self._odd_containers)
             self._is_compared = True
-            self._replicas.compare(state, flat, self._peers)
         took_lowest = self._comparison.takes_lowest
-        differs = self._comparison.settle(flat, reported)
+        differs = self._comparison.settle(flat, reported, step)
         if self._comparison.takes_lowest and not took_lowest:
             self._plan_again(state, flat, examined)
         return self._contradiction or differs
@@ -183,6 +187,7 @@ class PlanCache:
             assert own is not None, "else all ranks failed together"
             answer = self._peers.scatter_answers(own.of(asked.wanted), joint.answers)
         assert parts is not None
+        self._odd_containers = joint.odd_containers
         part = OwnPart(parts.joint, own.sections, asked.numbers, answer)
         self._comparison.use(part.shared(), answer.num_groups, parts.joint)
         self._contradiction = RanksDiffer(answer.contradiction, OWN_NAMES) if answer.contradiction else None

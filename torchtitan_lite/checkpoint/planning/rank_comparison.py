@@ -3,9 +3,10 @@
 A checkpoint has one value of each name, and a plan spreads the names over the ranks that hold them. Where these ranks
 differ (experts or pipeline stages under equal names, averages that are due, a forgotten DDP) that would be a state that
 no rank ever had. So each rank digests all that it shares once a start: alongside the training after the first
-step, or in the first save if that comes earlier or has no copies. Every save and image compares a sample of it, within
-the exchange of the plan. Where ranks differ, all comes from the lowest rank of each group of holders from then on: by
-the last bits, as reductions in no fixed order give them, with one warning; by more, with `RanksDiffer`.
+step, or in the first save if that comes earlier or has no copies. Every save and image compares what is small and a
+sample of the rest, within the exchange of the plan. Where ranks differ, all comes from the lowest rank of each group
+of holders from then on: by the last bits, as reductions in no fixed order give them, with one warning; by more, with
+`RanksDiffer`.
 
 A run that watches (`digest_tensors` with "replicas") digests all of it again for every save. Once its ranks were equal,
 one bit is a difference: a machine or a kernel has changed it, and `RanksDiffer` names where.
@@ -17,7 +18,7 @@ import platform
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -36,8 +37,10 @@ from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import RanksDiffer
 from torchtitan_lite.log import logger
 
+SMALL_BYTES = 1 << 8
+"""Items up to this size are compared at each save: 1,000 take 0.6 ms, where a sample of each would take 5."""
 SAMPLED_ITEMS = 64
-"""Items of a group that a save samples; where there are more, each save takes others."""
+"""Larger items of a group that a save samples; where there are more, each save takes others."""
 OWN_NAMES = (
     "If each rank has its own (experts, stages of a pipeline), give it a name of its own there, as in "
     'nn.ModuleDict({f"rank{rank}": module}), and make the optimizer of that'
@@ -52,13 +55,23 @@ AFTER_CORRUPTION = (
 )
 DIGESTING_THREADS = 2
 """Of a rank, at most: one reads half as fast as the memory gives."""
-_Items = list[tuple[str, tuple[int, ...]]]
-"""Key and offsets of each."""
+_Item = tuple[str, tuple[int, ...]]
+"""Key and offsets."""
 PIECE_BYTES = 16 << 20
 """Bytes of a tensor that are copied at once where it has to be copied: off an accelerator, to another rank."""
 
 _NONE = -(1 << 62)
 """What a rank reports for a group that it is not in: below every digest and every negative one."""
+
+
+class _Group(NamedTuple):
+    """What this rank shares with the other ranks of a group."""
+
+    shared: SharedItems
+    items: Sequence[_Item]
+    small: Sequence[Sequence[_Item]]
+    """Those of up to `SMALL_BYTES`, of one dtype and shape together."""
+    large: Sequence[_Item]
 
 
 class RankComparison:
@@ -69,14 +82,15 @@ class RankComparison:
         self._may_differ, self._watches = may_differ, watches
         self.takes_lowest = may_differ
         """Whether all that ranks share comes from the lowest rank of each group. The same on all ranks."""
-        self._groups: list[tuple[SharedItems, _Items]] = []
-        """What this rank shares: for each group its items, as key and offsets."""
+        self._groups: list[_Group] = []
         self._num_groups = 0
         self._num_compared = 0
         """Counts the exchanges, so that all ranks sample the same items."""
         self._is_complete = False
         """Whether all that is shared was compared in this start, not only samples."""
         self._has_warned = False
+        self._equal_at = self._equal_in_full_at = ""
+        """Where the ranks were last equal, in what is small and in all."""
         self.corruption = ""
         """Where ranks differ that were equal before, as the last `settle` found; empty if they are equal. The same on
         all ranks."""
@@ -89,7 +103,7 @@ class RankComparison:
         self._digesting = None
         if not self._may_differ:
             self._num_groups = num_groups
-            self._groups = [(each, [_place(items[number]) for number in each.numbers]) for each in shared]
+            self._groups = [_divided(each, [items[number] for number in each.numbers]) for each in shared]
 
     @property
     def is_due(self) -> bool:
@@ -126,25 +140,29 @@ class RankComparison:
         return (_NONE,) * (2 * self._num_groups)
 
     def report(self, flat: State, *, is_save: bool = False) -> tuple[int, ...]:
-        """Return two numbers a group, of which the maximum over the ranks counts: a digest of a sample, and minus it.
+        """Return two numbers a group, of which the maximum over the ranks counts: a digest, and minus it.
+
+        It is one of what is small and a sample of the rest.
 
         Until all was compared, and for a save of a run that watches, it is one of everything. Any rank.
         """
         numbers = [*self.no_report()]
         is_complete = self._is_complete and not (is_save and self._is_watching)
         complete = [] if is_complete else self._digests_of_all(flat)
-        for at, (shared, items) in enumerate(self._groups):
-            digest = xxhash.xxh3_64(_joined(self._sampled(flat, shared, items)).numpy().data)
+        for at, group in enumerate(self._groups):
+            compared = [*_stacked(flat, group.small), *self._sampled(flat, group.shared, group.large)]
+            digest = xxhash.xxh3_64(_joined(compared).numpy().data)
             if complete:
                 digest.update(complete[at].to_bytes(8, "big"))
             # Two bits shorter, so that its negative, too, is above `_NONE`.
             number = digest.intdigest() >> 2
             # One all-reduce max shows whether all are equal: the maxima of d and of -d are opposite only then.
-            numbers[2 * shared.group : 2 * shared.group + 2] = number, -number
+            first = 2 * group.shared.group
+            numbers[first : first + 2] = number, -number
         return tuple(numbers)
 
-    def settle(self, flat: State, highest: Sequence[int] | None) -> RanksDiffer | None:
-        """Return what is wrong with `flat`, None if a checkpoint can have it. **Collective**.
+    def settle(self, flat: State, highest: Sequence[int] | None, step: int) -> RanksDiffer | None:
+        """Return what is wrong with `flat`, of `step`, None if a checkpoint can have it. **Collective**.
 
         `highest` are the maxima of the reports of all ranks; None: they report here. Warns, on the coordinator, the
         first time that ranks differ by rounding.
@@ -161,9 +179,26 @@ class RankComparison:
             found = RanksDiffer(self.corruption, AFTER_CORRUPTION) if self.corruption else None
         elif differing:
             found = self._looked_at(flat)
+        else:
+            self._note_equal(step)
         self._num_compared += 1
         self._is_complete, self._digesting = True, None
         return found
+
+    def _note_equal(self, step: int) -> None:
+        self._equal_at = f"step {step}"
+        if not self._is_complete or self._is_watching:
+            # Digests of an earlier moment do not say whether all is equal at this one.
+            self._equal_in_full_at = "the first step of this start" if self._digesting is not None else self._equal_at
+
+    def _since(self, differing: Mapping[tuple[int, int], tuple[str, torch.Tensor]]) -> str:
+        """Return when what differs was equal; empty if no save of this start has compared it."""
+        if all(tensor.nbytes <= SMALL_BYTES for _, tensor in differing.values()):
+            return self._equal_at and f", equal at {self._equal_at}"
+        return self._equal_in_full_at and (
+            f", equal at {self._equal_in_full_at}; of large tensors later saves compare samples, so a checkpoint since "
+            "then may have the difference"
+        )
 
     @property
     def _is_watching(self) -> bool:
@@ -175,10 +210,10 @@ class RankComparison:
 
         def digests() -> Holdings:
             found = {
-                (shared.group, at): (key, _digest(_memory(flat, key, offsets)))
-                for shared, items in self._groups
-                if shared.group in groups
-                for at, (key, offsets) in enumerate(items)
+                (group.shared.group, at): (key, _digest(_memory(flat, key, offsets)))
+                for group in self._groups
+                if group.shared.group in groups
+                for at, (key, offsets) in enumerate(group.items)
             }
             return platform.node(), found
 
@@ -199,14 +234,16 @@ class RankComparison:
         if not found.is_far and not only_samples:
             found = self._peers.scatter_answers(self._distances(differing), joint)
         self.takes_lowest = True
+        since = self._since(differing)
         if found.is_far:
-            return RanksDiffer(str(found), f"{OWN_NAMES}. {OTHER_WAYS}")
+            return RanksDiffer(f"{found}{since}", f"{OWN_NAMES}. {OTHER_WAYS}")
         if not self._has_warned and self._peers.is_coordinator:
             logger.warning(
-                "Ranks hold slightly different values of %s. From now on all parameters and optimizer states that "
+                "Ranks hold slightly different values of %s%s. From now on all parameters and optimizer states that "
                 "ranks share are saved from the lowest rank that has them. Reductions in no fixed order can be the "
                 "cause",
                 found,
+                since,
             )
         self._has_warned = True
         return None
@@ -214,7 +251,7 @@ class RankComparison:
     def _by_place(self, flat: State, *, only_samples: bool) -> dict[tuple[int, int], tuple[str, torch.Tensor]]:
         """Return name and memory of each item that this rank shares, or samples of some, by group and number in it."""
         found: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
-        for shared, items in self._groups:
+        for shared, items, *_ in self._groups:
             chosen = self._chosen(items) if only_samples else range(len(items))
             tensors = self._sampled(flat, shared, items) if only_samples else [_memory(flat, *item) for item in items]
             found |= {(shared.group, at): (items[at][0], tensor) for at, tensor in zip(chosen, tensors, strict=True)}
@@ -225,7 +262,7 @@ class RankComparison:
 
         In each group the lowest rank's values go from rank to rank, so no rank sends more than its own.
         """
-        groups = {shared.group: shared for shared, _ in self._groups}
+        groups = {each.shared.group: each.shared for each in self._groups}
         found = []
         # In the same order everywhere, so no two ranks wait in turn.
         for (group, _), (key, tensor) in tensors.items():
@@ -247,20 +284,18 @@ class RankComparison:
     def _complete_digests(self, flat: State) -> list[int]:
         """Return a digest a group, of all that this rank shares."""
         digests = []
-        for _, items in self._groups:
-            of_items = _digests([_memory(flat, *item) for item in items])
+        for group in self._groups:
+            of_items = _digests([_memory(flat, *item) for item in group.items])
             digests.append(xxhash.xxh3_64_intdigest(b"".join(each.to_bytes(8, "big") for each in of_items)))
         return digests
 
     def _chosen(self, items: Sequence[Any]) -> range:
-        every = -(-len(items) // SAMPLED_ITEMS)
+        every = max(1, -(-len(items) // SAMPLED_ITEMS))
         return range(self._num_compared % every, len(items), every)
 
-    def _sampled(
-        self, flat: State, shared: SharedItems, items: Sequence[tuple[str, tuple[int, ...]]]
-    ) -> list[torch.Tensor]:
+    def _sampled(self, flat: State, shared: SharedItems, items: Sequence[_Item]) -> list[torch.Tensor]:
         chosen = self._chosen(items)
-        num_bytes = shared.sample_bytes // len(chosen)
+        num_bytes = shared.sample_bytes // max(1, len(chosen))
         return [_sample(_memory(flat, *items[at]), num_bytes) for at in chosen]
 
     def _forget(self) -> None:
@@ -268,8 +303,31 @@ class RankComparison:
         self._digesting = None
 
 
-def _place(item: WriteItem) -> tuple[str, tuple[int, ...]]:
-    return item.index.fqn, tuple(item.index.offset or ())
+def _divided(shared: SharedItems, items: Sequence[WriteItem]) -> _Group:
+    places = [(item.index.fqn, tuple(item.index.offset or ())) for item in items]
+    small: dict[tuple[torch.dtype, torch.Size], list[_Item]] = {}
+    large: list[_Item] = []
+    for item, place in zip(items, places, strict=True):
+        assert item.tensor_data is not None
+        dtype, sizes = item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes
+        if sizes.numel() * dtype.itemsize <= SMALL_BYTES:
+            small.setdefault((dtype, sizes), []).append(place)
+        else:
+            large.append(place)
+    return _Group(shared, places, [*small.values()], large)
+
+
+@torch.no_grad()
+def _stacked(flat: State, small: Sequence[Sequence[_Item]]) -> Iterator[torch.Tensor]:
+    """Yield what is `small`, those of one shape in one tensor: a call for each would take most of the time."""
+    for items in small:
+        values = [flat[key] for key, _ in items]
+        if not {*map(type, values)} <= {torch.Tensor, torch.nn.Parameter}:
+            values = [_memory(flat, *item) for item in items]
+        devices = [value.device for value in values]
+        for device in dict.fromkeys(devices):
+            of_device = [value for value, its in zip(values, devices, strict=True) if its == device]
+            yield torch.stack(of_device).resolve_conj().resolve_neg()
 
 
 def _memory(flat: State, key: str, offsets: tuple[int, ...]) -> torch.Tensor:

@@ -3,31 +3,39 @@
 Training keeps parameters and the state of their optimizers equal on all ranks that hold them
 (rank_comparison.py looks), so any of these ranks may write them, and the bytes are spread evenly. Nothing
 guarantees that for the rest (buffers, the caller's states, settings): the lowest rank that has a value
-writes it, so that a load gets what one rank had and never a mixture. At the first save or image of a start
-the ranks compare these values, and one warning names those that differ. A value that is meant to differ
-needs another name on each rank, as `PerRank` and the random generators give it.
+writes it, so that a load gets what one rank had and never a mixture. At the first save or image of a start,
+and when the structure changes, the ranks compare these values, and one warning names those that differ. A value
+that is meant to differ needs another name on each rank, as `PerRank` and the random generators give it; a copy of a
+rank's shard is no value of its name, and refused.
 """
 
 from __future__ import annotations
 
 import pickle
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.flattening import State
-from torchtitan_lite.checkpoint.format.shards import LocalShard, parts_of
+from torchtitan_lite.checkpoint.format.shards import LocalShard, local_of, parts_of
 from torchtitan_lite.disk.digest import text_digest
 from torchtitan_lite.distributed.peers import Peers
+from torchtitan_lite.errors import RanksDiffer
 from torchtitan_lite.log import logger
 
 SHOWN = 4
 """Number of keys that a warning names; it counts the others."""
-
-_OPTIMIZER = "optimizer"
+AS_DTENSOR = (
+    "Keep it as a DTensor, as parameter.detach().clone() or torch.zeros_like(parameter) makes it, or wrap the state in "
+    "PerRank to resume on as many ranks"
+)
+_NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9]")
+"""What copies of parameters leave out of their names, or replace, to be buffers."""
 _WEIGHTS = ""
 """The only section of a weights-only checkpoint, whose keys do not begin with a state's name."""
 
@@ -42,26 +50,58 @@ class Replicas:
     def __init__(self, parameters: Callable[[], Collection[str]] = _none, may_differ: Collection[str] = ()) -> None:
         self._parameters = parameters
         self._may_differ = frozenset(may_differ)
+        self._warned: set[str] = set()
 
     def of_lowest_rank(self, state: State, items: Sequence[WriteItem]) -> frozenset[int]:
         """Return the numbers of the tensors in `items` that only the lowest rank that has them may write. Any rank."""
         is_same = self._sameness(state)
         return frozenset(n for n, item in enumerate(items) if item.tensor_data and not is_same(item.index.fqn))
 
-    def compare(self, state: State, flat: State, peers: Peers) -> None:
+    def compare(self, state: State, flat: State, peers: Peers, odd_containers: Mapping[str, int]) -> None:
         """Warn, on the coordinator, about keys whose values differ between ranks. **Collective**.
 
-        Each rank sends one digest a state, and one a key only for states that differ.
+        Each rank sends one digest a state, and for states that differ one a key, if no lower rank has the same of it.
+        `odd_containers` as in `warn`. Raises RanksDiffer, on all ranks, for a part of a sharded tensor.
         """
         if peers.world_size == 1:
             return
         sections = self._sections(state, flat)
         summaries = peers.gather({name: _summary(digests) for name, digests in sections.items()})
-        suspicious = {name for of_rank in summaries for name in of_rank if _may_differ(name, summaries)}
-        if not suspicious:
+        mine: dict[str, str] = {}
+        is_suspicious = False
+        for name in sorted({name for of_rank in summaries for name in of_rank}):
+            held = [of_rank.get(name) for of_rank in summaries]
+            if len({*held} - {None}) > 1:
+                is_suspicious = True
+                # Of a pipeline whose stages have other names each, one rank of each stage.
+                if name in sections and held.index(held[peers.rank]) == peers.rank:
+                    mine |= sections[name]
+        found: dict[str, int] = {}
+        if is_suspicious:
+            copies = [key for key in mine if _is_full(state) and not key.startswith("model.")]
+            found, part = peers.scatter_answers((mine, _parts_of_shards(flat, copies)), _different)
+            if part:
+                raise RanksDiffer(part, AS_DTENSOR)
+        within = tuple(f"{name}." for name in odd_containers)
+        self.warn({**{key: rank for key, rank in found.items() if not key.startswith(within)}, **odd_containers})
+
+    def warn(self, different: Mapping[str, int]) -> None:
+        """Warn of names of which ranks hold `different` values, each with the rank whose value is saved; once of each.
+
+        On the coordinator, others give nothing.
+        """
+        new = [name for name in different if name not in self._may_differ | self._warned]
+        self._warned.update(new)
+        if not new:
             return
-        mine = {key: digest for name in sorted(suspicious) for key, digest in sections.get(name, {}).items()}
-        peers.scatter_answers(mine, _warn_of_differences)
+        named = ", ".join(f"{name} (rank {different[name]}'s is saved)" for name in new[:SHOWN])
+        # A warning and not an error: which rank is right cannot be known here. With DDP it is the lowest one.
+        logger.warning(
+            "Ranks hold different values of %s%s. A checkpoint has one of each, and every rank gets that one when it "
+            "is loaded. If each rank needs its own, wrap the state in PerRank; buffers under DDP follow rank 0 anyway",
+            named,
+            f" and {len(new) - SHOWN} more" if len(new) > SHOWN else "",
+        )
 
     def _sections(self, state: State, flat: State) -> dict[str, dict[str, str]]:
         """Return the digests of values that must be equal on all ranks that have them, by state and key."""
@@ -99,36 +139,50 @@ def _is_full(state: State) -> bool:
     return isinstance(state.get("model"), Mapping)
 
 
-def _summary(digests: Mapping[str, str]) -> tuple[str, str]:
-    """Return a digest of the keys, and one of their values."""
-    return text_digest(key.encode() + b"\0" for key in digests), text_digest(d.encode() for d in digests.values())
+def _summary(digests: Mapping[str, str]) -> str:
+    return text_digest(part for pair in digests.items() for part in (pair[0].encode(), b"\0", pair[1].encode()))
 
 
-def _may_differ(name: str, summaries: Sequence[Mapping[str, tuple[str, str]]]) -> bool:
-    """Return whether ranks that have the state `name` may hold different values under one key of it."""
-    held = {summary[name] for summary in summaries if name in summary}
-    names = {keys for keys, _ in held}
-    # Pipeline stages have different parameters, so their optimizers have no settings in common.
-    return len(held) > len(names) if name == _OPTIMIZER else len(held) > 1
+def _parts_of_shards(flat: State, keys: Collection[str]) -> dict[str, str]:
+    """Return those of `keys` that are a plain copy of this rank's shard of a tensor, each with what it is.
+
+    Its shape and the end of its name say so, or its shape where it is an item of a list.
+    """
+    shards: dict[torch.Size, list[str]] = defaultdict(list)
+    for key, value in flat.items() if keys else ():
+        if isinstance(value, DTensor) and (local := local_of(value)).numel() > 1 and local.shape != value.shape:
+            shards[local.shape].append(key)
+    found = {}
+    for key in keys:
+        value = flat.get(key)
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            of = [other for other in shards.get(value.shape, ()) if _is_copy(key, other)]
+            if of:
+                found[key] = f"{key} has the shape {list(value.shape)} of one rank's shard of {of[0]}"
+    return found
 
 
-def _warn_of_differences(per_rank: Sequence[Mapping[str, str]]) -> list[None]:
+def _is_copy(key: str, original: str) -> bool:
+    own, name = key.rpartition(".")[2], original.partition(".")[2]
+    return own.isdecimal() or _NOT_IN_NAMES.sub("", key).endswith(_NOT_IN_NAMES.sub("", name))
+
+
+def _different(
+    per_rank: Sequence[tuple[Mapping[str, str], Mapping[str, str]]],
+) -> list[tuple[dict[str, int], str]]:
+    """Return, for the coordinator alone, the keys of which ranks sent other digests, each with the lowest sender.
+
+    And for all ranks which of them is a part of a sharded tensor, as one of the senders says.
+    """
     holders: dict[str, list[tuple[int, str]]] = defaultdict(list)
-    for rank, digests in enumerate(per_rank):
+    parts: dict[str, str] = {}
+    for rank, (digests, parts_of_shards) in enumerate(per_rank):
+        parts |= parts_of_shards
         for key, digest in digests.items():
             holders[key].append((rank, digest))
-    different = [(key, held[0][0]) for key, held in holders.items() if len({digest for _, digest in held}) > 1]
-    if different:
-        named = ", ".join(f"{key} (rank {rank}'s is saved)" for key, rank in different[:SHOWN])
-        more = f" and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
-        # A warning and not an error: which rank is right cannot be known here. With DDP it is the lowest one.
-        logger.warning(
-            "Ranks hold different values of %s%s. A checkpoint has one of each, and every rank gets that one when it "
-            "is loaded. If each rank needs its own, wrap the state in PerRank; buffers under DDP follow rank 0 anyway",
-            named,
-            more,
-        )
-    return [None] * len(per_rank)
+    different = {key: held[0][0] for key, held in holders.items() if len({digest for _, digest in held}) > 1}
+    part = next((parts[key] for key in different if key in parts), "")
+    return [(different, part), *(({}, part) for _ in per_rank[1:])]
 
 
 def _label(key: str, part: LocalShard) -> str:

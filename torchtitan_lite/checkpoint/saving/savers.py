@@ -74,8 +74,7 @@ class Saver(SavesStates, Protocol):
     def prepare(self, get_state: Callable[[], State]) -> None:
         """Plan and allocate for states like `get_state()`, so that the first save is as fast as the later ones.
 
-        **Collective**, and `get_state` may be, too. A failure here is only logged: the save meets it again and reports
-        it.
+        **Collective**, and `get_state` may be, too. A failure here is only a warning: the save meets it again.
         """
 
     def compare_alongside(self, get_state: Callable[[], State]) -> None:
@@ -102,7 +101,7 @@ class StateSaver:
     def save(self, state: State, target: SaveTarget) -> PendingSave:
         """Plan, take the content, and commit it: here, or in a thread. **Collective**, main thread.
 
-        Raises `RanksDiffer`, unless the target is written anyway.
+        Raises `RanksDiffer`, unless the target is written anyway, as no state of one rank alone is.
         """
         content: RankContent | None = None
         failure: Exception | None = None
@@ -110,8 +109,14 @@ class StateSaver:
         with no_collection():
             try:
                 planned = self._plans.plan(
-                    state, lambda: self._check(target), numbers=self._listener.numbers(), is_save=True
+                    state,
+                    lambda: self._check(target),
+                    numbers=self._listener.numbers(),
+                    is_save=True,
+                    step=target.step,
                 )
+            except RanksDiffer:
+                raise
             except Exception as error:
                 return refused(target.step, error)
             if planned.differs is not None and not target.writes_anyway:
@@ -195,7 +200,9 @@ class CopyingSaver(StateSaver):
         try:
             num_bytes = self._plans.plan(get_state()).file().data.num_bytes
         except Exception as error:
-            logger.debug("No plan for saves yet: %s", error)
+            # Said now, because with images in memory the first save may be far.
+            if self._peers.is_coordinator:
+                logger.warning("No save could succeed at this step: %s", f"{error}".removesuffix("."))
         self._listener.sized(num_bytes)
         # A larger arena replaces the present one, from which the thread of a save under way still writes.
         if num_bytes >= 0 and self._under_way.done():
