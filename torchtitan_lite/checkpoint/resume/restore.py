@@ -151,7 +151,9 @@ class Restore:
             (logger.warning if change.rule is Rule.WARNED else logger.info)("Since the checkpoint: %s", change)
         self._warn_of_ignored_states()
         if self._source.has_nan:
-            logger.warning("%s was saved with NaN in its weights; --checkpoint.load_step rolls back", report.path)
+            logger.warning(
+                "%s was saved with NaN in its weights or optimizer; --checkpoint.load_step rolls back", report.path
+            )
         if self._source.ranks_differ:
             logger.warning("%s was saved while ranks held different values: it may be wrong", report.path)
         for reason in report.fresh_states:
