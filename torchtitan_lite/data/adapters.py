@@ -13,6 +13,7 @@ import importlib
 import multiprocessing
 import os
 import signal
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -39,8 +40,8 @@ class StatefulDataLoaderAdapter:
     Random numbers that the dataset and `collate_fn` draw are those of an uninterrupted run, in workers, too.
 
     Workers ignore `preemption_signals`, because a launcher sends the signal to every process and the workers would
-    otherwise end before the ranks have saved. Their `worker_init_fn` runs after that. They end when this process ends,
-    also in the middle of an epoch.
+    otherwise end before the ranks have saved. Their `worker_init_fn` runs after that. They end with their iterator,
+    also if a collection of garbage ends that, and when this process ends, also in the middle of an epoch.
     """
 
     def __init__(
@@ -57,19 +58,18 @@ class StatefulDataLoaderAdapter:
         loader.worker_init_fn = partial(_begin_worker, tuple(preemption_signals), loader.worker_init_fn)
         self._sampler, self._draws = replayed_sampler(loader), DatasetDraws(loader)
         self._buffer = BufferWatch(loader.dataset)
-        self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._workers: list[BaseProcess] = []
         # Runs before multiprocessing's own exit handler, which sends workers SIGTERM and waits for them.
-        atexit.register(_end_workers, self._iterators, weakref.ref(loader), os.getpid())
+        atexit.register(_end_workers, self._workers, os.getpid())
 
     def __iter__(self) -> Iterator[Any]:
-        with _none_left_by_a_failure(), self._draws.in_workers():
+        with self._beginning():
             iterator: Iterator[Any] = iter(self._loader)
-        self._iterators.add(iterator)
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of this rank's position in the data."""
-        with _none_left_by_a_failure(), self._draws.in_workers():  # It begins the iteration if none has begun.
+        with self._beginning():  # It begins the iteration if none has begun.
             state = {"num_workers": self._loader.num_workers, "loader": self._loader.state_dict()}
         if self._loader.generator is not None:
             state["generator"] = self._loader.generator.get_state()
@@ -96,7 +96,7 @@ class StatefulDataLoaderAdapter:
             self._sampler.begin_replay(state.get("sampler", {}), state["loader"])
         self._loader.load_state_dict(state["loader"])
         # Begins the iteration now: that draws from torch's generator, which the load of a run restores last.
-        with _none_left_by_a_failure(), self._draws.in_workers():
+        with self._beginning():
             self._loader.state_dict()
         if self._sampler is not None:
             self._sampler.end_replay()
@@ -105,14 +105,27 @@ class StatefulDataLoaderAdapter:
             self._loader.generator.set_state(state["generator"])
         self._draws.load_state_dict(state.get("dataset", {}))  # Samples that were read again and dropped drew, too.
 
+    @contextmanager
+    def _beginning(self) -> Iterator[None]:
+        """Have the workers that an iteration begins in this block end with its iterator, and with this process."""
+        with _none_left_by_a_failure(), self._draws.in_workers():
+            yield
+        iterator = iterator_of(self._loader)
+        workers = workers_of(iterator)
+        if not {*workers} <= {*self._workers}:
+            self._workers[:] = [*(each for each in self._workers if each.exitcode is None), *workers]
+            # An iterator that dies in a reference cycle has lost its queues, and its workers wait for SIGTERM.
+            weakref.finalize(iterator, _end_workers, workers, os.getpid()).atexit = False
 
-def _end_workers(iterators: weakref.WeakSet[Any], loader: weakref.ref[Any], pid: int) -> None:
-    """End all workers of `iterators` at the exit of process `pid`; in a fork of it, do nothing."""
-    if os.getpid() != pid:
-        return
-    # The loader itself makes an iterator if its state is read before the first iteration.
-    for iterator in {*iterators, iterator_of(loader())}:
-        _kill(workers_of(iterator))
+
+def _end_workers(workers: Sequence[BaseProcess], pid: int) -> None:
+    """End `workers` of process `pid`; in a fork of it, do nothing.
+
+    In another thread than the main one do nothing either: torch would raise the end of a worker in the main one. They
+    end when the process does.
+    """
+    if os.getpid() == pid and threading.current_thread() is threading.main_thread():
+        _kill(workers)
 
 
 @contextmanager
