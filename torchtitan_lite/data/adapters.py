@@ -63,9 +63,9 @@ class StatefulDataLoaderAdapter:
         self._buffer = BufferWatch(loader.dataset)
         self._still = _StillWatch(loader.dataset)
         refuse_stuck_stream("dataloader", loader.dataset)
-        self._workers: list[BaseProcess] = []
+        self._processes: list[BaseProcess] = []
         # Runs before multiprocessing's own exit handler, which sends workers SIGTERM and waits for them.
-        atexit.register(_end_workers, self._workers, os.getpid())
+        atexit.register(_end_workers, self._processes, os.getpid())
 
     def __iter__(self) -> Iterator[Any]:
         with self._beginning():
@@ -119,8 +119,8 @@ class StatefulDataLoaderAdapter:
             yield
         iterator = iterator_of(self._loader)
         workers = workers_of(iterator)
-        if not {*workers} <= {*self._workers}:
-            self._workers[:] = [*(each for each in self._workers if each.exitcode is None), *workers]
+        if not {*workers} <= {*self._processes}:
+            self._processes[:] = [*(each for each in self._processes if each.exitcode is None), *workers]
             # An iterator that dies in a reference cycle has lost its queues, and its workers wait for SIGTERM.
             weakref.finalize(iterator, _end_workers, workers, os.getpid()).atexit = False
 
