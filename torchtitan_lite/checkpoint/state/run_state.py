@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.state import arguments, fsdp1
 from torchtitan_lite.checkpoint.state.gradients import GradientWatch
+from torchtitan_lite.checkpoint.state.late_seed import LateSeedWatch
 from torchtitan_lite.checkpoint.state.optimizer_owner import parameters_of
 from torchtitan_lite.checkpoint.state.per_rank import PerRank
 from torchtitan_lite.checkpoint.state.rng import RNG, RngState
@@ -60,9 +61,11 @@ class RunState:
         self.gradients = GradientWatch(self.model.parts)
         self._unsaved = UnsavedWatch(watched, self.optimizers, self.model.left_out_parameters)
         self._forgotten = ForgottenWatch(further, watched)
+        self.late_seed = LateSeedWatch()
 
-    def at_step(self) -> None:
-        """Note what is trained, and which metrics count, whether or not this step is saved. Any rank."""
+    def at_step(self, step: int) -> None:
+        """Note what `step` trained, and which metrics count, whether or not it is saved. Any rank."""
+        self.late_seed.at_step(step)
         self.model.note_trainable()
         self._forgotten.look_at_counts()
 
