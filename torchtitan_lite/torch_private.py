@@ -8,6 +8,7 @@ functions: most processes need few of them.
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -58,6 +59,10 @@ NAMES = (
     Name("torch.jit.ScriptModule", f"{_ALL}, deprecated", "no module is one"),
     Name("torch.utils.data.DataLoader()._iterator", _ALL, "workers that only gave a state are left to torch"),
     Name("torch.utils.data.dataloader._MultiProcessingDataLoaderIter()._workers", _ALL, "workers are left to torch"),
+    Name("torch.utils.data.dataloader._BaseDataLoaderIter", _ALL, "AttributeError at the first save after a load"),
+    Name("torch.utils.data.dataloader._BaseDataLoaderIter()._base_seed", _ALL, "a seed drawn late is not noticed"),
+    Name("torch.utils.data.dataloader._BaseDataLoaderIter()._sampler_iter", _ALL, "an order drawn late is not noticed"),
+    Name("torch.utils.data.dataloader._BaseDataLoaderIter()._num_yielded", _ALL, "neither is noticed"),
     Name("torch.optim.lr_scheduler.SequentialLR()._schedulers", _ALL, "the class alone identifies a scheduler"),
     Name("torch.optim.lr_scheduler.LRScheduler()._last_lr", _ALL, "get_last_lr is right from the next step on"),
     Name("torch._dynamo.eval_frame.OptimizedModule", _ALL, "AttributeError for a compiled module"),
@@ -200,6 +205,31 @@ def workers_of(iterator: object) -> Sequence[Any]:
     """Return the worker processes of a DataLoader's iterator."""
     workers: Sequence[Any] = getattr(iterator, "_workers", ())
     return workers
+
+
+def loader_iterators() -> list[Any]:
+    """Return all iterators of DataLoaders in this process. Looks at every object, which takes up to 0.1 s."""
+    from torch.utils.data import dataloader
+
+    kinds = [dataloader._BaseDataLoaderIter]
+    for kind in kinds:  # It grows meanwhile.
+        kinds += kind.__subclasses__()
+    return [each for each in gc.get_referrers(*kinds) if type(each) in kinds]
+
+
+def seeds_of(iterator: object) -> set[int]:
+    """Return the seeds that a DataLoader's iterator drew, and its RandomSampler."""
+    seeds = {getattr(iterator, "_base_seed", None)}
+    order = getattr(iterator, "_sampler_iter", None)
+    while (frame := getattr(order, "gi_frame", None)) is not None:  # A batch sampler has the iterator of a sampler.
+        seeds.add(frame.f_locals.get("seed"))
+        order = frame.f_locals.get("sampler_iter")
+    return {seed for seed in seeds if isinstance(seed, int)}
+
+
+def num_yielded(iterator: object) -> int:
+    """Return how many batches a DataLoader's iterator has yielded."""
+    return int(getattr(iterator, "_num_yielded", 0))
 
 
 def inner_schedulers(scheduler: object) -> Sequence[Any] | None:

@@ -135,7 +135,7 @@ def test_marks_of_a_checkpoint(root: Path) -> None:
         "1": "pinned, verified 2 h ago",
         "2": "to be removed, sizes verified 2 h ago",
         "3": "DAMAGED, found 2 h ago",
-        "4": "latest, NaN in weights",
+        "4": "latest, NaN found",
     }
     assert "To be removed by keep_latest_k 1, the latest checkpoint's configuration." in ended.out
     found = listed(root)

@@ -118,6 +118,39 @@ def test_torchdata_continues_at_the_position_of_an_iterable_dataset() -> None:
     assert flat(second) == flat(batches) == NUMBERS[2:]
 
 
+class Standing(Counting):
+    """Its state stays what was loaded."""
+
+    loaded = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.loaded or self.next, "odd": None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.loaded = self.next
+
+
+@pytest.mark.parametrize("kind", [Standing, Counting])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_one_warning_names_a_dataset_whose_state_does_not_advance_after_a_load(
+    kind: type[Counting], num_workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = (torchdata_loader(dataset=kind(), num_workers=num_workers) for _ in range(2))
+    next(iter(first))
+    second.load_state_dict(first.state_dict())
+    batches = iter(second)
+    second.state_dict()
+    assert not caplog.records
+    for _ in range(2):
+        next(batches)
+        second.state_dict()
+    found = [record.getMessage() for record in caplog.records]
+    assert [text.startswith("dataloader: the state of this Standing is what was loaded") for text in found] == [
+        True
+    ] * (kind is Standing)
+
+
 def test_the_state_of_torchdata_is_a_copy_in_plain_tensors() -> None:
     one = torchdata_loader()
     batches = iter(one)

@@ -11,6 +11,7 @@ import torch
 
 from tests.data.resumed_loaders import OF_TORCHDATA, assert_resumes
 from torchtitan_lite.data.adapters import HuggingFaceStreamAdapter, StatefulDataLoaderAdapter
+from torchtitan_lite.errors import ConfigError
 
 datasets = pytest.importorskip("datasets")
 
@@ -97,6 +98,34 @@ def test_a_stream_whose_position_in_a_worker_cannot_be_loaded_is_refused_at_its_
 
 def shuffled(buffer_size: int) -> Any:
     return stream().shuffle(seed=3, buffer_size=buffer_size)
+
+
+def test_a_stream_whose_position_does_not_advance_after_a_load_is_refused_by_name() -> None:
+    class Still(datasets.IterableDataset):  # type: ignore[misc]  # datasets has no types
+        """Its position is what was loaded."""
+
+        def state_dict(self) -> Any:
+            return self._starting_state_dict or super().state_dict()
+
+    first, second = (
+        HuggingFaceStreamAdapter(Still(ex_iterable=stream()._ex_iterable), rank=0, num_ranks=1) for _ in range(2)
+    )
+    next(iter(first))
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(ConfigError, match=r"position of this Still did not advance with the examples .* after a load"):
+        next(iter(second))
+
+
+def test_a_position_that_many_examples_of_a_shuffle_buffer_share_is_none_that_does_not_advance() -> None:
+    for taken in range(1, 12):
+        first, second = (
+            HuggingFaceStreamAdapter(stream().shuffle(seed=3, buffer_size=4), rank=0, num_ranks=1) for _ in range(2)
+        )
+        examples = iter(first)
+        for _ in range(taken):
+            next(examples)
+        second.load_state_dict(first.state_dict())
+        assert [*second]
 
 
 ADAPTERS: dict[str, Callable[[Any], Any]] = {

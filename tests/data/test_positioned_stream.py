@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 from torch.utils.data import IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
+from torchtitan_lite.checkpoint import CheckpointManager
+from torchtitan_lite.data import hugging_face_stream
 from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter
 from torchtitan_lite.data.hugging_face_stream import PositionedStream, is_hugging_face_stream
+from torchtitan_lite.errors import ConfigError
 
 # torchdata 0.11 calls what torch 2.13 has deprecated.
 pytestmark = [pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"), pytest.mark.usefixtures("seeded")]
@@ -44,10 +52,9 @@ class Stream(IterableDataset[int]):
 Stream.__module__, Stream.__name__ = "datasets.iterable_dataset", "IterableDataset"
 
 
-def loader_of(dataset: Stream) -> StatefulDataLoaderAdapter:
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    return StatefulDataLoaderAdapter(StatefulDataLoader(dataset, batch_size=2), rank=0, num_ranks=1)
+def loader_of(dataset: Stream, num_workers: int = 0) -> StatefulDataLoaderAdapter:
+    loader = StatefulDataLoader(dataset, batch_size=2, num_workers=num_workers)
+    return StatefulDataLoaderAdapter(loader, rank=0, num_ranks=1)
 
 
 def epochs(adapter: Any, count: int) -> list[list[int]]:
@@ -82,6 +89,49 @@ def test_the_state_is_empty_until_the_first_example_and_the_loaded_one_after_a_l
     rest = iter(stream)
     assert stream.state_dict() == position
     assert next(rest) == 1
+
+
+class KeepsWhatWasLoaded(Stream):
+    """Its position after a load is what was loaded."""
+
+    def state_dict(self) -> dict[str, int]:
+        return dict(self._begin or self._now)
+
+
+class LosesItsPlace(Stream):
+    """Its position after a load is the beginning, as with datasets 5.0.0."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "at": 0} if self._begin else dict(self._now)
+
+
+@pytest.mark.parametrize("kind", [KeepsWhatWasLoaded, LosesItsPlace])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_position_that_does_not_advance_after_a_load_is_refused_by_name_at_the_first_batch(
+    kind: type[Stream], num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hugging_face_stream, "_MOST_ALIKE", 1)
+    first, second = loader_of(kind(), num_workers), loader_of(kind(), num_workers)
+    next(iter(first))
+    second.load_state_dict(first.state_dict())
+    with pytest.raises(
+        ConfigError, match=rf"position of this {kind.__name__} did not advance with the examples .* after a load"
+    ):
+        next(iter(second))
+
+
+def test_streams_of_the_version_that_loses_their_place_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(__version__="5.0.0"))  # type: ignore[misc]
+    loader = StatefulDataLoader(Stream())
+    for wrong in (
+        lambda: StatefulDataLoaderAdapter(loader, rank=0, num_ranks=1),
+        lambda: CheckpointManager.for_loop(model=nn.Linear(1, 1), dataloader=loader, folder=tmp_path),
+        lambda: CheckpointManager.for_loop(model=nn.Linear(1, 1), states={"data": Stream()}, folder=tmp_path),
+    ):
+        with pytest.raises(ConfigError, match=r"datasets 5\.0\.0 .* pip install 'datasets!=5\.0\.0'"):
+            wrong()
 
 
 def test_only_a_stream_of_datasets_or_a_subclass_is_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -94,6 +95,19 @@ def test_workers_end_with_their_loader() -> None:
             os.kill(pid, 0)
 
 
+def test_workers_end_with_a_loader_that_a_collection_of_garbage_ends() -> None:
+    given = loader(num_workers=2)
+    batches = iter(StatefulDataLoaderAdapter(given, rank=0, num_ranks=1))
+    workers = {*next(batches).tolist(), *next(batches).tolist()}
+    cycle: list[Any] = [batches]
+    cycle.append(cycle)
+    del batches, given, cycle
+    gc.collect()
+    for pid in workers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
 def test_the_init_function_can_be_pickled_for_a_spawned_worker(tmp_path: Path) -> None:
     given = loader(num_workers=2, worker_init_fn=WritesIgnoredSignals(tmp_path))
     StatefulDataLoaderAdapter(given, rank=0, num_ranks=1, preemption_signals=[])
@@ -119,10 +133,25 @@ print(*{*next(batches).tolist(), *next(batches).tolist()}, flush=True)
 sys.kept = batches  # keeps the iterator until the exit, as a main script does
 """
 
+# As a sweep does it, whose objects of one run refer to one another.
+COLLECTED_IN_A_THREAD = (
+    LEFT_IN_THE_MIDDLE.replace("sys.kept = batches", "cycle = [batches]; cycle.append(cycle)")
+    + """
+import gc, threading
+del adapter, batches, cycle
+thread = threading.Thread(target=gc.collect)
+thread.start()
+thread.join()
+"""
+)
 
-def test_a_process_that_leaves_its_loop_in_the_middle_of_an_epoch_ends_with_its_workers(tmp_path: Path) -> None:
+
+@pytest.mark.parametrize("code", [LEFT_IN_THE_MIDDLE, pytest.param(COLLECTED_IN_A_THREAD, marks=pytest.mark.slow)])
+def test_a_process_that_leaves_its_loop_in_the_middle_of_an_epoch_ends_with_its_workers(
+    code: str, tmp_path: Path
+) -> None:
     log = tmp_path / "log"
-    process = run_code(LEFT_IN_THE_MIDDLE, log, dict(os.environ))
+    process = run_code(code, log, dict(os.environ))
     try:
         assert process.wait(60) == 0, log.read_text()
     finally:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tests.zoo.between import RanksCell, cells_between, find_between, rows_between
 from tests.zoo.cells import KINDS, Cell, Group, columns, find, groups, pairs
+from tests.zoo.loaders import COLUMNS, LOOPS, Loop, find_loop
 from tests.zoo.outcome import DIFFERS, Outcome
 from tests.zoo.page import PAGE, render
 
@@ -22,10 +23,11 @@ def main() -> int:
             for kind, entries in KINDS.items()
         }
         combined = [_run(Cell(case), group) for case in pairs()]
+        loops = {str(loop): {column: _run_loop(loop, at) for column, at in COLUMNS.items()} for loop in LOOPS}
         between = {cell: _run_between(cell, group) for cell in cells_between()}
-    PAGE.write_text(render(cells, combined, rows_between(between)), encoding="utf-8")
+    PAGE.write_text(render(cells, combined, rows_between(between), loops), encoding="utf-8")
     found = [each for rows in cells.values() for row in rows.values() for each in row.values()]
-    found += [*combined, *between.values()]
+    found += [*combined, *between.values(), *(each for row in loops.values() for each in row.values())]
     differing = sum(outcome.kind == DIFFERS for outcome in found)
     print(f"{len(found)} cases, {differing} differ; wrote {PAGE.name}")
     return min(differing, 1)
@@ -36,6 +38,13 @@ def _run(cell: Cell, group: Group) -> Outcome:
         outcome = find(cell, Path(folder), group)
     then = f" -> {cell.loaded_under}" if cell.loaded_under else ""
     print(f"{cell.case}{then}: {outcome}", flush=True)
+    return outcome
+
+
+def _run_loop(loop: Loop, resumed_at: int) -> Outcome:
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = find_loop(loop, resumed_at, Path(folder))
+    print(f"{loop}, resumed at step {resumed_at}: {outcome}", flush=True)
     return outcome
 
 

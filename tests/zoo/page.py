@@ -64,16 +64,27 @@ The late differences are at each of the 200 positions in one of the cells.
 """
 
 
+LOADERS = """\
+## Loaders without a state
+
+Loops over a plain `DataLoader`, which skip after a load what their epoch of eight steps has had.
+A generator is seeded with the number of each epoch, before its iterator is made.
+An iterator that is made before `load()` is the first one; at the end of an epoch, the next one is made after it.
+"""
+
+
 def render(
     cells: Mapping[str, Mapping[str, Mapping[str, Outcome]]],
     pairs: Sequence[Outcome],
     between: Mapping[str, Mapping[str, Outcome]],
+    loops: Mapping[str, Mapping[str, Outcome]],
 ) -> str:
-    """Return the page; `cells` are by kind, entry and column, those `between` ranks by trick and column."""
+    """Return the page; `cells` are by kind, entry and column, those `between` ranks by trick, the `loops` by name."""
     lines = [HEAD.format(version=torch.__version__.partition("+")[0])]
     for kind, rows in cells.items():
         title, about = HEADINGS[kind]
         lines += [f"## {title}", "", about, "", *_table(kind, rows), ""]
+    lines += [LOADERS, *_table("loader", loops), ""]
     shortened = {name: _shortened(row) for name, row in between.items()}
     for about, names in ((BETWEEN, TRICKS), (HELD_APART, LATE | APART)):
         lines += [about, *_table("ranks", {name: shortened[name] for name in names}), ""]

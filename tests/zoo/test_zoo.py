@@ -15,6 +15,7 @@ from tests.ranks import Ranks
 from tests.zoo.apart import POSITIONS
 from tests.zoo.between import cells_between, find_between, rows_between
 from tests.zoo.cells import KINDS, Cell, Group, columns, find, groups, pairs
+from tests.zoo.loaders import COLUMNS, LOOPS, Loop, find_loop
 from tests.zoo.models import ALONE, WRAPPERS
 from tests.zoo.outcome import DIFFERS, EQUAL, REFUSED, WARNED, Outcome
 from tests.zoo.page import PAGE, render
@@ -77,7 +78,8 @@ def test_the_page_is_the_one_that_its_command_writes() -> None:
     equal = Outcome(EQUAL)
     cells = {k: {entry: dict.fromkeys(columns(k, entry), equal) for entry in entries} for k, entries in KINDS.items()}
     between = rows_between(dict.fromkeys(cells_between(), equal))
-    assert shape(page) == shape(render(cells, [equal], between)), "write the page again: python -m tests.zoo"
+    loops = {str(loop): dict.fromkeys(COLUMNS, equal) for loop in LOOPS}
+    assert shape(page) == shape(render(cells, [equal], between, loops)), "write the page again: python -m tests.zoo"
     names = [kind.__name__ for kind in optimizers_of_torch()] + schedulers_of_torch()
     assert not [name for name in names if not re.search(rf"^\| {name}\b", page, re.MULTILINE)]
 
@@ -86,6 +88,33 @@ def test_no_cell_of_the_page_differs_and_each_that_is_not_equal_has_a_reason() -
     page = PAGE.read_text(encoding="utf-8")
     assert DIFFERS not in page
     assert not re.findall(r"\| (?:refused|warned|not offered by torch) (?!\()", page)
+
+
+@pytest.mark.parametrize(
+    ("loop", "column", "kind"),
+    [
+        (Loop(), "in an epoch", WARNED),
+        (Loop(), "at its end", EQUAL),
+        (Loop(is_early=True), "in an epoch", EQUAL),
+        (Loop(has_generator=True), "in an epoch", EQUAL),
+        (Loop("shuffled", is_early=True), "in an epoch", WARNED),
+    ],
+    ids=str,
+)
+def test_a_seed_that_a_loader_drew_after_the_load_is_warned_of_in_an_epoch_and_only_there(
+    tmp_path: Path, loop: Loop, column: str, kind: str
+) -> None:
+    assert find_loop(loop, COLUMNS[column], tmp_path).kind == kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("loop", LOOPS, ids=str)
+def test_each_loop_over_a_loader_without_a_state_is_equal_in_silence_or_warned_of(
+    tmp_path: Path, loop: Loop, column: str
+) -> None:
+    outcome = find_loop(loop, COLUMNS[column], tmp_path)
+    assert outcome.kind != DIFFERS, outcome
 
 
 # 275 cells on two ranks took five minutes on two cores with other work.

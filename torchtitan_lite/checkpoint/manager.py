@@ -267,7 +267,7 @@ class CheckpointManager:
         check_metrics(metrics or {})
         if not self._opened():
             return False
-        self._run.at_step()
+        self._run.at_step(curr_step)
         self._first_save.check()
         self._start_processes("save")
         self._maker.note_metrics(metrics or {})

@@ -170,7 +170,7 @@ class _Found:
         if self.uploads.address and entry.info is not None:
             yield "not uploaded" if self.uploaded_at(entry) is None else "uploaded"
         if entry.has_nan:
-            yield "NaN in weights"
+            yield "NaN found"
         if entry.ranks_differ:
             yield "ranks differ"
         if entry.verified is not None:

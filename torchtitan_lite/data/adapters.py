@@ -13,6 +13,7 @@ import importlib
 import multiprocessing
 import os
 import signal
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,13 +21,16 @@ from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.data.dataset_draws import DatasetDraws, bared_dataset
-from torchtitan_lite.data.hugging_face_stream import BufferWatch
+from torchtitan_lite.data.hugging_face_stream import BufferWatch, advancing
 from torchtitan_lite.data.rank_state import RESTART_DATA, pack, unpack
 from torchtitan_lite.data.sampler_draws import replayed_sampler
+from torchtitan_lite.distributed.tried_torch import refuse_stuck_stream
 from torchtitan_lite.errors import ConfigError, ExtraMissing
-from torchtitan_lite.log import counted
+from torchtitan_lite.log import counted, logger
 from torchtitan_lite.torch_private import iterator_of, workers_of
 
 
@@ -39,8 +43,8 @@ class StatefulDataLoaderAdapter:
     Random numbers that the dataset and `collate_fn` draw are those of an uninterrupted run, in workers, too.
 
     Workers ignore `preemption_signals`, because a launcher sends the signal to every process and the workers would
-    otherwise end before the ranks have saved. Their `worker_init_fn` runs after that. They end when this process ends,
-    also in the middle of an epoch.
+    otherwise end before the ranks have saved. Their `worker_init_fn` runs after that. They end with their iterator,
+    also if a collection of garbage ends that, and when this process ends, also in the middle of an epoch.
     """
 
     def __init__(
@@ -57,22 +61,24 @@ class StatefulDataLoaderAdapter:
         loader.worker_init_fn = partial(_begin_worker, tuple(preemption_signals), loader.worker_init_fn)
         self._sampler, self._draws = replayed_sampler(loader), DatasetDraws(loader)
         self._buffer = BufferWatch(loader.dataset)
-        self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._still = _StillWatch(loader.dataset)
+        refuse_stuck_stream("dataloader", loader.dataset)
+        self._processes: list[BaseProcess] = []
         # Runs before multiprocessing's own exit handler, which sends workers SIGTERM and waits for them.
-        atexit.register(_end_workers, self._iterators, weakref.ref(loader), os.getpid())
+        atexit.register(_end_workers, self._processes, os.getpid())
 
     def __iter__(self) -> Iterator[Any]:
-        with _none_left_by_a_failure(), self._draws.in_workers():
+        with self._beginning():
             iterator: Iterator[Any] = iter(self._loader)
-        self._iterators.add(iterator)
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of this rank's position in the data."""
-        with _none_left_by_a_failure(), self._draws.in_workers():  # It begins the iteration if none has begun.
+        with self._beginning():  # It begins the iteration if none has begun.
             state = {"num_workers": self._loader.num_workers, "loader": self._loader.state_dict()}
         if self._loader.generator is not None:
             state["generator"] = self._loader.generator.get_state()
+        self._still.on_save(state["loader"])
         is_finished = state["loader"]["_iterator_finished"]
         self._buffer.on_save(in_epoch=not is_finished and state["loader"].get("_num_yielded", 0) > 0)
         if self._sampler is not None and (kept := self._sampler.kept(is_finished=is_finished)):
@@ -94,9 +100,10 @@ class StatefulDataLoaderAdapter:
             )
         if self._sampler is not None:
             self._sampler.begin_replay(state.get("sampler", {}), state["loader"])
+        self._still.on_load(state["loader"])
         self._loader.load_state_dict(state["loader"])
         # Begins the iteration now: that draws from torch's generator, which the load of a run restores last.
-        with _none_left_by_a_failure(), self._draws.in_workers():
+        with self._beginning():
             self._loader.state_dict()
         if self._sampler is not None:
             self._sampler.end_replay()
@@ -105,14 +112,65 @@ class StatefulDataLoaderAdapter:
             self._loader.generator.set_state(state["generator"])
         self._draws.load_state_dict(state.get("dataset", {}))  # Samples that were read again and dropped drew, too.
 
+    @contextmanager
+    def _beginning(self) -> Iterator[None]:
+        """Have the workers that an iteration begins in this block end with its iterator, and with this process."""
+        with _none_left_by_a_failure(), self._draws.in_workers():
+            yield
+        iterator = iterator_of(self._loader)
+        workers = workers_of(iterator)
+        if not {*workers} <= {*self._processes}:
+            self._processes[:] = [*(each for each in self._processes if each.exitcode is None), *workers]
+            # An iterator that dies in a reference cycle has lost its queues, and its workers wait for SIGTERM.
+            weakref.finalize(iterator, _end_workers, workers, os.getpid()).atexit = False
 
-def _end_workers(iterators: weakref.WeakSet[Any], loader: weakref.ref[Any], pid: int) -> None:
-    """End all workers of `iterators` at the exit of process `pid`; in a fork of it, do nothing."""
-    if os.getpid() != pid:
-        return
-    # The loader itself makes an iterator if its state is read before the first iteration.
-    for iterator in {*iterators, iterator_of(loader())}:
-        _kill(workers_of(iterator))
+
+class _StillWatch:
+    """Warns once, at a save, of an iterable dataset whose own state is still what was loaded.
+
+    It refuses nothing: a dataset may draw its samples, or count no more than the files that it has read.
+    """
+
+    def __init__(self, dataset: object) -> None:
+        self._kind = type(dataset).__name__ if isinstance(dataset, IterableDataset) else ""
+        self._loaded: tuple[int, str] | None = None
+
+    def on_load(self, state: dict[str, Any]) -> None:
+        """Note the position in `state`, a loader's, unless the dataset has none."""
+        self._loaded = _position_in(state) if self._kind else None
+
+    def on_save(self, state: dict[str, Any]) -> None:
+        """Warn if `state`, the loader's, has that position although batches were taken."""
+        if self._loaded is None or (found := _position_in(state)) == self._loaded:
+            return
+        if found and found[0] > self._loaded[0] and found[1] == self._loaded[1]:
+            logger.warning(
+                "dataloader: the state of this %s is what was loaded, although batches were taken since (%d), so a "
+                "resume may take samples again. Let its state_dict return its position",
+                self._kind,
+                found[0] - self._loaded[0],
+            )
+        self._loaded = None
+
+
+def _position_in(state: dict[str, Any]) -> tuple[int, str] | None:
+    """Return how many batches of the epoch were taken, and the dataset's own states; None if it has none."""
+    of_workers = state.get("_snapshot")
+    parts = [state] if of_workers is None else of_workers["_worker_snapshots"].values()
+    own = [(part.get("dataset_state"), (part.get("fetcher_state") or {}).get("dataset_iter_state")) for part in parts]
+    if not any(each for states in own for each in states):
+        return None
+    return (state["_num_yielded"] if of_workers is None else of_workers["_snapshot_step"]), repr(own)
+
+
+def _end_workers(workers: Sequence[BaseProcess], pid: int) -> None:
+    """End `workers` of process `pid`; in a fork of it, do nothing.
+
+    In another thread than the main one do nothing either: torch would raise the end of a worker in the main one. They
+    end when the process does.
+    """
+    if os.getpid() == pid and threading.current_thread() is threading.main_thread():
+        _kill(workers)
 
 
 @contextmanager
@@ -148,6 +206,7 @@ class HuggingFaceStreamAdapter:
         _check_kind(dataset, "datasets", "IterableDataset")
         self._dataset, self._rank, self._num_ranks = dataset, rank, num_ranks
         self._buffer = BufferWatch(dataset)
+        refuse_stuck_stream("dataloader", dataset)
         self._epoch = int(dataset.epoch)
         self._position: dict[str, Any] | None = None
         self._is_iterating = False
@@ -156,7 +215,7 @@ class HuggingFaceStreamAdapter:
         self._position = self._current_position()
         self._dataset.set_epoch(self._epoch)  # The dataset ignores a position of an epoch other than its own.
         self._dataset.load_state_dict(self._position)
-        for example in self._dataset:
+        for example in advancing(self._dataset, self._position):
             self._is_iterating = True
             yield example
         self._epoch, self._position, self._is_iterating = self._epoch + 1, None, False

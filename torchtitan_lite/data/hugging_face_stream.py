@@ -17,6 +17,8 @@ from torch.utils.data import get_worker_info
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
 
+_MOST_ALIKE = 1_000
+"""After this many examples a position has changed. Those of one shuffle buffer share one."""
 _KIND = ("datasets.iterable_dataset", "IterableDataset")
 
 
@@ -56,9 +58,33 @@ class PositionedStream:
             self.dataset.set_epoch(state["epoch"])
 
     def _examples(self) -> Iterator[Any]:
-        for example in self.dataset:
+        for example in advancing(self.dataset, self._loaded):
             self._has_begun = True
             yield example
+
+
+def advancing(dataset: Any, loaded: dict[str, Any] | None) -> Iterator[Any]:
+    """Yield the examples of `dataset`, which begins at the position `loaded`; None or empty for its beginning.
+
+    Raises ConfigError if the position does not change after a load: with the first example, or after that one at all.
+    """
+    is_watched, before = bool(loaded), repr(loaded)
+    for number, example in enumerate(dataset):
+        if is_watched:
+            found = repr(dataset.state_dict())
+            if number == 0 or number == _MOST_ALIKE:
+                _refuse_equal(found, before, dataset)
+            is_watched, before = number == 0 or found == before, found
+        yield example
+
+
+def _refuse_equal(position: str, before: str, dataset: object) -> None:
+    if position == before:
+        raise ConfigError(
+            f"dataloader: the position of this {type(dataset).__name__} did not advance with the examples that were "
+            f"taken after a load, so the next resume would take some again: {position:.200}. Use another version of "
+            "datasets, or a stream whose state_dict advances."
+        )
 
 
 def is_hugging_face_stream(dataset: object) -> bool:

@@ -1,12 +1,14 @@
-"""Which versions of torch this package was tried with; docs/versions.md has the tests that ran with each."""
+"""Which versions of torch this package was tried with, and which of datasets it refuses; see docs/versions.md."""
 
 from __future__ import annotations
 
 import re
+import sys
 
 import torch
 
 from torchtitan_lite import __version__
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
 
 OLDEST_TRIED, LATEST_TRIED = (2, 11), (2, 15)
@@ -21,6 +23,19 @@ def report_later_torch(rank: int) -> None:
             torch.__version__,
             __version__,
             tried,
+        )
+
+
+def refuse_stuck_stream(name: str, dataset: object) -> None:
+    """Raise ConfigError for a `datasets.IterableDataset` of datasets 5.0.0, whose position is lost by a load.
+
+    Earlier and later versions are right.
+    """
+    is_stream = any(kind.__module__ == "datasets.iterable_dataset" for kind in type(dataset).__mro__)
+    if is_stream and getattr(sys.modules.get("datasets"), "__version__", "") == "5.0.0":
+        raise ConfigError(
+            f"{name}: with datasets 5.0.0 the position of a stream does not advance after a resume, so the next "
+            "resume would read it again from its beginning. Install another version: pip install 'datasets!=5.0.0'"
         )
 
 

@@ -75,7 +75,7 @@ class CheckpointInfo:
     lineage: Lineage = UNKNOWN
     """Its run and branch."""
     has_nan: bool = False
-    """Whether NaN was found in its weights when they were saved."""
+    """Whether NaN was found in its weights or optimizer states when they were saved."""
     ranks_differ: bool = False
     """Whether ranks were seen to hold different values of a tensor when it was saved."""
     metrics: Mapping[str, float] = field(default_factory=dict, hash=False)

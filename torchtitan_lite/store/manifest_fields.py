@@ -12,7 +12,8 @@ from typing import Any, NoReturn, TypeVar
 from torchtitan_lite.disk.plain_file import is_plain_name
 
 NAN_IN = "nan_in"
-"""Field of `extra`: the keys of weights in which NaN was found when they were saved; absent if there were none."""
+"""Field of `extra`: the keys of weights with NaN, and of optimizer states with NaN or infinity, when they were saved;
+absent if none was found."""
 
 RANKS_DIFFER = "ranks_differ"
 """Field of `extra`: which ranks held other values of what when it was saved, one text each; absent if none was seen."""

@@ -4,7 +4,7 @@ Pure: takes committed checkpoints, returns for each which rules keep it; no cloc
 checkpoint stays if any rule keeps it, and goes only if at least one rule can judge it. Only full checkpoints are
 judged, and only undamaged ones: a damaged checkpoint is left for a load to find. Whatever the rules say, these
 checkpoints stay: the latest full one, the latest full one known to be good (this run committed or loaded it), and the
-latest full one in whose weights no NaN was found, because a run that diverged can roll back to it; if ranks differed
+latest full one in which no NaN was found, because a run that diverged can roll back to it; if ranks differed
 when that was saved, also the latest full one with nothing against it.
 """
 
@@ -96,8 +96,8 @@ class KeepEvery:
 class KeepBest:
     """Keeps the `count` checkpoints with the lowest value of `metric`, or the highest; of equals, the later.
 
-    A checkpoint without the metric is never best, and this rule alone removes none. One with NaN in its weights, or of
-    ranks that differed, is never best either.
+    A checkpoint without the metric is never best, and this rule alone removes none. One with NaN, or of ranks that
+    differed, is never best either.
     """
 
     count: int

@@ -1,9 +1,10 @@
-"""A save finds NaN in the weights, logs it, and a checkpoint without NaN is always kept."""
+"""A save finds NaN in weights and optimizer states, logs it, and a checkpoint without NaN is always kept."""
 
 from __future__ import annotations
 
 import logging
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,21 @@ def test_both_ends_of_a_large_tensor_are_checked() -> None:
 
 def test_infinity_integers_and_other_states_are_not_reported() -> None:
     assert found(model_mask=torch.full((3, 3), -math.inf), model_n=torch.ones(3, dtype=torch.int64)) == []
-    assert found(optimizer_w=with_nan(3)) == []
+    assert found(dataloader_w=with_nan(3)) == []
     assert found(prefix="", w=with_nan(3)) == ["w"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_an_optimizer_state_that_is_not_finite_is_found_and_a_single_number_is_not(value: float) -> None:
+    moments, lowest = torch.zeros(1000, 1000), torch.tensor(value)
+    assert found(model_w=torch.ones(2), optimizer_m=moments, optimizer_lowest=lowest) == []
+    moments[-1, -1] = value
+    assert found(model_w=torch.ones(2), optimizer_m=moments) == ["optimizer.m"]
+    assert found(model_w=with_nan(2), optimizer_m=moments) == ["model.w", "optimizer.m"]
+
+
+def test_moments_whose_squares_overflow_are_finite() -> None:
+    assert found(optimizer_m=torch.full((3,), 1e30)) == []
 
 
 def test_a_selection_of_very_many_tensors_is_checked() -> None:
@@ -79,6 +93,20 @@ def test_a_save_of_nan_succeeds_with_one_warning_and_the_last_finite_one_is_kept
     assert warned[0].startswith("Step 3 is saved with NaN in its weights (model.first.")
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_step_before_moments_that_are_not_finite_is_kept_and_rolled_back_to(
+    start_run: StartRun, caplog: pytest.LogCaptureFixture, value: float
+) -> None:
+    run = start_run(interval=1, keep_latest_k=1)
+    run.train(1, last=False)
+    run.optimizer.state[run.model.first.weight]["exp_avg"][0, 0] = value
+    assert run.manager.save(2)
+    assert run.committed() == [1, 2]
+    name = r"optimizer\.state\.first\.weight\.exp_avg"
+    assert re.search(rf"Step 2 is saved with NaN or infinity in its optimizer states \({name}\)", caplog.text)
+    assert run.manager.roll_back(3, "loss is nan") == 1
+
+
 def test_a_resume_from_nan_warns_and_keeps_the_last_finite_checkpoint(
     start_run: StartRun, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -91,7 +119,7 @@ def test_a_resume_from_nan_warns_and_keeps_the_last_finite_checkpoint(
     again = start_run(seed=1, interval=1, keep_latest_k=1)
     with caplog.at_level(logging.WARNING):
         again.manager.load()
-    assert "was saved with NaN in its weights; --checkpoint.load_step rolls back" in caplog.text
+    assert "was saved with NaN in its weights or optimizer; --checkpoint.load_step rolls back" in caplog.text
     again.train(3, last=False)
     assert again.committed() == [1, 3]
     back = start_run(seed=2, load_step=1).resumed()

@@ -108,6 +108,8 @@ class Restore:
         peers.together(self._read_owners)
         self._small = {name: s for name, s in owners.small.items() if everything and name not in excluded}
         self._restores_rng = everything and RNG not in excluded
+        self.has_restored_rng = False
+        """Whether `run` has given this rank the random generators that it had at the save."""
         # The initial weights of a new run may have any precision: an export has another one than training.
         self._cast = source.initial
         rules = build_load_rules(config.checkpoint)
@@ -151,7 +153,9 @@ class Restore:
             (logger.warning if change.rule is Rule.WARNED else logger.info)("Since the checkpoint: %s", change)
         self._warn_of_ignored_states()
         if self._source.has_nan:
-            logger.warning("%s was saved with NaN in its weights; --checkpoint.load_step rolls back", report.path)
+            logger.warning(
+                "%s was saved with NaN in its weights or optimizer; --checkpoint.load_step rolls back", report.path
+            )
         if self._source.ranks_differ:
             logger.warning("%s was saved while ranks held different values: it may be wrong", report.path)
         for reason in report.fresh_states:
@@ -320,6 +324,7 @@ class Restore:
         has_own = bool(self._stored.keys(f"{key}.")) and self._source.topology == self._topology
         if not self._peers.max_over_ranks(not has_own)[0]:
             self._load_together(rng, self._stored.read_state(key, {}))
+            self.has_restored_rng = True
             return
         rng.derive(torch.initial_seed(), self._source.step, rank)
         logger.info(

@@ -106,7 +106,10 @@ class RunLoad:
         faults.set_step(source.step)
         faults.point("load")
         with sources.opened(source, self._store.address) as files:
-            self._restore(source, files).run()
+            restore = self._restore(source, files)
+            restore.run()
+        if restore.has_restored_rng and self._peers.is_coordinator:  # One rank warns for all.
+            self._run.late_seed.after_load(source.step)
         # What the load itself left. A look at all objects takes 0.1 s, where the loop has not frozen its imports.
         gc.collect(1)
         seconds = self._clock() - began

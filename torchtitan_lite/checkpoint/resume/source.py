@@ -48,7 +48,7 @@ class LoadSource:
     excluded: tuple[str, ...] = ()
     """States that this load does not change."""
     has_nan: bool = False
-    """Whether NaN was seen in its weights when they were saved."""
+    """Whether NaN was seen in its weights or optimizer states when they were saved."""
     ranks_differ: bool = False
     """Whether ranks were seen to hold different values of a tensor when it was saved."""
     skipped: tuple[int, ...] = ()

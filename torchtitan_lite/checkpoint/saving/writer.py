@@ -30,7 +30,7 @@ from torchtitan_lite.checkpoint.format.tensor_digest import TensorDigest, digest
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.planning.rank_file import RankPlan
 from torchtitan_lite.checkpoint.saving.agreed_planner import AgreedPlan, AgreedPlanner
-from torchtitan_lite.checkpoint.saving.nan_check import names_with_nan
+from torchtitan_lite.checkpoint.saving.nan_check import OPTIMIZER, names_with_nan
 from torchtitan_lite.checkpoint.schedule.interval import NOTHING_AT_RISK, AtRisk
 from torchtitan_lite.config.sections.checkpoint import DcpMetadata
 from torchtitan_lite.disk.block_writer import in_memory
@@ -133,7 +133,7 @@ class Details(NamedTuple):
     digests: Mapping[str, TensorDigest] = {}  # never changed
     """By key, the part of each tensor's digest that comes from this file."""
     nan_in: Sequence[str] = ()
-    """Keys of weights in which NaN was seen."""
+    """Keys of weights and optimizer states in which NaN was seen."""
 
 
 class WrittenFile(NamedTuple):
@@ -333,8 +333,9 @@ def _warn_of_nan(step: int, nan_in: Sequence[str]) -> None:
     """Warn, where there is some: a refused save would end runs that a person would rather inspect."""
     if nan_in:
         logger.warning(
-            "Step %d is saved with NaN in its weights (%s). Retention keeps the latest checkpoint without it",
+            "Step %d is saved with %s (%s). Retention keeps the latest checkpoint without it",
             step,
+            "NaN or infinity in its optimizer states" if nan_in[0].startswith(OPTIMIZER) else "NaN in its weights",
             ", ".join(nan_in[:3]) + (f" and {len(nan_in) - 3} more" if len(nan_in) > 3 else ""),
         )
 

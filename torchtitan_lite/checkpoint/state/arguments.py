@@ -24,6 +24,7 @@ from torchtitan_lite.checkpoint.format.kinds import refuse_piece
 from torchtitan_lite.checkpoint.schedule.interval import SavePolicy
 from torchtitan_lite.checkpoint.state import fsdp1
 from torchtitan_lite.config.job_config import EXCLUDABLE_STATES, Checkpoint, JobConfig
+from torchtitan_lite.distributed.tried_torch import refuse_stuck_stream
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
 
@@ -59,6 +60,8 @@ def check_arguments(dataloader: Any, states: Any, job_config: Any) -> None:
         raise ConfigError(f"job_config: expected a JobConfig, found {_kind(job_config)}.{OF_CONSTRUCTOR.hint}")
     _refuse_small(dataloader, states, OF_CONSTRUCTOR)
     for name, each in {"dataloader": dataloader, **(states or {})}.items():
+        for stream in (each, getattr(each, "dataset", None)):
+            refuse_stuck_stream(name, stream)
         _warn_if_order_is_lost(name, each)
     _check_exclusions(job_config.checkpoint.exclude_from_loading, states or {})
 

@@ -20,6 +20,7 @@ from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.state import arguments, fsdp1
 from torchtitan_lite.checkpoint.state.gradients import GradientWatch
 from torchtitan_lite.checkpoint.state.in_place import no_mixing
+from torchtitan_lite.checkpoint.state.late_seed import LateSeedWatch
 from torchtitan_lite.checkpoint.state.optimizer_owner import parameters_of
 from torchtitan_lite.checkpoint.state.other_keys import other_names, try_load
 from torchtitan_lite.checkpoint.state.per_rank import PerRank
@@ -64,9 +65,11 @@ class RunState:
         self.gradients = GradientWatch(self.model.parts)
         self._unsaved = UnsavedWatch(watched, self.optimizers, self.model.left_out_tensors)
         self._forgotten = ForgottenWatch(further, watched)
+        self.late_seed = LateSeedWatch()
 
-    def at_step(self) -> None:
-        """Note what is trained, and which metrics count, whether or not this step is saved. Any rank."""
+    def at_step(self, step: int) -> None:
+        """Note what `step` trained, and which metrics count, whether or not it is saved. Any rank."""
+        self.late_seed.at_step(step)
         self.model.note_trainable()
         self._forgotten.look_at_counts()
 
