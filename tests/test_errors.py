@@ -26,7 +26,7 @@ SAMPLES: dict[str, Any] = {
 FIXES = {
     errors.CheckpointNotFound: "--checkpoint.load_step",
     errors.CheckpointDamaged: "--checkpoint.load_step",
-    errors.CheckpointUnreadable: "--checkpoint.load_step",
+    errors.CheckpointUnreadable: "Start the same command again once it can be read; only if the step is lost",
     errors.AllCheckpointsDamaged: "--job.dump_folder",
     errors.CheckpointUnsafe: "--checkpoint.load_step",
     errors.FormatTooNew: "Upgrade torchtitan_lite",
@@ -34,6 +34,7 @@ FIXES = {
     errors.PinsUnreadable: "delete it to unpin all",
     errors.SaveFailed: "Earlier checkpoints are untouched",
     errors.WriterProcessDied: "starts a new one",
+    errors.FolderUnusable: "or set another a/path of-something",
     errors.FolderNotShared: "--job.dump_folder",
     errors.FolderInUse: "--job.dump_folder",
     errors.LeaseLost: "--job.dump_folder",

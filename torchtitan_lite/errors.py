@@ -192,7 +192,8 @@ class CheckpointUnreadable(CheckpointError, RuntimeError):
     def __init__(self, path: str, cause: str) -> None:
         self.path, self.cause = path, cause
         super().__init__(
-            f"{path} could not be read: {_clause(cause)}. Choose another step with --checkpoint.load_step."
+            f"{path} could not be read: {_clause(cause)}. Start the same command again once it can be read; only if "
+            "the step is lost, choose another with --checkpoint.load_step."
         )
 
 
@@ -288,20 +289,15 @@ class WriterProcessDied(CheckpointError, RuntimeError):
 class FolderUnusable(CheckpointError, OSError):
     """The system refuses to list, create or write `folder`: `cause`. No step was trained.
 
-    `key` is the option that names the folder; empty for that of the checkpoints.
+    `key` is the option that names the folder; empty for that of the checkpoints. `fix` is what helps against the cause,
+    where that is known.
     """
 
-    def __init__(self, folder: str, cause: str, key: str = "") -> None:
-        self.folder, self.cause, self.key = folder, cause, key
+    def __init__(self, folder: str, cause: str, key: str = "", fix: str = "") -> None:
+        self.folder, self.cause, self.key, self.fix = folder, cause, key, fix
         other = key or _key_of(folder)
-        super().__init__(
-            f"{folder} cannot be used for checkpoints: {_clause(cause)}. "
-            + (
-                f"Set another {other} if that cannot be put right."
-                if "://" in folder
-                else f"Make it a folder that this user may write, with room, or set another {other}."
-            )
-        )
+        advice = f"{fix}, or set another {other}" if fix else f"Set another {other} if that cannot be put right"
+        super().__init__(f"{folder} cannot be used for checkpoints: {_clause(cause)}. {advice}.")
 
 
 class FolderNotShared(CheckpointError, RuntimeError):

@@ -6,6 +6,7 @@ folder are **coordinator only**.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -128,6 +129,25 @@ class RunFolders:
             )
 
 
+_FIXES = {
+    "Give this user the permissions for it": (errno.EACCES, errno.EPERM),
+    "Mount it so that it can be written": (errno.EROFS,),
+    "Make room there": (errno.ENOSPC, errno.EDQUOT),
+    "Make it a folder": (errno.ENOTDIR, errno.ENOENT, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG),
+    "Raise the limit of open files": (errno.EMFILE, errno.ENFILE),
+    "The cause is its file system, not a permission: mount one there that can do this": (
+        *(errno.EINVAL, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY),
+    ),
+}
+_IT_FAILED = "The cause is its file system, not a permission: start the same command again once it works"
+"""For EIO, ESTALE, ENOLCK, ENOTEMPTY, ETIMEDOUT and the like: there are many, and each file system has its own."""
+
+
+def _fix_of(error: OSError) -> str:
+    """Return what helps against an `error` in a folder on disk; empty where the system has given no code."""
+    return next((fix for fix, codes in _FIXES.items() if error.errno in codes), _IT_FAILED if error.errno else "")
+
+
 @contextmanager
 def usable(folder: Path | str, key: str = "") -> Iterator[None]:
     """Raise `FolderUnusable` for an OSError in the block; errors of this package pass unchanged.
@@ -139,4 +159,5 @@ def usable(folder: Path | str, key: str = "") -> Iterator[None]:
     except TorchtitanLiteError:
         raise
     except OSError as error:
-        raise FolderUnusable(str(folder), str(error), key) from error
+        fix = "" if is_in_object_store(str(folder)) else _fix_of(error)
+        raise FolderUnusable(str(folder), str(error), key, fix) from error

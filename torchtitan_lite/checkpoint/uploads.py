@@ -140,8 +140,9 @@ class Uploads(NoUploads):
 
     def _missing(self, stored: AbstractSet[Save]) -> list[CheckpointInfo]:
         """Return what the disk has and the target, as far as it was seen, has not; it may not answer any more."""
-        source = self._source.committed()
         try:
+            with usable(self._source.address):
+                source = self._source.committed()
             known = record.read(self._source.root, self._target.address).stored.keys() | stored
             pinned = self._source.pins.read()
         except CheckpointError:

@@ -18,7 +18,13 @@ from torchtitan_lite.checkpoint.resume.fallback import Candidates
 from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.peers import Peers
-from torchtitan_lite.errors import AllCheckpointsDamaged, CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe
+from torchtitan_lite.errors import (
+    AllCheckpointsDamaged,
+    CheckpointDamaged,
+    CheckpointUnreadable,
+    CheckpointUnsafe,
+    FolderUnusable,
+)
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.store import CheckpointStore
@@ -340,3 +346,28 @@ def test_a_newer_step_that_the_system_does_not_give_ends_the_start(
     assert events.steps("load_failed") == [6]
     assert candidates(store, wanted=4)[0].take(Load()) is not None
     assert names(store) == ["step-2", "step-4", "step-6"]
+
+
+def make_unlistable(folder: Path) -> None:
+    folder.rename(folder.with_name("away"))
+    folder.write_text("in its place")
+
+
+def test_a_folder_that_the_system_does_not_list_is_named(store: CheckpointStore) -> None:
+    def load(_: LoadSource) -> None:
+        make_unlistable(store.root)
+        raise CheckpointDamaged(str(store.root / "step-6"), "a digest")
+
+    for look in (lambda: candidates(store)[0].take(load), candidates(store)[0].first):
+        with pytest.raises(FolderUnusable, match=r"checkpoint cannot be used for .*: \[Errno 20\] .*Make it a folder"):
+            look()
+
+
+def test_a_folder_that_the_system_does_not_list_after_the_load_is_named(store: CheckpointStore) -> None:
+    def load(source: LoadSource) -> None:
+        if source.step == 6:
+            raise CheckpointDamaged(str(source.path), "a digest")
+        make_unlistable(store.root)
+
+    with pytest.raises(FolderUnusable, match="checkpoint cannot be used for checkpoints"):
+        candidates(store)[0].take(load)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.checkpoint.resume.wrong_folder import checked_initial_path
-from torchtitan_lite.errors import CheckpointNotFound
+from torchtitan_lite.checkpoint.resume.wrong_folder import checked_initial_path, neighbour_with_steps
+from torchtitan_lite.errors import CheckpointNotFound, CheckpointUnreadable
 
 
 def checkpoint(folder: Path) -> Path:
@@ -87,3 +87,10 @@ def test_an_address_of_no_step_is_refused_before_the_store_gets_a_request(addres
 def test_an_address_is_refused_as_it_was_given(address: str) -> None:
     with pytest.raises(CheckpointNotFound, match=f"^{address} .*Copy the checkpoint"):
         checked_initial_path(address)
+
+
+def test_a_path_that_the_system_does_not_look_up_is_called_unreadable_and_is_no_neighbour(tmp_path: Path) -> None:
+    given = tmp_path / ("x" * 300)
+    with pytest.raises(CheckpointUnreadable, match=r"x could not be read: OSError: \[Errno 36\] File name too long"):
+        checked_initial_path(str(given))
+    assert neighbour_with_steps(given) is None

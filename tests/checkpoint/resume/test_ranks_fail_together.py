@@ -16,7 +16,7 @@ from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoin
 from torchtitan_lite.checkpoint.saving.savers import SyncSaver
 from torchtitan_lite.checkpoint.state.optimizer_state import ParameterSlot
 from torchtitan_lite.distributed.peers import Peers
-from torchtitan_lite.errors import CheckpointUnreadable
+from torchtitan_lite.errors import CheckpointUnreadable, FolderUnusable
 
 PEERS_SECONDS = 60
 
@@ -128,3 +128,16 @@ def test_a_saver_that_cannot_be_started(rank: int, tmp_path: Path) -> None:
         run.manager.load()
         with pytest.raises(OSError, match="rank 1 cannot start a process"):
             run.steps(1)
+
+
+@on_two_ranks
+def test_a_folder_that_rank_0_cannot_list(rank: int, tmp_path: Path) -> None:
+    folder = saved(tmp_path).folder
+    with (run := TinyRun(tmp_path, dataloader=Failing(), load_only=True)).manager:
+        run.manager.load()
+        if rank == 0:
+            folder.rename(tmp_path / "away")
+            folder.write_text("in its place")
+        for look in (run.manager.load, run.manager.latest_step, run.manager.ended):
+            with pytest.raises(FolderUnusable, match=f"{folder} cannot be used for checkpoints: "):
+                look()

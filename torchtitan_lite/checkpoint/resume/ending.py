@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.checkpoint.reading.files import files_of
+from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.resume.load_source import checkpoints_of_run
+from torchtitan_lite.checkpoint.run_folders import usable
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.protocol import StoresCheckpoints
@@ -78,7 +79,8 @@ def export_of(step: int, run_id: str, export: StoresCheckpoints, config: JobConf
     An export of another run, such as of a branch that was left, does not count, nor one of another dtype.
     **Coordinator only**.
     """
-    info = next((info for info in export.committed() if info.step == step), None)
+    with usable(export.address):
+        info = next((info for info in export.committed() if info.step == step), None)
     if info is None or info.run_id != run_id or export.check_sizes(info):
         return None
     dtype = _section(info, "checkpoint").get("export_dtype", config.checkpoint.export_dtype)
@@ -100,7 +102,7 @@ def _was_ended_by_data(made_last: CheckpointInfo, config: JobConfig) -> bool:
 
 def _section(info: CheckpointInfo, name: str) -> dict[str, Any]:
     """Return the section `name` of the configuration in the manifest of `info`; empty if it has none."""
-    manifest = files_of(info.path).manifest()
+    manifest = CheckpointFolder(info.path).manifest_alone
     config = manifest.extra.get("config") if manifest is not None else None
     section = config.get(name) if isinstance(config, dict) else None
     return section if isinstance(section, dict) else {}

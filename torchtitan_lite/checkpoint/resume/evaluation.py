@@ -54,8 +54,8 @@ def load_model(
     `save_trained_only` or `verify_on_load`. Floating tensors of another dtype are cast to the model's, unless
     `load_cast=False`. With the latest wanted, a damaged checkpoint is skipped, with a warning, and if the training job
     removes one during the load, the next is chosen. Raises `CheckpointNotFound`, `CheckpointMismatch` (before the model
-    is touched), `CheckpointDamaged`, `AllCheckpointsDamaged`, `CheckpointUnreadable`, and ConfigError for a wrong
-    argument.
+    is touched), `CheckpointDamaged`, `AllCheckpointsDamaged`, `CheckpointUnreadable`, `FolderUnusable`, and
+    ConfigError for a wrong argument.
     """
     arguments.refuse_swapped(model, folder)
     config = loop_config(folder, {"load_cast": True, **checkpoint, "load_only": True})

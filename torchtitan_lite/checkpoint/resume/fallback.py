@@ -18,6 +18,7 @@ from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.reading.files import Identity, differs, files_of
 from torchtitan_lite.checkpoint.resume.load_source import choose_source
 from torchtitan_lite.checkpoint.resume.source import Choose, LoadSource, Sources
+from torchtitan_lite.checkpoint.run_folders import usable
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import (
@@ -68,9 +69,10 @@ class Candidates:
         """Load candidates with `load` until one is undamaged, and return that one; None if there are no candidates.
 
         Raises `AllCheckpointsDamaged` if each one is damaged; `CheckpointDamaged` or `CheckpointUnsafe` for a step or
-        path that the user named; `CheckpointUnreadable` for an error of the machine. Raises `CheckpointDamaged`, too,
-        where only a seed is left: it does not replace what was already loaded of the damaged one. If the job that
-        writes the folder removes a candidate in the meantime, chooses again.
+        path that the user named; `CheckpointUnreadable` for an error of the machine, and `FolderUnusable` where that
+        keeps the coordinator from seeing what is there. Raises `CheckpointDamaged`, too, where only a seed is left: it
+        does not replace what was already loaded of the damaged one. If the job that writes the folder removes a
+        candidate in the meantime, chooses again.
         """
         partly_loaded: CheckpointDamaged | None = None
         while (source := self._first_of(self._choose_and_report)) is not None:
@@ -107,7 +109,7 @@ class Candidates:
     def _first_of(
         self, choose: Callable[[], tuple[LoadSource | None, dict[int, CheckpointDamaged]]]
     ) -> LoadSource | None:
-        source, self.damaged = self.peers.on_coordinator(choose)
+        source, self.damaged = self.peers.on_coordinator(usable(self.store.address)(choose))
         if source is None and self.damaged:
             raise AllCheckpointsDamaged(str(self.store.address), {step: e.summary for step, e in self.damaged.items()})
         return source
@@ -204,7 +206,7 @@ class Candidates:
             keys = tuple(error.keys[:_MOST_KEYS])
             self.emit(Fallback(source.step, damaged_step=step, finding=error.finding, keys=keys))
         if not self.config.load_only:
-            for step, path in self.peers.on_coordinator(self._quarantine).items():
+            for step, path in self.peers.on_coordinator(usable(self.store.address)(self._quarantine)).items():
                 self.emit(Quarantined(step, path=path))
 
     def _warn(self, message: str, *figures: object) -> None:

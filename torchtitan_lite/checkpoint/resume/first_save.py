@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torchtitan_lite.checkpoint.run_folders import usable
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import RunNotLoaded
@@ -60,4 +61,5 @@ class FirstSave:
         self._is_allowed = True
 
     def _present(self) -> list[tuple[int, float, str]]:
-        return [(info.step, info.created_at, info.run_id) for info in self._store.committed()]
+        with usable(self._store.address):
+            return [(info.step, info.created_at, info.run_id) for info in self._store.committed()]

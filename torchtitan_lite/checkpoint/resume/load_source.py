@@ -20,6 +20,7 @@ from typing import Any
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.checkpoint.resume.wrong_folder import checked_initial_path
+from torchtitan_lite.checkpoint.run_folders import usable
 from torchtitan_lite.config.job_config import EXCLUDABLE_STATES, Checkpoint
 from torchtitan_lite.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, CheckpointUnreadable
 from torchtitan_lite.store import layout
@@ -105,7 +106,8 @@ def latest_step(store: StoresCheckpoints, config: Checkpoint) -> int:
 
 def checkpoints_of_run(store: StoresCheckpoints, config: Checkpoint) -> list[CheckpointInfo]:
     """Return the committed checkpoints, full or weights-only, of the run that a load would resume, by step."""
-    committed = [*of_equal_ranks([info for info in store.committed() if _is_whole(info, store)])]
+    with usable(store.address):
+        committed = [*of_equal_ranks([info for info in store.committed() if _is_whole(info, store)])]
     if config.load_step != -1:
         committed = [info for info in committed if is_branch_of(info, config.load_step, config)]
     full = [info for info in committed if info.kind is CheckpointKind.FULL]

@@ -52,7 +52,8 @@ class RollBack:
         Raises `TrainingDiverged`, with what was tried, if it may not or cannot; nothing is changed then.
         """
         try:
-            rollback = self._peers.on_coordinator(lambda: self._recorded(step, reason, lineage, limit))
+            look = usable(self._store.address)(lambda: self._recorded(step, reason, lineage, limit))
+            rollback = self._peers.on_coordinator(look)
         except TrainingDiverged:
             self._emit(Diverged(step, reason=reason))
             raise
@@ -113,10 +114,9 @@ class RollBack:
             len(recent) + 1,
             limit,
         )
-        with usable(self._store.address):
-            self._fence()
-            faults.point("roll_back", step=step)
-            self._store.rollbacks.write((*found, rollback))
+        self._fence()
+        faults.point("roll_back", step=step)
+        self._store.rollbacks.write((*found, rollback))
         return rollback
 
     def _change(self, **fields: int) -> None:

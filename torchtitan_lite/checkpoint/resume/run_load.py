@@ -16,7 +16,7 @@ from torchtitan_lite.checkpoint.resume.restore import Restore
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.resume.source import Choose, LoadSource, Sources
 from torchtitan_lite.checkpoint.resume.wrong_folder import neighbour_with_steps, refuse_wrong_folders
-from torchtitan_lite.checkpoint.run_folders import RunFolders
+from torchtitan_lite.checkpoint.run_folders import RunFolders, usable
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.events import Loaded, LoadStarted
@@ -138,7 +138,11 @@ class RunLoad:
             logger.info("Counting steps from the start again; the first save sets the old run's checkpoints aside")
 
     def _report_unmanaged(self, wanted: int) -> None:
-        for path in self._store.unmanaged() if self._peers.is_coordinator and wanted == -1 else []:
+        if wanted == -1:
+            self._peers.on_coordinator(usable(self._store.address)(self._warn_of_unmanaged))
+
+    def _warn_of_unmanaged(self) -> None:
+        for path in self._store.unmanaged():
             logger.warning("%s has no manifest and is skipped. To load it, name its step or path", path)
 
     def _report_skipped(self, source: LoadSource) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from torchtitan_lite.checkpoint.run_folders import RunFolders, open_store, usable
 from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.errors import CheckpointNotFound, ConfigError
+from torchtitan_lite.errors import CheckpointNotFound, CheckpointUnreadable, ConfigError, TorchtitanLiteError
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing, is_checkpoint
 from torchtitan_lite.store.place import Place
@@ -37,7 +37,19 @@ _SAME_NAMES = " --names same"
 
 
 def checked_initial_path(given: str) -> Place:
-    """Return the folder `given` if it holds a checkpoint; else raise `CheckpointNotFound` with what it is. Any rank."""
+    """Return the folder `given` if it holds a checkpoint; else raise `CheckpointNotFound` with what it is. Any rank.
+
+    Raises `CheckpointUnreadable` where the system does not let this rank see.
+    """
+    try:
+        return _checked(given)
+    except TorchtitanLiteError:
+        raise
+    except OSError as error:
+        raise CheckpointUnreadable(given, f"{type(error).__name__}: {error}") from error
+
+
+def _checked(given: str) -> Place:
     if is_in_object_store(given):
         return _in_store(given)
     path = Path(given)
@@ -146,7 +158,9 @@ def refuse_wrong_folders(folders: RunFolders, config: Checkpoint, step: int) -> 
 
 def neighbour_with_steps(root: Path) -> Path | None:
     """Return the latest step of a folder in `root`, or of the folder above it; None if none of them has one."""
-    below = [path for path in sorted(root.iterdir()) if path.is_dir()] if root.is_dir() else []
+    below: list[Path] = []
+    with suppress(OSError):
+        below = sorted(root.iterdir())
     for folder in (*below, root.parent):
         with suppress(OSError):  # What is next to the run need not be readable.
             if not is_checkpoint(folder) and (found := last_step(folder)):

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.format.flattening import State
-from torchtitan_lite.checkpoint.run_folders import RunFolders
+from torchtitan_lite.checkpoint.run_folders import RunFolders, usable
 from torchtitan_lite.checkpoint.saving.copy_listener import CopyListener
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver, SavesStates, refused
 from torchtitan_lite.checkpoint.saving.trained_clock import TrainedClock
@@ -196,7 +196,8 @@ class SaveMaker:
         return self._run.full(self._peers.rank)
 
     def _is_saved_in_full(self, step: int) -> bool:
-        committed = self._folders.checkpoints.committed()
+        with usable(self._folders.checkpoints.address):
+            committed = self._folders.checkpoints.committed()
         return any(info.step == step and info.kind is CheckpointKind.FULL for info in committed)
 
     def _and_wait(
