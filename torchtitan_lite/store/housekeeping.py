@@ -137,17 +137,17 @@ class Housekeeping:
         good, kept = self._known_good, (protected or self._protected)()
         committed = without_abandoned(store.listed())
         latest = committed[-_LOOKS].step if len(committed) >= _LOOKS else 0
-        return {
-            "committed": committed,
-            "protected": (good & {max(good, default=-1)}) | kept,
-            "known_good": good,
-            "pinned": store.pins.read(),
-            "now": self._now(),
-            "missing_bytes": store.missing_bytes(self._min_free_bytes),
-            "is_sound": lambda info: (
+        return dict[str, Any](
+            committed=committed,
+            protected=(good & {max(good, default=-1)}) | kept,
+            known_good=good,
+            pinned=store.pins.read(),
+            now=self._now(),
+            missing_bytes=store.missing_bytes(self._min_free_bytes),
+            is_sound=lambda info: (
                 (info.step < latest and self._sound.get(info.step) is info) or self._is_sound(info, store)
             ),
-        }
+        )
 
     def remove(
         self, infos: Sequence[CheckpointInfo], store: StoresCheckpoints, fence: Callable[[], None] = nothing
