@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,12 +21,15 @@ from torchtitan_lite.checkpoint import (
     CheckpointInfo,
     CheckpointManager,
     EverySteps,
+    KeepAny,
     KeepLatest,
     Ruling,
     SavePolicy,
     Tick,
 )
 from torchtitan_lite.errors import ConfigError
+
+DEADLINE_SECONDS = 3.0
 
 
 class OnOdd(SavePolicy):
@@ -74,6 +80,10 @@ def saved(manager: CheckpointManager, *steps: int) -> list[int]:
     with manager:
         manager.load()
         return [step for step in steps if manager.save(step)]
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
 
 
 def test_a_policy_with_the_least_that_it_needs_decides(tmp_path: Path) -> None:
@@ -158,3 +168,93 @@ def test_two_answers_to_one_question_and_what_is_no_policy_are_refused(
 def test_each_argument_leaves_the_keys_of_the_other_question_alone(tmp_path: Path) -> None:
     assert saved(manager_of(tmp_path, save_policy=OnOdd(), keep_latest_k=1, min_free_disk_gb=1e-9), 1, 2, 3) == [1, 3]
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-3"]
+
+
+class FailingRule:
+    """Does what `fails` does for the steps that are there; says nothing without one."""
+
+    def __init__(self, fails: Callable[[Sequence[CheckpointInfo]], Any] | None) -> None:
+        self.fails = fails
+
+    def rulings(self, full: Sequence[CheckpointInfo], now: float) -> Any:
+        return [] if self.fails is None else self.fails(full)
+
+
+def _ruling(keeps: Any, judges: Any) -> Any:
+    return lambda full: [Ruling("own", keeps(full), judges(full))]
+
+
+def _steps(full: Sequence[CheckpointInfo]) -> frozenset[int]:
+    return frozenset(info.step for info in full)
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+@pytest.mark.parametrize(
+    ("fails", "found"),
+    [
+        (lambda full: {}[f"no loss of step {full[-1].step}"], "but it raised KeyError: 'no loss of step 1'"),
+        (lambda full: sys.exit("no\nway"), "but it raised SystemExit: no way"),
+        (lambda full: None, "found None"),
+        (lambda full: [None], "found [None]"),
+        (lambda full: (1 / 0 for _ in full), "found <generator"),
+        (_ruling(lambda full: "step-1", _steps), "found [Ruling("),
+        (_ruling(lambda full: frozenset(full), _steps), "found [Ruling("),
+        (_ruling(_steps, lambda full: None), "found [Ruling("),
+    ],
+)
+def test_a_rule_that_fails_is_named_once_and_removes_nothing_while_saves_continue(
+    fails: Any, found: str, async_mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rule = FailingRule(fails)
+    keys: dict[str, Any] = {"interval": 1, "async_mode": async_mode, "timeout_seconds": 5}
+    with manager_of(tmp_path, retention=KeepAny((KeepLatest(1), rule)), **keys) as manager:
+        manager.load()
+        for step in (1, 2, 3):
+            manager.save(step)
+            manager.wait()
+            assert manager._housekeeping.wait(DEADLINE_SECONDS)
+    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "\n" not in warning.getMessage() and warning.exc_info is None
+    wanted = f"retention: FailingRule.rulings: expected a list of Ruling with steps as numbers, {found}"
+    assert warning.getMessage().startswith(wanted)
+    assert warning.getMessage().endswith(". No checkpoint is removed while that is so")
+    assert steps_in(tmp_path) == [1, 2, 3]
+
+
+def test_a_rule_that_works_again_removes_again_and_is_named_again_when_it_fails(tmp_path: Path) -> None:
+    rule = FailingRule(lambda full: None)
+    with (
+        logged_warnings() as warnings,
+        manager_of(tmp_path, retention=KeepAny((rule, KeepLatest(1))), interval=1) as manager,
+    ):
+        manager.load()
+        for step, fails in enumerate((rule.fails, None, rule.fails, rule.fails), 1):
+            rule.fails = fails
+            manager.save(step)
+            assert len(warnings) == (1 if step < 3 else 2)
+    assert steps_in(tmp_path) == [2, 3, 4]
+
+
+def test_a_rule_may_give_steps_of_numpy_in_any_collection(tmp_path: Path) -> None:
+    def rulings(full: Sequence[CheckpointInfo]) -> Any:
+        steps = np.array([info.step for info in full])
+        yield Ruling("even", steps[steps % 2 == 0], {int(step): "judged" for step in steps})  # type: ignore[arg-type]
+
+    with manager_of(tmp_path, retention=FailingRule(rulings), interval=1) as manager:
+        manager.load()
+        for step in range(1, 6):
+            manager.save(step)
+    assert steps_in(tmp_path) == [2, 4, 5]
+
+
+def test_a_rule_that_changes_the_list_that_it_is_given_changes_nothing_else(tmp_path: Path) -> None:
+    def reverse(full: Any) -> list[Ruling]:
+        full.sort(key=lambda info: -info.step)
+        return []
+
+    rule = FailingRule(reverse)
+    with manager_of(tmp_path, retention=KeepAny((rule, KeepLatest(1))), interval=1) as manager:
+        manager.load()
+        for step in (1, 2, 3):
+            manager.save(step)
+    assert steps_in(tmp_path) == [3]
