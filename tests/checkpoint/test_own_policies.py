@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -258,3 +259,87 @@ def test_a_rule_that_changes_the_list_that_it_is_given_changes_nothing_else(tmp_
         for step in (1, 2, 3):
             manager.save(step)
     assert steps_in(tmp_path) == [3]
+
+
+class Fails(SavePolicy):
+    """Answers all that the manager asks with what `fails` returns at `steps`."""
+
+    def __init__(self, fails: Callable[[], Any], *, alike: bool = True, steps: Sequence[int] = (2,)) -> None:
+        self.fails, self.needs_consensus, self.steps = fails, not alike, steps
+
+    def due(self, now: Tick, last_save: Tick) -> Any:
+        return self.fails() if now.step in self.steps else False
+
+    def missed_step(self, after: int, before: int) -> Any:
+        return self.fails()
+
+    def intervals_behind(self, loaded: Tick, on_disk: Tick) -> Any:
+        return self.fails()
+
+
+FAILURES: list[tuple[Callable[[], Any], str]] = [
+    (lambda: "yes", "found 'yes'"),
+    (lambda: None, "found None"),
+    (lambda: torch.tensor([True, True]), "found tensor([True, True])"),
+    (lambda: 1 / 0, "but it raised ZeroDivisionError: division by zero"),
+    (lambda: sys.exit(3), "but it raised SystemExit: 3"),
+]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize(("fails", "found"), FAILURES)
+def test_a_policy_without_an_answer_is_named(
+    fails: Callable[[], Any], found: str, alike: bool, wrapped: bool, tmp_path: Path
+) -> None:
+    policy: SavePolicy = Fails(fails, alike=alike)
+    with manager_of(tmp_path, save_policy=AnyOf((policy, AtStep(9))) if wrapped else policy) as manager:
+        manager.load()
+        manager.save(1)
+        wanted = re.escape(f"save_policy: Fails.due: expected True or False, {found}. Fix that method.")
+        with pytest.raises(ConfigError, match=f"^{wanted}$"):
+            # The answer of a policy that needs consensus counts one step later.
+            assert manager.save(2) is alike is False
+            manager.save(3)
+
+
+@on_two_ranks
+def test_what_the_policy_of_one_rank_fails_with_is_raised_on_all_ranks_at_one_step(rank: int, tmp_path: Path) -> None:
+    for at, (fails, found) in enumerate(FAILURES):
+        policy = Fails(fails, alike=False, steps=[2] if rank == 1 else [])
+        with manager_of(tmp_path / str(at), save_policy=policy, timeout_seconds=20) as manager:
+            manager.load()
+            assert not manager.save(1) and not manager.save(2)
+            with pytest.raises(ConfigError, match=re.escape(found)):
+                manager.save(3)
+
+
+def test_a_step_that_is_saved_anyway_is_saved_without_the_answer_of_a_policy(tmp_path: Path) -> None:
+    with manager_of(tmp_path, save_policy=Fails(lambda: None, alike=False, steps=(1, 2))) as manager:
+        manager.load()
+        assert not manager.save(1) and manager.save(2, now=True) and manager.save(3, force=True)
+
+
+@pytest.mark.parametrize("yes", [np.True_, torch.tensor(True), torch.tensor([True])])
+@pytest.mark.parametrize("alike", [True, False])
+def test_the_bools_of_numpy_and_torch_are_answers(yes: Any, alike: bool, tmp_path: Path) -> None:
+    policy = Fails(lambda: yes, alike=alike)
+    assert saved(manager_of(tmp_path, save_policy=policy), 1, 2, 3, 4) == [2 if alike else 3]
+
+
+@pytest.mark.parametrize("fails", [lambda: "yes", lambda: 1 / 0])
+def test_a_policy_that_fails_to_know_what_was_missed_is_a_warning(fails: Callable[[], Any], tmp_path: Path) -> None:
+    with logged_warnings() as warnings:
+        saved(manager_of(tmp_path, save_policy=Fails(fails, steps=())), 1, 4, 7)
+    (warning,) = warnings
+    assert warning.startswith("save_policy: Fails.missed_step: expected a step or None, ")
+    assert warning.endswith(". Fix that method. Steps that the loop leaves out are not reported")
+
+
+def test_a_policy_that_fails_to_know_what_is_owed_is_named() -> None:
+    loaded, on_disk = Tick(2, 0.0), Tick(1, 0.0)
+    policy = AnyOf((AtStep(9), Fails(lambda: "yes")))
+    with pytest.raises(ConfigError, match=r"Fails\.is_overdue: expected True or False, found 'yes'"):
+        policy.is_overdue(loaded, on_disk)
+    with pytest.raises(ConfigError, match=r"Fails\.intervals_behind: expected a number, found 'yes'"):
+        policy.intervals_behind(loaded, on_disk)
