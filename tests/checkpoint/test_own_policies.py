@@ -28,6 +28,7 @@ from torchtitan_lite.checkpoint import (
     SavePolicy,
     Tick,
 )
+from torchtitan_lite.checkpoint.schedule.failures import Past
 from torchtitan_lite.errors import ConfigError
 
 DEADLINE_SECONDS = 3.0
@@ -343,3 +344,27 @@ def test_a_policy_that_fails_to_know_what_is_owed_is_named() -> None:
         policy.is_overdue(loaded, on_disk)
     with pytest.raises(ConfigError, match=r"Fails\.intervals_behind: expected a number, found 'yes'"):
         policy.intervals_behind(loaded, on_disk)
+
+
+@pytest.mark.parametrize(
+    ("past", "found"),
+    [
+        (lambda: 1 / 0, "but it raised ZeroDivisionError: division by zero"),
+        (lambda: sys.exit(1), "but it raised SystemExit: 1"),
+        (lambda: None, "found None"),
+        (lambda: Past(float("nan"), 1), "found Past(hours=nan, unclean_ends=1)"),
+    ],
+)
+def test_a_past_that_fails_is_a_warning_and_the_interval_counts_from_this_start(
+    past: Any, found: str, tmp_path: Path
+) -> None:
+    keys: dict[str, Any] = {"interval_type": "auto", "past": past}
+    with logged_warnings() as warnings, manager_of(tmp_path, **keys) as manager:
+        manager.load()
+        manager.reset()
+        for step in (1, 2, 3, 4, 5):
+            manager.save(step, now=step == 1)
+        assert manager._parts.decider._auto.seconds > 0
+    (warning,) = warnings
+    wanted = f"past: expected a Past of numbers from 0, {found}. The interval does not count earlier starts"
+    assert warning == wanted
