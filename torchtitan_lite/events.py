@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, fields
 from typing import Any, ClassVar, Protocol
 
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import in_one_line, logger
 
 EVENTS: dict[str, type[Event]] = {}
 """All events by name, in the order of their definitions below."""
@@ -377,10 +377,8 @@ def emit_to(listener: EventListener | None) -> Emit:
     def emit(event: Event) -> None:
         try:
             listener(event.name, event.step, **event.figures)
-        except Exception as error:
-            logger.warning(
-                "on_event failed for %s of step %d: %s: %s", event.name, event.step, type(error).__name__, error
-            )
+        except (Exception, SystemExit) as error:
+            logger.warning("on_event failed for %s of step %d: %s", event.name, event.step, in_one_line(error))
 
     return emit
 

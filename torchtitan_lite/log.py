@@ -14,6 +14,9 @@ __all__ = ["setup"]  # What a loop of your own calls; the rest may move.
 
 logger = logging.getLogger("torchtitan_lite")
 
+_LONGEST = 200
+"""Characters of a value in a message: a tensor or a list of checkpoints has thousands."""
+
 
 def setup(rank: int = 0) -> None:
     """Log to stderr in the format of torchtitan. **Any rank**.
@@ -43,6 +46,12 @@ def readable_bytes(num_bytes: int) -> str:
 def counted(number: int, noun: str) -> str:
     """Return "1 rank", "2 ranks", "20,000 batches"; of a `noun` whose plural ends in -s."""
     return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith(("s", "x", "ch", "sh")) else "s")
+
+
+def in_one_line(found: object) -> str:
+    """Return what code of the user's returned or raised, on one line, cut off; without the end of a sentence."""
+    text = f"{type(found).__name__}: {found}" if isinstance(found, BaseException) else repr(found)
+    return " ".join(text.split())[:_LONGEST].rstrip(".: ")
 
 
 def forget_stdout() -> None:

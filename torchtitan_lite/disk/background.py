@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Hashable
 
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import in_one_line, logger
 
 NICE = 15
 """Niceness of the writer process, a compromise. Next to training that uses every core, steps take longer at 10; at 19 a
@@ -85,8 +85,8 @@ class Background:
         while work := self._next():
             try:
                 work()
-            except Exception as error:
-                logger.warning("Background task %s failed: %s", self._name, error)
+            except BaseException as error:  # Also SystemExit: `wait` would wait for a thread that has ended.
+                logger.warning("Background task %s failed: %s", self._name, in_one_line(error))
 
     def _next(self) -> Callable[[], None] | None:
         with self._changed:

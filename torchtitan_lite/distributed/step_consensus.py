@@ -28,19 +28,22 @@ class StepFlags:
     step_in_flight: int = -1
     """The step whose save is in flight; -1 for none."""
     signal: int = 0
+    policy_failed: bool = False
+    """Whether the save policy of a rank gave no answer."""
 
     def to_tensor(self) -> torch.Tensor:
-        flags = [self.save_due, self.save_failed, self.step_in_flight, self.signal]
+        flags = [self.save_due, self.save_failed, self.step_in_flight, self.signal, self.policy_failed]
         return torch.tensor(flags, dtype=torch.int64, device="cpu")
 
     @staticmethod
     def from_tensor(values: torch.Tensor) -> StepFlags:
-        save_due, save_failed, step_in_flight, signal = values.tolist()
+        save_due, save_failed, step_in_flight, signal, policy_failed = values.tolist()
         return StepFlags(
             save_due=bool(save_due),
             save_failed=bool(save_failed),
             step_in_flight=step_in_flight,
             signal=signal,
+            policy_failed=bool(policy_failed),
         )
 
 

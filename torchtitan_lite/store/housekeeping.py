@@ -17,7 +17,7 @@ from typing import Any
 from torchtitan_lite import faults
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.background import Background
-from torchtitan_lite.errors import CheckpointUnreadable, LeaseLost, PinsUnreadable
+from torchtitan_lite.errors import CheckpointUnreadable, ConfigError, LeaseLost, PinsUnreadable
 from torchtitan_lite.events import Emit, Purged
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.lineage import without_abandoned
@@ -110,7 +110,7 @@ class Housekeeping:
         fence: Callable[[], None] = nothing,
         protected: Callable[[], AbstractSet[int]] | None = None,
     ) -> None:
-        """Remove the checkpoints that are not kept; remove nothing if the disk fails or the folder is another job's."""
+        """Remove the checkpoints that are not kept; nothing if disk or rule fails, or the folder is another job's."""
         if self._retention == KeepAll() and not store.missing_bytes(self._min_free_bytes):
             return
         try:
@@ -118,7 +118,9 @@ class Housekeeping:
         except OSError as error:
             logger.warning("Could not list %s to remove what is no longer kept: %s", store.address, error)
         except PinsUnreadable as error:
-            self._warn_of(error)
+            self._warn_of(str(error))
+        except ConfigError as error:  # The text may name the step: that is no other cause.
+            self._warn_of(f"{error} No checkpoint is removed while that is so", type(error.__cause__).__name__)
         else:
             self._warned_of = ""
             self.remove(going, store, fence)
@@ -164,7 +166,7 @@ class Housekeeping:
             except LeaseLost:
                 return  # The next commit ends the run with this error.
             except PinsUnreadable as error:
-                self._warn_of(error)
+                self._warn_of(str(error))
                 return
             except OSError as error:
                 logger.warning("Could not remove %s, which is no longer kept: %s; it stays", info.path, error)
@@ -201,11 +203,11 @@ class Housekeeping:
         self._sound[info.step] = info
         return True
 
-    def _warn_of(self, error: PinsUnreadable) -> None:
+    def _warn_of(self, finding: str, cause: str = "") -> None:
         # One warning while the cause stays the same, not one for each save.
-        if self._warned_of != str(error):
-            self._warned_of = str(error)
-            logger.warning("%s", error)
+        if self._warned_of != (cause or finding):
+            self._warned_of = cause or finding
+            logger.warning("%s", finding)
 
 
 def build_housekeeping(

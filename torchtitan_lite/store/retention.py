@@ -10,13 +10,15 @@ when that was saved, also the latest full one with nothing against it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Protocol
 
 from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.log import in_one_line
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 
 LATEST_K, EVERY_N, BEST_K, FOR_HOURS = "keep_latest_k", "keep_every_n_steps", "keep_best_k", "keep_for_hours"
@@ -33,7 +35,7 @@ EQUAL_RANKS = "latest_of_equal_ranks"
 _YIELD_TO_FREE_SPACE = {LATEST_K, NO_RULE}
 """What only these keep may go where the disk has too little free space."""
 
-_STEP = attrgetter("step")
+_STEP = operator.attrgetter("step")
 _Kept = Sequence[tuple[str, AbstractSet[int]]]
 """Each rule, or reason beyond all rules, with the steps that it keeps."""
 
@@ -135,7 +137,7 @@ class KeepAny:
     policies: tuple[RetentionPolicy, ...]
 
     def rulings(self, full: Sequence[CheckpointInfo], now: float) -> list[Ruling]:
-        return [ruling for policy in self.policies for ruling in policy.rulings(full, now)]
+        return [ruling for policy in self.policies for ruling in _rulings(policy, full, now)]
 
 
 def build_retention(config: Checkpoint) -> RetentionPolicy:
@@ -186,7 +188,7 @@ def judge(
     missing_bytes: int = 0,
     is_sound: Callable[[CheckpointInfo], bool] = presumed_sound,
 ) -> list[Verdict]:
-    """Return what happens to each checkpoint of `committed`, lowest step first.
+    """Return what happens to each checkpoint of `committed`, lowest step first. Raises ConfigError for a failing rule.
 
     None goes that is in `protected` or `pinned`, weights-only, the latest full one, the latest full one of the steps in
     `known_good`, the latest full one without NaN, or the latest full one with nothing against it. `missing_bytes` is
@@ -248,7 +250,7 @@ def _weigh(
 def _kept(
     policy: RetentionPolicy, full: Sequence[CheckpointInfo], known_good: AbstractSet[int], now: float
 ) -> Iterator[tuple[str, AbstractSet[int]]]:
-    rulings = policy.rulings(full, now)
+    rulings = _rulings(policy, full, now)
     yield from ((ruling.rule, ruling.keeps) for ruling in rulings)
     # What no rule can judge stays. So `keep_best_k` alone removes nothing whose metric is unknown, and no rule at all
     # keeps everything, without an exception for either.
@@ -259,6 +261,34 @@ def _kept(
     yield LAST_GOOD, _steps([info for info in good if info.step in known_good][-1:])
     yield WITHOUT_NAN, finite
     yield EQUAL_RANKS, _steps(good[-1:]) - finite
+
+
+def _rulings(policy: RetentionPolicy, full: Sequence[CheckpointInfo], now: float) -> list[Ruling]:
+    """Return what `policy` says. Raises ConfigError, which names the class of a user's policy that fails to say it."""
+    try:
+        # A copy: the policy may sort it, and which one is the latest follows from the order here.
+        given = policy.rulings(list(full), now)
+    except ConfigError:
+        raise  # Of a policy in `KeepAny`, which is named.
+    except (Exception, SystemExit) as error:
+        raise _without_rulings(policy, f"but it raised {in_one_line(error)}") from error
+    try:
+        return [Ruling(str(each.rule), _whole(each.keeps), _whole(each.judges)) for each in given]
+    except (Exception, SystemExit) as error:
+        raise _without_rulings(policy, f"found {in_one_line(given)}") from error
+
+
+def _whole(steps: AbstractSet[int]) -> frozenset[int]:
+    """Return `steps`. Raises TypeError for anything else, such as names: it keeps no step, and what is judged goes."""
+    # Numbers of numpy are steps, too. To convert all of all rules would double the time of a decision.
+    if isinstance(steps, frozenset) and set(map(type, steps)) <= {int}:
+        return steps
+    return frozenset(map(operator.index, steps))
+
+
+def _without_rulings(policy: RetentionPolicy, found: str) -> ConfigError:
+    name = f"retention: {type(policy).__name__}.rulings"
+    return ConfigError(f"{name}: expected a list of Ruling with steps as numbers, {found}.")
 
 
 def _kept_by_none(full: Sequence[CheckpointInfo], kept: _Kept) -> list[CheckpointInfo]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 
@@ -92,6 +93,14 @@ def test_once_the_folder_is_lost_nothing_is_removed(tmp_path: Path) -> None:
         save(store, step)
     Housekeeping(KeepLatest(1), ignore).purge(store, lost)
     assert [info.step for info in store.committed()] == [1, 2]
+
+
+def test_work_that_exits_holds_neither_the_work_after_it_nor_who_waits(caplog: pytest.LogCaptureFixture) -> None:
+    background, ran = Background("test"), list[str]()
+    background.run("a", lambda: sys.exit("no"))
+    background.run("b", lambda: ran.append("b"))
+    assert background.wait(3.0)
+    assert ran == ["b"] and "Background task test failed: SystemExit: no" in caplog.text
 
 
 def test_queued_work_of_one_key_runs_once_and_all_work_in_order() -> None:

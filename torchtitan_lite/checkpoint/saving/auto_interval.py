@@ -17,7 +17,7 @@ from torchtitan_lite.checkpoint.schedule.optimum import Caps, Choice, Conflict, 
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.events import IntervalChosen
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import in_one_line, logger
 
 FIRST_SECONDS = 60.0
 """Until the first save, whose cost nothing is known of."""
@@ -130,11 +130,24 @@ def _build_mtbf(config: Checkpoint, peers: Peers, past: Callable[[], Past]) -> C
 
     def estimated(hours: float) -> float:
         if not found:
-            found.append(past())
+            found.append(_known(past))
         before = found[0]
         return mtbf_hours(Past(before.hours + hours, before.unclean_ends), prior_hours(peers.world_size))
 
     return estimated
+
+
+def _known(past: Callable[[], Past]) -> Past:
+    """Return what `past` returns; where it fails, nothing, with a warning: the other ranks wait for this one."""
+    try:
+        found = past()
+        if isinstance(found, Past) and 0 <= found.hours < math.inf and 0 <= found.unclean_ends < math.inf:
+            return found
+        finding = f"found {in_one_line(found)}"
+    except (Exception, SystemExit) as error:
+        finding = f"but it raised {in_one_line(error)}"
+    logger.warning("past: expected a Past of numbers from 0, %s. The interval does not count earlier starts", finding)
+    return Past()
 
 
 def _in_words(choice: Choice, conflict: Conflict, cost: SaveCost, caps: Caps) -> str:

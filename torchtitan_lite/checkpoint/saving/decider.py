@@ -18,6 +18,7 @@ from torchtitan_lite.checkpoint.schedule.interval import (
     AtRisk,
     SavePolicy,
     Tick,
+    answer,
     build_skips_when_busy,
 )
 from torchtitan_lite.distributed.step_consensus import StepConsensus, StepFlags
@@ -51,6 +52,8 @@ class SaveDecider:
         self._consensus = consensus
         self._auto = auto
         self._peers = context.peers
+        self._policy_failure: ConfigError | None = None
+        """Of this rank, if its flags that are under way say so."""
         self._is_overdue = False
         """Whether the step after a load from memory is to be saved."""
         self._loaded: int | None = None
@@ -160,7 +163,12 @@ class SaveDecider:
 
     def _warn_of_missed(self, reached: int | None, step: int) -> None:
         """Warn once of a loop that calls `save` only at steps of its own choice: it may save none of them, silently."""
-        missed = None if reached is None else self._alike_policy.missed_step(reached, step)
+        try:
+            missed = None if reached is None else answer(self._alike_policy, "missed_step", reached, step)
+        except ConfigError as error:  # On this rank only, so not to be raised.
+            self._has_warned_of_missed = True
+            logger.warning("%s Steps that the loop leaves out are not reported", error)
+            return
         if missed is not None:
             self._has_warned_of_missed = True
             logger.warning(
@@ -202,8 +210,14 @@ class SaveDecider:
         return True
 
     def _is_due(self, step: int, agreed: StepFlags) -> bool:
-        """Return whether the policy wants `step` saved; False, with a log line, where `when_busy` skips it."""
-        due = self._alike_policy.due(self._tick(step), self._maker.last) or agreed.save_due or self._is_overdue
+        """Return whether the policy wants `step` saved; False, with a log line, where `when_busy` skips it.
+
+        Raises ConfigError for a policy that gave no answer, on all ranks: at this step, or at the one before on a rank.
+        """
+        if agreed.policy_failed:
+            self._peers.raise_together(self._policy_failure)
+        alike_due = answer(self._alike_policy, "due", self._tick(step), self._maker.last)
+        due = bool(alike_due) or agreed.save_due or self._is_overdue
         if due and self._skips_when_busy and (busy_with := self._busy_with(agreed)) >= 0:
             return self._maker.skip(step, busy_with)
         return due
@@ -218,12 +232,22 @@ class SaveDecider:
         """Send this rank's flags of `step` without waiting for the others."""
         self._consensus.send(
             StepFlags(
-                save_due=self._differing_policy.due(self._tick(step), self._maker.last),
+                save_due=self._is_differing_due(step),
                 save_failed=self._waiter.failed,
                 step_in_flight=-1 if self._waiter.step is None else self._waiter.step,
                 signal=self._departure.received,
+                policy_failed=self._policy_failure is not None,
             )
         )
+
+    def _is_differing_due(self, step: int) -> bool:
+        """Return the answer of this rank, False for none: the other ranks wait for its flags, and raise it with it."""
+        self._policy_failure = None
+        try:
+            return bool(answer(self._differing_policy, "due", self._tick(step), self._maker.last))
+        except ConfigError as error:
+            self._policy_failure = error
+            return False
 
     def _owes(self, step: int) -> bool:
         """Return whether a save of `step`, which was loaded from memory, is overdue; warn if it long is. Coordinator.
@@ -231,7 +255,7 @@ class SaveDecider:
         What the clock wants is known to all ranks here, so it need not wait for the flags of a step.
         """
         loaded, on_disk = self._tick(step), self._maker.on_disk
-        if self._policy.intervals_behind(loaded, on_disk) > MOST_BEHIND and not self._loads_only:
+        if answer(self._policy, "intervals_behind", loaded, on_disk) > MOST_BEHIND and not self._loads_only:
             at_risk = AtRisk.between(on_disk, loaded)
             logger.warning(
                 "The disk is %s (%.1f s of training) behind step %d, which was loaded from memory: more than %d "
@@ -241,7 +265,7 @@ class SaveDecider:
                 step,
                 MOST_BEHIND,
             )
-        return self._policy.is_overdue(loaded, on_disk)
+        return bool(answer(self._policy, "is_overdue", loaded, on_disk))
 
     def _tick(self, step: int) -> Tick:
         now = self._maker.now(step)

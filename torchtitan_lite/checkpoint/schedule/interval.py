@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from numbers import Integral, Real
+from typing import Any, NamedTuple
 
 from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.log import in_one_line
 
 
 @dataclass(frozen=True)
@@ -174,21 +178,54 @@ class AnyOf(SavePolicy):
         return any(policy.needs_consensus for policy in self.policies)
 
     def due(self, now: Tick, last_save: Tick) -> bool:
-        return any(policy.due(now, last_save) for policy in self.policies)
+        return any(answer(policy, "due", now, last_save) for policy in self.policies)
 
     def split(self) -> tuple[SavePolicy, SavePolicy]:
         parts = [policy.split() for policy in self.policies]
         return AnyOf(tuple(alike for alike, _ in parts)), AnyOf(tuple(differing for _, differing in parts))
 
     def missed_step(self, after: int, before: int) -> int | None:
-        missed = [policy.missed_step(after, before) for policy in self.policies]
+        missed = [answer(policy, "missed_step", after, before) for policy in self.policies]
         return min((step for step in missed if step is not None), default=None)
 
     def is_overdue(self, loaded: Tick, on_disk: Tick) -> bool:
-        return any(policy.is_overdue(loaded, on_disk) for policy in self.policies)
+        return any(answer(policy, "is_overdue", loaded, on_disk) for policy in self.policies)
 
     def intervals_behind(self, loaded: Tick, on_disk: Tick) -> float:
-        return max((policy.intervals_behind(loaded, on_disk) for policy in self.policies), default=0.0)
+        behind: list[float] = [answer(policy, "intervals_behind", loaded, on_disk) for policy in self.policies]
+        return max(behind, default=0.0)
+
+
+def answer(policy: SavePolicy, question: str, *given: object) -> Any:
+    """Return what the method `question` of `policy` returns. Raises ConfigError, which names the class and the method,
+    for what it raises and for what is no answer: a run would save never, or at every step, without a word.
+    """
+    expected, is_answer = _ANSWERS[question]
+    name = f"save_policy: {type(policy).__name__}.{question}: expected {expected},"
+    try:
+        found = getattr(policy, question)(*given)
+    except ConfigError:
+        raise  # Of a policy in `AnyOf`, which is named.
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{name} but it raised {in_one_line(error)}. Fix that method.") from error
+    if not is_answer(found):
+        raise ConfigError(f"{name} found {in_one_line(found)}. Fix that method.")
+    return found
+
+
+def _is_bool(found: Any) -> bool:
+    # Of numpy and torch, too: comparisons of metrics return them.
+    if str(getattr(found, "dtype", "")) in ("bool", "torch.bool"):
+        return bool(math.prod(found.shape) == 1)
+    return isinstance(found, bool)
+
+
+_ANSWERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "due": ("True or False", _is_bool),
+    "is_overdue": ("True or False", _is_bool),
+    "missed_step": ("a step or None", lambda found: found is None or isinstance(found, Integral)),
+    "intervals_behind": ("a number", lambda found: isinstance(found, Real)),
+}
 
 
 def build_save_policy(config: Checkpoint, own: SavePolicy | None = None) -> SavePolicy:
