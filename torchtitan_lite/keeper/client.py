@@ -130,7 +130,9 @@ class Keeper:
             if pidfd < 0:
                 raise KeeperUnavailable("the one that runs is in a PID namespace that is not seen here")
             try:
-                select.select([pidfd], [], [])
+                poll = select.poll()  # Not select(), which takes no descriptor above 1023.
+                poll.register(pidfd, select.POLLIN)
+                poll.poll()
             finally:
                 os.close(pidfd)
 

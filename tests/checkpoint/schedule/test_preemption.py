@@ -66,6 +66,20 @@ w.close()
     assert output(script) == ["0", "True"]
 
 
+def test_a_signal_is_heard_in_a_process_with_more_than_1024_files_open() -> None:
+    script = """
+import resource
+limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (min(2000, limit), limit))
+many = [os.dup(0) for _ in range(1100)]
+w = watch("SIGTERM")
+send(signal.SIGTERM)
+print(noted.wait(30), w.received == signal.SIGTERM)
+w.close()
+"""
+    assert output(script) == ["True", "True"]
+
+
 def test_a_forked_child_hears_signals_in_a_watch_of_its_own() -> None:
     script = """
 import warnings

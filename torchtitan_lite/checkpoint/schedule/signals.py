@@ -144,10 +144,12 @@ class SignalHub:
             signal.set_wakeup_fd(self._wakeup_before if current == own.fileno() else current)
 
     def _watch(self, pipe: socket.socket) -> None:
+        poll = select.poll()  # Not select(), which takes no descriptor above 1023: a trainer may have more files open.
+        poll.register(pipe, select.POLLIN)
         while True:
             with self._lock:
                 seconds = min((each.seconds_left() for each in self._listeners), default=math.inf)
-            ready = select.select([pipe], [], [], None if seconds == math.inf else seconds)[0]
+            ready = poll.poll(None if seconds == math.inf else math.ceil(1000 * seconds))
             with self._lock:
                 for each in self._listeners:
                     if not ready and each.seconds_left() <= 0:
