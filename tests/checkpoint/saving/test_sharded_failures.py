@@ -1,6 +1,8 @@
 """Two ranks, one of which fails: both notice in the same step, nothing is lost, training continues."""
 
 import errno
+import math
+import os
 import threading
 from concurrent.futures import Future
 from datetime import timedelta
@@ -14,8 +16,10 @@ from tests.disks import FailingDisk
 from tests.ranks import on_two_ranks
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.saving.savers import ThreadSaver
+from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import ConfigError, SaveFailed
+from torchtitan_lite.store import layout
 from torchtitan_lite.store.store import CheckpointStore
 
 
@@ -60,6 +64,38 @@ def test_a_commit_that_fails_fails_the_save_on_both(rank: int, tmp_path: Path, m
     run = TinyRun(tmp_path, async_mode=mode, seams={"save_policy": at_steps(1, 2, 5), "store": store})
     train_over_a_failure(run)
     assert_one_failure(run, "rank 0: OSError: [Errno 5] Input/output error")
+
+
+class LooksAtTheServer(Durable):
+    """A client to which the folder of step 2 is not there until it has looked `looks` times."""
+
+    def __init__(self, looks: float) -> None:
+        self.looks = looks
+
+    def create(self, path: Path) -> int:
+        if layout.parse_staging(path.parent.name) == 2 and self.looks > 0:
+            self.looks -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return super().create(path)
+
+
+@on_two_ranks
+def test_a_rank_that_does_not_see_the_folder_of_a_save_looks_again_and_is_named_in_vain(
+    rank: int, tmp_path: Path
+) -> None:
+    def run_with_disk(looks: float, look_seconds: float) -> TinyRun:
+        root = tmp_path / str(looks) / "checkpoint"
+        disk = LooksAtTheServer(looks if rank else 0)
+        store = CheckpointStore(root, durable=disk, look_seconds=look_seconds)
+        return TinyRun(root.parent, async_mode="async", seams={"save_policy": at_steps(1, 2, 5), "store": store})
+
+    run = run_with_disk(1, 60.0)
+    with run.manager:
+        run.steps(6)
+    assert run.checkpoints() == ["step-1", "step-2", "step-5"]
+    run = run_with_disk(math.inf, 0.0)
+    train_over_a_failure(run)
+    assert_one_failure(run, f"rank 1: OSError: [Errno 116] Stale file handle: '{run.folder}/step-2.staging-")
 
 
 @on_two_ranks
