@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.data.resumed_loaders import OF_TORCHDATA
+from tests.descriptors import num_open
 from tests.forked import run_code
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter
@@ -106,6 +107,22 @@ def test_workers_end_with_a_loader_that_a_collection_of_garbage_ends() -> None:
     for pid in workers:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_loaders_that_are_gone_leave_no_descriptors_open() -> None:
+    def use() -> None:
+        adapter = StatefulDataLoaderAdapter(loader(num_workers=2), rank=0, num_ranks=1)
+        for _ in range(2):
+            next(iter(adapter))
+
+    use()
+    gc.collect()
+    before = num_open()
+    for _ in range(3):
+        use()
+    gc.collect()
+    multiprocessing.active_children()  # Joins those that have ended.
+    assert num_open() <= before
 
 
 def test_the_init_function_can_be_pickled_for_a_spawned_worker(tmp_path: Path) -> None:

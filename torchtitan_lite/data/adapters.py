@@ -122,7 +122,7 @@ class StatefulDataLoaderAdapter:
         if not {*workers} <= {*self._processes}:
             self._processes[:] = [*(each for each in self._processes if each.exitcode is None), *workers]
             # An iterator that dies in a reference cycle has lost its queues, and its workers wait for SIGTERM.
-            weakref.finalize(iterator, _end_workers, workers, os.getpid()).atexit = False
+            weakref.finalize(iterator, _end_with_iterator, workers, self._processes, os.getpid()).atexit = False
 
 
 class _StillWatch:
@@ -164,13 +164,20 @@ def _position_in(state: dict[str, Any]) -> tuple[int, str] | None:
 
 
 def _end_workers(workers: Sequence[BaseProcess], pid: int) -> None:
-    """End `workers` of process `pid`; in a fork of it, do nothing.
-
-    In another thread than the main one do nothing either: torch would raise the end of a worker in the main one. They
-    end when the process does.
-    """
-    if os.getpid() == pid and threading.current_thread() is threading.main_thread():
+    """End `workers` of process `pid`; in a fork of it, do nothing."""
+    if os.getpid() == pid:
         _kill(workers)
+
+
+def _end_with_iterator(workers: Sequence[BaseProcess], remembered: list[BaseProcess], pid: int) -> None:
+    """End `workers` of process `pid`, whose iterator is gone, and forget them: each keeps pipes open.
+
+    In another thread than the main one do nothing: torch would raise the end of a worker in the main one. They end when
+    the process does.
+    """
+    if threading.current_thread() is threading.main_thread():
+        _end_workers(workers, pid)
+        remembered[:] = [each for each in remembered if each not in workers]
 
 
 @contextmanager
