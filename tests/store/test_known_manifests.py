@@ -108,8 +108,9 @@ def test_a_save_looks_at_few_of_the_checkpoints_that_this_process_knows(
 
     look = known_manifests.identity_of
     monkeypatch.setattr(known_manifests, "identity_of", identity_of)
-    for step in range(1, 3 * KEPT):
+    for step in range(1, 3 * KEPT - 1):
         put(store.root, manifest(step))
+    put(store.root, manifest(3 * KEPT - 1, Lineage("run1", abandons=((9999, "another"),))))
     housekeeping = Housekeeping(KeepLatest(2 * KEPT), ignore)
     for step in range(3 * KEPT, 3 * KEPT + 5):
         save(store, step)

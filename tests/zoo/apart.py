@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from tests.held import Held
 from tests.zoo.tricks import Ddp, Fsdp, Trick, mesh
 from torchtitan_lite.checkpoint.state.per_rank import PerRank
 
@@ -146,19 +147,6 @@ class ShorterList(Trick):
     def optimizer(self) -> Optimizer:
         scales = [torch.tensor(10.0 * self.rank + at) for at in range(dist.get_world_size() - self.rank)]
         return torch.optim.AdamW([{"params": self.module.parameters(), "scales": scales}], lr=0.05)
-
-
-class Held:
-    """A state that holds `values`."""
-
-    def __init__(self, **values: Any) -> None:
-        self.values: dict[str, Any] = values
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.values)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.values = dict(state_dict)
 
 
 class ListInState(Trick):

@@ -105,9 +105,9 @@ class KnownManifests:
         known = {name: self._listed[name] for name in listing.names if name in self._listed}
         return self._found(listing, listing.committed_steps(without=known.keys()), known)
 
-    def may_abandon(self) -> bool:
-        """Return whether an intact checkpoint may abandon others, as far as is known without a look."""
-        return self._listed is None or any(info.lineage.abandons for info in self._listed.values())
+    def may_be_abandoned(self, step: int, run_id: str) -> bool:
+        """Return whether an intact checkpoint may abandon this one, as far as is known without a look."""
+        return self._listed is None or any((step, run_id) in info.lineage.abandons for info in self._listed.values())
 
     def _found(self, listing: Listing, steps: Sequence[int], known: dict[str, CheckpointInfo]) -> list[CheckpointInfo]:
         """Return what is `known`, by name, and what is intact of `steps`, by ascending step."""
@@ -159,7 +159,7 @@ class KnownManifests:
 
     def _forget_purged(self, listing: Listing) -> None:
         """Forget the manifests of what is gone, now and then: the table would keep each step that was ever purged."""
-        if len(self._known) > 2 * len(names := listing.names):
+        if len(self._known) > 2 * len(names := {*listing.names}):
             for folder in list(self._known):
                 if folder.name not in names:
                     self._known.pop(folder, None)

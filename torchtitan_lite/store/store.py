@@ -333,9 +333,11 @@ class CheckpointStore:
         """Leave the files of the returned manifest, and no others, in the folder `staging`, durably."""
         if manifest.step != step:
             raise SaveFailed(step, f"its manifest is of step {manifest.step}, not {step}")
-        if self._manifests.may_abandon() and (abandoning := _abandoning(manifest, self.intact())):
+        run_id = manifest.lineage.run_id
+        for info in self.intact() if self._manifests.may_be_abandoned(step, run_id) else ():
             # The new checkpoint would be abandoned from the moment of its commit.
-            raise SaveFailed(step, f"{abandoning[0].path} abandons step {step} of run {manifest.lineage.run_id}")
+            if (step, run_id) in info.lineage.abandons:
+                raise SaveFailed(step, f"{info.path} abandons step {step} of run {run_id}")
         there = {entry.name for entry in os.scandir(staging)} if is_folder(staging) else set()
         for name in sorted({*manifest.files} - there):
             _size(staging / name, step)  # A listing may be of a moment ago.
@@ -392,12 +394,6 @@ def recover(store: StoresCheckpoints) -> bool:
     for place in recovered:
         logger.info("Recovered after a save that was cut off: %s", place)
     return bool(recovered)
-
-
-def _abandoning(manifest: Manifest, there: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Return those of `there` that abandon the checkpoint of `manifest`."""
-    save = (manifest.step, manifest.lineage.run_id)
-    return [info for info in there if info.lineage.abandons and save in info.lineage.abandons]
 
 
 def _both_stay(there: CheckpointInfo, sealed: Manifest) -> bool:

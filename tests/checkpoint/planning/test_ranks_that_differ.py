@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.checkpoint.only_once import load_and_close, save_and_close
 from tests.checkpoint.small_run import job_config
 from tests.checkpoint.tiny_run import TinyRun
+from tests.held import Held
 from tests.logged import logged_warnings
 from tests.ranks import Ranks, on_two_ranks
 from torchtitan_lite.checkpoint.manager import CheckpointManager
@@ -26,19 +27,6 @@ from torchtitan_lite.checkpoint.state.per_rank import PerRank
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, Stateful
 from torchtitan_lite.checkpoint.state.train_state import TrainState
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError, RanksDiffer
-
-
-class Held:
-    """A state that holds the given values."""
-
-    def __init__(self, **values: Any) -> None:
-        self.values: dict[str, Any] = values
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self.values)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.values = dict(state_dict)
 
 
 class Picky(Held):
