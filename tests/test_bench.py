@@ -103,6 +103,14 @@ def test_every_target_has_a_name_of_its_own_that_fits_into_the_table(bench: Modu
     assert max(map(len, bench.report.targets(bench.targets.judged(bench.Samples())).splitlines())) <= 80
 
 
+def test_a_line_fits_where_one_round_took_a_hundred_times_as_long(bench: ModuleType) -> None:
+    samples = bench.Samples()
+    for round, value in enumerate((0.001, 0.002, 0.2)):
+        samples.add("llama", "memcpy with dcp process, shared memory", "others_seconds_of_a_long_name", round, value)
+        samples.add("llama", "ours", "save_seconds", round, value)
+    assert max(map(len, bench.report.tables(samples, {}).splitlines())) <= 80
+
+
 def test_the_targets_of_an_earlier_run_are_judged_again_from_its_samples(
     bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,12 +108,12 @@ def _cell(lines: Sequence[Line], name: str, figure: str) -> str:
 
 
 def _spread(lines: Sequence[Line], name: str, figure: str) -> str:
-    """Return the differences of the lowest and the highest value from the median, in percent."""
+    """Return the differences of the lowest and the highest value from the median, in percent, or `>9x`."""
     line = next((line for line in lines if (line.contender, line.figure) == (name, figure)), None)
     if line is None or line.count < 2 or line.median <= 0:
         return ""
     low, high = (100 * (value / line.median - 1) for value in (line.low, line.high))
-    return f"{low:.0f}+{high:.0f}%"
+    return f"{low:.0f}+{high:.0f}%" if high < 999.5 else f"{low:.0f}+>9x"
 
 
 def _in_unit(value: float, figure: str) -> str:
