@@ -2,7 +2,7 @@
 # Set up if needed, then run the tests: ./run_tests.sh [--all | --exhaustive] [pytest arguments]
 #
 #   --all          also the tests marked slow, and where npm is there, with an Azure server
-#   --exhaustive   also the full products of topologies and kill points
+#   --exhaustive   also the full products of topologies and kill points; --seed N repeats what was drawn at random
 #   PYTHON         see scripts/env.sh
 #
 # Paths among the arguments are relative to the repository. The exit code is pytest's, or 3: set-up impossible.
@@ -33,6 +33,7 @@ if [[ -z $is_fast && -d $VENV && ! -x $azurite/azurite-blob ]] && command -v npm
         say "npm could not install it; the tests on an Azure server are skipped."
 fi
 export PATH="$azurite:$PATH"
+unset PYTHONDONTWRITEBYTECODE # each process would compile all files again, and each collection rewrite all tests
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # several processes with all cores each would be slower
-# Each process runs one file of tests at a time. `-n 0` among the arguments is one process, as --pdb needs.
-exec "$PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder ${selection[@]+"${selection[@]}"} ${arguments[@]+"${arguments[@]}"}
+# Several processes (tests/slots.py). `-n 0` among the arguments is one process, as --pdb needs.
+exec "$PYTHON" -m pytest -n auto ${selection[@]+"${selection[@]}"} ${arguments[@]+"${arguments[@]}"}

@@ -125,7 +125,9 @@ def total(tests: Iterable[Took]) -> Sum:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the tables; with --record, keep what the tests took. Return 1 without a record."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--record", action="store_true", help="write tests/durations.txt and the table of CONTRIBUTING.md")
+    parser.add_argument(
+        "--record", action="store_true", help="write tests/durations.txt and the table of CONTRIBUTING.md"
+    )
     options = parser.parse_args(arguments)
     if not RECORD.exists():
         print(f"{RECORD} is not there: run ./run_tests.sh --all first, which writes it.", file=sys.stderr)

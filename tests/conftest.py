@@ -2,17 +2,17 @@
 
 import gc
 import os
+import random
 import signal
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from tests import keepers
+from tests import keepers, slots, times
 from tests.disks import small_disk, wait_for_no_server
 from tests.examples import THOROUGH
 from tests.keepers import memory_tier as memory_tier  # fixtures of every test
@@ -21,8 +21,13 @@ from tests.ranks import four_processes as four_processes
 from tests.ranks import four_ranks as four_ranks
 from tests.ranks import two_ranks as two_ranks
 from tests.records import record as record
+from tests.slots import pytest_collection_modifyitems as pytest_collection_modifyitems  # hooks
+from tests.slots import pytest_xdist_auto_num_workers as pytest_xdist_auto_num_workers
+from tests.slots import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler
 from torchtitan_lite import faults
 from torchtitan_lite.collection import freeze_imported
+
+SEED_IN_CI = 1000
 
 # No deadline: it would assert a time, which fails on a shared machine. CI always draws the same examples.
 settings.register_profile("ours", deadline=None, print_blob=True, derandomize="CI" in os.environ)
@@ -39,21 +44,22 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest files first: each process runs one file at a time, so a long last one would delay the end."""
-    num_tests = Counter(item.path for item in items)
-    kinds: dict[Path, int] = {}
-    for item in items:
-        kinds[item.path] = min(_kind(item), kinds.get(item.path, _kind(item)))
-    items.sort(key=lambda item: (kinds[item.path], -num_tests[item.path], item.path))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "of the runs that are drawn at random; in CI always the same one, otherwise another one each time"
+    parser.addoption("--seed", type=int, default=SEED_IN_CI if "CI" in os.environ else None, help=text)
 
 
-def _kind(item: pytest.Item) -> int:
-    """Return 0 for a test that starts jobs or is slow, 1 for one that needs ranks, 2 for others."""
-    if item.path.parent.name in ("e2e", "resharding") or item.get_closest_marker("slow"):
-        return 0
-    return 1 if {"two_ranks", "four_ranks"} & set(getattr(item, "fixturenames", ())) else 2
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw the seed, record what each test takes, and let each of several processes take its kind of tests."""
+    if config.option.seed is None:
+        config.option.seed = random.SystemRandom().randrange(10**6)
+    times.record(config)
+    if hasattr(config, "workerinput"):
+        config.pluginmanager.register(slots.Collection(config.workerinput["workerid"]))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"drawn runs: --seed {config.option.seed}"
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -45,10 +45,10 @@ def main(arguments):
 """
 SET_UP = ["venv", "pip install --disable-pip-version-check -c requirements.txt -e .[test]"]
 SET_UP_TO_TRAIN = ["venv", "pip install --disable-pip-version-check -c requirements.txt -e .[safetensors]"]
-IN_TWO = "pytest -n 2 --dist loadfile --no-loadscope-reorder"
-FAST = f"{IN_TWO} -m not slow and not exhaustive"
+IN_SLOTS = "pytest -n auto"
+FAST = f"{IN_SLOTS} -m not slow and not exhaustive"
 THOROUGH = "--hypothesis-profile thorough"
-ALL = f"{IN_TWO} -m not exhaustive {THOROUGH}"
+ALL = f"{IN_SLOTS} -m not exhaustive {THOROUGH}"
 
 
 class Machine:
@@ -195,7 +195,7 @@ def test_pytest_gets_the_arguments_unchanged(machine: Machine) -> None:
     machine.run("run_tests.sh", "-k", "a or b", "--all", "tests/store")
     assert machine.calls()[-1] == f"{ALL} -k a or b tests/store"
     machine.run("run_tests.sh", "--exhaustive", "-n", "0")
-    assert machine.calls()[-1] == f"{IN_TWO} {THOROUGH} -n 0"
+    assert machine.calls()[-1] == f"{IN_SLOTS} {THOROUGH} -n 0"
 
 
 def is_environment() -> bool:

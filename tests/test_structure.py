@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,11 @@ import pytest
 from scripts.measure_structure import PACKAGE, bare_events, constructors, defines, guards_in, twice
 from tests.source_modules import ROOT, modules_of
 
-MODULES = {f"{PACKAGE}.{module.name}": module.tree for module in modules_of(ROOT / PACKAGE)}
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Return the syntax of each module of the package by name."""
+    return {f"{PACKAGE}.{module.name}": module.tree for module in modules_of(ROOT / PACKAGE)}
 
 
 @pytest.mark.parametrize("room", ["saving", "resume", "planning", "staging"])
@@ -18,7 +23,7 @@ def test_a_room_of_saves_and_loads_does_not_ask_whether_there_are_images(room: s
     """What keeps copies in memory listens to saves and offers sources to loads; without it there are defaults."""
     found = [
         f"{name}:{node.lineno}: {ast.unparse(node)}"
-        for name, tree in MODULES.items()
+        for name, tree in trees().items()
         if name.startswith(f"{PACKAGE}.checkpoint.{room}.")
         for node in guards_in(tree)
     ]
@@ -35,28 +40,28 @@ def test_a_guard_is_found() -> None:
 
 
 def test_no_two_folders_define_one_public_class_name() -> None:
-    assert twice(MODULES) == []
+    assert twice(trees()) == []
 
 
 def test_only_the_manager_is_made_of_eight_parts_or_more() -> None:
-    assert [name for name, _ in constructors(MODULES)] == ["CheckpointManager"]
+    assert [name for name, _ in constructors(trees())] == ["CheckpointManager"]
 
 
 def test_a_state_is_defined_once() -> None:
-    assert [name for name, tree in MODULES.items() if defines(tree, "State")] == [
+    assert [name for name, tree in trees().items() if defines(tree, "State")] == [
         f"{PACKAGE}.checkpoint.format.flattening"
     ]
 
 
 def test_no_event_is_a_bare_string() -> None:
-    assert bare_events(MODULES) == 0
+    assert bare_events(trees()) == 0
 
 
 def importers_of(room: str) -> set[str]:
     """Return the rooms that import from `room` as soon as they are imported."""
     return {
         name.rpartition(".")[0]
-        for name, tree in MODULES.items()
+        for name, tree in trees().items()
         for node in tree.body
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(room)
     }

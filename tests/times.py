@@ -23,7 +23,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 def processor_seconds(pid: int) -> float:
     """Return the seconds that `pid` and its descendants computed, those that ended and were waited for included."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # a name may hold any byte
         children = [each.read_text() for each in Path(f"/proc/{pid}/task").glob("*/children")]
     except OSError:
         return 0.0
