@@ -25,6 +25,12 @@ pytestmark = [*OF_TORCHDATA, pytest.mark.usefixtures("seeded")]
 NUM_EVENTS = 26
 """Batches, and ends of epochs: three epochs of most samplers."""
 QUICK = ("counting", "batches of accelerate's", "nested", "batches of of ranks", "buffered", "two stages")
+WITH_WORKERS = (
+    *QUICK,
+    *("random", "random with a generator", "of ranks", "by length", "endless", "its own state", "torchdata's of ranks"),
+    *("one by one, from its own", "batches of random", "grouped, counting", "no batches", "shuffled by the loader"),
+)
+"""One for each way in which a sampler keeps its place; the others with workers are exhaustive: 2 s each."""
 
 VALUES: list[Any] = [
     *(None, True, 3, 2.5, float("inf"), "text", b"bytes", range(3), 2**80),
@@ -156,7 +162,9 @@ def test_any_sampler_resumes_exactly(kind: str) -> None:
 
 
 @pytest.mark.slow  # Workers take a while to start.
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in WITH_WORKERS else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in KINDS]
+)
 def test_any_sampler_resumes_exactly_with_workers(kind: str) -> None:
     assert not assert_resumes_twice(kind, 2, [(3, 9), (7, 14)])
 
@@ -167,7 +175,7 @@ def test_a_sampler_that_no_checkpoint_can_have_is_refused_by_name(kind: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("kind", ["one by one, from torch's", "one by one, from Python's", "an object that is kept"])
 def test_a_sampler_with_workers_resumes_exactly_until_it_is_refused(kind: str) -> None:
     refusal = assert_resumes_twice(kind, 2, REFUSED_LEAVING)
     assert REFUSED[kind][1] in refusal or "one by one" in kind  # Most samples are drawn ahead, with no step between.

@@ -5,8 +5,6 @@ By hand, as many as you like: `python -m tests.e2e.random_runs --seed 0 --runs 1
 
 from __future__ import annotations
 
-import os
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,9 +16,8 @@ from tests.e2e.random_runs import Tally, carry_out
 
 FEW = (79, 112, 143)
 """Seeds whose runs make images: with a rollback, damage, a keeper that is killed, a signal."""
-MANY = 30
-FIRST = 1000 if "CI" in os.environ else random.SystemRandom().randrange(10**6)
-"""The first seed of the slow tests: in CI always the same one. A failure prints its run, with the seed."""
+MANY, MORE = 12, 18
+"""Runs of the slow tests, and those that --exhaustive adds. A failure prints its run, with the seed."""
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +34,13 @@ def test_a_run_of_one_rank_loses_nothing_and_is_the_straight_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(MANY))
+@pytest.mark.parametrize(
+    "number", [*range(MANY), *(pytest.param(MANY + more, marks=pytest.mark.exhaustive) for more in range(MORE))]
+)
 def test_a_run_loses_nothing_and_is_the_straight_run(
-    number: int, tmp_path: Path, memory_tier: Path, tally: Tally
+    number: int, tmp_path: Path, memory_tier: Path, tally: Tally, pytestconfig: pytest.Config
 ) -> None:
-    carry_out(draw(FIRST + number), tmp_path / "run", memory_tier, tally)
+    carry_out(draw(pytestconfig.getoption("--seed") + number), tmp_path / "run", memory_tier, tally)
 
 
 def test_equal_seeds_draw_equal_runs() -> None:

@@ -32,6 +32,18 @@ def covering(kinds: Mapping[str, Sequence[str]], fits: Callable[[Row], bool]) ->
     return rows
 
 
+def with_each_entry(rows: Sequence[Row]) -> list[int]:
+    """Return the places of rows that together have every entry which a row has, not the fewest."""
+    seen: set[tuple[int, str]] = set()
+    chosen = []
+    for number, row in enumerate(rows):
+        entries = set(enumerate(row))
+        if not entries <= seen:
+            chosen.append(number)
+            seen |= entries
+    return chosen
+
+
 def pairs_of(row: Row) -> list[Pair]:
     """Return the pairs in `row`."""
     return [(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(row)), 2)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple
 from functools import cache
 from pathlib import Path
 
@@ -13,13 +14,14 @@ import torch
 from tests.checkpoint.state.optimizers_of_torch import optimizers_of_torch
 from tests.ranks import Ranks
 from tests.zoo.apart import POSITIONS
+from tests.zoo.between import COLUMNS as COLUMNS_BETWEEN
 from tests.zoo.between import cells_between, find_between, rows_between
 from tests.zoo.cells import KINDS, Cell, Group, columns, find, groups, pairs
 from tests.zoo.loaders import COLUMNS, LOOPS, Loop, find_loop
 from tests.zoo.models import ALONE, WRAPPERS
 from tests.zoo.outcome import DIFFERS, EQUAL, REFUSED, WARNED, Outcome
 from tests.zoo.page import PAGE, render
-from tests.zoo.pairs import covering, pairs_of
+from tests.zoo.pairs import covering, pairs_of, with_each_entry
 from tests.zoo.run import Case
 from tests.zoo.schedules import RECIPES, schedulers_of_torch
 
@@ -28,7 +30,7 @@ SINGLE_ENTRIES = [
     *(Case(model=name) for name in KINDS["model"]),
     *(Case(extra=name) for name in KINDS["extra"]),
 ]
-
+LIKE_ANOTHER = ("HSDP", "TP x FSDP2", "FSDP1 with a mesh", "module.compile")
 
 all_pairs = cache(pairs)
 
@@ -117,31 +119,44 @@ def test_each_loop_over_a_loader_without_a_state_is_equal_in_silence_or_warned_o
     assert outcome.kind != DIFFERS, outcome
 
 
-# 275 cells on two ranks took five minutes on two cores with other work.
+# 275 cells on two ranks take two minutes of computing: with --all each trick is in two of the five columns.
 @pytest.mark.parametrize(
-    "world_size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.exhaustive)]
+    ("world_size", "at"),
+    [
+        pytest.param(2, (0, 2), marks=pytest.mark.slow, id="2 ranks, two columns"),
+        pytest.param(2, (1, 3, 4), marks=pytest.mark.exhaustive, id="2 ranks, the other columns"),
+        pytest.param(4, range(len(COLUMNS_BETWEEN)), marks=pytest.mark.exhaustive, id="4 ranks"),
+    ],
 )
 def test_what_people_do_between_ranks_is_equal_refused_or_warned_of(
-    tmp_path_factory: pytest.TempPathFactory, group: Group, world_size: int
+    tmp_path_factory: pytest.TempPathFactory, group: Group, world_size: int, at: Sequence[int]
 ) -> None:
-    cells = cells_between((world_size,), positions=range(0, POSITIONS, 19))
+    every = cells_between((world_size,), positions=range(0, POSITIONS, 19))
+    tricks = list(dict.fromkeys(cell.trick for cell in every))
+    turned = [(tricks.index(cell.trick) + COLUMNS_BETWEEN.index(cell.column)) % len(COLUMNS_BETWEEN) for cell in every]
+    cells = [cell for cell, column in zip(every, turned, strict=True) if column in at]
     found = {cell: find_between(cell, tmp_path_factory.mktemp("cell"), group) for cell in cells}
     assert not [f"{cell}: {outcome}" for cell, outcome in found.items() if outcome.kind == DIFFERS]
 
 
-# 416 of the 451 cases took 322 s on two shared cores, of which those on four ranks took 205 s. With --all only one of
-# the three wrappers of four ranks runs, which leaves 192 s. New processes for each of FSDP1's cases add 15 s.
+# Computing takes four minutes. With --all each entry runs without a wrapper and with each one, but for those that are
+# like another one and cost most: of four ranks, and FSDP1, whose cases need new processes.
 @pytest.mark.parametrize(
-    "wrapper",
+    ("wrapper", "part"),
     [
-        pytest.param(each, marks=pytest.mark.exhaustive if each in ("HSDP", "TP x FSDP2") else pytest.mark.slow)
-        for each in WRAPPERS
+        *(
+            pytest.param(each, "each entry", marks=pytest.mark.exhaustive if each in LIKE_ANOTHER else pytest.mark.slow)
+            for each in WRAPPERS
+        ),
+        pytest.param("plain", "the other pairs", marks=pytest.mark.exhaustive),
     ],
 )
 def test_any_two_entries_together_resume_exactly_or_are_refused_by_name(
-    tmp_path_factory: pytest.TempPathFactory, group: Group, wrapper: str
+    tmp_path_factory: pytest.TempPathFactory, group: Group, wrapper: str, part: str
 ) -> None:
-    cases = [case for case in all_pairs() if case.wrapper == wrapper]
+    every = [case for case in all_pairs() if case.wrapper == wrapper]
+    few = [every[number] for number in with_each_entry([tuple(map(str, astuple(case))) for case in every])]
+    cases = few if part == "each entry" else [case for case in every if case not in few]
     found = {case: find(Cell(case), tmp_path_factory.mktemp("pair"), group) for case in cases}
     assert not [f"{case}: {outcome}" for case, outcome in found.items() if outcome.kind == DIFFERS]
 

@@ -228,6 +228,13 @@ def test_a_few_topologies_are_loaded_on_others(four_processes: Ranks, tmp_path: 
 
 
 @pytest.mark.slow
+def test_every_topology_is_loaded_on_two_others(four_processes: Ranks, tmp_path: Path) -> None:
+    names = list(TOPOLOGIES)
+    pairs = [(saver, names[(at + step) % len(names)]) for at, saver in enumerate(names) for step in (1, 3)]
+    _check_pairs(pairs, four_processes, tmp_path)
+
+
+@pytest.mark.exhaustive
 def test_every_topology_is_loaded_on_every_topology(four_processes: Ranks, tmp_path: Path) -> None:
     _check_pairs(list(itertools.product(TOPOLOGIES, TOPOLOGIES)), four_processes, tmp_path)
 
