@@ -73,6 +73,7 @@ def test_uptimes_have_the_mean_time_between_failures() -> None:
         assert (times == uptimes(Point(0.02, shape=shape), 100_000)).all(), "the seed is fixed"
 
 
+@pytest.mark.slow
 def test_the_chosen_interval_is_within_5_percent_of_the_best_and_12_with_a_wrong_mtbf() -> None:
     assert max(COSTS) == 0.02
     lines = measure((point for point in POINTS if point.shape == 1), FAILURES)
@@ -92,6 +93,7 @@ def test_where_saves_are_long_dalys_interval_is_better_than_youngs() -> None:
     assert "Daly" in table_of_long(rows)
 
 
+@pytest.mark.slow
 def test_the_command_writes_its_tables_between_the_marks_of_a_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

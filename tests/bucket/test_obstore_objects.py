@@ -27,6 +27,7 @@ def proxied(proxy: Proxy, folder: str) -> ObstoreObjects:
     return ObstoreObjects(parse(folder), most_tries=3)
 
 
+@pytest.mark.slow
 def test_what_was_put_is_got_with_its_version(objects: Objects) -> None:
     objects.put("a", b"first")
     data, first = objects.get("a")
@@ -186,6 +187,7 @@ def test_an_upload_that_the_store_has_lost_is_unavailable(proxied: ObstoreObject
     assert list(proxied.list("")) == []
 
 
+@pytest.mark.slow
 def test_no_more_parts_are_taken_than_are_under_way(proxied: ObstoreObjects, proxy: Proxy) -> None:
     taken: list[int] = []
     event = threading.Event()

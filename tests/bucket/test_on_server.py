@@ -65,6 +65,7 @@ def found_in(folder: str) -> dict[int, bytes]:
     return found
 
 
+@pytest.mark.slow
 def test_a_folder_over_its_life(folder: str) -> None:
     with held(folder) as store:
         for step in (5, 10, 15):
@@ -105,6 +106,7 @@ FAULTS = {"reset": resets, "lost answer": loses_answer, "busy": answers(503, "Sl
 EACH_FAULT = ["lost answer", *(pytest.param(name, marks=pytest.mark.slow) for name in ("reset", "busy"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", EACH_FAULT)
 def test_any_write_of_a_save_may_fail_once(proxy: Proxy, folder: str, fault: str) -> None:
     """The client sends it again; where the first one was carried out, the store finds its own work."""
@@ -121,6 +123,7 @@ def test_any_write_of_a_save_may_fail_once(proxy: Proxy, folder: str, fault: str
     assert len(writes) >= 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", EACH_FAULT)
 def test_any_write_of_a_start_may_fail_once(proxy: Proxy, folder: str, fault: str) -> None:
     with held(folder) as store:

@@ -93,6 +93,7 @@ def said(contenders: list[Contender], command: str) -> list[str]:
     return [each.answer() for each in contenders]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "races", [1, pytest.param(15, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.exhaustive)]
 )

@@ -78,6 +78,7 @@ def test_a_restarted_run_is_the_run_that_never_stopped(folder: str, mode: str, t
     assert not (tmp_path / "s3:").exists()
 
 
+@pytest.mark.slow
 def test_retention_removes_the_objects_of_what_is_not_kept(folder: str, mode: str, tmp_path: Path) -> None:
     with SmallRun(tmp_path, folder=folder, interval=1, async_mode=mode, keep_latest_k=2).loaded() as run:
         run.train(5)
@@ -111,6 +112,7 @@ def test_rolled_back_the_steps_after_it_are_abandoned(folder: str, tmp_path: Pat
     ]
 
 
+@pytest.mark.slow
 def test_a_run_that_rolls_back_by_itself_has_its_record_in_the_store(folder: str, tmp_path: Path) -> None:
     with SmallRun(tmp_path, folder=folder, interval=1).loaded() as first:
         first.train(5)
@@ -125,6 +127,7 @@ def test_a_run_that_rolls_back_by_itself_has_its_record_in_the_store(folder: str
     assert [(each.step, each.status) for each in set_aside_in(stored(folder))] == [(5, Status.ABANDONED)]
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_its_export_in_another_folder_and_a_new_one_begins_from_it(folder: str, tmp_path: Path) -> None:
     exports = f"{folder}-exports"
     settings: dict[str, Any] = {"folder": folder, "export_folder": exports, "export_dtype": "bfloat16", "interval": 9}
@@ -208,6 +211,7 @@ def test_a_store_that_refuses_in_a_load_is_not_taken_for_a_removal(
     assert "was removed during the load" not in caplog.text
 
 
+@pytest.mark.slow
 def test_plain_dcp_reads_the_prefix_of_a_checkpoint(folder: str, tmp_path: Path) -> None:
     with SmallRun(tmp_path, folder=folder, interval=2).loaded() as run:
         run.train(2)

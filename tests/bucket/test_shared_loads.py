@@ -72,12 +72,14 @@ def test_each_part_is_fetched_by_one_rank(two_ranks: Ranks, proxy: Proxy, place:
     assert parts <= fetched(proxy) <= parts + 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_may_not_read_fails_the_load_on_all(two_ranks: Ranks, proxy: Proxy, place: ObjectPlace) -> None:
     proxy.again(where(answers(403, "AccessDenied"), method="GET", path="*.distcp"))
     errors = two_ranks.run(load, place=place, environment=proxy.environment)
     assert all("the store refuses it" in error for error in errors), errors
 
 
+@pytest.mark.slow
 def test_a_rank_whose_reads_fail_delays_no_other_one(two_ranks: Ranks, proxy: Proxy, place: ObjectPlace) -> None:
     errors = two_ranks.run(load, place=place, environment=proxy.environment, fault="EIO@read:times=always")
     assert all("EIO" in error or "Input/output error" in error for error in errors), errors

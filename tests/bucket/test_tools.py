@@ -39,6 +39,7 @@ def entries(ended: Ended) -> dict[str, dict[str, object]]:
     return {each["name"]: each for each in ended.json["checkpoints"]}
 
 
+@pytest.mark.slow
 def test_a_step_is_spelt_by_its_number_its_name_or_the_name_of_its_prefix(folder: str, store: BucketStore) -> None:
     add(store, 7)
     nine = add(store, 9)
@@ -186,6 +187,7 @@ def test_ls_of_one_checkpoint_and_of_an_empty_folder_are_errors(folder: str, sto
         )
 
 
+@pytest.mark.slow
 def test_verify_reads_every_byte_and_writes_nothing(folder: str, store: BucketStore) -> None:
     filled(store)
     nbytes = store.get(9).nbytes

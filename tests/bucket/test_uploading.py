@@ -86,6 +86,7 @@ def test_a_gigabyte_that_is_cut_five_times_costs_a_fifth_more_at_most(
     assert sent.num_bytes <= 1.2 * size
 
 
+@pytest.mark.slow
 def test_an_upload_that_the_store_has_forgotten_begins_again(folder: str, proxy: Proxy, tmp_path: Path) -> None:
     source = written(tmp_path / "run", 3 * PART_BYTES).root
     cut(source, folder, 2 * PART_BYTES)
@@ -96,6 +97,7 @@ def test_an_upload_that_the_store_has_forgotten_begins_again(folder: str, proxy:
     assert steps_in(folder) == [1]
 
 
+@pytest.mark.slow
 def test_parts_of_a_step_that_is_gone_are_removed_by_the_next_start(folder: str, proxy: Proxy, tmp_path: Path) -> None:
     source = written(tmp_path / "run", 3 * PART_BYTES)
     cut(source.root, folder, 2 * PART_BYTES)
@@ -108,6 +110,7 @@ def test_parts_of_a_step_that_is_gone_are_removed_by_the_next_start(folder: str,
     assert len(keys) == 1
 
 
+@pytest.mark.slow
 def test_an_upload_of_which_another_host_sent_files_continues(folder: str, proxy: Proxy, tmp_path: Path) -> None:
     source = written(tmp_path / "run", 3 * PART_BYTES).root
     cut(source, folder, 2 * PART_BYTES)
@@ -126,6 +129,7 @@ def run_of(folder: Path, address: str, **config: Any) -> SmallRun:
     return SmallRun(folder, interval=1, upload_folder=address, **config)
 
 
+@pytest.mark.slow
 def test_a_lost_disk_costs_nothing_that_is_in_the_store(folder: str, proxy: Proxy, tmp_path: Path) -> None:
     with run_of(tmp_path / "run", folder, keep_latest_k=2).loaded() as run:
         run.train(3)
@@ -190,6 +194,7 @@ def test_a_store_that_hangs_costs_no_step_and_no_save(folder: str, proxy: Proxy,
     assert steps_in(folder) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "said_of_it"),
     [

@@ -62,6 +62,7 @@ def loaded(out: Path) -> State:
     return {n: t for file in out.glob("*.safetensors") for n, t in safetensors.torch.load_file(file).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_transformers_loads_the_model_of_a_run_and_computes_the_same(
     dtype: str, trained: Path, tmp_path: Path, call: Said

@@ -42,6 +42,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_commands_print_what_the_page_says_and_its_code_runs(place: Path) -> None:
     commands = SHOWN.findall(PAGE)
     assert len(commands) == 3

@@ -175,6 +175,7 @@ def test_a_state_that_would_need_pickle_is_refused_with_its_path() -> None:
         one.state_dict()
 
 
+@pytest.mark.slow
 @on_two_ranks
 def test_each_of_two_ranks_continues_with_its_own_samples_from_a_real_checkpoint(rank: int, tmp_path: Path) -> None:
     first = torchdata_loader(rank, 2)

@@ -170,6 +170,7 @@ def test_a_resumed_loader_without_workers_draws_what_an_uninterrupted_one_does(k
         assert_resumes_exactly(kind, {}, 1, taken)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_persistent", [False, True])
 @pytest.mark.parametrize("kind", DATASETS)
 def test_resumed_workers_draw_what_uninterrupted_ones_do(kind: str, is_persistent: bool) -> None:
@@ -177,6 +178,7 @@ def test_resumed_workers_draw_what_uninterrupted_ones_do(kind: str, is_persisten
     assert_resumes_exactly(kind, {"num_workers": 2, "persistent_workers": is_persistent}, epochs, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("taken", [1, 2, 5, 6])
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_workers_are_kept_wherever_the_epoch_is_left(taken: int, every: int) -> None:
@@ -222,6 +224,7 @@ def worker_that_sets_its_dataset(worker: int) -> None:
     torch.manual_seed(worker)
 
 
+@pytest.mark.slow
 def test_a_worker_init_fn_sets_the_dataset_itself_and_seeds_the_worker() -> None:
     options = {"num_workers": 2, "worker_init_fn": worker_that_sets_its_dataset}
     first = adapter("with a state", options)

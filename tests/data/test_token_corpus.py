@@ -264,6 +264,7 @@ def test_other_tokenizers_and_other_files_have_their_own_tokens(tmp_path: Path) 
     assert len(token_files(tmp_path)) == 4
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
     class Endless(WholeFiles):
         def pieces(self, path: Path) -> Iterator:

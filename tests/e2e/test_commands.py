@@ -33,6 +33,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_writes_checkpoints_tensorboard_metrics_events_and_its_config(exported: Path) -> None:
     assert sorted(path.name for path in (exported / "checkpoint").iterdir()) == ["step-3", "step-6"]
     assert sorted(path.name for path in (exported / "checkpoint" / "step-3").iterdir()) == [
@@ -50,6 +51,7 @@ def test_a_run_writes_checkpoints_tensorboard_metrics_events_and_its_config(expo
     assert json.loads((exported / "config.json").read_text())["training"]["steps"] == 6
 
 
+@pytest.mark.slow
 def test_dcp_to_torch_reads_a_full_and_a_weights_only_checkpoint(exported: Path) -> None:
     full = as_one_file(exported / "checkpoint" / "step-3")
     assert {"model", "optimizer", "lr_scheduler", "dataloader", "train_state", "rng"} == set(full)

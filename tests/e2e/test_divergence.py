@@ -92,7 +92,7 @@ def without_the_batch() -> list[int]:
     return [position for position in taken if not (BAD - 1) * BATCH <= position < BAD * BATCH]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_run_rolls_back_leaves_the_batch_out_and_finishes(
     tmp_path: Path, corpus: Path, straight: Callable[[int], dict[int, float]], ranks: int
 ) -> None:
@@ -106,6 +106,7 @@ def test_the_run_rolls_back_leaves_the_batch_out_and_finishes(
     assert [each["redone_steps"] for each in job.events("finished")] == [BAD - 1 - 20]
 
 
+@pytest.mark.slow
 def test_without_the_key_a_spike_stops_the_run_only_if_the_rule_is_set(tmp_path: Path, corpus: Path) -> None:
     path = f"--training.dataset_path={corpus}"
     with start(tmp_path / "stops", *KEYS, *ROLLBACK[1:], path) as job:
@@ -115,6 +116,7 @@ def test_without_the_key_a_spike_stops_the_run_only_if_the_rule_is_set(tmp_path:
     assert "diverged" not in run(tmp_path / "trains-on", *KEYS, path).log
 
 
+@pytest.mark.slow
 def test_a_run_that_always_diverges_stops_with_a_list_of_what_was_tried(tmp_path: Path, corpus: Path) -> None:
     path = f"--training.dataset_path={corpus}"
     always = ["--optimizer.lr=3", "--training.on_divergence=rollback", "--training.spike_factor=1.01"]
@@ -129,6 +131,7 @@ def test_a_run_that_always_diverges_stops_with_a_list_of_what_was_tried(tmp_path
     assert job.log.count("It rolled back 3 times") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["roll_back", "load", "rolled_back", "commit:step=25", "committed:step=25"])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["one process", "two ranks"])
 def test_killed_on_the_way_back_the_next_start_gets_there(

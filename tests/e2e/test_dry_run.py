@@ -59,6 +59,7 @@ def test_a_dry_run_accepts_every_config_on_a_small_machine(config: str, corpus: 
     assert not (tmp_path / "run").exists(), "it writes nothing"
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_405b_lists_what_each_rank_holds(corpus: str, tmp_path: Path) -> None:
     pipeline = ("--parallelism.pipeline_parallel_degree=4", "--training.batch_size=4", "--comm.simulated_ranks=1024")
     _, log = dry_run(tmp_path / "run", *pipeline, corpus, config="llama3_405b.toml")

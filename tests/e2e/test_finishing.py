@@ -51,6 +51,7 @@ def copied(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "point", [pytest.param(point, marks=[] if point == FAST else [pytest.mark.slow]) for point in POINTS]
 )
@@ -75,6 +76,7 @@ def test_after_a_kill_of_one_rank_before_the_export_a_rerun_exports(tmp_path: Pa
     _exports_and_trains_nothing(tmp_path / "run", ranks=2)
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_started_again_with_an_export_exports_once(copied: Path) -> None:
     _exports_and_trains_nothing(copied)
 

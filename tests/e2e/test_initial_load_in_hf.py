@@ -27,6 +27,7 @@ def of(published: Path) -> tuple[str, ...]:
     return "--checkpoint.initial_load_in_hf", f"--checkpoint.initial_load_path={published}"
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_the_weights_and_a_restart_from_its_own_checkpoint(published: Path, tmp_path: Path) -> None:
     job = run(tmp_path / "run", STEPS, *of(published))
     assert f"Importing {published} as step 0" in job.log and f"Imported {published} as step 0: 3.1 MiB in" in job.log

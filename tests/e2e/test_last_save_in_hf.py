@@ -64,6 +64,7 @@ def copied(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_the_last_save_is_written_once_and_a_rerun_ends_at_once(tmp_path: Path) -> None:
     job = run(tmp_path / "run", STEPS, *IN_HF)
     _is_the_export_of(job.dump_folder)
@@ -75,6 +76,7 @@ def test_the_last_save_is_written_once_and_a_rerun_ends_at_once(tmp_path: Path) 
     assert len(again.events("exported")) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "point", [pytest.param(point, marks=[] if point == FAST else [pytest.mark.slow]) for point in POINTS]
 )

@@ -54,6 +54,7 @@ def figures(dump_folder: Path, tag: str) -> dict[int, float]:
     return {line["step"]: line[tag] for line in read_lines(dump_folder / "metrics.jsonl")}
 
 
+@pytest.mark.slow
 def test_a_run_on_parquet_with_a_tokenizer_killed_and_resumed_has_the_samples_and_losses_of_the_straight_run(
     data: Path, tmp_path: Path
 ) -> None:
@@ -94,6 +95,7 @@ def change(data: Path, folder: Path, **tokenizer: Any) -> list[str]:
     return arguments(data, f"--model.tokenizer_path={folder}", "--training.steps=6")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changed",
     [
@@ -150,6 +152,7 @@ def test_without_its_extra_a_run_ends_with_one_line_that_says_how_to_install_it(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_that_only_loads_writes_no_tokens(data: Path, tmp_path: Path) -> None:
     run(tmp_path / "run", *arguments(data, "--training.steps=3"))
     for path in sorted((tmp_path / "run" / "tokens").glob("*/*")):

@@ -50,6 +50,7 @@ sys.exit(train.main(ARGUMENTS))
 """
 
 
+@pytest.mark.slow
 def test_sigterm_during_the_load_ends_the_job_before_it_trains_a_step(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     job = run(folder, "--training.steps=2")

@@ -26,7 +26,8 @@ def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
         yield counts
 
 
-@pytest.mark.parametrize("seed", [*(pytest.param(seed, marks=pytest.mark.slow) for seed in FEW[:-1]), FEW[-1]])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", FEW)
 def test_a_run_of_one_rank_loses_nothing_and_is_the_straight_run(
     seed: int, tmp_path: Path, memory_tier: Path, tally: Tally
 ) -> None:

@@ -15,6 +15,7 @@ from tests.uploading.runs import steps_in
 EACH_STEP = "--checkpoint.interval=1"
 
 
+@pytest.mark.slow
 def test_a_start_of_a_run_that_has_ended_uploads_what_is_missing(tmp_path: Path) -> None:
     other = tmp_path / "other"
     run(tmp_path / "run", EACH_STEP, "--training.steps=2")

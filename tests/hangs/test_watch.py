@@ -113,6 +113,7 @@ def test_a_rank_whose_judge_is_gone_is_named_by_its_own_watcher(tmp_path: Path) 
     assert "ERROR - Rank 1 hangs in step 4:" in logged
 
 
+@pytest.mark.slow
 def test_a_busy_process_survives_any_number_of_looks_at_its_stack(tmp_path: Path) -> None:
     """Its threads run on, and their frames come and go, while one answers."""
     process = ranks.start("busy", 0, 1, tmp_path)

@@ -31,6 +31,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[fqn], expected[fqn], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_initial_parameters_are_bitwise_those_of_one_process(
     ranks: list[dict[str, Any]], plain: dict[str, Any]
 ) -> None:

@@ -150,6 +150,7 @@ def ranks(topology: Topology) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_initial_model_is_bitwise_that_of_one_process(
     ranks: list[dict[str, Any]], one_process: dict[str, Any]
 ) -> None:

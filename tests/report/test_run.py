@@ -339,6 +339,7 @@ def test_a_run_whose_job_holds_the_folder_is_running_and_else_it_was_killed(fold
     assert read_run(str(run), now=BEGUN + 900).status == "killed"
 
 
+@pytest.mark.slow
 def test_thousands_of_starts_and_saves_are_a_small_page(tmp_path: Path) -> None:
     events = []
     for start in range(300):

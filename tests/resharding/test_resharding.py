@@ -11,7 +11,7 @@ import pytest
 from tests.ranks import Ranks
 from tests.resharding.jobs import GLOBAL_BATCH_SIZE, TOPOLOGIES, load, losses_of_straight_and_resumed, save
 
-PAIRS_OF_THE_FAST_RUN = [("1 process", "TP 2"), ("PP 2 (1F1B)", "FSDP 2"), ("FSDP 2", "1 process")]
+PAIR_OF_THE_FAST_RUN = ("PP 2 (1F1B)", "FSDP 2")
 Saved = dict[str, tuple[Path, dict[str, str]]]
 
 
@@ -21,11 +21,10 @@ def saved() -> Saved:
     return {}
 
 
-@pytest.mark.parametrize(("saver", "loader"), PAIRS_OF_THE_FAST_RUN)
-def test_some_topologies_resume_from_another_one(
-    saver: str, loader: str, four_processes: Ranks, saved: Saved, tmp_path_factory: pytest.TempPathFactory
+def test_a_topology_resumes_from_another_one(
+    four_processes: Ranks, saved: Saved, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    _check_pair(saver, loader, four_processes, saved, tmp_path_factory.mktemp("pair"))
+    _check_pair(*PAIR_OF_THE_FAST_RUN, four_processes, saved, tmp_path_factory.mktemp("pair"))
 
 
 RING = list(zip(TOPOLOGIES, [*list(TOPOLOGIES)[1:], next(iter(TOPOLOGIES))], strict=True))

@@ -46,6 +46,7 @@ def test_an_uploader_that_was_killed_is_replaced_and_all_is_there(tmp_path: Path
     assert steps_in(other) == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_an_uploader_that_dies_each_time_is_said_with_all_that_is_missing(
     tmp_path: Path, other: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -55,6 +56,7 @@ def test_an_uploader_that_dies_each_time_is_said_with_all_that_is_missing(
     assert "the process that uploads ended each time" in caplog.text
 
 
+@pytest.mark.slow
 def test_what_was_saved_during_an_upload_counts_as_missing(
     tmp_path: Path, other: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -36,6 +36,7 @@ def test_where_all_that_is_left_is_damaged_nothing_begins_from_scratch(tmp_path:
         run.manager.load()
 
 
+@pytest.mark.slow
 def test_a_branch_is_uploaded_though_retention_removed_its_first_step(tmp_path: Path, other: Path) -> None:
     trained(tmp_path / "run", other, 12)
     trained(tmp_path / "run", "", 8, load_step=4, keep_latest_k=2)
@@ -47,6 +48,7 @@ def test_a_branch_is_uploaded_though_retention_removed_its_first_step(tmp_path: 
         assert again.train_state.step == 9
 
 
+@pytest.mark.slow
 def test_a_run_that_counts_again_is_uploaded_and_found(tmp_path: Path, other: Path) -> None:
     trained(tmp_path / "run", other, 8)
     excluded = ("train_state", "lr_scheduler", "dataloader")
@@ -65,6 +67,7 @@ def test_a_folder_of_another_run_is_refused_after_a_roll_back_too(tmp_path: Path
     assert saves_in(foreign) == before
 
 
+@pytest.mark.slow
 def test_an_old_disk_follows_the_branch_that_the_upload_folder_has(tmp_path: Path, other: Path) -> None:
     trained(tmp_path / "old", other, 6)
     shutil.copytree(tmp_path / "old", tmp_path / "new")
@@ -78,6 +81,7 @@ def test_an_old_disk_follows_the_branch_that_the_upload_folder_has(tmp_path: Pat
     assert len({run for step, run in saves_in(other) if step > 3}) == 1
 
 
+@pytest.mark.slow
 def test_what_the_branch_there_has_left_is_not_sent_at_each_start(tmp_path: Path, other: Path) -> None:
     trained(tmp_path / "old", "", 6)
     shutil.copytree(tmp_path / "old", tmp_path / "new")
@@ -89,6 +93,7 @@ def test_what_the_branch_there_has_left_is_not_sent_at_each_start(tmp_path: Path
     assert steps_in(other) == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_the_same_load_step_continues_a_branch_that_only_the_upload_folder_has(tmp_path: Path, other: Path) -> None:
     trained(tmp_path / "old", other, 5)
     shutil.copytree(tmp_path / "old", tmp_path / "new")
@@ -155,6 +160,7 @@ def test_fields_that_a_later_version_added_stay_in_the_records(tmp_path: Path) -
     assert json.loads(path.read_text()) == later
 
 
+@pytest.mark.slow
 def test_records_from_before_the_first_release_end_the_uploads_and_stay(tmp_path: Path, other: Path) -> None:
     run = trained(tmp_path / "run", "", 1)
     path = run.root / "uploads.json"

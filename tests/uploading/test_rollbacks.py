@@ -61,6 +61,7 @@ def test_a_run_that_was_cut_while_it_rolled_back_does_so_with_an_empty_disk(tmp_
         assert same(again.contents(), expected(tmp_path) | {"loader": again.contents()["loader"]})
 
 
+@pytest.mark.slow
 def test_a_record_on_an_old_disk_is_completed_in_both_folders(tmp_path: Path, other: Path) -> None:
     with run_of(tmp_path, other, interval_type="steps", interval=1).loaded() as run:
         train(run, poisoned={3}, steps=4)
@@ -128,6 +129,7 @@ def test_a_start_after_a_kill_on_the_way_to_there_gets_there(
         assert same(again.contents(), expected(tmp_path) | {"loader": again.contents()["loader"]})
 
 
+@pytest.mark.slow
 def test_a_step_there_that_is_damaged_or_after_the_batch_is_no_place_to_go(tmp_path: Path, other: Path) -> None:
     uploaded_run(tmp_path, other, kept=())
     with run_of(tmp_path, other).loaded() as run:

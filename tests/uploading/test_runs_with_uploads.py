@@ -125,6 +125,7 @@ def test_a_folder_of_another_run_ends_the_uploads_and_the_saves_continue(tmp_pat
     assert steps_in(first.root) == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_folder_that_another_run_uploads_to_is_left_to_it(tmp_path: Path, other: Path) -> None:
     with run_of(tmp_path / "first", other).loaded() as first:
         first.step()
@@ -190,6 +191,7 @@ def test_a_start_that_only_loads_looks_there_and_uploads_nothing(tmp_path: Path,
     assert not run.root.exists()
 
 
+@pytest.mark.slow
 def test_what_a_roll_back_left_is_not_loaded_from_there(tmp_path: Path, other: Path) -> None:
     run_of(tmp_path / "run", other).loaded().finished(6)
     # The branch is cut before its first step is uploaded.
@@ -209,6 +211,7 @@ def test_what_a_roll_back_left_is_not_loaded_from_there(tmp_path: Path, other: P
 SLOW = {"upload_max_mb_per_second": 1e-6}
 
 
+@pytest.mark.slow
 def test_a_disk_that_missed_a_roll_back_elsewhere_is_left_behind(tmp_path: Path, other: Path) -> None:
     run_of(tmp_path / "first", other).loaded().finished(6)
     shutil.copytree(tmp_path / "first", tmp_path / "second")

@@ -368,6 +368,7 @@ def test_no_part_of_it_grows_with_the_ranks_times_the_tensors() -> None:
     assert max(map(len, metadata_head(tensors, [], {key: ("m", key[2:]) for key in table}))) < 300_000
 
 
+@pytest.mark.slow
 def test_the_verb_in_another_process_writes_the_same_bytes_of_exported_weights(tmp_path: Path) -> None:
     for choice in ("always", "never"):
         run_in(tmp_path / choice, dcp_metadata=choice, export_folder="exports").loaded().finished(2)

@@ -39,6 +39,7 @@ def test_a_start_without_images_of_its_own_can_be_killed_before_its_first_save(t
     assert again[0] == first.ready
 
 
+@pytest.mark.slow
 def test_fewer_ranks_can_be_killed_before_their_first_image(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     first = run(folder, 4, ranks=2)

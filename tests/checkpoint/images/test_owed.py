@@ -81,6 +81,7 @@ class Job:
         return step - self.saved, self.trained[step] - self.trained[self.saved]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "interval",
     [
@@ -107,6 +108,7 @@ def test_kills_more_often_than_the_seconds_leave_the_disk_at_most_two_intervals_
         job.kill()
 
 
+@pytest.mark.slow
 def test_kills_that_cut_each_save_leave_the_disk_at_most_two_intervals_of_steps_behind(job_folder: Path) -> None:
     job = Job(job_folder, interval=10)
     for number in range(STARTS):
@@ -221,6 +223,7 @@ def test_one_warning_says_that_the_disk_is_more_than_two_intervals_behind(
         assert f"The disk is {steps} steps ({20 * steps:.1f} s of training) behind step {steps}" in warned[0]
 
 
+@pytest.mark.slow
 @on_two_ranks
 def test_ranks_with_other_clocks_save_what_rank_0_finds_overdue_after_the_same_first_step(
     rank: int, tmp_path: Path

@@ -153,6 +153,7 @@ def test_where_nothing_is_on_disk_a_damaged_image_changes_nothing(tmp_path: Path
     assert again.weights == {n: w for n, w in straight.items() if n <= 2}
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_loads_all_images_of_one_host(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     two = run(folder, 4, ranks=2, interval=2)
@@ -165,6 +166,7 @@ def test_another_number_of_ranks_loads_all_images_of_one_host(tmp_path: Path) ->
     assert two.code == again.code == KILLED
 
 
+@pytest.mark.slow
 def test_ranks_on_several_hosts_load_their_own_images_and_lost_hosts_mean_the_disk(
     tmp_path: Path, memory_tier: Path
 ) -> None:

@@ -68,6 +68,7 @@ LONGEST_SECONDS = 0.1
 """From the load to the kill: a hundred steps, while images are copied, digested and marked."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "starts",
     [10, pytest.param(100, marks=pytest.mark.slow)],  # 100 take 19 s.

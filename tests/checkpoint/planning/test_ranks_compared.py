@@ -139,6 +139,7 @@ def test_equal_ranks_share_the_work_without_a_warning(rank: int, tmp_path: Path,
     assert equal(loaded(tmp_path, stack(1), 7), loop.values())
 
 
+@pytest.mark.slow
 @on_two_ranks
 def test_last_bits_that_differ_are_one_warning_and_all_comes_from_the_lowest_rank(
     rank: int, tmp_path: Path, mode: str
@@ -354,6 +355,7 @@ def test_replicas_of_a_shard_are_compared(four_ranks: Ranks, tmp_path: Path, apa
     assert len(warned) == (apart == 1e-5) and all(named in message for message in warned)
 
 
+@pytest.mark.slow
 @on_two_ranks
 def test_one_row_that_differs_is_found_during_training(rank: int, tmp_path: Path, mode: str) -> None:
     """In a state that is larger than a sample: every element is digested once a start."""

@@ -40,7 +40,9 @@ def flip_a_bit(run: Run, number: random.Random) -> str:
 
 
 @on_two_ranks
-@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+@pytest.mark.parametrize(
+    "mode", [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("disabled", "async")), "async_with_pinned_mem"]
+)
 def test_one_bit_is_named_at_the_next_save(rank: int, tmp_path: Path, mode: str) -> None:
     host = platform.node()
     for seed in range(SEEDS if mode == "disabled" else 3):
@@ -73,6 +75,7 @@ def saved_at_last(rank: int, folder: Path) -> str:
     return f"{name}|{caught.value.finding}"
 
 
+@pytest.mark.slow
 def test_of_four_ranks_one_is_outvoted_and_what_was_saved_at_last_is_marked(four_ranks: Ranks, tmp_path: Path) -> None:
     found = four_ranks.run(saved_at_last, folder=tmp_path)
     name = found[2].partition("|")[0]
@@ -99,6 +102,7 @@ def of_shards(rank: int, folder: Path) -> str:
     return caught.value.finding
 
 
+@pytest.mark.slow
 def test_under_hsdp_the_two_holders_of_the_shard_are_named(four_ranks: Ranks, tmp_path: Path) -> None:
     host = platform.node()
     finding = f"rank 1 on {host}, rank 3 on {host} hold different values of model.weight, and none has the majority"

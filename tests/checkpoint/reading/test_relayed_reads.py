@@ -42,6 +42,7 @@ def test_hosts_read_each_byte_once(four_ranks: Ranks, step: Path, layout: str, r
     assert 0.9 * NUM_BYTES < sum(read for read, _, _ in found) < 1.1 * NUM_BYTES
 
 
+@pytest.mark.slow
 def test_each_rank_reads_all_by_itself_if_it_is_to(four_ranks: Ranks, step: Path) -> None:
     options = {"layout": "hsdp", "ranks_of_host": 2, "tried": ALWAYS, "verify": "full_alone"}
     found = four_ranks.run(load, step=step, **options)
@@ -236,11 +237,13 @@ def no_memory(num_bytes: int) -> memoryview:
     raise MemoryError(num_bytes)
 
 
+@pytest.mark.slow
 def test_a_slow_disk_is_read_once(four_ranks: Ranks, tmp_path: Path) -> None:
     found = four_ranks.run(read_slowly, folder=tmp_path)
     assert max(found) <= 28 * MIB
 
 
+@pytest.mark.slow
 def test_all_read_for_themselves_if_one_has_no_memory_to_take_part(four_ranks: Ranks, tmp_path: Path) -> None:
     found = four_ranks.run(read_slowly, folder=tmp_path, breaks=True)
     assert found == [97 * MIB] * 4
