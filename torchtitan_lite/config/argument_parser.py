@@ -13,7 +13,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NoReturn, get_args, get_type_hints
 
 from torchtitan_lite.config.kinds import ValueKind
@@ -104,6 +104,7 @@ def _value(kind: ValueKind, text: str) -> Any:
     return kind.value(text)
 
 
+@cache
 def doc_strings(cls: type) -> dict[str, str]:
     """Return the doc string under each field of a dataclass, on one line; fields without one are left out."""
     (definition,) = ast.parse(inspect.getsource(cls)).body
