@@ -24,6 +24,7 @@ from tests.e2e.drawn_run import DrawnRun, Leg, draw
 from tests.e2e.killed_jobs import DEADLINE_SECONDS, GRACE_SECONDS, BareStart, Order
 from tests.forked import Forked
 from tests.processes import send
+from tests.store.filled import flip
 from torchtitan_lite.checkpoint.staging.mark import read_mark
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
@@ -205,7 +206,8 @@ class RandomRun:
                     self._promises.held = None
             else:
                 files = sorted(path for path in folder.iterdir())
-                flip(files[int(which * len(files))], where)
+                path = files[int(which * len(files))]
+                flip(path, int(where * path.stat().st_size))
                 self._promises.note_damaged(info.step)
 
     def _damage_image(self, which: float) -> None:
@@ -425,13 +427,6 @@ class Promises:
     def _identity(self, step: int) -> tuple[int, int, int]:
         found = (self.root / layout.step_dir(step)).stat()
         return step, found.st_ino, found.st_mtime_ns
-
-
-def flip(path: Path, where: float) -> None:
-    """Change one bit of the file at `path`, at a part `where` of its size."""
-    content = bytearray(path.read_bytes())
-    content[int(where * len(content))] ^= 1
-    path.write_bytes(content)
 
 
 def carry_out(drawn: DrawnRun, folder: Path, runtime: Path, tally: Tally) -> None:

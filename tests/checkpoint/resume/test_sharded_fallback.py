@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.checkpoint.reading.damage import flip
 from tests.checkpoint.tiny_run import TinyRun, at_steps, differing, same_everywhere
 from tests.ranks import on_two_ranks
+from tests.store.filled import flip
 from torchtitan_lite import faults
 from torchtitan_lite.errors import AllCheckpointsDamaged, CheckpointUnreadable
 
