@@ -81,7 +81,7 @@ def _starts(folder: Path, name: str, group: Path, number: int, mode: str, *, mem
             job = Job([subprocess.Popen([*within, *command], cwd=REPO, stdout=file, stderr=file)], folder / name, log)
         try:
             last = max(job.losses(), default=0) + STEPS
-            job.wait_until(lambda job, last=last: max(job.losses(), default=0) >= last)
+            job.wait_for_step(last)
         finally:
             job.kill()
         yield job.log
