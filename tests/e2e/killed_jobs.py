@@ -31,10 +31,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.checkpoint.small_run import Run, job_config
+from tests.checkpoint.small_run import SmallRun
 from tests.forked import Forked, join_group
 from tests.keepers import keepers_in
-from tests.processes import children, command_line, read_lines, send
+from tests.processes import DEADLINE_SECONDS, children, command_line, read_lines, send, wait_until
 from torchtitan_lite import faults, log
 from torchtitan_lite.config.job_config import Comm
 from torchtitan_lite.distributed.peers import Peers
@@ -47,7 +47,6 @@ STEPS = 400
 DISK_INTERVAL = 7
 RESTARTS = 1000
 """Of one agent: no limit."""
-DEADLINE_SECONDS = 120.0
 MOST_STEPS = 12
 """A start trains at most this many steps before the moment of its kill."""
 LONGEST_SECONDS = 0.06
@@ -97,70 +96,9 @@ class Order:
         """The output of all processes."""
         return self.folder / "output.log"
 
-
-class ShardedRun(Run):
-    """The run of one rank. Its losses depend on its complete state, and with `dropout` on the generators."""
-
-    def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        on_event: Callable[..., None],
-        *,
-        width: int = 1024,
-        dropout: float = 0.1,
-        timeout_seconds: float = 60,
-        **checkpoint: Any,
-    ) -> None:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(512, width), nn.Dropout(dropout), nn.Tanh(), nn.Linear(width, 512))
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        super().__init__(
-            model,
-            job_config(folder, timeout_seconds=timeout_seconds, **checkpoint),
-            lr=0.001,
-            seams={"peers": Peers(timedelta(seconds=timeout_seconds)), "on_event": on_event},
-        )
-        self.rank = rank
-        torch.manual_seed(rank)
-
-    def train(self) -> str:
-        """Train one step. Return its exact loss."""
-        return self.take_step(self._loss).hex()
-
-    def state_digest(self) -> str:
-        """Return a digest of the state of all ranks, the same in every topology. **Collective**."""
-        digest = xxhash.xxh3_128(f"{self.train_state.step} {self.scheduler.last_epoch}".encode())
-        for tensor in [*self.model.parameters(), *self._moments()]:
-            complete = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            digest.update(complete.detach().contiguous().numpy())
-        return digest.hexdigest()
-
-    def change(self) -> None:
-        """Change the parameters without another step."""
-        self.manager.maybe_wait_for_staging()
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.mul_(0.5)
-
-    def digest_of_rank(self) -> str:
-        """Return a digest of the state of this rank, with its generator."""
-        digest = xxhash.xxh3_128(f"{self.train_state.step} {self.scheduler.last_epoch}".encode())
-        for tensor in [*self.model.parameters(), *self._moments(), torch.get_rng_state()]:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            digest.update(local.detach().contiguous().numpy())
-        return digest.hexdigest()
-
-    def _moments(self) -> Iterator[torch.Tensor]:
-        for state in self.optimizer.state.values():
-            yield from (state[name] for name in sorted(state))
-
-    def _loss(self) -> torch.Tensor:
-        batch = torch.randn(8, 512, generator=torch.Generator().manual_seed(self.train_state.step)).chunk(
-            dist.get_world_size()
-        )
-        loss: torch.Tensor = (self.model(batch[self.rank]) - 1).square().mean()
-        return loss
+    def tail(self) -> str:
+        """Return the end of the output, for the message of a failed test."""
+        return self.log.read_text(errors="replace")[-6000:] if self.log.exists() else ""
 
 
 class KilledJob:
@@ -235,7 +173,7 @@ class KilledJob:
         """Kill the keeper, and later all ranks."""
         assert self.order.runtime is not None
         keepers = keepers_in(self.order.runtime)
-        assert len(keepers) == 1, f"expected one keeper, found {len(keepers)}:\n{self.tail()}"
+        assert len(keepers) == 1, f"expected one keeper, found {len(keepers)}:\n{self.order.tail()}"
         send(keepers[0], signal.SIGKILL)
         self.wait_a_moment()
         self.kill_ranks()
@@ -261,16 +199,8 @@ class KilledJob:
 
     def wait_until(self, condition: Callable[[], bool], *, is_running: bool = True) -> None:
         """Return as soon as `condition` holds. Fail if the job ends before, or at a deadline."""
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not condition():
-            assert time.monotonic() < deadline, f"nothing happened for {DEADLINE_SECONDS:.0f} s:\n{self.tail()}"
-            ended = is_running and self._agent is not None and self._agent.poll() is not None
-            assert not ended or condition(), f"the job ended:\n{self.tail()}"
-            time.sleep(0.002)
-
-    def tail(self) -> str:
-        """Return the end of the output, for the message of a failed test."""
-        return self.order.log.read_text(errors="replace")[-6000:] if self.order.log.exists() else ""
+        has_ended = lambda: is_running and self._agent is not None and self._agent.poll() is not None  # noqa: E731
+        assert wait_until(condition, self.order.tail, has_ended), f"the job ended:\n{self.order.tail()}"
 
     def _trained(self) -> int:
         """Return the step that the current start has trained on every rank."""
@@ -308,7 +238,7 @@ def run_straight(order: Order) -> dict[int, set[str]]:
     """Train all steps of `order` in one start. Return its losses."""
     order.folder.mkdir(parents=True)
     agent = Forked(_agent, order, 1)
-    assert agent.wait(DEADLINE_SECONDS) == 0, order.log.read_text()[-6000:]
+    assert agent.wait(DEADLINE_SECONDS) == 0, order.tail()
     return losses(order)
 
 
@@ -360,13 +290,7 @@ class BareStart:
 
     def wait_for(self, condition: Callable[[], bool]) -> bool:
         """Wait until `condition` holds; return whether it does: False if a rank has ended before."""
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not condition():
-            assert time.monotonic() < deadline, f"nothing happened for {DEADLINE_SECONDS:.0f} s:\n{self.tail()}"
-            if any(rank.poll() is not None for rank in self._ranks):
-                return condition()
-            time.sleep(0.002)
-        return True
+        return wait_until(condition, self.tail, lambda: any(rank.poll() is not None for rank in self._ranks))
 
     def kill_one(self, rank: int) -> None:
         """Kill `rank`; the others get SIGTERM, and later SIGKILL, as from torchrun."""
@@ -414,7 +338,7 @@ class BareStart:
 
     def tail(self) -> str:
         """Return the end of the output of all starts."""
-        return self.order.log.read_text(errors="replace")[-6000:] if self.order.log.exists() else ""
+        return self.order.tail()
 
 
 @contextmanager
@@ -505,12 +429,11 @@ def _rank(order: Order, number: int, group: AbstractContextManager[object] | Non
 
 
 def _train(order: Order, rank: int, write: Callable[..., None]) -> None:
-    keys = {"interval": DISK_INTERVAL, "keep_latest_k": 2, **order.keys, "preemption_signals": ("SIGTERM",)}
-    run = ShardedRun(order.folder, rank, write, width=order.width, dropout=order.dropout, **keys)
+    run = _run_of(order, rank, write)
     state = run.train_state
 
     def digest() -> dict[str, str]:
-        return {"state": run.state_digest()} if order.has_digests else {}
+        return {"state": _digest(run, DTensor.full_tensor)} if order.has_digests else {}
 
     with run.manager:
         run.manager.load(order.load)
@@ -519,17 +442,49 @@ def _train(order: Order, rank: int, write: Callable[..., None]) -> None:
             if rank == dist.get_world_size() - 1 and order.request.exists():
                 order.request.unlink()
                 raise RuntimeError("the test wanted an error here")
-            loss = run.train()
-            write("trained", state.step, loss=loss, **digest())
+            loss = run.take_step()
+            write("trained", state.step, loss=loss.hex(), **digest())
             faults.point("step", step=state.step)
             run.manager.save(state.step, force=state.step == order.steps)
             if state.step == order.saves_again:
                 run.manager.latest_step()  # Returns after the first save has ended: the faults are for the second.
-                run.change()
+                run.manager.maybe_wait_for_staging()
+                with torch.no_grad():
+                    for parameter in run.model.parameters():
+                        parameter.mul_(0.5)
                 faults.install(order.fault, rank=rank)
                 run.manager.save(state.step)
-    write("end", state.step, digest=run.digest_of_rank())
+    write("end", state.step, digest=_digest(run, DTensor.to_local, torch.get_rng_state()))
     faults.point("exit")
+
+
+def _run_of(order: Order, rank: int, on_event: Callable[..., None]) -> SmallRun:
+    """Return the run of one rank. Its losses depend on its complete state, and with dropout on the generators."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(512, order.width), nn.Dropout(order.dropout), nn.Tanh(), nn.Linear(order.width, 512)
+    )
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    seams = {"clock": time.monotonic, "peers": Peers(timedelta(seconds=60)), "on_event": on_event}
+    keys = {"interval": DISK_INTERVAL, "keep_latest_k": 2, **order.keys, "preemption_signals": ("SIGTERM",)}
+    run = SmallRun(order.folder, model=model, loss=_loss, lr=0.001, seams=seams, **keys)
+    torch.manual_seed(rank)
+    return run
+
+
+def _loss(run: SmallRun) -> torch.Tensor:
+    batch = torch.randn(8, 512, generator=torch.Generator().manual_seed(run.train_state.step))
+    loss: torch.Tensor = (run.model(batch.chunk(dist.get_world_size())[dist.get_rank()]) - 1).square().mean()
+    return loss
+
+
+def _digest(run: SmallRun, of: Callable[[DTensor], torch.Tensor], *more: torch.Tensor) -> str:
+    """Return a digest of the state: with `full_tensor` of all ranks, the same in every topology, and **collective**."""
+    digest = xxhash.xxh3_128(f"{run.train_state.step} {run.scheduler.last_epoch}".encode())
+    moments = (state[name] for state in run.optimizer.state.values() for name in sorted(state))
+    for tensor in [*run.model.parameters(), *moments, *more]:
+        digest.update((of(tensor) if isinstance(tensor, DTensor) else tensor).detach().contiguous().numpy())
+    return digest.hexdigest()
 
 
 def _trains(starts: dict[str, list[dict[str, Any]]], after: int) -> bool:
