@@ -101,6 +101,48 @@ class Order:
         return self.log.read_text(errors="replace")[-6000:] if self.log.exists() else ""
 
 
+class Records:
+    """What the ranks of one start have recorded, up to now."""
+
+    def __init__(self, order: Order, start: str) -> None:
+        self.order, self.start = order, start
+
+    @property
+    def all_ranks(self) -> range:
+        """The numbers of its ranks."""
+        return range(self.order.ranks)
+
+    def lines(self, rank: int) -> list[dict[str, Any]]:
+        """Return what `rank` recorded, in order."""
+        return [line for line in read_lines(self.order.record(rank)) if line["start"] == self.start]
+
+    def of_event(self, event: str, rank: int = 0) -> list[dict[str, Any]]:
+        """Return what `rank` recorded of `event`."""
+        return [line for line in self.lines(rank) if line["event"] == event]
+
+    def steps(self, event: str) -> set[int]:
+        """Return the steps for which every rank recorded `event`."""
+        return set.intersection(*({line["step"] for line in self.of_event(event, rank)} for rank in self.all_ranks))
+
+    def losses(self, rank: int) -> dict[int, str]:
+        """Return the exact loss of each step that `rank` trained."""
+        return {line["step"]: line["loss"] for line in self.of_event("trained", rank)}
+
+    @property
+    def resumed(self) -> int | None:
+        """The step that it resumed, 0 for a fresh start; None if it did not get there on every rank."""
+        return max(self.steps("resumed"), default=None)
+
+    @property
+    def is_from_memory(self) -> bool:
+        """Whether what it resumed was in memory."""
+        return any(line["origin"] == "memory" for line in self.of_event("loaded"))
+
+    def trained(self, of_ranks: Callable[[Sequence[int]], int] = min) -> int:
+        """Return the last step that all ranks have trained, or with `max` that any of them has; 0 for none."""
+        return of_ranks([max(self.losses(rank), default=0) for rank in self.all_ranks])
+
+
 class KilledJob:
     """A job that is started again after each kill."""
 
@@ -116,39 +158,37 @@ class KilledJob:
         self._launches += 1
         self._agent = Forked(_agent, self.order, self._launches)
 
-    def starts(self, rank: int) -> dict[str, list[dict[str, Any]]]:
-        """Return the record of `rank` by start, in order."""
-        found: dict[str, list[dict[str, Any]]] = {}
-        for line in read_lines(self.order.record(rank)):
-            found.setdefault(line["start"], []).append(line)
-        return found
+    def starts(self) -> list[Records]:
+        """Return the records of all starts that rank 0 has begun, in order."""
+        return [
+            Records(self.order, start)
+            for start in dict.fromkeys(line["start"] for line in read_lines(self.order.record(0)))
+        ]
 
     def steps(self, event: str) -> set[int]:
         """Return the steps for which every rank recorded `event` in the same start."""
-        of_ranks = [
-            {(start, line["step"]) for start, lines in self.starts(rank).items() for line in lines if is_(line, event)}
-            for rank in range(self.order.ranks)
-        ]
-        return {step for _, step in set.intersection(*of_ranks)}
+        return set().union(*(start.steps(event) for start in self.starts()))
 
     def acknowledged(self) -> int:
         """Return the latest step that rank 0 reported as committed."""
-        lines = read_lines(self.order.record(0))
-        return max((line["step"] for line in lines if is_(line, "committed")), default=0)
+        return max((line["step"] for start in self.starts() for line in start.of_event("committed")), default=0)
 
     def wait_for_training(self, after: int) -> int:
         """Return once start number `after` + 1 has trained a step on every rank; return the step that it resumed."""
-        self.wait_until(lambda: all(_trains(self.starts(rank), after) for rank in range(self.order.ranks)))
-        return next(line["step"] for line in list(self.starts(0).values())[after] if is_(line, "resumed"))
+        self.wait_until(lambda: any(start.trained() for start in self.starts()[after : after + 1]))
+        resumed = self.starts()[after].resumed
+        assert resumed is not None
+        return resumed
 
     def pids(self) -> list[int]:
         """Return the pid of each rank of the current start."""
-        return [list(self.starts(rank).values())[-1][0]["pid"] for rank in range(self.order.ranks)]
+        current = [read_lines(self.order.record(rank))[-1]["start"] for rank in range(self.order.ranks)]
+        return [Records(self.order, start).lines(rank)[0]["pid"] for rank, start in enumerate(current)]
 
     def wait_a_moment(self) -> None:
         """Wait for a random number of steps and a random part of one: the ranks train, stage, digest and save."""
-        step = self._trained() + self._random.randint(0, MOST_STEPS)
-        self.wait_until(lambda: self._trained() >= step or not all(map(_is_running, self.pids())))
+        step = self.starts()[-1].trained() + self._random.randint(0, MOST_STEPS)
+        self.wait_until(lambda: self.starts()[-1].trained() >= step or not all(map(_is_running, self.pids())))
         # Waits for nothing: the moment of a kill is what the test draws.
         time.sleep(self._random.uniform(0.0, LONGEST_SECONDS))
 
@@ -202,11 +242,6 @@ class KilledJob:
         has_ended = lambda: is_running and self._agent is not None and self._agent.poll() is not None  # noqa: E731
         assert wait_until(condition, self.order.tail, has_ended), f"the job ended:\n{self.order.tail()}"
 
-    def _trained(self) -> int:
-        """Return the step that the current start has trained on every rank."""
-        of_ranks = [list(self.starts(rank).values())[-1] for rank in range(self.order.ranks)]
-        return min(max((line["step"] for line in lines if is_(line, "trained")), default=0) for lines in of_ranks)
-
 
 @contextmanager
 def killed_job(order: Order, seed: int) -> Iterator[KilledJob]:
@@ -219,17 +254,12 @@ def killed_job(order: Order, seed: int) -> Iterator[KilledJob]:
         job.end()
 
 
-def is_(line: dict[str, Any], event: str) -> bool:
-    """Return whether `line` of a record is about `event`."""
-    return bool(line["event"] == event)
-
-
 def losses(order: Order) -> dict[int, set[str]]:
     """Return the exact losses of each step, of all starts and ranks, each with its rank."""
     found: dict[int, set[str]] = {}
     for rank in range(order.ranks):
         for line in read_lines(order.record(rank)):
-            if is_(line, "trained"):
+            if line["event"] == "trained":
                 found.setdefault(line["step"], set()).add(f"rank {rank}: {line['loss']}")
     return found
 
@@ -242,51 +272,16 @@ def run_straight(order: Order) -> dict[int, set[str]]:
     return losses(order)
 
 
-class BareStart:
+class BareStart(Records):
     """Start number `number` of the job of `order`, rank by rank and without an agent: it takes half a second."""
 
     def __init__(self, order: Order, number: int) -> None:
+        super().__init__(order, f"{number}.0")
         order.folder.mkdir(parents=True, exist_ok=True)
-        self.order, self.number = order, number
+        self.number = number
         self.codes: list[int | None] = []
         """The exit codes, once it has ended; None for a rank that had to be killed."""
         self._ranks = [Forked(run_rank, order, number, rank) for rank in range(order.ranks)]
-
-    def lines(self, rank: int) -> list[dict[str, Any]]:
-        """Return what `rank` recorded, in order."""
-        return [line for line in read_lines(self.order.record(rank)) if line["start"] == f"{self.number}.0"]
-
-    def of_event(self, event: str, rank: int = 0) -> list[dict[str, Any]]:
-        """Return what `rank` recorded of `event`."""
-        return [line for line in self.lines(rank) if is_(line, event)]
-
-    def steps(self, event: str) -> set[int]:
-        """Return the steps for which every rank recorded `event`."""
-        return set.intersection(*({line["step"] for line in self.of_event(event, rank)} for rank in self.all_ranks))
-
-    def losses(self, rank: int) -> dict[int, str]:
-        """Return the exact loss of each step that `rank` trained."""
-        return {line["step"]: line["loss"] for line in self.of_event("trained", rank)}
-
-    @property
-    def all_ranks(self) -> range:
-        """The numbers of its ranks."""
-        return range(self.order.ranks)
-
-    @property
-    def resumed(self) -> int | None:
-        """The step that it resumed, 0 for a fresh start; None if it did not get there on every rank."""
-        return max(self.steps("resumed"), default=None)
-
-    @property
-    def is_from_memory(self) -> bool:
-        """Whether what it resumed was in memory."""
-        return any(line["origin"] == "memory" for line in self.of_event("loaded"))
-
-    def trained(self, of_ranks: Callable[[Sequence[int]], int] = min) -> int:
-        """Return the last step that all ranks have trained, or with `max` that any of them has; 0 for none."""
-        lines = [self.of_event("trained", rank) for rank in self.all_ranks]
-        return of_ranks([max((line["step"] for line in each), default=0) for each in lines])
 
     def wait_for(self, condition: Callable[[], bool]) -> bool:
         """Wait until `condition` holds; return whether it does: False if a rank has ended before."""
@@ -485,10 +480,6 @@ def _digest(run: SmallRun, of: Callable[[DTensor], torch.Tensor], *more: torch.T
     for tensor in [*run.model.parameters(), *moments, *more]:
         digest.update((of(tensor) if isinstance(tensor, DTensor) else tensor).detach().contiguous().numpy())
     return digest.hexdigest()
-
-
-def _trains(starts: dict[str, list[dict[str, Any]]], after: int) -> bool:
-    return len(starts) > after and any(is_(line, "trained") for line in list(starts.values())[after])
 
 
 def _is_running(pid: int) -> bool:

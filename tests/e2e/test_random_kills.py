@@ -106,7 +106,7 @@ def _resumes(job: KilledJob, number: int, tally: Tally, *, with_images: bool = F
     resumed = job.wait_for_training(number)
     tally.from_memory += resumed > on_disk
     tally.lost += resumed < expected
-    assert resumed >= expected, f"step {expected} was reported, step {resumed} was resumed:\n{job.tail()}"
+    assert resumed >= expected, f"step {expected} was reported, step {resumed} was resumed:\n{job.order.tail()}"
 
 
 def _nothing_is_wrong(order: Order, straight: dict[int, set[str]], tally: Tally) -> None:
