@@ -17,13 +17,12 @@ import torch
 from tests.checkpoint.reading.foreign_folders import of_0_3, of_2024, save_plain
 from tests.checkpoint.small_run import SmallRun
 from tests.cli.conftest import Said
-from tests.cli.folders import add_step
+from tests.cli.folders import GOLDEN, add_step
 from tests.store.filled import flip, later_format
 from torchtitan_lite.checkpoint.examining import verification
 from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.store.verified import verified, verified_in
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "format-7" / "two-ranks" / "checkpoint" / "step-7"
 COMMAND = "verify"
 
 
