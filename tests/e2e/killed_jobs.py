@@ -15,12 +15,13 @@ import resource
 import signal
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -53,8 +54,6 @@ LONGEST_SECONDS = 0.06
 """The moment of a kill is at most this long after a step; a step takes less."""
 GRACE_SECONDS = 3.0
 """From the death of one rank to SIGKILL for the others, which got SIGTERM."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -336,13 +335,24 @@ class BareStart(Records):
         return self.order.tail()
 
 
+class Tally(Counter[str]):
+    """How often each outcome came, of the cases of `title`; the `kinds` are in the line even if they did not."""
+
+    def __init__(self, title: str, *kinds: str) -> None:
+        super().__init__(dict.fromkeys(kinds, 0))
+        self.title = title
+
+    def __str__(self) -> str:
+        return f"{self.title}: {', '.join(f'{number} {what}' for what, number in self.items())}"
+
+
 @contextmanager
-def printed(request: pytest.FixtureRequest, counts: T) -> Iterator[T]:
-    """Yield `counts`, and print them once all cases are over."""
-    yield counts
+def printed(request: pytest.FixtureRequest, tally: Tally) -> Iterator[Tally]:
+    """Yield `tally`, and print it once all cases are over."""
+    yield tally
     plugins = request.config.pluginmanager
     with plugins.getplugin("capturemanager").global_and_fixture_disabled():
-        plugins.getplugin("terminalreporter").write_line(f"\n{counts}")
+        plugins.getplugin("terminalreporter").write_line(f"\n{tally}")
 
 
 def _agent(order: Order, number: int) -> None:
