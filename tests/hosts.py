@@ -169,10 +169,10 @@ class Refused(Exception):
     """This system, or this user, cannot have network namespaces: the text says what failed."""
 
 
-def torchrun(script: str, *arguments: str, nodes: int, rank: int, master: Host, ranks: int = 1) -> list[str]:
+def torchrun(script: str, *arguments: str, nodes: int, rank: int, master: Host) -> list[str]:
     """Return the command of one node of `nodes` whose ranks run `script`; node 0 is `master`."""
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--node-rank={rank}"]
-    place = [f"--nproc-per-node={ranks}", f"--master-addr={master.address}", "--master-port=29400"]
+    place = ["--nproc-per-node=1", f"--master-addr={master.address}", "--master-port=29400"]
     return [*launcher, *place, script, *arguments]
 
 

@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+DEADLINE_SECONDS = 120.0
+"""The longest wait for what takes a moment on an idle machine."""
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the complete lines of a JSON-lines file that another process may be writing."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def wait_until(
+    condition: Callable[[], Any], log: Callable[[], str] = str, is_over: Callable[[], Any] = lambda: False
+) -> bool:
+    """Return True as soon as `condition` holds, False once all `is_over` without it; fail with `log` at a deadline."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"nothing happened for {DEADLINE_SECONDS:.0f} s:\n{log()}"
+        if is_over():
+            return bool(condition())
+        time.sleep(0.002)
+    return True
 
 
 def children(pid: int) -> list[int]:

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -20,7 +19,7 @@ import pytest
 import torch
 
 from tests.e2e.jobs import DEADLINE_SECONDS, TINY, Job, free_port
-from tests.processes import children, command_line, send
+from tests.processes import children, command_line, send, wait_until
 from torchtitan_lite.metrics.json_lines import JsonLines
 
 ROOT = Path(__file__).parents[1]
@@ -125,10 +124,7 @@ class Cluster:
         return (self.record / "srun").read_text().splitlines()
 
     def wait_for_step(self, process: subprocess.Popen[str]) -> None:
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not (self.record / "started").exists():
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.005)
+        assert wait_until((self.record / "started").exists, self.log.read_text, lambda: process.poll() is not None)
 
 
 @pytest.fixture

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import signal
 import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
@@ -237,6 +239,24 @@ class Proxy:
         """Add `entry` to the log."""
         with self._lock:
             self._log.append(entry)
+
+
+FATES = ("before", "during", "after")
+"""When a request is cut: before it is sent on, while its answer is on its way, or once that has arrived."""
+
+
+def killing(started: Future[int], fate: str) -> Action:
+    """Return an action that kills the process `started` around a request, as `fate` says."""
+
+    def action(exchange: Exchange) -> None:
+        answer = None if fate == "before" else exchange.forward()
+        if answer is not None and fate == "after":
+            exchange.send(answer)
+        os.kill(started.result(60), signal.SIGKILL)
+        if fate != "after":
+            exchange.reset()
+
+    return action
 
 
 @contextmanager

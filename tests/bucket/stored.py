@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
+from tests.cli.folders import GOLDEN
 from tests.disk.sources import bounced
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.bucket.store import BucketStore, open_bucket
@@ -15,8 +15,6 @@ from torchtitan_lite.config.address import parse
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
 from torchtitan_lite.store.place import ObjectPlace
-
-GOLDEN = Path(__file__).parents[1] / "golden" / "format-7" / "two-ranks" / "checkpoint" / "step-7"
 
 
 @contextmanager
@@ -48,11 +46,11 @@ def write(store: BucketStore, step: int, **changes: Any) -> tuple[str, Manifest]
     return place, dataclasses.replace(manifest, step=step, extra=manifest.extra | changes.pop("extra", {}), **changes)
 
 
-def flip(info: CheckpointInfo, name: str, at: int) -> None:
-    """Flip a bit of the byte `at` of the file `name` of `info`."""
+def flip(info: CheckpointInfo, name: str, at: int | None = None) -> None:
+    """Flip a bit of the byte `at` of the file `name` of `info`, or of the one in its middle."""
     objects, key = connect(parse(_place(info).address)), f"{_place(info).name}/{name}"
     data = bytearray(objects.get(key)[0])
-    data[at] ^= 1
+    data[len(data) // 2 if at is None else at] ^= 1
     objects.put(key, bytes(data))
 
 

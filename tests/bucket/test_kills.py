@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -12,14 +11,13 @@ from typing import Any
 
 import pytest
 
-from tests.bucket.proxy import Action, Exchange, Proxy, at
+from tests.bucket.proxy import FATES, Proxy, at, killing
 from tests.bucket.training import train
 from tests.forked import run_script
 
 SCRIPT = Path(__file__).with_name("training.py")
 STEPS = 3
 MODES = ("disabled", "async", "async_with_pinned_mem")
-FATES = ("before", "during", "after")
 APART = 27
 """Of this many requests, one is a point in the runs that do not try all."""
 
@@ -40,8 +38,9 @@ class Start:
         environment = {**os.environ, **proxy.environment, "OMP_NUM_THREADS": "1"}
         self._process = run_script(SCRIPT, arguments, self._log, environment)
 
-    def kill(self) -> None:
-        os.kill(self._process.pid, signal.SIGKILL)
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def end(self) -> int:
         return self._process.wait(120)
@@ -60,23 +59,12 @@ class Start:
 
 def killed_at(number: int, fate: str, proxy: Proxy, folder: str, mode: str, tmp_path: Path) -> int:
     """Start the run and kill it around request `number`; return the latest step that was acknowledged."""
-    started: Future[Start] = Future()
-    proxy.again(at(number, _killing(started, fate)))
-    started.set_result(Start(proxy, folder, mode, tmp_path))
-    started.result().end()
-    return started.result().acknowledged
-
-
-def _killing(started: Future[Start], fate: str) -> Action:
-    def action(exchange: Exchange) -> None:
-        answer = None if fate == "before" else exchange.forward()
-        if answer is not None and fate == "after":
-            exchange.send(answer)
-        started.result(60).kill()
-        if fate != "after":
-            exchange.reset()
-
-    return action
+    started: Future[int] = Future()
+    proxy.again(at(number, killing(started, fate)))
+    start = Start(proxy, folder, mode, tmp_path)
+    started.set_result(start.pid)
+    start.end()
+    return start.acknowledged
 
 
 def num_requests(proxy: Proxy, folder: str, mode: str, tmp_path: Path) -> int:

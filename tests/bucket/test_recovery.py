@@ -249,8 +249,7 @@ def test_a_manifest_that_cannot_be_read_ends_the_start(
 def test_a_manifest_of_a_later_version_ends_the_start(job: Job, bucket: Bucket) -> None:
     info = save(job.store, 5)
     key = f"{info.path.name}/{layout.MANIFEST}"
-    text = later_format(bucket.stored[key].data)
-    bucket.put(key, seal(text[: text.rindex(b',\n"digest"')]))
+    bucket.put(key, later_format(bucket.stored[key].data))
     lose(bucket)
     before = bucket.state()
     with pytest.raises(FormatTooNew):

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from tests.bucket.proxy import Action, Proxy, Request, answers, where
 from tests.bucket.saving import set_aside_in
 from tests.bucket.server import Server
+from tests.bucket.stored import flip
 from tests.checkpoint.small_run import SmallRun, Tiny, job_config, same
 from tests.cli.command import command
 from torchtitan_lite.bucket.head import Status
@@ -57,14 +58,6 @@ def steps(folder: str) -> list[int]:
     return [info.step for info in stored(folder).committed()]
 
 
-def overwrite(folder: str, step: int, name: str) -> None:
-    """Change one byte of a file of `step`."""
-    objects, place = connect(parse(folder)), stored(folder).get(step).path
-    data = bytearray(objects.get(f"{place.name}/{name}")[0])
-    data[len(data) // 2] ^= 1
-    objects.put(f"{place.name}/{name}", bytes(data))
-
-
 def test_a_restarted_run_is_the_run_that_never_stopped(folder: str, mode: str, tmp_path: Path) -> None:
     with SmallRun(tmp_path, folder=folder, interval=2, async_mode=mode) as first:
         assert not first.manager.load()
@@ -90,7 +83,7 @@ def test_retention_removes_the_objects_of_what_is_not_kept(folder: str, mode: st
 
 def test_a_changed_byte_makes_a_load_take_the_step_before_and_the_head_says_so(folder: str, tmp_path: Path) -> None:
     SmallRun(tmp_path, folder=folder, interval=2).loaded().finished(6)
-    overwrite(folder, 6, layout.data_file(0, 0))
+    flip(stored(folder).get(6), layout.data_file(0, 0))
     with SmallRun(tmp_path, folder=folder, interval=2, seed=1).resumed() as second:
         assert second.train_state.step == 4
         second.train(6)
@@ -156,7 +149,7 @@ def _rounded(value: torch.Tensor) -> torch.Tensor:
 
 def test_a_step_that_was_named_and_is_damaged_ends_the_start(folder: str, tmp_path: Path) -> None:
     SmallRun(tmp_path, folder=folder, interval=2).loaded().finished(4)
-    overwrite(folder, 2, layout.data_file(0, 0))
+    flip(stored(folder).get(2), layout.data_file(0, 0))
     with SmallRun(tmp_path, folder=folder, load_step=2) as second, pytest.raises(CheckpointDamaged):
         second.manager.load()
     assert steps(folder) == [2, 4]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
-from tests.bucket.proxy import Action, Exchange, Proxy, at
+from tests.bucket.proxy import FATES, Proxy, at, killing
 from tests.bucket.stored_files import uploads_under_way, written
 from tests.forked import Forked, run_script
 from torchtitan_lite.bucket.obstore_objects import connect
@@ -21,24 +20,11 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.place import ObjectPlace
 
 SCRIPT = Path(__file__).with_name("uploading.py")
-FATES = ("before", "during", "after")
 
 
 def start(source: Path, folder: str, proxy: Proxy, tmp_path: Path) -> Forked:
     environment = {**os.environ, **proxy.environment, "OMP_NUM_THREADS": "1"}
     return run_script(SCRIPT, [str(source), folder], tmp_path / "log", environment)
-
-
-def killing(started: Future[int], fate: str) -> Action:
-    def action(exchange: Exchange) -> None:
-        answer = None if fate == "before" else exchange.forward()
-        if answer is not None and fate == "after":
-            exchange.send(answer)
-        os.kill(started.result(60), signal.SIGKILL)
-        if fate != "after":
-            exchange.reset()
-
-    return action
 
 
 def assert_complete(source: Path, folder: str) -> list[int]:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.small_run import Lent, SmallRun
+from tests.checkpoint.savers import Lent
+from tests.checkpoint.small_run import SmallRun
 from torchtitan_lite.checkpoint.saving.savers import ProcessSaver
 from torchtitan_lite.disk import at_exit
 from torchtitan_lite.distributed.peers import Peers

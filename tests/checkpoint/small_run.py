@@ -6,17 +6,18 @@ state continue alike, bit for bit.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver
 from torchtitan_lite.checkpoint.saving.writer import Origin, SaveTarget
 from torchtitan_lite.checkpoint.state.train_state import TrainState
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
@@ -28,7 +29,6 @@ from torchtitan_lite.store.store import CheckpointStore
 
 ORIGIN = Origin(Lineage("run1"), topology="1 rank", config={})
 """The origin of checkpoints that tests save without a manager."""
-_DEADLINE_SECONDS = 90.0
 
 
 class Clock:
@@ -42,12 +42,14 @@ class Clock:
 
 
 class Events:
-    """A record of all events of a manager, in order."""
+    """A record of all events of a manager, in order; `now` returns the step in which one occurs."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], int] = lambda: -1) -> None:
         self.recorded: list[tuple[str, int, dict[str, Any]]] = []
+        self._now, self._steps = now, list[int]()
 
     def __call__(self, event: str, step: int, /, **figures: Any) -> None:
+        self._steps.append(self._now())
         self.recorded.append((event, step, figures))
 
     def emit(self, event: Event) -> None:
@@ -58,9 +60,17 @@ class Events:
         """Return the steps of all `event`s with this name."""
         return [step for name, step, _ in self.recorded if name == event]
 
+    def happened(self, event: str) -> list[tuple[int, int, dict[str, Any]]]:
+        """Return of all `event`s with this name the step, the step of the run when it occurred, and the figures."""
+        return [
+            (step, now, figures)
+            for (name, step, figures), now in zip(self.recorded, self._steps, strict=False)
+            if name == event
+        ]
+
     def wait_for(self, event: str) -> None:
         """Return once an `event` with this name is there: one of another process may come late on a busy machine."""
-        deadline = time.monotonic() + _DEADLINE_SECONDS
+        deadline = time.monotonic() + 90.0
         while not self.steps(event):
             assert time.monotonic() < deadline, f"no {event} yet"
             time.sleep(0.005)
@@ -108,67 +118,56 @@ class Loader:
         self.state = {"position": state_dict["position"], "seen": list(state_dict["seen"])}
 
 
-class Run:
-    """The base of small runs: AdamW over `model`, a falling rate, counters, a manager that gets `seams` as keywords."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        config: JobConfig,
-        *,
-        lr: float = 0.1,
-        dataloader: Any = None,
-        states: dict[str, Any] | None = None,
-        seams: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda done: 1 / (1 + done))
-        self.train_state = TrainState()
-        self.manager = CheckpointManager(
-            dataloader,
-            [model],
-            [self.optimizer],
-            [self.scheduler],
-            {"train_state": self.train_state} | (states or {}),
-            config,
-            **(seams or {}),
-        )
-
-    def take_step(self, loss: Callable[[], Tensor]) -> float:
-        """Take one step of the optimizer and the schedule. Returns the loss."""
-        self.train_state.step += 1
-        value = loss()
-        value.backward()  # type: ignore[no-untyped-call]  # torch's gap
-        self.manager.maybe_wait_for_staging()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.scheduler.step()
-        return value.item()
+Loss = Callable[["SmallRun"], Tensor]
 
 
-class SmallRun(Run):
-    """One run, or its part between two restarts. Its manager gets the options of `[checkpoint]` and the seams."""
+def loss_of(run: SmallRun, batch: Tensor | None = None) -> Tensor:
+    """Return the loss of `batch`, or of the next one of the loader; it is recorded."""
+    loss: Tensor = run.model(next(run.loader) if batch is None else batch).square().mean()
+    run.train_state.record_loss(loss.item(), loss.item())
+    return loss
+
+
+class SmallRun:
+    """One run, or its part between two restarts: AdamW, a falling rate, counters, and a manager.
+
+    It trains `Tiny` with a `Loader`, unless it gets a `model`; then it has only the `loader` that it gets, and needs a
+    `loss`. The manager gets `checkpoint`, the options of this section, and the keywords `seams`.
+    """
 
     def __init__(
         self,
         folder: Path,
         /,
         *,
+        model: nn.Module | None = None,
+        loss: Loss = loss_of,
+        loader: Any = None,
+        lr: float = 0.1,
         seed: int = 0,
-        states: dict[str, Any] | None = None,
-        seams: dict[str, Any] | None = None,
+        states: Mapping[str, Any] | None = None,
+        seams: Mapping[str, Any] | None = None,
         **checkpoint: Any,
     ) -> None:
-        torch.manual_seed(seed)
-        self.loader, self.events, self.clock = Loader(), Events(), Clock()
+        if model is None:
+            torch.manual_seed(seed)
+            model, loader = Tiny(), Loader()
         self.root = folder / "checkpoint"
-        super().__init__(
-            Tiny(),
+        self.model, self.loader, self._loss = model, loader, loss
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda done: 1 / (1 + done))
+        self.train_state = state = TrainState()
+        self.events, self.clock = Events(lambda: state.step), Clock()
+        seams = {"clock": self.clock, "on_event": self.events, **(seams or {})}
+        self.saver: Any = seams.get("saver")
+        self.manager = CheckpointManager(
+            loader,
+            [model],
+            [self.optimizer],
+            [self.scheduler],
+            {"train_state": self.train_state, **(states or {})},
             job_config(folder, **checkpoint),
-            dataloader=self.loader,
-            states=states,
-            seams={"clock": self.clock, "on_event": self.events} | (seams or {}),
+            **seams,
         )
 
     def __enter__(self) -> SmallRun:
@@ -187,16 +186,29 @@ class SmallRun(Run):
         assert self.manager.load()
         return self
 
+    def take_step(self, of: Loss | None = None) -> float:
+        """Take one step of the optimizer and the schedule. Returns the loss."""
+        self.train_state.step += 1
+        loss = (of or self._loss)(self)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch's gap
+        self.manager.maybe_wait_for_staging()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        return loss.item()
+
     def step(self, *, last: bool = False) -> bool:
         """Take one optimizer step, then call the manager's `save`. Returns whether it saved."""
-        loss = self.take_step(lambda: self.model(next(self.loader)).square().mean())
-        self.train_state.record_loss(loss, loss)
+        self.take_step()
         return self.manager.save(self.train_state.step, force=last)
 
-    def train(self, steps: int, *, last: bool = True) -> None:
-        """Train until `steps` are done. With `last` the run ends there, so the last step is saved in any case."""
-        while self.train_state.step < steps:
-            self.step(last=last and self.train_state.step + 1 == steps)
+    def train(self, steps: int, *, last: bool = True) -> list[int]:
+        """Train until `steps` are done. With `last` the run ends there, so the last step is saved in any case.
+
+        Returns the saved steps.
+        """
+        remaining = range(self.train_state.step + 1, steps + 1)
+        return [step for step in remaining if self.step(last=last and step == steps)]
 
     def finished(self, steps: int, *, last: bool = True) -> SmallRun:
         """Train until `steps` are done, as `train` does, and close the manager; return this run."""
@@ -210,13 +222,13 @@ class SmallRun(Run):
         return self.train_state.global_avg_losses
 
     def contents(self) -> dict[str, Any]:
-        """Return a copy of everything that a checkpoint must restore."""
+        """Return a copy of everything that a checkpoint must restore. **Collective** if the model is sharded."""
         return {
-            "model": {name: tensor.clone() for name, tensor in self.model.state_dict().items()},
-            "moments": [{k: v.clone() for k, v in s.items()} for s in self.optimizer.state_dict()["state"].values()],
+            "model": {name: _whole(tensor) for name, tensor in self.model.state_dict().items()},
+            "moments": [{k: _whole(v) for k, v in s.items()} for s in self.optimizer.state_dict()["state"].values()],
             "lr": self.optimizer.param_groups[0]["lr"],
             "schedule": self.scheduler.state_dict()["last_epoch"],
-            "loader": {"position": self.loader.state["position"], "seen": list(self.loader.state["seen"])},
+            "loader": copy.deepcopy(self.loader.state) if isinstance(self.loader, Loader) else None,
             "step": self.train_state.step,
             "losses": list(self.losses),
         }
@@ -230,7 +242,8 @@ class SmallRun(Run):
             for tensor in state.values():
                 tensor.add_(1)
         self.optimizer.param_groups[0]["lr"] = 77.0
-        self.loader.state = {"position": 99, "seen": [99]}
+        if isinstance(self.loader, Loader):
+            self.loader.state = {"position": 99, "seen": [99]}
         self.train_state.step = 99
 
     def committed(self) -> list[int]:
@@ -238,8 +251,17 @@ class SmallRun(Run):
         return [info.step for info in CheckpointStore(self.root).committed()]
 
     def names(self) -> list[str]:
-        """Return all names in the folder of checkpoints except the lease's."""
+        """Return all names in the folder of checkpoints except the lease's. **Collective** if the model is sharded.
+
+        Then it waits for all ranks first, because the coordinator does more work at the end of a save.
+        """
+        if any(isinstance(each, DTensor) for each in self.model.parameters()):
+            dist.barrier()
         return sorted(path.name for path in self.root.iterdir() if path.name != layout.LOCK)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def job_config(folder: Path, /, **checkpoint: Any) -> JobConfig:
@@ -257,28 +279,6 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple):
         return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
     return bool(a == b)
-
-
-class Lent:
-    """A saver that several managers use one after another; only its owner closes it."""
-
-    def __init__(self, saver: Saver) -> None:
-        self._saver = saver
-
-    def start(self) -> None:
-        self._saver.start()
-
-    def prepare(self, get_state: Callable[[], State]) -> None:
-        self._saver.prepare(get_state)
-
-    def compare_alongside(self, get_state: Callable[[], State]) -> None:
-        self._saver.compare_alongside(get_state)
-
-    def save(self, state: State, target: SaveTarget) -> PendingSave:
-        return self._saver.save(state, target)
-
-    def close(self, timeout_seconds: float) -> None:
-        """Do nothing: the owner closes the saver."""
 
 
 def target(store: CheckpointStore, step: int, kind: CheckpointKind = CheckpointKind.FULL) -> SaveTarget:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.conftest import StartRun
-from tests.checkpoint.tiny_run import ObservedSaver
+from tests.checkpoint.savers import ObservedSaver
 from torchtitan_lite.checkpoint.saving.savers import SyncSaver, ThreadSaver
 from torchtitan_lite.distributed.peers import Peers
 

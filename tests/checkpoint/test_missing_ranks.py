@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.tiny_run import TinyRun
+from tests.checkpoint.sharded_run import sharded_run
 from tests.ranks import on_two_ranks
 from torchtitan_lite.distributed import missing_ranks
 from torchtitan_lite.log import logger
@@ -41,14 +41,14 @@ def rank_0_first(rank: int, noticed: Path, call: Callable[[], object]) -> str:
 @on_two_ranks
 def test_a_save_of_one_rank_alone_names_itself_while_it_waits(rank: int, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        run = TinyRun(tmp_path, interval=100)
+        run = sharded_run(tmp_path, interval=100)
         patch.setattr(missing_ranks, "NOTICE_SECONDS", 0.05)
         seen = rank_0_first(rank, tmp_path / "open", run.manager.load)
         assert seen.startswith("In the first call of the checkpoint manager for 0 s")
-        run.step()
+        run.take_step()
         seen = rank_0_first(rank, tmp_path / "first", lambda: run.manager.save(1))
         assert seen.startswith("In the first save() of the checkpoint manager for 0 s")
-        run.step()
+        run.take_step()
         seen = rank_0_first(rank, tmp_path / "later", lambda: run.manager.save(2, now=True))
         assert seen.startswith("In save(2) for 0 s, probably waiting for other ranks. Every rank has to make this call")
         run.manager.close()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.checkpoint.tiny_run import TinyRun, at_steps
+from tests.checkpoint.sharded_run import at_steps, sharded_run
 from tests.ranks import Ranks, on_two_ranks
 from tests.ranks import four_ranks as four_ranks
 from tests.store.filled import without_token
@@ -147,9 +147,9 @@ class Losing(Durable):
 @on_two_ranks
 def test_a_failed_save_says_each_thing_once(rank: int, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoint", durable=Losing())
-    run = TinyRun(tmp_path, async_mode="disabled", seams={"save_policy": at_steps(1), "store": store})
+    run = sharded_run(tmp_path, async_mode="disabled", seams={"save_policy": at_steps(1), "store": store})
     with run.manager:
-        run.steps(2)
-    [(step, _, figures)] = run.happened("save_failed")
+        run.train(2, last=False)
+    [(step, _, figures)] = run.events.happened("save_failed")
     assert step == 1
     assert without_token(figures["reason"]) == f"rank 0: {store.root}/step-1.staging/__1_0.distcp is missing"

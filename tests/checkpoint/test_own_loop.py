@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from tests.checkpoint.only_once import load_and_close
 from tests.checkpoint.small_run import Events, Loader
 from tests.ranks import on_two_ranks
+from tests.store.filled import flip
 from torchtitan_lite.checkpoint import CheckpointManager, TrainState, load_model
 from torchtitan_lite.errors import (
     AllCheckpointsDamaged,
@@ -60,13 +61,6 @@ def saved_run(folder: Path, steps: int = 4, **given: Any) -> nn.Sequential:
 
 def equal(one: nn.Module, other: nn.Module) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-
-
-def damage(checkpoint: Path) -> None:
-    data = next(checkpoint.glob("*.distcp"))
-    content = bytearray(data.read_bytes())
-    content[len(content) // 2] ^= 0xFF
-    data.write_bytes(content)
 
 
 def test_one_call_with_keywords_saves_by_default(tmp_path: Path) -> None:
@@ -213,7 +207,7 @@ def test_a_damaged_latest_step_is_skipped_and_left_where_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saved_run(tmp_path, steps=3)
-    damage(tmp_path / "step-3")
+    flip(tmp_path / "step-3" / "__0_0.distcp")
     with caplog.at_level(logging.WARNING):
         assert load_model(a_model(seed=1), tmp_path) == 2
     assert "Step 3 is damaged" in caplog.text
@@ -237,7 +231,7 @@ def test_a_step_that_the_training_job_removes_during_the_load_is_not_called_dama
 
 def test_where_all_are_damaged_the_error_names_each(tmp_path: Path) -> None:
     saved_run(tmp_path, steps=2)
-    damage(tmp_path / "step-1")
+    flip(tmp_path / "step-1" / "__0_0.distcp")
     (tmp_path / "step-2" / "manifest.json").write_text("{")
     with pytest.raises(AllCheckpointsDamaged, match=r"(?s)step 2: .*step 1: "):
         load_model(a_model(seed=1), tmp_path)

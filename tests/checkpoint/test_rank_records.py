@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.checkpoint.small_run import job_config
 from tests.ranks import on_two_ranks
+from tests.store.filled import flip
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.state.per_rank import PerRank
 from torchtitan_lite.checkpoint.state.stateful import DictState
@@ -147,10 +148,7 @@ def test_a_damaged_record_is_found_as_a_damaged_file_is(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved(tmp_path)
-    path = step(tmp_path) / name
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip(step(tmp_path) / name)
     with pytest.raises(AllCheckpointsDamaged, match=name.replace(".", r"\.")):
         resumed(tmp_path)
     assert main(["verify", str(step(tmp_path))]) == 3

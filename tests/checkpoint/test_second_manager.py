@@ -15,8 +15,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.checkpoint.conftest import StartRun
+from tests.checkpoint.savers import ObservedSaver
+from tests.checkpoint.sharded_run import sharded_run
 from tests.checkpoint.small_run import SmallRun, same
-from tests.checkpoint.tiny_run import ObservedSaver, TinyRun
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.saving.savers import ThreadSaver
 from torchtitan_lite.distributed.peers import Peers
@@ -145,17 +146,17 @@ def test_a_manager_that_was_closed_is_in_no_ones_way(start_run: StartRun, caplog
 
 @on_two_ranks
 def test_all_ranks_hand_a_folder_over(rank: int, tmp_path: Path) -> None:
-    first = TinyRun(tmp_path, interval=1, async_mode="async")
-    first.steps(2)
-    second = TinyRun(tmp_path, interval=1)
+    first = sharded_run(tmp_path, interval=1, async_mode="async")
+    first.train(2, last=False)
+    second = sharded_run(tmp_path, interval=1)
     assert second.manager.load()
     assert second.train_state.step == 2
-    second.steps(3)
+    second.train(3, last=False)
     with pytest.raises(ConfigError, match="another manager of this process"):
-        first.steps(3)
+        first.train(3, last=False)
     second.manager.close()
     dist.barrier()
-    assert second.checkpoints() == ["step-1", "step-2", "step-3"]
+    assert second.names() == ["step-1", "step-2", "step-3"]
 
 
 def test_a_manager_that_is_used_again_after_another_job_trained_on_has_to_load_first(start_run: StartRun) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,13 +60,6 @@ def write_manifest(
     )
     (folder / layout.MANIFEST).write_bytes(manifest.to_json())
     return manifest
-
-
-def flip(path: Path, at: int) -> None:
-    """Change the byte `at` of the file `path`."""
-    with path.open("r+b") as file:
-        byte = os.pread(file.fileno(), 1, at)[0]
-        os.pwrite(file.fileno(), bytes([byte ^ 0x41]), at)
 
 
 def _part(data: bytes, at: int, count: int) -> bytes:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import io
 import json
 import os
 import re
-import struct
 import subprocess
 import sys
-import termios
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.screens import terminal
 from torchtitan_lite.cli.app import main
 
 ROOT = Path(__file__).parents[2]
@@ -50,19 +48,14 @@ def command(*arguments: str | Path) -> Ended:
 
 def on_a_terminal(*arguments: str | Path, columns: int = 80) -> tuple[int, str]:
     """Run it on a terminal with `columns` columns; return its exit code and the screen, colours included."""
-    ours, its = os.openpty()
-    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
     for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
         environment.pop(name, None)
-    with subprocess.Popen([*CLI, *map(str, arguments)], stdin=its, stdout=its, stderr=its, env=environment) as process:
-        os.close(its)
-        screen = b""
-        with contextlib.suppress(OSError):  # EIO at the end
-            while part := os.read(ours, 1 << 16):
-                screen += part
-        os.close(ours)
-    return process.returncode, screen.decode().replace("\r\n", "\n")
+    with terminal(columns) as screen:
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), screen.stream)
+        with subprocess.Popen([*CLI, *map(str, arguments)], **streams, env=environment) as process:
+            screen.shown_at_end()
+    return process.returncode, screen.received.replace("\r\n", "\n")
 
 
 def plain(screen: str) -> str:

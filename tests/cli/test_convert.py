@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from tests.checkpoint.reading.foreign_folders import TOKENS_OF_RANK, of_0_3, of_2024, save_plain
 from tests.checkpoint.small_run import SmallRun, same
-from tests.checkpoint.with_manifest import flip
 from tests.cli.conftest import Said
+from tests.store.filled import flip
 from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
 from torchtitan_lite.checkpoint.state.stateful import OptimizerWrapper

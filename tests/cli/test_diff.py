@@ -13,11 +13,10 @@ import torch
 
 from tests.checkpoint.reading.foreign_folders import of_0_3, of_2024, save_plain
 from tests.checkpoint.small_run import SmallRun
-from tests.checkpoint.with_manifest import flip
 from tests.cli.command import command, on_a_terminal, plain
 from tests.cli.conftest import Said
-from tests.store.filled import later_format
-from torchtitan_lite.store.manifest import seal
+from tests.cli.folders import of_newer_format
+from tests.store.filled import flip
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "format-7" / "two-ranks"
 COMMAND = "diff"
@@ -188,13 +187,6 @@ def _cut(step: Path) -> Path:
     return step
 
 
-def _newer(step: Path) -> Path:
-    path = step / "manifest.json"
-    body = path.read_bytes()[: path.read_bytes().rindex(b',\n"digest"')]
-    path.write_bytes(seal(later_format(body)))
-    return step
-
-
 def _half(step: Path) -> Path:
     for name in ("manifest.json", ".metadata"):
         (step / name).unlink()
@@ -206,7 +198,7 @@ def _half(step: Path) -> Path:
     [
         (_damaged, 3, "step-7 is damaged: manifest.json: its own digest is not the"),
         (_cut, 3, "step-7 is damaged: __0_0.distcp: expected 85312 bytes, found 5"),
-        (_newer, 1, "manifest.json: it has format version 99, this version reads up to 7"),
+        (of_newer_format, 1, "manifest.json: it has format version 99, this version reads up to 7"),
         (_half, 1, "step-7 holds no checkpoint: there are files of tensors in it, but no .metadata"),
         (lambda step: step.rename(step.with_name("step-7.staging-0f3a")), 1, "a save into it is under way"),
         (lambda step: step.parent / "step-8", 1, "step-8 does not exist"),

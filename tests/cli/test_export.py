@@ -22,13 +22,12 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from tests.checkpoint.converting.sources import sharded_weights
 from tests.checkpoint.reading.foreign_folders import of_0_3, of_2024, save_plain
 from tests.checkpoint.small_run import SmallRun
-from tests.checkpoint.with_manifest import flip
 from tests.cli.conftest import Said
-from tests.store.filled import later_format
+from tests.cli.folders import of_newer_format
+from tests.store.filled import flip
 from torchtitan_lite.checkpoint.converting import exporting
 from torchtitan_lite.cli.export import num_bytes
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.store.manifest import seal
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
@@ -206,12 +205,6 @@ def test_damage_is_found_and_nothing_remains(format: str, tmp_path: Path, call: 
     assert "(in it: tok.weight" in err
     assert err.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
-
-
-def of_newer_format(folder: Path) -> None:
-    path = folder / "manifest.json"
-    text = path.read_bytes().rpartition(b',\n"digest"')[0]
-    path.write_bytes(seal(later_format(text)))
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ import torch
 
 from tests.checkpoint.reading.foreign_folders import save_plain
 from tests.checkpoint.small_run import SmallRun
-from tests.checkpoint.with_manifest import flip
 from tests.cli.conftest import Said
 from tests.e2e import jobs
 from tests.hugging_face import assert_same_function, our_model
+from tests.store.filled import flip
 from torchtitan_lite.cli.app import main
 from torchtitan_lite.data.byte_tokenizer_files import byte_tokenizer_files
 from torchtitan_lite.models.llama.args import FLAVORS, ModelArgs, RopeScaling

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.checkpoint.reading.foreign_folders import save_plain
-from tests.checkpoint.with_manifest import flip
 from tests.cli.command import command
 from tests.cli.folders import add_step
+from tests.store.filled import flip
 from torchtitan_lite.cli.exit_codes import ExitCode
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from tests.checkpoint.reading.foreign_folders import of_0_3
 from tests.checkpoint.small_run import SmallRun, same
-from tests.checkpoint.with_manifest import flip
 from tests.cli.conftest import Said
+from tests.store.filled import flip
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, open_checkpoint
 from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
 from torchtitan_lite.checkpoint.format.structure import encode

@@ -15,8 +15,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.checkpoint.only_once import load_and_close
+from tests.checkpoint.sharded_run import sharded_run
 from tests.checkpoint.small_run import same
-from tests.checkpoint.tiny_run import TinyRun
 from tests.data.numbered import loader as own_loader
 from tests.data.resumed_loaders import OF_TORCHDATA
 from tests.ranks import Ranks, on_two_ranks
@@ -181,24 +181,24 @@ def test_each_of_two_ranks_continues_with_its_own_samples_from_a_real_checkpoint
     first = torchdata_loader(rank, 2)
     batches = iter(first)
     taken = flat(next(batches) for _ in range(rank + 1))
-    with (run := TinyRun(tmp_path, interval=1, dataloader=first)).manager:
-        run.steps(1)
+    with (run := sharded_run(tmp_path, interval=1, loader=first)).manager:
+        run.train(1, last=False)
     second = torchdata_loader(rank, 2)
-    load_and_close(TinyRun(tmp_path, dataloader=second).manager)
+    load_and_close(sharded_run(tmp_path, loader=second).manager)
     rest = flat(second)
     assert rest == flat(batches)
     assert sorted(taken + rest) == NUMBERS[rank::2]
 
 
 def save_on_two(rank: int, folder: Path) -> None:
-    with (run := TinyRun(folder, interval=1, dataloader=torchdata_loader(rank, 2))).manager:
-        run.steps(1)
+    with (run := sharded_run(folder, interval=1, loader=torchdata_loader(rank, 2))).manager:
+        run.train(1, last=False)
 
 
 def test_a_checkpoint_of_two_ranks_is_refused_by_one(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(save_on_two, folder=tmp_path)
     with (
-        TinyRun(tmp_path, dataloader=torchdata_loader()).manager as manager,
+        sharded_run(tmp_path, loader=torchdata_loader()).manager as manager,
         pytest.raises(ConfigError, match=r"each of 2 data-parallel ranks and does not fit 1\. Resume"),
     ):
         manager.load()
@@ -239,10 +239,10 @@ def test_iterating_a_stream_again_in_an_epoch_gives_its_rest() -> None:
 def test_a_stream_continues_from_a_real_checkpoint(tmp_path: Path) -> None:
     examples = iter(first := hugging_face_stream())
     next(examples)
-    with (run := TinyRun(tmp_path, interval=1, dataloader=first)).manager:
-        run.steps(1)
+    with (run := sharded_run(tmp_path, interval=1, loader=first)).manager:
+        run.train(1, last=False)
     second = hugging_face_stream()
-    load_and_close(TinyRun(tmp_path, dataloader=second).manager)
+    load_and_close(sharded_run(tmp_path, loader=second).manager)
     assert list(second) == list(examples)
 
 

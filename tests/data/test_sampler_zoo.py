@@ -5,21 +5,407 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter, OrderedDict, deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from tests.data.resumed_loaders import OF_TORCHDATA, restore, seeded_generators, states
-from tests.data.samplers import KINDS, REFUSED, SAMPLES, InPlace, rng
 from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter
 from torchtitan_lite.data.generators import state_of
 from torchtitan_lite.data.plain_values import NoValueError, copy_of, plain, restored
 from torchtitan_lite.data.rank_state import pack, unpack
 from torchtitan_lite.errors import ConfigError
+
+SAMPLES = list(range(24))
+LENGTHS = [5 + 7 * each % 11 for each in SAMPLES]
+Options = dict[str, Any]
+
+
+def rng(seed: int = 3) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class Counting:
+    """Counts its epochs when they begin, as most bucket samplers do."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return len(SAMPLES)
+
+    def __iter__(self) -> Iterator[int]:
+        order = random.Random(self.epoch).sample(SAMPLES, len(SAMPLES))
+        self.epoch += 1
+        return iter(order)
+
+
+class CountingLater(Counting):
+    """Counts its epochs when they end."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from random.Random(self.epoch).sample(SAMPLES, len(SAMPLES))
+        self.epoch += 1
+
+
+class CountingBatches(Counting):
+    """Counts the epochs and the batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.delivered = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[list[int]]:  # type: ignore[override]
+        self.epoch += 1
+        order = np.random.default_rng(self.epoch + self.delivered).permutation(24).reshape(12, 2).tolist()
+        for batch in order:
+            self.delivered += 1
+            yield batch
+
+
+class Slotted:
+    """Has no `__dict__`."""
+
+    __slots__ = ("order", "rng")
+
+    def __init__(self) -> None:
+        self.order, self.rng = np.arange(24), np.random.RandomState(4)
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        self.rng.shuffle(self.order)  # The order depends on that of the epoch before.
+        return iter(self.order.tolist())
+
+
+class InPlace(Counting):
+    """Shuffles one list again and again."""
+
+    def __init__(self) -> None:
+        self.rng, self.order, self.lengths = random.Random(4), SAMPLES.copy(), np.zeros(1)
+
+    def __iter__(self) -> Iterator[int]:
+        self.rng.shuffle(self.order)
+        yield from self.order
+
+
+class Buffered(Counting):
+    """A buffer that is not emptied at the end of an epoch, and counts of each sample."""
+
+    def __init__(self) -> None:
+        self.rng, self.buffer, self.counts = np.random.default_rng(1), deque[int](maxlen=8), {0: 0}
+        self.seen: set[int] = set()
+
+    def __iter__(self) -> Iterator[int]:
+        for index in SAMPLES:
+            self.buffer.append(index)
+            place = int(self.rng.integers(len(self.buffer)))
+            self.counts[self.buffer[place]] = self.counts.get(self.buffer[place], 0) + 1
+            self.seen.add(index)
+            yield (self.buffer[place] + self.counts[self.buffer[place]] + len(self.seen)) % 24
+
+
+class Progress:
+    def __init__(self) -> None:
+        self.epoch, self.weights = 0, torch.ones(24)
+
+
+class Nested:
+    """Keeps its progress in an object, and has two samplers in a list."""
+
+    def __init__(self) -> None:
+        self.progress = Progress()
+        self.samplers = [CountingLater(), RandomSampler(SAMPLES, generator=rng())]
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.progress.epoch += 1
+        own = rng(self.progress.epoch)
+        for one, other in itertools.islice(zip(*self.samplers, strict=True), 12):
+            self.progress.weights[one] += 1
+            third = torch.multinomial(self.progress.weights, 1, generator=own)
+            yield [one, int(other), int(third)]
+
+
+class GeneratorLater(Counting):
+    """Makes its generator at the first use."""
+
+    def __init__(self) -> None:
+        self.rng: random.Random | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        if self.rng is None:
+            self.rng = random.Random(8)
+        yield from (self.rng.randrange(24) for _ in SAMPLES)
+
+
+class Endless:
+    """As detectron2's training sampler: permutations without end."""
+
+    def __iter__(self) -> Iterator[int]:
+        own = rng(7)
+        while True:
+            yield from torch.randperm(24, generator=own).tolist()
+
+
+class OwnIterator:
+    """Is its own iterator, which continues where the epoch before ended."""
+
+    def __init__(self) -> None:
+        self.at = self.left = 0
+
+    def __iter__(self) -> OwnIterator:
+        self.left = 23
+        return self
+
+    def __next__(self) -> int:
+        if not self.left:
+            raise StopIteration
+        self.at, self.left = self.at + 1, self.left - 1
+        return (self.at * 7) % 24
+
+
+class TwoStages(Counting):
+    """Draws from torch's global generator in `__iter__`, and again for the first sample."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[int]:
+        return self._drawn(int(torch.randint(24, ())))
+
+    def _drawn(self, first: int) -> Iterator[int]:
+        yield from ((first + each) % 24 for each in torch.randperm(24).tolist())
+
+
+class Closed(Counting):
+    """Has its counter and its generator in a closure."""
+
+    def __init__(self) -> None:
+        count, own = 0, random.Random(2)
+
+        def drawn() -> list[int]:
+            nonlocal count
+            count += 1
+            return [(each + count) % 24 for each in own.sample(SAMPLES, 24)]
+
+        self.drawn = drawn
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.drawn()
+
+
+class Grouped:
+    """As torchvision's batch sampler of equal shapes: batches as they fill, over a sampler of its own."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[list[int]]:
+        waiting: dict[int, list[int]] = {0: [], 1: []}
+        for index in self.sampler:
+            group = waiting[index % 2]
+            group.append(index)
+            if len(group) == 2:
+                yield group.copy()
+                group.clear()
+
+
+class OwnState(Counting):
+    """Has a state of its own, of the sampler and of its iterator."""
+
+    def __iter__(self) -> Iterator[int]:
+        return OwnStateIterator(self)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch = state["epoch"]
+
+
+class OwnStateIterator(Iterator[int]):
+    def __init__(self, sampler: OwnState) -> None:
+        self.sampler, self.at = sampler, 0
+
+    def __next__(self) -> int:
+        self.at += 1
+        if self.at > 24:
+            self.sampler.epoch += 1
+            raise StopIteration
+        return (self.at * 5 + self.sampler.epoch) % 24
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class OneByOne(Counting):
+    """Draws each sample with `draw`."""
+
+    def __init__(self, draw: Callable[[], int]) -> None:
+        self.draw = draw
+
+    def __iter__(self) -> Iterator[int]:
+        yield from (self.draw() for _ in SAMPLES)
+
+
+class Kept(Counting):
+    """Continues with an iterator from one epoch to the next."""
+
+    def __init__(self) -> None:
+        self.stream = itertools.cycle(random.Random(1).sample(range(24), 23))
+
+    def __iter__(self) -> Iterator[int]:
+        yield from itertools.islice(self.stream, 24)
+
+
+class KeptList(Kept):
+    """The same, with all samples at once."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([*itertools.islice(self.stream, 24)])
+
+
+class KeptObject(Counting):
+    """Makes an object in its first epoch, and keeps it."""
+
+    def __init__(self) -> None:
+        self.progress: Progress | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        self.progress = self.progress or Progress()
+        self.progress.epoch += 1
+        yield from random.Random(self.progress.epoch).sample(SAMPLES, 24)
+
+
+def in_batches(sampler: Any) -> Options:
+    return {"batch_sampler": BatchSampler(sampler, 4, drop_last=False)}
+
+
+def in_fours(sampler: Any) -> Options:
+    return {"sampler": sampler, "batch_size": 4}
+
+
+def length_grouped(**options: Any) -> Any:
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+
+    return LengthGroupedSampler(4, lengths=LENGTHS, **options)
+
+
+def length_grouped_ranks() -> Any:
+    from transformers.trainer_pt_utils import DistributedLengthGroupedSampler
+
+    return DistributedLengthGroupedSampler(4, lengths=LENGTHS, num_replicas=2, rank=1)
+
+
+def of_accelerate() -> Any:
+    from accelerate.data_loader import SeedableRandomSampler
+
+    return SeedableRandomSampler(SAMPLES, data_seed=5)
+
+
+def torchdatas_ranks() -> Any:
+    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+    return StatefulDistributedSampler(SAMPLES, num_replicas=2, rank=1)
+
+
+TORCHS: dict[str, Callable[[], Any]] = {
+    "sequential": lambda: SequentialSampler(SAMPLES),
+    "random": lambda: RandomSampler(SAMPLES),
+    "random with a generator": lambda: RandomSampler(SAMPLES, generator=rng()),
+    "random with replacement": lambda: RandomSampler(SAMPLES, replacement=True),
+    "random with replacement and a generator": lambda: RandomSampler(
+        SAMPLES, replacement=True, num_samples=40, generator=rng()
+    ),
+    "a random subset": lambda: SubsetRandomSampler(SAMPLES[::2]),
+    "a random subset with a generator": lambda: SubsetRandomSampler(SAMPLES[::2], generator=rng()),
+    "weighted": lambda: WeightedRandomSampler([1.0, 2.0, 3.0] * 8, 24),
+    "of ranks": lambda: DistributedSampler(SAMPLES, num_replicas=2, rank=1),
+}
+OTHERS: dict[str, Callable[[], Any]] = {
+    "by length": length_grouped,
+    "by length with a generator": lambda: length_grouped(generator=rng()),
+    "by length, of ranks": length_grouped_ranks,
+    "accelerate's": of_accelerate,
+    "counting": Counting,
+    "counting later": CountingLater,
+    "slotted": Slotted,
+    "in place": InPlace,
+    "buffered": Buffered,
+    "a generator later": GeneratorLater,
+    "endless": Endless,
+    "its own iterator": OwnIterator,
+    "two stages": TwoStages,
+    "closed": Closed,
+    "one by one, from its own": lambda: OneByOne(partial(random.Random(1).randrange, 24)),
+    "its own state": OwnState,
+    "torchdata's of ranks": torchdatas_ranks,
+}
+BATCHES: dict[str, Callable[[], Any]] = {
+    "counting batches": CountingBatches,
+    "nested": Nested,
+    "grouped": lambda: Grouped(RandomSampler(SAMPLES)),
+    "grouped, counting": lambda: Grouped(CountingLater()),
+}
+KINDS: dict[str, Callable[[], Options]] = {
+    **{name: lambda make=make: in_fours(make()) for name, make in (TORCHS | OTHERS).items()},
+    **{f"batches of {name}": lambda make=make: in_batches(make()) for name, make in (TORCHS | OTHERS).items()},
+    **{name: lambda make=make: {"batch_sampler": make()} for name, make in BATCHES.items()},
+    "no batches": lambda: {"sampler": CountingLater(), "batch_size": None},
+    "shuffled by the loader": lambda: {"shuffle": True, "batch_size": 4},
+    "shuffled by the loader, with a generator": lambda: {"shuffle": True, "batch_size": 4, "generator": rng()},
+    "one generator for both": lambda: one_generator(rng()),
+}
+"""Each is resumed exactly."""
+REFUSED: dict[str, tuple[Callable[[], Options], str]] = {
+    "one by one, from torch's": (
+        lambda: in_fours(OneByOne(lambda: int(torch.randint(24, ())))),
+        "OneByOne draws samples after the first from the global generator of torch",
+    ),
+    "one by one, from NumPy's": (
+        lambda: in_fours(OneByOne(partial(np.random.randint, 24))),
+        "OneByOne draws samples after the first from the global generator of NumPy",
+    ),
+    "one by one, from Python's": (
+        lambda: in_batches(OneByOne(partial(random.randrange, 24))),
+        "BatchSampler draws samples after the first from the global generator of Python",
+    ),
+    "an iterator that is kept": (lambda: in_fours(Kept()), "Kept keeps stream, a cycle, from one iteration"),
+    "an iterator that is kept, in lists": (lambda: in_fours(KeptList()), "KeptList keeps stream, a cycle, from one"),
+    "an object that is kept": (lambda: in_fours(KeptObject()), "KeptObject keeps progress, a Progress, from one"),
+}
+"""Each is refused, but for saves from which it resumes exactly."""
+
+
+def one_generator(generator: torch.Generator) -> Options:
+    return {"generator": generator, **in_fours(RandomSampler(SAMPLES, generator=generator))}
+
 
 pytestmark = [*OF_TORCHDATA, pytest.mark.usefixtures("seeded")]
 NUM_EVENTS = 26

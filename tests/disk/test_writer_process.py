@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.processes import wait_until
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.disk.background import NICE
 from torchtitan_lite.disk.child_process import IGNORED_SIGNALS
@@ -146,7 +146,7 @@ def test_a_stopped_process_is_noticed_named_and_replaced(
     pid = process.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    _wait_until(lambda: _state(Path(f"/proc/{pid}")) == "T", "the writer process did not stop")
+    wait_until(lambda: _state(Path(f"/proc/{pid}")) == "T", lambda: "the writer process did not stop")
     with pytest.raises(WriterProcessDied, match=f"writer process {pid} was stopped while writing"):
         write(process, tmp_path / "g", arena)
     assert not Path(f"/proc/{pid}").exists()
@@ -160,7 +160,7 @@ def test_a_process_stopped_while_idle_is_replaced_at_the_next_start(
     pid = process.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    _wait_until(lambda: _state(Path(f"/proc/{pid}")) == "T", "the writer process did not stop")
+    wait_until(lambda: _state(Path(f"/proc/{pid}")) == "T", lambda: "the writer process did not stop")
     process.start()
     assert process.pid != pid
     assert not Path(f"/proc/{pid}").exists()
@@ -198,16 +198,9 @@ def test_the_process_dies_with_its_trainer() -> None:
         assert trainer.stdout is not None
         writer = Path("/proc") / trainer.stdout.readline().strip()
         # The kernel sets the command line of a new process a moment after its start.
-        _wait_until(lambda: b"serve" in (writer / "cmdline").read_bytes(), "the writer process did not start")
+        wait_until(lambda: b"serve" in (writer / "cmdline").read_bytes(), lambda: "the writer process did not start")
         trainer.kill()
-    _wait_until(lambda: not _runs(writer), "the writer process outlived its trainer")
-
-
-def _wait_until(condition: Callable[[], bool], otherwise: str) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.01)
+    wait_until(lambda: not _runs(writer), lambda: "the writer process outlived its trainer")
 
 
 def _runs(process: Path) -> bool:

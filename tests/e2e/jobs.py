@@ -12,16 +12,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tests.forked import REPO, Forked, run_script
-from tests.processes import children, command_line, read_lines, send
-
-DEADLINE_SECONDS = 120.0
+from tests.processes import DEADLINE_SECONDS, children, command_line, read_lines, send, wait_until
 
 TINY = [
     "--job.config_file=llama_debug.toml",
@@ -48,11 +45,11 @@ class Job:
     def __init__(self, processes: Sequence[Process], dump_folder: Path, log: Path) -> None:
         self.processes = list(processes)
         self.dump_folder = dump_folder
-        self._log = log
+        self.log_file = log
 
     @property
     def log(self) -> str:
-        return self._log.read_text()
+        return self.log_file.read_text()
 
     @property
     def checkpoints(self) -> list[str]:
@@ -72,11 +69,12 @@ class Job:
 
     def wait_until(self, condition: Callable[[Job], Any]) -> None:
         """Return as soon as `condition` holds. Fail if the job ends before, or at a deadline."""
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not condition(self):
-            assert time.monotonic() < deadline, f"nothing happened for {DEADLINE_SECONDS:.0f} s:\n{self.log}"
-            assert any(process.poll() is None for process in self.processes), f"the job ended before:\n{self.log}"
-            time.sleep(0.002)
+        is_met = wait_until(lambda: condition(self), lambda: self.log, lambda: not self.pids())
+        assert is_met, f"the job ended before:\n{self.log}"
+
+    def wait_for_step(self, step: int) -> None:
+        """Return as soon as `step` is trained."""
+        self.wait_until(lambda job: max(job.losses(), default=0) >= step)
 
     def wait(self) -> list[int]:
         """Wait until all processes have ended. Return their exit codes."""

@@ -15,12 +15,13 @@ import resource
 import signal
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -31,10 +32,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.checkpoint.small_run import Run, job_config
+from tests.checkpoint.small_run import SmallRun
 from tests.forked import Forked, join_group
 from tests.keepers import keepers_in
-from tests.processes import children, command_line, read_lines, send
+from tests.processes import DEADLINE_SECONDS, children, command_line, read_lines, send, wait_until
 from torchtitan_lite import faults, log
 from torchtitan_lite.config.job_config import Comm
 from torchtitan_lite.distributed.peers import Peers
@@ -47,15 +48,12 @@ STEPS = 400
 DISK_INTERVAL = 7
 RESTARTS = 1000
 """Of one agent: no limit."""
-DEADLINE_SECONDS = 120.0
 MOST_STEPS = 12
 """A start trains at most this many steps before the moment of its kill."""
 LONGEST_SECONDS = 0.06
 """The moment of a kill is at most this long after a step; a step takes less."""
 GRACE_SECONDS = 3.0
 """From the death of one rank to SIGKILL for the others, which got SIGTERM."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -97,70 +95,51 @@ class Order:
         """The output of all processes."""
         return self.folder / "output.log"
 
+    def tail(self) -> str:
+        """Return the end of the output, for the message of a failed test."""
+        return self.log.read_text(errors="replace")[-6000:] if self.log.exists() else ""
 
-class ShardedRun(Run):
-    """The run of one rank. Its losses depend on its complete state, and with `dropout` on the generators."""
 
-    def __init__(
-        self,
-        folder: Path,
-        rank: int,
-        on_event: Callable[..., None],
-        *,
-        width: int = 1024,
-        dropout: float = 0.1,
-        timeout_seconds: float = 60,
-        **checkpoint: Any,
-    ) -> None:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(512, width), nn.Dropout(dropout), nn.Tanh(), nn.Linear(width, 512))
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        super().__init__(
-            model,
-            job_config(folder, timeout_seconds=timeout_seconds, **checkpoint),
-            lr=0.001,
-            seams={"peers": Peers(timedelta(seconds=timeout_seconds)), "on_event": on_event},
-        )
-        self.rank = rank
-        torch.manual_seed(rank)
+class Records:
+    """What the ranks of one start have recorded, up to now."""
 
-    def train(self) -> str:
-        """Train one step. Return its exact loss."""
-        return self.take_step(self._loss).hex()
+    def __init__(self, order: Order, start: str) -> None:
+        self.order, self.start = order, start
 
-    def state_digest(self) -> str:
-        """Return a digest of the state of all ranks, the same in every topology. **Collective**."""
-        digest = xxhash.xxh3_128(f"{self.train_state.step} {self.scheduler.last_epoch}".encode())
-        for tensor in [*self.model.parameters(), *self._moments()]:
-            complete = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            digest.update(complete.detach().contiguous().numpy())
-        return digest.hexdigest()
+    @property
+    def all_ranks(self) -> range:
+        """The numbers of its ranks."""
+        return range(self.order.ranks)
 
-    def change(self) -> None:
-        """Change the parameters without another step."""
-        self.manager.maybe_wait_for_staging()
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.mul_(0.5)
+    def lines(self, rank: int) -> list[dict[str, Any]]:
+        """Return what `rank` recorded, in order."""
+        return [line for line in read_lines(self.order.record(rank)) if line["start"] == self.start]
 
-    def digest_of_rank(self) -> str:
-        """Return a digest of the state of this rank, with its generator."""
-        digest = xxhash.xxh3_128(f"{self.train_state.step} {self.scheduler.last_epoch}".encode())
-        for tensor in [*self.model.parameters(), *self._moments(), torch.get_rng_state()]:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            digest.update(local.detach().contiguous().numpy())
-        return digest.hexdigest()
+    def of_event(self, event: str, rank: int = 0) -> list[dict[str, Any]]:
+        """Return what `rank` recorded of `event`."""
+        return [line for line in self.lines(rank) if line["event"] == event]
 
-    def _moments(self) -> Iterator[torch.Tensor]:
-        for state in self.optimizer.state.values():
-            yield from (state[name] for name in sorted(state))
+    def steps(self, event: str) -> set[int]:
+        """Return the steps for which every rank recorded `event`."""
+        return set.intersection(*({line["step"] for line in self.of_event(event, rank)} for rank in self.all_ranks))
 
-    def _loss(self) -> torch.Tensor:
-        batch = torch.randn(8, 512, generator=torch.Generator().manual_seed(self.train_state.step)).chunk(
-            dist.get_world_size()
-        )
-        loss: torch.Tensor = (self.model(batch[self.rank]) - 1).square().mean()
-        return loss
+    def losses(self, rank: int) -> dict[int, str]:
+        """Return the exact loss of each step that `rank` trained."""
+        return {line["step"]: line["loss"] for line in self.of_event("trained", rank)}
+
+    @property
+    def resumed(self) -> int | None:
+        """The step that it resumed, 0 for a fresh start; None if it did not get there on every rank."""
+        return max(self.steps("resumed"), default=None)
+
+    @property
+    def is_from_memory(self) -> bool:
+        """Whether what it resumed was in memory."""
+        return any(line["origin"] == "memory" for line in self.of_event("loaded"))
+
+    def trained(self, of_ranks: Callable[[Sequence[int]], int] = min) -> int:
+        """Return the last step that all ranks have trained, or with `max` that any of them has; 0 for none."""
+        return of_ranks([max(self.losses(rank), default=0) for rank in self.all_ranks])
 
 
 class KilledJob:
@@ -178,39 +157,37 @@ class KilledJob:
         self._launches += 1
         self._agent = Forked(_agent, self.order, self._launches)
 
-    def starts(self, rank: int) -> dict[str, list[dict[str, Any]]]:
-        """Return the record of `rank` by start, in order."""
-        found: dict[str, list[dict[str, Any]]] = {}
-        for line in read_lines(self.order.record(rank)):
-            found.setdefault(line["start"], []).append(line)
-        return found
+    def starts(self) -> list[Records]:
+        """Return the records of all starts that rank 0 has begun, in order."""
+        return [
+            Records(self.order, start)
+            for start in dict.fromkeys(line["start"] for line in read_lines(self.order.record(0)))
+        ]
 
     def steps(self, event: str) -> set[int]:
         """Return the steps for which every rank recorded `event` in the same start."""
-        of_ranks = [
-            {(start, line["step"]) for start, lines in self.starts(rank).items() for line in lines if is_(line, event)}
-            for rank in range(self.order.ranks)
-        ]
-        return {step for _, step in set.intersection(*of_ranks)}
+        return set().union(*(start.steps(event) for start in self.starts()))
 
     def acknowledged(self) -> int:
         """Return the latest step that rank 0 reported as committed."""
-        lines = read_lines(self.order.record(0))
-        return max((line["step"] for line in lines if is_(line, "committed")), default=0)
+        return max((line["step"] for start in self.starts() for line in start.of_event("committed")), default=0)
 
     def wait_for_training(self, after: int) -> int:
         """Return once start number `after` + 1 has trained a step on every rank; return the step that it resumed."""
-        self.wait_until(lambda: all(_trains(self.starts(rank), after) for rank in range(self.order.ranks)))
-        return next(line["step"] for line in list(self.starts(0).values())[after] if is_(line, "resumed"))
+        self.wait_until(lambda: any(start.trained() for start in self.starts()[after : after + 1]))
+        resumed = self.starts()[after].resumed
+        assert resumed is not None
+        return resumed
 
     def pids(self) -> list[int]:
         """Return the pid of each rank of the current start."""
-        return [list(self.starts(rank).values())[-1][0]["pid"] for rank in range(self.order.ranks)]
+        current = [read_lines(self.order.record(rank))[-1]["start"] for rank in range(self.order.ranks)]
+        return [Records(self.order, start).lines(rank)[0]["pid"] for rank, start in enumerate(current)]
 
     def wait_a_moment(self) -> None:
         """Wait for a random number of steps and a random part of one: the ranks train, stage, digest and save."""
-        step = self._trained() + self._random.randint(0, MOST_STEPS)
-        self.wait_until(lambda: self._trained() >= step or not all(map(_is_running, self.pids())))
+        step = self.starts()[-1].trained() + self._random.randint(0, MOST_STEPS)
+        self.wait_until(lambda: self.starts()[-1].trained() >= step or not all(map(_is_running, self.pids())))
         # Waits for nothing: the moment of a kill is what the test draws.
         time.sleep(self._random.uniform(0.0, LONGEST_SECONDS))
 
@@ -235,7 +212,7 @@ class KilledJob:
         """Kill the keeper, and later all ranks."""
         assert self.order.runtime is not None
         keepers = keepers_in(self.order.runtime)
-        assert len(keepers) == 1, f"expected one keeper, found {len(keepers)}:\n{self.tail()}"
+        assert len(keepers) == 1, f"expected one keeper, found {len(keepers)}:\n{self.order.tail()}"
         send(keepers[0], signal.SIGKILL)
         self.wait_a_moment()
         self.kill_ranks()
@@ -261,21 +238,8 @@ class KilledJob:
 
     def wait_until(self, condition: Callable[[], bool], *, is_running: bool = True) -> None:
         """Return as soon as `condition` holds. Fail if the job ends before, or at a deadline."""
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not condition():
-            assert time.monotonic() < deadline, f"nothing happened for {DEADLINE_SECONDS:.0f} s:\n{self.tail()}"
-            ended = is_running and self._agent is not None and self._agent.poll() is not None
-            assert not ended or condition(), f"the job ended:\n{self.tail()}"
-            time.sleep(0.002)
-
-    def tail(self) -> str:
-        """Return the end of the output, for the message of a failed test."""
-        return self.order.log.read_text(errors="replace")[-6000:] if self.order.log.exists() else ""
-
-    def _trained(self) -> int:
-        """Return the step that the current start has trained on every rank."""
-        of_ranks = [list(self.starts(rank).values())[-1] for rank in range(self.order.ranks)]
-        return min(max((line["step"] for line in lines if is_(line, "trained")), default=0) for lines in of_ranks)
+        has_ended = lambda: is_running and self._agent is not None and self._agent.poll() is not None  # noqa: E731
+        assert wait_until(condition, self.order.tail, has_ended), f"the job ended:\n{self.order.tail()}"
 
 
 @contextmanager
@@ -289,17 +253,12 @@ def killed_job(order: Order, seed: int) -> Iterator[KilledJob]:
         job.end()
 
 
-def is_(line: dict[str, Any], event: str) -> bool:
-    """Return whether `line` of a record is about `event`."""
-    return bool(line["event"] == event)
-
-
 def losses(order: Order) -> dict[int, set[str]]:
     """Return the exact losses of each step, of all starts and ranks, each with its rank."""
     found: dict[int, set[str]] = {}
     for rank in range(order.ranks):
         for line in read_lines(order.record(rank)):
-            if is_(line, "trained"):
+            if line["event"] == "trained":
                 found.setdefault(line["step"], set()).add(f"rank {rank}: {line['loss']}")
     return found
 
@@ -308,65 +267,24 @@ def run_straight(order: Order) -> dict[int, set[str]]:
     """Train all steps of `order` in one start. Return its losses."""
     order.folder.mkdir(parents=True)
     agent = Forked(_agent, order, 1)
-    assert agent.wait(DEADLINE_SECONDS) == 0, order.log.read_text()[-6000:]
+    assert agent.wait(DEADLINE_SECONDS) == 0, order.tail()
     return losses(order)
 
 
-class BareStart:
+class BareStart(Records):
     """Start number `number` of the job of `order`, rank by rank and without an agent: it takes half a second."""
 
     def __init__(self, order: Order, number: int) -> None:
+        super().__init__(order, f"{number}.0")
         order.folder.mkdir(parents=True, exist_ok=True)
-        self.order, self.number = order, number
+        self.number = number
         self.codes: list[int | None] = []
         """The exit codes, once it has ended; None for a rank that had to be killed."""
         self._ranks = [Forked(run_rank, order, number, rank) for rank in range(order.ranks)]
 
-    def lines(self, rank: int) -> list[dict[str, Any]]:
-        """Return what `rank` recorded, in order."""
-        return [line for line in read_lines(self.order.record(rank)) if line["start"] == f"{self.number}.0"]
-
-    def of_event(self, event: str, rank: int = 0) -> list[dict[str, Any]]:
-        """Return what `rank` recorded of `event`."""
-        return [line for line in self.lines(rank) if is_(line, event)]
-
-    def steps(self, event: str) -> set[int]:
-        """Return the steps for which every rank recorded `event`."""
-        return set.intersection(*({line["step"] for line in self.of_event(event, rank)} for rank in self.all_ranks))
-
-    def losses(self, rank: int) -> dict[int, str]:
-        """Return the exact loss of each step that `rank` trained."""
-        return {line["step"]: line["loss"] for line in self.of_event("trained", rank)}
-
-    @property
-    def all_ranks(self) -> range:
-        """The numbers of its ranks."""
-        return range(self.order.ranks)
-
-    @property
-    def resumed(self) -> int | None:
-        """The step that it resumed, 0 for a fresh start; None if it did not get there on every rank."""
-        return max(self.steps("resumed"), default=None)
-
-    @property
-    def is_from_memory(self) -> bool:
-        """Whether what it resumed was in memory."""
-        return any(line["origin"] == "memory" for line in self.of_event("loaded"))
-
-    def trained(self, of_ranks: Callable[[Sequence[int]], int] = min) -> int:
-        """Return the last step that all ranks have trained, or with `max` that any of them has; 0 for none."""
-        lines = [self.of_event("trained", rank) for rank in self.all_ranks]
-        return of_ranks([max((line["step"] for line in each), default=0) for each in lines])
-
     def wait_for(self, condition: Callable[[], bool]) -> bool:
         """Wait until `condition` holds; return whether it does: False if a rank has ended before."""
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not condition():
-            assert time.monotonic() < deadline, f"nothing happened for {DEADLINE_SECONDS:.0f} s:\n{self.tail()}"
-            if any(rank.poll() is not None for rank in self._ranks):
-                return condition()
-            time.sleep(0.002)
-        return True
+        return wait_until(condition, self.tail, lambda: any(rank.poll() is not None for rank in self._ranks))
 
     def kill_one(self, rank: int) -> None:
         """Kill `rank`; the others get SIGTERM, and later SIGKILL, as from torchrun."""
@@ -414,16 +332,27 @@ class BareStart:
 
     def tail(self) -> str:
         """Return the end of the output of all starts."""
-        return self.order.log.read_text(errors="replace")[-6000:] if self.order.log.exists() else ""
+        return self.order.tail()
+
+
+class Tally(Counter[str]):
+    """How often each outcome came, of the cases of `title`; the `kinds` are in the line even if they did not."""
+
+    def __init__(self, title: str, *kinds: str) -> None:
+        super().__init__(dict.fromkeys(kinds, 0))
+        self.title = title
+
+    def __str__(self) -> str:
+        return f"{self.title}: {', '.join(f'{number} {what}' for what, number in self.items())}"
 
 
 @contextmanager
-def printed(request: pytest.FixtureRequest, counts: T) -> Iterator[T]:
-    """Yield `counts`, and print them once all cases are over."""
-    yield counts
+def printed(request: pytest.FixtureRequest, tally: Tally) -> Iterator[Tally]:
+    """Yield `tally`, and print it once all cases are over."""
+    yield tally
     plugins = request.config.pluginmanager
     with plugins.getplugin("capturemanager").global_and_fixture_disabled():
-        plugins.getplugin("terminalreporter").write_line(f"\n{counts}")
+        plugins.getplugin("terminalreporter").write_line(f"\n{tally}")
 
 
 def _agent(order: Order, number: int) -> None:
@@ -505,12 +434,11 @@ def _rank(order: Order, number: int, group: AbstractContextManager[object] | Non
 
 
 def _train(order: Order, rank: int, write: Callable[..., None]) -> None:
-    keys = {"interval": DISK_INTERVAL, "keep_latest_k": 2, **order.keys, "preemption_signals": ("SIGTERM",)}
-    run = ShardedRun(order.folder, rank, write, width=order.width, dropout=order.dropout, **keys)
+    run = _run_of(order, rank, write)
     state = run.train_state
 
     def digest() -> dict[str, str]:
-        return {"state": run.state_digest()} if order.has_digests else {}
+        return {"state": _digest(run, DTensor.full_tensor)} if order.has_digests else {}
 
     with run.manager:
         run.manager.load(order.load)
@@ -519,21 +447,49 @@ def _train(order: Order, rank: int, write: Callable[..., None]) -> None:
             if rank == dist.get_world_size() - 1 and order.request.exists():
                 order.request.unlink()
                 raise RuntimeError("the test wanted an error here")
-            loss = run.train()
-            write("trained", state.step, loss=loss, **digest())
+            loss = run.take_step()
+            write("trained", state.step, loss=loss.hex(), **digest())
             faults.point("step", step=state.step)
             run.manager.save(state.step, force=state.step == order.steps)
             if state.step == order.saves_again:
                 run.manager.latest_step()  # Returns after the first save has ended: the faults are for the second.
-                run.change()
+                run.manager.maybe_wait_for_staging()
+                with torch.no_grad():
+                    for parameter in run.model.parameters():
+                        parameter.mul_(0.5)
                 faults.install(order.fault, rank=rank)
                 run.manager.save(state.step)
-    write("end", state.step, digest=run.digest_of_rank())
+    write("end", state.step, digest=_digest(run, DTensor.to_local, torch.get_rng_state()))
     faults.point("exit")
 
 
-def _trains(starts: dict[str, list[dict[str, Any]]], after: int) -> bool:
-    return len(starts) > after and any(is_(line, "trained") for line in list(starts.values())[after])
+def _run_of(order: Order, rank: int, on_event: Callable[..., None]) -> SmallRun:
+    """Return the run of one rank. Its losses depend on its complete state, and with dropout on the generators."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(512, order.width), nn.Dropout(order.dropout), nn.Tanh(), nn.Linear(order.width, 512)
+    )
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    seams = {"clock": time.monotonic, "peers": Peers(timedelta(seconds=60)), "on_event": on_event}
+    keys = {"interval": DISK_INTERVAL, "keep_latest_k": 2, **order.keys, "preemption_signals": ("SIGTERM",)}
+    run = SmallRun(order.folder, model=model, loss=_loss, lr=0.001, seams=seams, **keys)
+    torch.manual_seed(rank)
+    return run
+
+
+def _loss(run: SmallRun) -> torch.Tensor:
+    batch = torch.randn(8, 512, generator=torch.Generator().manual_seed(run.train_state.step))
+    loss: torch.Tensor = (run.model(batch.chunk(dist.get_world_size())[dist.get_rank()]) - 1).square().mean()
+    return loss
+
+
+def _digest(run: SmallRun, of: Callable[[DTensor], torch.Tensor], *more: torch.Tensor) -> str:
+    """Return a digest of the state: with `full_tensor` of all ranks, the same in every topology, and **collective**."""
+    digest = xxhash.xxh3_128(f"{run.train_state.step} {run.scheduler.last_epoch}".encode())
+    moments = (state[name] for state in run.optimizer.state.values() for name in sorted(state))
+    for tensor in [*run.model.parameters(), *moments, *more]:
+        digest.update((of(tensor) if isinstance(tensor, DTensor) else tensor).detach().contiguous().numpy())
+    return digest.hexdigest()
 
 
 def _is_running(pid: int) -> bool:

@@ -14,16 +14,16 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests import keepers
 from tests.checkpoint.images.spoiled import keeper_of, other_bytes
 from tests.e2e.drawn_run import DrawnRun, Leg, draw
-from tests.e2e.killed_jobs import DEADLINE_SECONDS, GRACE_SECONDS, BareStart, Order
+from tests.e2e.killed_jobs import DEADLINE_SECONDS, GRACE_SECONDS, BareStart, Order, Tally
 from tests.forked import Forked
 from tests.processes import send
+from tests.store.filled import flip
 from torchtitan_lite.checkpoint.staging.mark import read_mark
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
@@ -35,20 +35,6 @@ NEVER = 10**9
 ALL_DAMAGED = "AllCheckpointsDamaged"
 TOLERANCE = 1e-4
 """Relative, of losses on another number of ranks: sums are taken in another order."""
-
-
-@dataclass
-class Tally:
-    """The results of all runs."""
-
-    runs: int = 0
-    counts: Counter[str] = field(default_factory=Counter)
-    lost: int = 0
-    wrong: int = 0
-
-    def __str__(self) -> str:
-        counts = ", ".join(f"{number} {what}" for what, number in sorted(self.counts.items()))
-        return f"random runs: {self.runs} runs ({counts}), {self.lost} lost, {self.wrong} wrong"
 
 
 class RandomRun:
@@ -87,14 +73,14 @@ class RandomRun:
                 start.kill()
             raise
         finally:
-            self.tally.runs += 1
+            self.tally["runs"] += 1
 
     def _launch(self, ranks: int, command: Command, steps: int = NEVER) -> BareStart:
         self._number += 1
         keys, load = self._order.keys | command.keys, command.step if command.how == "load(step)" else -1
         start = BareStart(replace(self._order, ranks=ranks, keys=keys, load=load, steps=steps), self._number)
         self._starts.append(start)
-        self.tally.counts["starts"] += 1
+        self.tally["starts"] += 1
         return start
 
     def _run(self, leg: Leg) -> None:
@@ -133,26 +119,26 @@ class RandomRun:
         return Command(leg.load, committed[int(leg.places[0] * len(committed))].step)
 
     def _check_resumed(self, start: BareStart, expected: Expected) -> None:
-        self.tally.counts["from memory"] += start.is_from_memory
-        self.tally.counts["rolled back"] += self._command.how != "latest"
+        self.tally["from memory"] += start.is_from_memory
+        self.tally["rolled back"] += self._command.how != "latest"
         assert start.resumed is not None
         wrong = expected.wrong(start.resumed)
-        self.tally.lost += bool(wrong)
+        self.tally["lost"] += bool(wrong)
         assert not wrong, f"start {self._number}: {wrong}:\n{start.tail()}"
 
     def _refused(self, start: BareStart) -> None:
         """Note that `start` has ended by itself; it may only if nothing but damaged checkpoints is left."""
         start.wait(DEADLINE_SECONDS)
         is_right = ALL_DAMAGED in start.tail() and self._promises.may_be_refused()
-        self.tally.lost += not is_right
+        self.tally["lost"] += not is_right
         assert is_right, f"start {self._number} ended:\n{start.tail()}"
-        self.tally.counts["refused"] += 1
+        self.tally["refused"] += 1
         for path in self._promises.damaged_on_disk():
             shutil.rmtree(path)
 
     def _end(self, start: BareStart, leg: Leg) -> int:
         """End `start` as `leg` says; return from which step on images are at the keeper, 0 for all."""
-        self.tally.counts[f"ended by {leg.end}"] += 1
+        self.tally[f"ended by {leg.end}"] += 1
         kept_since = 0
         if leg.end == "rank":
             start.kill_one(int(leg.places[1] * leg.ranks))
@@ -179,7 +165,7 @@ class RandomRun:
     def _note_end(self, start: BareStart, before: list[CheckpointInfo], kept_since: int) -> None:
         self._most = max(self._most, start.trained(max))
         wrong = self._promises.note_end(start, self._command, before, kept_since)
-        self.tally.lost += bool(wrong)
+        self.tally["lost"] += bool(wrong)
         assert not wrong, f"start {self._number}: {wrong}:\n{start.tail()}"
 
     def _kill_keeper(self) -> None:
@@ -190,7 +176,7 @@ class RandomRun:
     def _befall(self, what: str, which: float, where: float) -> None:
         """Do `what` to the disk or to the memory, while no start runs."""
         committed = self._promises.committed()
-        self.tally.counts[what] += 1
+        self.tally[what] += 1
         if what == "kill keeper":
             self._kill_keeper()
             self._promises.held = None
@@ -205,7 +191,8 @@ class RandomRun:
                     self._promises.held = None
             else:
                 files = sorted(path for path in folder.iterdir())
-                flip(files[int(which * len(files))], where)
+                path = files[int(which * len(files))]
+                flip(path, int(where * path.stat().st_size))
                 self._promises.note_damaged(info.step)
 
     def _damage_image(self, which: float) -> None:
@@ -265,7 +252,7 @@ class RandomRun:
                     wrong.append(f"start {number}: the loss of step {step} is {found}, expected {expected}")
                 state = after[0]
                 seen.add((step, state))
-        self.tally.wrong += len(wrong)
+        self.tally["wrong"] += len(wrong)
         assert not wrong, "\n".join(wrong[:20])
 
 
@@ -427,11 +414,8 @@ class Promises:
         return step, found.st_ino, found.st_mtime_ns
 
 
-def flip(path: Path, where: float) -> None:
-    """Change one bit of the file at `path`, at a part `where` of its size."""
-    content = bytearray(path.read_bytes())
-    content[int(where * len(content))] ^= 1
-    path.write_bytes(content)
+def new_tally() -> Tally:
+    return Tally("random runs", "runs", "lost", "wrong")
 
 
 def carry_out(drawn: DrawnRun, folder: Path, runtime: Path, tally: Tally) -> None:
@@ -475,7 +459,7 @@ def main() -> int:
     arguments = parser.parse_args()
     keepers.turn_off()
     Forked(time.sleep, 0).wait(DEADLINE_SECONDS)
-    tally, failed = Tally(), []
+    tally, failed = new_tally(), []
     for seed in range(arguments.seed, arguments.seed + arguments.runs):
         folder, began = Path(tempfile.mkdtemp(prefix=f"random-run-{seed}-")), time.monotonic()
         with keepers.tier() as runtime:

@@ -6,13 +6,12 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.e2e.jobs import DEADLINE_SECONDS, TINY, start
+from tests.e2e.jobs import DEADLINE_SECONDS, TINY, Job, start
 from tests.hosts import Host, Hosts, network
 from tests.processes import read_lines
 from tests.records import Record
@@ -37,52 +36,37 @@ def hosts() -> Iterator[Hosts]:
         yield found
 
 
-class ElasticJob:
+class ElasticJob(Job):
     """A run whose nodes come and go; its store is on a host of its own."""
 
     def __init__(self, folder: Path, hosts: Hosts, steps: int) -> None:
-        self.folder, self.steps, self._hosts = folder, steps, hosts
         folder.mkdir()
-        self._store, self._log = hosts.add(), folder.with_suffix(".log")
-        self._log.write_text("")
-        served = [sys.executable, "scripts/rendezvous_store.py", self._store.address, "29500"]
-        self._store.start(served, self._log)
-        self.wait_until(lambda: "Nodes meet" in self.log)
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text()
+        store, log = hosts.add(), folder.with_suffix(".log")
+        served = [sys.executable, "scripts/rendezvous_store.py", store.address, "29500"]
+        super().__init__([store.start(served, log)], folder, log)
+        self.steps, self._hosts, self._store = steps, hosts, store
+        self.wait_until(lambda job: "Nodes meet" in job.log)
 
     def join(self) -> Host:
         """Add a node to the job."""
         host = self._hosts.add()
         meet = {"NNODES": "1:2", "RDZV": f"{self._store.address}:29500", "PET_LOCAL_ADDR": host.address}
         environment = {**meet, "NGPU": "1", "MAX_RESTARTS": "100", "TORCHTITAN_LITE_FAULT": SLOW}
-        training = [*TINY, *ALWAYS, *IN_MEMORY, f"--job.dump_folder={self.folder}", f"--training.steps={self.steps}"]
-        host.start([sys.executable, "scripts/launch.py", *training], self._log, environment)
+        training = [
+            *TINY,
+            *ALWAYS,
+            *IN_MEMORY,
+            f"--job.dump_folder={self.dump_folder}",
+            f"--training.steps={self.steps}",
+        ]
+        host.start([sys.executable, "scripts/launch.py", *training], self.log_file, environment)
         return host
-
-    def losses(self) -> dict[int, float]:
-        return losses_in(self.folder)
-
-    def loaded(self) -> list[dict[str, Any]]:
-        return [line for line in read_lines(self.folder / "events.jsonl") if line["event"] == "loaded"]
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not condition():
-            assert time.monotonic() < deadline, self.log
-            time.sleep(0.02)
 
     def train(self, steps: int) -> int:
         """Wait for `steps` more; return the step that is reached."""
         begin = max(self.losses(), default=0)
-        self.wait_until(lambda: max(self.losses(), default=0) >= begin + steps)
+        self.wait_for_step(begin + steps)
         return max(self.losses())
-
-
-def losses_in(folder: Path) -> dict[int, float]:
-    return {line["step"]: line["loss_metrics/global_avg_loss"] for line in read_lines(folder / "metrics.jsonl")}
 
 
 def come_and_go(tmp_path: Path, hosts: Hosts, rounds: int, record: Record) -> None:
@@ -96,25 +80,25 @@ def come_and_go(tmp_path: Path, hosts: Hosts, rounds: int, record: Record) -> No
         victim = drawn.randrange(2)
         hosts.remove(nodes.pop(victim))
         begin = time.monotonic()
-        job.wait_until(lambda number=number: len(job.loaded()) > 2 * number)  # type: ignore[misc]
-        lost = reached - job.loaded()[-1]["step"]
+        job.wait_until(lambda job, number=number: len(job.events("loaded")) > 2 * number)  # type: ignore[misc]
+        lost = reached - job.events("loaded")[-1]["step"]
         seconds = {"alone": round(time.monotonic() - begin, 1)}
         assert lost <= 15, "of two transfers and an interval"
         job.train(10)
         nodes.append(job.join())
         begin = time.monotonic()
-        job.wait_until(lambda number=number: len(job.loaded()) > 2 * number + 1)  # type: ignore[misc]
+        job.wait_until(lambda job, number=number: len(job.events("loaded")) > 2 * number + 1)  # type: ignore[misc]
         seconds["joined"] = round(time.monotonic() - begin, 1)
-        origins = [event["origin"] for event in job.loaded()[-2:]]
+        origins = [event["origin"] for event in job.events("loaded")[-2:]]
         record(round=number, node=victim, reached=reached, trained_again=lost, seconds=seconds, origins=origins)
     for host in nodes:
         assert host.processes[0].wait(10 * DEADLINE_SECONDS) == 0, job.log
     with start(tmp_path / "straight", *ALWAYS, f"--training.steps={job.steps}", *NO_SAVES) as straight:
         assert straight.processes[0].wait(10 * DEADLINE_SECONDS) == 0, straight.log
-    assert job.losses() == pytest.approx(losses_in(straight.dump_folder), rel=1e-4)
+    assert job.losses() == pytest.approx(straight.losses(), rel=1e-4)
     taken = Counter(
         index
-        for path in (job.folder / "samples").glob("rank*.jsonl")
+        for path in (job.dump_folder / "samples").glob("rank*.jsonl")
         for each in read_lines(path)
         for index in each["indices"]
     )

@@ -33,7 +33,7 @@ def hang(job: Job, kind: str, rank: int, step: int) -> float:
     """Return the time at which `rank` hung, in about `step`."""
     if kind in FAULTS:
         return wait_for_log(job, "The fault of TORCHTITAN_LITE_FAULT happens here")
-    job.wait_until(lambda job: max(job.losses(), default=0) >= step)
+    job.wait_for_step(step)
     time.sleep(random.uniform(0.0, 0.1))  # Waits for nothing: the moment in a step is what is drawn.
     send(job.workers()[rank], signal.SIGSTOP)
     return time.monotonic()
@@ -71,7 +71,7 @@ def test_torchrun_starts_the_ranks_again_and_they_resume(tmp_path: Path) -> None
         TRAINS[3],
     )
     with start(tmp_path / "run", *arguments, ranks=2, torchrun=["--max-restarts=1"]) as job:
-        job.wait_until(lambda job: max(job.losses(), default=0) >= 12)
+        job.wait_for_step(12)
         send(job.workers()[1], signal.SIGSTOP)
         assert job.wait() == [0]
     assert "ERROR - Rank 1 hangs in step" in job.log

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.killed_jobs import RANKS, BareStart, Order, printed
+from tests.e2e.killed_jobs import RANKS, BareStart, Order, Tally, printed
 from torchtitan_lite.faults import POINTS
 from torchtitan_lite.store import layout
 
@@ -144,22 +144,6 @@ def _each(how: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", marked)
 
 
-@dataclass
-class Tally:
-    """The results of all cases."""
-
-    killed: int = 0
-    resumed: int = 0
-    lost: int = 0
-    wrong: int = 0
-    not_killed: int = 0
-    stuck: int = 0
-
-    def __str__(self) -> str:
-        fine = f"{self.killed} killed, {self.resumed} resumed, {self.lost} lost, {self.wrong} wrong"
-        return f"kill matrix: {fine} ({self.not_killed} faults did not fire, {self.stuck} survivors did not end)"
-
-
 @dataclass(frozen=True)
 class Straight:
     """A run that is not killed."""
@@ -177,7 +161,8 @@ class Straight:
 
 @pytest.fixture(scope="module")
 def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
-    with printed(request, Tally()) as counts:
+    kinds = ("killed", "resumed", "lost", "wrong", "faults did not fire", "survivors did not end")
+    with printed(request, Tally("kill matrix", *kinds)) as counts:
         yield counts
 
 
@@ -279,7 +264,7 @@ def _straight(order: Order) -> Straight:
 def _was_killed(case: Case, killed: BareStart, tally: Tally) -> None:
     """Check that the fault fired in the process and at the point of `case`."""
     who, _, rank = case.victim.partition(" ")
-    tally.stuck += sum(code is None for code in killed.codes) if case.victim != "all" else 0
+    tally["survivors did not end"] += sum(code is None for code in killed.codes) if case.victim != "all" else 0
     found = _killed(killed)
     if who == "writer":
         failed = {line["step"] for line in killed.of_event("save_failed")}
@@ -288,8 +273,8 @@ def _was_killed(case: Case, killed: BareStart, tally: Tally) -> None:
         fired = found == {int(rank)}
     else:
         fired = bool(found)
-    tally.killed += fired
-    tally.not_killed += not fired
+    tally["killed"] += fired
+    tally["faults did not fire"] += not fired
     assert fired, f"{case.fault} did not fire: exit codes {killed.codes}\n{killed.tail()}"
 
 
@@ -319,8 +304,8 @@ def _acknowledged(case: Case, starts: list[BareStart]) -> int:
 def _nothing_is_lost(acknowledged: int, resumed: BareStart, tally: Tally) -> None:
     ended = resumed.codes == [0] * RANKS
     is_lost = not ended or (resumed.resumed or 0) < acknowledged
-    tally.resumed += not is_lost
-    tally.lost += is_lost
+    tally["resumed"] += not is_lost
+    tally["lost"] += is_lost
     assert ended, f"exit codes {resumed.codes}\n{resumed.tail()}"
     assert not is_lost, f"step {acknowledged} was acknowledged, step {resumed.resumed} resumed\n{resumed.tail()}"
 
@@ -340,7 +325,7 @@ def _nothing_is_wrong(starts: list[tuple[BareStart, Straight]], tally: Tally, as
         "left in the folder": sorted(_names(resumed) ^ {*_kept(), *aside}),
     }
     wrong = {what: which for what, which in found.items() if which}
-    tally.wrong += bool(wrong)
+    tally["wrong"] += bool(wrong)
     assert not wrong, f"{wrong}\n{resumed.tail()}"
 
 

@@ -14,6 +14,7 @@ from tests.checkpoint.one_file import as_one_file
 from tests.e2e.jobs import REPO, Job, run, start
 from tests.forked import run_code
 from tests.processes import read_lines
+from tests.store.filled import flip
 
 STEPS = "--training.steps=2"
 IN_HF = ("--checkpoint.last_save_in_hf", "--checkpoint.export_dtype=bfloat16")
@@ -166,9 +167,7 @@ def test_a_damaged_checkpoint_is_named_and_a_folder_of_others_is_left_alone(copi
     assert "hf/step-2 is there, and no run wrote it. Move it away" in job.log
     shutil.rmtree(copied / "hf")
     (file,) = (copied / "checkpoint" / "step-2").glob("*.distcp")
-    content = bytearray(file.read_bytes())
-    content[len(content) // 20] ^= 1
-    file.write_bytes(content)
+    flip(file, file.stat().st_size // 20)
     with start(copied, STEPS, *IN_HF) as job:
         assert job.wait() == [1]
     assert "step-2 is damaged" in job.log and "Traceback" not in job.log

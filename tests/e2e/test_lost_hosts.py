@@ -6,13 +6,11 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.e2e.jobs import DEADLINE_SECONDS, TINY
+from tests.e2e.jobs import DEADLINE_SECONDS, TINY, Job
 from tests.hosts import Host, Hosts, network, torchrun
-from tests.processes import read_lines
 from tests.records import Record
 
 pytestmark = pytest.mark.slow
@@ -23,42 +21,23 @@ REPLICATED = (*IN_MEMORY, "--checkpoint.memory_replicas=1", "--checkpoint.lease_
 NO_DISK = "--checkpoint.interval=100000"
 
 
-class Job:
+class HostsJob(Job):
     """One run of the trainer over two hosts, a rank on each, in all its starts."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         folder.mkdir(parents=True)
-        self.folder, self._options = folder, options
-
-    @property
-    def log(self) -> str:
-        return "".join(path.read_text() for path in sorted(self.folder.parent.glob(f"{self.folder.name}.*.log")))
-
-    def events(self, name: str) -> list[dict[str, Any]]:
-        return [line for line in read_lines(self.folder / "events.jsonl") if line["event"] == name]
-
-    def losses(self) -> dict[int, float]:
-        return {
-            line["step"]: line["loss_metrics/global_avg_loss"] for line in read_lines(self.folder / "metrics.jsonl")
-        }
+        super().__init__([], folder, folder.with_suffix(".log"))
+        self._options = options
 
     def start(self, hosts: list[Host]) -> None:
-        number = len([*self.folder.parent.glob(f"{self.folder.name}.*.log")])
-        log = self.folder.parent / f"{self.folder.name}.{number:03}.log"
-        training = [*TINY, f"--job.dump_folder={self.folder}", *self._options]
-        for rank, host in enumerate(hosts):
-            host.start(torchrun("train.py", *training, nodes=len(hosts), rank=rank, master=hosts[0]), log)
-
-    def wait_for(self, step: int, hosts: list[Host]) -> None:
-        """Return once `step` is trained in the latest start."""
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while max(self.losses(), default=0) < step:
-            assert time.monotonic() < deadline, self.log
-            assert all(host.processes[0].poll() is None for host in hosts), self.log
-            time.sleep(0.005)
+        training = [*TINY, f"--job.dump_folder={self.dump_folder}", *self._options]
+        self.processes = [
+            host.start(torchrun("train.py", *training, nodes=len(hosts), rank=rank, master=hosts[0]), self.log_file)
+            for rank, host in enumerate(hosts)
+        ]
 
     def finish(self, hosts: list[Host]) -> None:
-        assert [host.processes[0].wait(DEADLINE_SECONDS) for host in hosts] == [0] * len(hosts), self.log
+        assert self.wait() == [0] * len(hosts), self.log
         for host in hosts:
             host.processes.clear()
 
@@ -70,7 +49,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 def straight_losses(folder: Path, hosts: Hosts, steps: int, *options: str) -> dict[int, float]:
-    job = Job(folder, f"--training.steps={steps}", NO_DISK, *options)
+    job = HostsJob(folder, f"--training.steps={steps}", NO_DISK, *options)
     pair = [hosts.add(), hosts.add()]
     job.start(pair)
     job.finish(pair)
@@ -79,7 +58,7 @@ def straight_losses(folder: Path, hosts: Hosts, steps: int, *options: str) -> di
     return job.losses()
 
 
-def lose(job: Job, hosts: Hosts, pair: list[Host], victim: int) -> list[Host]:
+def lose(job: HostsJob, hosts: Hosts, pair: list[Host], victim: int) -> list[Host]:
     """Kill one host of `pair`; return the pair with an empty one in its place, once the other one's job has ended."""
     other = pair[1 - victim]
     new = hosts.replace(pair[victim])
@@ -93,18 +72,18 @@ def survive(folder: Path, hosts: Hosts, losses: int, seed: int, record: Record) 
     drawn, gap = random.Random(seed), 24
     steps = gap * (losses + 1)
     expected = straight_losses(folder / "straight", hosts, steps)
-    job = Job(folder / "run", f"--training.steps={steps}", NO_DISK, *REPLICATED)
+    job = HostsJob(folder / "run", f"--training.steps={steps}", NO_DISK, *REPLICATED)
     pair = [hosts.add(), hosts.add()]
     job.start(pair)
     back = []
     for number in range(losses):
-        job.wait_for(gap * number + drawn.randint(10, gap), pair)
+        job.wait_for_step(gap * number + drawn.randint(10, gap))
         time.sleep(drawn.random() * 0.1)
         victim = drawn.randrange(2)
         pair = lose(job, hosts, pair, victim)
         reached = max(job.losses())
         job.start(pair)
-        job.wait_for(reached + 1, pair)
+        job.wait_for_step(reached + 1)
         loaded = job.events("loaded")
         assert len(loaded) == number + 1, job.log
         assert loaded[-1]["origin"] == "memory", job.log
@@ -113,7 +92,9 @@ def survive(folder: Path, hosts: Hosts, losses: int, seed: int, record: Record) 
     job.finish(pair)
     assert job.losses() == expected, "the run is the same, bit for bit"
     record(losses=losses, equal_steps=len(expected))
-    assert not [*(job.folder / "checkpoint").glob("step-*")][1:], "nothing was saved, so nothing was read from disk"
+    assert not [*(job.dump_folder / "checkpoint").glob("step-*")][1:], (
+        "nothing was saved, so nothing was read from disk"
+    )
     return back
 
 
@@ -130,10 +111,10 @@ def test_a_run_survives_thirty_losses_of_a_host(tmp_path: Path, hosts: Hosts, re
 
 def test_the_host_that_is_left_continues_alone_with_the_images_of_both(tmp_path: Path, hosts: Hosts) -> None:
     expected = straight_losses(tmp_path / "straight", hosts, 40, "--training.global_batch_size=4")
-    job = Job(tmp_path / "run", "--training.steps=40", NO_DISK, *REPLICATED, "--training.global_batch_size=4")
+    job = HostsJob(tmp_path / "run", "--training.steps=40", NO_DISK, *REPLICATED, "--training.global_batch_size=4")
     pair = [hosts.add(), hosts.add()]
     job.start(pair)
-    job.wait_for(20, pair)
+    job.wait_for_step(20)
     left = lose(job, hosts, pair, 1)[:1]
     reached = max(job.losses())
 
@@ -150,10 +131,10 @@ def test_the_host_that_is_left_continues_alone_with_the_images_of_both(tmp_path:
 
 def test_where_both_hosts_are_lost_the_run_continues_from_the_disk(tmp_path: Path, hosts: Hosts) -> None:
     expected = straight_losses(tmp_path / "straight", hosts, 40)
-    job = Job(tmp_path / "run", "--training.steps=40", "--checkpoint.interval=10", *REPLICATED)
+    job = HostsJob(tmp_path / "run", "--training.steps=40", "--checkpoint.interval=10", *REPLICATED)
     pair = [hosts.add(), hosts.add()]
     job.start(pair)
-    job.wait_for(25, pair)
+    job.wait_for_step(25)
     pair = [hosts.replace(host) for host in pair]
     committed = max(event["step"] for event in job.events("committed"))
 

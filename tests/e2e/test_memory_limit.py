@@ -40,7 +40,7 @@ def test_a_restart_inside_a_fifth_more_memory_than_the_peak_before_it_lives(
             ready = max(job.steps("image_ready"))
             job.kill_ranks()
             resumed = job.wait_for_training(number)
-            assert resumed >= ready, f"step {ready} was reported, step {resumed} was resumed:\n{job.tail()}"
+            assert resumed >= ready, f"step {ready} was reported, step {resumed} was resumed:\n{job.order.tail()}"
             _trains_until_images_are_ready(job, resumed + 6)
     assert not oom_kills(memory_group)
 
@@ -81,7 +81,7 @@ def _starts(folder: Path, name: str, group: Path, number: int, mode: str, *, mem
             job = Job([subprocess.Popen([*within, *command], cwd=REPO, stdout=file, stderr=file)], folder / name, log)
         try:
             last = max(job.losses(), default=0) + STEPS
-            job.wait_until(lambda job, last=last: max(job.losses(), default=0) >= last)
+            job.wait_for_step(last)
         finally:
             job.kill()
         yield job.log

@@ -9,13 +9,12 @@ must be that of the run that is not killed, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.killed_jobs import KilledJob, Order, killed_job, losses, printed, run_straight
+from tests.e2e.killed_jobs import KilledJob, Order, Tally, killed_job, losses, printed, run_straight
 
 pytestmark = pytest.mark.slow
 
@@ -34,25 +33,9 @@ IN_MEMORY = [
 ]
 
 
-@dataclass
-class Tally:
-    """The results of all cases."""
-
-    killed: int = 0
-    from_memory: int = 0
-    """Starts from a step that the disk did not have."""
-    lost: int = 0
-    wrong: int = 0
-
-    def __str__(self) -> str:
-        return (
-            f"random kills: {self.killed} killed, {self.from_memory} from memory, {self.lost} lost, {self.wrong} wrong"
-        )
-
-
 @pytest.fixture(scope="module")
 def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
-    with printed(request, Tally()) as counts:
+    with printed(request, Tally("random kills", "killed", "from memory", "lost", "wrong")) as counts:
         yield counts
 
 
@@ -73,7 +56,7 @@ def test_a_job_killed_at_random_moments_resumes_the_latest_step_and_trains_as_if
             _resumes(job, number, tally)
             job.wait_a_moment()
             getattr(job, f"kill_{victim}")()
-            tally.killed += 1
+            tally["killed"] += 1
         _resumes(job, KILLS, tally)
     _nothing_is_wrong(order, straight, tally)
 
@@ -95,7 +78,7 @@ def test_a_job_with_images_resumes_the_latest_one_that_all_ranks_had_reported(
             _resumes(job, number, tally, with_images=victim != "keeper")
             job.wait_a_moment()
             getattr(job, f"kill_{victim}")()
-            tally.killed += 1
+            tally["killed"] += 1
         _resumes(job, kills, tally, with_images=victim != "keeper")
     _nothing_is_wrong(order, straight, tally)
 
@@ -104,12 +87,12 @@ def _resumes(job: KilledJob, number: int, tally: Tally, *, with_images: bool = F
     on_disk = job.acknowledged() if number else 0
     expected = max({on_disk, *(job.steps("image_ready") if with_images and number else ())})
     resumed = job.wait_for_training(number)
-    tally.from_memory += resumed > on_disk
-    tally.lost += resumed < expected
-    assert resumed >= expected, f"step {expected} was reported, step {resumed} was resumed:\n{job.tail()}"
+    tally["from memory"] += resumed > on_disk
+    tally["lost"] += resumed < expected
+    assert resumed >= expected, f"step {expected} was reported, step {resumed} was resumed:\n{job.order.tail()}"
 
 
 def _nothing_is_wrong(order: Order, straight: dict[int, set[str]], tally: Tally) -> None:
     wrong = {step: sorted(found - straight[step]) for step, found in losses(order).items() if found - straight[step]}
-    tally.wrong += len(wrong)
+    tally["wrong"] += len(wrong)
     assert not wrong, wrong

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.drawn_run import draw
-from tests.e2e.killed_jobs import printed
-from tests.e2e.random_runs import Tally, carry_out
+from tests.e2e.killed_jobs import Tally, printed
+from tests.e2e.random_runs import carry_out, new_tally
 
 FEW = (79, 112, 143)
 """Seeds whose runs make images: with a rollback, damage, a keeper that is killed, a signal."""
@@ -22,7 +22,7 @@ MANY, MORE = 12, 18
 
 @pytest.fixture(scope="module")
 def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
-    with printed(request, Tally()) as counts:
+    with printed(request, new_tally()) as counts:
         yield counts
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,19 +12,12 @@ import pytest
 
 from tests.hangs import ranks
 from tests.logged import logged_warnings
-from tests.processes import children, command_line, read_lines, send
+from tests.processes import children, command_line, read_lines, send, wait_until
 from torchtitan_lite.hangs.own_rank import dump_signal
 from torchtitan_lite.hangs.watch import HangWatch, WatchPlace
 
 POLL_CALLS = (7, 73)
 """poll on x86-64, ppoll on arm64, in which it is called for poll."""
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + ranks.DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def is_watching(watcher: int) -> bool:

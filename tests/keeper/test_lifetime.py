@@ -9,13 +9,13 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace, TracebackType
 
 import pytest
 
 from tests.descriptors import opened
-from tests.keeper.children import Child
 from tests.keepers import has_ended, keepers_in
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.keeper import process
@@ -24,6 +24,43 @@ from torchtitan_lite.keeper.place import socket_path
 
 Image = tuple[int, int]
 MIB = 1 << 20
+
+
+class Child:
+    """A process that runs `work` and says so, and then lives until it is killed or this object's context ends."""
+
+    def __init__(self, work: Callable[[], object], *, with_own_session: bool = False) -> None:
+        ours, its = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                if with_own_session:
+                    os.setsid()
+                work()
+                os.write(its, b"done")
+                signal.pause()
+            finally:
+                os._exit(1)
+        os.close(its)
+        self.is_done = os.read(ours, 8) == b"done"
+        os.close(ours)
+        self._is_reaped = False
+
+    def kill(self) -> None:
+        """Kill it and wait for its end. Idempotent."""
+        if not self._is_reaped:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            self._is_reaped = True
+
+    def __enter__(self) -> Child:
+        assert self.is_done, "the child failed: its traceback is above"
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
 
 
 def pid_of(keeper: Keeper) -> int:

@@ -1,9 +1,10 @@
-"""Folders of small checkpoints, with digests but without tensors, for tests of the store and of the command line."""
+"""Folders of small checkpoints, with digests but without tensors, and what befalls them."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,25 @@ def manifest_of(step: int, **fields: Any) -> Manifest:
     return Manifest(step=step, **{**common, **fields})
 
 
-def write(staging: Path, data: bytes = b"data", metadata: bytes = b"of dcp") -> dict[str, FileRecord]:
-    """Write into `staging` what DCP does, with `data` in the file of rank 0; return the record of that, of its size."""
+def write(staging: Path, data: bytes = b"data", metadata: bytes = b"of dcp") -> None:
+    """Write into `staging` what DCP does, with `data` in the file of rank 0."""
     (staging / DATA).write_bytes(data)
     (staging / layout.METADATA).write_bytes(metadata)
-    return {DATA: FileRecord(len(data))}
+
+
+def staged(store: CheckpointStore, step: int, data: bytes = b"data", metadata: bytes = b"of dcp") -> Path:
+    """Begin a save of `step` and write its files, as `write` does; return its folder."""
+    folder = begun(store, step)
+    write(folder, data, metadata)
+    return folder
 
 
 def commit(
     store: CheckpointStore, step: int, data: bytes = b"data", metadata: bytes = b"of dcp", **fields: Any
 ) -> CheckpointInfo:
     """Commit a checkpoint with `data` in the file of rank 0; `fields` as of `Manifest`."""
-    staging = begun(store, step)
-    files = write(staging, data, metadata)
-    return store.commit(step, manifest_of(step, **{"files": files, **fields}), place=staging.name)
+    place = staged(store, step, data, metadata).name
+    return store.commit(step, manifest_of(step, **{"files": {DATA: FileRecord(len(data))}, **fields}), place=place)
 
 
 def begun(store: CheckpointStore, step: int) -> Path:
@@ -95,8 +101,8 @@ def contents(root: Path) -> dict[str, bytes]:
 
 
 def names(root: Path) -> list[str]:
-    """Return the names in `root`."""
-    return sorted(path.name for path in root.iterdir())
+    """Return the names in `root`, without the tokens of staging folders."""
+    return sorted(without_token(path.name) for path in root.iterdir())
 
 
 def foreign(root: Path) -> None:
@@ -126,20 +132,35 @@ def of_torchtitan(root: Path) -> None:
 def of_a_newer_version(root: Path) -> None:
     """Put into `root` a checkpoint of a later format."""
     path = save(CheckpointStore(root), 10).path / layout.MANIFEST
-    text, _, _ = path.read_bytes().partition(b',\n"digest"')
-    path.write_bytes(seal(later_format(text)))
+    path.write_bytes(later_format(path.read_bytes()))
 
 
 def later_format(text: bytes) -> bytes:
     """Return the manifest `text` as one of a later format, which this version cannot read."""
     fields = b'"format_version": %d,\n"oldest_reader": %d'
     assert fields % (7, 7) in text
-    return text.replace(fields % (7, 7), fields % (99, 99))
+    return seal(text.rpartition(b',\n"digest"')[0].replace(fields % (7, 7), fields % (99, 99)))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the manifest in `folder` and seal it correctly, with each field on a line as the package writes it."""
+    document = json.loads((folder / layout.MANIFEST).read_bytes())
+    del document["digest"]
+    change(document)
+    fields = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in document.items())
+    (folder / layout.MANIFEST).write_bytes(seal(b"{\n" + fields.encode()))
 
 
 def damage(root: Path, step: int, name: str = DATA) -> None:
     """Flip one byte of a file of `step`."""
-    path = root / layout.step_dir(step) / name
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip(root / layout.step_dir(step) / name)
+
+
+def flip(path: Path, at: int | None = None) -> None:
+    """Flip one bit of the byte `at` of the file at `path`, or of the one in its middle."""
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        place = file.seek((size // 2 if at is None else at) % size)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))

@@ -222,18 +222,14 @@ def test_a_manifest_that_abandons_too_many_steps_is_damage_and_is_not_written(st
     abandons = tuple((step, "aa") for step in range(MAX_ABANDONED + 1))
     with pytest.raises(CheckpointDamaged, match=f"lineage: abandons: expected .* {MAX_ABANDONED} at most"):
         Manifest.parse(manifest(7, Lineage("run1", abandons=abandons)).to_json())
-    staging = filled.begun(store, 7)
-    (staging / DATA).write_bytes(bytes(1 << 20))
-    (staging / layout.METADATA).write_bytes(b"of dcp")
+    staging = filled.staged(store, 7, bytes(1 << 20))
     made = manifest(7, Lineage("run1", abandons=abandons), files={DATA: FileRecord(1 << 20)})
     with pytest.raises(SaveFailed, match=f"it would abandon {MAX_ABANDONED + 1} checkpoints"):
         store.commit(7, made, place=staging.name)
 
 
 def test_a_save_fails_if_its_manifest_would_be_refused_as_too_large(store: CheckpointStore) -> None:
-    staging = filled.begun(store, 7)
-    (staging / DATA).write_bytes(b"data")
-    (staging / layout.METADATA).write_bytes(b"of dcp")
+    staging = filled.staged(store, 7)
     made = manifest(7, extra={"note": "x" * DESCRIPTION_BYTES}, files={DATA: FileRecord(4)})
     with pytest.raises(SaveFailed, match=r"manifest\.json would have .* bytes"):
         store.commit(7, made, place=staging.name)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.store import filled
 from tests.store.crashing import Contents, Crash, Cut, contents
-from tests.store.filled import fill, names, save
+from tests.store.filled import fill, flip, names, save
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, FormatTooNew
 from torchtitan_lite.store.set_aside import ShelfOnDisk, bring_back, check, find, names_of, refuse_harm
 from torchtitan_lite.store.store import CheckpointStore
@@ -70,20 +70,11 @@ def test_every_byte_of_it_is_read(tmp_path: Path) -> None:
     assert sum(read) == aside.manifest.nbytes
 
 
-def flip(name: str) -> Callable[[Path], None]:
-    def act(folder: Path) -> None:
-        data = bytearray((folder / name).read_bytes())
-        data[-1] ^= 1
-        (folder / name).write_bytes(data)
-
-    return act
-
-
 @pytest.mark.parametrize(
     ("harm", "finding"),
     [
-        (flip(filled.DATA), "bytes 0 to 100 are not those that were written"),
-        (flip(".metadata"), ".metadata: bytes 0 to 6"),
+        (lambda folder: flip(folder / filled.DATA), "bytes 0 to 100 are not those that were written"),
+        (lambda folder: flip(folder / ".metadata"), ".metadata: bytes 0 to 6"),
         (lambda folder: (folder / filled.DATA).unlink(), "__0_0.distcp is missing"),
         (lambda folder: (folder / filled.DATA).write_bytes(b"cut"), "__0_0.distcp has 3 bytes, not 100"),
         (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),

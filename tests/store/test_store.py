@@ -15,14 +15,14 @@ import pytest
 
 from tests.disks import FailingDisk
 from tests.store.crashing import swap
-from tests.store.filled import begun, later_format, manifest_of, without_token
+from tests.store.filled import commit, later_format, manifest_of, names, staged, without_token
 from torchtitan_lite.disk import durable
 from torchtitan_lite.disk.block_writer import in_memory
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, FormatTooNew, SaveFailed
 from torchtitan_lite.store.lineage import Lineage
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest, seal
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.store import CheckpointStore, free_bytes
 
 
@@ -80,26 +80,8 @@ def manifest(step: int, kind: CheckpointKind = CheckpointKind.FULL, size: int = 
     return manifest_of(step, kind=kind, files={"__0_0.distcp": FileRecord(size)})
 
 
-def write(store: CheckpointStore, step: int, data: bytes = b"data") -> Path:
-    staging = begun(store, step)
-    (staging / "__0_0.distcp").write_bytes(data)
-    (staging / ".metadata").write_bytes(b"of dcp")
-    return staging
-
-
-def save(
-    store: CheckpointStore, step: int, data: bytes = b"data", kind: CheckpointKind = CheckpointKind.FULL
-) -> CheckpointInfo:
-    staging = write(store, step, data)
-    return store.commit(step, manifest(step, kind, len(data)), place=staging.name)
-
-
 def data_of(info: CheckpointInfo) -> bytes:
     return (info.path / "__0_0.distcp").read_bytes()
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(without_token(path.name) for path in folder.iterdir())
 
 
 def steps(store: CheckpointStore) -> list[int]:
@@ -113,7 +95,7 @@ def test_making_a_store_touches_nothing(store: CheckpointStore, root: Path) -> N
 
 
 def test_a_committed_checkpoint_is_complete_and_listed(store: CheckpointStore, root: Path) -> None:
-    info = save(store, 5)
+    info = commit(store, 5)
     assert info == CheckpointInfo(5, root / "step-5", CheckpointKind.FULL, 1.0, nbytes=len(b"data") + len(b"of dcp"))
     assert store.committed() == [info]
     assert store.get(5) == store.latest() == info
@@ -125,20 +107,20 @@ def test_a_committed_checkpoint_is_complete_and_listed(store: CheckpointStore, r
 
 def test_steps_are_listed_by_number(store: CheckpointStore) -> None:
     for step in (10, 9, 100):
-        save(store, step)
+        commit(store, step)
     assert steps(store) == [9, 10, 100]
     assert store.latest() == store.get(100)
 
 
 def test_the_latest_full_checkpoint_is_not_a_weights_only_one(store: CheckpointStore) -> None:
-    full, weights = save(store, 1), save(store, 2, kind=CheckpointKind.WEIGHTS_ONLY)
+    full, weights = commit(store, 1), commit(store, 2, kind=CheckpointKind.WEIGHTS_ONLY)
     assert store.latest() == full
     assert store.latest(CheckpointKind.WEIGHTS_ONLY) == weights
 
 
 def test_a_missing_step_is_an_error_that_names_the_others(store: CheckpointStore, root: Path) -> None:
-    save(store, 200)
-    save(store, 400)
+    commit(store, 200)
+    commit(store, 400)
     with pytest.raises(CheckpointNotFound, match=r"step 7 .* 200, 400") as caught:
         store.get(7)
     assert (caught.value.folder, caught.value.available) == (str(root), (200, 400))
@@ -173,7 +155,7 @@ def test_a_rank_that_does_not_see_the_folder_of_a_save_yet_waits_for_it(store: C
 
 
 def test_a_file_that_is_there_is_never_written_into(store: CheckpointStore, root: Path) -> None:
-    info = save(store, 5)
+    info = commit(store, 5)
     # As a client of a network file system may see it, to which the name is still what it was.
     (root / (place := "step-5.staging-1")).symlink_to(info.path)
     with pytest.raises(FileExistsError, match=r"__0_0\.distcp"):
@@ -182,7 +164,7 @@ def test_a_file_that_is_there_is_never_written_into(store: CheckpointStore, root
 
 
 def test_removing_the_folder_of_a_save_does_not_follow_a_link(store: CheckpointStore, root: Path) -> None:
-    info = save(store, 5)
+    info = commit(store, 5)
     (root / "step-6.staging-1").symlink_to(info.path)
     store.remove_staging(6, "step-6.staging-1")
     assert names(root) == ["step-5"]
@@ -190,15 +172,15 @@ def test_removing_the_folder_of_a_save_does_not_follow_a_link(store: CheckpointS
 
 
 def test_an_abandoned_save_leaves_nothing(store: CheckpointStore, root: Path) -> None:
-    save(store, 5)
-    place = write(store, 6).name
+    commit(store, 5)
+    place = staged(store, 6).name
     for name in (place, place, "", "step-5"):
         store.remove_staging(6, name)
     assert names(root) == ["step-5"]
 
 
 def test_files_that_no_rank_wrote_for_this_save_are_not_committed(store: CheckpointStore) -> None:
-    staging = write(store, 5)
+    staging = staged(store, 5)
     (staging / "__7_0.distcp").write_bytes(b"of no rank")
     (staging / "manifest.json").mkdir()
     info = store.commit(5, manifest(5), place=staging.name)
@@ -207,7 +189,7 @@ def test_files_that_no_rank_wrote_for_this_save_are_not_committed(store: Checkpo
 
 @pytest.mark.parametrize("missing", [".metadata", "__0_0.distcp"])
 def test_a_save_without_one_of_its_files_is_refused(store: CheckpointStore, missing: str) -> None:
-    staging = write(store, 5)
+    staging = staged(store, 5)
     (staging / missing).unlink()
     with pytest.raises(SaveFailed, match=f"save of step 5 failed.*{missing} is missing"):
         store.commit(5, manifest(5), place=staging.name)
@@ -215,7 +197,7 @@ def test_a_save_without_one_of_its_files_is_refused(store: CheckpointStore, miss
 
 
 def test_the_writer_s_record_of_the_metadata_is_used_if_there_is_one(store: CheckpointStore) -> None:
-    place = write(store, 5).name
+    place = staged(store, 5).name
     handed_over = FileRecord.of(b"OF DCP")
     given = manifest(5)
     info = store.commit(5, dataclasses.replace(given, files=given.files | {".metadata": handed_over}), place=place)
@@ -229,15 +211,15 @@ def test_a_save_without_a_staging_folder_is_refused(store: CheckpointStore) -> N
 
 
 def test_a_file_of_another_size_than_was_written_is_refused(store: CheckpointStore) -> None:
-    save(store, 5, b"old")
-    place = write(store, 5, b"short").name
+    commit(store, 5, b"old")
+    place = staged(store, 5, b"short").name
     with pytest.raises(SaveFailed, match=r"__0_0.distcp has 5 bytes, 6 were written"):
         store.commit(5, manifest(5, size=6), place=place)
     assert data_of(store.get(5)) == b"old"
 
 
 def test_the_manifest_of_another_step_is_refused(store: CheckpointStore) -> None:
-    place = write(store, 5).name
+    place = staged(store, 5).name
     with pytest.raises(SaveFailed, match="its manifest is of step 6"):
         store.commit(5, manifest(6), place=place)
 
@@ -247,9 +229,9 @@ def of_run(run_id: str, step: int, *abandons: tuple[int, str]) -> Manifest:
 
 
 def test_a_save_of_an_abandoned_step_is_refused(store: CheckpointStore, root: Path) -> None:
-    place = write(store, 2).name
+    place = staged(store, 2).name
     store.commit(2, of_run("b2", 2, (3, "a1")), place=place)
-    place = write(store, 3).name
+    place = staged(store, 3).name
     with pytest.raises(SaveFailed, match="step-2 abandons step 3 of run a1"):
         store.commit(3, of_run("a1", 3), place=place)
     assert names(root) == ["step-2", "step-3.staging"]
@@ -268,19 +250,19 @@ def test_nothing_is_renamed_after_the_fence_raised(root: Path, there: str, excha
         disk = Transcript(exchanges)
         store = CheckpointStore(root / str(passes), durable=disk)
         if there == "old":
-            save(store, 5, b"old")
+            commit(store, 5, b"old")
         elif there == "foreign":
             (store.root / "step-5").mkdir(parents=True)
         elif there == "abandoning":
-            save(store, 9).path.rename(store.root / "aside")
-            place = write(store, 5, b"old").name
+            commit(store, 9).path.rename(store.root / "aside")
+            place = staged(store, 5, b"old").name
             store.commit(
                 5,
                 dataclasses.replace(of_run("b2", 5, (9, "unknown")), files={"__0_0.distcp": FileRecord(3)}),
                 place=place,
             )
             (store.root / "aside").rename(store.root / "step-9")
-        place = write(store, 5, b"new").name
+        place = staged(store, 5, b"new").name
         begun, calls = len(disk.lines), itertools.count()
         lines_then: list[int] = []
 
@@ -312,8 +294,8 @@ def test_nothing_is_renamed_after_the_fence_raised(root: Path, there: str, excha
             assert passes >= 2
             assert data_of(store.get(5)) == b"new"
             commits = ("rename step-5.staging step-5", "exchange step-5.staging step-5")
-            commit = next(at for at, line in enumerate(disk.lines) if at >= begun and line in commits)
-            for at, line in enumerate(disk.lines[begun : commit + 1], begun):
+            done = next(at for at, line in enumerate(disk.lines) if at >= begun and line in commits)
+            for at, line in enumerate(disk.lines[begun : done + 1], begun):
                 if line.startswith(("rename step-5", "exchange")):
                     assert at in lines_then, f"something was done between the question and {line}"
             break
@@ -322,8 +304,8 @@ def test_nothing_is_renamed_after_the_fence_raised(root: Path, there: str, excha
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_a_step_saved_again_is_only_the_new_checkpoint(root: Path, exchanges: bool) -> None:
     store = CheckpointStore(root, durable=Transcript(exchanges))
-    save(store, 5, b"old")
-    new = save(store, 5, b"newer", CheckpointKind.WEIGHTS_ONLY)
+    commit(store, 5, b"old")
+    new = commit(store, 5, b"newer", kind=CheckpointKind.WEIGHTS_ONLY)
     assert store.committed() == [new]
     assert data_of(new) == b"newer"
     assert names(root) == ["step-5"]
@@ -334,15 +316,15 @@ SEALED = ["fsync file", "write step-5.staging/manifest.json", "fsync step-5.stag
 
 def test_a_commit_performs_these_operations_in_this_order(root: Path) -> None:
     disk = Transcript()
-    save(CheckpointStore(root, durable=disk), 5)
+    commit(CheckpointStore(root, durable=disk), 5)
     made = disk.lines.index("fsync file")
     assert disk.lines[made:] == [*SEALED, "rename step-5.staging step-5", "fsync checkpoint/"]
 
 
 def test_a_replacement_performs_these_operations_in_this_order(root: Path) -> None:
     disk = Transcript()
-    save(CheckpointStore(root), 5)
-    save(CheckpointStore(root, durable=disk), 5)
+    commit(CheckpointStore(root), 5)
+    commit(CheckpointStore(root, durable=disk), 5)
     made = disk.lines.index("fsync file")
     assert disk.lines[made:] == [
         *SEALED,
@@ -356,8 +338,8 @@ def test_a_replacement_performs_these_operations_in_this_order(root: Path) -> No
 
 def test_a_replacement_without_exchange_performs_these_operations_in_this_order(root: Path) -> None:
     disk = Transcript(exchanges=False)
-    save(CheckpointStore(root), 5)
-    save(CheckpointStore(root, durable=disk), 5)
+    commit(CheckpointStore(root), 5)
+    commit(CheckpointStore(root, durable=disk), 5)
     made = disk.lines.index("fsync file")
     assert disk.lines[made:] == [
         *SEALED,
@@ -373,9 +355,9 @@ def test_a_replacement_without_exchange_performs_these_operations_in_this_order(
 
 def test_a_recovery_performs_these_operations_in_this_order(store: CheckpointStore, root: Path) -> None:
     for step in (1, 2):
-        save(store, step, b"old").path.rename(root / f".replaced-step-{step}-1")
-    save(store, 3).path.rename(root / ".trash-step-3-1")
-    write(store, 4)
+        commit(store, step, b"old").path.rename(root / f".replaced-step-{step}-1")
+    commit(store, 3).path.rename(root / ".trash-step-3-1")
+    staged(store, 4)
     shutil.copytree(root / ".replaced-step-2-1", root / "step-2")
     disk = Transcript()
     CheckpointStore(root, durable=disk).recover()
@@ -401,8 +383,8 @@ def test_a_replaced_checkpoint_that_cannot_be_removed_is_a_warning(
 
     store = CheckpointStore(root, durable=NothingIsRemoved())
     with caplog.at_level(logging.WARNING, "torchtitan_lite"):
-        save(store, 5, b"old")
-        new = save(store, 5, b"new")
+        commit(store, 5, b"old")
+        new = commit(store, 5, b"new")
     assert f"Could not remove the leftover {root}/.trash-step-5-1: .trash-step-5-1 is busy" in caplog.text
     assert store.committed() == [new]
     assert CheckpointStore(root).recover() == [root / ".trash-step-5-1"]
@@ -422,8 +404,8 @@ def test_a_leftover_that_cannot_be_removed_is_a_warning_and_the_start_continues(
 
     store = CheckpointStore(root)
     for step in (1, 2):
-        save(store, step).path.rename(root / f".trash-step-{step}-1")
-    kept, place = save(store, 3), store.begin(4)
+        commit(store, step).path.rename(root / f".trash-step-{step}-1")
+    kept, place = commit(store, 3), store.begin(4)
     assert CheckpointStore(root, durable=Held()).recover() == [root / ".trash-step-2-1", root / place]
     [line] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert line.startswith(f"Could not remove the leftover {root}/.trash-step-1-1: [Errno 39] Directory not empty")
@@ -446,7 +428,7 @@ def test_a_failing_delete_raises_and_the_next_one_works(root: Path) -> None:
             raise PermissionError(f"{path.name} is busy")
 
     store = CheckpointStore(root)
-    first, second = save(store, 1), save(store, 2)
+    first, second = commit(store, 1), commit(store, 2)
     on_busy_disk = CheckpointStore(root, durable=NothingIsRemoved())
     with pytest.raises(PermissionError, match="busy"):
         on_busy_disk.empty(on_busy_disk.discard(first))
@@ -456,7 +438,7 @@ def test_a_failing_delete_raises_and_the_next_one_works(root: Path) -> None:
 
 
 def test_nothing_is_left_of_a_removed_checkpoint_to_discard(store: CheckpointStore) -> None:
-    info = save(store, 1)
+    info = commit(store, 1)
     store.empty(store.discard(info))
     assert store.discard(info) == []
 
@@ -465,7 +447,7 @@ DATA = "__0_0.distcp"
 
 
 def test_sizes_as_committed_are_no_finding(store: CheckpointStore) -> None:
-    info = save(store, 5)
+    info = commit(store, 5)
     (info.path / DATA).write_bytes(b"flip")
     assert store.check_sizes(info) == []
 
@@ -486,7 +468,7 @@ def test_sizes_as_committed_are_no_finding(store: CheckpointStore) -> None:
 def test_a_missing_file_or_one_of_another_size_is_named(
     store: CheckpointStore, damage: Callable[[Path], object], finding: str
 ) -> None:
-    info = save(store, 5)
+    info = commit(store, 5)
     damage(info.path)
     findings = store.check_sizes(info)
     assert len(findings) == 1 and findings[0].startswith(finding)
@@ -494,7 +476,7 @@ def test_a_missing_file_or_one_of_another_size_is_named(
 
 def test_quarantining_performs_these_operations_in_this_order(root: Path) -> None:
     disk = Transcript()
-    save(CheckpointStore(root), 5)
+    commit(CheckpointStore(root), 5)
     assert CheckpointStore(root, durable=disk).quarantine(5, ["block 3 of a file"]) == root / "step-5.corrupt"
     assert disk.lines == [
         "rename step-5 step-5.corrupt",
@@ -507,9 +489,9 @@ def test_quarantining_performs_these_operations_in_this_order(root: Path) -> Non
 def test_a_quarantined_checkpoint_is_complete_has_its_findings_and_is_never_read_again(
     store: CheckpointStore, root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    old = save(store, 4)
+    old = commit(store, 4)
     for data in (b"bad1", b"bad2"):
-        save(store, 5, data)
+        commit(store, 5, data)
         with caplog.at_level(logging.WARNING, "torchtitan_lite"):
             store.quarantine(5, ["block 3 of __0_0.distcp", ".metadata is missing"])
     assert "Step 5 is damaged and is now" in caplog.text
@@ -519,13 +501,13 @@ def test_a_quarantined_checkpoint_is_complete_has_its_findings_and_is_never_read
     assert written == {"step": 5, "findings": ["block 3 of __0_0.distcp", ".metadata is missing"]}
     assert store.latest() == old
     assert (store.committed(), store.unmanaged(), store.damaged(), store.recover()) == ([old], [], {}, [])
-    new = save(store, 5)
+    new = commit(store, 5)
     store.empty(store.discard(new))
     assert names(root) == ["step-4", "step-5.corrupt", "step-5.corrupt-2"]
 
 
 def test_a_checkpoint_whose_manifest_is_damaged_is_found_and_quarantined(store: CheckpointStore, root: Path) -> None:
-    (save(store, 5).path / "manifest.json").write_bytes(b"{")
+    (commit(store, 5).path / "manifest.json").write_bytes(b"{")
     assert list(store.damaged()) == [5]
     store.quarantine(5, [store.damaged()[5].finding])
     assert (names(root), store.damaged()) == (["step-5.corrupt"], {})
@@ -534,7 +516,7 @@ def test_a_checkpoint_whose_manifest_is_damaged_is_found_and_quarantined(store: 
 def test_on_a_full_disk_a_checkpoint_is_quarantined_without_its_findings(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save(CheckpointStore(root), 5)
+    commit(CheckpointStore(root), 5)
     with caplog.at_level(logging.WARNING, "torchtitan_lite"):
         aside = CheckpointStore(root, durable=FailingDisk("write_file")).quarantine(5, ["a byte"])
     assert names(aside) == [".metadata", "__0_0.distcp", "manifest.json"]
@@ -542,8 +524,8 @@ def test_on_a_full_disk_a_checkpoint_is_quarantined_without_its_findings(
 
 
 def test_checkpoints_that_a_damaged_one_abandons_stay_abandoned(store: CheckpointStore, root: Path) -> None:
-    save(store, 6).path.rename(root / "kept")
-    place = write(store, 5).name
+    commit(store, 6).path.rename(root / "kept")
+    place = staged(store, 5).name
     store.commit(5, of_run("b2", 5, (6, "unknown")), place=place)
     (root / "kept").rename(root / "step-6")
     store.quarantine(5, ["a byte"])
@@ -571,7 +553,7 @@ def test_with_enough_room_nothing_is_removed(root: Path) -> None:
 def test_with_too_little_room_leftovers_are_removed_and_room_is_made(root: Path) -> None:
     room = Room(99)
     store = CheckpointStore(root, free_bytes=room)
-    write(store, 6)
+    staged(store, 6)
 
     def make_room() -> None:
         assert names(root) == []
@@ -583,7 +565,7 @@ def test_with_too_little_room_leftovers_are_removed_and_room_is_made(root: Path)
 
 def test_a_save_without_room_is_refused_with_the_needed_and_the_free_bytes(root: Path) -> None:
     store = CheckpointStore(root, free_bytes=Room(3 << 20))
-    info = save(store, 5)
+    info = commit(store, 5)
     with pytest.raises(SaveFailed, match=r"step 7 failed: .*room for 3.0 MiB, the last save took 5.0 MiB; .*keep_lat"):
         store.preflight(7, 5 << 20)
     assert store.committed() == [info]
@@ -611,7 +593,7 @@ def put_unknown_names(root: Path) -> None:
 def test_unknown_names_are_never_chosen_and_never_touched(store: CheckpointStore, root: Path) -> None:
     put_unknown_names(root)
     foreign = names(root)
-    info = save(store, 5)
+    info = commit(store, 5)
     assert (store.committed(), store.latest(), store.unmanaged()) == ([info], info, [])
     assert store.recover() == []
     store.empty(store.discard(info))
@@ -622,7 +604,7 @@ def test_unknown_names_are_never_chosen_and_never_touched(store: CheckpointStore
 def test_a_damaged_latest_checkpoint_is_skipped_with_a_warning(
     store: CheckpointStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    old, latest = save(store, 5), save(store, 6)
+    old, latest = commit(store, 5), commit(store, 6)
     (latest.path / "manifest.json").write_bytes(b"{")
     with caplog.at_level(logging.WARNING, "torchtitan_lite"):
         assert store.latest() == old
@@ -633,7 +615,7 @@ def test_a_damaged_latest_checkpoint_is_skipped_with_a_warning(
 
 
 def test_a_copy_under_another_steps_name_is_not_that_step(store: CheckpointStore, root: Path) -> None:
-    info = save(store, 5)
+    info = commit(store, 5)
     shutil.copytree(info.path, root / "step-9")
     assert store.committed() == [info]
     with pytest.raises(CheckpointDamaged, match="it is the manifest of step 5"):
@@ -643,17 +625,16 @@ def test_a_copy_under_another_steps_name_is_not_that_step(store: CheckpointStore
 def test_a_checkpoint_of_a_newer_version_stops_the_search_and_is_not_skipped(
     store: CheckpointStore,
 ) -> None:
-    save(store, 5)
-    path = save(store, 6).path / "manifest.json"
-    text = later_format(path.read_bytes())
-    path.write_bytes(seal(text[: text.rindex(b",")]))
+    commit(store, 5)
+    path = commit(store, 6).path / "manifest.json"
+    path.write_bytes(later_format(path.read_bytes()))
     for ask in (store.committed, store.latest, lambda: store.get(6)):
         with pytest.raises(FormatTooNew, match="step-6"):
             ask()
 
 
 def test_torchtitan_s_own_checkpoints_are_listed_apart(store: CheckpointStore, root: Path) -> None:
-    info = save(store, 5)
+    info = commit(store, 5)
     for step, name in ((7, ".metadata"), (8, "__0_0.distcp")):
         (root / f"step-{step}").mkdir()
         (root / f"step-{step}" / name).write_bytes(b"theirs")
@@ -674,7 +655,7 @@ def test_what_is_not_ours_and_in_the_way_of_a_commit_is_renamed(
     (root / "step-4").mkdir()
     (root / "step-4" / ".metadata").write_bytes(b"theirs")
     with caplog.at_level(logging.WARNING, "torchtitan_lite"):
-        committed = [save(store, step) for step in (1, 2, 3, 4)]
+        committed = [commit(store, step) for step in (1, 2, 3, 4)]
     assert store.committed() == committed
     assert len(caplog.records) == 4
     assert "step-4 has no intact manifest.json and is in the way of a save; it is now" in caplog.text
@@ -686,16 +667,16 @@ def test_what_is_not_ours_and_in_the_way_of_a_commit_is_renamed(
 
 
 def test_a_damaged_checkpoint_is_kept_when_its_step_is_saved_again(store: CheckpointStore, root: Path) -> None:
-    (save(store, 5, b"old").path / "manifest.json").write_bytes(b"{")
-    assert data_of(save(store, 5, b"new")) == b"new"
+    (commit(store, 5, b"old").path / "manifest.json").write_bytes(b"{")
+    assert data_of(commit(store, 5, b"new")) == b"new"
     assert (root / "step-5.foreign" / "__0_0.distcp").read_bytes() == b"old"
 
 
 def test_a_reader_sees_the_replaced_checkpoint_until_recovery_renames_it_back(
     store: CheckpointStore, root: Path
 ) -> None:
-    save(store, 5, b"old").path.rename(root / ".replaced-step-5-1")
-    write(store, 5, b"new")
+    commit(store, 5, b"old").path.rename(root / ".replaced-step-5-1")
+    staged(store, 5, b"new")
     assert store.latest() == store.get(5)
     assert data_of(store.get(5)) == b"old"
     assert store.get(5).path == root / ".replaced-step-5-1"
@@ -706,7 +687,7 @@ def test_a_reader_sees_the_replaced_checkpoint_until_recovery_renames_it_back(
 
 def test_the_checkpoint_that_was_replaced_last_is_renamed_back(store: CheckpointStore, root: Path) -> None:
     for number in (2, 10):
-        save(store, 5, str(number).encode()).path.rename(root / f".replaced-step-5-{number}")
+        commit(store, 5, str(number).encode()).path.rename(root / f".replaced-step-5-{number}")
     assert data_of(store.get(5)) == b"10"
     store.recover()
     assert data_of(store.get(5)) == b"10"
@@ -714,7 +695,7 @@ def test_the_checkpoint_that_was_replaced_last_is_renamed_back(store: Checkpoint
 
 
 def test_a_replaced_checkpoint_is_kept_while_something_else_has_its_name(store: CheckpointStore, root: Path) -> None:
-    save(store, 5).path.rename(root / ".replaced-step-5-1")
+    commit(store, 5).path.rename(root / ".replaced-step-5-1")
     (root / "step-5").mkdir()
     assert store.recover() == []
     assert names(root) == [".replaced-step-5-1", "step-5"]
@@ -722,8 +703,8 @@ def test_a_replaced_checkpoint_is_kept_while_something_else_has_its_name(store: 
 
 
 def test_deleting_does_not_bring_back_an_older_checkpoint(store: CheckpointStore, root: Path) -> None:
-    save(store, 5, b"old").path.rename(root / "kept")
-    new = save(store, 5, b"new")
+    commit(store, 5, b"old").path.rename(root / "kept")
+    new = commit(store, 5, b"new")
     (root / "kept").rename(root / ".replaced-step-5-1")
     store.empty(store.discard(new))
     assert store.committed() == []
@@ -737,11 +718,11 @@ def test_a_job_that_lost_the_folder_while_sealing_does_not_rename_what_the_repla
 ) -> None:
     disk = Transcript(exchanges)
     store = CheckpointStore(root, durable=disk)
-    save(store, 9).path.rename(root / "aside")
-    place = write(store, 5, b"old").name
+    commit(store, 9).path.rename(root / "aside")
+    place = staged(store, 5, b"old").name
     store.commit(5, dataclasses.replace(of_run("b2", 5, (9, "unknown")), files={DATA: FileRecord(3)}), place=place)
     (root / "aside").rename(root / "step-9")
-    place = write(store, 5, b"new").name
+    place = staged(store, 5, b"new").name
     begun = len(disk.lines)
 
     def fence() -> None:
@@ -757,8 +738,8 @@ def step_5_replaced_twice(root: Path) -> CheckpointStore:
     """Save step 5 three times; the replaced checkpoints are still there, as after a crash."""
     store = CheckpointStore(root)
     for number, data in enumerate((b"first", b"second"), 1):
-        save(store, 5, data).path.rename(root / f"kept-{number}")
-    save(store, 5, b"third")
+        commit(store, 5, data).path.rename(root / f"kept-{number}")
+    commit(store, 5, b"third")
     for number in (1, 2):
         (root / f"kept-{number}").rename(root / f".replaced-step-5-{number}")
     return store
@@ -791,7 +772,7 @@ def test_a_quarantine_takes_every_checkpoint_of_the_step_and_puts_findings_in_th
 
 def test_a_folder_of_the_size_of_a_file_is_found_in_its_place(store: CheckpointStore, root: Path) -> None:
     (root / "folder").mkdir(parents=True)
-    info = save(store, 5, b"x" * (root / "folder").stat().st_size)
+    info = commit(store, 5, b"x" * (root / "folder").stat().st_size)
     (info.path / DATA).unlink()
     (root / "folder").rename(info.path / DATA)
     assert store.check_sizes(info) == [f"{DATA} is a folder"]
@@ -806,8 +787,8 @@ def test_a_step_is_replaced_also_where_the_system_refuses_to_swap_names(
         return -1
 
     monkeypatch.setattr(durable, "_renameat2", lambda: refuse)
-    save(store, 5, b"old")
-    assert data_of(save(store, 5, b"new")) == b"new"
+    commit(store, 5, b"old")
+    assert data_of(commit(store, 5, b"new")) == b"new"
     assert names(root) == ["step-5"]
 
 
@@ -825,7 +806,7 @@ def test_two_stores_of_one_folder_are_in_the_same_place_however_it_is_spelt(
 
 
 def test_findings_are_text_with_a_line_for_each(store: CheckpointStore, root: Path) -> None:
-    save(store, 5)
+    commit(store, 5)
     aside = store.quarantine(5, ["block 3 of a file", ".metadata is missing"])
     expected = [
         "{",

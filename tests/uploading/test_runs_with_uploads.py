@@ -9,6 +9,7 @@ import pytest
 
 from tests.checkpoint.small_run import SmallRun, same
 from tests.disks import small_disk
+from tests.store.filled import flip
 from tests.uploading.runs import run_of, steps_in
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import ConfigError, FolderUnusable, UploadRefused
@@ -81,12 +82,6 @@ def test_a_step_that_is_damaged_there_is_left_for_an_older_one(tmp_path: Path, o
     flip(other / "step-3" / "__0_0.distcp")
     with run_of(tmp_path / "run", other).loaded() as again:
         assert again.train_state.step == 2
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import pytest
 
 from tests.checkpoint.small_run import SmallRun
 from tests.disks import fill, make_read_only, small_disk
+from tests.store.filled import flip
 from tests.uploading.runs import run_of, steps_in
 from torchtitan_lite.errors import CheckpointError, FolderInUse, UploadRefused
 from torchtitan_lite.events import Event
@@ -87,11 +88,7 @@ def test_an_upload_that_was_cut_continues_with_the_files_that_are_missing(tmp_pa
 
 def test_a_damaged_checkpoint_is_not_uploaded_and_the_others_are(tmp_path: Path) -> None:
     source = trained(tmp_path / "run")
-    with (source / "step-2" / "__0_0.distcp").open("r+b") as file:
-        file.seek(100)
-        byte = file.read(1)
-        file.seek(100)
-        file.write(bytes([byte[0] ^ 1]))
+    flip(source / "step-2" / "__0_0.distcp", 100)
     with pytest.raises(CheckpointError, match=r"step-2.*__0_0\.distcp.*digest"):
         upload_all(job(source, tmp_path / "other"), lambda state: None)
     assert steps_in(tmp_path / "other") == [1, 3]

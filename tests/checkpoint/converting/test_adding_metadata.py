@@ -17,8 +17,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from tests.checkpoint.one_file import as_one_file
+from tests.checkpoint.sharded_run import sharded_run
 from tests.checkpoint.small_run import SmallRun, Tiny, same
-from tests.checkpoint.tiny_run import TinyRun
 from tests.cli.command import CLI, command
 from tests.ranks import Ranks, on_two_ranks
 from tests.store.crashing import Crash, Cut, contents
@@ -122,9 +122,9 @@ def test_the_verb_writes_the_bytes_that_the_save_would_have_written(tmp_path: Pa
 def _save_on_ranks(rank: int, folder: Path, mode: str) -> None:
     for choice in ("always", "never"):
         own = [{"position": rank, "rest": {"odd": {rank}, "name": f"of rank {rank}"}}]
-        run = TinyRun(folder / choice, interval=2, dcp_metadata=choice, dataloader=Own(own[0]), async_mode=mode)
+        run = sharded_run(folder / choice, interval=2, dcp_metadata=choice, loader=Own(own[0]), async_mode=mode)
         with run.manager:
-            run.steps(2)
+            run.train(2, last=False)
 
 
 class Own:
@@ -156,13 +156,13 @@ def test_it_does_for_what_two_ranks_wrote(two_ranks: Ranks, tmp_path: Path) -> N
 @on_two_ranks
 def test_two_ranks_resume_from_it(rank: int, tmp_path: Path) -> None:
     for last in (2, 4):
-        run = TinyRun(tmp_path, interval=2, dcp_metadata="never")
+        run = sharded_run(tmp_path, interval=2, dcp_metadata="never")
         with run.manager:
             assert run.manager.load() == (last > 2)
             run.manager.reset()
-            run.steps(last)
-    straight = TinyRun(tmp_path / "straight", load_only=True)
-    straight.steps(4)
+            run.train(last, last=False)
+    straight = sharded_run(tmp_path / "straight", load_only=True)
+    straight.train(4, last=False)
     straight.manager.close()
     assert same(run.contents(), straight.contents())
 

@@ -19,8 +19,9 @@ from tests.checkpoint.converting.sources import by_columns, sharded_weights
 from tests.checkpoint.reading.boxes import partitions, shapes
 from tests.checkpoint.reading.stored_boxes import numbers, write
 from tests.checkpoint.reading.tensor_layouts import bits, random_bits, zeros
-from tests.checkpoint.with_manifest import add_manifest, flip
+from tests.checkpoint.with_manifest import add_manifest
 from tests.examples import examples
+from tests.store.filled import flip
 from torchtitan_lite.checkpoint.converting import safetensors_files
 from torchtitan_lite.checkpoint.converting.casting import cast_between
 from torchtitan_lite.checkpoint.converting.dcp_folder import NewTensor, cut_into_files, write_checkpoint

@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from tests.checkpoint.reading.boxes import grids, partitions, shapes
 from tests.checkpoint.reading.stored_boxes import numbers, write
 from tests.checkpoint.reading.tensor_layouts import bits, every_tensor
-from tests.checkpoint.with_manifest import add_manifest, flip
+from tests.checkpoint.with_manifest import add_manifest
 from tests.examples import examples
+from tests.store.filled import flip
 from torchtitan_lite.checkpoint.examining import each_block_once, tensor_stream
 from torchtitan_lite.checkpoint.examining.cut import cuts
 from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream

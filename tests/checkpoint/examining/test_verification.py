@@ -23,8 +23,9 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.checkpoint.reading.foreign_folders import save_plain
-from tests.checkpoint.with_manifest import add_manifest, flip, tensors_at
+from tests.checkpoint.with_manifest import add_manifest, tensors_at
 from tests.examples import examples
+from tests.store.filled import flip
 from torchtitan_lite.checkpoint.examining import file_digests
 from torchtitan_lite.checkpoint.examining.file_digests import Finding
 from torchtitan_lite.checkpoint.examining.verification import look_at, read_through

@@ -24,6 +24,7 @@ from tests.checkpoint.format.golden_run import BUFFERS, GOLDEN, PARAMETERS, STEP
 from tests.checkpoint.only_once import load_and_close
 from tests.checkpoint.small_run import same
 from tests.ranks import Ranks
+from tests.store.filled import flip
 from torchtitan_lite.cli.app import main
 from torchtitan_lite.disk.block_writer import Bounced, write_blocks
 from torchtitan_lite.disk.digest import FileRecord
@@ -177,10 +178,7 @@ def test_the_digests_in_a_golden_manifest_are_those_that_the_format_page_describ
 @pytest.mark.parametrize("golden", FOLDERS, ids=named)
 def test_one_changed_bit_in_a_golden_checkpoint_is_found(golden: Path, tmp_path: Path) -> None:
     folder = copied(golden, tmp_path)
-    path = folder / "checkpoint" / f"step-{STEP}" / "__0_0.distcp"
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0x10
-    path.write_bytes(data)
+    flip(folder / "checkpoint" / f"step-{STEP}" / "__0_0.distcp")
     run = GoldenRun(folder, FORMAT_VERSION, filled=False)
     with run.manager, pytest.raises(AllCheckpointsDamaged, match=r"__0_0\.distcp"):
         run.manager.load()

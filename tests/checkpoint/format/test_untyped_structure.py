@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import json
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -18,12 +17,12 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import lr_scheduler
 
 from tests.checkpoint.small_run import target
+from tests.store.filled import rewrite
 from torchtitan_lite.checkpoint.format.untyped_structure import Untyped, retyped
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.saving.savers import SyncSaver
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch
-from torchtitan_lite.store.manifest import seal
 from torchtitan_lite.store.store import CheckpointStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -35,13 +34,14 @@ def converted(folder: Path, state: dict[str, Any]) -> Path:
     SyncSaver(PEERS).save(state, target(CheckpointStore(folder), 1)).durable.result()
     path = folder / "step-1"
     paths: Any = FileSystemReader(path).read_metadata().planner_data
-    document = json.loads((path / "manifest.json").read_bytes())
-    del document["digest"]
-    document["structure"] = {}
-    for table in "tensors", "objects":
-        for key, entry in document[table].items():
-            entry["path"] = list(paths[key])
-    (path / "manifest.json").write_bytes(seal(json.dumps(document).removesuffix("}").encode()))
+
+    def change(document: dict[str, Any]) -> None:
+        document["structure"] = {}
+        for table in "tensors", "objects":
+            for key, entry in document[table].items():
+                entry["path"] = list(paths[key])
+
+    rewrite(path, change)
     return path
 
 
@@ -177,10 +177,7 @@ def test_paths_that_contradict_each_other_are_refused(entries: Any) -> None:
 
 def test_a_path_in_a_manifest_that_cannot_be_is_damage(tmp_path: Path) -> None:
     path = converted(tmp_path, {"s": {"a": 1, "b": 2}})
-    document = json.loads((path / "manifest.json").read_bytes())
-    del document["digest"]
-    document["objects"]["s.a"]["path"] = ["s", "a", 10**12]
-    (path / "manifest.json").write_bytes(seal(json.dumps(document).removesuffix("}").encode()))
+    rewrite(path, lambda document: document["objects"]["s.a"].update(path=["s", "a", 10**12]))
     with pytest.raises(CheckpointDamaged, match=r"s\.a: 1 entries do not make a list of"):
         read(path, {})
 

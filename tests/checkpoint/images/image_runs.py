@@ -34,6 +34,12 @@ RUNS: list[SmallRun] = []
 """The runs that were started, for the test to close."""
 
 
+def close_runs() -> None:
+    """Close all runs that were started."""
+    while RUNS:
+        RUNS.pop().manager.close()
+
+
 def images_of(run: SmallRun) -> Images:
     images = run.manager._images.images
     assert images is not None
@@ -90,6 +96,5 @@ def tier_on(folder: Path) -> Iterator[Path]:
         yield runtime
     finally:
         os.environ.update(before)
-        while RUNS:
-            RUNS.pop().manager.close()
+        close_runs()
         shutil.rmtree(runtime, ignore_errors=True)  # A keeper that a failed test left ends without its socket.

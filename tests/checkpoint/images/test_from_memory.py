@@ -56,9 +56,7 @@ def images(*cards: Card) -> HeldImages:
 
 def commit(store: CheckpointStore, of: Card, *, data: bytes = b"abc", full: bool = True) -> Commit:
     """Commit the checkpoint that an image with the card `of` would become."""
-    staging = filled.begun(store, of.step)
-    (staging / FILE).write_bytes(data)
-    (staging / ".metadata").write_bytes(b"of dcp")
+    staging = filled.staged(store, of.step, data)
     manifest = assembled([of])
     files = {FILE: FileRecord.of(data), ".metadata": FileRecord.of(b"of dcp")}
     kind = CheckpointKind.FULL if full else CheckpointKind.WEIGHTS_ONLY

@@ -8,15 +8,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
-from tests.checkpoint.images.image_runs import RUNS, CopiesOnly, held, held_by_rank, images_of, start, step, tier_on
+from tests.checkpoint.images.image_runs import CopiesOnly, held, held_by_rank, images_of, start, step, tier_on
+from tests.checkpoint.sharded_run import same_everywhere
 from tests.checkpoint.small_run import SmallRun
-from tests.checkpoint.tiny_run import same_everywhere
 from tests.forked import code_is_killed
 from tests.keepers import has_ended, keepers_in
 from tests.logged import logged_warnings
@@ -31,14 +30,6 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.keeper.client import Keeper
 from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.store import CheckpointStore
-
-
-@pytest.fixture(autouse=True)
-def _no_faults_and_no_run_left() -> Iterator[None]:
-    yield
-    faults.install("", rank=0)
-    while RUNS:
-        RUNS.pop().manager.close()
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,6 @@ from tests.keepers import has_ended, keepers_in
 from torchtitan_lite import faults
 
 STAYS = "To free them"
-
-
-@pytest.fixture(autouse=True)
-def _no_faults_and_no_run_left() -> Iterator[None]:
-    yield
-    faults.install("", rank=0)
-    while RUNS:
-        RUNS.pop().manager.close()
 
 
 @pytest.mark.slow  # An empty keeper waits five seconds for other ranks.

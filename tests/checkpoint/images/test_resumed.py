@@ -14,6 +14,7 @@ import pytest
 from tests.checkpoint.images.spoiled import keeper_of, other_bytes, spoil
 from tests.checkpoint.images.starts import KILLED, run
 from tests.keepers import keepers_in
+from tests.store.filled import flip
 
 pytestmark = pytest.mark.usefixtures("memory_tier")
 
@@ -226,12 +227,6 @@ SLOW = pytest.mark.slow(reason="each starts two to four processes, one after ano
 
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def names(folder: Path) -> list[str]:

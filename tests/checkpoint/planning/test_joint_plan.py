@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import pickle
 from collections.abc import Sequence
@@ -11,11 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
-from tests.checkpoint.planning.by_dcp import num_bytes, planned_by_dcp
 from tests.checkpoint.planning.simulated import Has, JointlyPlanned, plan_of, planned
 from tests.examples import examples
 from torchtitan_lite.checkpoint.format.contents import StoredTensor
@@ -27,6 +28,42 @@ from torchtitan_lite.checkpoint.format.tensor_table import TensorTable
 from torchtitan_lite.checkpoint.planning.outline import MeshPlace, PlanEntry, outlined
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Table
+
+
+def planned_by_dcp(plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    """Return what each rank writes of `plans`, and DCP's metadata: each item once, the bytes spread evenly.
+
+    An item of several ranks goes to the one with the fewest bytes, the largest item first; an object to the lowest
+    rank.
+    """
+    holders: dict[MetadataIndex, list[tuple[int, WriteItem]]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            holders.setdefault(item.index, []).append((rank, item))
+    load = [0] * len(plans)
+    kept: list[list[WriteItem]] = [[] for _ in plans]
+    shared = []
+    for held in holders.values():
+        rank, item = held[0]
+        if len(held) == 1 or num_bytes(item) == 0:
+            load[rank] += num_bytes(item)
+            kept[rank].append(item)
+        else:
+            shared.append(held)
+    for held in sorted(shared, key=lambda held: -num_bytes(held[0][1])):
+        rank, item = min(held, key=lambda place: load[place[0]])
+        load[rank] += num_bytes(item)
+        kept[rank].append(item)
+    reduced = [dataclasses.replace(plan, items=items) for plan, items in zip(plans, kept, strict=True)]
+    return DefaultSavePlanner(flatten_state_dict=False).create_global_plan(reduced)
+
+
+def num_bytes(item: WriteItem) -> int:
+    """Return the bytes of a chunk's elements; 0 for an object."""
+    if item.tensor_data is None:
+        return 0
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+
 
 SIZES = st.sampled_from([0, 1, 2, 3, 4, 5, 7, 8, 12, 13, 16])
 

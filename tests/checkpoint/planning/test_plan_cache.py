@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.checkpoint.conftest import StartRun
+from tests.checkpoint.sharded_run import sharded_run
 from tests.checkpoint.small_run import target
-from tests.checkpoint.tiny_run import TinyRun
 from tests.ranks import on_two_ranks
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
@@ -181,12 +181,12 @@ def test_a_plan_that_fails_in_a_way_that_does_not_travel_fails_on_both(rank: int
 
 @on_two_ranks
 def test_saves_that_fail_leave_no_group_behind(rank: int, tmp_path: Path) -> None:
-    run = TinyRun(tmp_path, interval=1, max_failed_saves=99)
+    run = sharded_run(tmp_path, interval=1, max_failed_saves=99)
     faults.install("ENOSPC@manifest:times=always", rank=rank)
     groups = set()
     with run.manager:
         for step in range(2, 8):
-            run.steps(step)
+            run.train(step, last=False)
             groups.add(id(run.manager._peers.group))
         faults.install("", rank=rank)
     assert len(groups) == 1

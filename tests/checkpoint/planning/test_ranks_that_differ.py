@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.checkpoint.only_once import load_and_close, save_and_close
+from tests.checkpoint.sharded_run import sharded_run
 from tests.checkpoint.small_run import job_config
-from tests.checkpoint.tiny_run import TinyRun
 from tests.held import Held
 from tests.logged import logged_warnings
 from tests.ranks import Ranks, on_two_ranks
@@ -135,9 +135,9 @@ def test_equal_states_and_names_of_only_one_rank_are_no_difference(rank: int, tm
     with manager_of(tmp_path, states) as manager, logged_warnings() as warned:
         manager.save(1, force=True)
     assert not warned
-    run = TinyRun(tmp_path / "fsdp", interval=1)
+    run = sharded_run(tmp_path / "fsdp", interval=1)
     with run.manager, logged_warnings() as warned:
-        run.steps(2, force=True)
+        run.train(2)
     assert not differing(warned)
 
 

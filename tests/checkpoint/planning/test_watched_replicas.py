@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.checkpoint.small_run import Run, SmallRun, Tiny, job_config
+from tests.checkpoint.small_run import SmallRun, Tiny
 from tests.ranks import Ranks, on_two_ranks
 from torchtitan_lite.checkpoint.planning.rank_comparison import RankComparison
 from torchtitan_lite.errors import RanksDiffer
@@ -23,7 +23,7 @@ WATCHES: dict[str, Any] = {"digest_tensors": ("replicas",), "interval": 1, "pree
 SEEDS = 20
 
 
-def flip_a_bit(run: Run, number: random.Random) -> str:
+def flip_a_bit(run: SmallRun, number: random.Random) -> str:
     """Change one bit of one element of a parameter, or of its optimizer's state; return the name of the tensor."""
     names = {parameter: name for name, parameter in run.model.named_parameters()}
     states = {
@@ -85,16 +85,16 @@ def test_of_four_ranks_one_is_outvoted_and_what_was_saved_at_last_is_marked(four
     assert manifest["extra"]["ranks_differ"] == [finding]
 
 
+def loss_of_ones(run: SmallRun) -> torch.Tensor:
+    return run.model(torch.ones(2, 8)).square().mean()
+
+
 def of_shards(rank: int, folder: Path) -> str:
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8)
     fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-    run = Run(model, job_config(folder, **WATCHES))
-    with run.manager:
-        run.manager.load()
-        for step in (1, 2, 3):
-            run.take_step(lambda: model(torch.ones(2, 8)).square().mean())
-            run.manager.save(step)
+    with SmallRun(folder, model=model, loss=loss_of_ones, **WATCHES).loaded() as run:
+        run.train(3, last=False)
         if rank == 3:
             model.weight.to_local().view(torch.int32)[0, 0] ^= 1
         with pytest.raises(RanksDiffer) as caught:
@@ -113,13 +113,13 @@ def test_under_hsdp_the_two_holders_of_the_shard_are_named(four_ranks: Ranks, tm
 def test_under_ddp_with_data_of_their_own_ranks_stay_equal_and_one_bit_is_named(rank: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 1)))
-    run = Run(model, job_config(tmp_path, **WATCHES))
     data = torch.Generator().manual_seed(rank)
-    with run.manager:
-        run.manager.load()
-        for step in range(1, 11):
-            run.take_step(lambda: model(torch.randn(8, 64, generator=data)).square().mean())
-            assert run.manager.save(step)
+
+    def loss(run: SmallRun) -> torch.Tensor:
+        return model(torch.randn(8, 64, generator=data)).square().mean()
+
+    with SmallRun(tmp_path, model=model, loss=loss, **WATCHES).loaded() as run:
+        assert run.train(10, last=False) == list(range(1, 11))
         if rank == 1:
             next(model.parameters()).detach().view(torch.int32)[0, 0] ^= 1
         with pytest.raises(RanksDiffer, match=r"hold different values of model\.0\.weight, and none has the majority"):
@@ -155,11 +155,8 @@ def test_of_what_is_sharded_only_the_counters_of_the_optimizer_are_digested(rank
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8)
     fully_shard(model)
-    run = Run(model, job_config(tmp_path, **WATCHES))
-    with run.manager:
-        run.manager.load()
-        run.take_step(lambda: model(torch.ones(2, 8)).square().mean())
-        assert run.manager.save(1)
+    with SmallRun(tmp_path, model=model, loss=loss_of_ones, **WATCHES).loaded() as run:
+        assert run.step()
         shared = [key for group in run.manager._comparison._groups for key, _ in group.items]
         assert shared == ["optimizer.state.bias.step", "optimizer.state.weight.step"]
 

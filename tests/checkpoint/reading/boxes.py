@@ -16,10 +16,10 @@ def shapes(draw: st.DrawFn, max_dims: int = 4, max_size: int = 7) -> tuple[int, 
 
 
 @st.composite
-def partitions(draw: st.DrawFn, shape: tuple[int, ...], max_cuts: int = 5) -> list[Box]:
+def partitions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
     """Draw boxes that cover a tensor of `shape` exactly once, made by successive cuts, in any order."""
     boxes: list[Box] = [((0,) * len(shape), shape)]
-    for _ in range(draw(st.integers(0, max_cuts)) if shape else 0):
+    for _ in range(draw(st.integers(0, 5)) if shape else 0):
         offsets, sizes = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
         dim = draw(st.integers(0, len(shape) - 1))
         at = draw(st.integers(0, sizes[dim]))

@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import io
 import pickle
+import subprocess
+import sys
 import warnings
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.checkpoint.small_run import SmallRun
-from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, OptimizerWrapper
+from torchtitan_lite.checkpoint.state.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper
 
 TOKENS_OF_RANK = 640
+DEADLINE_SECONDS = 300.0
+"""Of a cold start of torchtitan."""
 
 
 def of_2024(run: SmallRun, folder: Path) -> Path:
@@ -38,7 +44,7 @@ def of_2024(run: SmallRun, folder: Path) -> Path:
         "lr_scheduler": schedule,
         "train_state": train_state,
     }
-    return _save(state, folder)
+    return save_plain(state, folder)
 
 
 def of_0_3(run: SmallRun, folder: Path, *, prefix: str = "") -> Path:
@@ -57,12 +63,41 @@ def of_0_3(run: SmallRun, folder: Path, *, prefix: str = "") -> Path:
         "lr_scheduler": {"last_epoch": run.scheduler.last_epoch},
         "train_state": {"step": run.train_state.step, "ntokens_seen": TOKENS_OF_RANK},
     }
-    return _save(state, folder)
+    return save_plain(state, folder)
+
+
+def state_of(run: SmallRun) -> dict[str, Any]:
+    """Return the state of `run` as our manager keeps it."""
+    return {
+        "model": ModelWrapper(run.model).state_dict(),
+        "optimizer": _optimizer(run),
+        "lr_scheduler": LRSchedulerWrapper([run.scheduler]).state_dict(),
+        "dataloader": run.loader.state_dict(),
+        "train_state": run.train_state.state_dict(),
+    }
 
 
 def save_plain(state: dict[str, Any], folder: Path) -> Path:
     """Write `state` with `dcp.save`."""
-    return _save(state, folder)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp_save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def run_torchtitan(program: Path, folder: Path) -> str:
+    """Run `program` in a process with torchtitan 0.3, or skip the test if that is not installed; return its output."""
+    try:
+        installed = version("torchtitan")
+    except PackageNotFoundError:
+        installed = "none"
+    if not installed.startswith("0.3."):
+        pytest.skip(f"needs torchtitan 0.3, found {installed}")
+    ended = subprocess.run(
+        [sys.executable, program, folder], capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
 
 
 def _optimizer(run: SmallRun) -> dict[str, Any]:
@@ -73,10 +108,3 @@ def _saved(values: list[Any]) -> io.BytesIO:
     buffer = io.BytesIO()
     torch.save(values, buffer)
     return buffer
-
-
-def _save(state: dict[str, Any], folder: Path) -> Path:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp_save(state, checkpoint_id=folder, no_dist=True)
-    return folder

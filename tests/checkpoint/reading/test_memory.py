@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.reading.memory import MIB, peak_above_before, status_bytes
-from tests.checkpoint.small_run import Lent, target
-from tests.checkpoint.tiny_run import TinyRun
+from tests.checkpoint.savers import Lent
+from tests.checkpoint.sharded_run import sharded_run
+from tests.checkpoint.small_run import SmallRun, target
 from tests.descriptors import opened
 from tests.ranks import Ranks
 from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
@@ -128,17 +129,17 @@ def test_twenty_saves_leave_no_more_descriptors_and_threads_than_five(
     tmp_path: Path, process_saver: ProcessSaver, mode: str
 ) -> None:
     lent = Lent(process_saver) if mode == "async_with_pinned_mem" else None
-    run = TinyRun(tmp_path, interval=1, keep_latest_k=2, async_mode=mode, inner_saver=lent)
+    run = sharded_run(tmp_path, interval=1, keep_latest_k=2, async_mode=mode, saver=lent)
     with run.manager:
-        run.steps(5)
+        run.train(5, last=False)
         before = descriptors_and_threads(run)
-        run.steps(20)
+        run.train(20, last=False)
         after = descriptors_and_threads(run)
     assert after == before
-    assert run.checkpoints() == ["step-19", "step-20"]
+    assert run.names() == ["step-19", "step-20"]
 
 
-def descriptors_and_threads(run: TinyRun) -> tuple[list[str], list[str]]:
+def descriptors_and_threads(run: SmallRun) -> tuple[list[str], list[str]]:
     """Return the files that this process has open and its threads, after the save in flight has ended."""
     run.saver.wait()
     assert run.manager._housekeeping.wait(60)

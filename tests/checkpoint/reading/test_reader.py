@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.checkpoint.small_run import same
-from tests.checkpoint.with_manifest import add_manifest, flip
+from tests.checkpoint.with_manifest import add_manifest
 from tests.disks import injected
+from tests.store.filled import flip
 from torchtitan_lite.checkpoint.reading.folder import Verify
 from torchtitan_lite.checkpoint.reading.reader import CheckpointReader
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint

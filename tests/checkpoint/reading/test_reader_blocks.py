@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.with_manifest import flip, write_manifest
+from tests.checkpoint.with_manifest import write_manifest
+from tests.store.filled import flip
 from torchtitan_lite.checkpoint.format.torch_item import object_item
 from torchtitan_lite.checkpoint.reading import reader
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder

@@ -29,8 +29,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.checkpoint.reading.boxes import Box, grids, inside, partitions, shapes
 from tests.checkpoint.reading.stored_boxes import cut, numbers, write
-from tests.checkpoint.with_manifest import add_manifest, flip
+from tests.checkpoint.with_manifest import add_manifest
 from tests.examples import examples
+from tests.store.filled import flip
 from torchtitan_lite.checkpoint.reading import reader, regions
 from torchtitan_lite.checkpoint.reading.reader import CheckpointReader
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint

@@ -11,8 +11,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.checkpoint.with_manifest import add_manifest, flip
+from tests.checkpoint.with_manifest import add_manifest
 from tests.ranks import Ranks
+from tests.store.filled import flip
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.distributed.peers import Peers

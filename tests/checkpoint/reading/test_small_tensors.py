@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from tests.checkpoint.with_manifest import add_manifest, flip
+from tests.checkpoint.with_manifest import add_manifest
+from tests.store.filled import flip
 from torchtitan_lite.checkpoint.reading import small_tensors as module
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.reading.small_tensors import small_tensors

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.checkpoint.reading.foreign_folders import run_torchtitan
 from tests.checkpoint.small_run import Loader
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.state.train_state import TrainState
@@ -22,7 +20,6 @@ from torchtitan_lite.models.llama.model import Transformer
 from torchtitan_lite.optim import build_lr_schedulers, build_optimizers
 
 RENAME = ("^lm_head[.]=output.", "[.]qkv_linear[.]=.")
-DEADLINE_SECONDS = 300.0
 
 
 @pytest.mark.slow  # a cold start of torchtitan
@@ -77,17 +74,7 @@ def test_a_folder_of_0_3_is_resumed_with_the_same_state_rate_step_and_losses(
 
 
 def _run_torchtitan(folder: Path) -> dict[str, Any]:
-    try:
-        installed = version("torchtitan")
-    except PackageNotFoundError:
-        installed = "none"
-    if not installed.startswith("0.3."):
-        pytest.skip(f"needs torchtitan 0.3, found {installed}")
-    program = Path(__file__).with_name("torchtitan_run.py")
-    ended = subprocess.run(
-        [sys.executable, program, folder], capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    run_torchtitan(Path(__file__).with_name("torchtitan_run.py"), folder)
     reference: dict[str, Any] = torch.load(folder / "reference.pt", weights_only=True)
     return reference
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
-from tests.checkpoint.small_run import SmallRun
+from tests.checkpoint.small_run import SmallRun, loss_of
 from torchtitan_lite.store import layout
 
 StartRun = Callable[..., SmallRun]
@@ -24,8 +25,7 @@ def train(run: SmallRun, *, poisoned: Collection[int], steps: int = STEPS, ends:
         if number in poisoned:
             assert run.manager.roll_back(step, "loss is nan", **limits) == run.train_state.step < step
             continue
-        loss = run.take_step(lambda batch=batch: run.model(batch).square().mean())  # type: ignore[misc]
-        run.train_state.record_loss(loss, loss)
+        run.take_step(partial(loss_of, batch=batch))
         run.manager.save(run.train_state.step, force=ends and run.train_state.step == steps)
 
 
@@ -35,8 +35,7 @@ def straight(start_run: StartRun, *, without: Collection[int]) -> dict[str, Any]
     for number in range(1, STEPS + len(without) + 1):
         batch = next(run.loader)
         if number not in without:
-            loss = run.take_step(lambda batch=batch: run.model(batch).square().mean())  # type: ignore[misc]
-            run.train_state.record_loss(loss, loss)
+            run.take_step(partial(loss_of, batch=batch))
     return run.contents()
 
 

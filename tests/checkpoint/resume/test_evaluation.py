@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from tests.checkpoint.with_manifest import flip
+from tests.store.filled import flip
 from torchtitan_lite.checkpoint import CheckpointManager, load_model
 from torchtitan_lite.errors import AllCheckpointsDamaged, FolderUnusable
 

@@ -11,14 +11,20 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.conftest import StartRun
-from tests.checkpoint.reading.damage import flip, in_tensor
 from tests.checkpoint.small_run import SmallRun, same
 from tests.disks import injected
-from tests.store.filled import later_format
+from tests.store.filled import flip, later_format
 from torchtitan_lite.errors import AllCheckpointsDamaged, CheckpointDamaged, CheckpointUnreadable, FormatTooNew
-from torchtitan_lite.store.manifest import seal
+from torchtitan_lite.store.manifest import Manifest
 
 DATA = "__0_0.distcp"
+
+
+def flip_in(folder: Path, key: str) -> None:
+    """Flip a bit of the tensor `key`."""
+    manifest = Manifest.of_folder(folder)
+    assert manifest is not None
+    flip(folder / DATA, manifest.tensors[key]["chunks"][0][1])
 
 
 @pytest.fixture
@@ -29,8 +35,8 @@ def trained(start_run: StartRun) -> SmallRun:
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    "a flipped tensor": lambda folder: flip(folder / DATA, in_tensor(folder, "model.first.weight")),
-    "a flipped object": lambda folder: flip(folder / DATA),
+    "a flipped tensor": lambda folder: flip_in(folder, "model.first.weight"),
+    "a flipped object": lambda folder: flip(folder / DATA, -1),
     "a flipped .metadata": lambda folder: flip(folder / ".metadata", 100),
     "a flipped manifest": lambda folder: flip(folder / "manifest.json", 40),
     "a cut file": lambda folder: (folder / DATA).write_bytes((folder / DATA).read_bytes()[:-1]),
@@ -62,7 +68,7 @@ def test_the_next_older_one_is_resumed_from(
 
 
 def test_a_resumed_run_is_the_run_from_the_older_one(trained: SmallRun, start_run: StartRun, tmp_path: Path) -> None:
-    flip(trained.root / "step-6" / DATA, in_tensor(trained.root / "step-6", "model.first.weight"))
+    flip_in(trained.root / "step-6", "model.first.weight")
     run = start_run(interval=2).loaded()
     run.train(8)
     straight = start_run(tmp_path / "straight", interval=2)
@@ -73,7 +79,7 @@ def test_a_resumed_run_is_the_run_from_the_older_one(trained: SmallRun, start_ru
 
 def test_the_finding_names_file_and_tensor(trained: SmallRun, start_run: StartRun) -> None:
     folder = trained.root / "step-6"
-    flip(folder / DATA, in_tensor(folder, "model.second.weight"))
+    flip_in(folder, "model.second.weight")
     run = start_run(interval=2).loaded()
     finding = run.events.figures("fallback")["finding"]
     assert DATA in finding
@@ -84,7 +90,7 @@ def test_the_finding_names_file_and_tensor(trained: SmallRun, start_run: StartRu
 
 def test_several_damaged_ones_are_skipped_in_one_start(trained: SmallRun, start_run: StartRun) -> None:
     flip(trained.root / "step-6" / "manifest.json", 40)
-    flip(trained.root / "step-4" / DATA, in_tensor(trained.root / "step-4", "model.first.weight"))
+    flip_in(trained.root / "step-4", "model.first.weight")
     run = start_run(interval=2).resumed()
     assert run.train_state.step == 2
     assert run.names() == ["step-2", "step-4.corrupt", "step-6.corrupt"]
@@ -106,7 +112,7 @@ def test_where_all_are_damaged_each_is_named_and_none_is_renamed(trained: SmallR
 
 
 def test_a_named_step_is_not_replaced_by_another(trained: SmallRun, start_run: StartRun) -> None:
-    flip(trained.root / "step-4" / DATA, in_tensor(trained.root / "step-4", "model.first.weight"))
+    flip_in(trained.root / "step-4", "model.first.weight")
     run = start_run(interval=2, load_step=4)
     with pytest.raises(CheckpointDamaged, match="step-4"):
         run.manager.load()
@@ -115,8 +121,7 @@ def test_a_named_step_is_not_replaced_by_another(trained: SmallRun, start_run: S
 
 def test_a_newer_format_is_no_damage(trained: SmallRun, start_run: StartRun) -> None:
     path = trained.root / "step-6" / "manifest.json"
-    text, _, _ = path.read_bytes().partition(b',\n"digest"')
-    path.write_bytes(seal(later_format(text)))
+    path.write_bytes(later_format(path.read_bytes()))
     with pytest.raises(FormatTooNew):
         start_run(interval=2).manager.load()
     assert trained.names() == ["step-2", "step-4", "step-6"]
@@ -137,7 +142,7 @@ def test_a_temporary_error_of_the_machine_has_no_effect(trained: SmallRun, start
 
 
 def test_a_run_that_only_loads_falls_back_and_renames_nothing(trained: SmallRun, start_run: StartRun) -> None:
-    flip(trained.root / "step-6" / DATA, in_tensor(trained.root / "step-6", "model.first.weight"))
+    flip_in(trained.root / "step-6", "model.first.weight")
     run = start_run(load_only=True).resumed()
     assert run.train_state.step == 4
     assert run.names() == ["step-2", "step-4", "step-6"]
@@ -147,7 +152,7 @@ def test_a_run_that_only_loads_falls_back_and_renames_nothing(trained: SmallRun,
 def test_verify_on_load_decides_how_much_is_checked(
     verify: str, found: bool, trained: SmallRun, start_run: StartRun
 ) -> None:
-    flip(trained.root / "step-6" / DATA, in_tensor(trained.root / "step-6", "model.first.weight"))
+    flip_in(trained.root / "step-6", "model.first.weight")
     run = start_run(interval=2, verify_on_load=verify).resumed()
     assert run.train_state.step == (4 if found else 6)
 
@@ -231,7 +236,7 @@ def test_nothing_of_a_damaged_step_is_left_where_a_seed_is_the_next_older_one(st
     seed.manager.save(0, force=True)
     seed.manager.close()
     first = start_run(interval=2).loaded().finished(2)
-    flip(first.root / "step-2" / DATA, in_tensor(first.root / "step-2", "model.first.weight"))
+    flip_in(first.root / "step-2", "model.first.weight")
     run = start_run(seed=1, interval=2)
     with pytest.raises(CheckpointDamaged, match=r"step-2 is damaged: .* start the same command again"):
         run.manager.load()  # By now the counter and the optimizer are those of step 2.

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.tiny_run import TinyRun
+from tests.checkpoint.sharded_run import sharded_run
+from tests.checkpoint.small_run import SmallRun
 from tests.store import filled
 from torchtitan_lite.errors import LeaseLost
 from torchtitan_lite.store import layout
@@ -50,12 +51,12 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def started(folder: Path, mode: str, stack: ExitStack) -> tuple[TinyRun, OtherJob]:
+def started(folder: Path, mode: str, stack: ExitStack) -> tuple[SmallRun, OtherJob]:
     """Start a run that saves every step and has saved the first, and a job that has not taken its folder yet."""
-    run = TinyRun(folder, async_mode=mode, interval=1, keep_latest_k=1)
-    other = OtherJob(run.folder)
+    run = sharded_run(folder, async_mode=mode, interval=1, keep_latest_k=1)
+    other = OtherJob(run.root)
     stack.callback(other.release)
-    run.steps(1)
+    run.train(1, last=False)
     assert run.manager.latest_step() == 1
     return run, other
 
@@ -66,9 +67,9 @@ def test_a_folder_that_is_lost_during_a_save_keeps_what_the_other_job_staged(
     run, other = started(tmp_path, mode, stack)
     run.saver.before_write = lambda path: other.take_over()
     with pytest.raises(LeaseLost), run.manager:
-        run.steps(4)
+        run.train(4, last=False)
     other.assert_is_as_it_was()
-    assert run.happened("purged") == []
+    assert run.events.happened("purged") == []
 
 
 def test_a_folder_that_was_lost_before_a_save_keeps_what_the_other_job_staged(
@@ -77,6 +78,6 @@ def test_a_folder_that_was_lost_before_a_save_keeps_what_the_other_job_staged(
     run, other = started(tmp_path, mode, stack)
     other.take_over()
     with pytest.raises(LeaseLost), run.manager:
-        run.steps(4)
+        run.train(4, last=False)
     other.assert_is_as_it_was()
-    assert run.happened("purged") == []
+    assert run.events.happened("purged") == []

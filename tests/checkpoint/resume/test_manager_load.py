@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.only_once import load_and_close, save_and_close
-from tests.checkpoint.reading.foreign_folders import save_plain
+from tests.checkpoint.reading.foreign_folders import save_plain, state_of
 from tests.checkpoint.small_run import SmallRun, Tiny, job_config, same
 from tests.disks import injected
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.state.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper
+from torchtitan_lite.checkpoint.state.stateful import ModelWrapper
 from torchtitan_lite.errors import CheckpointMismatch, CheckpointNotFound, ConfigError, CorpusChanged
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -319,15 +318,7 @@ def test_a_plain_dcp_checkpoint_is_skipped_and_loads_if_it_is_named(
     run = start_run()
     run.train(2, last=False)
     run.train_state.step = 7
-    state = {
-        "model": ModelWrapper(run.model).state_dict(),
-        "optimizer": OptimizerWrapper([run.model], [run.optimizer]).state_dict(),
-        "lr_scheduler": LRSchedulerWrapper([run.scheduler]).state_dict(),
-        "dataloader": run.loader.state_dict(),
-        "train_state": run.train_state.state_dict(),
-    }
-    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
-        dcp_save(state, checkpoint_id=run.root / "step-7", no_dist=True)
+    save_plain(state_of(run), run.root / "step-7")
     CheckpointStore(run.root).folder_id(make=True)  # With no sign of a run of ours, the folder is refused.
     assert not start_run(seed=1).manager.load()
     assert "step-7 has no manifest and is skipped" in caplog.text

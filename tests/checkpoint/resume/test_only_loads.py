@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.checkpoint.conftest import StartRun
-from tests.checkpoint.reading.damage import flip
+from tests.store.filled import flip
 
 _CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.utime")
 
@@ -28,7 +28,7 @@ sys.addaudithook(_watch)
 def test_a_run_that_only_loads_opens_nothing_for_writing(start_run: StartRun, mode: str, tmp_path: Path) -> None:
     global _written
     saved = start_run(interval=2).finished(6)
-    flip(saved.root / "step-6" / "__0_0.distcp")
+    flip(saved.root / "step-6" / "__0_0.distcp", -1)
     (saved.root / "step-7.staging").mkdir()
     before = sorted((path, path.lstat().st_mtime_ns) for path in tmp_path.rglob("*"))
     _written = []

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.tiny_run import TinyRun, at_steps
+from tests.checkpoint.sharded_run import at_steps, sharded_run
+from tests.checkpoint.small_run import SmallRun
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.saving.savers import SyncSaver
@@ -39,11 +40,11 @@ class Failing:
             raise RuntimeError(f"rank 1 raised in {place}")
 
 
-def saved(folder: Path, **options: Any) -> TinyRun:
+def saved(folder: Path, **options: Any) -> SmallRun:
     """Save step 1 with one run; return another run in the same folder."""
-    with (run := TinyRun(folder, dataloader=Failing(), seams={"save_policy": at_steps(1)}, **options)).manager:
-        run.steps(1)
-    return TinyRun(folder, dataloader=Failing(), **options)
+    with (run := sharded_run(folder, loader=Failing(), seams={"save_policy": at_steps(1)}, **options)).manager:
+        run.train(1, last=False)
+    return sharded_run(folder, loader=Failing(), **options)
 
 
 @on_two_ranks
@@ -61,7 +62,7 @@ def test_an_optimizer_and_a_model_that_raise_during_a_load(rank: int, tmp_path: 
     def raises(*_: Any) -> None:
         raise RuntimeError("rank 1 raised in its hook")
 
-    hooks: list[Callable[[TinyRun], Any]] = [
+    hooks: list[Callable[[SmallRun], Any]] = [
         lambda run: run.optimizer.register_load_state_dict_pre_hook(raises),
         lambda run: run.optimizer.register_state_dict_post_hook(raises),
         lambda run: run.model.register_load_state_dict_post_hook(raises),
@@ -107,7 +108,7 @@ def test_a_rank_without_memory_for_a_tensor(rank: int, tmp_path: Path) -> None:
     slots = run.manager._run.optimizer.slots()
     if rank == 1:
         slots = {name: Unplaced(**slot.__dict__) for name, slot in slots.items()}
-    stored = StoredCheckpoint(run.folder / "step-1", Peers(timedelta(seconds=PEERS_SECONDS)))
+    stored = StoredCheckpoint(run.root / "step-1", Peers(timedelta(seconds=PEERS_SECONDS)))
     with pytest.raises(CheckpointUnreadable, match="rank 1: MemoryError: no memory for it on rank 1"):
         stored.read_optimizer(slots)
     run.manager.close()
@@ -123,17 +124,17 @@ class Unstartable(SyncSaver):
 
 @on_two_ranks
 def test_a_saver_that_cannot_be_started(rank: int, tmp_path: Path) -> None:
-    run = TinyRun(tmp_path, inner_saver=Unstartable(Peers(timedelta(seconds=PEERS_SECONDS))))
+    run = sharded_run(tmp_path, saver=Unstartable(Peers(timedelta(seconds=PEERS_SECONDS))))
     with run.manager:
         run.manager.load()
         with pytest.raises(OSError, match="rank 1 cannot start a process"):
-            run.steps(1)
+            run.train(1, last=False)
 
 
 @on_two_ranks
 def test_a_folder_that_rank_0_cannot_list(rank: int, tmp_path: Path) -> None:
-    folder = saved(tmp_path).folder
-    with (run := TinyRun(tmp_path, dataloader=Failing(), load_only=True)).manager:
+    folder = saved(tmp_path).root
+    with (run := sharded_run(tmp_path, loader=Failing(), load_only=True)).manager:
         run.manager.load()
         if rank == 0:
             folder.rename(tmp_path / "away")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import json
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tests.checkpoint.small_run import SmallRun
+from tests.store.filled import rewrite
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError, SaveFailed
-from torchtitan_lite.store.manifest import seal
 
 StartRun = Callable[..., SmallRun]
 
@@ -79,11 +78,8 @@ def test_digests_prove_a_resume(start_run: StartRun, caplog: pytest.LogCaptureFi
 
 def test_a_tensor_that_is_not_what_was_saved_is_named(start_run: StartRun) -> None:
     run = _saved(start_run, digest_tensors=("save",))
-    manifest = run.root / "step-1" / "manifest.json"
-    document = json.loads(manifest.read_bytes())
-    del document["digest"]
-    document["extra"]["tensor_digests"]["model.second.weight"] = "0" * 32
-    manifest.write_bytes(seal(json.dumps(document).removesuffix("}").encode()))
+    wrong = {"model.second.weight": "0" * 32}
+    rewrite(run.root / "step-1", lambda document: document["extra"]["tensor_digests"].update(wrong))
     with pytest.raises(CheckpointMismatch, match=r"model\.second\.weight is not, after loading, what was saved"):
         start_run(digest_tensors=("load",)).manager.load()
 

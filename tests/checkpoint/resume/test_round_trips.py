@@ -29,6 +29,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.one_file import as_one_file
+from tests.checkpoint.reading.foreign_folders import state_of
 from tests.checkpoint.reading.tensor_layouts import bits, every_tensor, random_bits, zeros, zeros_like
 from tests.checkpoint.small_run import target
 from tests.forked import join_group
@@ -37,7 +38,6 @@ from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.reading.reader import CheckpointReader
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.saving.savers import ProcessSaver, Saver, SyncSaver, ThreadSaver
-from torchtitan_lite.checkpoint.state.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -175,15 +175,7 @@ def test_a_manager_loads_every_tensor_of_a_step_that_plain_dcp_saved(
     run = start_run(states={"bag": Bag(tensors)})
     run.train(2, last=False)
     run.train_state.step = 7
-    state = {
-        "model": ModelWrapper(run.model).state_dict(),
-        "optimizer": OptimizerWrapper([run.model], [run.optimizer]).state_dict(),
-        "lr_scheduler": LRSchedulerWrapper([run.scheduler]).state_dict(),
-        "dataloader": run.loader.state_dict(),
-        "train_state": run.train_state.state_dict(),
-        "bag": {"tensors": tensors},
-    }
-    save_stock(run.root / "step-7", state)
+    save_stock(run.root / "step-7", {**state_of(run), "bag": {"tensors": tensors}})
     bag = Bag({})
     again = start_run(states={"bag": bag}, seed=1, load_step=7).resumed()
     trips.check(bag.tensors, tensors)

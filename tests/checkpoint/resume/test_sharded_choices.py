@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from tests.checkpoint.reading.foreign_folders import of_0_3
+from tests.checkpoint.sharded_run import sharded_run
 from tests.checkpoint.small_run import SmallRun, same
-from tests.checkpoint.tiny_run import TinyRun
 from tests.ranks import on_two_ranks
 from torchtitan_lite.errors import RunNotLoaded
 from torchtitan_lite.store.manifest import Manifest
@@ -19,23 +19,23 @@ from torchtitan_lite.store.manifest import Manifest
 
 @on_two_ranks
 def test_a_forgotten_load_is_refused_on_both_ranks(rank: int, tmp_path: Path) -> None:
-    with (run := TinyRun(tmp_path, interval=1)).manager:
-        run.steps(1)
+    with (run := sharded_run(tmp_path, interval=1)).manager:
+        run.train(1, last=False)
     for call in (lambda run: run.manager.reset(), lambda run: run.manager.save(1)):
-        with (again := TinyRun(tmp_path, interval=1)).manager, pytest.raises(RunNotLoaded):
+        with (again := sharded_run(tmp_path, interval=1)).manager, pytest.raises(RunNotLoaded):
             call(again)
 
 
 @on_two_ranks
 def test_nan_in_the_shard_of_one_rank_is_in_the_manifest(rank: int, tmp_path: Path) -> None:
-    with (run := TinyRun(tmp_path, interval=1)).manager:
-        run.step()
+    with (run := sharded_run(tmp_path, interval=1)).manager:
+        run.take_step()
         if rank == 1:
             with torch.no_grad():
                 run.model[0].weight.to_local().fill_(math.nan)
         assert run.manager.save(1)
     dist.barrier()
-    manifest = Manifest.of_folder(run.folder / "step-1")
+    manifest = Manifest.of_folder(run.root / "step-1")
     assert manifest is not None and manifest.extra["nan_in"] == ["model.0.weight"]
 
 

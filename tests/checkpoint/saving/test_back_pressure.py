@@ -6,7 +6,7 @@ import threading
 from datetime import timedelta
 
 from tests.checkpoint.conftest import StartRun
-from tests.checkpoint.small_run import Lent
+from tests.checkpoint.savers import Lent
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.saving.content import Copying, write_in_place
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, ThreadSaver
@@ -81,7 +81,7 @@ class Noting(Lent):
     """Keeps the last save."""
 
     def save(self, state: State, target: SaveTarget) -> PendingSave:
-        self.pending = super().save(state, target)
+        self.pending = self.inner.save(state, target)
         return self.pending
 
 

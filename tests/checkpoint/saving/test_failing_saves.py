@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.conftest import StartRun
-from tests.checkpoint.tiny_run import TinyRun, digests, run_with, same_everywhere
+from tests.checkpoint.sharded_run import (
+    assert_one_failure,
+    run_with,
+    sharded_run,
+    train_over_a_failure,
+)
 from tests.disks import FailingDisk, injected
 from tests.ranks import on_two_ranks
 from tests.store.filled import without_token
@@ -33,38 +38,14 @@ WHERE_MODES_DIFFER = [ON_ONE_RANK[0], ("EIO@fsync:rank=1,step=2", 1), ("ENOSPC@m
 ON_ALL_RANKS = ["ENOSPC@write:step=2", "EIO@fsync:step=2", "EROFS@open:step=2"]
 
 
-def train_over(run: TinyRun) -> None:
-    """Train to step 6, with a failure of step 2: it leaves nothing behind and does not touch step 1."""
-    with run.manager:
-        run.steps(1)
-        run.saver.wait()
-        before = digests(run.folder / "step-1")
-        run.steps(2)
-        run.saver.wait()
-        run.steps(4)
-        assert run.checkpoints() == ["step-1"]
-        run.steps(6)
-        assert digests(run.folder / "step-1") == before
-    assert run.checkpoints() == ["step-1", "step-5"]
-
-
-def assert_same_failure_on_all_ranks(run: TinyRun, *reasons: str) -> None:
-    """Assert that step 2 failed for `reasons`, and that every rank noticed in the same step, within two."""
-    [(step, noticed, figures)] = run.happened("save_failed")
-    assert step == 2
-    assert noticed in (3, 4)
-    assert all(reason in figures["reason"] for reason in reasons), (reasons, figures["reason"])
-    assert same_everywhere([noticed, figures["reason"]])
-
-
 @on_two_ranks
 def test_what_one_rank_is_refused_fails_the_save_of_both(rank: int, tmp_path: Path, mode: str) -> None:
     for case, (fault, where) in enumerate(ON_ONE_RANK if mode == "disabled" else WHERE_MODES_DIFFER):
         run = run_with(fault, rank, tmp_path / str(case), mode)
-        train_over(run)
+        train_over_a_failure(run)
         code = "EIO" if fault.startswith("tear") else fault.partition("@")[0]
         number = getattr(errno, code)
-        assert_same_failure_on_all_ranks(run, f"rank {where}: ", f"[Errno {number}] {os.strerror(number)}")
+        assert_one_failure(run, f"rank {where}: ", f"[Errno {number}] {os.strerror(number)}")
     faults.install("", rank=rank)
 
 
@@ -72,8 +53,8 @@ def test_what_one_rank_is_refused_fails_the_save_of_both(rank: int, tmp_path: Pa
 def test_what_all_ranks_are_refused_is_one_failure(rank: int, tmp_path: Path, mode: str) -> None:
     for number, fault in enumerate(ON_ALL_RANKS):
         run = run_with(fault, rank, tmp_path / str(number), mode)
-        train_over(run)
-        assert_same_failure_on_all_ranks(run, os.strerror(getattr(errno, fault.partition("@")[0])))
+        train_over_a_failure(run)
+        assert_one_failure(run, os.strerror(getattr(errno, fault.partition("@")[0])))
     faults.install("", rank=rank)
 
 
@@ -81,13 +62,13 @@ def test_what_all_ranks_are_refused_is_one_failure(rank: int, tmp_path: Path, mo
 def test_a_short_write_is_continued(rank: int, tmp_path: Path, mode: str) -> None:
     run = run_with("short@write:rank=1,step=2", rank, tmp_path, mode)
     with run.manager:
-        run.steps(1)
-        run.steps(2)
+        run.train(1, last=False)
+        run.train(2, last=False)
         run.saver.wait()
-        run.steps(6)
+        run.train(6, last=False)
     faults.install("", rank=rank)
-    assert run.checkpoints() == ["step-1", "step-2", "step-5"]
-    with (again := TinyRun(tmp_path, load_step=2)).manager:
+    assert run.names() == ["step-1", "step-2", "step-5"]
+    with (again := sharded_run(tmp_path, load_step=2)).manager:
         assert again.manager.load()
 
 
@@ -97,12 +78,11 @@ def test_a_writer_process_that_is_killed_or_stopped_is_named_and_started_again(r
         fault = f"{kind}@write:rank=1,step=2,process=writer"
         run = run_with(fault, rank, tmp_path / kind, "async_with_pinned_mem")
         with run.manager:
-            run.steps(2)
+            run.train(2, last=False)
             run.saver.wait()
             faults.install("", rank=rank)  # or the next writer would start with it
-            run.steps(6)
-        assert_same_failure_on_all_ranks(run, "rank 1: WriterProcessDied: writer process", how)
-        assert run.checkpoints() == ["step-1", "step-5"]
+            run.train(6, last=False)
+        assert_one_failure(run, "rank 1: WriterProcessDied: writer process", how)
 
 
 def test_saves_that_fail_in_a_row_end_the_run_with_what_failed(start_run: StartRun, mode: str) -> None:

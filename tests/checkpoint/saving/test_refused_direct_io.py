@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.tiny_run import TinyRun, differing, run_with
+from tests.checkpoint.sharded_run import run_with, sharded_run
+from tests.checkpoint.small_run import same
 from tests.ranks import on_two_ranks
 from tests.store.refusals import refusals_logged
 from torchtitan_lite import faults
@@ -51,14 +52,14 @@ def logged_while_training(fault: str, rank: int, folder: Path, mode: str) -> lis
         run = run_with(fault, rank, folder, mode)
         try:
             with run.manager:
-                run.steps(2)
+                run.train(2, last=False)
                 run.saver.wait()
                 saved = run.contents()
-                run.steps(6)
+                run.train(6, last=False)
         finally:
             faults.install("", rank=rank)
-    assert not run.happened("save_failed")
-    assert run.checkpoints() == ["step-1", "step-2", "step-5"]
+    assert not run.events.happened("save_failed")
+    assert run.names() == ["step-1", "step-2", "step-5"]
     assert_loads(folder, saved)
     return [line for line in lines if f"{folder}/checkpoint: " in line]
 
@@ -68,7 +69,7 @@ def test_nothing_is_logged_where_direct_io_works(rank: int, tmp_path: Path, mode
     with logged_of_direct_io() as lines:
         run = run_with("", rank, tmp_path, mode)
         with run.manager:
-            run.steps(6)
+            run.train(6, last=False)
     assert lines == []
 
 
@@ -80,10 +81,10 @@ def assert_loads(folder: Path, saved: dict[str, object]) -> None:
     assert {name: (checkpoint / name).stat().st_size for name in manifest.files} == {
         name: record.size for name, record in manifest.files.items()
     }
-    with (again := TinyRun(folder, load_step=2)).manager:
+    with (again := sharded_run(folder, load_step=2)).manager:
         assert again.manager.load()
         assert again.manager.loaded_step == 2
-        assert not differing(again.contents(), saved)
+        assert same(again.contents(), saved)
 
 
 @contextmanager

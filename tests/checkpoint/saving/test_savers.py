@@ -17,7 +17,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from tests.checkpoint.small_run import Lent, target
+from tests.checkpoint.savers import Lent
+from tests.checkpoint.small_run import target
 from tests.disks import FailingDisk
 from tests.forked import run_code
 from torchtitan_lite.checkpoint.saving.content import Copying

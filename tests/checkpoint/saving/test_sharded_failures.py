@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.tiny_run import TinyRun, at_steps, differing, digests, run_with, same_everywhere
+from tests.checkpoint.sharded_run import (
+    assert_one_failure,
+    at_steps,
+    run_with,
+    same_everywhere,
+    sharded_run,
+    train_over_a_failure,
+)
+from tests.checkpoint.small_run import SmallRun, same
 from tests.disks import FailingDisk
 from tests.ranks import on_two_ranks
 from torchtitan_lite import faults
@@ -34,34 +42,11 @@ class Unwritable:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-def assert_one_failure(run: TinyRun, reason: str) -> None:
-    """Assert that step 2 failed for `reason`, that both ranks noticed in the same step, and that step 5 was saved."""
-    [(step, noticed, figures)] = run.happened("save_failed")
-    assert step == 2
-    assert noticed in (3, 4)
-    assert reason in figures["reason"]
-    assert same_everywhere([noticed, figures["reason"]])
-    assert run.checkpoints() == ["step-1", "step-5"]
-
-
-def train_over_a_failure(run: TinyRun) -> None:
-    with run.manager:
-        run.steps(1)
-        run.saver.wait()
-        before = digests(run.folder / "step-1")
-        run.steps(2)
-        run.saver.wait()
-        run.steps(4)
-        assert run.checkpoints() == ["step-1"], "no staging is left"
-        run.steps(6)
-        assert digests(run.folder / "step-1") == before
-
-
 @on_two_ranks
 def test_a_commit_that_fails_fails_the_save_on_both(rank: int, tmp_path: Path, mode: str) -> None:
     disk = FailingDisk("rename", code=errno.EIO, name="step-2.staging")
     store = CheckpointStore(tmp_path / "checkpoint", durable=disk)
-    run = TinyRun(tmp_path, async_mode=mode, seams={"save_policy": at_steps(1, 2, 5), "store": store})
+    run = sharded_run(tmp_path, async_mode=mode, seams={"save_policy": at_steps(1, 2, 5), "store": store})
     train_over_a_failure(run)
     assert_one_failure(run, "rank 0: OSError: [Errno 5] Input/output error")
 
@@ -83,32 +68,32 @@ class LooksAtTheServer(Durable):
 def test_a_rank_that_does_not_see_the_folder_of_a_save_looks_again_and_is_named_in_vain(
     rank: int, tmp_path: Path
 ) -> None:
-    def run_with_disk(looks: float, look_seconds: float) -> TinyRun:
+    def run_with_disk(looks: float, look_seconds: float) -> SmallRun:
         root = tmp_path / str(looks) / "checkpoint"
         disk = LooksAtTheServer(looks if rank else 0)
         store = CheckpointStore(root, durable=disk, look_seconds=look_seconds)
-        return TinyRun(root.parent, async_mode="async", seams={"save_policy": at_steps(1, 2, 5), "store": store})
+        return sharded_run(root.parent, async_mode="async", seams={"save_policy": at_steps(1, 2, 5), "store": store})
 
     run = run_with_disk(1, 60.0)
     with run.manager:
-        run.steps(6)
-    assert run.checkpoints() == ["step-1", "step-2", "step-5"]
+        run.train(6, last=False)
+    assert run.names() == ["step-1", "step-2", "step-5"]
     run = run_with_disk(math.inf, 0.0)
     train_over_a_failure(run)
-    assert_one_failure(run, f"rank 1: OSError: [Errno 116] Stale file handle: '{run.folder}/step-2.staging-")
+    assert_one_failure(run, f"rank 1: OSError: [Errno 116] Stale file handle: '{run.root}/step-2.staging-")
 
 
 @on_two_ranks
 def test_a_state_that_cannot_be_staged_on_one_rank_fails_the_save_on_both(rank: int, tmp_path: Path, mode: str) -> None:
     loader = Unwritable()
-    run = TinyRun(tmp_path, dataloader=loader, async_mode=mode, seams={"save_policy": at_steps(1, 2, 5)})
+    run = sharded_run(tmp_path, loader=loader, async_mode=mode, seams={"save_policy": at_steps(1, 2, 5)})
     with run.manager:
-        run.steps(1)
+        run.train(1, last=False)
         loader.fails = rank == 0  # the rank that writes it
-        run.steps(2)
+        run.train(2, last=False)
         loader.fails = False
         run.saver.wait()
-        run.steps(6)
+        run.train(6, last=False)
     assert_one_failure(run, "lambda")
 
 
@@ -117,56 +102,56 @@ def test_failures_in_a_row_end_the_run_on_both_in_the_same_step(rank: int, tmp_p
     full = ";".join(f"ENOSPC@write:rank=1,step={step}" for step in (2, 4, 5))
     run = run_with(full, rank, tmp_path, mode, seams={}, interval=1, max_failed_saves=2)
     with pytest.raises(SaveFailed, match="rank 1: OSError") as raised, run.manager:
-        run.steps(9)
+        run.train(9, last=False)
     faults.install("", rank=rank)
     assert raised.value.step == 5
     assert same_everywhere(run.train_state.step)
-    assert [step for step, _, _ in run.happened("save_failed")] == [2, 4, 5]
-    assert "step-3" in run.checkpoints()
+    assert [step for step, _, _ in run.events.happened("save_failed")] == [2, 4, 5]
+    assert "step-3" in run.names()
 
 
 @on_two_ranks
 def test_a_forced_save_is_tried_again(rank: int, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoint", durable=FailingDisk("rename", times=1))
-    with (run := TinyRun(tmp_path, interval=100, seams={"store": store})).manager:
-        assert run.steps(3, force=True) == [3]
-        assert run.checkpoints() == ["step-3"]
-    assert len(run.happened("save_failed")) == 1
+    with (run := sharded_run(tmp_path, interval=100, seams={"store": store})).manager:
+        assert run.train(3) == [3]
+        assert run.names() == ["step-3"]
+    assert len(run.events.happened("save_failed")) == 1
 
 
 @on_two_ranks
 def test_a_save_that_outlived_its_deadline_is_not_torn_by_the_next(rank: int, tmp_path: Path) -> None:
-    run = TinyRun(tmp_path, async_mode="async", interval=1, timeout_seconds=1, max_failed_saves=9)
+    run = sharded_run(tmp_path, async_mode="async", interval=1, timeout_seconds=1, max_failed_saves=9)
     may_write = threading.Event()
     run.saver.before_write = lambda path: may_write.wait() if rank == 1 else None
     with run.manager:
-        run.steps(1)
+        run.train(1, last=False)
         saved = run.contents()
-        run.steps(3)
+        run.train(3, last=False)
         may_write.set()
         run.saver.wait()
-        run.steps(5, force=True)
-    assert [step for step, _, _ in run.happened("save_failed")][:2] == [1, 2]
-    assert {"step-1", "step-5"} <= set(run.checkpoints())
-    with (again := TinyRun(tmp_path, load_step=1)).manager:
+        run.train(5)
+    assert [step for step, _, _ in run.events.happened("save_failed")][:2] == [1, 2]
+    assert {"step-1", "step-5"} <= set(run.names())
+    with (again := sharded_run(tmp_path, load_step=1)).manager:
         assert again.manager.load()
-        assert not differing(again.contents(), saved)
+        assert same(again.contents(), saved)
 
 
 @on_two_ranks
 def test_a_save_that_only_one_rank_still_writes_fails_the_next_on_both(rank: int, tmp_path: Path) -> None:
     saver = ThreadSaver(Peers(timedelta(seconds=30)))
-    run = TinyRun(tmp_path, inner_saver=saver, seams={"save_policy": at_steps(1, 2, 5)})
+    run = sharded_run(tmp_path, saver=saver, seams={"save_policy": at_steps(1, 2, 5)})
     with run.manager:
-        run.steps(1)
+        run.train(1, last=False)
         run.saver.wait()
         stuck: Future[None] = Future()
         if rank == 1:
             saver._under_way = stuck  # The ranks stop waiting at slightly different moments.
-        run.steps(2)
+        run.train(2, last=False)
         run.saver.wait()
         stuck.set_result(None)
-        run.steps(6)
+        run.train(6, last=False)
     assert_one_failure(run, "on rank 1 the save before it is still being written")
 
 
@@ -186,9 +171,9 @@ class RefusesOnOneRank:
 
 @on_two_ranks
 def test_a_state_dict_that_raises_on_one_rank_is_an_error_on_both(rank: int, tmp_path: Path) -> None:
-    run = TinyRun(tmp_path, dataloader=RefusesOnOneRank(rank), interval=1)
+    run = sharded_run(tmp_path, loader=RefusesOnOneRank(rank), interval=1)
     with pytest.raises(ConfigError, match="the second rank has no state") as raised:
-        run.steps(1)
+        run.train(1, last=False)
     assert raised.value.reported_elsewhere == (rank == 1) and raised.value.origin_rank == 1
     run.manager.close()
 
@@ -211,21 +196,21 @@ class RaisesOnce:
 @on_two_ranks
 def test_a_state_that_raises_once_on_one_rank_is_one_failed_save_on_both(rank: int, tmp_path: Path, mode: str) -> None:
     loader = RaisesOnce()
-    run = TinyRun(tmp_path, dataloader=loader, async_mode=mode, seams={"save_policy": at_steps(1, 2, 5)})
+    run = sharded_run(tmp_path, loader=loader, async_mode=mode, seams={"save_policy": at_steps(1, 2, 5)})
     with run.manager:
-        run.steps(1)
+        run.train(1, last=False)
         run.saver.wait()
         loader.fails = rank == 1
-        run.steps(6)
+        run.train(6, last=False)
     assert_one_failure(run, "rank 1: RuntimeError: the disk of the loader is away")
 
 
 @on_two_ranks
 def test_a_forced_save_whose_state_raises_once_is_tried_again(rank: int, tmp_path: Path) -> None:
     loader = RaisesOnce()
-    with (run := TinyRun(tmp_path, dataloader=loader, interval=100)).manager:
-        run.steps(2)
+    with (run := sharded_run(tmp_path, loader=loader, interval=100)).manager:
+        run.train(2, last=False)
         loader.fails = rank == 1
-        assert run.steps(3, force=True) == [3]
-        assert run.checkpoints() == ["step-3"]
-    assert [step for step, _, _ in run.happened("save_failed")] == [3]
+        assert run.train(3) == [3]
+        assert run.names() == ["step-3"]
+    assert [step for step, _, _ in run.events.happened("save_failed")] == [3]

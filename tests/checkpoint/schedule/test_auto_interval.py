@@ -14,8 +14,8 @@ import pytest
 
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.schedule.gated_saver import GatedSaver
+from tests.checkpoint.sharded_run import same_everywhere, sharded_run
 from tests.checkpoint.small_run import SmallRun
-from tests.checkpoint.tiny_run import TinyRun, same_everywhere
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.saving.auto_interval import AutoInterval
 from torchtitan_lite.checkpoint.schedule.failures import Past
@@ -242,18 +242,18 @@ def test_ranks_with_other_clocks_costs_and_pasts_save_the_steps_of_rank_0(rank: 
 
     past = Past(167.0, 0) if rank == 0 else Past(1.0, 1000)
     seams = {"clock": lambda: seconds[0], "on_event": slow, "past": lambda: past}
-    run = TinyRun(tmp_path, interval_type="auto", async_mode=mode, max_overhead=0.02, mtbf_hours=0.1, seams=seams)
+    run = sharded_run(tmp_path, interval_type="auto", async_mode=mode, max_overhead=0.02, mtbf_hours=0.1, seams=seams)
     with run.manager:
         run.manager.reset()
         saved = []
         for step in range(1, 36):
             seconds[0] += (10.0, 19.0)[rank]
-            saved += run.steps(step)
+            saved += run.train(step, last=False)
             run.saver.wait()
     # A minute until the first save, then 2 s / 0.02, by the clock of rank 0; each comes a step after it is due.
     assert same_everywhere(saved)
     assert saved == [7, 18, 29]
-    assert run.checkpoints() == sorted(f"step-{step}" for step in saved)
+    assert run.names() == sorted(f"step-{step}" for step in saved)
 
 
 def test_each_interval_in_the_log_is_an_event(start_run: StartRun, log: pytest.LogCaptureFixture) -> None:

@@ -6,15 +6,16 @@ import math
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.checkpoint.savers import TIMEOUT_SECONDS
 from tests.checkpoint.schedule.signalled import FakePreemption
-from tests.checkpoint.small_run import Clock
-from tests.checkpoint.tiny_run import TIMEOUT_SECONDS, TinyRun, differing, same_everywhere
+from tests.checkpoint.sharded_run import same_everywhere, sharded_run
+from tests.checkpoint.small_run import Clock, SmallRun, same
+from tests.processes import wait_until
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
 
@@ -44,14 +45,7 @@ def watching() -> Iterator[Watch]:
 def signal_myself(watch: PreemptionWatch) -> None:
     """Send SIGTERM to this process, and wait until `watch` has received it."""
     os.kill(os.getpid(), signal.SIGTERM)
-    wait_until_noticed(watch)
-
-
-def wait_until_noticed(watch: PreemptionWatch) -> None:
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not watch.received:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: watch.received)
 
 
 class SignalledWhileLoading:
@@ -68,63 +62,63 @@ class SignalledWhileLoading:
             signal_myself(self._watch)
 
 
-def leave(run: TinyRun) -> int:
+def leave(run: SmallRun) -> int:
     """Train until the ranks leave; return the step at the end of which they do."""
     while not run.manager.preempted_by:
-        run.manager.save(run.step())
+        run.step()
         assert run.train_state.step < 20, "the signal was forgotten"
-    assert same_everywhere((run.manager.preempted_by, run.train_state.step, run.happened("preempted")))
+    assert same_everywhere((run.manager.preempted_by, run.train_state.step, run.events.happened("preempted")))
     return run.train_state.step
 
 
-def resumed(folder: Path, run: TinyRun) -> list[str]:
-    """Return what differs between `run`, as it was left, and a run that resumes from its checkpoint."""
-    with (again := TinyRun(folder, dataloader=SignalledWhileLoading())).manager as manager:
+def resumes(folder: Path, run: SmallRun) -> bool:
+    """Return whether a run that resumes from the checkpoint of `run` is as that one was left."""
+    with (again := sharded_run(folder, loader=SignalledWhileLoading())).manager as manager:
         assert manager.load()
-        return differing(again.contents(), run.contents())
+        return same(again.contents(), run.contents())
 
 
 @on_two_ranks
 def test_a_signal_during_the_load_makes_the_ranks_leave_before_a_step_is_trained(rank: int, tmp_path: Path) -> None:
-    with (first := TinyRun(tmp_path, interval=2, dataloader=SignalledWhileLoading())).manager:
-        first.steps(2)
+    with (first := sharded_run(tmp_path, interval=2, loader=SignalledWhileLoading())).manager:
+        first.train(2, last=False)
     with watching() as watch:
         loader = SignalledWhileLoading(watch if rank == 1 else None)
         with (
-            run := TinyRun(tmp_path, interval=100, dataloader=loader, seams={"preemption": watch})
+            run := sharded_run(tmp_path, interval=100, loader=loader, seams={"preemption": watch})
         ).manager as manager:
             assert manager.load()
             assert leave(run) == 2
             assert watch.agreed.is_set(), "a late signal must not change how the ranks end"
-        assert run.checkpoints() == ["step-2"]
-        assert not resumed(tmp_path, run)
+        assert run.names() == ["step-2"]
+        assert resumes(tmp_path, run)
 
 
 @on_two_ranks
 def test_a_signal_before_a_fresh_start_makes_the_ranks_leave_with_nothing(rank: int, tmp_path: Path) -> None:
-    with watching() as watch, (run := TinyRun(tmp_path, seams={"preemption": watch})).manager as manager:
+    with watching() as watch, (run := sharded_run(tmp_path, seams={"preemption": watch})).manager as manager:
         assert manager.latest_step() == -1
         if rank == 1:
             signal_myself(watch)
         assert not manager.load()
         assert leave(run) == 0
-        assert run.happened("save_started") == []
+        assert run.events.happened("save_started") == []
 
 
 @on_two_ranks
 def test_a_signal_in_the_first_step_is_acted_on_after_the_next_at_the_latest(rank: int, tmp_path: Path) -> None:
     with watching() as watch:
-        run = TinyRun(tmp_path, interval=100, dataloader=SignalledWhileLoading(), seams={"preemption": watch})
+        run = sharded_run(tmp_path, interval=100, loader=SignalledWhileLoading(), seams={"preemption": watch})
         with run.manager as manager:
             assert not manager.load()
             manager.reset()
-            step = run.step()
+            run.take_step()
             if rank == 1:
                 signal_myself(watch)  # as during a compilation, or any other long first step
-            manager.save(step)
+            manager.save(1)
             assert leave(run) <= 2
-        assert run.checkpoints() == [f"step-{run.train_state.step}"]
-        assert not resumed(tmp_path, run)
+        assert run.names() == [f"step-{run.train_state.step}"]
+        assert resumes(tmp_path, run)
 
 
 def signal_once_and_wait(watch: Watch) -> Callable[[Path], None]:
@@ -141,25 +135,25 @@ def signal_once_and_wait(watch: Watch) -> Callable[[Path], None]:
 @on_two_ranks
 def test_a_signal_during_an_asynchronous_save_loses_neither_that_save_nor_the_step(rank: int, tmp_path: Path) -> None:
     with watching() as watch:
-        options: dict[str, Any] = {"interval": 2, "async_mode": "async", "dataloader": SignalledWhileLoading()}
-        with (run := TinyRun(tmp_path, seams={"preemption": watch}, **options)).manager as manager:
-            manager.save(run.step())
+        options: dict[str, Any] = {"interval": 2, "async_mode": "async", "loader": SignalledWhileLoading()}
+        with (run := sharded_run(tmp_path, seams={"preemption": watch}, **options)).manager:
+            run.step()
             if rank == 0:
                 run.saver.before_write = signal_once_and_wait(watch)
-            manager.save(run.step())
+            run.step()
             if rank == 0:
-                wait_until_noticed(watch)
+                wait_until(lambda: watch.received)
             step = leave(run)
         assert 3 <= step <= 4
-        assert run.checkpoints() == sorted({"step-2", f"step-{step}"})
-        assert not resumed(tmp_path, run)
+        assert run.names() == sorted({"step-2", f"step-{step}"})
+        assert resumes(tmp_path, run)
 
 
 @on_two_ranks
 def test_the_least_time_of_all_ranks_decides_for_all(rank: int, tmp_path: Path) -> None:
     """Only rank 1 received the signal; the coordinator decides, and its own grace period has not begun."""
     watch, clock = FakePreemption(seconds_left=0.0 if rank == 1 else math.inf), Clock()
-    run = TinyRun(tmp_path, interval=2, async_mode="async", seams={"preemption": watch, "clock": clock})
+    run = sharded_run(tmp_path, interval=2, async_mode="async", seams={"preemption": watch, "clock": clock})
 
     def wait_and_take_long(path: Path) -> None:
         assert watch.agreed.wait(TIMEOUT_SECONDS)
@@ -167,11 +161,11 @@ def test_the_least_time_of_all_ranks_decides_for_all(rank: int, tmp_path: Path) 
 
     run.saver.before_write = wait_and_take_long
     with run.manager as manager:
-        manager.save(run.step())
+        run.step()
         if rank == 1:
             watch.receive(signal.SIGTERM)
-        manager.save(run.step())
-        assert not manager.save(run.step())
+        run.step()
+        assert not run.step()
         assert manager.preempted_by == signal.SIGTERM
-    assert run.checkpoints() == ["step-2"]
-    assert [figures["given_up_steps"] for _, _, figures in run.happened("preempted")] == [1]
+    assert run.names() == ["step-2"]
+    assert [figures["given_up_steps"] for _, _, figures in run.events.happened("preempted")] == [1]

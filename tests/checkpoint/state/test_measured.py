@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.checkpoint.conftest import StartRun
+from tests.checkpoint.sharded_run import sharded_run
 from tests.checkpoint.small_run import SmallRun
-from tests.checkpoint.tiny_run import TinyRun
 from tests.e2e import jobs
 from tests.processes import read_lines
 from tests.ranks import on_two_ranks
@@ -23,7 +23,7 @@ TAG = "loss_metrics/global_avg_loss"
 
 def save(run: SmallRun, step: int, metrics: Any = None, *, last: bool = False) -> None:
     run.train_state.step = step - 1
-    run.take_step(lambda: run.model(next(run.loader)).square().mean())
+    run.take_step()
     run.manager.save(step, force=last, metrics=metrics)
 
 
@@ -91,8 +91,8 @@ def test_a_job_keeps_its_best_and_every_fourth_step(tmp_path: Path) -> None:
 
 @on_two_ranks
 def test_of_values_that_differ_over_ranks_the_first_one_is_recorded(rank: int, tmp_path: Path) -> None:
-    with (run := TinyRun(tmp_path, interval=1, async_mode="async")).manager:
-        run.step()
+    with (run := sharded_run(tmp_path, interval=1, async_mode="async")).manager:
+        run.take_step()
         run.manager.save(1, metrics={"loss": torch.tensor(1.0 + rank)})
     if rank == 0:
         assert metrics_of(tmp_path / "checkpoint") == {1: {"loss": 1.0}}
@@ -104,8 +104,8 @@ def test_a_metric_that_cannot_be_read_on_one_rank_is_a_failed_save_on_both(rank:
         def __float__(self) -> float:
             raise RuntimeError("the device is gone")
 
-    with (run := TinyRun(tmp_path, interval=1)).manager:
-        run.step()
+    with (run := sharded_run(tmp_path, interval=1)).manager:
+        run.take_step()
         run.manager.save(1, metrics={"loss": Broken() if rank == 1 else 1.0})
         assert run.manager.wait() == -1
-    assert run.checkpoints() == []
+    assert run.names() == []

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from tests.checkpoint.only_once import load_and_close, save_and_close
 from tests.checkpoint.reading.memory import peak_above_before
-from tests.checkpoint.small_run import Lent, job_config, same
+from tests.checkpoint.savers import Lent
+from tests.checkpoint.small_run import job_config, same
 from tests.checkpoint.state.odd_objects import FusedQkv, ScaledLinear
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.saving.savers import ProcessSaver

@@ -13,7 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tests.checkpoint.only_once import load_and_close, save_and_close
-from tests.checkpoint.small_run import Lent, job_config, same
+from tests.checkpoint.savers import Lent
+from tests.checkpoint.small_run import job_config, same
 from tests.checkpoint.state.odd_objects import OwnForm
 from torchtitan_lite.checkpoint.format.kinds import difference
 from torchtitan_lite.checkpoint.manager import CheckpointManager

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.checkpoint.only_once import load_and_close, save_and_close
-from tests.checkpoint.small_run import Lent, job_config, same
+from tests.checkpoint.savers import Lent
+from tests.checkpoint.small_run import job_config, same
 from tests.checkpoint.state.optimizers_of_torch import Recipe, optimizers_of_torch, recipes, state_of, train_step
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.manager import CheckpointManager

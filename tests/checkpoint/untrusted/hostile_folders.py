@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from tests.checkpoint.reading.memory import peak_above_before
 from tests.checkpoint.small_run import SmallRun
+from tests.store.filled import rewrite
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.store.manifest import seal
 
@@ -40,18 +41,6 @@ def deep(depth: int) -> Any:
     for _ in range(depth):
         value = [value]
     return value
-
-
-def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the manifest and seal it correctly, with each field on its own line as the package writes it."""
-    document = json.loads((folder / MANIFEST).read_bytes())
-    del document["digest"]
-    change(document)
-    write(folder, ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in document.items()))
-
-
-def write(folder: Path, fields: str) -> None:
-    (folder / MANIFEST).write_bytes(seal(b"{\n" + fields.encode()))
 
 
 def set_to(value: Any, *path: str) -> Make:
@@ -230,7 +219,8 @@ def many(field: str, item: str, count: int = MANY, opening: str = "[", closing: 
         fields = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in document.items() if name != "digest"]
         fields = [line for line in fields if not line.startswith(f'"{field}": ')]
         items = ",".join(item.replace("%", str(number)) for number in range(count))
-        write(folder, ",\n".join([f'"{field}": {opening}{items}{closing}', *fields]))
+        fields.insert(0, f'"{field}": {opening}{items}{closing}')
+        (folder / MANIFEST).write_bytes(seal(b"{\n" + ",\n".join(fields).encode()))
 
     return make
 
