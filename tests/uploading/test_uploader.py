@@ -53,6 +53,17 @@ def test_a_copy_has_the_same_files_and_loads(tmp_path: Path) -> None:
         assert again.train_state.step == 3
 
 
+def test_another_run_that_had_committed_nothing_when_it_took_the_folder_is_refused(tmp_path: Path) -> None:
+    upload_all(job(trained(tmp_path / "first", 1), tmp_path / "other"), lambda state: None)
+    (tmp_path / "second" / "checkpoint").mkdir(parents=True)
+    with opened(job(tmp_path / "second" / "checkpoint", tmp_path / "other"), []) as uploader:
+        assert uploader.next() is None
+        trained(tmp_path / "second", 2)
+        with pytest.raises(UploadRefused, match="checkpoints of run"):
+            uploader.next()
+    assert steps_in(tmp_path / "other") == [1]
+
+
 def test_nothing_is_sent_twice(tmp_path: Path) -> None:
     source, states = trained(tmp_path / "run"), list[State]()
     upload_all(job(source, tmp_path / "other"), lambda state: None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,6 +102,8 @@ class Uploader:
         self._sending = Sending(self._target, self._pass)
         self._is_atomic = isinstance(self._target, BucketStore)
         """Whether a file appears complete or not at all."""
+        self._target_is_ours = False
+        """Whether the other folder is known not to be another run's."""
         self._done_with: set[Save] = set()
         """Saves that this process does not send again: sent ones, and those that failed for a cause of theirs."""
         self._left: set[Save] = set()
@@ -142,9 +144,9 @@ class Uploader:
             target = self._target.committed()
             source, folder_id = self._source.committed(), self._target.folder_id(make=True)
             if folder_id != known.folder_id:
-                if is_of_another_run(source, target):
-                    raise UploadRefused(self._target.address, f"it has checkpoints of run {target[-1].run_id}")
+                self._refuse_another_run(source, target)
                 known = Record(self.address)
+            self._target_is_ours = bool(source) or folder_id == known.folder_id
             self._record = dataclasses.replace(known, folder_id=folder_id)
             begun = self._record.begun
             if begun is None:
@@ -155,16 +157,24 @@ class Uploader:
         if left := [str(info.step) for info in source if save_of(info) not in kept]:
             logger.warning("Not uploaded, because the run in %s has left it: step %s", self.address, ", ".join(left))
 
+    def _refuse_another_run(self, source: Sequence[CheckpointInfo], target: Sequence[CheckpointInfo]) -> None:
+        if is_of_another_run(source, target):
+            raise UploadRefused(self._target.address, f"it has checkpoints of run {target[-1].run_id}")
+
     def close(self) -> None:
         """Give the other folder up. Idempotent."""
         self._lease.release()
 
     def next(self) -> CheckpointInfo | None:
-        """Return the checkpoint to upload now; None if the other folder has what it is to have."""
+        """Return the checkpoint to upload now, None if the other folder has all. Raises UploadRefused."""
         target = self._target.committed()
         self._note_target(target)
         pinned = self._source.pins.read() | self._target.pins.read()
         source = self._source.committed()
+        if not self._target_is_ours:
+            # A run that has committed nothing is only now known for another one.
+            self._refuse_another_run(source, target)
+            self._target_is_ours = bool(source)
         lacking = missing(source, target, self._job.retention, pinned=pinned, now=time.time())
         left = [info for info in lacking if save_of(info) in self._left]
         lacking = [info for info in lacking if save_of(info) not in self._done_with]
