@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.store.filled import without_token
+from tests.store.recording import swap
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -92,12 +93,6 @@ class Cut(Durable):
             self.remove_tree(child) if child.is_dir() else self.remove_file(child)
         self._operation()
         path.rmdir()
-
-
-def swap(a: Path, b: Path) -> None:
-    spare = a.with_name("spare")
-    for src, dst in ((a, spare), (b, a), (spare, b)):
-        src.rename(dst)
 
 
 Contents = dict[str, "bytes | Path | None"]

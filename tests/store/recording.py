@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.store.crashing import swap
 from torchtitan_lite.disk.durable import Durable
 
 Leaf = bytes | Path | None
@@ -433,6 +432,12 @@ class Recorder(Durable):
                 if child == number:
                     return f"{self._path_of(folder)}/{name}".lstrip("/")
         return ""
+
+
+def swap(a: Path, b: Path) -> None:
+    spare = a.with_name("spare")
+    for src, dst in ((a, spare), (b, a), (spare, b)):
+        src.rename(dst)
 
 
 def _inode(path: Path) -> tuple[int, int]:
