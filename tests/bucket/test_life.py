@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 
 from tests.bucket.bucket_backend import BucketBackend
+from tests.examples import examples
 from tests.store.backend import Saved, There
 from tests.store.life import Life, live
 from torchtitan_lite.bucket.naming import HEAD
@@ -62,8 +63,6 @@ class LifeInBucket(Life):
             self.may_be_abandoned.update(self.there.keys() - outcome.keys())
 
 
-@pytest.mark.parametrize(
-    "examples", [60, pytest.param(300, marks=pytest.mark.slow), pytest.param(1500, marks=pytest.mark.exhaustive)]
-)
-def test_every_acknowledged_save_loads_after_any_faults(examples: int, caplog: pytest.LogCaptureFixture) -> None:
-    live(LifeInBucket, examples, caplog)
+@pytest.mark.parametrize("count", [300, pytest.param(1500, marks=pytest.mark.exhaustive)])
+def test_every_acknowledged_save_loads_after_any_faults(count: int, caplog: pytest.LogCaptureFixture) -> None:
+    live(LifeInBucket, examples(count), caplog)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
+from tests.examples import examples
 from tests.store.disk_backend import DiskBackend
 from tests.store.life import Life, live
 
@@ -19,6 +20,5 @@ class LifeOnDisk(Life):
         self.begin(backend)
 
 
-@pytest.mark.parametrize("examples", [100, pytest.param(500, marks=pytest.mark.slow)])
-def test_every_acknowledged_save_loads_whatever_happens(examples: int, caplog: pytest.LogCaptureFixture) -> None:
-    live(LifeOnDisk, examples, caplog)
+def test_every_acknowledged_save_loads_whatever_happens(caplog: pytest.LogCaptureFixture) -> None:
+    live(LifeOnDisk, examples(500), caplog)
