@@ -83,15 +83,19 @@ def test_a_cut_anywhere_leaves_the_old_state_or_the_new_one(name: str) -> None:
     bucket.job.objects.requests.clear()
     scenario.act(bucket)
     requests = [*bucket.job.objects.requests]
+    assert requests
     promise = promise.kept_by(bucket, scenario)
     for number, fate in cuts_of(requests):
-        findings = wrong_after(scenario, number, fate, promise)
-        assert not findings, f"{name}, {fate.name} at {requests[number - 1]}: {findings}"
+        for is_gone_then in (False, True) if requests[number - 1].is_write else (False,):
+            findings = wrong_after(scenario, number, fate, is_gone_then, promise)
+            assert not findings, f"{name}, {fate.name} at {requests[number - 1]}, {is_gone_then}: {findings}"
 
 
-def wrong_after(scenario: Scenario, number: int, fate: Fate, promise: Promise) -> list[str]:
-    bucket = prepared(scenario)
-    bucket.job.objects.fate = at(number, fate)
+def wrong_after(scenario: Scenario, number: int, fate: Fate, is_gone_then: bool, promise: Promise) -> list[str]:
+    """Return what is wrong after `fate` at a request, if the store is not reached for the rest of the operation."""
+    bucket, only = prepared(scenario), at(number, fate)
+    objects = bucket.job.objects
+    objects.fate = lambda request: Fate.NEVER_SENT if is_gone_then and request.number > number else only(request)
     is_acknowledged = False
     try:
         scenario.act(bucket)
@@ -100,8 +104,9 @@ def wrong_after(scenario: Scenario, number: int, fate: Fate, promise: Promise) -
         assert "is not known" in error.cause
     except (Killed, StoreUnavailable):
         pass
+    objects.fate = at(0, fate)
     assert is_acknowledged or bucket.seen() in (promise.old, promise.new)
-    if not bucket.job.objects.is_dead:
+    if not objects.is_dead:
         # What a run does that continues.
         with contextlib.suppress(StoreUnavailable, CheckpointError):
             for step in scenario.after:
@@ -114,39 +119,6 @@ def wrong_after(scenario: Scenario, number: int, fate: Fate, promise: Promise) -
     bucket.start()
     left = bucket.leftovers()
     return [*findings, *(["a later save is not found"] if 100 not in bucket.read() else []), *left]
-
-
-def test_what_may_have_been_committed_is_not_removed() -> None:
-    """The answer to the swap is lost, and the head cannot be read after it."""
-    bucket = Bucket()
-    job = started(bucket)
-    save(job.store, 5, b"old")
-    job.objects.requests.clear()
-    fates = {"put_if_match": Fate.NO_ANSWER}
-    job.objects.fate = lambda request: fates.get(request.verb, _unreachable_after_a_swap(job))
-    with pytest.raises(SaveFailed, match=r"whether .* was committed is not known, the next start finds out"):
-        save(job.store, 5, b"new")
-    job.objects.fate = at(0, Fate.NEVER_SENT)
-    remove_failed(job, bucket, 5)
-    assert found_in(bucket) == {5: b"new"}
-    started(bucket)
-    assert found_in(bucket) == {5: b"new"}
-
-
-def test_what_may_be_committed_later_is_not_removed() -> None:
-    """The swap is under way still, while the head shows that it was not carried out."""
-    bucket = Bucket()
-    job = started(bucket)
-    save(job.store, 5, b"old")
-    job.objects.requests.clear()
-    job.objects.fate = lambda request: Fate.LATE if request.verb == "put_if_match" else _unreachable_after_a_swap(job)
-    with pytest.raises(SaveFailed, match="is not known"):
-        save(job.store, 5, b"new")
-    job.objects.fate = at(0, Fate.NEVER_SENT)
-    remove_failed(job, bucket, 5)
-    assert found_in(bucket) == {5: b"old"}
-    bucket.deliver()
-    assert found_in(bucket) == {5: b"new"}
 
 
 def test_what_was_not_committed_for_certain_is_removed_with_the_next_save() -> None:

@@ -20,7 +20,7 @@ from tests.store.backend import Fault, Seen
 from tests.store.crashing import Cut
 from tests.store.disk_backend import ERROR, DiskBackend
 from tests.store.filled import without_token
-from tests.store.recording import Contents, Disk, Event, Leaf, Lost, Renaming, Sync, Tree, lay_out
+from tests.store.recording import Disk, Event, Leaf, Lost, Renaming, Sync, Tree, lay_out
 from tests.store.scenarios import (
     OTHERS,
     SAVES,
@@ -135,14 +135,13 @@ class Examiner:
 
     def __init__(self, base: Path, promise: Promise, tally: Tally) -> None:
         self._base, self._promise, self._tally = base, promise, tally
-        self._contents = Contents(base / "contents")
         self._found: dict[frozenset[tuple[str, Leaf]], Found] = {}
 
     def look(self, tree: Tree) -> Found:
         key = frozenset(tree.items())
         if key not in self._found:
             self._tally.states += 1
-            self._contents.lay_out(tree, self._base / "state")
+            lay_out(tree, self._base / "state")
             try:
                 # The start is cut as well, by turns at each of its operations and at none.
                 turn, number = divmod(self._tally.states, 12)
