@@ -15,6 +15,7 @@ from tests.bucket.bucket_backend import FATES, BucketBackend
 from tests.bucket.memory_objects import Bucket, Fate, Killed, Request, at
 from tests.bucket.saving import Job, found_in, new_store, pin, remove_failed, save, started
 from tests.store import scenarios
+from tests.store.backend import Fault
 from tests.store.scenarios import OTHERS, SAVES, Promise, Scenario, purging, starting, three, two
 from torchtitan_lite.bucket.objects import StoreUnavailable
 from torchtitan_lite.errors import CheckpointError, SaveFailed
@@ -112,7 +113,10 @@ def wrong_after(scenario: Scenario, number: int, fate: Fate, is_gone_then: bool,
             for step in scenario.after:
                 bucket.remove_failed(step)
     bucket.deliver()
-    findings = promise.wrong(promise.look(bucket), must_be_new=is_acknowledged)
+    # The next start is killed as well, at one request by turns.
+    found = promise.look(bucket, lambda: bucket.arm(Fault(number, FATES.index(Fate.KILLED_BEFORE))))
+    bucket.arm(None)
+    findings = promise.wrong(found, *([promise.new] if is_acknowledged else []))
     scenarios.save(bucket, 100, "later")
     for _ in range(2):  # A day.
         bucket.next_process()

@@ -187,10 +187,10 @@ class Promise:
             findings += ["what is to be kept is nowhere" for kept in self.kept if not _has(there, kept)]
         return Found(seen, tuple(findings))
 
-    def wrong(self, found: Found, *, must_be_new: bool = False, must_be: Seen | None = None) -> list[str]:
-        """Return what is wrong with `found`."""
-        allowed = [must_be] if must_be is not None else [self.new] if must_be_new else [self.old, self.new]
-        return [*found.findings, *([] if found.seen in allowed else [f"found {found.seen.in_words()}"])]
+    def wrong(self, found: Found, *allowed: Seen) -> list[str]:
+        """Return what is wrong with `found`, which must be one of `allowed`; without them, the old or the new state."""
+        is_allowed = found.seen in (allowed or (self.old, self.new))
+        return [*found.findings, *([] if is_allowed else [f"found {found.seen.in_words()}"])]
 
 
 def _has(there: Sequence[Files], files: Files) -> bool:

@@ -189,7 +189,7 @@ def failures(name: str, recording: Recording, examiner: Examiner) -> Iterator[st
             answers, before = [], done
         found = examiner.look(disk.tree(lost))
         answers.append(found.seen)
-        for finding in promise.wrong(found, must_be_new=must_be_new or done == len(log)):
+        for finding in promise.wrong(found, *([promise.new] if must_be_new or done == len(log) else [])):
             yield f"{in_words(name, done, log, disk, lost)}: {finding}"
 
 
@@ -216,7 +216,7 @@ def test_a_save_killed_anywhere_is_durable_once_it_is_repeated(name: str, base: 
         new = disk.seen()
         for lost in recorder.disk.losses():
             found = examiner.look(recorder.disk.tree(lost))
-            tally.failures += recording.promise.wrong(found, must_be=new)
+            tally.failures += recording.promise.wrong(found, new)
     tally.report("crash states after a kill and a save")
 
 
@@ -246,7 +246,7 @@ def test_after_a_kill_anywhere_the_next_operation_is_safe_from_a_power_cut(
             for done, later, lost in crashes(recorder.start, recorder.log):
                 # The next run starts from a recovery, so what that saw must be durable.
                 is_final = done == len(recorder.log) and then is recover
-                for finding in promise.wrong(examiner.look(later.tree(lost)), must_be=seen if is_final else None):
+                for finding in promise.wrong(examiner.look(later.tree(lost)), *([seen] if is_final else [])):
                     words = in_words(f"{name}, killed, {then.__name__}", done, recorder.log, later, lost)
                     tally.failures.append(f"{words}: {finding}")
     tally.report(f"crash states after a kill and {then.__name__}")
