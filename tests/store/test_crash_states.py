@@ -50,10 +50,11 @@ def one_in_the_way(disk: DiskBackend) -> None:
 
 def all_leftovers(disk: DiskBackend) -> None:
     three(disk)
-    final, replaced = disk.root / layout.step_dir(2), disk.root / layout.replaced_dir(2, 1)
-    final.rename(replaced)
-    for name in (layout.replaced_dir(1, 1), layout.trash_dir(3, 1), layout.staging_dir(2, "1")):
-        shutil.copytree(replaced, disk.root / name)
+    one, replaced = disk.root / layout.step_dir(1), disk.root / layout.replaced_dir(2, 1)
+    (disk.root / layout.step_dir(2)).rename(replaced)
+    shutil.copytree(one, disk.root / layout.replaced_dir(1, 1))
+    shutil.copytree(one, disk.root / layout.trash_dir(3, 1))
+    shutil.copytree(replaced, disk.root / layout.staging_dir(2, "1"))
 
 
 def a_branch_half_made(disk: DiskBackend) -> None:
