@@ -51,15 +51,15 @@ class LifeInBucket(Life):
             assert step in self.may_be_abandoned or not self.there[step].has_its_sizes
         for step in self.there.keys() & found.keys():
             assert found[step] in (self.there[step], *self.failed.get(step, []))
-        self.there, self.aside, self.pinned = found, self.backend.aside(), frozenset()
+        self.there, self.aside, self.pinned = found, self.kept_aside(), frozenset()
         self._restart(None)
 
-    def settled(self, saved: Saved, outcome: There, is_acknowledged: bool) -> None:
-        super().settled(saved, outcome, is_acknowledged)
-        if self.there.get(self.step) == saved:
-            self.failed[self.step] = []
+    def settled(self, step: int, saved: Saved, outcome: There, is_acknowledged: bool) -> None:
+        super().settled(step, saved, outcome, is_acknowledged)
+        if self.there.get(step) == saved:
+            self.failed[step] = []
         else:
-            self.failed.setdefault(self.step, []).append(saved)
+            self.failed.setdefault(step, []).append(saved)
             self.may_be_abandoned.update(self.there.keys() - outcome.keys())
 
 

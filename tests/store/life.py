@@ -98,10 +98,10 @@ class Life(RuleBasedStateMachine):
         except LeaseLost:
             self.backend.arm(None)
             assert self.backend.read() == self.there
-            self.settled(saved, outcome, False)
+            self.settled(self.step, saved, outcome, False)
         else:
             self.there = outcome
-            self.settled(saved, outcome, True)
+            self.settled(self.step, saved, outcome, True)
         self._restart(None)
 
     @precondition(lambda self: self.staged is not None)
@@ -111,7 +111,7 @@ class Life(RuleBasedStateMachine):
         with pytest.raises(LeaseLost):
             self.backend.commit_late(written)
         assert self.backend.read() == self.there
-        self.settled(saved, self._outcome(saved), False)
+        self.settled(self.step, saved, self._outcome(saved), False)
         self._restart(None)
 
     @precondition(lambda self: self.staged is None and self.there)
@@ -186,7 +186,7 @@ class Life(RuleBasedStateMachine):
     @invariant()
     def what_is_not_ours_or_no_longer_ours_is_untouched(self) -> None:
         assert self.backend.foreign() == self.theirs
-        now = self.backend.aside()
+        now = self.kept_aside()
         assert {name: now.get(name) for name in self.aside} == self.aside
         self.aside = now
 
@@ -197,18 +197,26 @@ class Life(RuleBasedStateMachine):
             self.a_reader_finds_what_was_committed()
             self.backend.close()
 
-    def settled(self, saved: Saved, outcome: There, is_acknowledged: bool) -> None:
-        """Take note of the end of a save that leads to `outcome`, or would have."""
+    def kept_aside(self) -> dict[str, Files]:
+        """Return the files that were set aside. Findings of a job that was killed may be lost later."""
+        return {
+            place: {name: data for name, data in files.items() if name != layout.FINDINGS}
+            for place, files in self.backend.aside().items()
+        }
+
+    def settled(self, step: int, saved: Saved, outcome: There, is_acknowledged: bool) -> None:
+        """Take note of the end of a save of `step` that leads to `outcome`, or would have."""
         if is_acknowledged and saved.kind is FULL:
-            self.known_good.add(self.step)
+            self.known_good.add(step)
             self.one_must_load = True
         elif is_acknowledged:
-            self.known_good.discard(self.step)
+            self.known_good.discard(step)
             self._adopt([self.there])
 
     def _commit(self, saved: Saved, act: Callable[[], object], fault: Fault | None) -> None:
-        outcome = self._outcome(saved)
-        self.settled(saved, outcome, self._try(act, [self.there, outcome], fault))
+        # A job that is killed continues at another step.
+        step, outcome = self.step, self._outcome(saved)
+        self.settled(step, saved, outcome, self._try(act, [self.there, outcome], fault))
 
     def _one_of(self, steps: Iterable[int], which: int) -> int:
         ordered = sorted(steps)
