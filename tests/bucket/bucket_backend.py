@@ -58,10 +58,8 @@ class BucketBackend(Backend):
             fate = FATES[fault.kind % len(FATES)]
         self.job.objects.fate, self.job.objects.before = at(number, fate), lambda _: None
 
-    def deliver(self) -> bool:
-        was_late = bool(self.bucket.late)
+    def deliver(self) -> None:
         self.bucket.deliver()
-        return was_late
 
     def refuse_changes(self) -> None:
         def refuse(request: Request) -> None:

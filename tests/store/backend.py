@@ -136,9 +136,8 @@ class Backend:
     def settle(self, fault: Fault) -> None:
         """After the process ended by `fault`: lose what that loses."""
 
-    def deliver(self) -> bool:
-        """Return whether something was still under way; it is done then."""
-        return False
+    def deliver(self) -> None:
+        """Do what is under way still."""
 
     def close(self) -> None:
         """Remove it."""

@@ -261,19 +261,22 @@ class Life(RuleBasedStateMachine):
             self.backend.arm(None)
             self._adopt(outcomes)
             self.backend.remove_failed(self.step)
+            is_dead = False
         except self.backend.crash:
             assert fault is not None
             self.backend.arm(None)
             self.backend.settle(fault)
-            self._adopt(outcomes)
-            self._restart(None)
+            is_dead = True
         else:
             self.backend.arm(None)
+            self.backend.deliver()
             self.there = outcomes[-1]
             return True
         type(self).faults += 1
-        if self.backend.deliver():
-            self._adopt(outcomes)
+        self.backend.deliver()
+        self._adopt(outcomes)
+        if is_dead:
+            self._restart(None)
         return False
 
     def _adopt(self, outcomes: Sequence[There]) -> None:
