@@ -7,191 +7,122 @@ acknowledged is the new one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import pytest
 
+from tests.bucket.bucket_backend import FATES, BucketBackend
 from tests.bucket.memory_objects import Bucket, Fate, Killed, Request, at
-from tests.bucket.saving import (
-    Job,
-    found_in,
-    new_job,
-    new_store,
-    pin,
-    purge,
-    remove_failed,
-    save,
-    set_aside_in,
-    started,
-)
+from tests.bucket.saving import Job, found_in, new_store, pin, remove_failed, save, started
+from tests.store import scenarios
+from tests.store.backend import Fault
+from tests.store.scenarios import OTHERS, SAVES, Promise, Scenario, purging, starting, three, two
 from torchtitan_lite.bucket.objects import StoreUnavailable
 from torchtitan_lite.errors import CheckpointError, SaveFailed
 
-FATES = [fate for fate in Fate if fate is not Fate.CARRIED_OUT]
+
+def nothing(bucket: BucketBackend) -> None:
+    bucket.crowd()
 
 
-class Seen(NamedTuple):
-    """What people and runs see of a folder."""
-
-    steps: dict[int, bytes]
-    pinned: frozenset[int]
-    aside: list[tuple[int, str]]
+def retired(bucket: BucketBackend) -> None:
+    three(bucket)
+    bucket.store.discard(bucket.store.get(2))
+    bucket.store.quarantine(3, ["a finding"])
 
 
-def seen_in(bucket: Bucket) -> Seen:
-    store, _ = new_store(bucket)
-    aside = sorted((entry.step, entry.status.value) for entry in set_aside_in(store))
-    return Seen(found_in(bucket), store.pins.read(), aside)
+def purged(bucket: BucketBackend) -> None:
+    three(bucket)
+    purging(2)(bucket)
 
 
-def nothing(job: Job) -> None:
-    pass
-
-
-@dataclass
-class Case:
-    """Something that a job does, after `before`, as a start that took the folder or is about to."""
-
-    act: Callable[[Job], object]
-    before: Callable[[Job], object] = nothing
-    is_start: bool = False
-    has_before: bool = True
-    job: Job = field(init=False)
-    bucket: Bucket = field(init=False)
-
-    def prepare(self) -> None:
-        self.bucket = Bucket()
-        if self.has_before:
-            self.job = started(self.bucket)
-            self.before(self.job)
-        if self.is_start:
-            self.job = new_job(self.bucket)
-        self.job.objects.requests.clear()
-
-    def num_requests(self) -> tuple[int, Seen, Seen]:
-        """Return how many requests it makes, and what is seen before and after it."""
-        self.prepare()
-        old = seen_in(self.bucket)
-        self.act(self.job)
-        return len(self.job.objects.requests), old, seen_in(self.bucket)
-
-
-def saved(job: Job) -> None:
-    for step in (5, 10, 15):
-        save(job.store, step, f"{step}".encode())
-    pin(job.store, 5)
-
-
-def retired(job: Job) -> None:
-    saved(job)
-    job.store.discard(job.store.get(10))
-    job.store.quarantine(15, ["a finding"])
-
-
-def take_and_recover(job: Job) -> None:
-    job.lease.take()
-    job.store.recover()
+def pinned(bucket: BucketBackend) -> None:
+    two(bucket)
+    bucket.pin(1)
 
 
 CASES = {
-    "take a new folder": Case(take_and_recover, is_start=True, has_before=False),
-    "take over": Case(take_and_recover, saved, is_start=True),
-    "take over what was cut": Case(take_and_recover, retired, is_start=True),
-    "first save": Case(lambda job: save(job.store, 5)),
-    "save": Case(lambda job: save(job.store, 20, b"twenty"), saved),
-    "replace": Case(lambda job: save(job.store, 10, b"again"), saved),
-    "roll back": Case(
-        lambda job: save(job.store, 10, b"branch", run_id="run1", abandons=((10, "run0"), (15, "run0"))), saved
-    ),
-    "save after a purge": Case(lambda job: save(job.store, 20), lambda job: (saved(job), purge(job.store, 10))),
-    "pin": Case(lambda job: pin(job.store, 10), saved),
-    "purge": Case(lambda job: purge(job.store, 10), saved),
-    "quarantine": Case(lambda job: job.store.quarantine(15, ["a finding"]), saved),
-    "release": Case(lambda job: job.lease.release(), saved),
+    **SAVES,
+    **OTHERS,
+    "take a new folder": Scenario(nothing, starting, ()),
+    "take over": Scenario(pinned, starting, (1, 2)),
+    "take over what was cut": Scenario(retired, starting, (1,)),
+    "save after a purge": scenarios.commit_of(purged, 4, (1, 3, 4)),
+    "purge of what is pinned": Scenario(pinned, purging(1), (1, 2)),
+    "pin": Scenario(pinned, lambda bucket: pin(bucket.store, 2), (1, 2)),
+    "release": Scenario(pinned, lambda bucket: bucket.job.lease.release(), (1, 2)),
 }
+
+
+def prepared(scenario: Scenario) -> BucketBackend:
+    """Return the folder before `scenario`, with its job, which a start has still to take."""
+    bucket = BucketBackend()
+    scenario.before(bucket)
+    if scenario.act is starting:
+        bucket.next_process()
+    bucket.job.objects.requests.clear()
+    return bucket
+
+
+def cuts_of(requests: list[Request]) -> Iterator[tuple[int, Fate]]:
+    """Yield what may happen to each request that makes a difference.
+
+    A request that reads leaves nothing, and a kill after a write is one before the next write.
+    """
+    writes = [request.number for request in requests if request.is_write]
+    for request in requests:
+        for fate in FATES if request.is_write else [Fate.NEVER_SENT]:
+            if fate is not Fate.KILLED_AFTER or request.number == writes[-1]:
+                yield request.number, fate
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_cut_anywhere_leaves_the_old_state_or_the_new_one(name: str) -> None:
-    case = CASES[name]
-    number, old, new = case.num_requests()
-    assert number > 0
-    for fate in FATES:
-        for cut in range(1, number + 1):
-            try:
-                _cut(case, cut, fate, old, new)
-            except AssertionError as error:
-                raise AssertionError(f"{name}, {fate.name} at request {cut}") from error
+    scenario = CASES[name]
+    bucket = prepared(scenario)
+    promise = Promise.of(scenario, bucket)
+    bucket.job.objects.requests.clear()
+    scenario.act(bucket)
+    requests = [*bucket.job.objects.requests]
+    assert requests
+    promise = promise.kept_by(bucket, scenario)
+    for number, fate in cuts_of(requests):
+        for is_gone_then in (False, True) if requests[number - 1].is_write else (False,):
+            findings = wrong_after(scenario, number, fate, is_gone_then, promise)
+            assert not findings, f"{name}, {fate.name} at {requests[number - 1]}, {is_gone_then}: {findings}"
 
 
-def _cut(case: Case, number: int, fate: Fate, old: Seen, new: Seen) -> None:
-    case.prepare()
-    job, bucket = case.job, case.bucket
-    job.objects.fate = at(number, fate)
+def wrong_after(scenario: Scenario, number: int, fate: Fate, is_gone_then: bool, promise: Promise) -> list[str]:
+    """Return what is wrong after `fate` at a request, if the store is not reached for the rest of the operation."""
+    bucket, only = prepared(scenario), at(number, fate)
+    objects = bucket.job.objects
+    objects.fate = lambda request: Fate.NEVER_SENT if is_gone_then and request.number > number else only(request)
     is_acknowledged = False
     try:
-        case.act(job)
+        scenario.act(bucket)
         is_acknowledged = True
-    except Killed:
-        pass
     except SaveFailed as error:
         assert "is not known" in error.cause
-    except StoreUnavailable:
+    except (Killed, StoreUnavailable):
         pass
-    if fate is Fate.LATE:
-        assert is_acknowledged or seen_in(bucket) in (old, new)
-    _after_a_failure(case)
+    objects.fate = at(0, fate)
+    assert is_acknowledged or bucket.seen() in (promise.old, promise.new)
+    if not objects.is_dead:
+        # What a run does that continues.
+        with contextlib.suppress(StoreUnavailable, CheckpointError):
+            for step in scenario.after:
+                bucket.remove_failed(step)
     bucket.deliver()
-    seen = seen_in(bucket)
-    assert seen == new if is_acknowledged else seen in (old, new)
-    later = started(bucket)
-    assert seen_in(bucket) == seen
-    save(later.store, 100)
-    assert 100 in found_in(bucket)
-
-
-def _after_a_failure(case: Case) -> None:
-    """Do what a run does that continues."""
-    if case.job.objects.is_dead:
-        return
-    with contextlib.suppress(StoreUnavailable, CheckpointError):
-        for step in (5, 10, 15, 20):
-            remove_failed(case.job, case.bucket, step)
-
-
-def test_what_may_have_been_committed_is_not_removed() -> None:
-    """The answer to the swap is lost, and the head cannot be read after it."""
-    bucket = Bucket()
-    job = started(bucket)
-    save(job.store, 5, b"old")
-    job.objects.requests.clear()
-    fates = {"put_if_match": Fate.NO_ANSWER}
-    job.objects.fate = lambda request: fates.get(request.verb, _unreachable_after_a_swap(job))
-    with pytest.raises(SaveFailed, match=r"whether .* was committed is not known, the next start finds out"):
-        save(job.store, 5, b"new")
-    job.objects.fate = at(0, Fate.NEVER_SENT)
-    remove_failed(job, bucket, 5)
-    assert found_in(bucket) == {5: b"new"}
-    started(bucket)
-    assert found_in(bucket) == {5: b"new"}
-
-
-def test_what_may_be_committed_later_is_not_removed() -> None:
-    """The swap is under way still, while the head shows that it was not carried out."""
-    bucket = Bucket()
-    job = started(bucket)
-    save(job.store, 5, b"old")
-    job.objects.requests.clear()
-    job.objects.fate = lambda request: Fate.LATE if request.verb == "put_if_match" else _unreachable_after_a_swap(job)
-    with pytest.raises(SaveFailed, match="is not known"):
-        save(job.store, 5, b"new")
-    job.objects.fate = at(0, Fate.NEVER_SENT)
-    remove_failed(job, bucket, 5)
-    assert found_in(bucket) == {5: b"old"}
-    bucket.deliver()
-    assert found_in(bucket) == {5: b"new"}
+    # The next start is killed as well, at one request by turns.
+    found = promise.look(bucket, lambda: bucket.arm(Fault(number, FATES.index(Fate.KILLED_BEFORE))))
+    bucket.arm(None)
+    findings = promise.wrong(found, *([promise.new] if is_acknowledged else []))
+    scenarios.save(bucket, 100, "later")
+    for _ in range(2):  # A day.
+        bucket.next_process()
+    bucket.start()
+    left = bucket.leftovers()
+    return [*findings, *(["a later save is not found"] if 100 not in bucket.read() else []), *left]
 
 
 def test_what_was_not_committed_for_certain_is_removed_with_the_next_save() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.examples import examples
 
 REPO = Path(__file__).parents[2]
 PROCESSES = 8
@@ -37,16 +40,17 @@ for line in sys.stdin:
             lease.release()
         print("released", flush=True)
 """
+_numbers = itertools.count(1)
 
 
 class Contender:
     """A process that obeys commands."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: dict[str, str]) -> None:
         self._popen = subprocess.Popen(
             [sys.executable, "-c", PROCESS],
             cwd=REPO,
-            env=dict(os.environ),
+            env=os.environ | environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -66,18 +70,23 @@ class Contender:
         self._popen.communicate()
 
 
-@pytest.fixture(params=["S3", "Azure"])
-def raced(request: pytest.FixtureRequest) -> str:
-    """The address of the folder; the environment leads to its server."""
-    return str(request.getfixturevalue({"S3": "folder", "Azure": "azure_folder"}[request.param]))
-
-
-@pytest.fixture
-def contenders(raced: str) -> Iterator[list[Contender]]:
-    started = [Contender() for _ in range(PROCESSES)]
+@pytest.fixture(scope="module", params=["s3", "az"])
+def contenders(request: pytest.FixtureRequest) -> Iterator[list[Contender]]:
+    """Processes, of which the last is for one test alone."""
+    if request.param == "s3":
+        environment = request.getfixturevalue("s3").environment
+    else:
+        environment = request.getfixturevalue("azure")
+    started = [Contender(environment) for _ in range(PROCESSES + 1)]
     yield started
     for each in started:
         each.close()
+
+
+@pytest.fixture
+def raced(contenders: list[Contender], request: pytest.FixtureRequest) -> str:
+    """The address of a folder that no other test uses."""
+    return f"{request.node.callspec.params['contenders']}://checkpoints/raced-{next(_numbers)}"
 
 
 def race(contenders: list[Contender], folder: str) -> list[str]:
@@ -94,24 +103,23 @@ def said(contenders: list[Contender], command: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "races", [1, pytest.param(15, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("races", [5, pytest.param(100, marks=pytest.mark.exhaustive)])
 def test_of_eight_processes_one_gets_a_new_folder_and_one_a_folder_that_was_given_up(
     contenders: list[Contender], raced: str, races: int
 ) -> None:
-    for number in range(races):
+    eight = contenders[:PROCESSES]
+    for number in range(examples(races)):
         for _ in range(2):  # Twice: new, and given up.
-            answers = race(contenders, f"{raced}-{number}")
+            answers = race(eight, f"{raced}-{number}")
             assert sorted(answers) == ["in use"] * (PROCESSES - 1) + ["taken"]
-            said(contenders, "release")
+            said(eight, "release")
 
 
-def test_of_seven_processes_one_gets_the_folder_of_a_process_that_was_killed(
+def test_of_eight_processes_one_gets_the_folder_of_a_process_that_was_killed(
     contenders: list[Contender], raced: str
 ) -> None:
-    contenders[0].begin(f"take {raced}")
-    assert contenders[0].answer() == "taken"
-    contenders[0].close()
-    answers = race(contenders[1:], raced)
-    assert sorted(answers) == ["in use"] * (PROCESSES - 2) + ["taken"]
+    *others, killed = contenders
+    assert said([killed], f"take {raced}") == ["taken"]
+    killed.close()
+    assert sorted(race(others, raced)) == ["in use"] * (PROCESSES - 1) + ["taken"]
+    said(others, "release")

@@ -7,10 +7,10 @@ recording.py covers what a power cut does to bytes and names that were never syn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from tests.store.filled import without_token
+from tests.store.recording import swap
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -30,11 +30,10 @@ class Cut(Durable):
         exchanges: bool = True,
         power: bool = False,
         stop: BaseException | None = None,
-        unsynced: Sequence[tuple[Path, Path]] = (),
     ) -> None:
         self.at, self.exchanges, self.power, self.stop = at, exchanges, power, stop or Crash()
         self.done = 0
-        self.unsynced = list(unsynced)
+        self.unsynced: list[tuple[Path, Path]] = []
 
     def _operation(self) -> None:
         self.done += 1
@@ -92,12 +91,6 @@ class Cut(Durable):
             self.remove_tree(child) if child.is_dir() else self.remove_file(child)
         self._operation()
         path.rmdir()
-
-
-def swap(a: Path, b: Path) -> None:
-    spare = a.with_name("spare")
-    for src, dst in ((a, spare), (b, a), (spare, b)):
-        src.rename(dst)
 
 
 Contents = dict[str, "bytes | Path | None"]

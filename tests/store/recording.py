@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.store.crashing import swap
 from torchtitan_lite.disk.durable import Durable
 
 Leaf = bytes | Path | None
@@ -37,10 +36,7 @@ class Renaming:
     node: int
     moved: tuple[int, ...]
     named: tuple[tuple[str, int], ...]
-
-    @property
-    def ways(self) -> tuple[str, ...]:
-        return (DROPPED,)
+    ways = (DROPPED,)
 
     def on(self, names: dict[str, int]) -> None:
         for name in [name for name, node in names.items() if node in self.moved]:
@@ -55,10 +51,7 @@ class Writing:
     node: int
     offset: int
     data: bytes
-
-    @property
-    def ways(self) -> tuple[str, ...]:
-        return (DROPPED, TORN, ZEROED)
+    ways = (DROPPED, TORN, ZEROED)
 
     def on(self, content: bytes, how: str = "") -> bytes:
         data = bytes(len(self.data)) if how == ZEROED else self.data
@@ -73,10 +66,7 @@ class Sizing:
     node: int
     num_bytes: int
     grows_only: bool = False
-
-    @property
-    def ways(self) -> tuple[str, ...]:
-        return (DROPPED,)
+    ways = (DROPPED,)
 
     def on(self, content: bytes, how: str = "") -> bytes:
         return (content if self.grows_only else content[: self.num_bytes]).ljust(self.num_bytes, b"\0")
@@ -234,27 +224,8 @@ def _walk(
             _walk(child, path + "/", folders, files, tree)
 
 
-class Contents:
-    """Files by contents, each written once; `lay_out` links to them."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._files: dict[bytes, Path] = {}
-
-    def lay_out(self, tree: Tree, root: Path) -> None:
-        """Create `root` with the contents `tree`. Nothing may write into its files."""
-        lay_out(tree, root, lambda path, data: path.hardlink_to(self._file(data)))
-
-    def _file(self, data: bytes) -> Path:
-        if data not in self._files:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._files[data] = self._folder / str(len(self._files))
-            self._files[data].write_bytes(data)
-        return self._files[data]
-
-
-def lay_out(tree: Tree, root: Path, put: Callable[[Path, bytes], object] = Path.write_bytes) -> None:
-    """Create `root` with the contents `tree`, in files of its own, or as `put` makes them."""
+def lay_out(tree: Tree, root: Path) -> None:
+    """Create `root` with the contents `tree`."""
     root.mkdir(parents=True)
     for name in sorted(tree):
         leaf = tree[name]
@@ -263,7 +234,7 @@ def lay_out(tree: Tree, root: Path, put: Callable[[Path, bytes], object] = Path.
         elif isinstance(leaf, Path):
             (root / name).symlink_to(leaf)
         else:
-            put(root / name, leaf)
+            (root / name).write_bytes(leaf)
 
 
 class Recorder(Durable):
@@ -299,13 +270,7 @@ class Recorder(Durable):
             super().rename(src, dst)
             self._record(event)
 
-    def replace(self, src: Path, dst: Path) -> None:
-        with self._lock:
-            number, parent = self._find(src), self._within_one_folder(src, dst)
-            event = Renaming(parent, (number,), ((dst.name, number),))
-            self._begin()
-            super().replace(src, dst)
-            self._record(event)
+    replace = rename
 
     def exchange(self, a: Path, b: Path) -> bool:
         if not self._exchanges:
@@ -433,6 +398,12 @@ class Recorder(Durable):
                 if child == number:
                     return f"{self._path_of(folder)}/{name}".lstrip("/")
         return ""
+
+
+def swap(a: Path, b: Path) -> None:
+    spare = a.with_name("spare")
+    for src, dst in ((a, spare), (b, a), (spare, b)):
+        src.rename(dst)
 
 
 def _inode(path: Path) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Every folder that a crash may leave: during a save, a replacement, a removal, a quarantine, a recovery.
+"""Every folder that a crash may leave: during a save, a replacement, a removal, a quarantine, a start.
 
 Each is recorded on a disk that keeps what was synced and loses any part of the rest (recording.py). Whatever it lost,
 whenever: a reader finds the old state or the new one, bit for bit and with the right digests, and after the operation
@@ -7,213 +7,79 @@ returned, only the new one.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
-from tests.disk.sources import bounced
-from tests.store.filled import begun, manifest_of, remove_begun, without_token
-from tests.store.recording import Contents, Disk, Event, Lost, Recorder, Renaming, Sync, Tree, lay_out
-from torchtitan_lite.disk.block_writer import write_blocks
-from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.disk.durable import Durable
+from tests.store.backend import Fault, Seen
+from tests.store.crashing import Cut
+from tests.store.disk_backend import ERROR, DiskBackend
+from tests.store.filled import without_token
+from tests.store.recording import Disk, Event, Leaf, Lost, Renaming, Sync, Tree, lay_out
+from tests.store.scenarios import (
+    OTHERS,
+    SAVES,
+    Found,
+    Promise,
+    Scenario,
+    a_branch_to_be,
+    commit_of,
+    purging,
+    quarantining,
+    save,
+    starting,
+    three,
+    two,
+)
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.lineage import Lineage, abandoned_by
-from torchtitan_lite.store.manifest import Manifest
-from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.store.lineage import Lineage
 
 ROOT = "checkpoint"
-UNSUPPORTED = ("step-2.corrupt", "step-10.bak", "step-abc", "notes")
-SIZES = (9000, 5000)
-"""Bytes of each rank's file; one write takes 4096 at most."""
-Files = dict[str, bytes]
-Answer = dict[int, tuple[bool, Files]]
-"""What a reader finds, by step: whether all files have their digests, and the files."""
-Frozen = frozenset[tuple[str, "bytes | Path | None"]]
 
 
-class Unsynced(Durable):
-    """Makes no syncs: for preparations, which no power cut hits."""
-
-    def fsync_file(self, fd: int) -> None: ...
-
-    def fsync_dir(self, path: Path) -> None: ...
-
-    def write_file(self, path: Path, data: bytes) -> None:
-        path.write_bytes(data)
+def one_in_the_way(disk: DiskBackend) -> None:
+    two(disk)
+    (disk.root / layout.step_dir(3)).mkdir()
+    (disk.root / layout.step_dir(3) / layout.METADATA).write_bytes(b"theirs")
 
 
-def payload(text: str, num_bytes: int) -> bytes:
-    """Return distinguishable bytes, none of them zero."""
-    return b"".join(f"{text}:{at};".encode() for at in range(num_bytes // 8))[:num_bytes]
+def all_leftovers(disk: DiskBackend) -> None:
+    three(disk)
+    one, replaced = disk.root / layout.step_dir(1), disk.root / layout.replaced_dir(2, 1)
+    (disk.root / layout.step_dir(2)).rename(replaced)
+    shutil.copytree(one, disk.root / layout.replaced_dir(1, 1))
+    shutil.copytree(one, disk.root / layout.trash_dir(3, 1))
+    shutil.copytree(replaced, disk.root / layout.staging_dir(2, "1"))
 
 
-def save(store: CheckpointStore, durable: Durable, step: int, text: str, lineage: Lineage | None = None) -> None:
-    """Save the files of two ranks and `.metadata`, and commit, as a run does."""
-    files: dict[str, FileRecord] = {}
-    staging = begun(store, step)
-    for rank, num_bytes in enumerate(SIZES):
-        data = payload(f"{text}/{rank}", num_bytes)
-        name = layout.data_file(rank, 0)
-        files[name] = write_blocks(staging / name, bounced(data), durable=durable)
-    durable.write_file(staging / layout.METADATA, b"DCP's description of " + text.encode())
-    store.commit(step, manifest(store, step, files, lineage or Lineage("a1")), place=staging.name)
-
-
-def manifest(store: CheckpointStore, step: int, files: dict[str, FileRecord], lineage: Lineage) -> Manifest:
-    abandons = abandoned_by(lineage.run_id, lineage.branch_point, store.intact())
-    own = Lineage(lineage.run_id, None, lineage.branch_point, abandons)
-    return manifest_of(step, world_size=len(SIZES), files=files, lineage=own)
-
-
-def read(root: Path) -> Answer:
-    """Return what a reader finds in `root`, every byte checked against the digests in the manifest."""
-    answer: Answer = {}
-    for info in CheckpointStore(root).committed():
-        files = {path.name: b"" if path.is_dir() else path.read_bytes() for path in info.path.iterdir()}
-        found = Manifest.of_folder(info.path)
-        assert found is not None
-        is_sound = files.keys() - {layout.MANIFEST} == found.files.keys() and all(
-            record.blocks and FileRecord.of(files[name]) == record for name, record in found.files.items()
-        )
-        answer[info.step] = (is_sound, files)
-    return answer
-
-
-def leftovers(root: Path) -> list[str]:
-    names = [path.name for path in root.iterdir()] if root.is_dir() else []
-    return [name for name in names if name.startswith(".") or ".staging" in name]
-
-
-def foreign(tree: Tree) -> Tree:
-    return {path: leaf for path, leaf in tree.items() if path.split("/")[1:2] and path.split("/")[1] in UNSUPPORTED}
-
-
-Act = Callable[[CheckpointStore, Recorder], object]
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """A durable folder, and the operation on it."""
-
-    name: str
-    before: Callable[[CheckpointStore], object]
-    act: Act
-    after: tuple[int, ...]
-    """The steps that a reader finds after it."""
-    exchanges: bool = True
-    keeps: tuple[str, ...] = ()
-    """Steps whose folders must exist, complete, under any name."""
-
-
-def nothing_yet(store: CheckpointStore) -> None:
-    pass
-
-
-def two(store: CheckpointStore) -> None:
-    for name in UNSUPPORTED[:-1]:
-        (store.root / name).mkdir(parents=True)
-    (store.root / UNSUPPORTED[0] / layout.MANIFEST).write_bytes(b"theirs")
-    (store.root / UNSUPPORTED[-1]).symlink_to("elsewhere")
-    save(store, Unsynced(), 1, "one")
-    save(store, Unsynced(), 2, "two")
-
-
-def three(store: CheckpointStore) -> None:
-    two(store)
-    save(store, Unsynced(), 3, "three")
-
-
-def an_attempt_before(store: CheckpointStore) -> None:
-    two(store)
-    staging = begun(store, 2)
-    (staging / "folder").mkdir()
-    (staging / layout.data_file(0, 0)).write_bytes(b"of an earlier attempt")
-
-
-def one_in_the_way(store: CheckpointStore) -> None:
-    two(store)
-    (store.root / layout.step_dir(3)).mkdir()
-    (store.root / layout.step_dir(3) / layout.METADATA).write_bytes(b"theirs")
-
-
-def a_damaged_one(store: CheckpointStore) -> None:
-    two(store)
-    path = store.root / layout.step_dir(2) / layout.data_file(1, 0)
-    path.write_bytes(bytes(100) + path.read_bytes()[100:])
-
-
-def all_leftovers(store: CheckpointStore) -> None:
-    three(store)
-    final, replaced = store.root / layout.step_dir(2), store.root / layout.replaced_dir(2, 1)
-    final.rename(replaced)
-    shutil.copytree(replaced, store.root / layout.replaced_dir(1, 1))
-    shutil.copytree(replaced, store.root / layout.trash_dir(3, 1))
-    shutil.copytree(replaced, store.root / layout.staging_dir(2, "1"))
-
-
-def a_branch_to_be(store: CheckpointStore) -> None:
-    for step in (2, 4, 6):
-        save(store, Unsynced(), step, f"old {step}")
-
-
-def a_branch_half_made(store: CheckpointStore) -> None:
+def a_branch_half_made(disk: DiskBackend) -> None:
     """Prepare the state after a crash between the commit of step 3 and the renames of what it abandons."""
-    a_branch_to_be(store)
-    save(store, Unsynced(), 3, "new", Lineage("b2", None, 2))
+    a_branch_to_be(disk)
+    save(disk, 3, "new", Lineage("b2", None, 2))
     for step in (4, 6):
-        (store.root / layout.abandoned_dir(step, "a1", 1)).rename(store.root / layout.step_dir(step))
+        (disk.root / layout.abandoned_dir(step, "run0", 1)).rename(disk.root / layout.step_dir(step))
 
 
-def saving(step: int) -> Act:
-    return lambda store, recorder: save(store, recorder, step, "new")
-
-
-def branching(step: int) -> Act:
-    return lambda store, recorder: save(store, recorder, step, "new", Lineage("b2", None, 2))
-
-
-def deleting(step: int) -> Act:
-    return lambda store, _: store.empty(store.discard(store.get(step)))
-
-
-def quarantining(step: int) -> Act:
-    return lambda store, _: store.quarantine(step, ["block 0 of a file is not what was committed"])
-
-
-def recovering(store: CheckpointStore, _: Recorder) -> None:
-    store.recover()
-
-
-SAVES = [
-    Scenario("first save", nothing_yet, saving(1), (1,)),
-    Scenario("save next to older ones", two, saving(3), (1, 2, 3)),
-    Scenario("replacement", two, saving(2), (1, 2)),
-    Scenario("replacement, no exchange", two, saving(2), (1, 2), exchanges=False),
-    Scenario("replacement after a cut attempt", an_attempt_before, saving(2), (1, 2)),
-    Scenario("save over what is not ours", one_in_the_way, saving(3), (1, 2, 3)),
-    Scenario("branch", a_branch_to_be, branching(3), (2, 3), keeps=("step-4", "step-6")),
-    Scenario("branch that replaces", a_branch_to_be, branching(4), (2, 4), keeps=("step-4", "step-6")),
-    Scenario("branch that replaces, no exchange", a_branch_to_be, branching(4), (2, 4), False, ("step-4", "step-6")),
-]
-SCENARIOS = [
-    *SAVES,
-    Scenario("purge", three, deleting(1), (2, 3)),
-    Scenario("purge with leftovers", all_leftovers, deleting(1), (2, 3)),
-    Scenario("quarantine", a_damaged_one, quarantining(2), (1,), keeps=("step-2",)),
-    Scenario("purge of a branch half made", a_branch_half_made, deleting(3), (2,), keeps=("step-4", "step-6")),
-    Scenario("quarantine of a branch half made", a_branch_half_made, quarantining(3), (2,), keeps=("step-4", "step-6")),
-    Scenario("recovery of a branch half made", a_branch_half_made, recovering, (2, 3), keeps=("step-4", "step-6")),
-    Scenario("recovery", all_leftovers, recovering, (1, 2, 3)),
-]
-
-
-def named(name: str) -> Scenario:
-    return next(scenario for scenario in SCENARIOS if scenario.name == name)
+ON_DISK = SAVES | {
+    "replacement, no exchange": commit_of(two, 2, (1, 2), exchanges=False),
+    "branch that replaces, no exchange": commit_of(a_branch_to_be, 4, (2, 4), (4, 6), branch_point=2, exchanges=False),
+    "save over what is not ours": commit_of(one_in_the_way, 3, (1, 2, 3)),
+    "replacement after a crash": commit_of(all_leftovers, 2, (1, 2, 3)),
+}
+SCENARIOS = {
+    **ON_DISK,
+    **OTHERS,
+    "purge with leftovers": Scenario(all_leftovers, purging(1), (2, 3)),
+    "purge of a branch half made": Scenario(a_branch_half_made, purging(3), (2,), (4, 6)),
+    "quarantine of a branch half made": Scenario(a_branch_half_made, quarantining(3), (2,), (4, 6)),
+    "start after a branch half made": Scenario(a_branch_half_made, starting, (2, 3), (4, 6)),
+    "start after all": Scenario(all_leftovers, starting, (1, 2, 3)),
+}
 
 
 @dataclass
@@ -223,21 +89,17 @@ class Recording:
     scenario: Scenario
     start: Disk
     log: list[Event]
-    old: Answer
-    new: Answer
-    kept: list[Files]
+    promise: Promise
 
     @classmethod
     def of(cls, scenario: Scenario, base: Path) -> Recording:
-        root = base / ROOT
-        base.mkdir()
-        scenario.before(CheckpointStore(root, durable=Unsynced()))
-        old = read(root)
-        kept = [{path.name: path.read_bytes() for path in (root / name).iterdir()} for name in scenario.keeps]
-        recorder = Recorder(base, exchanges=scenario.exchanges)
-        scenario.act(CheckpointStore(root, durable=recorder), recorder)
-        assert tuple(read(root)) == scenario.after
-        return cls(scenario, recorder.start, at_the_same_time(recorder.log), old, read(root), kept)
+        prepared = DiskBackend(base, durable=Cut())
+        scenario.before(prepared)
+        promise = Promise.of(scenario, prepared)
+        disk = DiskBackend(base, exchanges=scenario.exchanges)
+        disk.staged, recorder = prepared.staged, disk.recorder
+        scenario.act(disk)
+        return cls(scenario, recorder.start, at_the_same_time(recorder.log), promise.kept_by(disk, scenario))
 
 
 def at_the_same_time(log: Sequence[Event]) -> list[Event]:
@@ -264,59 +126,35 @@ class Tally:
     states: int = 0
     failures: list[str] = field(default_factory=list)
 
-
-@dataclass(frozen=True)
-class Found:
-    """What a reader finds in one crash state."""
-
-    answer: Answer
-    findings: tuple[str, ...]
-    """What is wrong in any case."""
+    def report(self, what: str) -> None:
+        print(f"{what}: {self.states}, failures: {len(self.failures)}")
+        assert not self.failures, "\n".join(self.failures[:20])
 
 
 class Examiner:
-    """Builds each state once, opens it as the next job does, and returns what it finds."""
+    """Builds each state once, starts in it as the next job does, cut and again, and returns what a reader finds."""
 
-    def __init__(self, base: Path, recording: Recording, tally: Tally) -> None:
-        self._base, self._recording, self._tally = base, recording, tally
-        self._contents = Contents(base / "contents")
-        self._theirs = foreign(recording.start.tree({}))
-        self._found: dict[Frozen, Found] = {}
+    def __init__(self, base: Path, promise: Promise, tally: Tally) -> None:
+        self._base, self._promise, self._tally = base, promise, tally
+        self._found: dict[frozenset[tuple[str, Leaf]], Found] = {}
 
     def look(self, tree: Tree) -> Found:
-        """Return what a reader finds in `tree`; it must find the same after a recovery, which leaves no leftovers."""
         key = frozenset(tree.items())
         if key not in self._found:
             self._tally.states += 1
-            self._contents.lay_out(tree, self._base / "state")
+            lay_out(tree, self._base / "state")
             try:
-                self._found[key] = self._open(self._base / "state")
+                # The start is cut as well, by turns at each of its operations and at none.
+                turn, number = divmod(self._tally.states, 12)
+                cut = Cut(1 + number, power=turn % 2 == 1)
+                self._found[key] = self._promise.look(DiskBackend(self._base / "state", durable=cut))
             finally:
                 shutil.rmtree(self._base / "state")
         return self._found[key]
 
-    def _open(self, base: Path) -> Found:
-        root, findings = base / ROOT, []
-        answer = read(root)
-        CheckpointStore(root, durable=Unsynced()).recover()
-        if read(root) != answer:
-            findings.append("the recovery changed what a reader finds")
-        if leftovers(root):
-            findings.append(f"the recovery left {leftovers(root)}")
-        if self._theirs and foreign(Disk.of(base).tree({})) != self._theirs:
-            findings.append("a foreign name was touched")
-        if self._recording.kept:
-            folders = [files_in(folder) for folder in root.iterdir() if folder.name not in UNSUPPORTED]
-            findings += ["what is to be kept is nowhere" for kept in self._recording.kept if kept not in folders]
-        return Found(answer, tuple(findings))
-
-
-def files_in(folder: Path) -> Files:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != layout.FINDINGS}
-
 
 def crashes(start: Disk, log: Sequence[Event]) -> Iterator[tuple[int, Disk, Lost]]:
-    """Yield, for each number of events done, the disk then and each loss that a crash may cause."""
+    """Yield, for each number of events done, the disk then and each loss that a crash may cause; first, none."""
     disk = start.copy()
     for done in range(len(log) + 1):
         if done:
@@ -325,120 +163,116 @@ def crashes(start: Disk, log: Sequence[Event]) -> Iterator[tuple[int, Disk, Lost
             yield done, disk, lost
 
 
+def kills(recording: Recording, killed: Path) -> Iterator[DiskBackend]:
+    """Yield the folder `killed` as each kill of `recording` leaves it: what was not synced is still pending."""
+    for _, disk, lost in crashes(recording.start, recording.log):
+        if not lost:
+            lay_out(disk.tree({}), killed)
+            yield DiskBackend(killed, exchanges=recording.scenario.exchanges, disk=disk.copy())
+            shutil.rmtree(killed)
+
+
 def in_words(name: str, done: int, log: Sequence[Event], disk: Disk, lost: Lost) -> str:
     last = repr(log[done - 1])[:90] if done else "nothing"
     losses = ", ".join(f"{how} {repr(disk.under_way[at])[:90]}" for at, how in lost.items())
     return f"{name}, crash after event {done} of {len(log)} ({last}), lost: {losses or 'nothing'}"
 
 
-def failures(recording: Recording, examiner: Examiner) -> Iterator[str]:
+def failures(name: str, recording: Recording, examiner: Examiner) -> Iterator[str]:
     """Yield what is wrong with each crash of `recording`."""
-    log, old, new = recording.log, recording.old, recording.new
+    log, promise = recording.log, recording.promise
     must_be_new, before = False, 0
-    answers: list[Answer] = []
+    answers: list[Seen] = []
     for done, disk, lost in crashes(recording.start, log):
         if done != before:
             # Once no crash can bring the old state back, no later one may.
-            must_be_new = must_be_new or (old not in answers and old != new)
+            must_be_new = must_be_new or promise.old not in answers
             answers, before = [], done
         found = examiner.look(disk.tree(lost))
-        answers.append(found.answer)
-        for finding in wrong(found, [new] if done == len(log) or must_be_new else [old, new]):
-            yield f"{in_words(recording.scenario.name, done, log, disk, lost)}: {finding}"
-
-
-def wrong(found: Found, allowed: Sequence[Answer]) -> list[str]:
-    return [*found.findings, *([] if found.answer in allowed else [f"found {describe(found.answer)}"])]
-
-
-def describe(answer: Answer) -> str:
-    parts = [
-        f"{step} ({'sound' if is_sound else 'DAMAGED'}, {files.get(layout.METADATA, b'')!r})"
-        for step, (is_sound, files) in answer.items()
-    ]
-    return "steps " + ", ".join(parts) if parts else "nothing"
-
-
-def report(what: str, tally: Tally) -> None:
-    print(f"{what}: {tally.states}, failures: {len(tally.failures)}")
-    assert not tally.failures, "\n".join(tally.failures[:20])
+        answers.append(found.seen)
+        for finding in promise.wrong(found, *([promise.new] if must_be_new or done == len(log) else [])):
+            yield f"{in_words(name, done, log, disk, lost)}: {finding}"
 
 
 def test_a_crash_anywhere_leaves_the_old_or_the_new_checkpoint_bit_for_bit(base: Path) -> None:
     tally = Tally()
-    for number, scenario in enumerate(SCENARIOS):
+    for number, (name, scenario) in enumerate(SCENARIOS.items()):
         before = tally.states
         recording = Recording.of(scenario, base / f"{number} recorded")
-        tally.failures += failures(recording, Examiner(base / str(number), recording, tally))
-        print(f"{scenario.name}: {tally.states - before} states")
-    report("crash states", tally)
-    assert tally.states >= 1000
-
-
-def recover(store: CheckpointStore, step: int) -> None:
-    store.recover()
-
-
-def abandon(store: CheckpointStore, step: int) -> None:
-    remove_begun(store, step)
+        tally.failures += failures(name, recording, Examiner(base / str(number), recording.promise, tally))
+        print(f"{name}: {tally.states - before} states")
+    tally.report("crash states")
+    assert tally.states >= 600
 
 
 @pytest.mark.parametrize("name", ["first save", "replacement, no exchange"])
 def test_a_save_killed_anywhere_is_durable_once_it_is_repeated(name: str, base: Path) -> None:
-    scenario, tally = named(name), Tally()
-    recording = Recording.of(scenario, base / "recorded")
-    examiner = Examiner(base / "states", recording, tally)
-    for _, disk, lost in crashes(recording.start, recording.log):
-        if not lost:
-            killed = base / "killed"
-            lay_out(disk.tree({}), killed)
-            recorder = Recorder(killed, disk.copy(), exchanges=scenario.exchanges)
-            store = CheckpointStore(killed / ROOT, durable=recorder)
-            store.recover()
-            scenario.act(store, recorder)
-            shutil.rmtree(killed)
-            for lost_at_last in recorder.disk.losses():
-                tally.failures += wrong(examiner.look(recorder.disk.tree(lost_at_last)), [recording.new])
-    report("crash states after a kill and a save", tally)
+    tally = Tally()
+    recording = Recording.of(SCENARIOS[name], base / "recorded")
+    examiner = Examiner(base / "states", recording.promise, tally)
+    for disk in kills(recording, base / "killed"):
+        recorder = disk.recorder
+        disk.start()
+        recording.scenario.act(disk)
+        new = disk.seen()
+        for lost in recorder.disk.losses():
+            found = examiner.look(recorder.disk.tree(lost))
+            tally.failures += recording.promise.wrong(found, new)
+    tally.report("crash states after a kill and a save")
+
+
+def recover(disk: DiskBackend, step: int) -> None:
+    disk.start()
+
+
+def abandon(disk: DiskBackend, step: int) -> None:
+    disk.remove_failed(step)
 
 
 @pytest.mark.slow  # every kill, and after each every power cut of the next operation
 @pytest.mark.parametrize("then", [recover, abandon])
 def test_after_a_kill_anywhere_the_next_operation_is_safe_from_a_power_cut(
-    then: Callable[[CheckpointStore, int], None], base: Path
+    then: Callable[[DiskBackend, int], None], base: Path
 ) -> None:
     """What the killed process did not sync is still pending while the next one works."""
     tally = Tally()
-    for number, scenario in enumerate(SAVES):
+    for number, (name, scenario) in enumerate(ON_DISK.items()):
         recording = Recording.of(scenario, base / f"{number} recorded")
-        examiner = Examiner(base / str(number), recording, tally)
-        for _, disk, lost in crashes(recording.start, recording.log):
-            if not lost:
-                killed = base / "killed"
-                lay_out(disk.tree({}), killed)
-                tally.failures += failures_of(then, scenario, recording, examiner, killed, disk.copy())
-                shutil.rmtree(killed)
-    report(f"crash states after a kill and {then.__name__}", tally)
+        promise = recording.promise
+        examiner = Examiner(base / str(number), promise, tally)
+        for disk in kills(recording, base / "killed"):
+            recorder, seen = disk.recorder, disk.seen()
+            then(disk, max(promise.new.steps.keys() - promise.old.steps.keys(), default=2))
+            assert disk.seen() == seen
+            for done, later, lost in crashes(recorder.start, recorder.log):
+                # The next run starts from a recovery, so what that saw must be durable.
+                is_final = done == len(recorder.log) and then is recover
+                for finding in promise.wrong(examiner.look(later.tree(lost)), *([seen] if is_final else [])):
+                    words = in_words(f"{name}, killed, {then.__name__}", done, recorder.log, later, lost)
+                    tally.failures.append(f"{words}: {finding}")
+    tally.report(f"crash states after a kill and {then.__name__}")
 
 
-def failures_of(
-    then: Callable[[CheckpointStore, int], None],
-    scenario: Scenario,
-    recording: Recording,
-    examiner: Examiner,
-    killed: Path,
-    disk: Disk,
-) -> Iterator[str]:
-    """Yield what is wrong with each crash of `then`, in the folder `killed`, which `disk` has not synced in full."""
-    recorder = Recorder(killed, disk, exchanges=scenario.exchanges)
-    seen = read(killed / ROOT)
-    then(CheckpointStore(killed / ROOT, durable=recorder), max(recording.new))
-    assert read(killed / ROOT) == seen
-    for done, later, lost in crashes(recorder.start, recorder.log):
-        # The next run starts from a recovery, so what that saw must be durable.
-        is_final = done == len(recorder.log) and then is recover
-        for finding in wrong(examiner.look(later.tree(lost)), [seen] if is_final else [recording.old, recording.new]):
-            yield f"{in_words(f'{scenario.name}, killed, {then.__name__}', done, recorder.log, later, lost)}: {finding}"
+@pytest.mark.parametrize("name", ON_DISK)
+def test_a_disk_that_fails_once_anywhere_leaves_the_old_or_the_new_checkpoint(name: str, base: Path) -> None:
+    recording = Recording.of(ON_DISK[name], base / "recorded")
+    promise, act = recording.promise, recording.scenario.act
+    for at in itertools.count(1):
+        lay_out(recording.start.tree({}), base / "failing")
+        disk = DiskBackend(base / "failing", exchanges=recording.scenario.exchanges)
+        disk.arm(Fault(at, ERROR))
+        with contextlib.suppress(OSError):
+            act(disk)
+        is_over = not disk.has_struck
+        disk.arm(None)
+        abandon(disk, recording.scenario.after[-1])
+        assert set(disk.read()) in (set(promise.old.steps), set(promise.new.steps))
+        act(disk)
+        seen = disk.seen()
+        assert promise.look(disk).findings == () and tuple(seen.steps) == recording.scenario.after
+        shutil.rmtree(base / "failing")
+        if is_over:
+            break
 
 
 def of_a_save(step: int) -> list[tuple[str, list[str]]]:
@@ -451,13 +285,11 @@ def of_a_save(step: int) -> list[tuple[str, list[str]]]:
 RELIED_ON = {
     "save next to older ones": [*of_a_save(3), (ROOT, ["step-3"])],
     "replacement": [*of_a_save(2), (ROOT, ["step-2", "step-2.staging"])],
-    "branch that replaces, no exchange": [*of_a_save(4), (ROOT, [".replaced-step-4-1"]), (ROOT, ["step-4"])],
+    "branch that replaces, no exchange": [*of_a_save(4)[2:], (ROOT, [".replaced-step-4-1"]), (ROOT, ["step-4"])],
     "purge": [(ROOT, [".trash-step-1-1"])],
-    "quarantine": [(ROOT, ["step-2.corrupt-2"])],
+    "quarantine": [(ROOT, ["step-2.corrupt"])],
 }
 """The synced file or folder, and the last new name in it. `.metadata` is synced twice."""
-
-
 SLOW = ("replacement", "branch that replaces, no exchange")
 
 
@@ -465,15 +297,13 @@ SLOW = ("replacement", "branch that replaces, no exchange")
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in RELIED_ON]
 )
 def test_without_any_one_of_these_syncs_a_crash_loses_something(name: str, base: Path) -> None:
-    scenario = named(name)
-    recording = Recording.of(scenario, base / "recorded")
-    examiner = Examiner(base / "states", recording, Tally())
+    recording = Recording.of(SCENARIOS[name], base / "recorded")
+    examiner = Examiner(base / "states", recording.promise, Tally())
     relied_on = []
     for at, event in enumerate(recording.log):
         if isinstance(event, Sync):
-            log = recording.log[:at] + recording.log[at + 1 :]
-            lesser = Recording(scenario, recording.start, log, recording.old, recording.new, recording.kept)
-            if next(failures(lesser, examiner), None) is not None:
+            lesser = replace(recording, log=recording.log[:at] + recording.log[at + 1 :])
+            if next(failures(name, lesser, examiner), None) is not None:
                 names = [done for done in recording.log[:at] if isinstance(done, Renaming) and done.node == event.node]
                 last = [without_token(name) for name, _ in names[-1].named] if names else []
                 relied_on.append((without_token(event.path), last))

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.disks import FailingDisk
-from tests.store.crashing import swap
 from tests.store.filled import commit, later_format, manifest_of, names, staged, without_token
+from tests.store.recording import swap
 from torchtitan_lite.disk import durable
 from torchtitan_lite.disk.block_writer import in_memory
 from torchtitan_lite.disk.digest import FileRecord
