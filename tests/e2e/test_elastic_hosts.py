@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.jobs import DEADLINE_SECONDS, TINY, start
+from tests.forked import FORKED_RANKS
 from tests.hosts import Host, Hosts, network
 from tests.processes import read_lines
 from tests.records import Record
@@ -46,7 +47,7 @@ class ElasticJob:
         self._store, self._log = hosts.add(), folder.with_suffix(".log")
         self._log.write_text("")
         served = [sys.executable, "scripts/rendezvous_store.py", self._store.address, "29500"]
-        self._store.start(served, self._log)
+        self._store.fork(served, self._log)
         self.wait_until(lambda: "Nodes meet" in self.log)
 
     @property
@@ -57,9 +58,9 @@ class ElasticJob:
         """Add a node to the job."""
         host = self._hosts.add()
         meet = {"NNODES": "1:2", "RDZV": f"{self._store.address}:29500", "PET_LOCAL_ADDR": host.address}
-        environment = {**meet, "NGPU": "1", "MAX_RESTARTS": "100", "TORCHTITAN_LITE_FAULT": SLOW}
+        environment = {**FORKED_RANKS, **meet, "NGPU": "1", "MAX_RESTARTS": "100", "TORCHTITAN_LITE_FAULT": SLOW}
         training = [*TINY, *ALWAYS, *IN_MEMORY, f"--job.dump_folder={self.folder}", f"--training.steps={self.steps}"]
-        host.start([sys.executable, "scripts/launch.py", *training], self._log, environment)
+        host.fork([sys.executable, "scripts/launch.py", *training], self._log, environment)
         return host
 
     def losses(self) -> dict[int, float]:

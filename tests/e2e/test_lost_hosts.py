@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.jobs import DEADLINE_SECONDS, TINY
+from tests.e2e.jobs import DEADLINE_SECONDS, TINY, run
+from tests.forked import FORKED_RANKS
 from tests.hosts import Host, Hosts, network, torchrun
 from tests.processes import read_lines
 from tests.records import Record
@@ -47,7 +48,8 @@ class Job:
         log = self.folder.parent / f"{self.folder.name}.{number:03}.log"
         training = [*TINY, f"--job.dump_folder={self.folder}", *self._options]
         for rank, host in enumerate(hosts):
-            host.start(torchrun("train.py", *training, nodes=len(hosts), rank=rank, master=hosts[0]), log)
+            command = torchrun("train.py", *training, nodes=len(hosts), rank=rank, master=hosts[0])
+            host.fork(command, log, FORKED_RANKS)
 
     def wait_for(self, step: int, hosts: list[Host]) -> None:
         """Return once `step` is trained in the latest start."""
@@ -69,14 +71,8 @@ def hosts() -> Iterator[Hosts]:
         yield found
 
 
-def straight_losses(folder: Path, hosts: Hosts, steps: int, *options: str) -> dict[int, float]:
-    job = Job(folder, f"--training.steps={steps}", NO_DISK, *options)
-    pair = [hosts.add(), hosts.add()]
-    job.start(pair)
-    job.finish(pair)
-    for host in pair:
-        hosts.remove(host)
-    return job.losses()
+def straight_losses(folder: Path, steps: int, *options: str) -> dict[int, float]:
+    return run(folder, f"--training.steps={steps}", NO_DISK, *options, ranks=2).losses()
 
 
 def lose(job: Job, hosts: Hosts, pair: list[Host], victim: int) -> list[Host]:
@@ -92,7 +88,7 @@ def survive(folder: Path, hosts: Hosts, losses: int, seed: int, record: Record) 
     """Lose a host `losses` times at random moments; return how many steps were trained again each time."""
     drawn, gap = random.Random(seed), 24
     steps = gap * (losses + 1)
-    expected = straight_losses(folder / "straight", hosts, steps)
+    expected = straight_losses(folder / "straight", steps)
     job = Job(folder / "run", f"--training.steps={steps}", NO_DISK, *REPLICATED)
     pair = [hosts.add(), hosts.add()]
     job.start(pair)
@@ -129,7 +125,7 @@ def test_a_run_survives_thirty_losses_of_a_host(tmp_path: Path, hosts: Hosts, re
 
 
 def test_the_host_that_is_left_continues_alone_with_the_images_of_both(tmp_path: Path, hosts: Hosts) -> None:
-    expected = straight_losses(tmp_path / "straight", hosts, 40, "--training.global_batch_size=4")
+    expected = straight_losses(tmp_path / "straight", 40, "--training.global_batch_size=4")
     job = Job(tmp_path / "run", "--training.steps=40", NO_DISK, *REPLICATED, "--training.global_batch_size=4")
     pair = [hosts.add(), hosts.add()]
     job.start(pair)
@@ -149,7 +145,7 @@ def test_the_host_that_is_left_continues_alone_with_the_images_of_both(tmp_path:
 
 
 def test_where_both_hosts_are_lost_the_run_continues_from_the_disk(tmp_path: Path, hosts: Hosts) -> None:
-    expected = straight_losses(tmp_path / "straight", hosts, 40)
+    expected = straight_losses(tmp_path / "straight", 40)
     job = Job(tmp_path / "run", "--training.steps=40", "--checkpoint.interval=10", *REPLICATED)
     pair = [hosts.add(), hosts.add()]
     job.start(pair)
