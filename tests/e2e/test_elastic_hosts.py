@@ -89,7 +89,7 @@ def losses_in(folder: Path) -> dict[int, float]:
 def come_and_go(tmp_path: Path, hosts: Hosts, rounds: int, record: Record) -> None:
     """Lose a node and have one join, `rounds` times; the run is that of one process that was never interrupted."""
     drawn = random.Random(rounds)
-    job = ElasticJob(tmp_path / "run", hosts, steps=150 + 200 * rounds)
+    job = ElasticJob(tmp_path / "run", hosts, steps=100 + 100 * rounds)
     nodes = [job.join(), job.join()]
     job.train(20)
     for number in range(rounds):
@@ -124,7 +124,7 @@ def come_and_go(tmp_path: Path, hosts: Hosts, rounds: int, record: Record) -> No
 
 
 def test_nodes_are_lost_and_others_join(tmp_path: Path, hosts: Hosts, record: Record) -> None:
-    come_and_go(tmp_path, hosts, rounds=3, record=record)
+    come_and_go(tmp_path, hosts, rounds=2, record=record)
 
 
 @pytest.mark.exhaustive
