@@ -7,7 +7,9 @@ them. To kill a host is to kill all of its processes.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -148,6 +150,7 @@ class _Inside:
             _call("setns", network.fileno(), _CLONE_NEWNET)
         _call("unshare", _CLONE_NEWNS | _CLONE_NEWUTS)
         socket.sethostname(self.name)
+        importlib.reload(platform)  # It remembers the name that the server saw.
         _call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
         _call("umount2", b"/sys", _MNT_DETACH)
         _call("mount", self.namespace.encode(), b"/sys", b"sysfs", 0, None)  # It shows the interfaces of the host.
