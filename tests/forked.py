@@ -95,12 +95,17 @@ def run_script(
 
 
 def run_module(
-    name: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str], place: Place | None = None
+    name: str,
+    arguments: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str],
+    folder: Path = REPO,
+    place: Place | None = None,
 ) -> Forked:
     """Start module `name` like `python -m name arguments`; otherwise as `run_script`."""
     spec = importlib.util.find_spec(name)
     assert spec is not None and spec.origin is not None, name
-    return run_script(Path(spec.origin), arguments, log, environment, place=place)
+    return run_script(Path(spec.origin), arguments, log, environment, folder, place)
 
 
 def code_is_killed(code: str, folder: Path) -> None:

@@ -94,7 +94,7 @@ class Host:
         assert python == sys.executable, command
         place, variables = _Inside(self.name, self.namespace, self._seen(mounts)), self._environment(environment)
         if arguments[0] == "-m":
-            process = forked.run_module(arguments[1], arguments[2:], log, variables, place)
+            process = forked.run_module(arguments[1], arguments[2:], log, variables, place=place)
         else:
             process = forked.run_script(Path(arguments[0]), arguments[1:], log, variables, place=place)
         self.processes.append(process)
