@@ -86,7 +86,7 @@ def lose(job: Job, hosts: Hosts, pair: list[Host], victim: int) -> list[Host]:
 
 def survive(folder: Path, hosts: Hosts, losses: int, seed: int, record: Record) -> list[int]:
     """Lose a host `losses` times at random moments; return how many steps were trained again each time."""
-    drawn, gap = random.Random(seed), 24
+    drawn, gap = random.Random(seed), 16
     steps = gap * (losses + 1)
     expected = straight_losses(folder / "straight", steps)
     job = Job(folder / "run", f"--training.steps={steps}", NO_DISK, *REPLICATED)
