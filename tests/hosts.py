@@ -6,8 +6,12 @@ them. To kill a host is to kill all of its processes.
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import os
+import platform
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +23,11 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
+from tests.forked import REPO, Forked
 from tests.processes import send
+
+Process = subprocess.Popen[str] | Forked
 
 _IN_HOST = """hostname "$1"
 shift
@@ -30,6 +38,9 @@ done
 shift
 exec "$@"
 """
+_NAMESPACES = Path("/run/netns")
+_CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x20000, 0x4000000, 0x40000000
+_MS_BIND, _MS_REC, _MS_PRIVATE, _MNT_DETACH = 0x1000, 0x4000, 0x40000, 2
 
 
 @dataclass
@@ -41,7 +52,7 @@ class Host:
     address: str
     folder: Path
     """Its boot id, and its own folders for sockets and temporary files."""
-    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    processes: list[Process] = field(default_factory=list)
 
     def start(
         self,
@@ -54,22 +65,50 @@ class Host:
 
         In the places of `mounts`, which exist, it sees the folders or files that these name.
         """
-        own = {"XDG_RUNTIME_DIR": f"{self.folder}/run", "TMPDIR": f"{self.folder}/tmp", "OMP_NUM_THREADS": "1"}
-        own |= {"TORCHTITAN_LITE_MEMORY": "on"}
-        seen = {"/proc/sys/kernel/random/boot_id": f"{self.folder}/boot_id", **(mounts or {})}
-        binds = [str(each) for place, other in seen.items() for each in (other, place)]
+        binds = [str(each) for place, seen in self._seen(mounts).items() for each in (seen, place)]
         inside = ["sh", "-ec", _IN_HOST, "sh", self.name, *binds, "--", *command]
         with log.open("a") as output:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "--mount", *inside],
-                env={**os.environ, **own, "GLOO_SOCKET_IFNAME": "eth0", **(environment or {})},
+                env=self._environment(environment),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 text=True,
-                cwd=Path(__file__).parents[1],
+                cwd=REPO,
             )
         self.processes.append(process)
         return process
+
+    def fork(
+        self,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        mounts: Mapping[Path, Path] | None = None,
+    ) -> Forked:
+        """Start `command`, a script or a module of this Python, as `start` does, but forked from the server.
+
+        If it is torchrun or becomes it, `FORKED_RANKS` in `environment` makes it fork its ranks.
+        """
+        python, *arguments = command
+        assert python == sys.executable, command
+        place, variables = _Inside(self.name, self.namespace, self._seen(mounts)), self._environment(environment)
+        if arguments[0] == "-m":
+            process = forked.run_module(arguments[1], arguments[2:], log, variables, place=place)
+        else:
+            process = forked.run_script(Path(arguments[0]), arguments[1:], log, variables, place=place)
+        self.processes.append(process)
+        return process
+
+    def _environment(self, more: Mapping[str, str] | None) -> dict[str, str]:
+        own = {"XDG_RUNTIME_DIR": f"{self.folder}/run", "TMPDIR": f"{self.folder}/tmp", "OMP_NUM_THREADS": "1"}
+        own |= {"TORCHTITAN_LITE_MEMORY": "on", "GLOO_SOCKET_IFNAME": "eth0"}
+        return {**os.environ, **own, **(more or {})}
+
+    def _seen(self, mounts: Mapping[Path, Path] | None) -> dict[str, str]:
+        """Return what is seen in which place."""
+        own = {"/proc/sys/kernel/random/boot_id": f"{self.folder}/boot_id"}
+        return own | {str(place): str(seen) for place, seen in (mounts or {}).items()}
 
     def pids(self) -> list[int]:
         """Return all processes of this host."""
@@ -95,6 +134,28 @@ class Host:
         """Return how many bytes `interface` has sent."""
         found = _run("ip", "-n", self.namespace, "-s", "-o", "link", "show", interface)
         return int(found.split("TX:")[1].split("\\")[1].split()[0])
+
+
+@dataclass
+class _Inside:
+    """A host, for a process that is there already: what `Host.start` does by commands."""
+
+    name: str
+    namespace: str
+    mounts: dict[str, str]
+
+    def enter(self) -> None:
+        """Bring this process, which has no other thread, into the host."""
+        with (_NAMESPACES / self.namespace).open() as network:
+            _call("setns", network.fileno(), _CLONE_NEWNET)
+        _call("unshare", _CLONE_NEWNS | _CLONE_NEWUTS)
+        socket.sethostname(self.name)
+        importlib.reload(platform)  # It remembers the name that the server saw.
+        _call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
+        _call("umount2", b"/sys", _MNT_DETACH)
+        _call("mount", self.namespace.encode(), b"/sys", b"sysfs", 0, None)  # It shows the interfaces of the host.
+        for place, seen in self.mounts.items():
+            _call("mount", seen.encode(), place.encode(), None, _MS_BIND, None)
 
 
 class Hosts:
@@ -174,6 +235,13 @@ def torchrun(script: str, *arguments: str, nodes: int, rank: int, master: Host) 
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--node-rank={rank}"]
     place = ["--nproc-per-node=1", f"--master-addr={master.address}", "--master-port=29400"]
     return [*launcher, *place, script, *arguments]
+
+
+def _call(name: str, *arguments: object) -> None:
+    """Call a function of the C library that returns 0 or sets errno."""
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}{arguments}: {os.strerror(code)}")
 
 
 def _run(*command: str) -> str:

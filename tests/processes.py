@@ -34,12 +34,17 @@ def wait_until(
 
 def children(pid: int) -> list[int]:
     """Return the process ids of all descendants; none of a process that has ended."""
+    own = own_children(pid)
+    return [*own, *(grandchild for child in own for grandchild in children(child))]
+
+
+def own_children(pid: int) -> list[int]:
+    """Return the process ids of those that `pid` started itself; none of a process that has ended."""
     try:
         tasks = [*Path(f"/proc/{pid}/task").iterdir()]
     except OSError:
         tasks = []
-    own = [int(child) for task in tasks for child in _read(task / "children").split()]
-    return [*own, *(grandchild for child in own for grandchild in children(child))]
+    return [int(child) for task in tasks for child in _read(task / "children").split()]
 
 
 def command_line(pid: int) -> str:

@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from tests.e2e.jobs import DEADLINE_SECONDS, TINY, Job, free_port
-from tests.processes import children, command_line, send, wait_until
+from tests.forked import FORKED_RANKS
+from tests.processes import children, command_line, own_children, send, wait_until
 from torchtitan_lite.metrics.json_lines import JsonLines
 
 ROOT = Path(__file__).parents[1]
@@ -320,7 +321,7 @@ def test_a_real_job_saves_on_a_signal_is_queued_again_and_finishes(cluster: Clus
     assert preempted["signal"] == signal.SIGUSR1
     step = preempted["step"]
     assert job.checkpoints == [f"step-{step}"]
-    code, said = cluster.run(*tiny, f"--training.steps={step + 2}", NGPU="2", SLURM_RESTART_COUNT="1")
+    code, said = cluster.run(*tiny, f"--training.steps={step + 2}", NGPU="2", SLURM_RESTART_COUNT="1", **FORKED_RANKS)
     assert (code, cluster.requeued()) == (0, ["requeue 4711"]), said
     assert f"Training starts at step {step + 1}," in said
     assert [event["step"] for event in job.events("finished")] == [step + 2]
@@ -333,7 +334,7 @@ def test_the_spare_node_takes_the_place_of_a_lost_one(cluster: Cluster) -> None:
     tiny = [*TINY, "--checkpoint.interval=5", "--training.global_batch_size=4"]
     process = cluster.start(
         *[*tiny, "--training.steps=4000", "--checkpoint.keep_latest_k=2"],
-        **{"NGPU": "1", "SPARE_NODES": "1", "SLURM_JOB_ID": str(free_port() - 20000)},
+        **{**FORKED_RANKS, "NGPU": "1", "SPARE_NODES": "1", "SLURM_JOB_ID": str(free_port() - 20000)},
     )
     (job,) = cluster.jobs
     job.wait_until(lambda job: 12 in job.losses())
@@ -354,8 +355,9 @@ def test_the_spare_node_takes_the_place_of_a_lost_one(cluster: Cluster) -> None:
 def training_nodes(cluster: Cluster) -> list[int]:
     """Return the process ids of the shells whose torchrun has workers."""
     nodes = map(int, (cluster.record / "nodes").read_text().split())
-    return [node for node in nodes if any(map(is_worker, map(command_line, children(node))))]
+    return [node for node in nodes if any(map(is_training, children(node)))]
 
 
-def is_worker(command: str) -> bool:
-    return "train.py" in command and "torch.distributed.run" not in command
+def is_training(pid: int) -> bool:
+    """Return whether `pid` is a torchrun that has started its workers."""
+    return "torch.distributed.run" in command_line(pid) and bool(own_children(pid))

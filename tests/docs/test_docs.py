@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import run_script
+from tests.forked import FORKED_RANKS, Forked, run_module, run_script
 from tests.resharding.jobs import TOPOLOGIES
 from torchtitan_lite.config.drift import ALLOWED_BY_EXCLUSION, IGNORED, REFUSED, WARNED, Rule, rule_of
 from torchtitan_lite.config.keys import KEYS, SECTIONS, meaning_of
@@ -127,10 +127,11 @@ def test_the_loop_of_one_process_runs_resumes_and_is_read_into_a_plain_module(tm
 @pytest.mark.slow
 def test_the_sharded_loop_runs_on_two_processes_and_resumes_on_one(tmp_path: Path) -> None:
     script = _write_example(SHARDED, tmp_path)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
-    first = _output_of([*torchrun, "--nproc_per_node=2", script, "200"], tmp_path)
+    torchrun, options = "torch.distributed.run", ["--standalone", "--local-addr=localhost"]
+    first = _output_of([sys.executable, "-m", torchrun, *options, "--nproc_per_node=2", script, "200"], tmp_path)
     assert first.count("a fresh start") == 1, "one rank reports what concerns all"
-    again = _output_of([*torchrun, "--nproc_per_node=1", script, "300"], tmp_path)
+    arguments, log = [*options, "--nproc_per_node=1", script, "300"], tmp_path / "again.log"
+    again = _logged(run_module(torchrun, arguments, log, os.environ | FORKED_RANKS, tmp_path), log)
     assert "Loading the checkpoint at step 200." in again and "step 300: loss" in again
     assert _checkpoints(tmp_path / "outputs_fsdp") == {"step-100", "step-200", "step-300"}
 
@@ -173,8 +174,11 @@ def _write_example(name: str, folder: Path) -> str:
 def _forked_output_of(script: Path, *arguments: str) -> str:
     log = script.with_suffix(".log")
     log.write_text("")
-    code = run_script(script, arguments, log, os.environ, script.parent).wait(DEADLINE_SECONDS)
-    assert code == 0, log.read_text()
+    return _logged(run_script(script, arguments, log, os.environ, script.parent), log)
+
+
+def _logged(process: Forked, log: Path) -> str:
+    assert process.wait(DEADLINE_SECONDS) == 0, log.read_text()
     return log.read_text()
 
 

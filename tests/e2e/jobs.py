@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.forked import REPO, Forked, run_script
-from tests.processes import DEADLINE_SECONDS, children, command_line, read_lines, send, wait_until
+from tests.forked import FORKED_RANKS, REPO, Forked, run_module, run_script
+from tests.processes import DEADLINE_SECONDS, children, own_children, read_lines, send, wait_until
 
 TINY = [
     "--job.config_file=llama_debug.toml",
@@ -42,10 +42,13 @@ Process = subprocess.Popen[str] | Forked
 class Job:
     """The processes of one job, and the files in its dump folder."""
 
-    def __init__(self, processes: Sequence[Process], dump_folder: Path, log: Path) -> None:
+    def __init__(
+        self, processes: Sequence[Process], dump_folder: Path, log: Path, under_torchrun: bool = False
+    ) -> None:
         self.processes = list(processes)
         self.dump_folder = dump_folder
         self.log_file = log
+        self._under_torchrun = under_torchrun
 
     @property
     def log(self) -> str:
@@ -65,7 +68,7 @@ class Job:
     def workers(self) -> list[int]:
         """Return the process ids of the workers: those under torchrun, or the processes themselves."""
         ids = [process.pid for process in self.processes]
-        return [child for pid in ids for child in children(pid) if "train.py" in command_line(child)] or ids
+        return [child for pid in ids for child in own_children(pid)] if self._under_torchrun else ids
 
     def wait_until(self, condition: Callable[[Job], Any]) -> None:
         """Return as soon as `condition` holds. Fail if the job ends before, or at a deadline."""
@@ -102,7 +105,8 @@ def start(
 ) -> Iterator[Job]:
     """Start a job of `ranks` workers of `script`, which is killed at the end of the block.
 
-    `cold`: each worker is a new Python process; `torchrun`: the workers run under torchrun with these options.
+    `torchrun`: the workers run under torchrun with these options, which forks them. `cold`: each worker, and torchrun,
+    is a new Python process.
     """
     dump_folder.mkdir(parents=True, exist_ok=True)
     training = [str(script), *TINY, f"--job.dump_folder={dump_folder}", *arguments]
@@ -113,14 +117,17 @@ def start(
     log.write_text("")
     processes: list[Process]
     if torchrun is not None:
-        launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
-        rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-        processes = [_cold([*launcher, *rendezvous, *torchrun, *training], base, log)]
+        launcher, rendezvous = "torch.distributed.run", ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+        options = [f"--nproc_per_node={ranks}", *rendezvous, *torchrun, *training]
+        if cold:
+            processes = [_cold([sys.executable, "-m", launcher, *options], base, log)]
+        else:
+            processes = [run_module(launcher, options, log, base | FORKED_RANKS)]
     elif cold:
         processes = [_cold([sys.executable, *training], each, log) for each in environments]
     else:
         processes = [run_script(script, training[1:], log, each) for each in environments]
-    job = Job(processes, dump_folder, log)
+    job = Job(processes, dump_folder, log, under_torchrun=torchrun is not None)
     try:
         yield job
     finally:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.jobs import DEADLINE_SECONDS, TINY, Job, start
+from tests.forked import FORKED_RANKS
 from tests.hosts import Host, Hosts, network
 from tests.processes import read_lines
 from tests.records import Record
@@ -42,8 +43,9 @@ class ElasticJob(Job):
     def __init__(self, folder: Path, hosts: Hosts, steps: int) -> None:
         folder.mkdir()
         store, log = hosts.add(), folder.with_suffix(".log")
+        log.touch()
         served = [sys.executable, "scripts/rendezvous_store.py", store.address, "29500"]
-        super().__init__([store.start(served, log)], folder, log)
+        super().__init__([store.fork(served, log)], folder, log)
         self.steps, self._hosts, self._store = steps, hosts, store
         self.wait_until(lambda job: "Nodes meet" in job.log)
 
@@ -51,7 +53,7 @@ class ElasticJob(Job):
         """Add a node to the job."""
         host = self._hosts.add()
         meet = {"NNODES": "1:2", "RDZV": f"{self._store.address}:29500", "PET_LOCAL_ADDR": host.address}
-        environment = {**meet, "NGPU": "1", "MAX_RESTARTS": "100", "TORCHTITAN_LITE_FAULT": SLOW}
+        environment = {**FORKED_RANKS, **meet, "NGPU": "1", "MAX_RESTARTS": "100", "TORCHTITAN_LITE_FAULT": SLOW}
         training = [
             *TINY,
             *ALWAYS,
@@ -59,7 +61,7 @@ class ElasticJob(Job):
             f"--job.dump_folder={self.dump_folder}",
             f"--training.steps={self.steps}",
         ]
-        host.start([sys.executable, "scripts/launch.py", *training], self.log_file, environment)
+        host.fork([sys.executable, "scripts/launch.py", *training], self.log_file, environment)
         return host
 
     def train(self, steps: int) -> int:
@@ -72,7 +74,7 @@ class ElasticJob(Job):
 def come_and_go(tmp_path: Path, hosts: Hosts, rounds: int, record: Record) -> None:
     """Lose a node and have one join, `rounds` times; the run is that of one process that was never interrupted."""
     drawn = random.Random(rounds)
-    job = ElasticJob(tmp_path / "run", hosts, steps=150 + 200 * rounds)
+    job = ElasticJob(tmp_path / "run", hosts, steps=100 + 100 * rounds)
     nodes = [job.join(), job.join()]
     job.train(20)
     for number in range(rounds):
@@ -107,7 +109,7 @@ def come_and_go(tmp_path: Path, hosts: Hosts, rounds: int, record: Record) -> No
 
 
 def test_nodes_are_lost_and_others_join(tmp_path: Path, hosts: Hosts, record: Record) -> None:
-    come_and_go(tmp_path, hosts, rounds=3, record=record)
+    come_and_go(tmp_path, hosts, rounds=2, record=record)
 
 
 @pytest.mark.exhaustive

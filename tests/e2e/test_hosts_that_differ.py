@@ -41,8 +41,9 @@ class Rank:
     options: Sequence[str] = ()
     mounts: Mapping[Path, Path] = field(default_factory=dict)
     path: str = ""
-    """PYTHONPATH."""
+    """PYTHONPATH, which a new interpreter reads."""
     script: Path = REPO / "train.py"
+    """Of its own folder's package, for which it is a new interpreter, too."""
 
 
 @pytest.fixture
@@ -60,7 +61,8 @@ def train(hosts: Hosts, folder: Path, second: Rank, *options: str) -> tuple[list
         place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "29400"}
         environment = {**OFF, **place, "MASTER_ADDR": hosts.hosts[0].address, "PYTHONPATH": own.path}
         given = [*TINY, f"--job.dump_folder={folder}/run", "--training.steps=2", *options, *own.options]
-        processes.append(host.start([sys.executable, str(own.script), *given], logs[rank], environment, own.mounts))
+        start = host.start if own.path or own.script != Rank.script else host.fork
+        processes.append(start([sys.executable, str(own.script), *given], logs[rank], environment, own.mounts))
     codes = [process.wait(DEADLINE_SECONDS) for process in processes]
     return codes, [log.read_text() for log in logs]
 

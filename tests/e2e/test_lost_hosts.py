@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.jobs import DEADLINE_SECONDS, TINY, Job
+from tests.e2e.jobs import DEADLINE_SECONDS, TINY, Job, run
+from tests.forked import FORKED_RANKS
 from tests.hosts import Host, Hosts, network, torchrun
 from tests.records import Record
 
@@ -27,12 +28,17 @@ class HostsJob(Job):
     def __init__(self, folder: Path, *options: str) -> None:
         folder.mkdir(parents=True)
         super().__init__([], folder, folder.with_suffix(".log"))
+        self.log_file.touch()
         self._options = options
 
     def start(self, hosts: list[Host]) -> None:
         training = [*TINY, f"--job.dump_folder={self.dump_folder}", *self._options]
         self.processes = [
-            host.start(torchrun("train.py", *training, nodes=len(hosts), rank=rank, master=hosts[0]), self.log_file)
+            host.fork(
+                torchrun("train.py", *training, nodes=len(hosts), rank=rank, master=hosts[0]),
+                self.log_file,
+                FORKED_RANKS,
+            )
             for rank, host in enumerate(hosts)
         ]
 
@@ -48,14 +54,8 @@ def hosts() -> Iterator[Hosts]:
         yield found
 
 
-def straight_losses(folder: Path, hosts: Hosts, steps: int, *options: str) -> dict[int, float]:
-    job = HostsJob(folder, f"--training.steps={steps}", NO_DISK, *options)
-    pair = [hosts.add(), hosts.add()]
-    job.start(pair)
-    job.finish(pair)
-    for host in pair:
-        hosts.remove(host)
-    return job.losses()
+def straight_losses(folder: Path, steps: int, *options: str) -> dict[int, float]:
+    return run(folder, f"--training.steps={steps}", NO_DISK, *options, ranks=2).losses()
 
 
 def lose(job: HostsJob, hosts: Hosts, pair: list[Host], victim: int) -> list[Host]:
@@ -69,9 +69,9 @@ def lose(job: HostsJob, hosts: Hosts, pair: list[Host], victim: int) -> list[Hos
 
 def survive(folder: Path, hosts: Hosts, losses: int, seed: int, record: Record) -> list[int]:
     """Lose a host `losses` times at random moments; return how many steps were trained again each time."""
-    drawn, gap = random.Random(seed), 24
+    drawn, gap = random.Random(seed), 16
     steps = gap * (losses + 1)
-    expected = straight_losses(folder / "straight", hosts, steps)
+    expected = straight_losses(folder / "straight", steps)
     job = HostsJob(folder / "run", f"--training.steps={steps}", NO_DISK, *REPLICATED)
     pair = [hosts.add(), hosts.add()]
     job.start(pair)
@@ -110,7 +110,7 @@ def test_a_run_survives_thirty_losses_of_a_host(tmp_path: Path, hosts: Hosts, re
 
 
 def test_the_host_that_is_left_continues_alone_with_the_images_of_both(tmp_path: Path, hosts: Hosts) -> None:
-    expected = straight_losses(tmp_path / "straight", hosts, 40, "--training.global_batch_size=4")
+    expected = straight_losses(tmp_path / "straight", 40, "--training.global_batch_size=4")
     job = HostsJob(tmp_path / "run", "--training.steps=40", NO_DISK, *REPLICATED, "--training.global_batch_size=4")
     pair = [hosts.add(), hosts.add()]
     job.start(pair)
@@ -130,7 +130,7 @@ def test_the_host_that_is_left_continues_alone_with_the_images_of_both(tmp_path:
 
 
 def test_where_both_hosts_are_lost_the_run_continues_from_the_disk(tmp_path: Path, hosts: Hosts) -> None:
-    expected = straight_losses(tmp_path / "straight", hosts, 40)
+    expected = straight_losses(tmp_path / "straight", 40)
     job = HostsJob(tmp_path / "run", "--training.steps=40", "--checkpoint.interval=10", *REPLICATED)
     pair = [hosts.add(), hosts.add()]
     job.start(pair)

@@ -76,7 +76,7 @@ def test_sigterm_during_the_compilation_ends_the_job_after_two_steps_at_the_late
 
 @pytest.mark.slow
 def test_sigterm_to_torchrun_reaches_every_rank_and_writer_and_loses_nothing(tmp_path: Path) -> None:
-    with start(tmp_path / "run", *ARGUMENTS, ranks=2, torchrun=[]) as job:
+    with start(tmp_path / "run", *ARGUMENTS, ranks=2, torchrun=[], cold=True) as job:
         job.wait_until(_save_in_flight)
         for pid in [*_writer_processes(job), job.processes[0].pid]:
             send(pid, signal.SIGTERM)

@@ -12,9 +12,11 @@ import pytest
 
 from tests.cgroups import V2, cgroup
 from tests.cgroups import memory_group as memory_group
+from tests.forked import Forked, run_module
 from tests.keepers import has_ended, keepers_in
+from tests.processes import own_children
 
-pytestmark = pytest.mark.slow  # torchrun loads torch, and each case starts several interpreters.
+pytestmark = pytest.mark.slow  # Each case starts several interpreters.
 
 TRAINER = Path(__file__).with_name("trainer.py")
 LIMIT_BYTES = 256 << 20
@@ -41,29 +43,31 @@ def wait_until_kept(runtime: Path, ranks: int) -> None:
         assert not has_ended(os.getpid(), 0.05)
 
 
-def torchrun(trainer: list[str], act: str, *options: str) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    return [*launcher, *options, *trainer, act]
+def torchrun(log: Path, trainer: list[str], act: str, *options: str) -> Forked:
+    """Start torchrun, forked from a process that has loaded torch; the trainers are new interpreters."""
+    launch = ["--standalone", "--nproc-per-node=2", *options, *trainer, act]
+    return run_module("torch.distributed.run", launch, log, os.environ)
 
 
 @pytest.mark.parametrize("act", ["raise", "killed"])
-def test_workers_that_torchrun_starts_again_find_the_images_of_those_before(trainer: list[str], act: str) -> None:
-    done = subprocess.run(
-        torchrun(trainer, act, "--max-restarts=1"), stdout=-1, stderr=-1, text=True, timeout=DEADLINE_SECONDS
-    )
-    assert done.returncode == 0, done.stderr
+def test_workers_that_torchrun_starts_again_find_the_images_of_those_before(
+    trainer: list[str], act: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    code = torchrun(log, trainer, act, "--max-restarts=1").wait(DEADLINE_SECONDS)
+    assert code == 0, log.read_text()
     # Each of the two ranks of the second attempt has both. One of them may have been ended before it kept its own.
-    lines = [line for line in done.stdout.splitlines() if line.startswith("held")]
+    lines = [line for line in log.read_text().splitlines() if line.startswith("held")]
     assert lines
     assert {*lines} <= {"held 0 False True", "held 1 False True"}
 
 
-def test_images_outlive_torchrun_killed_with_all_workers(trainer: list[str], memory_tier: Path) -> None:
-    with subprocess.Popen(torchrun(trainer, "wait"), start_new_session=True, stderr=-3) as launcher:
-        wait_until_kept(memory_tier, 2)
-        workers = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-        for pid in (launcher.pid, *map(int, workers)):
-            os.kill(pid, signal.SIGKILL)
+def test_images_outlive_torchrun_killed_with_all_workers(trainer: list[str], memory_tier: Path, tmp_path: Path) -> None:
+    launcher = torchrun(tmp_path / "log", trainer, "wait")
+    wait_until_kept(memory_tier, 2)
+    for pid in (launcher.pid, *own_children(launcher.pid)):
+        os.kill(pid, signal.SIGKILL)
+    launcher.wait(DEADLINE_SECONDS)
     assert looked(trainer) == ["held 0 False True", "held 1 False True"]
 
 

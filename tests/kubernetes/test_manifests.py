@@ -12,12 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import yaml
 
 from tests.e2e.jobs import DEADLINE_SECONDS, TINY, Job
+from tests.forked import FORKED_RANKS
 from tests.hosts import Hosts, network
 from tests.kubernetes.pods import (
     EXAMPLES,
@@ -238,8 +240,8 @@ class Cluster:
         self.run = folder / "mnt" / "runs" / "train"
         self.pods: list[Pod] = []
 
-    def start(self, *arguments: str) -> Job:
-        """Start all pods; the nodes run with further `arguments`."""
+    def start(self, *arguments: str, environment: Mapping[str, str] = MappingProxyType({})) -> Job:
+        """Start all pods; the nodes run with further `arguments` and variables."""
         while self._hosts.hosts:
             self._hosts.remove(self._hosts.hosts[0])
         jobs, log = jobs_of(self.spec), self._folder / "log"
@@ -254,7 +256,9 @@ class Cluster:
         job = Job([self.store.process], self.run, log)
         job.wait_until(lambda job: "Nodes meet" in job.log)
         self.pods = [
-            Pod.start(pod_of(jobs["node"]), host, arguments=arguments, environment={"NGPU": "1"}, **common)
+            Pod.start(
+                pod_of(jobs["node"]), host, arguments=arguments, environment={"NGPU": "1", **environment}, **common
+            )
             for host in hosts[1:]
         ]
         return Job([pod.process for pod in self.pods], self.run, log)
@@ -280,7 +284,7 @@ def test_a_pod_that_is_evicted_saves_with_all_others_and_the_next_pods_continue(
     assert f"step-{step}" in job.checkpoints
     assert cluster.store.process.poll() is None
 
-    job = cluster.start(*small, f"--training.steps={step + 2}")
+    job = cluster.start(*small, f"--training.steps={step + 2}", environment=FORKED_RANKS)
     codes = job.wait()
     assert end_of(cluster.spec, "node", codes, restarts=1) == "completes", job.log
     assert f"Training starts at step {step + 1}," in job.log
