@@ -197,6 +197,21 @@ def test_a_damaged_manifest_does_not_replace_an_intact_one_of_its_step(job: Job,
     assert found_in(bucket) == {5: b"intact"}
 
 
+def test_what_is_left_of_a_cut_save_does_not_replace_the_intact_checkpoint_of_its_step(
+    job: Job, bucket: Bucket
+) -> None:
+    """Its manifest may arrive after the start that removed its files."""
+    save(job.store, 5, b"intact")
+    job.objects.fate = lambda request: Fate.KILLED_BEFORE if request.verb == "put_if_match" else Fate.CARRIED_OUT
+    place = write(job.store, 5, b"again")
+    with pytest.raises(Killed):
+        job.store.commit(5, manifest_of(5, b"again"), place=place)
+    del bucket.stored[f"{place}/{FILE}"]
+    lose(bucket)
+    started(bucket)
+    assert found_in(bucket) == {5: b"intact"}
+
+
 def test_a_complete_checkpoint_whose_commit_was_cut_counts(job: Job, bucket: Bucket) -> None:
     save(job.store, 5)
     job.objects.fate = lambda request: Fate.KILLED_BEFORE if request.verb == "put_if_match" else Fate.CARRIED_OUT

@@ -1,9 +1,9 @@
 """A head made from the manifests, where `head.json` is lost or damaged.
 
 A checkpoint counts if its manifest has its own digest and its files have their sizes; what has a manifest and does not
-count is corrupt, so it stays. The commits are repeated in their order, by epoch and time, so what was replaced or
-abandoned is so again. Pins are not in manifests: they are lost. Reads no data and changes nothing; what cannot be read
-ends it, because it may be what was committed last.
+count is corrupt, so it stays, and replaces nothing that counts. The commits are repeated in their order, by epoch and
+time, so what was replaced or abandoned is so again. Pins are not in manifests: they are lost. Reads no data and changes
+nothing; what cannot be read ends it, because it may be what was committed last.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ class FoundCommit:
 
     def onto(self, head: Head) -> Head:
         """Return `head` after this commit."""
-        findings = self.entry.findings
-        if not self.entry.digest:
-            # What it replaced is not known, and it must not replace what is intact.
-            return dataclasses.replace(head, entries=(*head.entries, self.entry))
+        findings, before = self.entry.findings, head.kept_of(self.entry.step)
+        is_replaced = before is not None and (before.step, before.run_id) not in self.abandons
+        if not self.entry.digest or (findings and is_replaced):
+            # It may never have been committed, and must not replace what is intact.
+            return dataclasses.replace(head, entries=(*head.entries, self.entry.damaged(findings)))
         after = head.with_commit(self.entry, self.abandons)
         return after.with_corrupt(self.entry.name, findings) if findings else after
 
