@@ -34,13 +34,14 @@ def as_another_user() -> Iterator[None]:
 
 
 @pytest.fixture
-def closed(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder with the steps 2, 4 and 6, of which others cannot read 4; the working directory is above it."""
     (tmp_path / "run").mkdir()
     for step in (2, 4, 6):
         add_step(tmp_path / "run", step)
+    of_pytest = next((folder for folder in tmp_path.parents if folder.name.startswith("pytest-of-")), tmp_path)
     for folder in (tmp_path, *tmp_path.parents):
-        if folder.is_relative_to(tmp_path_factory.getbasetemp().parent) and not folder.stat().st_mode & 0o001:
+        if folder.is_relative_to(of_pytest) and not folder.stat().st_mode & 0o001:
             folder.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     for verb in (("verify",), ("inspect",), ("prune", "--keep-latest", 1, "--dry-run")):
