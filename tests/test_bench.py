@@ -36,6 +36,18 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @pytest.mark.slow
+def test_a_quick_run_of_one_workload_has_its_lines_only_and_leaves_no_file(tmp_path: Path) -> None:
+    folder, found = tmp_path / "files", tmp_path / "bench.json"
+    options = ["--quick", "--rounds", "1", "--workloads", "small", "--folder", str(folder), "--json", str(found)]
+    printed = _output_of([str(SCRIPTS / "bench_checkpoint.py"), *options])
+    assert not [line for line in printed.splitlines() if len(line) > 80]
+    assert not list(folder.iterdir()), "no file is left"
+    lines = json.loads(found.read_text(encoding="utf-8"))["table"]
+    assert {line["workload"] for line in lines} == {"small"}
+    assert {line["contender"] for line in lines} >= {"ours", "dcp"}
+
+
+@pytest.mark.exhaustive  # A minute and a half of computing.
 def test_a_quick_run_measures_every_line_and_names_every_target(tmp_path: Path) -> None:
     scale, found = tmp_path / "scale.json", tmp_path / "bench.json"
     scale.write_text(json.dumps({"targets": {"CPU of a load plan, 8B, 16,384 ranks": 0.5}}), encoding="utf-8")

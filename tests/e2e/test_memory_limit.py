@@ -47,14 +47,14 @@ def test_a_restart_inside_a_fifth_more_memory_than_the_peak_before_it_lives(
 
 SIZES = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "num_attention_heads": 4}
 LONG = ("--training.batch_size=4", "--training.seq_len=256")  # A step takes more memory than is left between two.
-OTHERS = pytest.mark.exhaustive  # Half a minute each.
+OTHERS = pytest.mark.exhaustive  # A minute of computing each.
 STEPS = 8
 """Of each start: three saves."""
 LINE = re.compile(r"(?:Images|No images|No more images) in memory (?:every|in this start).*")
 
 
 @pytest.mark.parametrize("factor", [1.1, *(pytest.param(each, marks=OTHERS) for each in (1.02, 1.2, 1.4))])
-@pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
+@pytest.mark.parametrize("mode", [pytest.param("async", marks=OTHERS), "async_with_pinned_mem"])
 def test_a_job_that_fits_without_images_is_not_killed_for_them_and_one_line_says_that_they_are_fewer(
     mode: str, factor: float, memory_group: Path, memory_tier: Path, tmp_path: Path
 ) -> None:

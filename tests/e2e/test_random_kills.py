@@ -25,6 +25,12 @@ KILLS = 2
 """Of each job."""
 MANY_KILLS = 10
 """Of each job with a memory tier that --exhaustive adds: more than 200."""
+ON_DISK = [
+    pytest.param(mode, victim, marks=[] if number % 2 == VICTIMS.index(victim) % 2 else [pytest.mark.exhaustive])
+    for number, mode in enumerate(MODES)
+    for victim in VICTIMS
+]
+"""Each victim once; --exhaustive adds the other mode."""
 IN_MEMORY = [
     pytest.param(mode, interval, victim, kills, id=f"{mode}-{interval}-{victim}-{kills}", marks=marks)
     for kills, marks in ((KILLS, []), (MANY_KILLS, [pytest.mark.exhaustive]))
@@ -45,8 +51,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[int, set[str]]:
     return run_straight(Order(tmp_path_factory.mktemp("straight") / "run", {"enable_checkpoint": False}))
 
 
-@pytest.mark.parametrize("victim", VICTIMS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "victim"), ON_DISK)
 def test_a_job_killed_at_random_moments_resumes_the_latest_step_and_trains_as_if_it_was_not(
     mode: str, victim: str, straight: dict[int, set[str]], tally: Tally, tmp_path: Path
 ) -> None:
