@@ -21,8 +21,8 @@ from scripts.test_times import DURATIONS, ROOT
 
 NUM_COMPUTING = 2
 """Processes for what computes: the tests are sized for two processors."""
-NUM_WAITING = 4
-"""Processes for what waits, in a run of all tests; half of them in a run of the fast ones."""
+NUM_WAITING, NUM_WAITING_FAST = 3, 1
+"""Processes for what waits, in a run of all tests, and of the fast ones: each collects the tests, too."""
 WAITING_SECONDS = 1.0
 """A shorter unit is not worth a place among those that wait."""
 
@@ -129,7 +129,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return how many processes run the tests; a run of some files needs none that wait."""
     if config.args_source is pytest.Config.ArgsSource.ARGS:
         return NUM_COMPUTING
-    return NUM_COMPUTING + (NUM_WAITING // 2 if "not slow" in config.option.markexpr else NUM_WAITING)
+    return NUM_COMPUTING + (NUM_WAITING_FAST if "not slow" in config.option.markexpr else NUM_WAITING)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -43,7 +43,7 @@ from torchtitan_lite.distributed.process_group import process_group
 
 RANKS = 2
 """Unless a test says otherwise."""
-STEPS = 400
+STEPS = 200
 """More than a job trains between its first start and its last kill."""
 DISK_INTERVAL = 7
 RESTARTS = 1000

@@ -491,7 +491,14 @@ def found_late(peers: Peers, tensors: dict[str, Tensor], name: str, rank: int) -
 ONE_OF_EACH_SAMPLE = [0, 7, 63, 64, 199]
 
 
-@pytest.mark.parametrize("positions", [ONE_OF_EACH_SAMPLE, pytest.param([*range(200)], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "positions",
+    [
+        ONE_OF_EACH_SAMPLE,
+        pytest.param([*range(0, 200, 3)], marks=pytest.mark.slow, id="every third"),
+        pytest.param([*range(200)], marks=pytest.mark.exhaustive, id="every one"),
+    ],
+)
 @on_two_ranks
 def test_a_small_tensor_that_differs_later_is_found_at_the_next_save(rank: int, positions: list[int]) -> None:
     peers = Peers(timedelta(seconds=30))
