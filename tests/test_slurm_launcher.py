@@ -136,6 +136,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         job.kill()
 
 
+@pytest.mark.slow
 def test_a_job_that_was_preempted_is_queued_again_once(cluster: Cluster) -> None:
     code, said = cluster.run(STEP="saves")
     assert (code, cluster.requeued()) == (0, ["requeue 4711"]), said
@@ -182,6 +183,7 @@ def test_a_failure_after_an_earlier_preemption_is_a_failure(cluster: Cluster) ->
     assert (code, cluster.requeued()) == (7, ["requeue 4711"])
 
 
+@pytest.mark.slow
 def test_each_preemption_queues_it_again_until_it_finishes(cluster: Cluster) -> None:
     codes = [cluster.run(STEP=step)[0] for step in ("saves", "saves", "ends")]
     assert (codes, cluster.requeued()) == ([0, 0, 0], ["requeue 4711"] * 2)

@@ -128,6 +128,7 @@ def test_a_committed_checkpoint_is_read_back_by_another_process_of_any_rank(run:
     assert str(info.path).startswith(f"{run.address}/step-5")
 
 
+@pytest.mark.slow
 def test_a_large_file_is_read_back(run: Folder) -> None:
     data = bytes(itertools.islice(itertools.cycle(range(251)), 20_000_001))
     assert read(save(run.taken(), 5, data)) == data

@@ -23,6 +23,7 @@ def steps(store: BucketStore) -> list[int]:
     return [info.step for info in store.committed()]
 
 
+@pytest.mark.slow
 def test_an_undamaged_one_comes_back_without_its_findings(folder: str, store: BucketStore) -> None:
     with held(folder) as holding:
         add(holding, 7)
@@ -45,6 +46,7 @@ def test_an_undamaged_one_comes_back_without_its_findings(folder: str, store: Bu
     )
 
 
+@pytest.mark.slow
 def test_a_damaged_one_stays(folder: str, store: BucketStore) -> None:
     with held(folder) as holding:
         info = add(holding, 7)
@@ -66,6 +68,7 @@ def test_one_whose_step_was_saved_again_stays(folder: str, store: BucketStore) -
     assert store.get(7).path == new.path
 
 
+@pytest.mark.slow
 def test_an_abandoned_one_takes_the_place_of_the_branch(folder: str, store: BucketStore) -> None:
     with held(folder) as holding:
         add(holding, 7, lineage=Lineage("runa"))

@@ -79,6 +79,7 @@ def test_a_copy_that_was_cut_is_continued(folder: str, info: CheckpointInfo, pro
     assert not left.exists()
 
 
+@pytest.mark.slow
 def test_what_is_wrong_in_a_copy_that_was_cut_is_fetched_again(
     folder: str, info: CheckpointInfo, proxy: Proxy, tmp_path: Path
 ) -> None:
@@ -91,6 +92,7 @@ def test_what_is_wrong_in_a_copy_that_was_cut_is_fetched_again(
     assert_same(tmp_path / "out", folder, info)
 
 
+@pytest.mark.slow
 def test_a_damaged_step_leaves_no_copy(folder: str, info: CheckpointInfo, tmp_path: Path) -> None:
     flip(info, LARGE, BLOCK_BYTES + 1)
     ended = command("convert", folder, tmp_path / "out", "--layout", "ours")

@@ -187,6 +187,7 @@ def test_a_store_that_refuses_ends_the_start_and_changes_nothing(
     assert found_in(folder) == {5: b"data"}
 
 
+@pytest.mark.slow
 def test_a_damaged_head_is_made_again(folder: str) -> None:
     with held(folder) as store:
         save(store, 5)

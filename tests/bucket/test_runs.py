@@ -147,6 +147,7 @@ def _rounded(value: torch.Tensor) -> torch.Tensor:
     return value.to(torch.bfloat16).to(value.dtype) if value.is_floating_point() else value
 
 
+@pytest.mark.slow
 def test_a_step_that_was_named_and_is_damaged_ends_the_start(folder: str, tmp_path: Path) -> None:
     SmallRun(tmp_path, folder=folder, interval=2).loaded().finished(4)
     flip(stored(folder).get(2), layout.data_file(0, 0))
@@ -155,6 +156,7 @@ def test_a_step_that_was_named_and_is_damaged_ends_the_start(folder: str, tmp_pa
     assert steps(folder) == [2, 4]
 
 
+@pytest.mark.slow
 def test_a_save_that_the_store_refuses_is_a_failed_save_and_the_next_one_is_made(
     proxy: Proxy, folder: str, mode: str, tmp_path: Path
 ) -> None:
@@ -184,6 +186,7 @@ def test_a_rank_that_may_not_read_is_no_rank_with_another_folder(proxy: Proxy, f
     first.release()
 
 
+@pytest.mark.slow
 def test_a_store_that_refuses_in_a_load_is_not_taken_for_a_removal(
     proxy: Proxy, folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -215,6 +218,7 @@ def test_plain_dcp_reads_the_prefix_of_a_checkpoint(folder: str, tmp_path: Path)
     assert same(read, {f"model.{key}": value for key, value in weights.items()})
 
 
+@pytest.mark.slow
 def test_without_metadata_it_resumes_and_a_copy_on_a_disk_gets_it(folder: str, mode: str, tmp_path: Path) -> None:
     SmallRun(tmp_path, folder=folder, interval=2, async_mode=mode, dcp_metadata="never").loaded().finished(2)
     place = stored(folder).get(2).path

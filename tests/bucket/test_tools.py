@@ -49,6 +49,7 @@ def test_a_step_is_spelt_by_its_number_its_name_or_the_name_of_its_prefix(folder
         assert (target.folder, str(target.root), target.step) == (nine.path, folder, 9), spelling
 
 
+@pytest.mark.slow
 def test_a_folder_without_full_steps_is_its_latest_weights_and_a_damaged_one_is_an_error(
     folder: str, store: BucketStore
 ) -> None:
@@ -105,6 +106,7 @@ def filled(store: BucketStore) -> None:
         pinned.add(9)
 
 
+@pytest.mark.slow
 def test_ls_lists_each_checkpoint_with_its_address(folder: str, store: BucketStore) -> None:
     filled(store)
     ended = command("ls", folder, "--json")
@@ -128,6 +130,7 @@ def test_ls_lists_each_checkpoint_with_its_address(folder: str, store: BucketSto
     assert (nine["kind"], nine["bytes"], nine["world_size"]) == ("full", store.get(9).nbytes, 2)
 
 
+@pytest.mark.slow
 def test_the_table_of_ls_has_80_columns_and_the_address_of_the_latest(folder: str, store: BucketStore) -> None:
     filled(store)
     code, screen = on_a_terminal("ls", folder)
@@ -324,6 +327,7 @@ def test_a_damaged_head_takes_no_pins_and_its_checkpoints_are_listed(folder: str
     assert (ended.code, ended.err) == (1, f"error: {folder}/head.json cannot be used: {finding}\n")
 
 
+@pytest.mark.slow
 def test_a_pinned_step_is_not_pruned_and_pins_need_no_lease(folder: str, store: BucketStore) -> None:
     for step in (7, 9, 11):
         add(store, step)
@@ -339,6 +343,7 @@ def test_a_pinned_step_is_not_pruned_and_pins_need_no_lease(folder: str, store: 
     assert store.pins.read() == frozenset()
 
 
+@pytest.mark.slow
 def test_prune_removes_what_no_rule_keeps_and_its_objects(folder: str) -> None:
     with held(folder) as store:
         for step in (7, 9, 11):

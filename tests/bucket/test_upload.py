@@ -50,6 +50,7 @@ def test_parts_are_complete_blocks_and_no_more_than_a_store_takes(num_bytes: int
     assert -(-num_bytes // part_bytes) <= MOST_PARTS
 
 
+@pytest.mark.slow
 def test_a_small_file_is_one_request_and_a_large_one_is_sent_in_parts(proxy: Proxy, folder: str) -> None:
     objects = ObstoreObjects(parse(folder))
     upload(objects, "a", in_place(DATA[: PART_BYTES - 1]))

@@ -87,6 +87,7 @@ def test_help_of_each_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert not ending.value.code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_a_shell_can_complete_the_verbs(shell: str) -> None:
     done = subprocess.run([*CLI, "--print-completion", shell], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -77,6 +77,7 @@ def test_transformers_loads_the_model_of_a_run_and_computes_the_same(
     assert_same_function(our_model(step, ARGS, getattr(torch, dtype)), tmp_path / "llama")
 
 
+@pytest.mark.slow
 def test_the_result_says_what_is_there(trained: Path, tmp_path: Path, call: Said) -> None:
     code, out, err = call(trained, tmp_path / "llama", "--format", "hf")
     assert (code, err) == (0, "")
@@ -173,6 +174,7 @@ def test_a_larger_tokenizer_than_the_model_is_refused(trained: Path, tmp_path: P
     assert (code, err) == (2, expected)
 
 
+@pytest.mark.slow
 def test_our_names_with_a_config(small: tuple[Path, State], tmp_path: Path, call: Said) -> None:
     folder, _ = small
     code, _, err = call(folder / "ours", tmp_path / "out", "--format", "hf", "--config", folder / "config.json")

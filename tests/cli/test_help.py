@@ -90,6 +90,7 @@ def test_a_wrong_option_is_one_sentence_on_a_terminal_too() -> None:
     assert (code, written.splitlines()) == (2, [sentence])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [("torchtitan_lite.cli", ["--help"]), ("torchtitan_lite.cli", ["ls", "--help"]), ("torchtitan_lite.train", ["-h"])],

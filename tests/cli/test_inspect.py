@@ -144,6 +144,7 @@ def test_settings_at_their_defaults_are_left_out() -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_screen_fits_80_columns_and_means_the_same_without_colours(root: Path) -> None:
     add_step(root, 7, extra={"config": {"job": {"description": "word " * 40}}})
     for options in ([], ["--tensors=*"], ["--ranks"]):

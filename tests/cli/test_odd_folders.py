@@ -106,6 +106,7 @@ def test_a_sentence_keeps_its_dots_where_it_continues() -> None:
     assert sentence_of(ValueError("it has a, b ...")) == "it has a, b ..."
 
 
+@pytest.mark.slow
 def test_the_help_is_ascii_where_the_output_is() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "torchtitan_lite.cli", "--help"],

@@ -112,6 +112,7 @@ def test_progress_counts_the_bytes_of_all_threads(capsys: Capture, monkeypatch: 
     assert len(lines) == 8000 and lines[-1].startswith("Verifying: 7.8 KiB of 7.8 KiB, ")
 
 
+@pytest.mark.slow
 def test_a_narrow_terminal_gets_complete_lines_and_folds_them_itself(tmp_path: Path) -> None:
     add_step(tmp_path, 30)
     for verb, row in (("ls", "  30  full  "), ("inspect", "model      "), ("verify", "  step-30   intact   ")):

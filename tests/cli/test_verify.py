@@ -257,6 +257,7 @@ def test_nothing_in_the_checkpoint_changes(root: Path, call: Said) -> None:
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in (root / "step-7").iterdir()} == before
 
 
+@pytest.mark.slow
 def test_neither_torch_nor_numpy_is_imported(root: Path) -> None:
     code = (
         "import sys; from torchtitan_lite.cli.app import main\n"

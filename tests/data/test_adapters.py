@@ -195,6 +195,7 @@ def save_on_two(rank: int, folder: Path) -> None:
         run.train(1, last=False)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_is_refused_by_one(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(save_on_two, folder=tmp_path)
     with (

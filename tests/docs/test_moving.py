@@ -226,6 +226,7 @@ def test_a_run_of_lightning_continues_with_the_callback_and_its_file_is_read_wit
     assert back["global_step"] == 20 and back["optimizer_states"][0]["state"]
 
 
+@pytest.mark.slow
 def test_a_ckpt_of_lightning_is_loaded_and_imported_without_lightning(tmp_path: Path) -> None:
     last = a_ckpt(tmp_path, 5)
     steps = [

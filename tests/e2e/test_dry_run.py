@@ -46,6 +46,7 @@ def dry_run(folder: Path, *arguments: str, config: str = "llama_debug.toml") -> 
     return code, log.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_dry_run_accepts_every_config_on_a_small_machine(config: str, corpus: str, tmp_path: Path) -> None:
     ranks = [f"--comm.simulated_ranks={RANKS[config]}"] if config in RANKS else []
@@ -84,6 +85,7 @@ def test_a_plan_that_does_not_fit_is_refused(arguments: list[str], refusal: str,
     assert re.search(refusal, log), log
 
 
+@pytest.mark.slow
 def test_the_plan_shows_how_a_step_is_put_together(tmp_path: Path) -> None:
     _, one = dry_run(tmp_path / "one", *TINY)
     assert "The plan fits 1 rank:\n  step: 2 sequences of 64 tokens: 1 share of 2\n" in one

@@ -52,6 +52,7 @@ def test_every_topology_starts_from_the_same_weights(published: Path, tmp_path: 
     assert len(four.events("imported")) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["open", pytest.param("write", marks=pytest.mark.slow)])
 def test_a_kill_during_the_import_leaves_no_step_and_a_rerun_imports_again(
     published: Path, tmp_path: Path, point: str
@@ -65,6 +66,7 @@ def test_a_kill_during_the_import_leaves_no_step_and_a_rerun_imports_again(
     assert not list((tmp_path / "run" / "checkpoint").glob(".step*"))
 
 
+@pytest.mark.slow
 def test_a_dry_run_reports_the_import_and_one_that_does_not_fit_and_writes_nothing(
     published: Path, tmp_path: Path
 ) -> None:

@@ -216,6 +216,7 @@ def test_what_a_killed_export_left_is_removed_by_that_of_a_later_step(point: str
     assert [path.name for path in (tmp_path / "run" / "hf").iterdir()] == ["step-3"]
 
 
+@pytest.mark.slow
 def test_a_folder_of_others_in_its_place_is_refused_before_a_step_is_trained(tmp_path: Path) -> None:
     (tmp_path / "run" / "hf" / "step-2").mkdir(parents=True)
     with start(tmp_path / "run", STEPS, *IN_HF) as job:

@@ -112,6 +112,7 @@ def test_a_changed_tokenizer_is_refused_by_name(data: Path, tmp_path: Path, chan
     assert [path.name for path in sorted((tmp_path / "run" / "checkpoint").glob("step-*"))] == ["step-3"]
 
 
+@pytest.mark.slow
 def test_a_tokenizer_in_place_of_bytes_is_refused_before_the_model_is_built(data: Path, tmp_path: Path) -> None:
     run(tmp_path / "run", *arguments(data, "--model.tokenizer_path=bytes", "--training.steps=3"))
     with start(tmp_path / "run", *arguments(data)) as job:
@@ -164,6 +165,7 @@ def test_a_run_that_only_loads_writes_no_tokens(data: Path, tmp_path: Path) -> N
     assert "This run writes nothing into" in job.log
 
 
+@pytest.mark.slow
 def test_the_state_in_the_checkpoint_names_the_tokenizer(data: Path, tmp_path: Path) -> None:
     run(tmp_path / "run", *arguments(data, "--training.steps=3"))
     manifest = json.loads((tmp_path / "run" / "checkpoint" / "step-3" / "manifest.json").read_text())

@@ -115,6 +115,7 @@ def test_a_run_that_is_killed_in_each_phase_ends_as_one_that_is_not(mode: str, t
     chain(tmp_path, mode)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left_out", ["carts", "replay"])
 def test_without_one_of_its_states_a_killed_run_ends_as_another_one(left_out: str, tmp_path: Path) -> None:
     script = tmp_path / SCRIPT.name

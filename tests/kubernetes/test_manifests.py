@@ -187,6 +187,7 @@ def test_wrong_usage_is_not_started_again_all_else_is(codes: Sequence[int], end:
         assert end_of(spec, "node", codes, restarts=0) == end
 
 
+@pytest.mark.slow
 def test_a_container_with_a_wrong_configuration_ends_with_a_code_that_is_not_started_again() -> None:
     (container,) = pod_of(jobs_of(jobset())["node"])["containers"]
     variables = {**os.environ, "PYTHON": sys.executable, **environment_of(container, "train")}

@@ -293,6 +293,7 @@ starts = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(starts)
 def test_whatever_happens_parts_sum_to_the_time_and_redone_steps_are_counted(
     tmp_path_factory: pytest.TempPathFactory, starts: list[tuple[int, int, str, float]]

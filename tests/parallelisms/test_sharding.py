@@ -134,6 +134,7 @@ def test_initial_parameters_are_bitwise_those_of_one_process(
         assert all(torch.equal(found[fqn], plain["initial"][fqn]) for fqn in found), way
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "columns", "dim"), SPLITS)
 def test_any_split_is_bitwise_that_of_one_process(
     ranks: list[dict[str, Any]], rows: int, columns: int, dim: int

@@ -159,6 +159,7 @@ def test_the_initial_model_is_bitwise_that_of_one_process(
         assert all(torch.equal(value, one_process["initial"][fqn]) for fqn, value in seen["initial"].items())
 
 
+@pytest.mark.slow
 def test_the_ranks_together_have_the_names_of_the_plain_model(
     ranks: list[dict[str, Any]], one_process: dict[str, Any]
 ) -> None:

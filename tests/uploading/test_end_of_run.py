@@ -32,6 +32,7 @@ def killed(run: SmallRun) -> None:
     process._listener.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_idle", [True, False], ids=["idle", "busy"])
 def test_an_uploader_that_was_killed_is_replaced_and_all_is_there(tmp_path: Path, other: Path, is_idle: bool) -> None:
     slow = "" if is_idle else "slow@upload:seconds=60"
@@ -72,6 +73,7 @@ def test_what_was_saved_during_an_upload_counts_as_missing(
     assert f"Not yet in {other}: 4 checkpoints (" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_step_that_is_damaged_counts_as_missing(
     tmp_path: Path, other: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

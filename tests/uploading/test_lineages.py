@@ -57,6 +57,7 @@ def test_a_run_that_counts_again_is_uploaded_and_found(tmp_path: Path, other: Pa
     assert saves_in(other) == saves_in(run.root)
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_run_is_refused_after_a_roll_back_too(tmp_path: Path) -> None:
     foreign = trained(tmp_path / "foreign", "", 6).root
     before = saves_in(foreign)
@@ -102,6 +103,7 @@ def test_the_same_load_step_continues_a_branch_that_only_the_upload_folder_has(t
         assert run.train_state.step == 8
 
 
+@pytest.mark.slow
 def test_a_file_that_another_run_left_where_an_upload_was_cut_is_not_taken(tmp_path: Path, other: Path) -> None:
     run = trained(tmp_path / "run", "", 1)
     info, place = CheckpointStore(run.root).get(1), "step-1.staging"
@@ -127,6 +129,7 @@ def test_a_checkpoint_that_lacks_a_file_holds_up_no_other_one(tmp_path: Path, ot
     assert run.events.steps("upload_failed") == [1]
 
 
+@pytest.mark.slow
 def test_a_record_with_the_name_of_something_else_removes_nothing(tmp_path: Path, other: Path) -> None:
     run = trained(tmp_path / "run", other, 2)
     (other / "precious").mkdir()

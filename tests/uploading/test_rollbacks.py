@@ -31,6 +31,7 @@ def upload(root: Path, other: Path) -> None:
     upload_all(UploadJob(str(root), str(other)), lambda state: None)
 
 
+@pytest.mark.slow
 def test_a_start_with_an_empty_disk_skips_what_the_run_skipped(tmp_path: Path, other: Path) -> None:
     with run_of(tmp_path, other).loaded() as run:
         train(run, poisoned=(), steps=7, ends=False)
@@ -48,6 +49,7 @@ def test_a_start_with_an_empty_disk_skips_what_the_run_skipped(tmp_path: Path, o
         assert same(again.contents(), expected(tmp_path) | {"loader": again.contents()["loader"]})
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_while_it_rolled_back_does_so_with_an_empty_disk(tmp_path: Path, other: Path) -> None:
     with run_of(tmp_path, "").loaded() as run:
         train(run, poisoned=(), steps=7, ends=False)
@@ -96,6 +98,7 @@ def uploaded_run(tmp_path: Path, other: Path, kept: tuple[int, ...]) -> None:
         shutil.rmtree(run.root)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [(), (5,)], ids=["empty disk", "backup"])
 def test_a_run_that_began_from_there_rolls_back_to_there_before_its_first_save(
     tmp_path: Path, other: Path, kept: tuple[int, ...]
@@ -110,6 +113,7 @@ def test_a_run_that_began_from_there_rolls_back_to_there_before_its_first_save(
     assert not [*other.glob("*.abandoned-*")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [(), (5,)], ids=["empty disk", "backup"])
 @pytest.mark.parametrize("point", ["load", pytest.param("rolled_back", marks=pytest.mark.slow)])
 def test_a_start_after_a_kill_on_the_way_to_there_gets_there(

@@ -66,6 +66,7 @@ def test_the_later_step_of_the_two_folders_is_loaded(tmp_path: Path, other: Path
         assert run.events.figures("loaded")["origin"] == "disk"
 
 
+@pytest.mark.slow
 def test_a_step_that_is_damaged_on_disk_is_loaded_from_there(tmp_path: Path, other: Path) -> None:
     with run_of(tmp_path / "run", other).loaded() as run:
         run.train(3)
@@ -76,6 +77,7 @@ def test_a_step_that_is_damaged_on_disk_is_loaded_from_there(tmp_path: Path, oth
         assert again.events.figures("loaded")["origin"] == "upload_folder"
 
 
+@pytest.mark.slow
 def test_a_step_that_is_damaged_there_is_left_for_an_older_one(tmp_path: Path, other: Path) -> None:
     run_of(tmp_path / "run", other).loaded().finished(3)
     shutil.rmtree(tmp_path / "run")
@@ -108,6 +110,7 @@ def test_a_folder_that_is_not_there_costs_no_save(
     assert "torchtitan-lite upload" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_run_ends_the_uploads_and_the_saves_continue(tmp_path: Path, other: Path) -> None:
     first = SmallRun(tmp_path / "first", interval=1).loaded().finished(2)
     SmallRun(tmp_path / "run", interval=1).loaded().finished(1)
@@ -145,6 +148,7 @@ def test_a_full_folder_fails_the_upload_alone(tmp_path: Path, caplog: pytest.Log
     assert sum(message.startswith("Not yet in") for message in caplog.messages) == 1
 
 
+@pytest.mark.slow
 def test_an_error_of_the_loop_waits_for_no_upload(tmp_path: Path, other: Path) -> None:
     with pytest.raises(ZeroDivisionError), run_of(tmp_path / "run", other, upload_max_mb_per_second=1e-6) as run:
         run.manager.load()
@@ -156,6 +160,7 @@ def test_an_error_of_the_loop_waits_for_no_upload(tmp_path: Path, other: Path) -
     assert steps_in(other) == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_retention_leaves_the_step_that_is_being_uploaded(tmp_path: Path, other: Path) -> None:
     with run_of(tmp_path / "run", other, keep_latest_k=1).loaded() as run:
         run.step()
@@ -219,6 +224,7 @@ def test_a_disk_that_missed_a_roll_back_elsewhere_is_left_behind(tmp_path: Path,
     assert steps_in(tmp_path / "first" / "checkpoint") == [1, 2, 5]
 
 
+@pytest.mark.slow
 def test_a_step_that_only_that_folder_has_can_be_named(tmp_path: Path, other: Path) -> None:
     run_of(tmp_path / "run", other).loaded().finished(4)
     shutil.rmtree(tmp_path / "run")
@@ -245,6 +251,7 @@ def test_a_tool_that_has_the_folder_for_a_moment_delays_the_uploads_alone(tmp_pa
     assert steps_in(other) == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_step_that_is_saved_again_during_its_upload_is_sent_as_it_is_then(tmp_path: Path, other: Path) -> None:
     run = run_of(tmp_path / "run", other).loaded().finished(2)
     run = run_of(tmp_path / "run", other, load_step=1).loaded().finished(2)

@@ -147,12 +147,14 @@ def _same_metadata(folder: Path) -> Manifest:
     return manifest_of(never)
 
 
+@pytest.mark.slow
 def test_it_does_for_what_two_ranks_wrote(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(_save_on_ranks, folder=tmp_path, mode="disabled")
     manifest = _same_metadata(tmp_path)
     assert {entry["item"][0] for entry in manifest.objects.values()} == {"__0_0.distcp", "__1_0.distcp"}
 
 
+@pytest.mark.slow
 @on_two_ranks
 def test_two_ranks_resume_from_it(rank: int, tmp_path: Path) -> None:
     for last in (2, 4):

@@ -78,6 +78,7 @@ def different(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     return [k for k, a, b in pairs if (a.dtype, a.shape, bits(a)) != (b.dtype, b.shape, bits(b))]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=examples(60))
 @given(st.data())
 def test_all_formats_hold_what_any_chunks_hold(data: st.DataObject) -> None:

@@ -97,6 +97,7 @@ def test_cuts_make_up_the_tensor_and_are_as_large_as_allowed(shape: tuple[int, .
     assert at == numel
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_every_dtype_and_memory_layout_is_streamed(tmp_path: Path) -> None:
     tensors = every_tensor()

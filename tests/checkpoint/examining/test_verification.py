@@ -191,6 +191,7 @@ def test_a_changed_element_of_a_plain_checkpoint_is_found_by_its_checksum(tmp_pa
             (folder / "__0_0.distcp").write_bytes(data)
 
 
+@pytest.mark.slow
 def test_any_change_of_a_plain_checkpoint_is_found_or_harmless(tmp_path: Path) -> None:
     folder = plain(tmp_path)
     data, chance = (folder / "__0_0.distcp").read_bytes(), random.Random(1)

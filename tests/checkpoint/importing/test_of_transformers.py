@@ -171,6 +171,7 @@ def test_another_model_starts_in_a_loop_of_its_own(kind: str, tmp_path: Path) ->
     assert model.lm_head.weight is model.get_input_embeddings().weight
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21 reads it
 def test_an_adapter_is_refused_with_the_call_that_trains_it_on(tmp_path: Path) -> None:
     import peft
