@@ -31,7 +31,7 @@ def test_a_pair_is_stalled_if_only_a_step_during_a_save_was(
     assert pair.is_stalled is is_stalled
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_quick_run_compares_two_versions_and_leaves_no_file(tmp_path: Path) -> None:
     quick = ["--pairs", "1", "--hogs", "1", "--saves", "1", "--steps", "2", "--params", "0.1"]
     modes = ["--modes", "disabled", "async"]

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_quick_run_compares_two_versions_and_leaves_no_file(tmp_path: Path) -> None:
     quick = ["--rounds", "1", "--params", "0.1", "--train-seconds", "0", "--first", "1", "--modes", "async"]
     command = [sys.executable, str(ROOT / "scripts" / "bench_ranks.py"), *quick, "--folder", str(tmp_path)]

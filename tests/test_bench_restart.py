@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PARTS = {"start", "imports", "rendezvous", "build", "load", "step"}
 
 
-@pytest.mark.slow  # five jobs, two of which are killed
+@pytest.mark.exhaustive
 def test_a_killed_job_is_measured_in_parts_next_to_plain_dcp_and_a_start_without_checkpoints(tmp_path: Path) -> None:
     found, place = tmp_path / "restart.json", tmp_path / "files"
     options = ["--rounds", "1", "--times", "1", "--kills", "ranks", "--only", "ours, disk", "dcp", "--interval", "4"]

@@ -135,7 +135,7 @@ def test_a_cost_extrapolated_from_some_tensors_is_close_to_the_cost_of_all() -> 
         assert extrapolated[name] == pytest.approx(counted[name], rel=0.1), name
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_command_prints_stock_dcp_and_ours_for_each_point(tmp_path: Path) -> None:
     path = tmp_path / "scale.json"
     printed = _output_of([str(ROOT / "scripts" / "simulate_scale.py"), "--quick", "--json", str(path)])

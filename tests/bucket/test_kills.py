@@ -13,6 +13,7 @@ import pytest
 
 from tests.bucket.proxy import FATES, Proxy, at, killing
 from tests.bucket.training import train
+from tests.examples import mostly_exhaustive
 from tests.forked import run_script
 
 SCRIPT = Path(__file__).with_name("training.py")
@@ -79,7 +80,7 @@ def num_requests(proxy: Proxy, folder: str, mode: str, tmp_path: Path) -> int:
     "apart", [pytest.param(APART, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
 )
 @pytest.mark.parametrize("fate", FATES)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", mostly_exhaustive(MODES, kept=("async",)))
 def test_killed_at_any_request_it_loses_nothing_that_was_acknowledged_and_trains_as_if_it_was_not(
     proxy: Proxy, folder: str, mode: str, fate: str, apart: int, tmp_path: Path, straight: Mapping[int, str]
 ) -> None:

@@ -39,7 +39,7 @@ def assert_complete(source: Path, folder: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "apart", [pytest.param(9, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
+    "apart", [pytest.param(27, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
 )
 @pytest.mark.parametrize("fate", FATES)
 def test_killed_at_any_request_it_continues_and_leaves_nothing(

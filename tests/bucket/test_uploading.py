@@ -74,7 +74,7 @@ def test_a_cut_upload_sends_no_part_twice_but_those_under_way(folder: str, proxy
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_gigabyte_that_is_cut_five_times_costs_a_fifth_more_at_most(
     folder: str, proxy: Proxy, tmp_path: Path
 ) -> None:

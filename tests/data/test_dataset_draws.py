@@ -185,7 +185,7 @@ def test_workers_are_kept_wherever_the_epoch_is_left(taken: int, every: int) -> 
     assert_resumes_exactly("torch", {"num_workers": 2, "snapshot_every_n_steps": every}, 0, taken)
 
 
-@pytest.mark.slow  # Spawned workers take seconds to start.
+@pytest.mark.exhaustive
 def test_spawned_workers_are_kept_too() -> None:
     options = {"num_workers": 1, "multiprocessing_context": "spawn", "collate_fn": default_collate}
     assert_resumes_exactly("numpy and python", options, 0, 3)

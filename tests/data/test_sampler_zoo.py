@@ -23,6 +23,7 @@ from torch.utils.data import (
 )
 
 from tests.data.resumed_loaders import OF_TORCHDATA, restore, seeded_generators, states
+from tests.examples import mostly_exhaustive
 from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter
 from torchtitan_lite.data.generators import state_of
 from torchtitan_lite.data.plain_values import NoValueError, copy_of, plain, restored
@@ -548,9 +549,7 @@ def test_any_sampler_resumes_exactly(kind: str) -> None:
 
 
 @pytest.mark.slow  # Workers take a while to start.
-@pytest.mark.parametrize(
-    "kind", [kind if kind in WITH_WORKERS else pytest.param(kind, marks=pytest.mark.exhaustive) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", mostly_exhaustive(KINDS, kept=WITH_WORKERS))
 def test_any_sampler_resumes_exactly_with_workers(kind: str) -> None:
     assert not assert_resumes_twice(kind, 2, [(3, 9), (7, 14)])
 

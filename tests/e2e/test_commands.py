@@ -116,7 +116,7 @@ def test_one_process_makes_a_seed_checkpoint_and_any_number_of_processes_start_f
         assert "create_seed_checkpoint: expected one process, found 2." in job.log
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_debug_model_learns_from_real_text(tmp_path: Path) -> None:
     sizes = ("--training.batch_size=8", "--training.seq_len=256")
     job = run(tmp_path / "run", *sizes, "--training.steps=100", "--checkpoint.interval=50")

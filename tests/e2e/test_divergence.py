@@ -133,7 +133,7 @@ def test_a_run_that_always_diverges_stops_with_a_list_of_what_was_tried(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["roll_back", "load", "rolled_back", "commit:step=25", "committed:step=25"])
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["one process", "two ranks"])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)], ids=["one process", "two ranks"])
 def test_killed_on_the_way_back_the_next_start_gets_there(
     tmp_path: Path, corpus: Path, straight: Callable[[int], dict[int, float]], point: str, ranks: int
 ) -> None:

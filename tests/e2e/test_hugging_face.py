@@ -23,8 +23,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
     ("ranks", "degrees"),
     [
         (1, []),
-        (2, []),
-        (4, ["--parallelism.tensor_parallel_degree=2"]),
+        pytest.param(2, [], marks=pytest.mark.exhaustive),
+        pytest.param(4, ["--parallelism.tensor_parallel_degree=2"], marks=pytest.mark.exhaustive),
         (2, ["--parallelism.pipeline_parallel_degree=2"]),
     ],
     ids=["1 process", "FSDP 2", "TP 2 x FSDP 2", "PP 2"],

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.jobs import Job, run, start
+from tests.examples import mostly_exhaustive
 from tests.processes import send
 
 STEPS = 20
@@ -34,7 +35,7 @@ def test_one_process_killed_twice_has_the_losses_of_the_straight_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", mostly_exhaustive(MODES, kept=("async_with_pinned_mem",)))
 def test_two_processes_killed_twice_have_the_losses_of_the_straight_run(
     mode: str, tmp_path: Path, straight_losses_of_two: dict[int, float]
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.jobs import Job, start
+from tests.examples import mostly_exhaustive
 from tests.processes import read_lines, send
 from torchtitan_lite.metrics.accounts import LEDGER_FILE, read_accounts
 
@@ -19,7 +20,7 @@ KILLED_AT = (8, 14, 19)
 
 
 @pytest.mark.slow  # Four starts of two ranks.
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("mode", mostly_exhaustive(["disabled", "async"], kept=("async",)))
 def test_of_a_run_killed_three_times_parts_sum_to_the_wall_clock_and_redone_steps_are_exact(
     mode: str, tmp_path: Path
 ) -> None:

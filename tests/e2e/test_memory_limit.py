@@ -53,6 +53,7 @@ STEPS = 8
 LINE = re.compile(r"(?:Images|No images|No more images) in memory (?:every|in this start).*")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("factor", [1.1, *(pytest.param(each, marks=OTHERS) for each in (1.02, 1.2, 1.4))])
 @pytest.mark.parametrize("mode", [pytest.param("async", marks=OTHERS), "async_with_pinned_mem"])
 def test_a_job_that_fits_without_images_is_not_killed_for_them_and_one_line_says_that_they_are_fewer(

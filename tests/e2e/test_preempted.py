@@ -64,7 +64,7 @@ def test_sigterm_during_the_load_ends_the_job_before_it_trains_a_step(tmp_path: 
     assert (job.checkpoints, job.losses()) == (["step-2"], losses)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sigterm_during_the_compilation_ends_the_job_after_two_steps_at_the_latest(tmp_path: Path) -> None:
     # Cold, because the compiler cannot start its own workers from a forked process.
     with start(tmp_path / "run", *ARGUMENTS, "--training.compile", cold=True) as job:

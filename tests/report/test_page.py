@@ -173,7 +173,7 @@ def test_without_jinja2_the_error_names_the_extra(folder: Path) -> None:
     assert "pip install 'torchtitan-lite[report]'" in done.stderr
 
 
-@pytest.mark.slow  # Writes and reads a million lines: about 20 s.
+@pytest.mark.exhaustive
 def test_a_million_steps_are_a_small_page_that_still_shows_the_spike(tmp_path: Path) -> None:
     folder = long_run(tmp_path / "long", 1_000_000, save_every=1000)
     begun = time.process_time()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.examples import mostly_exhaustive
 from tests.ranks import Ranks
 from tests.resharding.jobs import GLOBAL_BATCH_SIZE, TOPOLOGIES, load, losses_of_straight_and_resumed, save
 
@@ -44,7 +45,9 @@ def test_every_topology_resumes_from_every_topology(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize(
+    "topology", mostly_exhaustive(TOPOLOGIES, kept=("1 process", "FSDP 2", "TP 2 x FSDP 2", "PP 2 (1F1B)"))
+)
 def test_three_steps_and_three_more_are_six_steps_bit_for_bit_with_dropout(
     topology: str, four_processes: Ranks, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ recording.py covers what a power cut does to bytes and names that were never syn
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.store.filled import without_token
@@ -30,10 +31,11 @@ class Cut(Durable):
         exchanges: bool = True,
         power: bool = False,
         stop: BaseException | None = None,
+        unsynced: Sequence[tuple[Path, Path]] = (),
     ) -> None:
         self.at, self.exchanges, self.power, self.stop = at, exchanges, power, stop or Crash()
         self.done = 0
-        self.unsynced: list[tuple[Path, Path]] = []
+        self.unsynced = list(unsynced)
 
     def _operation(self) -> None:
         self.done += 1

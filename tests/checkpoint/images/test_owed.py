@@ -88,7 +88,7 @@ class Job:
     ],
     ids=["seconds", "or_every_seconds", "steps or seconds", "auto"],
 )
-@pytest.mark.parametrize("resets", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["reset", "own loop"])
+@pytest.mark.parametrize("resets", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["reset", "own loop"])
 def test_kills_more_often_than_the_seconds_leave_the_disk_at_most_two_intervals_behind(
     job_folder: Path, interval: dict[str, Any], resets: bool
 ) -> None:

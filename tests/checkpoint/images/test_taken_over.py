@@ -11,6 +11,7 @@ import pytest
 
 from tests.checkpoint.images.spoiled import empty, fill, keeper_of, other_bytes, spoil, steps_in
 from tests.checkpoint.images.starts import KILLED, run
+from tests.examples import mostly_exhaustive
 from tests.keepers import has_one_keeper_at_most, processes_of
 from torchtitan_lite.checkpoint.images.held_images import HeldImages
 from torchtitan_lite.distributed.environment import runtime_folder
@@ -71,7 +72,7 @@ LONGEST_SECONDS = 0.1
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "starts",
-    [10, pytest.param(100, marks=pytest.mark.slow)],  # 100 take 19 s.
+    mostly_exhaustive([10, 100], kept=(10,)),  # 100 take 19 s.
 )
 def test_many_restarts_lose_no_image_and_leave_no_process_and_no_memory(
     starts: int, tmp_path: Path, memory_tier: Path
