@@ -93,9 +93,8 @@ class Slots(LoadScopeScheduling):
         return self._durations.unit_of(nodeid)
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        ordered = sorted(
-            self.workqueue, key=self._durations.waits
-        )  # a stable sort: the longest of each kind stay first
+        # The sort is stable: of each kind, the longest stay first.
+        ordered = sorted(self.workqueue, key=self._durations.waits)
         if is_for_waiting(node.gateway.id):
             ordered = [unit for unit in ordered if self._durations.waits(unit)]
         if not ordered:
@@ -106,7 +105,7 @@ class Slots(LoadScopeScheduling):
 
 
 class Collection:
-    """The order of the tests, and in a process for what waits, its part of them."""
+    """In a process for what waits, its part of the tests."""
 
     def __init__(self, worker: str) -> None:
         self._files = RECORDED.files_with_waiting if is_for_waiting(worker) else None

@@ -140,7 +140,7 @@ def test_the_state_may_change_only_once_the_image_of_it_is_copied(tmp_path: Path
 
 def use_managers(folder: Path, number: int) -> None:
     for _ in range(number):
-        torch.manual_seed(0)  # equal on all ranks, whatever ran in these processes before
+        torch.manual_seed(0)  # Equal on all ranks: earlier cases in these processes drew differing numbers.
         model, progress = nn.Linear(2, 1), TrainState()
         states = {"train_state": progress}
         manager = CheckpointManager.for_loop(

@@ -1,4 +1,4 @@
-"""A folder over its complete life: every acknowledged save loads, whatever happens, in whatever order.
+"""A folder over its complete life: every acknowledged save loads, after any events in any order.
 
 Synchronous saves and saves with a later commit, a fault at any operation, damage, pins, removal by a policy, rolling
 back to an earlier step, other numbers of ranks, a second writer, kills and starts. The store is real; the model is what
