@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import cache
 from typing import Any, get_type_hints
 
 from torchtitan_lite.config.kinds import ValueKind, in_words
 from torchtitan_lite.errors import ConfigError
 
 
-def check_types(section: object, name: str) -> None:
+def check_types(section: Any, name: str) -> None:
     """Convert paths and lists in `section`, called `name`, then raise ConfigError if a field is not of its kind."""
     for key, kind in _kinds(type(section)).items():
         value = getattr(section, key)
@@ -27,7 +28,7 @@ def check_types(section: object, name: str) -> None:
             object.__setattr__(section, key, converted)
 
 
-def check_sections(config: object) -> None:
+def check_sections(config: Any) -> None:
     """Raise ConfigError unless every field of `config` is an instance of its section's class."""
     for name, expected in _hints(type(config)).items():
         value = getattr(config, name)
@@ -39,11 +40,13 @@ def check_sections(config: object) -> None:
             )
 
 
+@cache
 def _kinds(section: type) -> dict[str, ValueKind]:
     hints = _hints(section)
     return {field.name: ValueKind.of(hints[field.name]) for field in fields(section)}
 
 
+@cache
 def _hints(section: type) -> dict[str, Any]:
     return get_type_hints(section)
 
