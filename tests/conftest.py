@@ -77,6 +77,12 @@ def transformers_logs_errors_only() -> None:
 
 
 @pytest.fixture(autouse=True)
+def numbers_drawn_do_not_depend_on_earlier_tests() -> None:
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.manual_seed(0)  # torch.manual_seed formats the stack thrice
+
+
+@pytest.fixture(autouse=True)
 def no_faults_stay() -> Iterator[None]:
     yield
     faults.install("", rank=0)

@@ -15,6 +15,7 @@ import os
 import pickle
 import resource
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -222,18 +223,21 @@ def _serve(
 
 
 def _drop_groups() -> None:
-    """Destroy the groups that managers created in a case: each has threads that wake up a hundred times a second."""
+    """Destroy the groups that a case created: each has threads that wake up a hundred times a second."""
+    import torch
     import torch.distributed as dist
-
-    from torchtitan_lite.distributed.groups import GROUP_DESC
 
     dist.barrier()  # No rank is in a collective of these groups any more.
     for peers in LASTING:
         peers._save_group = None
         peers.__dict__.pop("_control_group", None)
     for group in list(dist.distributed_c10d._world.pg_map):
-        if group.group_desc == GROUP_DESC:
+        if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+    if "torch.distributed.tensor" in sys.modules:  # Its caches have meshes of these groups.
+        DTensor = sys.modules["torch.distributed.tensor"].DTensor
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def _next(connection: Connection) -> Any:
@@ -244,6 +248,9 @@ def _next(connection: Connection) -> Any:
 
 
 def _report(rank: int, module: str, name: str, arguments: dict[str, Any]) -> Report:
+    import torch
+
+    torch.default_generator.manual_seed(0)  # Ranks draw the same, whatever ran on one of them before.
     try:
         # In the module the name is that of the test that `on_two_ranks` made of the case.
         case = inspect.unwrap(getattr(importlib.import_module(module), name))

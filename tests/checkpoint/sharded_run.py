@@ -38,7 +38,7 @@ def sharded_run(
     **options: Any,
 ) -> SmallRun:
     """Return a run whose `saver` is observed, with the real clock; `options` as of `SmallRun`."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 3))
     if dist.is_initialized():
         fully_shard(model, mesh=_mesh())

@@ -150,7 +150,7 @@ class SmallRun:
         **checkpoint: Any,
     ) -> None:
         if model is None:
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             model, loader = Tiny(), Loader()
         self.root = folder / "checkpoint"
         self.model, self.loader, self._loss = model, loader, loss
