@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -29,10 +29,14 @@ class Module:
         return ast.parse(self.path.read_text(encoding="utf-8"))
 
     @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @cached_property
     def bindings(self) -> dict[str, str]:
         """Return the full name of each imported one: {"dist": "torch.distributed", "Path": "pathlib.Path"}."""
         found: dict[str, str] = {}
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 found |= {
                     a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names
@@ -46,20 +50,23 @@ class Module:
 
     def imports(self) -> Iterator[tuple[ast.AST, str]]:
         """Yield every import in the file, also those in functions."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 yield from ((node, alias.name) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
                 assert node.level == 0, self.at(node, "relative import")
                 yield from ((node, f"{node.module}.{alias.name}") for alias in node.names)
 
-    def uses(self) -> Iterator[tuple[ast.expr, str]]:
-        """Yield every use of an imported name, in full: `dist.barrier` is "torch.distributed.barrier"."""
-        for node in ast.walk(self.tree):
+    @cached_property
+    def uses(self) -> list[tuple[ast.expr, str]]:
+        """Every use of an imported name, in full: `dist.barrier` is "torch.distributed.barrier"."""
+        found = []
+        for node in self.nodes:
             if isinstance(node, ast.Attribute | ast.Name):
                 base, *attributes = dotted(node).split(".")
                 if base in self.bindings:
-                    yield node, ".".join((self.bindings[base], *attributes))
+                    found.append((node, ".".join((self.bindings[base], *attributes))))
+        return found
 
 
 def dotted(node: ast.expr) -> str:
@@ -72,6 +79,7 @@ def is_in(name: str, packages: Iterable[str]) -> bool:
     return any(name == package or name.startswith(package + ".") for package in packages)
 
 
+@cache
 def modules_of(folder: Path) -> list[Module]:
     """Return the modules in `folder`, and in the folders below it."""
     return [Module(path) for path in sorted(folder.rglob("*.py"))]

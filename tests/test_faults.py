@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.source_modules import Module, dotted, modules_of
 from torchtitan_lite import faults
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
@@ -340,12 +341,10 @@ def test_the_page_has_every_point_kind_and_condition_with_what_it_means() -> Non
 
 def _points_in_the_code() -> set[str]:
     """Return the first argument of every `faults.point(...)` and `faults.limit(...)` in the package."""
-    files = [ROOT / "train.py", *(ROOT / "torchtitan_lite").rglob("*.py")]
-    calls = (node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call))
+    modules = [Module(ROOT / "train.py"), *modules_of(ROOT / "torchtitan_lite")]
+    calls = [node for module in modules for node in module.nodes if isinstance(node, ast.Call)]
     return {
-        str(ast.literal_eval(call.args[0]))
-        for call in calls
-        if ast.unparse(call.func) in ("faults.point", "faults.limit")
+        str(ast.literal_eval(call.args[0])) for call in calls if dotted(call.func) in ("faults.point", "faults.limit")
     }
 
 

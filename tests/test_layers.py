@@ -241,7 +241,7 @@ def test_only_layout_spells_a_name_on_disk() -> None:
     findings = [
         module.at(node, f"spells {text!r}")
         for module in modules_outside("store.layout")
-        for node, text in _texts(module.tree)
+        for node, text in _texts(module)
         if len(text.split()) == 1  # more words are a message
         and not text.startswith("torch.")  # a module name
         and any(name in text for name in NAMES_ON_DISK)
@@ -253,16 +253,16 @@ def test_only_events_spells_the_name_of_an_event() -> None:
     findings = [
         module.at(node, f"spells {text!r}")
         for module in modules_outside("events")
-        for node, text in _texts(module.tree)
+        for node, text in _texts(module)
         if text in EVENTS and text not in NO_EVENTS.get(module.name, ())
     ]
     assert not findings, "\n" + "\n".join(findings)
 
 
-def _texts(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+def _texts(module: Module) -> Iterator[tuple[ast.AST, str]]:
     """Yield each string that is not a docstring; the parts of an f-string are joined."""
     skipped: set[int] = set()
-    for node in ast.walk(tree):  # breadth first: parents come before their parts
+    for node in module.nodes:  # breadth first: parents come before their parts
         if isinstance(node, ast.Expr):
             skipped.add(id(node.value))
         elif isinstance(node, ast.JoinedStr):
@@ -275,10 +275,8 @@ def _texts(tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
 def test_only_durable_syncs_renames_and_removes_trees() -> None:
     findings = []
     for module in modules_outside("disk.durable"):
-        findings += [module.at(node, f"uses {used}") for node, used in module.uses() if used in DANGEROUS_ON_DISK]
-        findings += [
-            module.at(node, "renames a path") for node in ast.walk(module.tree) if _renames_a_path(module, node)
-        ]
+        findings += [module.at(node, f"uses {used}") for node, used in module.uses if used in DANGEROUS_ON_DISK]
+        findings += [module.at(node, "renames a path") for node in module.nodes if _renames_a_path(module, node)]
     assert not findings, "\n" + "\n".join(findings)
 
 
@@ -302,7 +300,7 @@ def test_only_distributed_calls_a_collective() -> None:
     findings = [
         module.at(node, f"uses {used}")
         for module in modules_outside("distributed")
-        for node, used in module.uses()
+        for node, used in module.uses
         if used.replace(".distributed_c10d.", ".") in collectives or "_functional_collectives" in used
     ]
     assert not findings, "\n" + "\n".join(findings)
@@ -325,11 +323,11 @@ def test_policies_read_no_clock(policies: str) -> None:
 def test_a_choice_in_the_config_is_read_only_where_its_object_is_built() -> None:
     findings = []
     for module in modules_outside("config"):
-        builders = [node for node in ast.walk(module.tree) if _is_builder(node)]
+        builders = [node for node in module.nodes if _is_builder(node)]
         in_builders = {id(node) for builder in builders for node in ast.walk(builder)}
         findings += [
             module.at(node, f"decides by {choice}")
-            for node in ast.walk(module.tree)
+            for node in module.nodes
             if id(node) not in in_builders
             for choice in _choices_decided_by(node)
         ]
@@ -371,9 +369,9 @@ def test_the_manager_touches_no_path_no_clock_and_no_collective_itself() -> None
     findings = [
         module.at(node, f"calls {used}")
         for module in modules_in("checkpoint.manager")
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Call)
-        for called, used in module.uses()
+        for called, used in module.uses
         if called is node.func and is_in(used, ["os", "re", "time", "torch.distributed"])
     ]
     assert not findings, "\n" + "\n".join(findings)
@@ -383,7 +381,7 @@ def test_only_one_module_reads_the_environment() -> None:
     findings = [
         module.at(node, f"uses {used}")
         for module in modules_outside("distributed.environment", "keeper.starting")  # The second one passes it on.
-        for node, used in module.uses()
+        for node, used in module.uses
         if used in ("os.environ", "os.environb", "os.getenv")
     ]
     assert not findings, "\n" + "\n".join(findings)
@@ -393,7 +391,7 @@ def test_no_class_has_a_del() -> None:
     findings = [
         module.at(node, "defines __del__")
         for module in MODULES
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.FunctionDef) and node.name == "__del__"
     ]
     assert not findings, "\n" + "\n".join(findings)

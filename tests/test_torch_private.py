@@ -38,12 +38,12 @@ def private(dotted: str) -> bool:
 def dotted_uses(module: Module) -> Iterator[tuple[ast.AST, str]]:
     """Yield the names of torch that `module` imports or writes in full."""
     yield from module.imports()
-    yield from module.uses()
+    yield from module.uses
 
 
 def attributes(module: Module) -> Iterator[tuple[ast.AST, str]]:
     """Yield each attribute that `module` uses of an object, also those that `getattr` and its kin name."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute):
             is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
             if not (is_own and node.attr in OURS):
