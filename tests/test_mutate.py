@@ -27,6 +27,7 @@ def test_what_is_above_ten_is_large():
 """
 
 
+@pytest.mark.slow
 def test_a_mutant_that_a_test_notices_is_killed_and_others_survive(tmp_path: Path) -> None:
     mutants = _mutants(tmp_path, MODULE, TEST)
 

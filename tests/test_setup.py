@@ -278,6 +278,7 @@ def test_ctrl_c_before_a_process_is_launched_shows_no_traceback(machine: Machine
     assert not any("torchrun" in call for call in machine.calls())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "variables", "complaint"),
     [

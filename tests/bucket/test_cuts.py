@@ -14,6 +14,7 @@ import pytest
 from tests.bucket.bucket_backend import FATES, BucketBackend
 from tests.bucket.memory_objects import Bucket, Fate, Killed, Request, at
 from tests.bucket.saving import Job, found_in, new_store, pin, remove_failed, save, started
+from tests.examples import mostly_slow
 from tests.store import scenarios
 from tests.store.backend import Fault
 from tests.store.scenarios import OTHERS, SAVES, Promise, Scenario, purging, starting, three, two
@@ -76,7 +77,7 @@ def cuts_of(requests: list[Request]) -> Iterator[tuple[int, Fate]]:
                 yield request.number, fate
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", mostly_slow(CASES, kept=("first save", "replacement", "purge")))
 def test_a_cut_anywhere_leaves_the_old_state_or_the_new_one(name: str) -> None:
     scenario = CASES[name]
     bucket = prepared(scenario)

@@ -115,6 +115,7 @@ def test_of_eight_processes_one_gets_a_new_folder_and_one_a_folder_that_was_give
             said(eight, "release")
 
 
+@pytest.mark.slow
 def test_of_eight_processes_one_gets_the_folder_of_a_process_that_was_killed(
     contenders: list[Contender], raced: str
 ) -> None:

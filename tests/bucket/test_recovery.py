@@ -26,6 +26,7 @@ from tests.bucket.saving import (
     started,
     write,
 )
+from tests.examples import mostly_slow
 from tests.store.filled import later_format
 from torchtitan_lite.bucket.naming import HEAD
 from torchtitan_lite.bucket.objects import StoreUnavailable
@@ -281,7 +282,7 @@ def test_an_undamaged_head_that_is_no_head_is_left_as_it_is(job: Job, bucket: Bu
     assert bucket.state() == before
 
 
-@every_accident
+@pytest.mark.parametrize("accident", mostly_slow(ACCIDENTS, kept=ACCIDENTS[:1]))
 def test_a_recovery_may_be_cut_anywhere(bucket: Bucket, accident: Accident) -> None:
     for fate in (Fate.KILLED_BEFORE, Fate.KILLED_AFTER, Fate.NO_ANSWER, Fate.REPEATED):
         for number in range(1, 60):

@@ -19,6 +19,7 @@ from tests.bucket.server import Server
 from tests.bucket.stored import flip
 from tests.checkpoint.small_run import SmallRun, Tiny, job_config, same
 from tests.cli.command import command
+from tests.examples import mostly_slow
 from torchtitan_lite.bucket.head import Status
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.bucket.store import BucketStore, open_bucket
@@ -38,7 +39,7 @@ from torchtitan_lite.store.manifest import CheckpointKind
 MODES = ("disabled", "async", "async_with_pinned_mem")
 
 
-@pytest.fixture(params=MODES)
+@pytest.fixture(params=mostly_slow(MODES, kept=("disabled", "async_with_pinned_mem")))
 def mode(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -66,6 +66,7 @@ def fetched(proxy: Proxy) -> int:
     return sum(entry.method == "GET" and ".distcp" in entry.path for entry in proxy.log)
 
 
+@pytest.mark.slow
 def test_each_part_is_fetched_by_one_rank(two_ranks: Ranks, proxy: Proxy, place: ObjectPlace) -> None:
     assert two_ranks.run(load, place=place, environment=proxy.environment) == ["", ""]
     parts = -(-NUM_BYTES // REQUEST_BYTES)

@@ -25,7 +25,7 @@ SIZES = [0, 1, BLOCK_BYTES, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 2 * PART
 
 
 @pytest.mark.parametrize("num_bytes", SIZES)
-@pytest.mark.parametrize("source_of", [in_place, bounced])
+@pytest.mark.parametrize("source_of", [in_place, pytest.param(bounced, marks=pytest.mark.slow)])
 def test_the_object_has_the_bytes_and_the_record_their_digests(folder: str, num_bytes: int, source_of) -> None:  # type: ignore[no-untyped-def]
     data = DATA[:num_bytes]
     new = ObjectToUpload(folder, "step-1.0123456789abcdef/__0_0.distcp")

@@ -56,6 +56,7 @@ def steps_in(folder: str) -> list[int]:
     return [info.step for info in open_bucket(folder).committed()]
 
 
+@pytest.mark.slow
 def test_a_cut_upload_sends_no_part_twice_but_those_under_way(folder: str, proxy: Proxy, tmp_path: Path) -> None:
     size = 6 * PART_BYTES + 5
     source = written(tmp_path / "run", size).root

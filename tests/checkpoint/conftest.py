@@ -12,6 +12,7 @@ import pytest
 
 from tests.checkpoint.savers import Lent
 from tests.checkpoint.small_run import SmallRun
+from tests.examples import mostly_slow
 from torchtitan_lite.checkpoint.saving.savers import ProcessSaver
 from torchtitan_lite.disk import at_exit
 from torchtitan_lite.distributed.peers import Peers
@@ -49,7 +50,7 @@ def start_run(tmp_path: Path, process_saver: ProcessSaver) -> Iterator[StartRun]
         yield start
 
 
-@pytest.fixture(params=MODES)
+@pytest.fixture(params=mostly_slow(MODES, kept=("disabled", "async_with_pinned_mem")))
 def mode(request: pytest.FixtureRequest) -> str:
     """Return each `async_mode` in turn."""
     name: str = request.param

@@ -184,6 +184,7 @@ def test_our_names_with_a_config(small: tuple[Path, State], tmp_path: Path, call
     assert_same_logits(small[1], tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_the_rotary_scaling_of_llama_3_1(small: tuple[Path, State], tmp_path: Path, call: Said) -> None:
     args = dataclasses.replace(SMALL, rope_theta=100.0, rope_scaling=RopeScaling(factor=4.0, original_length=8))
     (tmp_path / "config.json").write_text(json.dumps(describe(args, {}, 256, 257).config))

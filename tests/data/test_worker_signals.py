@@ -163,7 +163,8 @@ thread.join()
 )
 
 
-@pytest.mark.parametrize("code", [LEFT_IN_THE_MIDDLE, pytest.param(COLLECTED_IN_A_THREAD, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [LEFT_IN_THE_MIDDLE, COLLECTED_IN_A_THREAD])
 def test_a_process_that_leaves_its_loop_in_the_middle_of_an_epoch_ends_with_its_workers(
     code: str, tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ def test_dcp_to_torch_reads_a_full_and_a_weights_only_checkpoint(exported: Path)
     model.load_state_dict(weights, strict=True)
 
 
+@pytest.mark.slow
 def test_a_new_interpreter_runs_the_script_and_logs_that_the_run_is_finished(exported: Path) -> None:
     again = run(exported, "--training.steps=6", cold=True)
     assert "Training completed: step 6 of 6 is in" in again.log

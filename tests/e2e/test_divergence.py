@@ -92,7 +92,8 @@ def without_the_batch() -> list[int]:
     return [position for position in taken if not (BAD - 1) * BATCH <= position < BAD * BATCH]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_the_run_rolls_back_leaves_the_batch_out_and_finishes(
     tmp_path: Path, corpus: Path, straight: Callable[[int], dict[int, float]], ranks: int
 ) -> None:

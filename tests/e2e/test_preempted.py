@@ -14,6 +14,7 @@ STEPS = 4000
 ARGUMENTS = (f"--training.steps={STEPS}", "--checkpoint.interval=10", "--checkpoint.async_mode=async_with_pinned_mem")
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_worker_during_a_save_ends_all_with_143_and_the_rerun_continues(tmp_path: Path) -> None:
     with start(tmp_path / "run", *ARGUMENTS, ranks=2) as job:
         job.wait_until(_save_in_flight)

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.jobs import Job, start
 from torchtitan_lite.store.layout import parse_step
 
@@ -13,6 +15,7 @@ def files(job: Job) -> dict[str, bytes]:
     return {name: (job.dump_folder / name).read_bytes() for name in ("config.json", "metrics.jsonl")}
 
 
+@pytest.mark.slow
 def test_the_second_is_refused_by_name_and_takes_over_when_the_first_was_killed(tmp_path: Path) -> None:
     with start(tmp_path / "run", *ARGUMENTS) as first:
         first.wait_until(lambda job: "step-5" in job.checkpoints)

@@ -22,6 +22,7 @@ def saved() -> Saved:
     return {}
 
 
+@pytest.mark.slow
 def test_a_topology_resumes_from_another_one(
     four_processes: Ranks, saved: Saved, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

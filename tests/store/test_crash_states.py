@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples import mostly_slow
 from tests.store.backend import Fault, Seen
 from tests.store.crashing import Cut
 from tests.store.disk_backend import ERROR, DiskBackend
@@ -253,7 +254,7 @@ def test_after_a_kill_anywhere_the_next_operation_is_safe_from_a_power_cut(
     tally.report(f"crash states after a kill and {then.__name__}")
 
 
-@pytest.mark.parametrize("name", ON_DISK)
+@pytest.mark.parametrize("name", mostly_slow(ON_DISK, kept=("first save", "replacement", "branch that replaces")))
 def test_a_disk_that_fails_once_anywhere_leaves_the_old_or_the_new_checkpoint(name: str, base: Path) -> None:
     recording = Recording.of(ON_DISK[name], base / "recorded")
     promise, act = recording.promise, recording.scenario.act

@@ -402,7 +402,11 @@ def damaged_lock_file(root: Path) -> None:
 
 @pytest.mark.parametrize(
     ("prepare", "timeout_seconds", "rounds"),
-    [(no_lock_file, 30, 5), (lock_file_of_the_dead, 30, 5), (damaged_lock_file, 0.5, 1)],
+    [
+        pytest.param(no_lock_file, 30, 5, marks=pytest.mark.slow),
+        (lock_file_of_the_dead, 30, 5),
+        pytest.param(damaged_lock_file, 0.5, 1, marks=pytest.mark.slow),
+    ],
     ids=["free", "dead", "damaged"],
 )
 def test_of_many_jobs_that_take_a_folder_at_the_same_moment_one_gets_it(

@@ -237,6 +237,7 @@ def test_a_step_that_only_that_folder_has_can_be_named(tmp_path: Path, other: Pa
         assert run.train_state.step == 3
 
 
+@pytest.mark.slow
 def test_a_tool_that_has_the_folder_for_a_moment_delays_the_uploads_alone(tmp_path: Path, other: Path) -> None:
     lease = CheckpointStore(other).lease("tool", 30.0)
     lease.take()

@@ -53,6 +53,7 @@ def test_a_run_that_is_left_says_that_a_copy_stays_and_how_to_free_it(
     assert not has_ended(pid, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closes", [False, True])
 def test_a_run_that_is_not_closed_says_so_at_the_exit_of_the_interpreter(
     tmp_path: Path, memory_tier: Path, closes: bool

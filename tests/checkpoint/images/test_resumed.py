@@ -196,7 +196,9 @@ def test_a_run_with_an_initial_path_continues_from_its_own_images(tmp_path: Path
     assert second.loaded_weight == first.weights[first.ready]
 
 
-@pytest.mark.parametrize("options", [{}, {"load_step": 4}], ids=["latest", "load_step"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"load_step": 4}, marks=pytest.mark.slow)], ids=["latest", "load_step"]
+)
 def test_a_run_that_counts_again_continues_before_its_first_save(tmp_path: Path, options: dict[str, int]) -> None:
     folder, straight = tmp_path / "run", tmp_path / "straight"
     run(folder, 6, interval=2)

@@ -72,6 +72,7 @@ def logits(folder: Path, out: Path) -> torch.Tensor:
     ],
     ids=["plain", "mistral", "llama3 rope", "tied", "shards", "bfloat16", "other settings"],
 )
+@pytest.mark.slow
 def test_a_llama_has_the_same_logits(config: dict[str, Any], tmp_path: Path) -> None:
     theirs = made(folder=tmp_path / "hf", **{"kind": "Llama"} | config).float()
     ended = command("import-weights", tmp_path / "hf", tmp_path / "step-0")

@@ -35,6 +35,7 @@ def step(tmp_path: Path) -> Path:
     return cold_step(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "ranks_of_host"), [("ddp", 2), ("hsdp", 1)])
 def test_hosts_read_each_byte_once(four_ranks: Ranks, step: Path, layout: str, ranks_of_host: int) -> None:
     found = four_ranks.run(load, step=step, layout=layout, ranks_of_host=ranks_of_host, tried=ALWAYS)
@@ -56,6 +57,7 @@ def test_a_rank_that_cannot_read_fails_the_load_on_all_and_none_waits(four_ranks
     assert all(seconds < TIMEOUT.total_seconds() / 2 for _, _, seconds in found)
 
 
+@pytest.mark.slow
 def test_damage_is_found_by_all_and_named(four_ranks: Ranks, step: Path) -> None:
     with (step / "__0_0.distcp").open("r+b") as file:
         file.seek(NUM_BYTES // 2)
@@ -182,6 +184,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(5))
 def test_any_pieces_of_several_files_come_as_they_are(four_ranks: Ranks, folder: Path, number: int) -> None:
     found = four_ranks.run(read_all, folder=folder, own={}, number=number)
@@ -205,6 +208,7 @@ def test_the_others_continue_without_a_rank_that_failed_elsewhere(four_ranks: Ra
     assert [errors for _, errors in four_ranks.run(read_all, folder=folder, own={}, number=0, leaves=2)] == [[]] * 4
 
 
+@pytest.mark.slow
 def test_each_rank_reads_for_itself_once_that_is_faster(four_ranks: Ranks, folder: Path) -> None:
     found = four_ranks.run(read_all, folder=folder, own={}, number=0, slow=True)
     together = four_ranks.run(read_all, folder=folder, own={}, number=0)

@@ -67,6 +67,7 @@ def whole(state: dict[str, Any]) -> dict[str, Any]:
     return {key: v.full_tensor().detach() if isinstance(v, DTensor) else v for key, v in state.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("original", [True, False])
 @on_two_ranks
 def test_fsdp1_with_a_mesh_continues_as_if_it_had_never_stopped(rank: int, tmp_path: Path, original: bool) -> None:

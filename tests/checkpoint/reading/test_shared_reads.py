@@ -19,6 +19,7 @@ def step(tmp_path: Path) -> Path:
     return cold_step(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "hsdp"])
 def test_the_disk_reads_each_byte_once_for_all_ranks_of_a_host(four_ranks: Ranks, step: Path, layout: str) -> None:
     found = four_ranks.run(load, step=step, layout=layout)
@@ -26,6 +27,7 @@ def test_the_disk_reads_each_byte_once_for_all_ranks_of_a_host(four_ranks: Ranks
     assert 0.9 * NUM_BYTES < sum(read for read, _, _ in found) < 1.1 * NUM_BYTES
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_read_fails_the_load_on_all_and_none_waits(four_ranks: Ranks, step: Path) -> None:
     found = four_ranks.run(load, step=step, layout="ddp", fault="EIO@read:times=always")
     assert all("rank 1" in error or "EIO" in error for _, error, _ in found), found

@@ -80,7 +80,7 @@ def stored(folder: Path) -> StoredCheckpoint:
 
 
 @pytest.mark.parametrize("make", [plain, parameter, transposed, strided, negative, subclass])
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("every", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_tensors_in_any_memory_get_what_was_saved(
     folder: Path, state: dict[str, Tensor], make: Callable[[Tensor], Tensor], every: int
 ) -> None:

@@ -57,6 +57,7 @@ def test_a_state_that_raises_during_a_load(rank: int, tmp_path: Path) -> None:
             run.manager.load()
 
 
+@pytest.mark.slow
 @on_two_ranks
 def test_an_optimizer_and_a_model_that_raise_during_a_load(rank: int, tmp_path: Path) -> None:
     def raises(*_: Any) -> None:

@@ -30,7 +30,7 @@ def damage(folder: Path, step: int, rank: int) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("damaged_rank", [0, 1])
+@pytest.mark.parametrize("damaged_rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 @on_two_ranks
 def test_damage_in_one_ranks_file_is_every_ranks(rank: int, tmp_path: Path, damaged_rank: int) -> None:
     trained(tmp_path)

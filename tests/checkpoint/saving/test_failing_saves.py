@@ -49,6 +49,7 @@ def test_what_one_rank_is_refused_fails_the_save_of_both(rank: int, tmp_path: Pa
     faults.install("", rank=rank)
 
 
+@pytest.mark.slow
 @on_two_ranks
 def test_what_all_ranks_are_refused_is_one_failure(rank: int, tmp_path: Path, mode: str) -> None:
     for number, fault in enumerate(ON_ALL_RANKS):

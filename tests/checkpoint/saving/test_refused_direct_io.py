@@ -29,6 +29,7 @@ REFUSALS = [
 ]
 
 
+@pytest.mark.slow
 @on_two_ranks
 def test_a_save_without_direct_io_is_complete_and_logged_once(rank: int, tmp_path: Path, mode: str) -> None:
     for case, (fault, refused) in enumerate(REFUSALS):
@@ -38,6 +39,7 @@ def test_a_save_without_direct_io_is_complete_and_logged_once(rank: int, tmp_pat
             assert len(lines) == (rank in refused), (fault, lines)
 
 
+@pytest.mark.slow
 @on_two_ranks
 def test_a_writer_process_without_direct_io_logs_it_once_for_all_ranks(rank: int, tmp_path: Path) -> None:
     for point in ("open", "write"):

@@ -133,6 +133,7 @@ class StuckDisk(Durable):
         super().rename(src, dst)
 
 
+@pytest.mark.slow
 def test_a_prepared_arena_has_room_for_the_objects_too(store: CheckpointStore) -> None:
     stager = Stager(HostCopier(), pin=False)
     saver = ThreadSaver(PEERS, copying=Copying(stager))

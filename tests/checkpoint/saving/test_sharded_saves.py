@@ -87,7 +87,7 @@ def test_ranks_whose_clocks_differ_save_the_same_steps(rank: int, tmp_path: Path
     assert run.names() == ["step-12", "step-3", "step-6", "step-9"]
 
 
-@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("keep", [1, pytest.param(2, marks=pytest.mark.slow)])
 @on_two_ranks
 def test_retention_never_leaves_fewer_than_it_keeps(rank: int, tmp_path: Path, mode: str, keep: int) -> None:
     disk = CountingDurable(tmp_path / "checkpoint")

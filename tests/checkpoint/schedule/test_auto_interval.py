@@ -233,6 +233,7 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_key(settings: dict[str, Any
         Checkpoint(**settings)
 
 
+@pytest.mark.slow
 @on_two_ranks
 def test_ranks_with_other_clocks_costs_and_pasts_save_the_steps_of_rank_0(rank: int, tmp_path: Path, mode: str) -> None:
     seconds = [1000.0 * rank]
