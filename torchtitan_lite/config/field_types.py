@@ -17,9 +17,9 @@ from torchtitan_lite.config.kinds import ValueKind, in_words
 from torchtitan_lite.errors import ConfigError
 
 
-def check_types(section: Any, name: str) -> None:
+def check_types(section: object, name: str) -> None:
     """Convert paths and lists in `section`, called `name`, then raise ConfigError if a field is not of its kind."""
-    for key, kind in _kinds(type(section)).items():
+    for key, kind in _kinds(type(section)).items():  # type: ignore[arg-type]  # mypy: a class is hashable
         value = getattr(section, key)
         converted = _converted(value, kind)
         if converted is None and not (value is None and kind.optional):
@@ -28,9 +28,9 @@ def check_types(section: Any, name: str) -> None:
             object.__setattr__(section, key, converted)
 
 
-def check_sections(config: Any) -> None:
+def check_sections(config: object) -> None:
     """Raise ConfigError unless every field of `config` is an instance of its section's class."""
-    for name, expected in _hints(type(config)).items():
+    for name, expected in _hints(type(config)).items():  # type: ignore[arg-type]  # the same
         value = getattr(config, name)
         if not isinstance(value, expected):
             found = "a dict" if isinstance(value, Mapping) else f"{type(value).__name__}"
