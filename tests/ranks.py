@@ -9,13 +9,13 @@ group.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import inspect
 import os
 import pickle
 import resource
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -224,20 +224,31 @@ def _serve(
 
 def _drop_groups() -> None:
     """Destroy the groups that a case created: each has threads that wake up a hundred times a second."""
-    import torch
     import torch.distributed as dist
 
     dist.barrier()  # No rank is in a collective of these groups any more.
     for peers in LASTING:
         peers._save_group = None
         peers.__dict__.pop("_control_group", None)
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-    if "torch.distributed.tensor" in sys.modules:  # Its caches have meshes of these groups.
-        DTensor = sys.modules["torch.distributed.tensor"].DTensor
-        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-        torch._C._clear_DTensor_sharding_propagator_cache()
+    created = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    has_meshes = any(group.group_desc.startswith("mesh") for group in created)
+    while created:
+        dist.destroy_process_group(created.pop())
+    if has_meshes:
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Empty the caches of DTensor, which hold meshes, and these the groups of their dimensions."""
+    import torch
+    from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
+
+    torch._C._clear_DTensor_sharding_propagator_cache()
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    gc.collect()
 
 
 def _next(connection: Connection) -> Any:
