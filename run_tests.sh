@@ -12,13 +12,12 @@ source "$(dirname "${BASH_SOURCE[0]}")/scripts/env.sh"
 AZURITE=3.35.0 # its version
 
 selection=(-m "not slow and not exhaustive")
-thorough=(--hypothesis-profile thorough)
 arguments=()
 is_fast=1
 for argument in "$@"; do
     case $argument in
-    --all) selection=(-m "not exhaustive" "${thorough[@]}") is_fast="" ;;
-    --exhaustive) selection=("${thorough[@]}") is_fast="" ;;
+    --all) selection=(-m "not exhaustive" --hypothesis-profile thorough) is_fast="" ;;
+    --exhaustive) selection=(--hypothesis-profile exhaustive) is_fast="" ;;
     *) arguments+=("$argument") ;;
     esac
 done

@@ -14,7 +14,7 @@ from hypothesis import settings
 
 from tests import keepers, slots, times
 from tests.disks import small_disk, wait_for_no_server
-from tests.examples import THOROUGH
+from tests.examples import PARTS
 from tests.keepers import memory_tier as memory_tier  # fixtures of every test
 from tests.ranks import alone as alone
 from tests.ranks import four_processes as four_processes
@@ -31,7 +31,8 @@ SEED_IN_CI = 1000
 
 # No deadline: it would assert a time, which fails on a shared machine. CI always draws the same examples.
 settings.register_profile("ours", deadline=None, print_blob=True, derandomize="CI" in os.environ)
-settings.register_profile(THOROUGH, settings.get_profile("ours"))
+for profile in PARTS:
+    settings.register_profile(profile, settings.get_profile("ours"))
 settings.load_profile("ours")
 
 for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -55,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.seed = random.SystemRandom().randrange(10**6)
     times.record(config)
     if hasattr(config, "workerinput"):
-        config.pluginmanager.register(slots.Collection(config.workerinput["workerid"]))
+        config.pluginmanager.register(slots.Collection(config.workerinput["workerid"], config))
 
 
 def pytest_report_header(config: pytest.Config) -> str:

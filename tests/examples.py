@@ -1,4 +1,4 @@
-"""How many cases run: a tenth of hypothesis' examples in the fast tests; of a product, a part with --all."""
+"""How many cases run: of hypothesis' examples a tenth in the fast tests, and half with --all; of a product, a part."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-THOROUGH = "thorough"
-"""The profile of `./run_tests.sh --all`."""
+THOROUGH, EXHAUSTIVE = "thorough", "exhaustive"
+"""The profiles of `./run_tests.sh --all` and `--exhaustive`."""
+PARTS = {THOROUGH: 2, EXHAUSTIVE: 1}
 FAST_PART = 10
 
 
 def examples(count: int) -> int:
-    """Return `count` under the thorough profile, else a tenth of it."""
-    return count if settings.get_current_profile_name() == THOROUGH else max(1, count // FAST_PART)
+    """Return `count` with --exhaustive, half of it with --all, else a tenth."""
+    return max(1, count // PARTS.get(settings.get_current_profile_name(), FAST_PART))
 
 
 def mostly_slow(values: Iterable[Any], *, kept: Collection[Any]) -> list[Any]:

@@ -195,7 +195,7 @@ def test_pytest_gets_the_arguments_unchanged(machine: Machine) -> None:
     machine.run("run_tests.sh", "-k", "a or b", "--all", "tests/store")
     assert machine.calls()[-1] == f"{ALL} -k a or b tests/store"
     machine.run("run_tests.sh", "--exhaustive", "-n", "0")
-    assert machine.calls()[-1] == f"{IN_SLOTS} {THOROUGH} -n 0"
+    assert machine.calls()[-1] == f"{IN_SLOTS} --hypothesis-profile exhaustive -n 0"
 
 
 def is_environment() -> bool:

@@ -126,7 +126,7 @@ print(json.dumps([_extrapolated(state, mesh, stock, 300, {}), stock(state, mesh)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_cost_extrapolated_from_some_tensors_is_close_to_the_cost_of_all() -> None:
     extrapolated, counted = json.loads(_output_of(["-c", EXTRAPOLATE]))
     sizes = {name for name in counted if name.endswith("_bytes")}

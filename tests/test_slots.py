@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from scripts.test_times import DURATIONS, ROOT, Took, durations, parse, setups, sums, table
 from tests.slots import RECORDED, Durations, Slots, file_of, is_for_waiting
 from tests.times import processor_seconds
@@ -45,8 +47,12 @@ def test_a_test_that_was_never_recorded_is_a_short_one_of_its_file_that_computes
     assert (unit, DURATIONS_OF_TESTS.seconds(unit), DURATIONS_OF_TESTS.waits(unit)) == ("tests/test_new.py", 0.0, False)
 
 
-def test_two_processes_take_what_computes() -> None:
-    assert [is_for_waiting(f"gw{number}") for number in range(4)] == [False, False, True, True]
+@pytest.mark.parametrize(("selection", "computing"), [("not slow and not exhaustive", 2), ("not exhaustive", 3)])
+def test_the_first_processes_take_what_computes(selection: str, computing: int) -> None:
+    config = cast(Any, SimpleNamespace(option=SimpleNamespace(markexpr=selection)))
+    assert [is_for_waiting(f"gw{number}", config) for number in range(5)] == [
+        number >= computing for number in range(5)
+    ]
 
 
 @dataclass
@@ -74,7 +80,7 @@ def test_each_test_runs_once_and_what_waits_next_to_what_computes_whoever_collec
     short = [f"tests/test_{number}.py::test_{case}" for number in range(9) for case in range(5)]
     hangs = [f"tests/test_hangs.py::test_{number}" for number in range(6)]
     every = Durations("".join(f"30 1 {test}\n" for test in hangs))
-    options = SimpleNamespace(loadscopereorder=True)
+    options = SimpleNamespace(loadscopereorder=True, markexpr="not slow")
     config = SimpleNamespace(getvalue=lambda name: ["popen"] * 4, option=options)
     slots = Slots(cast(Any, config), None, every)
     processes = [Process(number) for number in (2, 0, 3, 1)]

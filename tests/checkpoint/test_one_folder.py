@@ -28,8 +28,8 @@ HOST = platform.node()
 
 
 def a_manager(folder: Path, model: nn.Module | None = None, **given: object) -> CheckpointManager:
-    """Return a manager whose start waits half a second for a view that is late."""
-    options = {"interval": 1, "preemption_signals": (), "timeout_seconds": 1} | given
+    """Return a manager whose start waits two seconds for a view that is late."""
+    options = {"interval": 1, "preemption_signals": (), "timeout_seconds": 4} | given
     return CheckpointManager.for_loop(model=model or nn.Linear(2, 3), folder=folder, **options)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from tests.data.resumed_loaders import OF_TORCHDATA, assert_resumes
+from tests.examples import mostly_exhaustive
 from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter
 from torchtitan_lite.data.generators import own_generators, set_state, state_of
 from torchtitan_lite.data.rank_state import pack, unpack
@@ -171,7 +172,7 @@ def test_a_resumed_loader_without_workers_draws_what_an_uninterrupted_one_does(k
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_persistent", [False, True])
+@pytest.mark.parametrize("is_persistent", mostly_exhaustive([False, True], kept=[True]))
 @pytest.mark.parametrize("kind", DATASETS)
 def test_resumed_workers_draw_what_uninterrupted_ones_do(kind: str, is_persistent: bool) -> None:
     epochs = 0 if is_persistent and kind == "a stream" else 1  # Persistent workers are not seeded for each epoch.

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from tests.data.resumed_loaders import OF_TORCHDATA, assert_resumes
+from tests.examples import mostly_exhaustive
 from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter
 
 pytestmark = [*OF_TORCHDATA, pytest.mark.usefixtures("seeded")]
@@ -109,7 +110,7 @@ def flat(batches: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])  # Workers take a while to start.
-@pytest.mark.parametrize("epochs", [0, 1])
+@pytest.mark.parametrize("epochs", mostly_exhaustive([0, 1], kept=[1]))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_epoch_and_later_ones_have_the_order_of_an_uninterrupted_run(
     kind: str, epochs: int, num_workers: int

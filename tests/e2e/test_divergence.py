@@ -93,7 +93,7 @@ def without_the_batch() -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_the_run_rolls_back_leaves_the_batch_out_and_finishes(
     tmp_path: Path, corpus: Path, straight: Callable[[int], dict[int, float]], ranks: int
 ) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from tests.checkpoint.one_file import as_one_file
 from tests.e2e.jobs import Job, run, start
+from tests.examples import mostly_exhaustive
 from tests.processes import read_lines
 
 STEPS = "--training.steps=2"
@@ -37,7 +38,7 @@ POINTS = {
     "committed+1": "after=1",
 }
 """Points of the last step, with the conditions that select the export."""
-FAST = "commit"
+WITH_ALL = ("committed", "write", "manifest", "commit", "committed+1")
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +53,7 @@ def copied(finished: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "point", [pytest.param(point, marks=[] if point == FAST else [pytest.mark.slow]) for point in POINTS]
-)
+@pytest.mark.parametrize("point", mostly_exhaustive(POINTS, kept=WITH_ALL))
 def test_after_a_kill_between_the_last_save_and_the_end_of_the_export_a_rerun_exports(
     point: str, tmp_path: Path
 ) -> None:

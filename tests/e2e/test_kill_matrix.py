@@ -48,18 +48,18 @@ SAVES = (
         "stage",
         "save plan open write+1 fsync metadata manifest seal commit committed purge",
     ),
-    ("async", "rank 1", "stage fsync", "plan open step"),
+    ("async", "rank 1", "fsync", "stage plan open step"),
     ("async", "all", "committed", "stage write metadata commit"),
     ("async_with_pinned_mem", "rank 0", "stage", "metadata commit committed"),
-    ("async_with_pinned_mem", "rank 1", "stage", "plan"),
+    ("async_with_pinned_mem", "rank 1", "", "stage plan"),
     ("async_with_pinned_mem", "all", "", "stage commit"),
-    ("async_with_pinned_mem", "writer 0", "open write fsync", ""),
+    ("async_with_pinned_mem", "writer 0", "write fsync", "open"),
     ("async_with_pinned_mem", "writer 1", "write+1", ""),
 )
 """The first save of a step: every point in one mode, and points that only one mode has in that mode."""
 
 SAVES_AGAIN = (
-    ("disabled", "rank 0", "write+1 metadata manifest seal commit committed", "save plan open fsync"),
+    ("disabled", "rank 0", "write+1 manifest commit committed", "metadata seal save plan open fsync"),
     ("disabled", "rank 1", "", "open write fsync"),
     ("disabled", "all", "commit", "write manifest seal committed"),
     ("async", "rank 0", "stage", "write metadata manifest seal commit committed"),
@@ -73,7 +73,7 @@ SAVES_AGAIN = (
 STARTS = (
     ("disabled", "rank 0", "recover lease listing load read", "read+1"),
     ("disabled", "rank 1", "read", "load read+1"),
-    ("disabled", "all", "recover", "load read"),
+    ("disabled", "all", "", "recover load read"),
 )
 """The start after a save was interrupted directly before its commit; the third start resumes."""
 

@@ -29,7 +29,6 @@ POINTS = {
     "fsync": "path=hf/*/model.safetensors",
     "hugging_face": "",
 }
-FAST = "hugging_face"
 
 LOADED = """
 import torch
@@ -78,9 +77,7 @@ def test_the_last_save_is_written_once_and_a_rerun_ends_at_once(tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "point", [pytest.param(point, marks=[] if point == FAST else [pytest.mark.slow]) for point in POINTS]
-)
+@pytest.mark.parametrize("point", POINTS)
 def test_after_a_kill_before_the_export_is_complete_a_rerun_writes_it_without_training(
     point: str, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.cli.command import command
 from tests.e2e.jobs import DEADLINE_SECONDS, free_port
-from tests.examples import mostly_slow
+from tests.examples import mostly_exhaustive, mostly_slow
 from tests.forked import REPO, run_script
 
 SCRIPT = REPO / "docs" / "examples" / "several_models.py"
@@ -132,7 +132,7 @@ def test_without_one_of_its_states_a_killed_run_ends_as_another_one(left_out: st
 
 
 @pytest.mark.slow  # seven starts of two ranks, twice
-@pytest.mark.parametrize("mode", MODES[:2])
+@pytest.mark.parametrize("mode", mostly_exhaustive(MODES[:2], kept=MODES[:1]))
 def test_two_ranks_with_buffers_of_their_own_end_as_if_they_were_not_killed(mode: str, tmp_path: Path) -> None:
     chain(tmp_path, mode, ranks=2)
 

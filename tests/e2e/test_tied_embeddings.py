@@ -37,7 +37,7 @@ def stored(step: Path) -> set[str]:
     ("ranks", "degrees"),
     [
         pytest.param(1, (), marks=pytest.mark.slow),
-        pytest.param(2, (), marks=pytest.mark.slow),
+        pytest.param(2, (), marks=pytest.mark.exhaustive),
         pytest.param(2, ("--parallelism.tensor_parallel_degree=2",), marks=pytest.mark.slow),
     ],
     ids=["one process", "FSDP 2", "TP 2"],

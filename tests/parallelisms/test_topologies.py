@@ -51,15 +51,21 @@ FOUR_RANKS: dict[str, dict[str, Any]] = {
     "PP 2 x TP 2, interleaved": TWO_RANKS["PP 2, interleaved"] | {"tensor_parallel_degree": 2},
 }
 FAST = ("FSDP 2", "PP 2, interleaved")
-TIED_ON_TWO = ("FSDP 2", "TP 2")
-TIED_ON_FOUR = ("HSDP 2 x 2", "TP 2 x FSDP 2")
+WITH_ALL = ("HSDP 2 x 2", "TP 2 x FSDP 2", "PP 2 x FSDP 2, interleaved", "PP 2 x TP 2")
+TIED_ON_TWO = ("TP 2",)
+TIED_ON_FOUR = ("HSDP 2 x 2",)
 TOPOLOGIES = [
     *(
         pytest.param((2, settings, ARGS), id=name, marks=() if name in FAST else pytest.mark.slow)
         for name, settings in TWO_RANKS.items()
     ),
     *(pytest.param((2, TWO_RANKS[name], TIED), id=f"{name}, tied", marks=pytest.mark.slow) for name in TIED_ON_TWO),
-    *(pytest.param((4, settings, ARGS), id=name, marks=pytest.mark.slow) for name, settings in FOUR_RANKS.items()),
+    *(
+        pytest.param(
+            (4, settings, ARGS), id=name, marks=pytest.mark.slow if name in WITH_ALL else pytest.mark.exhaustive
+        )
+        for name, settings in FOUR_RANKS.items()
+    ),
     *(pytest.param((4, FOUR_RANKS[name], TIED), id=f"{name}, tied", marks=pytest.mark.slow) for name in TIED_ON_FOUR),
 ]
 

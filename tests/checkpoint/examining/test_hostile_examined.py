@@ -57,6 +57,6 @@ def test_some_of_each_class_are_found_or_refused(tmp_path: Path) -> None:
     examine(QUICK, tmp_path)
 
 
-@pytest.mark.slow  # Three hundred checkpoints, a minute and a half.
+@pytest.mark.exhaustive  # Three hundred checkpoints, a minute and a half.
 def test_all_are_found_or_refused(tmp_path: Path) -> None:
     examine([name for name in MAKERS if name != WARMING], tmp_path)

@@ -61,7 +61,7 @@ def test_a_saved_llama_comes_back(most_bytes: int | None, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("ranks", "degrees"),
     [
-        (2, ["--parallelism.tensor_parallel_degree=2"]),
+        pytest.param(2, ["--parallelism.tensor_parallel_degree=2"], marks=pytest.mark.exhaustive),
         (4, ["--parallelism.tensor_parallel_degree=2", "--parallelism.data_parallel_shard_degree=2"]),
         (2, ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_microbatches=2"]),
     ],

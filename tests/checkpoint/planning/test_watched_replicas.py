@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.checkpoint.small_run import SmallRun, Tiny
+from tests.examples import mostly_exhaustive
 from tests.ranks import Ranks, on_two_ranks
 from torchtitan_lite.checkpoint.planning.rank_comparison import RankComparison
 from torchtitan_lite.errors import RanksDiffer
@@ -41,7 +42,9 @@ def flip_a_bit(run: SmallRun, number: random.Random) -> str:
 
 @on_two_ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+@pytest.mark.parametrize(
+    "mode", mostly_exhaustive(["disabled", "async", "async_with_pinned_mem"], kept=["async_with_pinned_mem"])
+)
 def test_one_bit_is_named_at_the_next_save(rank: int, tmp_path: Path, mode: str) -> None:
     host = platform.node()
     for seed in range(SEEDS if mode == "disabled" else 3):

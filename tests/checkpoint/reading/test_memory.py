@@ -16,6 +16,7 @@ from tests.checkpoint.savers import Lent
 from tests.checkpoint.sharded_run import sharded_run
 from tests.checkpoint.small_run import SmallRun, target
 from tests.descriptors import opened
+from tests.examples import mostly_exhaustive
 from tests.ranks import Ranks
 from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
@@ -108,7 +109,7 @@ def peaks_of_async_saves(rank: int, folder: Path, mode: str) -> tuple[list[int],
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["thread", "process"])
+@pytest.mark.parametrize("mode", mostly_exhaustive(["thread", "process"], kept=["process"]))
 def test_async_saves_take_one_copy_of_the_state_however_many_they_are(alone: Ranks, tmp_path: Path, mode: str) -> None:
     [(peaks, of_writer)] = alone.run(peaks_of_async_saves, folder=tmp_path, mode=mode)
     extra = [(peak - STATE_BYTES) / MIB for peak in peaks]

@@ -220,9 +220,9 @@ def test_a_few_topologies_are_loaded_on_others(four_processes: Ranks, tmp_path: 
 
 
 @pytest.mark.slow
-def test_every_topology_is_loaded_on_two_others(four_processes: Ranks, tmp_path: Path) -> None:
+def test_every_topology_is_loaded_on_another_one(four_processes: Ranks, tmp_path: Path) -> None:
     names = list(TOPOLOGIES)
-    pairs = [(saver, names[(at + step) % len(names)]) for at, saver in enumerate(names) for step in (1, 3)]
+    pairs = [(saver, names[(at + 1) % len(names)]) for at, saver in enumerate(names)]
     _check_pairs(pairs, four_processes, tmp_path)
 
 

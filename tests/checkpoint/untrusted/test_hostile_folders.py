@@ -71,7 +71,7 @@ def test_some_of_each_class_are_refused_or_skipped(start_run: StartRun, tmp_path
     assert len({each["name"] for each in outcomes}) == 1 + len(QUICK)
 
 
-@pytest.mark.slow  # Some six hundred loads, a minute.
+@pytest.mark.exhaustive  # Some six hundred loads, a minute.
 def test_all_are_refused_or_skipped(start_run: StartRun, tmp_path: Path) -> None:
     names = [name for name in (*CASES, *PLAIN_CASES) if name != WARMING]
     outcomes = probed(names, start_run, tmp_path)
