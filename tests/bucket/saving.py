@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tests.bucket.memory_objects import Bucket, MemoryObjects
+from tests.clock import Clock
 from tests.store import filled
 from torchtitan_lite.bucket.head import Entry, Status
-from torchtitan_lite.bucket.head_file import BucketClock
 from torchtitan_lite.bucket.lease import BucketLease
 from torchtitan_lite.bucket.objects import Objects
 from torchtitan_lite.bucket.store import BucketStore
@@ -23,33 +22,14 @@ FILE = layout.data_file(0, 0)
 _times = itertools.count(1_000_000)
 
 
-@dataclass
-class FakeTime:
-    """A clock that only sleeping moves. Hearts beat once and stop."""
-
-    now: float = 1e9
-    slept: list[float] = field(default_factory=list)
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        self.slept.append(seconds)
-
-    def clock(self) -> BucketClock:
-        return BucketClock(self.sleep, lambda: self.now, lambda: self.now, _stop)
-
-
-def _stop(event: threading.Event, seconds: float) -> bool:
-    return True
-
-
 def no_probe(objects: Objects) -> None:
     """Take the store for fit."""
 
 
-def new_store(bucket: Bucket, time: FakeTime | None = None) -> tuple[BucketStore, MemoryObjects]:
+def new_store(bucket: Bucket, clock: Clock | None = None) -> tuple[BucketStore, MemoryObjects]:
     """Return a store with a client of its own."""
     objects = MemoryObjects(bucket)
-    return BucketStore(objects, clock=(time or FakeTime()).clock(), probe=no_probe), objects
+    return BucketStore(objects, clock=(clock or Clock(1e9)).of_a_bucket, probe=no_probe), objects
 
 
 @dataclass
@@ -61,17 +41,17 @@ class Job:
     lease: BucketLease
 
 
-def started(bucket: Bucket, time: FakeTime | None = None) -> Job:
+def started(bucket: Bucket, clock: Clock | None = None) -> Job:
     """Return a job that took the folder and removed leftovers, as each start does."""
-    job = new_job(bucket, time)
+    job = new_job(bucket, clock)
     job.lease.take()
     job.store.recover()
     return job
 
 
-def new_job(bucket: Bucket, time: FakeTime | None = None) -> Job:
+def new_job(bucket: Bucket, clock: Clock | None = None) -> Job:
     """Return a job that has not taken the folder yet."""
-    store, objects = new_store(bucket, time)
+    store, objects = new_store(bucket, clock)
     return Job(store, objects, store.lease("run0", 30.0))
 
 

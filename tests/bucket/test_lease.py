@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from tests.bucket.memory_objects import Bucket, Fate, MemoryObjects, Request
-from tests.bucket.saving import FakeTime, new_job, new_store, no_probe, pin, save, started, write
+from tests.bucket.saving import new_job, new_store, no_probe, pin, save, started, write
+from tests.clock import Clock
 from torchtitan_lite.bucket.head import Head
 from torchtitan_lite.bucket.head_file import BucketClock, HeadFile
 from torchtitan_lite.bucket.lease import BucketLease
@@ -31,18 +32,12 @@ def held_elsewhere(bucket: Bucket, beat_seconds: float = 10.0) -> Head:
 
 def lease_of(
     bucket: Bucket, sleep: Callable[[float], object] = lambda seconds: None, timeout_seconds: float = 30.0
-) -> tuple[BucketLease, FakeTime, MemoryObjects]:
+) -> tuple[BucketLease, Clock, MemoryObjects]:
     """Return a lease that calls `sleep` whenever it waits."""
-    time, objects = FakeTime(), MemoryObjects(bucket)
-
-    def slept(seconds: float) -> None:
-        time.sleep(seconds)
-        sleep(seconds)
-
-    clock = time.clock()._replace(sleep=slept)
-    file = HeadFile(objects, clock)
-    lease = BucketLease(objects, file, run_id="ours", timeout_seconds=timeout_seconds, clock=clock, probe=no_probe)
-    return lease, time, objects
+    clock, objects = Clock(1e9, during=sleep), MemoryObjects(bucket)
+    times = {"timeout_seconds": timeout_seconds, "clock": clock.of_a_bucket}
+    lease = BucketLease(objects, HeadFile(objects, clock.of_a_bucket), run_id="ours", probe=no_probe, **times)
+    return lease, clock, objects
 
 
 def head_of(bucket: Bucket) -> Head:
@@ -89,7 +84,7 @@ def test_the_older_store_of_this_very_process_loses_the_folder(bucket: Bucket) -
 
 def test_a_holder_that_beats_keeps_its_folder(bucket: Bucket) -> None:
     head = held_elsewhere(bucket)
-    lease, time, _ = lease_of(bucket, lambda seconds: bucket.put(beat_key(1), f"beat {time.now}".encode()))
+    lease, time, _ = lease_of(bucket, lambda seconds: bucket.put(beat_key(1), f"beat {time.seconds}".encode()))
     with pytest.raises(FolderInUse, match="in use by run theirs"):
         lease.take()
     assert len(time.slept) == 1
@@ -121,7 +116,7 @@ def test_a_silent_holder_loses_its_folder_after_the_timeout(bucket: Bucket, capl
 
 def test_a_pin_is_no_sign_of_life(bucket: Bucket) -> None:
     held_elsewhere(bucket)
-    lease, time, _ = lease_of(bucket, lambda seconds: pin(new_store(bucket)[0], int(time.now)))
+    lease, time, _ = lease_of(bucket, lambda seconds: pin(new_store(bucket)[0], int(time.seconds)))
     lease.take()
     assert sum(time.slept) == 30 and len(head_of(bucket).pinned) == 6
 
@@ -157,7 +152,7 @@ def test_time_in_which_the_store_hangs_does_not_count(bucket: Bucket) -> None:
     lease, time, objects = lease_of(bucket)
 
     def hang(request: object) -> None:
-        time.now += 1000
+        time.seconds += 1000
 
     objects.before = hang
     lease.take()
@@ -232,7 +227,7 @@ def test_a_store_that_ignores_conditions_is_refused_before_anything_is_taken(buc
             return {}
 
     objects = Ignoring(bucket)
-    lease = BucketLease(objects, HeadFile(objects, FakeTime().clock()), run_id="ours", clock=FakeTime().clock())
+    lease = BucketLease(objects, HeadFile(objects, Clock(1e9).of_a_bucket), run_id="ours", clock=Clock(1e9).of_a_bucket)
     with pytest.raises(FolderUnusable, match="conditional writes"):
         lease.take()
     assert bucket.state() == {}
@@ -242,8 +237,8 @@ def test_a_store_is_probed_once_a_folder(bucket: Bucket) -> None:
     probed: list[Objects] = []
     for _ in range(3):
         objects = MemoryObjects(bucket)
-        file = HeadFile(objects, FakeTime().clock())
-        BucketLease(objects, file, run_id="ours", clock=FakeTime().clock(), probe=probed.append).take()
+        file = HeadFile(objects, Clock(1e9).of_a_bucket)
+        BucketLease(objects, file, run_id="ours", clock=Clock(1e9).of_a_bucket, probe=probed.append).take()
     assert len(probed) == 1
 
 
@@ -297,7 +292,7 @@ def test_a_beat_differs_from_the_last_one(bucket: Bucket) -> None:
         beats.append(bucket.stored[beat_key(1)].data)
         return len(beats) == 3
 
-    objects, clock = MemoryObjects(bucket), FakeTime().clock()._replace(wait=wait)
+    objects, clock = MemoryObjects(bucket), Clock(1e9).of_a_bucket._replace(wait=wait)
     lease = BucketLease(objects, HeadFile(objects, clock), run_id="ours", clock=clock, probe=no_probe)
     lease.take()
     lease.release()

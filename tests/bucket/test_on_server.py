@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import pytest
 
 from tests.bucket.proxy import Proxy, answers, at, calls, loses_answer, resets, where
-from tests.bucket.saving import FILE, FakeTime, manifest_of, set_aside_in
+from tests.bucket.saving import FILE, manifest_of, set_aside_in
+from tests.clock import Clock
 from torchtitan_lite.bucket.naming import HEAD
 from torchtitan_lite.bucket.obstore_objects import ObstoreObjects
 from torchtitan_lite.bucket.store import BucketStore
@@ -25,7 +26,7 @@ SECONDS = 8.0
 
 def opened(folder: str) -> BucketStore:
     """Return a store with a client of its own, whose requests end soon."""
-    return BucketStore(ObstoreObjects(parse(folder), deadline_seconds=SECONDS), clock=FakeTime().clock())
+    return BucketStore(ObstoreObjects(parse(folder), deadline_seconds=SECONDS), clock=Clock().of_a_bucket)
 
 
 @contextmanager

@@ -101,7 +101,7 @@ def test_a_start_waits_for_a_holder_that_may_live(job: Job, bucket: Bucket, acci
     accident(bucket)
     later = new_job(bucket)
     later.lease.take()
-    assert sum(later.store._clock.sleep.__self__.slept) == 30  # type: ignore[attr-defined]  # of FakeTime
+    assert sum(later.store._clock.sleep.__self__.slept) == 30  # type: ignore[attr-defined]  # of Clock
 
 
 def test_lost_pins_are_one_warning(job: Job, bucket: Bucket, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.checkpoint.savers import Lent
 from tests.checkpoint.small_run import SmallRun
+from tests.clock import Clock
 from tests.examples import mostly_slow
 from torchtitan_lite.checkpoint.saving.savers import ProcessSaver
 from torchtitan_lite.disk import at_exit
@@ -42,7 +43,9 @@ def start_run(tmp_path: Path, process_saver: ProcessSaver) -> Iterator[StartRun]
     with ExitStack() as stack:
 
         def start(folder: Path = tmp_path, *, seams: dict[str, Any] | None = None, **options: Any) -> SmallRun:
-            lent = {"saver": Lent(process_saver)} if options.get("async_mode") == "async_with_pinned_mem" else {}
+            lent: dict[str, Any] = {"clock": Clock()}
+            if options.get("async_mode") == "async_with_pinned_mem":
+                lent["saver"] = Lent(process_saver)
             run = SmallRun(folder, seams=lent | (seams or {}), **options)
             stack.callback(run.manager.close)
             return run

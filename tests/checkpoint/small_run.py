@@ -31,16 +31,6 @@ ORIGIN = Origin(Lineage("run1"), topology="1 rank", config={})
 """The origin of checkpoints that tests save without a manager."""
 
 
-class Clock:
-    """A fake clock: `seconds` changes only when a test sets it."""
-
-    def __init__(self) -> None:
-        self.seconds = 1000.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-
 class Events:
     """A record of all events of a manager, in order; `now` returns the step in which one occurs."""
 
@@ -132,7 +122,8 @@ class SmallRun:
     """One run, or its part between two restarts: AdamW, a falling rate, counters, and a manager.
 
     It trains `Tiny` with a `Loader`, unless it gets a `model`; then it has only the `loader` that it gets, and needs a
-    `loss`. The manager gets `checkpoint`, the options of this section, and the keywords `seams`.
+    `loss`. The manager gets `checkpoint`, the options of this section, and the keywords `seams`. No time passes for it,
+    unless these have a `clock`.
     """
 
     def __init__(
@@ -157,8 +148,9 @@ class SmallRun:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda done: 1 / (1 + done))
         self.train_state = state = TrainState()
-        self.events, self.clock = Events(lambda: state.step), Clock()
-        seams = {"clock": self.clock, "on_event": self.events, **(seams or {})}
+        self.events = Events(lambda: state.step)
+        seams = {"clock": lambda: 1000.0, "on_event": self.events, **(seams or {})}
+        self.clock = seams["clock"]
         self.saver: Any = seams.get("saver")
         self.manager = CheckpointManager(
             loader,

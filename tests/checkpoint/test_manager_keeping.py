@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.conftest import StartRun
-from tests.checkpoint.small_run import Clock, SmallRun
+from tests.checkpoint.small_run import SmallRun
+from tests.clock import Clock
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, SyncSaver
 from torchtitan_lite.checkpoint.saving.writer import SaveTarget

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import pytest
 from rich.console import Console
 
+from tests.clock import Clock
 from tests.events import an_event
 from tests.forked import REPO
 from tests.screens import Terminal, screen_of, terminal
@@ -50,13 +51,6 @@ if os.fork() == 0:
     os._exit(0)
 os.wait()
 """
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @contextmanager
@@ -96,7 +90,7 @@ def test_log_lines_appear_above_the_bar_complete_and_in_their_order() -> None:
 
 
 def test_the_bar_shows_steps_loss_speed_the_last_checkpoint_and_the_time_left() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     with terminal(80) as screen:
         bar = a_bar(screen, clock)
         bar.note(Resumed(60))
@@ -107,7 +101,7 @@ def test_the_bar_shows_steps_loss_speed_the_last_checkpoint_and_the_time_left() 
         bar.note(Resumed(60))
         assert screen.shown()[-1].endswith("  tps 10  5 at risk  loaded 60  -:-- left"), "the disk lacks 5 steps"
         for _ in range(20):
-            clock.now += 2.0
+            clock.seconds += 2.0
             bar.step_done()
         bar.logged(2.632, 4698.7)
         for event in ("save_started", "staged", "committed"):
@@ -120,12 +114,12 @@ def test_the_bar_shows_steps_loss_speed_the_last_checkpoint_and_the_time_left() 
 
 
 def test_the_bar_is_not_drawn_after_each_step_of_a_fast_run() -> None:
-    clock = Clock()
+    clock = Clock(0.0)
     with terminal(80) as screen:
         bar = a_bar(screen, clock)
         bar.start(0)
         for _ in range(99):
-            clock.now += 0.0104
+            clock.seconds += 0.0104
             bar.step_done()
         assert screen.shown()[-1].startswith("step 98/100")
         assert screen.received.count("step") == 3, "drawn at the start and twice in this second"

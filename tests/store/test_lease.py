@@ -472,7 +472,7 @@ def test_a_lock_file_that_cannot_be_removed_is_a_warning(
     assert "Could not remove" in caplog.text
 
 
-class Clock:
+class Looks:
     """Calls the next of `moments` at each look; the look after them sets `over`."""
 
     def __init__(self, *moments: Callable[[], object]) -> None:
@@ -501,7 +501,7 @@ def test_the_heartbeat_changes_the_lock_file_and_not_its_holder(root: Path, new_
     def look() -> None:
         seen.append((root / "writer.lock").read_bytes())
 
-    clock = Clock(nothing, nothing, look, look, look)
+    clock = Looks(nothing, nothing, look, look, look)
     lease = new_lease(now=clock, heartbeat_seconds=0.001)
     lease.take()
     assert clock.over.wait(30)
@@ -515,7 +515,7 @@ def test_a_failing_heartbeat_is_logged_once_and_retried(
     def full() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    clock = Clock(nothing, nothing, full, full, full)
+    clock = Looks(nothing, nothing, full, full, full)
     lease = new_lease(now=clock, heartbeat_seconds=0.001)
     lease.take()
     assert clock.over.wait(30)
@@ -529,7 +529,7 @@ def test_a_heartbeat_never_writes_to_the_lock_file_of_another_job(
 ) -> None:
     theirs = ELSEWHERE.to_bytes(7, 1_700_000_007)
     # During a beat, after the check that the file is ours.
-    clock = Clock(nothing, nothing, lambda: put(root, ELSEWHERE, beat=7))
+    clock = Looks(nothing, nothing, lambda: put(root, ELSEWHERE, beat=7))
     hold = threading.Event()
     clock.moments.insert(2, lambda: hold.wait(30))
     lease = new_lease(now=clock, heartbeat_seconds=0.001)
@@ -698,7 +698,7 @@ def pause(begun: threading.Event, hold: threading.Event) -> None:
 
 def test_after_a_release_the_heartbeat_has_ended(root: Path, new_lease: Callable[..., Lease]) -> None:
     hold, in_a_beat = threading.Event(), threading.Event()
-    clock = Clock(nothing, nothing, lambda: pause(in_a_beat, hold))
+    clock = Looks(nothing, nothing, lambda: pause(in_a_beat, hold))
     lease = new_lease(now=clock, heartbeat_seconds=0.001)
     lease.take()
     thread = heartbeat(root)
@@ -721,7 +721,7 @@ def test_a_release_does_not_wait_for_a_hanging_heartbeat_which_restores_no_lock_
     root: Path, new_lease: Callable[..., Lease]
 ) -> None:
     hold, in_a_beat = threading.Event(), threading.Event()
-    clock = Clock(nothing, nothing, lambda: pause(in_a_beat, hold))
+    clock = Looks(nothing, nothing, lambda: pause(in_a_beat, hold))
     lease = new_lease(now=clock, heartbeat_seconds=0.001)
     lease.take()
     thread = heartbeat(root)

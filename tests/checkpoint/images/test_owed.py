@@ -10,7 +10,8 @@ import pytest
 
 from tests.checkpoint.images.image_runs import RUNS, images_of, start, step, tier_on
 from tests.checkpoint.sharded_run import same_everywhere
-from tests.checkpoint.small_run import Clock, SmallRun
+from tests.checkpoint.small_run import SmallRun
+from tests.clock import Clock
 from tests.ranks import on_two_ranks
 from torchtitan_lite import faults
 from torchtitan_lite.store.manifest import Manifest

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.small_run import ORIGIN, Clock, Events
+from tests.checkpoint.small_run import ORIGIN, Events
+from tests.clock import Clock
 from tests.disks import FailingDisk
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, SyncSaver

@@ -12,7 +12,8 @@ import pytest
 
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.schedule.signalled import FakePreemption
-from tests.checkpoint.small_run import Clock, SmallRun
+from tests.checkpoint.small_run import SmallRun
+from tests.clock import Clock
 from tests.disks import FailingDisk
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, ThreadSaver
 from torchtitan_lite.distributed.peers import Peers

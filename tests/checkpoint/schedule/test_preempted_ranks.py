@@ -14,7 +14,8 @@ from typing import Any
 from tests.checkpoint.savers import TIMEOUT_SECONDS
 from tests.checkpoint.schedule.signalled import FakePreemption
 from tests.checkpoint.sharded_run import same_everywhere, sharded_run
-from tests.checkpoint.small_run import Clock, SmallRun, same
+from tests.checkpoint.small_run import SmallRun, same
+from tests.clock import Clock
 from tests.processes import wait_until
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
