@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.seed = random.SystemRandom().randrange(10**6)
     times.record(config)
     if hasattr(config, "workerinput"):
-        config.pluginmanager.register(slots.Collection(config.workerinput["workerid"], config))
+        config.pluginmanager.register(slots.Collection(config.workerinput["workerid"]))
 
 
 def pytest_report_header(config: pytest.Config) -> str:

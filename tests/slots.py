@@ -19,10 +19,10 @@ from xdist.workermanage import WorkerController
 
 from scripts.test_times import DURATIONS, ROOT
 
-NUM_COMPUTING, NUM_COMPUTING_FAST = 3, 2
-"""Processes for what computes, of all tests and of the fast ones, on two processors: jobs also wait, a fifth of it."""
+NUM_COMPUTING = 3
+"""Processes for what computes, on two processors: it also waits, for a disk or another rank, a fifth of its time."""
 NUM_WAITING, NUM_WAITING_FAST = 2, 1
-"""Processes for what waits: each collects the tests, too."""
+"""Processes for what waits, in a run of all tests, and of the fast ones: each collects the tests, too."""
 WAITING_SECONDS = 1.0
 """A shorter unit is not worth a place among those that wait."""
 
@@ -61,14 +61,9 @@ def file_of(test: str) -> str:
 RECORDED = Durations(DURATIONS.read_text() if DURATIONS.exists() else "")
 
 
-def is_fast(config: pytest.Config) -> bool:
-    """Return whether this is a run of the fast tests."""
-    return "not slow" in config.option.markexpr
-
-
-def is_for_waiting(worker: str, config: pytest.Config) -> bool:
+def is_for_waiting(worker: str) -> bool:
     """Return whether the process that xdist calls `worker`, such as gw3, takes only what waits."""
-    return int(worker.removeprefix("gw")) >= (NUM_COMPUTING_FAST if is_fast(config) else NUM_COMPUTING)
+    return int(worker.removeprefix("gw")) >= NUM_COMPUTING
 
 
 class Slots(LoadScopeScheduling):
@@ -85,9 +80,7 @@ class Slots(LoadScopeScheduling):
     def schedule(self) -> None:
         # The base class takes the first one for the tests of the run: it must be that of a process with all of them.
         self.registered_collections = dict(
-            sorted(
-                self.registered_collections.items(), key=lambda each: is_for_waiting(each[0].gateway.id, self.config)
-            )
+            sorted(self.registered_collections.items(), key=lambda each: is_for_waiting(each[0].gateway.id))
         )
         super().schedule()
 
@@ -102,7 +95,7 @@ class Slots(LoadScopeScheduling):
     def _assign_work_unit(self, node: WorkerController) -> None:
         # The sort is stable: of each kind, the longest stay first.
         ordered = sorted(self.workqueue, key=self._durations.waits)
-        if is_for_waiting(node.gateway.id, self.config):
+        if is_for_waiting(node.gateway.id):
             ordered = [unit for unit in ordered if self._durations.waits(unit)]
         if not ordered:
             node.shutdown()
@@ -114,8 +107,8 @@ class Slots(LoadScopeScheduling):
 class Collection:
     """In a process for what waits, its part of the tests."""
 
-    def __init__(self, worker: str, config: pytest.Config) -> None:
-        self._files = RECORDED.files_with_waiting if is_for_waiting(worker, config) else None
+    def __init__(self, worker: str) -> None:
+        self._files = RECORDED.files_with_waiting if is_for_waiting(worker) else None
 
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
         """Skip a file that has nothing for this process."""
@@ -134,8 +127,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return how many processes run the tests; a run of some files needs none that wait."""
     if config.args_source is pytest.Config.ArgsSource.ARGS:
-        return NUM_COMPUTING_FAST
-    return NUM_COMPUTING_FAST + NUM_WAITING_FAST if is_fast(config) else NUM_COMPUTING + NUM_WAITING
+        return NUM_COMPUTING
+    return NUM_COMPUTING + (NUM_WAITING_FAST if "not slow" in config.option.markexpr else NUM_WAITING)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
-
 from scripts.test_times import DURATIONS, ROOT, Took, durations, parse, setups, sums, table
 from tests.slots import RECORDED, Durations, Slots, file_of, is_for_waiting
 from tests.times import processor_seconds
@@ -47,12 +45,8 @@ def test_a_test_that_was_never_recorded_is_a_short_one_of_its_file_that_computes
     assert (unit, DURATIONS_OF_TESTS.seconds(unit), DURATIONS_OF_TESTS.waits(unit)) == ("tests/test_new.py", 0.0, False)
 
 
-@pytest.mark.parametrize(("selection", "computing"), [("not slow and not exhaustive", 2), ("not exhaustive", 3)])
-def test_the_first_processes_take_what_computes(selection: str, computing: int) -> None:
-    config = cast(Any, SimpleNamespace(option=SimpleNamespace(markexpr=selection)))
-    assert [is_for_waiting(f"gw{number}", config) for number in range(5)] == [
-        number >= computing for number in range(5)
-    ]
+def test_the_first_three_processes_take_what_computes() -> None:
+    assert [is_for_waiting(f"gw{number}") for number in range(5)] == [False, False, False, True, True]
 
 
 @dataclass
@@ -80,14 +74,14 @@ def test_each_test_runs_once_and_what_waits_next_to_what_computes_whoever_collec
     short = [f"tests/test_{number}.py::test_{case}" for number in range(9) for case in range(5)]
     hangs = [f"tests/test_hangs.py::test_{number}" for number in range(6)]
     every = Durations("".join(f"30 1 {test}\n" for test in hangs))
-    options = SimpleNamespace(loadscopereorder=True, markexpr="not slow")
-    config = SimpleNamespace(getvalue=lambda name: ["popen"] * 4, option=options)
+    options = SimpleNamespace(loadscopereorder=True)
+    config = SimpleNamespace(getvalue=lambda name: ["popen"] * 5, option=options)
     slots = Slots(cast(Any, config), None, every)
-    processes = [Process(number) for number in (2, 0, 3, 1)]
+    processes = [Process(number) for number in (3, 0, 4, 2, 1)]
     for process in processes:
         slots.add_node(cast(Any, process))
     for process in processes:
-        slots.add_node_collection(cast(Any, process), hangs if process.number >= 2 else [*short, *hangs])
+        slots.add_node_collection(cast(Any, process), hangs if process.number >= 3 else [*short, *hangs])
 
     slots.schedule()
     ran: dict[int, list[str]] = {}
@@ -98,8 +92,8 @@ def test_each_test_runs_once_and_what_waits_next_to_what_computes_whoever_collec
             slots.mark_test_complete(cast(Any, process), item)
 
     assert sorted(itertools.chain(*ran.values())) == sorted([*short, *hangs])
-    assert {*ran[2], *ran[3]} <= {*hangs} and len(ran[2]) == len(ran[3])
-    assert {*ran[0], *ran[1]} >= {*short}
+    assert {*ran[3], *ran[4]} <= {*hangs} and len(ran[3]) == len(ran[4])
+    assert {*ran[0], *ran[1], *ran[2]} >= {*short}
 
 
 def test_the_recorded_units_are_those_of_files_that_are_there() -> None:

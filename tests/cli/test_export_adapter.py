@@ -61,6 +61,7 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained_only", [True, False])
 def test_the_adapter_of_a_loop_is_loaded_by_peft(trained_only: bool, tmp_path: Path, call: Said) -> None:
     from peft import PeftModel

@@ -10,6 +10,7 @@ import torchdata.nodes
 from torch import nn
 from torch.utils.data import DistributedSampler, SequentialSampler
 
+from tests.examples import mostly_slow
 from torchtitan_lite.checkpoint import CheckpointManager, PerRank, TrainState
 
 SAMPLES = list(range(12))
@@ -56,7 +57,7 @@ def batches_of(folder: Path, num_steps: int, source: Any, wrap: Any) -> dict[int
 
 
 @pytest.mark.parametrize("wrap", [lambda loader: loader, PerRank], ids=["bare", "PerRank"])
-@pytest.mark.parametrize("source", [in_order, iterable, distributed, prefetched])
+@pytest.mark.parametrize("source", mostly_slow([in_order, iterable, distributed, prefetched], kept=[prefetched]))
 @pytest.mark.parametrize("end", [3, *(pytest.param(end, marks=pytest.mark.slow) for end in (2, 7))])
 def test_a_resumed_loader_of_nodes_continues_with_the_next_batch(
     tmp_path: Path, end: int, source: Any, wrap: Any

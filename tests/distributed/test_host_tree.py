@@ -57,6 +57,7 @@ def refuse_all(given: list[int]) -> list[int]:
     raise CheckpointNotFound("none of them", 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
 def test_what_ranks_exchange_over_hosts_is_what_they_exchange_without(four_ranks: Ranks, hosts: list[int]) -> None:
     over_hosts = four_ranks.run(exchange, hosts=hosts)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import mostly_slow
 from tests.store import filled
 from tests.store.crashing import Contents, Cut, contents
 from torchtitan_lite.errors import CheckpointNotFound
@@ -123,7 +124,7 @@ def trunk(root: Path) -> dict[str, Contents]:
     return {f"step-{step}.abandoned-old": contents(root / f"step-{step}") for step in (4, 6)}
 
 
-@pytest.mark.parametrize("failures", [1, 2, 3])
+@pytest.mark.parametrize("failures", mostly_slow([1, 2, 3], kept=[2]))
 @pytest.mark.parametrize(("step", "exchanges"), [(3, True), (4, True), (4, False)])
 def test_wherever_the_disk_fails_no_abandoned_checkpoint_is_lost(
     step: int, exchanges: bool, failures: int, tmp_path: Path

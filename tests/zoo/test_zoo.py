@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.checkpoint.state.optimizers_of_torch import optimizers_of_torch
+from tests.examples import mostly_slow
 from tests.ranks import Ranks
 from tests.zoo.apart import POSITIONS
 from tests.zoo.between import COLUMNS as COLUMNS_BETWEEN
@@ -51,7 +52,7 @@ def test_every_scheduler_of_torch_has_a_recipe() -> None:
     assert not [name for name in schedulers_of_torch() if name not in RECIPES]
 
 
-@pytest.mark.parametrize("case", SINGLE_ENTRIES, ids=str)
+@pytest.mark.parametrize("case", mostly_slow(SINGLE_ENTRIES, kept=SINGLE_ENTRIES[::4]), ids=str)
 def test_in_one_process_a_resumed_run_equals_one_that_never_stopped(tmp_path: Path, group: Group, case: Case) -> None:
     outcome = find(Cell(case), tmp_path, group)
     assert outcome.kind in ((REFUSED, WARNED) if case.model in ALONE else (EQUAL,)), outcome

@@ -50,6 +50,7 @@ def test_each_rank_reads_all_by_itself_if_it_is_to(four_ranks: Ranks, step: Path
     assert all(read > 0.45 * NUM_BYTES for read, _, _ in found)
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_read_fails_the_load_on_all_and_none_waits(four_ranks: Ranks, step: Path) -> None:
     options = {"layout": "ddp", "fault": "EIO@read:times=always", "ranks_of_host": 2, "tried": ALWAYS}
     found = four_ranks.run(load, step=step, **options)
@@ -194,6 +195,7 @@ def test_any_pieces_of_several_files_come_as_they_are(four_ranks: Ranks, folder:
     assert max(num_bytes for num_bytes, _ in found) < 0.5 * total
 
 
+@pytest.mark.slow
 def test_wrong_bytes_of_another_rank_are_read_again(four_ranks: Ranks, folder: Path) -> None:
     assert [errors for _, errors in four_ranks.run(read_all, folder=folder, own={1: Wrong}, number=0)] == [[]] * 4
 

@@ -215,6 +215,7 @@ WAYS = ("ours -> plain DCP", "ours -> ours", "ours -> ours, DCP's planner", "pla
 NUM_SHARDED = len(DTYPES) * len(SHAPES) + 2
 
 
+@pytest.mark.slow
 def test_a_few_topologies_are_loaded_on_others(four_processes: Ranks, tmp_path: Path) -> None:
     _check_pairs(PAIRS_OF_THE_FAST_RUN, four_processes, tmp_path)
 
