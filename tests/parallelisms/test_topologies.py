@@ -50,23 +50,25 @@ FOUR_RANKS: dict[str, dict[str, Any]] = {
     "PP 2 x TP 2": {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2},
     "PP 2 x TP 2, interleaved": TWO_RANKS["PP 2, interleaved"] | {"tensor_parallel_degree": 2},
 }
+TIED_ON_TWO = ("FSDP 2", "TP 2")
+TIED_ON_FOUR = ("HSDP 2 x 2", "TP 2 x FSDP 2")
 FAST = ("FSDP 2", "PP 2, interleaved")
-WITH_ALL = ("HSDP 2 x 2", "TP 2 x FSDP 2", "PP 2 x FSDP 2, interleaved", "PP 2 x TP 2")
-TIED_ON_TWO = ("TP 2",)
-TIED_ON_FOUR = ("HSDP 2 x 2",)
+WITH_ALL = (
+    *TWO_RANKS,
+    *("HSDP 2 x 2", "TP 2 x FSDP 2", "PP 2 x FSDP 2, interleaved", "PP 2 x TP 2", "TP 2, tied", "HSDP 2 x 2, tied"),
+)
+
+
+def _topology(name: str, *topology: Any) -> Any:
+    kept = pytest.mark.slow if name in WITH_ALL else pytest.mark.exhaustive
+    return pytest.param(topology, id=name, marks=() if name in FAST else kept)
+
+
 TOPOLOGIES = [
-    *(
-        pytest.param((2, settings, ARGS), id=name, marks=() if name in FAST else pytest.mark.slow)
-        for name, settings in TWO_RANKS.items()
-    ),
-    *(pytest.param((2, TWO_RANKS[name], TIED), id=f"{name}, tied", marks=pytest.mark.slow) for name in TIED_ON_TWO),
-    *(
-        pytest.param(
-            (4, settings, ARGS), id=name, marks=pytest.mark.slow if name in WITH_ALL else pytest.mark.exhaustive
-        )
-        for name, settings in FOUR_RANKS.items()
-    ),
-    *(pytest.param((4, FOUR_RANKS[name], TIED), id=f"{name}, tied", marks=pytest.mark.slow) for name in TIED_ON_FOUR),
+    *(_topology(name, 2, settings, ARGS) for name, settings in TWO_RANKS.items()),
+    *(_topology(f"{name}, tied", 2, TWO_RANKS[name], TIED) for name in TIED_ON_TWO),
+    *(_topology(name, 4, settings, ARGS) for name, settings in FOUR_RANKS.items()),
+    *(_topology(f"{name}, tied", 4, FOUR_RANKS[name], TIED) for name in TIED_ON_FOUR),
 ]
 
 
