@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 
 _FOLDER = "/proc/self/fd"
+DEADLINE_SECONDS = 10.0
 
 
 def num_open() -> int:
     """Return how many descriptors are open."""
     return len(os.listdir(_FOLDER))  # noqa: PTH208  # numbers, not paths
+
+
+def wait_for_open(number: int) -> None:
+    """Return once `number` descriptors are open: other threads, as of a test before, may open others for a moment."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while (found := num_open()) != number:
+        assert time.monotonic() < deadline, f"{found} descriptors are open, expected {number}"
+        time.sleep(0.01)
 
 
 def opened(pid: int | str = "self") -> list[str]:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.descriptors import num_open
+from tests.descriptors import num_open, wait_for_open
 from tests.disk.pieces import SIZE, forget, pieces_of, ranges
 from torchtitan_lite import faults
 from torchtitan_lite.disk import block_reader
@@ -303,7 +303,7 @@ def test_where_direct_io_is_refused_when_opening_reads_go_through_the_page_cache
     assert not any(read.was_direct)
     refused = f"{own.parent}: direct I/O is refused here ({os.strerror(code)}); reading through the page cache"
     assert caplog.messages == [refused]
-    assert num_open() == before
+    wait_for_open(before)
 
 
 @pytest.mark.parametrize("cold", [False, True])

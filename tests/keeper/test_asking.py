@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.descriptors import num_open
+from tests.descriptors import num_open, wait_for_open
 from tests.keeper.listening import listening
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.keeper import messages
@@ -72,7 +72,7 @@ def test_one_that_ends_before_its_process_is_watched_is_not_joined(asking: Keepe
             asking.join("first")
         assert asked == ["join", "hello"]
     assert not asking.has_ended(), "its process may be another one by now"
-    assert num_open() == before
+    wait_for_open(before)
 
 
 def test_one_that_ends_while_an_image_is_kept_keeps_none(asking: Keeper, runtime: Path) -> None:

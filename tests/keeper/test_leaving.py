@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.descriptors import num_open
+from tests.descriptors import num_open, wait_for_open
 from tests.keepers import has_ended
 from torchtitan_lite.keeper.client import Keeper
 
@@ -21,10 +21,10 @@ def test_who_has_left_or_finished_knows_of_no_end_and_has_nothing_open(
     assert described is not None and not keeper.has_ended()
     for _ in range(2):
         keeper.join("first")
-    assert num_open() == before + 1
+    wait_for_open(before + 1)
     assert not keeper.has_ended()
     leave(keeper)
-    assert num_open() == before
+    wait_for_open(before)
     keeper.end()
     assert has_ended(described.pid)
     assert not keeper.has_ended()

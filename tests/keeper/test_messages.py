@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.descriptors import num_open
+from tests.descriptors import num_open, wait_for_open
 from torchtitan_lite.keeper import messages
 from torchtitan_lite.keeper.messages import BadMessage
 
@@ -65,7 +65,7 @@ def test_two_descriptors_arrive_and_more_are_refused_and_closed(pair: Pair, coun
         with pytest.raises(BadMessage, match="more descriptors than expected"):
             messages.receive(pair[1])
     messages.close_all(own)
-    assert num_open() == before
+    wait_for_open(before)
 
 
 def test_descriptors_that_this_process_may_not_open_are_an_error(pair: Pair) -> None:
@@ -88,7 +88,7 @@ def test_what_is_no_message_closes_the_descriptors_that_came_with_it(pair: Pair,
     socket.send_fds(pair[0], [data], [fd])
     with pytest.raises(BadMessage):
         messages.receive(pair[1])
-    assert num_open() == before
+    wait_for_open(before)
     os.close(fd)
 
 

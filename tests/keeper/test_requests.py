@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.descriptors import num_open
+from tests.descriptors import num_open, wait_for_open
 from torchtitan_lite.keeper import messages
 from torchtitan_lite.keeper.contents import Answer, KeeperContents
 from torchtitan_lite.keeper.messages import MAX_ENTRIES, MAX_TTL_SECONDS, BadMessage
@@ -100,7 +100,7 @@ def test_a_request_that_is_none_changes_nothing_and_leaves_its_descriptors(
     before = num_open()
     with pytest.raises(BadMessage, match=finding):
         ask.contents.answer(request_, fds)
-    assert num_open() == before
+    wait_for_open(before)
     messages.close_all(fds)
     assert ask("list", start="").message["names"] == [] and not ask.watched
 
@@ -118,7 +118,7 @@ def test_what_takes_a_name_frees_what_had_it_and_what_is_dropped_twice_is_freed_
     assert len(ask.keep("a").freed) == 2
     ask.keep("b")
     assert len(ask("drop", names=["a", "b", "a", "c"]).freed) == 4
-    assert num_open() == before - 2
+    wait_for_open(before - 2)
 
 
 def test_the_last_image_and_the_last_process_that_fit_are_taken_and_one_more_is_not(ask: Asked) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.descriptors import num_open
+from tests.descriptors import num_open, wait_for_open
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.keeper import starting
 from torchtitan_lite.keeper.starting import refuse_system
@@ -28,7 +28,7 @@ def child(act: Callable[[], object]) -> int:
 def test_a_system_that_has_what_it_needs_is_not_refused_and_nothing_stays_open() -> None:
     before = num_open()
     refuse_system()
-    assert num_open() == before
+    wait_for_open(before)
 
 
 def test_a_program_without_an_interpreter_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def test_the_exit_code_of_a_child_is_found_and_the_child_reaped(act: Callable[[]
     before = num_open()
     pid = child(act)
     assert starting._exit_code(pid) == code
-    assert num_open() == before
+    wait_for_open(before)
     with pytest.raises(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
 
@@ -101,4 +101,4 @@ def test_the_last_line_of_one_that_does_not_start_says_why(
         found = str(error)
     assert bool(found) == bool(finding) and finding in found
     assert "0" * 201 not in found and "first" not in found
-    assert num_open() == before
+    wait_for_open(before)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.images.cards import CARD
-from tests.descriptors import num_open, num_open_of
+from tests.descriptors import num_open, num_open_of, wait_for_open
 from tests.keepers import names_at
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.images.belonging import ImageKey
@@ -118,7 +118,7 @@ def test_the_images_of_all_steps_are_complete_and_the_latest_one_is_first(keeper
     files.close()
     found.close()
     found.close()
-    assert num_open() == before
+    wait_for_open(before)
 
 
 def test_images_are_complete_with_those_of_all_ranks_of_one_start(keeper: Keeper) -> None:
@@ -181,7 +181,7 @@ def test_images_that_another_manager_of_this_process_can_change_are_not_used(
     before = num_open()
     found = look(keeper)
     assert not found.are_any and not found.complete
-    assert num_open() == before
+    wait_for_open(before)
     assert caplog.text.count("Images in memory are not used") == 1
     keeper.leave()
 
@@ -234,7 +234,7 @@ def test_memory_with_several_names_is_taken_over_once_and_dropped_with_all_of_th
         assert len(owned) == len({*owned}) == 4
         assert steps == [6, None, None, None]
         assert len(names) == 8 and names_at(keeper) == sorted(names)
-    assert num_open() == before
+    wait_for_open(before)
 
 
 @contextmanager
