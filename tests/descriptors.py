@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
 from contextlib import suppress
 from pathlib import Path
 
+from tests.processes import wait_until
+
 _FOLDER = "/proc/self/fd"
-DEADLINE_SECONDS = 10.0
 
 
 def num_open() -> int:
@@ -18,10 +18,7 @@ def num_open() -> int:
 
 def wait_for_open(number: int) -> None:
     """Return once `number` descriptors are open: other threads, as of a test before, may open others for a moment."""
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while (found := num_open()) != number:
-        assert time.monotonic() < deadline, f"{found} descriptors are open, expected {number}"
-        time.sleep(0.01)
+    wait_until(lambda: num_open() == number, lambda: f"{num_open()} descriptors are open, expected {number}")
 
 
 def opened(pid: int | str = "self") -> list[str]:

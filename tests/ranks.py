@@ -261,7 +261,7 @@ def _next(connection: Connection) -> Any:
 def _report(rank: int, module: str, name: str, arguments: dict[str, Any]) -> Report:
     import torch
 
-    torch.default_generator.manual_seed(0)  # Ranks draw the same, whatever ran on one of them before.
+    torch.default_generator.manual_seed(0)  # Each case begins with one seed on all ranks.
     try:
         # In the module the name is that of the test that `on_two_ranks` made of the case.
         case = inspect.unwrap(getattr(importlib.import_module(module), name))

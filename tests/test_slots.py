@@ -121,6 +121,6 @@ def test_a_record_has_a_test_a_line() -> None:
 
 def test_the_time_of_a_process_is_with_that_of_its_children() -> None:
     before = processor_seconds(os.getpid())
-    busy = "import time\nwhile time.process_time() < 0.3: pass"
+    busy = "import time\nwhile time.process_time() < 0.4: pass"
     subprocess.run([sys.executable, "-c", busy], check=True)
-    assert processor_seconds(os.getpid()) - before >= 0.2  # the system counts in hundredths and cuts each part
+    assert processor_seconds(os.getpid()) - before >= 0.3  # the system cuts each part to hundredths
