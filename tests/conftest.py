@@ -6,8 +6,9 @@ import random
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -57,6 +58,16 @@ def pytest_configure(config: pytest.Config) -> None:
     times.record(config)
     if hasattr(config, "workerinput"):
         config.pluginmanager.register(slots.Collection(config.workerinput["workerid"]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Collect the tests without Python's collector of garbage, which found none and took a seventh of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

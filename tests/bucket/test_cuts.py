@@ -77,7 +77,7 @@ def cuts_of(requests: list[Request]) -> Iterator[tuple[int, Fate]]:
                 yield request.number, fate
 
 
-@pytest.mark.parametrize("name", mostly_slow(CASES, kept=("first save", "replacement", "purge")))
+@pytest.mark.parametrize("name", mostly_slow(CASES, kept=("first save", "replacement")))
 def test_a_cut_anywhere_leaves_the_old_state_or_the_new_one(name: str) -> None:
     scenario = CASES[name]
     bucket = prepared(scenario)

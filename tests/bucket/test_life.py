@@ -63,6 +63,7 @@ class LifeInBucket(Life):
             self.may_be_abandoned.update(self.there.keys() - outcome.keys())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [300, pytest.param(1500, marks=pytest.mark.exhaustive)])
 def test_every_acknowledged_save_loads_after_any_faults(count: int, caplog: pytest.LogCaptureFixture) -> None:
     live(LifeInBucket, examples(count), caplog)

@@ -90,6 +90,7 @@ def test_a_folder_over_its_life(folder: str) -> None:
     assert found_in(folder) == {5: b"5", 10: b"branch"}
 
 
+@pytest.mark.slow
 def test_a_job_that_lost_the_folder_commits_nothing(folder: str) -> None:
     with held(folder) as first:
         save(first, 5)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.bucket import proxy as proxies
 from tests.bucket.proxy import Proxy, Request, where
+from tests.examples import mostly_slow
 from torchtitan_lite.bucket.obstore_objects import ObstoreObjects, connect
 from torchtitan_lite.bucket.probe import probe
 from torchtitan_lite.config.address import parse
@@ -47,7 +48,7 @@ def test_a_store_that_refuses_every_condition_is_refused(objects: ObstoreObjects
         probe(objects)
 
 
-@pytest.mark.parametrize("number", range(1, 5))
+@pytest.mark.parametrize("number", mostly_slow(range(1, 5), kept=[2]))
 @pytest.mark.parametrize("action", [proxies.loses_answer, proxies.resets, proxies.answers(503, "SlowDown")])
 def test_a_lost_request_of_the_probe_is_no_finding(
     objects: ObstoreObjects, proxy: Proxy, number: int, action: proxies.Action

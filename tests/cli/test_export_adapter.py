@@ -86,6 +86,7 @@ def test_the_adapter_of_a_loop_is_loaded_by_peft(trained_only: bool, tmp_path: P
     assert "| method | LORA |" in (tmp_path / "adapter" / "README.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [

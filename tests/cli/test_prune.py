@@ -108,6 +108,7 @@ CHECKPOINT = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(st.integers(0, 12), CHECKPOINT, min_size=1, max_size=5),
     st.lists(st.sampled_from(RULES), min_size=1, max_size=3),

@@ -41,6 +41,7 @@ RANGES = st.lists(
 DENSE = st.builds(dense, st.integers(0, 2 * BLOCK_BYTES), st.integers(0, 300), st.sampled_from([100, 4096, 7000]))
 
 
+@pytest.mark.slow
 @given(ranges=RANGES, many=DENSE, pieces=RANGES, checked=st.booleans(), direct=st.booleans(), chance=st.randoms())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 def test_pieces_in_columns_and_pieces_next_to_them_get_their_bytes_and_no_other_byte_changes(

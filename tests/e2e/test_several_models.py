@@ -16,7 +16,7 @@ import pytest
 
 from tests.cli.command import command
 from tests.e2e.jobs import DEADLINE_SECONDS, free_port
-from tests.examples import mostly_exhaustive, mostly_slow
+from tests.examples import mostly_exhaustive
 from tests.forked import REPO, run_script
 
 SCRIPT = REPO / "docs" / "examples" / "several_models.py"
@@ -111,7 +111,8 @@ def chain(folder: Path, mode: str, ranks: int = 1) -> None:
     assert not [*differing(folder / "straight", folder / "killed")]
 
 
-@pytest.mark.parametrize("mode", mostly_slow(MODES[:2], kept=MODES[:1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES[:2])
 def test_a_run_that_is_killed_in_each_phase_ends_as_one_that_is_not(mode: str, tmp_path: Path) -> None:
     chain(tmp_path, mode)
 

@@ -291,7 +291,7 @@ RELIED_ON = {
     "quarantine": [(ROOT, ["step-2.corrupt"])],
 }
 """The synced file or folder, and the last new name in it. `.metadata` is synced twice."""
-SLOW = ("replacement", "branch that replaces, no exchange")
+SLOW = ("save next to older ones", "replacement", "branch that replaces, no exchange")
 
 
 @pytest.mark.parametrize(

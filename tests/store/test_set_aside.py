@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples import mostly_slow
 from tests.store import filled
 from tests.store.crashing import Contents, Crash, Cut, contents
 from tests.store.filled import fill, flip, names, save
@@ -227,7 +228,7 @@ def everything(root: Path) -> dict[tuple[str, ...], Contents]:
     }
 
 
-@pytest.mark.parametrize("power", [False, True])
+@pytest.mark.parametrize("power", mostly_slow([False, True], kept=[True]))
 @pytest.mark.parametrize(
     ("make", "name", "latest"),
     [

@@ -26,6 +26,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     return run(folder, 12, memory_ttl_seconds=0.0, memory_interval=0, kills=False).weights
 
 
+@pytest.mark.slow
 def test_a_run_killed_three_times_before_a_save_continues_where_it_was(
     tmp_path: Path, straight: dict[int, str]
 ) -> None:

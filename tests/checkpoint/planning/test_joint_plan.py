@@ -160,6 +160,7 @@ def written_bytes(plans: Sequence[Sequence[WriteItem]]) -> list[int]:
     return [sum(map(num_bytes, items)) for items in plans]
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(1000), deadline=None)
 @given(worlds())
 def test_both_ways_write_each_element_once_and_no_file_is_much_larger(ranks: list[list[Has]]) -> None:

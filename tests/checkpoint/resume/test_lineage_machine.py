@@ -259,5 +259,5 @@ def purge_all_but(count: int, store: CheckpointStore) -> None:
         store.empty(store.discard(info))
 
 
-TestOneFolder = OneFolder.TestCase
+TestOneFolder = pytest.mark.slow(OneFolder.TestCase)
 TestOneFolder.settings = settings(max_examples=examples(500), stateful_step_count=15, deadline=None)

@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoint.conftest import MODES
 from tests.checkpoint.resume.rolling_back import StartRun, record, straight, train
 from tests.checkpoint.small_run import same
+from tests.examples import mostly_slow
 from torchtitan_lite import faults
 from torchtitan_lite.errors import CheckpointError, ConfigError, RunNotLoaded, TrainingDiverged
 from torchtitan_lite.store import layout
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+@pytest.mark.parametrize("mode", mostly_slow(MODES, kept=["async_with_pinned_mem"]))
 @pytest.mark.parametrize(
     ("poisoned", "left_out"), [({8}, {8}), ({5, 11}, {5, 11}), ({8, 9}, {7, 8, 9})], ids=["one", "two", "in a row"]
 )

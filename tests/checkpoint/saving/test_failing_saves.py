@@ -59,6 +59,7 @@ def test_what_all_ranks_are_refused_is_one_failure(rank: int, tmp_path: Path, mo
     faults.install("", rank=rank)
 
 
+@pytest.mark.slow
 @on_two_ranks
 def test_a_short_write_is_continued(rank: int, tmp_path: Path, mode: str) -> None:
     run = run_with("short@write:rank=1,step=2", rank, tmp_path, mode)

@@ -16,11 +16,13 @@ from tests.checkpoint.only_once import load_and_close, save_and_close
 from tests.checkpoint.savers import Lent
 from tests.checkpoint.small_run import job_config, same
 from tests.checkpoint.state.optimizers_of_torch import Recipe, optimizers_of_torch, recipes, state_of, train_step
+from tests.examples import mostly_slow
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.saving.savers import ProcessSaver
 
-FEW = [recipe for recipe in recipes() if recipe.kind.__name__ in ("SGD", "AdamW", "NAdam", "SparseAdam", "LBFGS")]
+RECIPES = recipes()
+FEW = [recipe for recipe in RECIPES if recipe.kind.__name__ in ("SGD", "AdamW", "NAdam", "SparseAdam", "LBFGS")]
 """Optimizers that make different state at different times: enough for tests that do not depend on the optimizer."""
 
 
@@ -38,7 +40,7 @@ def test_every_optimizer_of_torch_has_a_recipe() -> None:
     assert not [each.__name__ for each in optimizers_of_torch() if each not in made]
 
 
-@pytest.mark.parametrize("recipe", recipes(), ids=str)
+@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, kept=FEW), ids=str)
 def test_three_steps_a_resume_and_two_more_are_five_steps(tmp_path: Path, recipe: Recipe) -> None:
     """The later steps use a layer that had no gradient before: its state begins then, as in a run that never saved."""
     saved, its_optimizer, manager = start(tmp_path, recipe)
@@ -78,7 +80,7 @@ def test_the_keys_of_a_sharded_state_keep_their_order(rank: int, tmp_path: Path)
     assert [[*each] for each in again.state_dict()["state"].values()] == keys
 
 
-@pytest.mark.parametrize("recipe", recipes(), ids=str)
+@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, kept=FEW), ids=str)
 def test_saved_before_its_first_step_it_comes_back_without_state(tmp_path: Path, recipe: Recipe) -> None:
     _, optimizer, manager = start(tmp_path, recipe)
     save_and_close(manager)

@@ -65,6 +65,7 @@ def assert_harmless(outcomes: Sequence[dict[str, Any]]) -> None:
     assert large == []
 
 
+@pytest.mark.slow
 def test_some_of_each_class_are_refused_or_skipped(start_run: StartRun, tmp_path: Path) -> None:
     outcomes = probed(QUICK, start_run, tmp_path)
     assert_harmless(outcomes)

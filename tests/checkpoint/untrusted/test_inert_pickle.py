@@ -54,6 +54,7 @@ def test_repeated_values_are_found_in_the_memo_however_many_there_are(protocol: 
     assert parse(pickle.dumps(value, protocol), {}) == value
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(plain, st.integers(2, pickle.HIGHEST_PROTOCOL), st.data())
 def test_a_pickle_that_is_cut_is_refused(value: Any, protocol: int, data: st.DataObject) -> None:
