@@ -121,7 +121,7 @@ def test_a_forced_save_is_tried_again(rank: int, tmp_path: Path) -> None:
 
 @on_two_ranks
 def test_a_save_that_outlived_its_deadline_is_not_torn_by_the_next(rank: int, tmp_path: Path) -> None:
-    run = sharded_run(tmp_path, async_mode="async", interval=1, timeout_seconds=1, max_failed_saves=9)
+    run = sharded_run(tmp_path, async_mode="async", interval=1, timeout_seconds=2, max_failed_saves=9)
     may_write = threading.Event()
     run.saver.before_write = lambda path: may_write.wait() if rank == 1 else None
     with run.manager:
