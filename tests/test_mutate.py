@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from scripts.mutation.operators import mutants_of
 
 ROOT = Path(__file__).parents[1]
 MODULE = """
@@ -25,6 +28,16 @@ from torchtitan_lite.sizes import is_large
 def test_what_is_above_ten_is_large():
     assert is_large(11) and not is_large(10)
 """
+
+
+@pytest.mark.parametrize(
+    "kind", [*ast.operator.__subclasses__(), *ast.cmpop.__subclasses__()], ids=lambda kind: kind.__name__
+)
+def test_each_operator_of_python_is_replaced_by_another_one(kind: type[ast.AST]) -> None:
+    a, b = ast.Name("a"), ast.Name("b")
+    value = ast.BinOp(a, kind(), b) if issubclass(kind, ast.operator) else ast.Compare(a, [kind()], [b])
+    found = mutants_of("module.py", f"def f(a, b):\n    return {ast.unparse(value)}")
+    assert {"arithmetic", "comparison"} & {mutant.operator for mutant in found}
 
 
 @pytest.mark.slow

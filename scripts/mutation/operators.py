@@ -29,6 +29,7 @@ _ARITHMETIC = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
     ast.Mult: ast.FloorDiv,
+    ast.MatMult: ast.Mult,
     ast.FloorDiv: ast.Mult,
     ast.Div: ast.Mult,
     ast.Mod: ast.Mult,
