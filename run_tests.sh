@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Set up if needed, then run the tests: ./run_tests.sh [--all | --exhaustive] [pytest arguments]
+# Set up if needed, then run the tests: ./run_tests.sh [--all | --exhaustive | --cuda] [pytest arguments]
 #
 #   --all          also the tests marked slow, and where npm is there, with an Azure server
 #   --exhaustive   also the full products of topologies and kill points; --seed N repeats what was drawn at random
+#   --cuda         only the tests on a CUDA device, in the environment at hand: nothing is set up or downloaded
 #   PYTHON         see scripts/env.sh
 #
 # Paths among the arguments are relative to the repository. The exit code is pytest's, or 3: set-up impossible.
@@ -14,14 +15,25 @@ AZURITE=3.35.0 # its version
 selection=(-m "not slow and not exhaustive")
 arguments=()
 is_fast=1
+on_device=""
 for argument in "$@"; do
     case $argument in
     --all) selection=(-m "not exhaustive" --hypothesis-profile thorough) is_fast="" ;;
     --exhaustive) selection=(--hypothesis-profile exhaustive) is_fast="" ;;
+    --cuda) selection=(-m cuda) on_device=1 ;;
     *) arguments+=("$argument") ;;
     esac
 done
 
+if [[ -n $on_device ]]; then
+    PYTHON="${PYTHON:-python3}"
+    "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null ||
+        give_up "--cuda: expected an environment whose torch sees a CUDA device, $PYTHON has none; name one in PYTHON."
+    cd "$ROOT"
+    # Other plugins of this environment may warn, which would end the run.
+    export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+    exec "$PYTHON" -m pytest -p xdist -p _hypothesis_pytestplugin -n 0 "${selection[@]}" ${arguments[@]+"${arguments[@]}"}
+fi
 set_up test
 cd "$ROOT"
 # In .venv, where a fresh clone has none. Without npm or a network, the tests on an Azure server are skipped.

@@ -70,6 +70,11 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda") is not None and not sys.modules["torch"].cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
 def pytest_report_header(config: pytest.Config) -> str:
     return f"drawn runs: --seed {config.option.seed}"
 

@@ -58,7 +58,9 @@ class Machine:
         self.repo, self.bin, self.home = tmp_path / "a copy", tmp_path / "bin", tmp_path / "home"
         self.calls_file, self.fakes = tmp_path / "calls", tmp_path / "fakes"
         (self.fakes / "torch" / "distributed").mkdir(parents=True)
-        (self.fakes / "torch" / "__init__.py").write_text("class cuda: device_count = lambda: 0")
+        (self.fakes / "torch" / "__init__.py").write_text(
+            "class cuda: device_count, is_available = lambda: 0, lambda: True"
+        )
         (self.fakes / "torch" / "distributed" / "run.py").write_text(TORCHRUN)
         for folder in (self.repo, self.bin, self.home):
             folder.mkdir()
@@ -196,6 +198,16 @@ def test_pytest_gets_the_arguments_unchanged(machine: Machine) -> None:
     assert machine.calls()[-1] == f"{ALL} -k a or b tests/store"
     machine.run("run_tests.sh", "--exhaustive", "-n", "0")
     assert machine.calls()[-1] == f"{IN_SLOTS} --hypothesis-profile exhaustive -n 0"
+
+
+def test_the_tests_on_a_device_run_in_the_environment_at_hand_or_say_that_there_is_none(machine: Machine) -> None:
+    """Nothing is set up, and plugins that happen to be installed there are not loaded."""
+    finished = machine.run("run_tests.sh", "--cuda")
+    assert finished.returncode == 3
+    assert "--cuda: expected an environment whose torch sees a CUDA device, python3 has none" in last_line(finished)
+    assert machine.calls() == []
+    assert machine.run("run_tests.sh", "--cuda", "-x", PYTHONPATH=str(machine.fakes)).returncode == 0
+    assert machine.calls() == ["pytest -p xdist -p _hypothesis_pytestplugin -n 0 -m cuda -x"]
 
 
 def is_environment() -> bool:

@@ -93,7 +93,7 @@ def test_a_memory_snapshot_without_cuda_is_a_warning(tmp_path: Path, log: pytest
     assert not log.text, "each fact is logged once, by rank 0"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 def test_a_memory_snapshot_is_written_at_the_frequency_and_when_memory_runs_out(tmp_path: Path) -> None:
     config = Profiling(enable_memory_snapshot=True, profile_freq=2)
     with pytest.raises(torch.OutOfMemoryError), Profiler(tmp_path, config, rank=0) as profiler:

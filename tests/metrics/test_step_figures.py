@@ -105,7 +105,7 @@ def test_without_an_accelerator_the_memory_is_that_of_the_process() -> None:
     assert 0.01 < tags["memory/max_reserved(GiB)"] < math.inf
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 def test_the_memory_of_the_allocator_is_its_peak_since_the_last_call() -> None:
     monitor = build_memory_monitor(torch.device("cuda", 0))
     block = torch.empty(2**28, dtype=torch.uint8, device="cuda")
