@@ -21,7 +21,7 @@ from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.disk.new_file import NewFileOnDisk
 from torchtitan_lite.disk.writer_process import WriterProcess
 
-arena = StagingArena(4096, pin=False)
+arena = StagingArena(4096)
 arena.memory[:5] = b"hello"
 process = WriterProcess(timeout_seconds=60)
 process.start()

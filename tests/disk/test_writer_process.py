@@ -44,7 +44,7 @@ def process(lasting: WriterProcess) -> WriterProcess:
 
 @pytest.fixture
 def arena() -> Iterator[StagingArena]:
-    arena = StagingArena(4096, pin=False)
+    arena = StagingArena(4096)
     arena.memory[: len(WORDS)] = WORDS
     yield arena
     arena.close()
@@ -68,7 +68,7 @@ def test_the_process_writes_the_start_of_the_arena_as_it_is_at_the_request(
 
 def test_the_process_follows_to_a_new_arena(process: WriterProcess, arena: StagingArena, tmp_path: Path) -> None:
     write(process, tmp_path / "f", arena)
-    other = StagingArena(8192, pin=False)
+    other = StagingArena(8192)
     other.memory[:5] = b"other"
     assert write(process, tmp_path / "g", other)[:5] == b"other"
     other.close()

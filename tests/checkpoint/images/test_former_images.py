@@ -34,7 +34,7 @@ def tier(tmp_path: Path, memory_tier: Path) -> Iterator[Tier]:
 
 def kept(tier: Tier, step: int) -> tuple[StagingArena, int]:
     """Return an arena with an image of `step` that the keeper holds, and another descriptor of its memory."""
-    arena = StagingArena(SIZE, pin=False, mark=Mark())
+    arena = StagingArena(SIZE, mark=Mark())
     arena.allocate()
     assert arena.mark is not None
     arena.mark.set(step, 3, b"card")

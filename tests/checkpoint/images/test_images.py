@@ -36,9 +36,7 @@ from torchtitan_lite.store.store import CheckpointStore
 def digests_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have copies made without digests, as those of an accelerator's memory are."""
 
-    monkeypatch.setattr(
-        run_images, "build_image_stager", lambda let_go: ImageStager(CopiesOnly(), pin=False, let_go=let_go)
-    )
+    monkeypatch.setattr(run_images, "build_image_stager", lambda let_go: ImageStager(CopiesOnly(), let_go=let_go))
 
 
 @pytest.fixture(params=["with the copy", "later"])

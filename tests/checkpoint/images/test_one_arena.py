@@ -15,7 +15,7 @@ from torchtitan_lite.checkpoint.images import images, run_images
 from torchtitan_lite.checkpoint.images.image_stager import ImageStager
 
 images.num_arenas = lambda found: 1
-run_images.build_image_stager = lambda let_go: ImageStager(CopiesOnly(), pin=False, let_go=let_go)
+run_images.build_image_stager = lambda let_go: ImageStager(CopiesOnly(), let_go=let_go)
 run = start(Path("run"), 0, interval=1)
 faults.install("slow@digest:seconds=1,times=1;kill@mark:step=2", rank=0)
 for _ in range(2):

@@ -133,7 +133,7 @@ def test_one_arena_is_taken_again_and_again_and_reports_nothing() -> None:
 
 
 def test_an_image_is_invalid_before_the_first_byte_of_the_next_one() -> None:
-    stager = ImageStager(HostCopier(), pin=False, let_go=lambda arena: None)
+    stager = ImageStager(HostCopier(), let_go=lambda arena: None)
     image = FileData(FileLayout([(torch.float32, (1000,))]), [torch.zeros(1000)])
     arena = stager.take(image).arena
     assert arena.mark is not None
@@ -145,21 +145,21 @@ def test_an_image_is_invalid_before_the_first_byte_of_the_next_one() -> None:
 
 
 def test_an_arena_that_a_keeper_holds_is_never_truncated() -> None:
-    arena = StagingArena(1 << 20, pin=False, mark=Mark())
+    arena = StagingArena(1 << 20, mark=Mark())
     arena.allocate()
     arena.is_kept = True
     assert arena.mark is not None
     elsewhere, mark = os.dup(arena.fd), os.dup(arena.mark.fd)
     arena.close()
     assert os.fstat(elsewhere).st_blocks * 512 >= 1 << 20
-    again = StagingArena.adopted(elsewhere, mark, pin=False)
+    again = StagingArena.adopted(elsewhere, mark)
     assert again.num_bytes == 1 << 20
     again.close()
 
 
 def test_an_arena_that_is_too_small_is_given_up_before_a_larger_one_is_made() -> None:
     given_up: list[StagingArena] = []
-    stager = ImageStager(HostCopier(), pin=False, let_go=given_up.append)
+    stager = ImageStager(HostCopier(), let_go=given_up.append)
     small, large = torch.zeros(1000), torch.zeros(2_000_000)
     first = stager.take(FileData(FileLayout([(small.dtype, small.shape)]), [small])).arena
     stager.take(FileData(FileLayout([(large.dtype, large.shape)]), [large]))
@@ -168,7 +168,7 @@ def test_an_arena_that_is_too_small_is_given_up_before_a_larger_one_is_made() ->
 
 
 def test_a_forked_child_has_no_mapping_of_an_arena_and_leaves_it_alone() -> None:
-    arena = StagingArena(1 << 20, pin=False, mark=Mark())
+    arena = StagingArena(1 << 20, mark=Mark())
     arena.allocate()
     child = os.fork()
     if child == 0:

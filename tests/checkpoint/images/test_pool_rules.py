@@ -196,7 +196,7 @@ def test_waiting_until_nothing_is_read_ends_with_the_last_reader() -> None:
 
 
 def test_adopted_images_are_valid_known_and_the_only_ones_that_are_visited() -> None:
-    arenas = [StagingArena(4096, pin=False, mark=Mark()) for _ in range(3)]
+    arenas = [StagingArena(4096, mark=Mark()) for _ in range(3)]
     pool = Pool()
     pool.adopt([(arenas[0], 7), (arenas[1], NO_STEP), (arenas[2], 5)], [5, 7, NO_STEP, 7, 3, 1])
     assert [(slot.arena, slot.step, slot.is_valid) for slot in pool.slots] == [

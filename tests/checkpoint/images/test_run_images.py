@@ -86,9 +86,7 @@ def test_a_process_digests_where_copies_cannot_or_where_it_writes_anyway(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, async_mode: str, interval: int, process: bool | None, digests: bool
 ) -> None:
     if not digests:
-        monkeypatch.setattr(
-            run_images, "build_image_stager", lambda let_go: ImageStager(CopiesOnly(), pin=False, let_go=let_go)
-        )
+        monkeypatch.setattr(run_images, "build_image_stager", lambda let_go: ImageStager(CopiesOnly(), let_go=let_go))
     run = images_of_run(tmp_path, async_mode=async_mode, memory_interval=interval)
     assert isinstance(run, KeptImages)
     found = run.images

@@ -31,7 +31,7 @@ def tier(tmp_path: Path, memory_tier: Path) -> Iterator[Tier]:
 
 
 def arena_of(*, marked: bool = True) -> StagingArena:
-    return StagingArena(4096, pin=False, mark=Mark() if marked else None)
+    return StagingArena(4096, mark=Mark() if marked else None)
 
 
 def test_an_arena_is_held_once_under_a_name_of_start_and_rank(tier: Tier) -> None:

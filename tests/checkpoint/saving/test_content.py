@@ -22,7 +22,7 @@ def test_a_save_whose_end_is_noted_after_the_next_one_began_releases_its_own_cop
     store = CheckpointStore(tmp_path)
     pool = Pool()
     pool.resize(3)
-    stager = Stager(HostCopier(), pin=False, pool=pool)
+    stager = Stager(HostCopier(), pool=pool)
     copies = Copies(Copying(stager), write_in_place, DO_NOT_WATCH)
     image = PlanCache(Peers(timedelta(seconds=60))).plan({"w": torch.zeros(3)}).file()
     for step in (1, 2):

@@ -135,7 +135,7 @@ class StuckDisk(Durable):
 
 @pytest.mark.slow
 def test_a_prepared_arena_has_room_for_the_objects_too(store: CheckpointStore) -> None:
-    stager = Stager(HostCopier(), pin=False)
+    stager = Stager(HostCopier())
     saver = ThreadSaver(PEERS, copying=Copying(stager))
     state = {"weight": torch.ones(3), "settings": {f"group {n}": [n] * 40 for n in range(8000)}}
     saver.prepare(lambda: state)
@@ -244,7 +244,7 @@ class Held(Durable):
         super().make_dir(path)
 
 disk = Held()
-stager = Stager(HostCopier(), pin=False)
+stager = Stager(HostCopier())
 saver = ThreadSaver(Peers(timedelta(seconds=60)), copying=Copying(stager))
 pending = saver.save({"weight": torch.ones(4 << 20)}, target(CheckpointStore(Path("checkpoint"), durable=disk), 1))
 saver.prepare(lambda: {"weight": torch.ones(16 << 20)})

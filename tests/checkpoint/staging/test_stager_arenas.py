@@ -36,7 +36,7 @@ def pool() -> Pool:
 
 @pytest.fixture
 def stager(pool: Pool) -> Iterator[Stager]:
-    stager = Stager(HostCopier(), pin=False, pool=pool)
+    stager = Stager(HostCopier(), pool=pool)
     yield stager
     stager.close()
 
@@ -49,7 +49,7 @@ def image(num_elements: int = 1000) -> FileData:
 def test_a_copy_that_fails_leaves_its_arena_to_the_next_one() -> None:
     pool = Pool()
     pool.resize(2)
-    stager = Stager(Failing(), pin=False, pool=pool)
+    stager = Stager(Failing(), pool=pool)
     with pytest.raises(MemoryError, match="no room"):
         stager.take(image(), 1)
     assert not any(slot.is_read for slot in stager.pool.slots)
@@ -108,7 +108,7 @@ def test_what_goes_wrong_while_an_arena_is_made_is_raised_where_it_is_taken() ->
     def refuse(arena: StagingArena) -> None:
         raise OSError("the keeper does not let go of it")
 
-    stager = ImageStager(HostCopier(), pin=False, let_go=refuse)
+    stager = ImageStager(HostCopier(), let_go=refuse)
     staged = stager.take(image())
     first = staged.arena
     stager.pool.release(staged.slot)
@@ -134,7 +134,7 @@ def test_an_image_that_just_fits_needs_no_other_arena(stager: Stager) -> None:
 
 def test_tensors_in_the_memory_of_the_host_are_copied_with_an_accelerator_too() -> None:
     """As of a state that is only in part on an accelerator; the copier then writes the bytes around them itself."""
-    stager = Stager(CudaCopier(), pin=False)
+    stager = Stager(CudaCopier())
     large = [torch.rand(5_000_000), torch.rand(3, 4).T, torch.rand(7), torch.empty(0)]
     small = [torch.rand(9), torch.ones(2, dtype=torch.bool)]
     for tensors in (large, small, large):

@@ -20,7 +20,7 @@ from torchtitan_lite.disk.digest import FileRecord
 
 @pytest.fixture
 def stager() -> Iterator[Stager]:
-    stager = Stager(HostCopier(), pin=False)
+    stager = Stager(HostCopier())
     yield stager
     stager.close()
 
@@ -112,7 +112,7 @@ def test_an_arena_has_every_page_before_it_is_first_used(stager: Stager) -> None
 
 
 def test_a_closed_stager_has_no_memory_and_can_be_used_again() -> None:
-    stager = Stager(HostCopier(), pin=False)
+    stager = Stager(HostCopier())
     image = image_of([torch.rand(1000)])
     staged = stager.take(image)
     memory = os.dup(staged.arena.fd)
@@ -139,7 +139,7 @@ def test_another_mapping_of_the_arena_sees_the_file(stager: Stager) -> None:
 
 def test_the_memory_of_a_closed_arena_is_freed_even_if_another_process_has_it_open() -> None:
     """A writer process has it open, and so does a worker that was forked while it existed."""
-    arena = StagingArena(1 << 20, pin=False)
+    arena = StagingArena(1 << 20)
     arena.allocate()
     elsewhere = os.dup(arena.fd)
     arena.close()
@@ -148,7 +148,7 @@ def test_the_memory_of_a_closed_arena_is_freed_even_if_another_process_has_it_op
 
 
 def test_closing_twice_is_closing_once() -> None:
-    arena = StagingArena(4096, pin=False)
+    arena = StagingArena(4096)
     arena.close()
     arena.close()
     assert arena.fd == -1

@@ -14,7 +14,7 @@ from torchtitan_lite.checkpoint.staging.mark import Mark
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (2, 3), ()])
 def test_a_tensor_of_an_arena_is_on_the_cpu_and_of_its_type_also_if_it_is_empty(shape: tuple[int, ...]) -> None:
-    arena = StagingArena(4096, pin=False)
+    arena = StagingArena(4096)
     with torch.device("meta"):
         found = arena.tensor(64, torch.int16, shape)
     assert (found.device.type, found.dtype, tuple(found.shape)) == ("cpu", torch.int16, shape)
@@ -25,7 +25,7 @@ def test_in_a_process_without_standard_input_an_arena_and_a_mark_are_closed_too(
     child = os.fork()
     if child == 0:
         os.close(0)
-        arena = StagingArena(1 << 20, pin=False)
+        arena = StagingArena(1 << 20)
         was_first = arena.fd == 0
         arena.close()
         mark = Mark()
@@ -41,7 +41,7 @@ def num_mapped() -> int:
 
 
 def test_closing_an_arena_closes_its_mark_and_what_it_had_open() -> None:
-    arena = StagingArena(4096, pin=False, mark=Mark())
+    arena = StagingArena(4096, mark=Mark())
     assert arena.mark is not None
     opened = (arena.fd, arena.mark.fd)
     before = num_mapped()
@@ -53,7 +53,7 @@ def test_closing_an_arena_closes_its_mark_and_what_it_had_open() -> None:
 
 
 def test_an_arena_of_no_bytes_can_be_made_allocated_and_closed() -> None:
-    arena = StagingArena(0, pin=False)
+    arena = StagingArena(0)
     arena.allocate()
     assert len(arena.memory) == 0
     arena.close()

@@ -9,14 +9,15 @@ import torch
 
 from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
 from torchtitan_lite.checkpoint.staging.copiers import CudaCopier
+from torchtitan_lite.checkpoint.staging.page_lock import CudaPageLock
 from torchtitan_lite.checkpoint.staging.stager import StagedCopy, Stager
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = pytest.mark.cuda
 
 
 @pytest.fixture
 def stager() -> Iterator[Stager]:
-    stager = Stager(CudaCopier(), pin=True)
+    stager = Stager(CudaCopier(), page_lock=CudaPageLock())
     yield stager
     stager.close()
 

@@ -19,7 +19,7 @@ LARGE = (9 << 20) + 3
 
 @pytest.fixture
 def stager() -> Iterator[Stager]:
-    stager = Stager(HostCopier(), pin=False)
+    stager = Stager(HostCopier())
     yield stager
     stager.close()
 

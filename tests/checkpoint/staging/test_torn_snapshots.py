@@ -86,7 +86,7 @@ class Disturbed(HostCopier):
 
 def test_a_tensor_that_changed_while_it_was_staged_is_named_and_not_committed(tmp_path: Path) -> None:
     state = {"model": {"calm": torch.zeros(5000), "volatile": torch.zeros(3, 4).T}}
-    saver = ThreadSaver(PEERS, copying=Copying(Stager(Disturbed(state["model"]["volatile"]), pin=False)), watch=watch)
+    saver = ThreadSaver(PEERS, copying=Copying(Stager(Disturbed(state["model"]["volatile"]))), watch=watch)
     store = CheckpointStore(tmp_path / "checkpoint")
     failure = saver.save(state, target(store, 1)).durable.exception(DEADLINE_SECONDS)
     assert isinstance(failure, SaveFailed)

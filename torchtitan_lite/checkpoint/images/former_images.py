@@ -13,6 +13,7 @@ from torchtitan_lite.checkpoint.images.pool import Pool
 from torchtitan_lite.checkpoint.images.tier import Tier
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.mark import UnusableMark, read_mark
+from torchtitan_lite.checkpoint.staging.page_lock import wait_for_unlocking
 from torchtitan_lite.checkpoint.staging.slots import NO_STEP
 from torchtitan_lite.distributed.peers import Peers
 
@@ -54,6 +55,7 @@ class FormerImages:
                 self._tier.give_up(arena)
                 arena.close()
             self._arenas = []
+        wait_for_unlocking()
 
     def free_later(self) -> None:
         """Free all of them in a thread. Idempotent."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-
 from torchtitan_lite.checkpoint.images.pool import Pool
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.copiers import Copier, build_copier
 from torchtitan_lite.checkpoint.staging.mark import Mark
+from torchtitan_lite.checkpoint.staging.page_lock import PageLock, build_page_lock
 from torchtitan_lite.checkpoint.staging.stager import Stager
 
 
@@ -18,8 +17,10 @@ class ImageStager(Stager):
 
     pool: Pool
 
-    def __init__(self, copier: Copier, *, pin: bool, let_go: Callable[[StagingArena], None]) -> None:
-        super().__init__(copier, pin=pin, pool=Pool())
+    def __init__(
+        self, copier: Copier, *, let_go: Callable[[StagingArena], None], page_lock: PageLock | None = None
+    ) -> None:
+        super().__init__(copier, page_lock=page_lock, pool=Pool())
         self._let_go = let_go
 
     def adopt(self, descriptors: Sequence[tuple[int, int]]) -> list[StagingArena]:
@@ -31,11 +32,8 @@ class ImageStager(Stager):
         for arena, _ in self.pool.clear():
             # A save that the caller stopped waiting for may still be written from it.
             arena.close(is_unused=False)
-
-        def adopt() -> list[StagingArena]:
-            return [StagingArena.adopted(fd, mark_fd, pin=self._pin) for fd, mark_fd in descriptors]
-
-        return self._in_a_thread(adopt).result()
+        # Their pages are locked before the first copy, by `prepare`: a load needs no locked ones.
+        return [StagingArena.adopted(fd, mark_fd, page_lock=self._page_lock) for fd, mark_fd in descriptors]
 
     def shrink(self, num_slots: int, seconds: float) -> None:
         """Have at most `num_slots`, and free the others' arenas once they are not read, after `seconds` at most."""
@@ -58,5 +56,5 @@ class ImageStager(Stager):
 
 
 def build_image_stager(let_go: Callable[[StagingArena], None]) -> ImageStager:
-    """Return the stager for this machine: pinned memory and CUDA streams if there is CUDA."""
-    return ImageStager(build_copier(), pin=torch.cuda.is_available(), let_go=let_go)
+    """Return the stager for this machine: page-locked memory and CUDA streams if there is CUDA."""
+    return ImageStager(build_copier(), let_go=let_go, page_lock=build_page_lock())

@@ -46,6 +46,7 @@ class Kept(Protocol):
     fd: int
     mark: Mark | None
     is_kept: bool
+    is_closed: bool
 
 
 class Tier:
@@ -215,7 +216,7 @@ class Tier:
 
     def _hold(self, arena: Kept) -> None:
         mark = arena.mark
-        if mark is not None and arena.fd >= 0:
+        if mark is not None and not arena.is_closed:
             arena.is_kept = self._try(lambda: self.keeper.keep(self._names[arena], (arena.fd, mark.fd)))
             if arena.is_kept:
                 if not self._kept:

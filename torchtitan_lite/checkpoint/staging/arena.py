@@ -10,25 +10,26 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from torchtitan_lite.checkpoint.format.file_data import FileLayout
 from torchtitan_lite.checkpoint.staging.mark import Mark
+from torchtitan_lite.checkpoint.staging.page_lock import LockedPages, PageLock, pieces
 from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.disk.shared_memory import address_of, allocate, map_shared
-from torchtitan_lite.log import logger
 
 
 class StagingArena:
     """Memory of `num_bytes`, aligned to a huge page. Another process can map it through `fd`.
 
     `fd`, which the arena then owns, is the memory of an arena of another process, all of it. `mark` is that of its
-    image; without one it holds no image for later starts.
+    image; without one it holds no image for later starts. `allocate` and `lock_pages` lock its pages with `page_lock`.
     """
 
-    def __init__(self, num_bytes: int, *, pin: bool, fd: int | None = None, mark: Mark | None = None) -> None:
+    def __init__(
+        self, num_bytes: int, *, page_lock: PageLock | None = None, fd: int | None = None, mark: Mark | None = None
+    ) -> None:
         self.num_bytes = num_bytes
         self.mark = mark
         self.is_kept = False
@@ -42,17 +43,27 @@ class StagingArena:
         """What only arenas of the same memory share, as long as that memory exists."""
         self.memory = map_shared(self.fd, num_bytes)
         self.address = address_of(self.memory)
-        self._pinned = pin and num_bytes > 0 and _pin(self.address, num_bytes)
+        self._pages = LockedPages(self.memory, page_lock)
+        self.is_closed = False
+        """Whether it was given up: its memory may still be on the way out."""
         forget_in_children(self.forget)
 
     @classmethod
-    def adopted(cls, fd: int, mark_fd: int, *, pin: bool) -> StagingArena:
+    def adopted(cls, fd: int, mark_fd: int, *, page_lock: PageLock | None = None) -> StagingArena:
         """Return the arena in `fd`, whose image has its mark in `mark_fd`; it owns both. Its pages are allocated."""
-        return cls(os.fstat(fd).st_size, pin=pin, fd=fd, mark=Mark(mark_fd))
+        return cls(os.fstat(fd).st_size, page_lock=page_lock, fd=fd, mark=Mark(mark_fd))
 
     def allocate(self) -> None:
-        """Have the kernel give all pages now, huge ones if it can. Any thread; releases the GIL."""
-        allocate(self.memory)
+        """Have the kernel give all pages now, huge ones if it can, and lock them. Any thread; releases the GIL."""
+        for begin, end in pieces(0, self.num_bytes):
+            allocate(self.memory[begin:end])
+            self._pages.lock(begin, end)
+
+    def lock_pages(self) -> None:
+        """Lock the pages, which are there, unless they are locked. Any thread; releases the GIL."""
+        if self._pages.is_empty:
+            for begin, end in pieces(0, self.num_bytes):
+                self._pages.lock(begin, end)
 
     def tensor(self, at: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """Return the tensor at byte `at`, which shares the arena's memory."""
@@ -64,26 +75,34 @@ class StagingArena:
     def close(self, *, is_unused: bool = True) -> None:
         """Free the memory unless a keeper holds it: no code may use it afterwards. Idempotent.
 
-        With `is_unused` false a thread may still read it, and it is freed with the last mapping.
+        With `is_unused` false a thread may still read it, and it is freed with the last mapping. Locked pages are
+        unlocked and freed in the background.
         """
-        if self._pinned:
-            _cudart().cudaHostUnregister(self.address)
-            self._pinned = False
+        if self.is_closed:
+            return
+        self.is_closed = True
+        # Only the process that made it frees it: a forked worker must not truncate the arena of its parent.
+        frees = is_unused and os.getpid() == self._pid and not self.is_kept
+        if self._pages.is_empty:
+            self._free(frees)
+        else:
+            self._pages.unlock_in_background(lambda: self._free(frees))
+
+    def _free(self, frees: bool) -> None:
         if self.fd >= 0:
             # A writer process or a forked worker may still have it open or mapped: truncating frees the memory anyway.
-            # Only the process that made it does so: a forked worker must not truncate the arena of its parent.
-            if is_unused and os.getpid() == self._pid and not self.is_kept:
+            if frees:
                 os.ftruncate(self.fd, 0)
             self.forget()
 
     def forget(self) -> None:
         """Close the descriptors, and leave the memory to others that have it open. Idempotent."""
         if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+            fd, self.fd = self.fd, -1
+            os.close(fd)
         if self.mark is not None:
             self.mark.close()
-        self._pinned = False
+        self._pages.forget()
 
 
 def _anonymous_file(num_bytes: int) -> int:
@@ -96,15 +115,3 @@ def _anonymous_file(num_bytes: int) -> int:
             fd = os.dup(file.fileno())
     os.ftruncate(fd, max(num_bytes, 1))
     return fd
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-
-
-def _pin(address: int, num_bytes: int) -> bool:
-    portable = 1  # Pinned for every device's context.
-    result = _cudart().cudaHostRegister(address, num_bytes, portable)
-    if int(result) != 0:
-        logger.warning("Staging memory could not be pinned (CUDA error %d); copies to it will be slower", int(result))
-    return int(result) == 0

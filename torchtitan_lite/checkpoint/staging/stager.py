@@ -2,14 +2,15 @@
 
 The copy has the layout of this rank's file, so a writer can give the memory to the disk as it is, without gathering.
 The arenas that hold copies are kept from save to save, and are made and allocated before the first one: page faults
-cost far more than the copy. They are pinned if there is an accelerator. One copy is made at a time: slots.py says
+cost far more than the copy. Their pages are locked if there is a GPU. One copy is made at a time: slots.py says
 into which arena, and copiers.py how.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
@@ -21,13 +22,17 @@ from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.copiers import Copier, build_copier
 from torchtitan_lite.checkpoint.staging.mark import Mark
+from torchtitan_lite.checkpoint.staging.page_lock import PageLock, build_page_lock, wait_for_unlocking
 from torchtitan_lite.checkpoint.staging.slots import ArenaSlot, Slots
 from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.log import logger
 
 T = TypeVar("T")
 
 _GRAIN_BYTES = 2 << 20
 """The size of an arena is a multiple of it: the size of a huge page, and room for objects that grow."""
+_LONG_WAIT_SECONDS = 0.1
+"""A shorter wait for memory is not worth a line."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +60,9 @@ class StagedCopy:
 class Stager:
     """Copies files into the arenas of `pool`, which it keeps from save to save."""
 
-    def __init__(self, copier: Copier, *, pin: bool, pool: Slots | None = None) -> None:
+    def __init__(self, copier: Copier, *, page_lock: PageLock | None = None, pool: Slots | None = None) -> None:
         self._copier = copier
-        self._pin = pin
+        self._page_lock = page_lock
         self._preparation: Future[None] | None = None
         self.pool = pool or Slots()
 
@@ -72,10 +77,21 @@ class Stager:
         return self._preparation is not None and not self._preparation.done()
 
     def prepare(self, num_bytes: int) -> None:
-        """Make and touch arenas for copies of about `num_bytes` in a thread; the first `take` waits for it."""
+        """Make arenas for copies of about `num_bytes`, and lock those that are there, in a thread.
+
+        The first `take` waits for it.
+        """
+        there = [slot.arena for slot in self.pool.slots if slot.arena is not None and _has_room(slot, num_bytes)]
         slots = [slot for slot in self.pool.slots if not (slot.is_read or _has_room(slot, num_bytes))]
-        if self._preparation is None and slots:
-            self._preparation = self._in_a_thread(lambda: self._make_all(slots, num_bytes))
+
+        def work() -> None:
+            for arena in there:
+                arena.lock_pages()
+            for slot in slots:
+                self._make(slot, num_bytes)
+
+        if self._preparation is None and (slots or (there and self._page_lock is not None)):
+            self._preparation = self._in_a_thread(work)
 
     def take(self, data: FileData, step: int = 0, seconds: float = 0.0, *, digests: bool = False) -> StagedCopy:
         """Begin to copy `data`, that of `step`, into an arena that may be overwritten. Main thread.
@@ -95,12 +111,15 @@ class Stager:
     def finish_preparation(self) -> None:
         """Wait until the arenas of `prepare` are made."""
         if self._preparation is not None:
+            began = time.monotonic()
             # Its error is ignored: the save makes the arena again and raises it.
             wait_for([self._preparation])
             self._preparation = None
+            if (seconds := time.monotonic() - began) >= _LONG_WAIT_SECONDS:
+                logger.info("Waited %.1f s until the memory for copies was ready", seconds)
 
     def close(self) -> None:
-        """Free the arenas, but none that a keeper holds; the next `take` makes a new one. Idempotent."""
+        """Give up the arenas; what a keeper holds stays. The next `take` makes a new one. Idempotent."""
         self.finish_preparation()
         for arena, is_read in self.pool.clear():
             arena.close(is_unused=not is_read)
@@ -118,16 +137,14 @@ class Stager:
     def _in_a_thread(self, work: Callable[[], T]) -> Future[T]:
         """Begin `work`, which makes arenas, in a thread, because CUDA stores its last error per thread.
 
-        If pinning failed in the caller's thread, the next kernel that training launches would raise that error.
+        If page-locking failed in the caller's thread, the next kernel that training launches would raise that error.
         """
-        device = torch.cuda.current_device() if self._pin else None
+        begin = bool if self._page_lock is None else self._page_lock.for_thread()
         making: Future[T] = Future()
 
         def make() -> None:
             try:
-                if device is not None:
-                    # Each thread starts with device 0.
-                    torch.cuda.set_device(device)
+                begin()
                 making.set_result(work())
             except BaseException as error:
                 making.set_exception(error)
@@ -135,17 +152,14 @@ class Stager:
         threading.Thread(target=make, name="staging", daemon=True).start()
         return making
 
-    def _make_all(self, slots: Sequence[ArenaSlot], num_bytes: int) -> None:
-        for slot in slots:
-            self._make(slot, num_bytes)
-
     def _make(self, slot: ArenaSlot, num_bytes: int) -> None:
         if slot.arena is not None:
             # Before the new one is made: there may be no memory for two.
             self._give_up(slot.arena)
         slot.arena = None
+        wait_for_unlocking()
         num_grains = -(-(num_bytes + _GRAIN_BYTES) // _GRAIN_BYTES)
-        arena = StagingArena(num_grains * _GRAIN_BYTES, pin=self._pin, mark=self._new_mark())
+        arena = StagingArena(num_grains * _GRAIN_BYTES, page_lock=self._page_lock, mark=self._new_mark())
         arena.allocate()
         slot.arena = arena
 
@@ -163,5 +177,5 @@ def _has_room(slot: ArenaSlot, num_bytes: int) -> bool:
 
 
 def build_stager() -> Stager:
-    """Return the stager for this machine: pinned memory and CUDA streams if there is CUDA."""
-    return Stager(build_copier(), pin=torch.cuda.is_available())
+    """Return the stager for this machine: page-locked memory and CUDA streams if there is CUDA."""
+    return Stager(build_copier(), page_lock=build_page_lock())
