@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.bucket import proxy as proxies
 from tests.bucket.proxy import Proxy, where
-from tests.disk.pieces import SIZE, Room, dense, pieces_of, ranges
+from tests.disk.pieces import SIZE, Room, dense, far, pieces_of, ranges
 from torchtitan_lite.bucket.object_reader import GAP_BYTES, ObjectReader
 from torchtitan_lite.bucket.objects import ObjectPath, Objects
 from torchtitan_lite.bucket.obstore_objects import ObstoreObjects, connect
@@ -47,11 +47,17 @@ def proxied(objects: Objects, proxy: Proxy, folder: str) -> ObstoreObjects:
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
-@given(ranges(), st.integers(1, 4), st.booleans(), st.sampled_from([0, 10, 300]))
+@given(ranges(), far(), st.integers(1, 4), st.booleans(), st.sampled_from([0, 10, 300]))
 def test_every_piece_gets_its_bytes(
-    objects: Objects, file: Path, ranges: list[tuple[int, int]], threads: int, digests: bool, many: int
+    objects: Objects,
+    file: Path,
+    ranges: list[tuple[int, int]],
+    elsewhere: set[int],
+    threads: int,
+    digests: bool,
+    many: int,
 ) -> None:
-    pieces, room = pieces_of(ranges), Room(dense(BLOCK_BYTES - 7, many))
+    pieces, room = pieces_of(ranges, elsewhere), Room(dense(BLOCK_BYTES - 7, many))
     record = RECORD if digests else FileRecord(SIZE)
     ObjectReader(objects, NAME, threads=threads).read(file, record, pieces, room.table)
     assert all(piece.into == DATA[piece.at : piece.at + len(piece.into)] for piece in pieces)

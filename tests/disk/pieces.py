@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from hypothesis import strategies as st
@@ -27,8 +28,35 @@ def forget(path: Path) -> None:
     os.close(fd)
 
 
-def pieces_of(ranges: Ranges) -> list[Piece]:
-    return [Piece(at, memoryview(bytearray(count))) for at, count in ranges]
+class Far:
+    """Memory that only a ring writes to."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self.ring, self.memory = self, memory
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    def __getitem__(self, part: slice) -> Far:
+        return Far(self.memory[part])
+
+    def __eq__(self, other: object) -> bool:
+        return self.memory == other
+
+    __hash__ = None  # type: ignore[assignment]  # its bytes change
+
+    @staticmethod
+    def copy(parts: Sequence[tuple[Far, memoryview]]) -> None:
+        for place, data in parts:
+            place.memory[:] = data
+
+
+def pieces_of(ranges: Ranges, far: Collection[int] = ()) -> list[Piece]:
+    """Return pieces of `ranges`, those with numbers in `far` with places that only a ring writes to."""
+    rooms = [memoryview(bytearray(count)) for _, count in ranges]
+    return [
+        Piece(at, Far(room) if n in far else room) for n, ((at, _), room) in enumerate(zip(ranges, rooms, strict=True))
+    ]
 
 
 @st.composite
@@ -45,6 +73,11 @@ def ranges(draw: st.DrawFn) -> Ranges:
         step = draw(st.sampled_from([100, 101, 1000]))
         found += [(at + i * step, 100) for i in range(draw(st.integers(0, 99)))]
     return found
+
+
+def far() -> st.SearchStrategy[set[int]]:
+    """Which ranges are elsewhere: none, some or all."""
+    return st.just(set[int]()) | st.sets(st.integers(0, 12)) | st.just(set(range(200)))
 
 
 class Room:

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.descriptors import num_open, wait_for_open
-from tests.disk.pieces import SIZE, forget, pieces_of, ranges
+from tests.disk.pieces import SIZE, far, forget, pieces_of, ranges
 from torchtitan_lite import faults
 from torchtitan_lite.disk import block_reader
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
@@ -54,11 +54,12 @@ def reader(threads: int = 2, *, direct: bool = True) -> BlockReader:
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
-@given(ranges(), st.integers(1, 4), st.booleans(), st.booleans(), st.booleans())
+@given(ranges(), far(), st.integers(1, 4), st.booleans(), st.booleans(), st.booleans())
 def test_every_piece_gets_its_bytes(
     path: Path,
     data: bytes,
     ranges: list[tuple[int, int]],
+    elsewhere: set[int],
     threads: int,
     digests: bool,
     direct: bool,
@@ -66,7 +67,7 @@ def test_every_piece_gets_its_bytes(
 ) -> None:
     if cold:
         forget(path)
-    pieces = pieces_of(ranges)
+    pieces = pieces_of(ranges, elsewhere)
     reader(threads, direct=direct).read(path, FileRecord.of(data) if digests else FileRecord(SIZE), pieces)
     assert all(piece.into == data[piece.at : piece.at + len(piece.into)] for piece in pieces)
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.disk.pieces import SIZE, Room, dense, pieces_of, ranges
+from tests.disk.pieces import SIZE, Room, dense, far, pieces_of, ranges
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
 from torchtitan_lite.disk.mapped_reader import MappedReader
@@ -37,11 +37,11 @@ def image(data: bytes) -> Iterator[int]:
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
-@given(ranges(), st.integers(1, 4), st.booleans(), st.sampled_from([0, 10, 300]))
+@given(ranges(), far(), st.integers(1, 4), st.booleans(), st.sampled_from([0, 10, 300]))
 def test_every_piece_gets_its_bytes(
-    image: int, data: bytes, ranges: list[tuple[int, int]], threads: int, digests: bool, many: int
+    image: int, data: bytes, ranges: list[tuple[int, int]], elsewhere: set[int], threads: int, digests: bool, many: int
 ) -> None:
-    pieces, room = pieces_of(ranges), Room(dense(BLOCK_BYTES - 7, many))
+    pieces, room = pieces_of(ranges, elsewhere), Room(dense(BLOCK_BYTES - 7, many))
     record = FileRecord.of(data) if digests else FileRecord(SIZE)
     MappedReader({FILE.name: image}, threads).read(FILE, record, pieces, room.table)
     assert all(piece.into == data[piece.at : piece.at + len(piece.into)] for piece in pieces)

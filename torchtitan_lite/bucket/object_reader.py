@@ -19,7 +19,7 @@ from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, FileRecord, block_digest
 from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.disk.piece_table import PieceTable
-from torchtitan_lite.disk.read_requests import Piece, Segment, by_block, segments
+from torchtitan_lite.disk.read_requests import Piece, Segment, by_block, on_host, segments
 from torchtitan_lite.distributed.host_exchange import Alone, Exchanges
 from torchtitan_lite.errors import CheckpointUnreadable
 from torchtitan_lite.log import logger
@@ -148,8 +148,8 @@ def _readable(path: Path, ask: Callable[[], T]) -> T:
 
 def _scatter(part: Segment, data: memoryview) -> None:
     """Copy to the pieces of `part` their bytes of `data`, which are those of `part`."""
-    for at, into in part.pieces:
-        if len(into):  # `verify` has pieces of no bytes, in memory that is read-only.
+    for at, into in on_host(part.pieces, part.begin, data):
+        if into:  # `verify` has pieces of no bytes, in memory that is read-only.
             into[:] = data[at - part.begin : at - part.begin + len(into)]
     if part.spans:
         # A copy, because the memory of the client's bytes has no address here.

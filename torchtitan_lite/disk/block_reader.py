@@ -150,6 +150,7 @@ class _Buffers:
         self.bounce = request_memory(REQUEST_BYTES + 2 * ALIGNMENT)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.bounce))
         self.scratch = request_memory(BLOCK_BYTES)
+        self.scratch_address = ctypes.addressof(ctypes.c_char.from_buffer(self.scratch))
         self.process = os.getpid()
 
 
@@ -188,11 +189,13 @@ class _File:
             else:
                 self._read_straight(part, pieces, blocks, buffers)
 
-    def _read_straight(self, part: Segment, pieces: list[Piece], blocks: bytes, buffers: _Buffers) -> None:
+    def _read_straight(
+        self, part: Segment, pieces: list[tuple[int, memoryview]], blocks: bytes, buffers: _Buffers
+    ) -> None:
         """Read `part`, within one block, straight into `pieces`; bytes between them go into scratch memory."""
         places: list[memoryview] = []
         at, unused = part.begin, 0
-        for begin, into in [*pieces, Piece(part.end, memoryview(b""))]:
+        for begin, into in [*pieces, (part.end, memoryview(b""))]:
             if begin > at:
                 # Each gap needs memory of its own: all of them are digested after all of them are read.
                 places.append(buffers.scratch[unused : unused + begin - at])
@@ -203,7 +206,8 @@ class _File:
         if not blocks:
             self._fill(places, part.begin)
         elif self._filled_and_digested(places, part.begin) != _digest_of(part.begin, blocks):
-            self._read_again(part, blocks, buffers)
+            self._read_again(part.begin, part.end, blocks, buffers)
+            scatter(part, part.begin, buffers.scratch, buffers.scratch_address)
 
     def _filled_and_digested(self, places: list[memoryview], at: int) -> bytes:
         """Fill `places` from offset `at` and return the digest of the bytes.
@@ -220,47 +224,38 @@ class _File:
 
     def _read_through_bounce(self, segment: Segment, blocks: bytes, buffers: _Buffers, direct: int | None) -> None:
         begin = segment.begin - segment.begin % ALIGNMENT
-        self._fill_bounce(buffers, begin, segment.end, direct)
-        wrong = self._wrong_blocks(segment, begin, blocks, buffers) if blocks else []
-        scatter(segment, begin, buffers.bounce, buffers.address)
-        if wrong:
-            # The right blocks are in their places by now: reading again overwrites the buffer.
-            for part in by_block(segment):
-                if part.begin in wrong:
-                    self._read_again(part, blocks, buffers)
-
-    def _wrong_blocks(self, segment: Segment, begin: int, blocks: bytes, buffers: _Buffers) -> list[int]:
-        """Return where the blocks of `segment` with a wrong digest begin; they are in the bounce buffer."""
-        wrong = []
-        for block in range(segment.begin, segment.end, BLOCK_BYTES):
+        self._fill_aligned(buffers.bounce, begin, segment.end, direct)
+        # Before anything is in its place: what is wrong never goes to a GPU.
+        for block in range(segment.begin, segment.end, BLOCK_BYTES) if blocks else ():
             end = min(block + BLOCK_BYTES, segment.end)
-            if block_digest(buffers.bounce[block - begin : end - begin]) != _digest_of(block, blocks):
-                wrong.append(block)
-        return wrong
+            data = buffers.bounce[block - begin : end - begin]
+            if block_digest(data) != _digest_of(block, blocks):
+                self._read_again(block, end, blocks, buffers)
+                data[:] = buffers.scratch[: end - block]
+        scatter(segment, begin, buffers.bounce, buffers.address)
 
-    def _read_again(self, part: Segment, blocks: bytes, buffers: _Buffers) -> None:
-        """Read `part`, one block, again, into its places. Raises `DamagedRange` if its digest is wrong again."""
-        self._fill_bounce(buffers, part.begin, part.end, self.again)
-        found = block_digest(buffers.bounce[: part.end - part.begin])
-        expected = _digest_of(part.begin, blocks)
+    def _read_again(self, begin: int, end: int, blocks: bytes, buffers: _Buffers) -> None:
+        """Read a block again, into the scratch memory. Raises `DamagedRange` if its digest is wrong again."""
+        self._fill_aligned(buffers.scratch, begin, end, self.again)
+        found = block_digest(buffers.scratch[: end - begin])
+        expected = _digest_of(begin, blocks)
         if found != expected:
             finding = f"expected a block with the digest {expected.hex()}, found {found.hex()}, twice"
-            raise DamagedRange(self.path, part.begin, part.end, finding)
-        logger.warning("%s: bytes %d to %d were right only when read again", self.path, part.begin, part.end)
-        scatter(part, part.begin, buffers.bounce, buffers.address)
+            raise DamagedRange(self.path, begin, end, finding)
+        logger.warning("%s: bytes %d to %d were right only when read again", self.path, begin, end)
 
-    def _fill_bounce(self, buffers: _Buffers, begin: int, end: int, direct: int | None) -> None:
-        """Read bytes [begin, end) of the file to the start of the bounce buffer; `begin` is aligned."""
+    def _fill_aligned(self, memory: memoryview, begin: int, end: int, direct: int | None) -> None:
+        """Read bytes [begin, end) of the file to the start of `memory`; both begin at a multiple of `ALIGNMENT`."""
         if direct is not None:
             aligned = -(-(end - begin) // ALIGNMENT) * ALIGNMENT
             try:
-                if self._fill([buffers.bounce[:aligned]], begin, direct, at_least=end - begin):
+                if self._fill([memory[:aligned]], begin, direct, at_least=end - begin):
                     return
             except OSError as error:
                 # A refusal; any other error was raised as CheckpointUnreadable.
                 self.direct = self.again = None
                 _log_refusal(self.path, error)
-        self._fill([buffers.bounce[: end - begin]], begin)
+        self._fill([memory[: end - begin]], begin)
 
     def _fill(self, places: list[memoryview], at: int, fd: int | None = None, at_least: int | None = None) -> bool:
         """Read the bytes of the file from `at` on into `places`, at least `at_least` of them.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torchtitan_lite.disk.digest import BLOCK_BYTES
 from torchtitan_lite.disk.piece_table import BlockPieces, PieceTable
@@ -27,12 +27,30 @@ _MANY_PIECES = 32
 """Pieces of one block above which one read and copies are faster than many small reads."""
 
 
+class TakesBytes(Protocol):
+    """Takes bytes to where no processor writes."""
+
+    def copy(self, parts: Sequence[tuple[Any, memoryview]]) -> None:
+        """Begin to copy to each `Elsewhere` its bytes, which may change once this returns. Any thread."""
+
+
+class Elsewhere(Protocol):
+    """Memory that no processor writes to, as that of a GPU: its `len` is the number of bytes, its slices are parts."""
+
+    @property
+    def ring(self) -> TakesBytes: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Elsewhere: ...
+
+
 class Piece(NamedTuple):
     """Some bytes of a file and their destination."""
 
     at: int
     """Offset of the first byte in the file."""
-    into: memoryview
+    into: memoryview | Elsewhere
     """Writable destination; its length is the number of bytes to read."""
 
     @classmethod
@@ -131,6 +149,18 @@ def _split(piece: Piece, unit: int) -> Sequence[Piece]:
     return parts
 
 
+def on_host(pieces: Sequence[Piece], begin: int, data: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Begin to copy the bytes of `pieces` elsewhere, from `data`, the file from byte `begin` on; yield the others."""
+    elsewhere = []
+    for at, into in pieces:
+        if isinstance(into, memoryview):
+            yield at, into
+        else:
+            elsewhere.append((into, data[at - begin : at - begin + len(into)]))
+    if elsewhere:
+        elsewhere[0][0].ring.copy(elsewhere)
+
+
 def scatter(segment: Segment, begin: int, data: memoryview, address: int) -> None:
     """Copy to the pieces of `segment` their bytes of `data`, at `address`, which begins with byte `begin` of the file.
 
@@ -138,7 +168,7 @@ def scatter(segment: Segment, begin: int, data: memoryview, address: int) -> Non
     """
     for span in segment.spans:
         span.fill(address, begin)
-    for at, into in segment.pieces:
+    for at, into in on_host(segment.pieces, begin, data):
         count = len(into)
         if count == 0:
             continue
@@ -165,13 +195,16 @@ def by_block(segment: Segment) -> Iterator[Segment]:
         yield Segment(begin, end, pieces.get(block, []), spans.get(block, []))
 
 
-def in_order(part: Segment) -> list[Piece] | None:
+def in_order(part: Segment) -> list[tuple[int, memoryview]] | None:
     """Return the pieces of `part` if it pays to read straight into them: few, and without overlap. Else None."""
     if part.spans or len(part.pieces) > _MANY_PIECES:
         return None
     at = part.begin
-    for piece in part.pieces:
-        if piece.at < at:
+    pieces = []
+    for begin, into in part.pieces:
+        if begin < at or not isinstance(into, memoryview):
             return None
-        at = piece.at + len(piece.into)
-    return [piece for piece in part.pieces if len(piece.into)]
+        at = begin + len(into)
+        if into:
+            pieces.append((begin, into))
+    return pieces

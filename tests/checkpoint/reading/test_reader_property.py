@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,13 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.checkpoint.reading.boxes import Box, grids, inside, partitions, shapes
+from tests.checkpoint.reading.late_link import LateLink
 from tests.checkpoint.reading.stored_boxes import cut, numbers, write
 from tests.checkpoint.with_manifest import add_manifest
 from tests.examples import examples
 from tests.store.filled import flip
 from torchtitan_lite.checkpoint.reading import reader, regions
+from torchtitan_lite.checkpoint.reading.device_ring import build_link
 from torchtitan_lite.checkpoint.reading.reader import CheckpointReader
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.disk.block_reader import BlockReader
@@ -114,7 +117,9 @@ def test_any_part_of_any_checkpoint_is_read_as_dcp_reads_it(data: st.DataObject)
         if data.draw(st.booleans()):
             forget(folder)
         blocks = BlockReader(data.draw(st.integers(1, 3)), data.draw(st.booleans()))
-        storage = CheckpointReader(folder, data.draw(st.sampled_from(["off", "size", "full"])), blocks)
+        on_device = data.draw(st.none() | st.sets(st.integers(0, 30)))
+        make_link = build_link if on_device is None else partial(LateLink, on_device)
+        storage = CheckpointReader(folder, data.draw(st.sampled_from(["off", "size", "full"])), blocks, make_link)
         dcp_load({}, storage_reader=storage, planner=_Chunks(ours, wanted), no_dist=True)
         dcp_load({}, storage_reader=FileSystemReader(folder), planner=_Chunks(theirs, wanted), no_dist=True)
     for key in tensors:

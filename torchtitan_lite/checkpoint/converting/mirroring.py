@@ -65,22 +65,22 @@ def _copy(source: Path, record: FileRecord, reader: ReadsBlocks, to: Path, advan
             span = buffer[: min(_SPAN_BYTES, record.size - begin)]
             _read(fd, span, begin)
             if missing := _missing(record, begin, span):
-                reader.read(source, record, missing)
-                for piece in missing:
-                    _write(fd, piece.into, piece.at)
+                reader.read(source, record, [Piece(at, block) for at, block in missing])
+                for at, block in missing:
+                    _write(fd, block, at)
             advance(len(span))
         DISK.fsync_file(fd)
 
 
-def _missing(record: FileRecord, begin: int, span: memoryview) -> list[Piece]:
-    """Return a piece for each block of `span`, bytes of the file from `begin` on, without its digest."""
-    pieces = []
+def _missing(record: FileRecord, begin: int, span: memoryview) -> list[tuple[int, memoryview]]:
+    """Return where each block without its digest begins, and its bytes in `span`, those of the file from `begin` on."""
+    missing = []
     for at in range(0, len(span), BLOCK_BYTES):
         digest = (begin + at) // BLOCK_BYTES * DIGEST_BYTES
         block = span[at : at + BLOCK_BYTES]
         if block_digest(block) != record.blocks[digest : digest + DIGEST_BYTES]:
-            pieces.append(Piece(begin + at, block))
-    return pieces
+            missing.append((begin + at, block))
+    return missing
 
 
 def _read(fd: int, into: memoryview, begin: int) -> None:

@@ -1,9 +1,10 @@
 """Read a checkpoint's bytes into memory.
 
 Each needed range is read once, in the order of the file, several at a time, directly into its tensor, and
-verified in the same pass. Nothing in a file makes code run. `CheckpointReader` is a StorageReader:
-`dcp.load(state, storage_reader=CheckpointReader(folder))` reads our checkpoints and plain DCP's. It takes at
-most 64 MiB, however large the state; only objects and tensors in an unusual form are in memory twice.
+verified in the same pass; what belongs on a GPU goes there while the next range is read. Nothing in a file makes code
+run. `CheckpointReader` is a StorageReader: `dcp.load(state, storage_reader=CheckpointReader(folder))` reads our
+checkpoints and plain DCP's. It takes at most 64 MiB, however large the state; only objects and tensors in an unusual
+form are in memory twice.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.futures import Future
 
 from torchtitan_lite.checkpoint.format.contents import Chunk, Item, Shape
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES, to_metadata
+from torchtitan_lite.checkpoint.reading.device_ring import DeviceRing, Link, build_link
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, Verify
 from torchtitan_lite.checkpoint.reading.regions import (
     BufferedPart,
@@ -72,13 +74,21 @@ class RankReads:
 
 
 class CheckpointReader(StorageReader):
-    """Reads the checkpoint in `folder`, a path or an open `CheckpointFolder`, with `blocks`."""
+    """Reads the checkpoint in `folder`, a path or an open `CheckpointFolder`, with `blocks`.
+
+    `make_link` returns the link to the devices whose tensors are read into.
+    """
 
     def __init__(
-        self, folder: CheckpointFolder | Path, verify: Verify = "full", blocks: ReadsBlocks | None = None
+        self,
+        folder: CheckpointFolder | Path,
+        verify: Verify = "full",
+        blocks: ReadsBlocks | None = None,
+        make_link: Callable[[], Link] | None = None,
     ) -> None:
         self._folder = folder if isinstance(folder, CheckpointFolder) else CheckpointFolder(folder, verify)
         self._blocks = blocks or self._folder.files.reader()
+        self._make_link = make_link or build_link
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Do nothing: the constructor has the path."""
@@ -116,13 +126,15 @@ class CheckpointReader(StorageReader):
         Raises `CheckpointDamaged`, naming file, bytes and keys; `CheckpointUnsafe`; `CheckpointUnreadable`; and, before
         it reads anything, `CheckpointMismatch` for a region that is not inside its chunk.
         """
-        with no_collection():
-            pieces, parts = self._sorted(wanted.regions)
-        for file in sorted({*pieces, *wanted.small}):
-            self._fill(file, pieces.get(file, ()), wanted.small.get(file))
-        for batch in _batches(sorted(parts, key=lambda part: (part.file, part.at)), lambda part: part.num_bytes):
-            for file, of_file in groupby(batch, key=lambda part: part.file):
-                self._read_staged(file, list(of_file))
+        with DeviceRing(self._make_link()) as ring:
+            with no_collection():
+                pieces, parts = self._sorted(wanted.regions, ring)
+            ring.follow()
+            for file in sorted({*pieces, *wanted.small}):
+                self._fill(file, pieces.get(file, ()), wanted.small.get(file))
+            for batch in _batches(sorted(parts, key=lambda part: (part.file, part.at)), lambda part: part.num_bytes):
+                for file, of_file in groupby(batch, key=lambda part: part.file):
+                    self._read_staged(file, list(of_file), ring)
         self._read_objects(wanted.objects)
 
     def verify_rest(self, number: int, count: int) -> None:
@@ -137,7 +149,7 @@ class CheckpointReader(StorageReader):
                 with _Findings(self._folder, file):
                     self._blocks.verify(self._folder.files.path_of(file), records[file], blocks)
 
-    def _sorted(self, regions: Sequence[Region]) -> tuple[dict[str, list[Piece]], list[BufferedPart]]:
+    def _sorted(self, regions: Sequence[Region], ring: DeviceRing) -> tuple[dict[str, list[Piece]], list[BufferedPart]]:
         """Split `regions` into pieces that are read directly into their place, by file, and staged parts."""
         tensors = self._folder.contents.tensors
         pieces: dict[str, list[Piece]] = {}
@@ -145,7 +157,7 @@ class CheckpointReader(StorageReader):
         for region in regions:
             chunk = region.chunk
             if len(region.offsets) == len(chunk.sizes) and not any(region.offsets):
-                piece = whole(chunk, tensors[region.key].dtype, region.target)
+                piece = whole(chunk, tensors[region.key].dtype, region.target, ring)
                 if piece is not None:
                     pieces.setdefault(chunk.file, []).append(piece)
                     continue
@@ -154,9 +166,9 @@ class CheckpointReader(StorageReader):
             others.append(region)
         parts: list[BufferedPart] = []
         for source, target in self._sources(others):
-            direct = straight(source, target)
+            direct = straight(source, target, ring)
             if direct is None:
-                parts += staged(source, target)
+                parts += staged(source, target, ring)
             else:
                 pieces.setdefault(source.file, []).extend(direct)
         return pieces, parts
@@ -230,8 +242,11 @@ class CheckpointReader(StorageReader):
             tensor = tensor.narrow(dim, offset, size)
         region.target.copy_(tensor)
 
-    def _read_staged(self, file: str, parts: Sequence[BufferedPart]) -> None:
-        self._fill(file, [piece for part in parts for piece in part.begin()])
+    def _read_staged(self, file: str, parts: Sequence[BufferedPart], ring: DeviceRing) -> None:
+        pieces = [piece for part in parts for piece in part.begin()]
+        ring.follow()
+        self._fill(file, pieces)
+        ring.precede()
         for part in parts:
             part.finish()
 

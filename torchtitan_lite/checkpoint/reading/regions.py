@@ -1,20 +1,21 @@
 """Read a box of a stored tensor into a tensor in memory.
 
 If elements that are contiguous in the file are also contiguous in memory, they are read directly into
-their place. Otherwise (another dtype, another device, rows too short to be read one by one) a part of
-bounded size at a time is read into a buffer and copied from there: it is staged.
+their place, which may be one that a ring leads to. Otherwise (another dtype, another kind of device, rows too short to
+be read one by one) a part of bounded size at a time is read into a buffer and copied from there: it is staged.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import NamedTuple
 
 import torch
 
 from torchtitan_lite.checkpoint.format.contents import Chunk, Shape
+from torchtitan_lite.checkpoint.reading.device_ring import NO_RING, DeviceRing
 from torchtitan_lite.disk.read_requests import GAP_BYTES, Piece
 
 STAGED_BYTES = 8 << 20
@@ -60,23 +61,25 @@ def contiguous_strides(shape: Shape) -> Shape:
     return tuple(strides)
 
 
-def whole(chunk: Chunk, dtype: torch.dtype, target: torch.Tensor) -> Piece | None:
+def whole(chunk: Chunk, dtype: torch.dtype, target: torch.Tensor, ring: DeviceRing = NO_RING) -> Piece | None:
     """Return the piece that reads all of `chunk` directly into `target`; None if one plain read cannot do it."""
     if chunk.at is None or target.dtype is not dtype or target.shape != chunk.sizes or not target.is_contiguous():
         return None
-    return Piece.of_memory(chunk.at, target.data_ptr(), target.nbytes) if _is_plain_memory(target) else None
+    piece_of = _piece_of(target, ring)
+    return None if piece_of is None else piece_of(chunk.at, 0, target.nbytes)
 
 
-def straight(source: StoredBox, target: torch.Tensor) -> list[Piece] | None:
+def straight(source: StoredBox, target: torch.Tensor, ring: DeviceRing = NO_RING) -> list[Piece] | None:
     """Return the pieces that read `source` directly into `target`; None if it must be staged.
 
     `target` must outlive the pieces: they hold addresses in its memory.
     """
-    if target.dtype is not source.dtype or not _is_plain_memory(target):
+    piece_of = None if target.dtype is not source.dtype else _piece_of(target, ring)
+    if piece_of is None:
         return None
-    itemsize, address = source.dtype.itemsize, target.data_ptr()
+    itemsize = source.dtype.itemsize
     if target.is_contiguous() and source.strides == contiguous_strides(source.shape):
-        return [Piece.of_memory(source.at, address, math.prod(source.shape) * itemsize)]
+        return [piece_of(source.at, 0, math.prod(source.shape) * itemsize)]
     runs = _runs(source.shape, source.strides, target.stride())
     if runs is None:
         return None
@@ -89,28 +92,30 @@ def straight(source: StoredBox, target: torch.Tensor) -> list[Piece] | None:
     for index in product(*(range(n) for n, _, _ in dims)):
         skipped = sum(i * stride for i, (_, stride, _) in zip(index, dims, strict=True)) * itemsize
         moved = sum(i * stride for i, (_, _, stride) in zip(index, dims, strict=True)) * itemsize
-        pieces.append(Piece.of_memory(source.at + skipped, address + moved, num_bytes))
+        pieces.append(piece_of(source.at + skipped, moved, num_bytes))
     return pieces
 
 
 class BufferedPart:
     """A part of a region that goes through a buffer: read the pieces of `begin`, then call `finish`."""
 
-    def __init__(self, source: StoredBox, target: torch.Tensor) -> None:
+    def __init__(self, source: StoredBox, target: torch.Tensor, ring: DeviceRing = NO_RING) -> None:
         self.file, self.at = source.file, source.at
         self.num_bytes = max(source.nbytes, math.prod(source.shape) * source.dtype.itemsize)
-        self._source, self._target = source, target
+        self._source, self._target, self._ring = source, target, ring
         self._read: torch.Tensor = target
 
     def begin(self) -> list[Piece]:
-        """Allocate a buffer of about `num_bytes` and return the pieces to read into it."""
+        """Allocate a buffer of about `num_bytes`, on the device if the ring leads there; return the pieces for it."""
         source = self._source
-        self._read = torch.empty(source.shape, dtype=source.dtype, device="cpu")
-        pieces = straight(source, self._read)
+        device = self._target.device if self._ring.reaches(self._target) else "cpu"
+        self._read = torch.empty(source.shape, dtype=source.dtype, device=device)
+        pieces = straight(source, self._read, self._ring)
         if pieces is None:
-            span = torch.empty(source.nbytes, dtype=torch.uint8, device="cpu")
+            span = torch.empty(source.nbytes, dtype=torch.uint8, device=device)
             self._read = span.view(source.dtype).as_strided(source.shape, source.strides)
-            pieces = [Piece.of_memory(source.at, span.data_ptr(), source.nbytes)]
+            pieces = straight(StoredBox(source.file, source.at, span.dtype, span.shape, (1,)), span, self._ring)
+            assert pieces is not None
         return pieces
 
     def finish(self) -> None:
@@ -119,12 +124,12 @@ class BufferedPart:
         self._read = self._target
 
 
-def staged(source: StoredBox, target: torch.Tensor) -> Iterator[BufferedPart]:
+def staged(source: StoredBox, target: torch.Tensor, ring: DeviceRing = NO_RING) -> Iterator[BufferedPart]:
     """Yield `source`, to be read into `target`, in parts of at most `STAGED_BYTES`. Any dtype, device and layout."""
     shape, itemsize = source.shape, source.dtype.itemsize
     long_dims = [dim for dim, size in enumerate(shape) if size > 1]
     if source.nbytes <= STAGED_BYTES or not long_dims:
-        yield BufferedPart(source, target)
+        yield BufferedPart(source, target, ring)
         return
     dim = max(long_dims, key=lambda d: (shape[d] - 1) * source.strides[d])
     step = min(max(1, STAGED_BYTES // max(1, source.strides[dim] * itemsize)), shape[dim] - 1)
@@ -132,14 +137,25 @@ def staged(source: StoredBox, target: torch.Tensor) -> Iterator[BufferedPart]:
         size = min(step, shape[dim] - begin)
         offsets = tuple(begin if d == dim else 0 for d in range(len(shape)))
         part = source.part(offsets, (*shape[:dim], size, *shape[dim + 1 :]))
-        yield from staged(part, target.narrow(dim, begin, size))
+        yield from staged(part, target.narrow(dim, begin, size), ring)
 
 
-def _is_plain_memory(target: torch.Tensor) -> bool:
-    """Return whether bytes written to the memory of `target` are its elements."""
-    if type(target) not in _PLAIN_TENSORS or target.is_neg() or target.is_conj():
-        return False
-    return target.is_cpu and target.layout is torch.strided
+def _piece_of(target: torch.Tensor, ring: DeviceRing) -> Callable[[int, int, int], Piece] | None:
+    """Return what makes a piece of a place in the file, one in the memory of `target`, and a number of bytes.
+
+    None if bytes written there would not be its elements, or cannot be written there one after the other.
+    """
+    if type(target) not in _PLAIN_TENSORS or target.is_neg() or target.is_conj() or target.layout is not torch.strided:
+        return None
+    if ring.reaches(target):
+        if not target.is_contiguous():
+            return None
+        place = ring.place(target)
+        return lambda at, begin, num_bytes: Piece(at, place[begin : begin + num_bytes])
+    if not target.is_cpu:
+        return None
+    address = target.data_ptr()
+    return lambda at, begin, num_bytes: Piece.of_memory(at, address + begin, num_bytes)
 
 
 def _runs(shape: Shape, source: Shape, target: Shape) -> tuple[int, list[tuple[int, int, int]]] | None:

@@ -1,0 +1,204 @@
+"""What is read for a device gets there, verified, through little memory, and nothing is freed or seen too early."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from tests.checkpoint.reading.late_link import LateLink
+from tests.checkpoint.reading.stored_boxes import numbers
+from tests.checkpoint.small_run import same
+from tests.checkpoint.with_manifest import add_manifest
+from tests.disk.pieces import forget
+from tests.examples import examples
+from tests.store.filled import flip
+from torchtitan_lite.checkpoint.reading import device_ring, reader, regions
+from torchtitan_lite.checkpoint.reading.device_ring import SLOT_BYTES, DevicePlace, DeviceRing
+from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, RankReads, Region
+from torchtitan_lite.disk import block_reader
+from torchtitan_lite.disk.block_reader import BlockReader
+from torchtitan_lite.disk.digest import BLOCK_BYTES
+from torchtitan_lite.disk.mapped_reader import MappedReader
+from torchtitan_lite.disk.read_requests import REQUEST_BYTES
+from torchtitan_lite.disk.reads_blocks import ReadsBlocks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+Parts = Sequence[tuple[DevicePlace, memoryview]]
+
+
+@st.composite
+def cuts(draw: st.DrawFn, size: int) -> list[int]:
+    """Return where to cut `size` bytes: rarely, and often in places."""
+    near = draw(st.integers(0, size))
+    few = draw(st.lists(st.integers(0, size), max_size=8))
+    many = [min(size, near + 50 * number) for number in range(draw(st.integers(0, 40)))]
+    return sorted({0, *few, *many, size})
+
+
+@settings(deadline=None, max_examples=examples(150))
+@given(st.data())
+def test_all_bytes_arrive_whatever_the_order_of_parts_and_copies(data: st.DataObject) -> None:
+    size = data.draw(st.sampled_from([1, 1000, SLOT_BYTES, 3 * SLOT_BYTES + 17]))
+    source, target = numbers((size,), torch.uint8, 3), torch.zeros(size, dtype=torch.uint8)
+    at = data.draw(cuts(size))
+    ranges = data.draw(st.permutations([*pairwise(at)]))
+    share = data.draw(st.integers(1, 20))
+    link = LateLink(data.draw(st.sets(st.integers(0, 20))))
+    read_only = data.draw(st.booleans())
+    room = memoryview(source.numpy()).toreadonly() if read_only else memoryview(source.numpy())
+    with DeviceRing(link, num_slots=data.draw(st.integers(1, 4))) as ring:
+        place = ring.place(target)
+        ring.follow()
+
+        def copy(some: Sequence[tuple[int, int]]) -> None:
+            # Their memory may change at once: as a reader's buffer does, which reads the next range.
+            rooms = [memoryview(bytearray(room[begin:end])) for begin, end in some]
+            ring.copy([(place[begin:end], each) for (begin, end), each in zip(some, rooms, strict=True)])
+            for each in rooms:
+                each[:] = bytes(len(each))
+
+        with ThreadPoolExecutor(data.draw(st.integers(1, 5))) as threads:
+            list(threads.map(copy, [ranges[first : first + share] for first in range(0, len(ranges), share)]))
+    assert torch.equal(source, target)
+    assert link.locked == 0
+
+
+def test_a_load_takes_at_most_64_mib() -> None:
+    buffers = block_reader.THREADS * (REQUEST_BYTES + BLOCK_BYTES)
+    assert device_ring.NUM_SLOTS * SLOT_BYTES + buffers + reader.BATCH_BYTES <= 64 << 20
+
+
+def test_neighbours_travel_together() -> None:
+    link, target = LateLink(), torch.zeros(SLOT_BYTES, dtype=torch.uint8)
+    with DeviceRing(link) as ring:
+        place = ring.place(target)
+        ring.follow()
+        rows = [memoryview(bytes([row + 1]) * 4096) for row in range(100)]
+        ring.copy([(place[4096 * row : 4096 * (row + 1)], data) for row, data in enumerate(rows)])
+        ring.copy([(place[size : size + 10], memoryview(b"0123456789")) for size in (500_000, 600_000)])
+    assert [len(data) for data in link.begun] == [409_600, 10, 10]
+    assert target[: 100 * 4096].view(100, 4096).unique(dim=1).flatten().tolist() == list(range(1, 101))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint of several requests, with a manifest."""
+    dcp_save(saved(), checkpoint_id=tmp_path / "c", no_dist=True)
+    add_manifest(tmp_path / "c")
+    return tmp_path / "c"
+
+
+def saved() -> dict[str, torch.Tensor]:
+    return {
+        "a": numbers((3000, 700), torch.float32, 1),
+        "b": numbers((2000, 1000), torch.bfloat16, 2),
+        "c": numbers((), torch.float64, 3),
+        "d": numbers((500, 300), torch.int64, 4),
+    }
+
+
+def empty() -> dict[str, torch.Tensor]:
+    """Memory for it: as it is stored, transposed, and of another dtype."""
+    a, b, c, d = (torch.zeros_like(tensor) for tensor in saved().values())
+    return {"a": a, "b": torch.zeros(1000, 2000, dtype=b.dtype).t(), "c": c, "d": d.to(torch.int32)}
+
+
+@contextmanager
+def reading(source: str, folder: Path) -> Iterator[ReadsBlocks]:
+    """Yield what reads the file of `folder` from the disk, from the page cache, or from memory."""
+    [file] = folder.glob("*.distcp")
+    if source == "disk":
+        forget(file)
+    if source != "memory":
+        yield BlockReader(direct=source == "disk")
+        return
+    fd = os.memfd_create("image")
+    os.write(fd, file.read_bytes())
+    yield MappedReader({file.name: fd})
+    os.close(fd)
+
+
+SOURCES = ["disk", "cache", "memory"]
+
+
+def test_parts_that_are_converted_on_the_device_go_there_in_batches(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(regions, "STAGED_BYTES", 1 << 20)
+    monkeypatch.setattr(reader, "BATCH_BYTES", 2 << 20)
+    link, state = LateLink(), {"b": empty()["b"]}
+    dcp_load(state, storage_reader=CheckpointReader(folder, make_link=lambda: link), no_dist=True)
+    assert same(state, {"b": saved()["b"]})
+    assert link.num_calls >= 4
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("eager", [range(0), range(0, 1000, 3), range(1000)], ids=["late", "some at once", "at once"])
+def test_a_state_of_any_layout_is_loaded(folder: Path, eager: range, source: str) -> None:
+    link, state = LateLink(eager), empty()
+    with reading(source, folder) as blocks:
+        reads = CheckpointReader(folder, blocks=blocks, make_link=lambda: link)
+        dcp_load(state, storage_reader=reads, no_dist=True)
+    assert same(state | {"d": state["d"].long()}, saved())
+    assert link.locked == 0
+    assert 0 < link.most_locked <= 64 << 20
+
+
+@pytest.mark.parametrize("failing", range(0, 12, 2))
+def test_a_copy_that_fails_is_raised_once_all_others_have_ended(folder: Path, failing: int) -> None:
+    link = LateLink(failing=failing)
+    with pytest.raises(CheckpointException, match="the device is lost"):
+        dcp_load(empty(), storage_reader=CheckpointReader(folder, make_link=lambda: link), no_dist=True)
+    assert link.locked == 0
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_damaged_block_never_travels(folder: Path, source: str) -> None:
+    [file] = folder.glob("*.distcp")
+    data = file.read_bytes()
+    at = 2 * BLOCK_BYTES + 12345
+    flip(file, at)
+    link = LateLink()
+    refused = pytest.raises(CheckpointException, match=f"bytes {2 * BLOCK_BYTES} to {3 * BLOCK_BYTES}")
+    with reading(source, folder) as blocks, refused:
+        reads = CheckpointReader(folder, blocks=blocks, make_link=lambda: link)
+        dcp_load(empty(), storage_reader=reads, no_dist=True)
+    assert link.begun
+    assert all(part in data for part in link.begun)
+    assert link.locked == 0
+
+
+class Unreached(LateLink):
+    """Leads to no tensor."""
+
+    def reaches(self, tensor: torch.Tensor) -> bool:
+        return False
+
+
+def test_a_load_into_the_memory_of_the_host_takes_no_ring(folder: Path) -> None:
+    link, state = Unreached(), empty()
+    dcp_load(state, storage_reader=CheckpointReader(folder, make_link=lambda: link), no_dist=True)
+    assert same(state | {"d": state["d"].long()}, saved())
+    assert (link.num_calls, link.most_locked) == (0, 0)
+
+
+def test_a_shard_of_columns_travels_in_few_copies(folder: Path) -> None:
+    link, wanted = LateLink(), torch.zeros(3000, 100)
+    reads = CheckpointReader(folder, make_link=lambda: link)
+    [chunk] = reads._folder.contents.tensors["a"].chunks
+    reads.read(RankReads([Region("a", chunk, (0, 300), wanted)]))
+    assert torch.equal(wanted, saved()["a"][:, 300:400])
+    assert len(link.begun) <= 2 * 3000 * 700 * 4 // SLOT_BYTES
