@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.screens import terminal
+from torchtitan_lite.cli import screen
 from torchtitan_lite.cli.app import main
 
 ROOT = Path(__file__).parents[2]
@@ -39,10 +41,14 @@ class Ended:
 
 
 def command(*arguments: str | Path) -> Ended:
-    """Run it in this process; its output goes into a pipe, as far as it can see."""
+    """Run it in this process; its output goes into a pipe, as far as it can see, without lines of progress."""
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([str(argument) for argument in arguments])
+    silent, screen.SILENT_SECONDS = screen.SILENT_SECONDS, math.inf
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main([str(argument) for argument in arguments])
+    finally:
+        screen.SILENT_SECONDS = silent
     return Ended(code, out.getvalue(), err.getvalue())
 
 
@@ -51,11 +57,11 @@ def on_a_terminal(*arguments: str | Path, columns: int = 80) -> tuple[int, str]:
     environment = {**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)}
     for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
         environment.pop(name, None)
-    with terminal(columns) as screen:
-        streams = dict.fromkeys(("stdin", "stdout", "stderr"), screen.stream)
+    with terminal(columns) as shown:
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), shown.stream)
         with subprocess.Popen([*CLI, *map(str, arguments)], **streams, env=environment) as process:
-            screen.shown_at_end()
-    return process.returncode, screen.received.replace("\r\n", "\n")
+            shown.shown_at_end()
+    return process.returncode, shown.received.replace("\r\n", "\n")
 
 
 def plain(screen: str) -> str:
