@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import count, pairwise
@@ -127,16 +126,6 @@ class Counting(BlockReader):
         self.num_bytes += sum(len(piece.into) for piece in pieces)
 
 
-class Slow(Counting):
-    """Reads 50 MB/s."""
-
-    def read(
-        self, path: Path, record: FileRecord | None, pieces: Sequence[Piece], table: PieceTable | None = None
-    ) -> None:
-        time.sleep(sum(len(piece.into) for piece in pieces) / 5e7)
-        super().read(path, record, pieces, table)
-
-
 def pieces_of(path: Path, number: int) -> tuple[list[Piece], list[tuple[int, memoryview]]]:
     """Return pieces of the file, the same on all ranks, and where each begins."""
     drawn = random.Random(f"{path.name} {number}")
@@ -218,18 +207,21 @@ def test_each_rank_reads_for_itself_once_that_is_faster(four_ranks: Ranks, folde
 
 
 def read_slowly(rank: int, folder: Path, breaks: bool = False) -> int:
-    """Return how much a rank with a slow disk reads of a file; if it `breaks`, one has no memory for messages."""
+    """Return how much a rank with a slow disk reads of a file; if it `breaks`, one has no memory for messages.
+
+    By the clock only reads of the disk take time.
+    """
     path, data = folder / "d", random.Random("d").randbytes(97 * MIB)
     if rank == 0:
         path.write_bytes(data)
-    peers, reader = Peers(timedelta(seconds=60)), Slow()
+    peers, reader = Peers(timedelta(seconds=60)), Counting()
     peers.raise_together(None)
     relayed_reads.TRIED_BYTES, relayed_reads.LEAST_BYTES = 32 * MIB, MIB
     make = relayed_reads.request_memory
     if breaks and rank == 2:
         relayed_reads.request_memory = no_memory
     try:
-        together = RelayedReader(reader, reader, Relay(peers, [0, 1, 2, 3]))
+        together = RelayedReader(reader, reader, Relay(peers, [0, 1, 2, 3]), lambda: reader.num_bytes / 5e7)
     finally:
         relayed_reads.request_memory = make
     found = bytearray(len(data))
