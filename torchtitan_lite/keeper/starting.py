@@ -14,6 +14,8 @@ from torchtitan_lite.errors import KeeperUnavailable
 
 START_SECONDS = 30.0
 """How long a keeper may take to start, which is 0.1 s on an idle host."""
+KILL_SECONDS = 30.0
+"""How long one that was killed may take to end, which is less than 0.1 s."""
 
 
 def refuse_system() -> None:
@@ -65,7 +67,7 @@ def _exit_code(pid: int) -> int:
         if not has_ended:
             os.kill(pid, signal.SIGKILL)
             # It may hang in the system: then it is left behind.
-            poll.poll(1000 * START_SECONDS)
+            poll.poll(1000 * KILL_SECONDS)
         exit_code = 0
         with suppress(ChildProcessError):
             exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, os.WNOHANG)[1])

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.checkpoint.reading.late_link import LateLink
+from tests.checkpoint.reading.mixed_state import empty, saved
 from tests.checkpoint.reading.stored_boxes import numbers
 from tests.checkpoint.small_run import same
 from tests.checkpoint.with_manifest import add_manifest
@@ -99,21 +100,6 @@ def folder(tmp_path: Path) -> Path:
     dcp_save(saved(), checkpoint_id=tmp_path / "c", no_dist=True)
     add_manifest(tmp_path / "c")
     return tmp_path / "c"
-
-
-def saved() -> dict[str, torch.Tensor]:
-    return {
-        "a": numbers((3000, 700), torch.float32, 1),
-        "b": numbers((2000, 1000), torch.bfloat16, 2),
-        "c": numbers((), torch.float64, 3),
-        "d": numbers((500, 300), torch.int64, 4),
-    }
-
-
-def empty() -> dict[str, torch.Tensor]:
-    """Memory for it: as it is stored, transposed, and of another dtype."""
-    a, b, c, d = (torch.zeros_like(tensor) for tensor in saved().values())
-    return {"a": a, "b": torch.zeros(1000, 2000, dtype=b.dtype).t(), "c": c, "d": d.to(torch.int32)}
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Loads into the memory of a device: exact, whatever its kernels do meanwhile."""
+"""A load into the memory of a GPU is exact, also while kernels run that write to memory freed before."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from tests.checkpoint.reading import mixed_state
 from tests.checkpoint.reading.stored_boxes import numbers
 from tests.checkpoint.small_run import same
 from tests.checkpoint.with_manifest import add_manifest
@@ -20,19 +21,15 @@ pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("ignore:torch.distrib
 
 
 def saved() -> dict[str, torch.Tensor]:
-    return {
-        "a": numbers((3000, 700), torch.float32, 1),
-        "b": numbers((2000, 1000), torch.bfloat16, 2),
-        "c": numbers((), torch.float64, 3),
-        "d": numbers((500, 300), torch.int64, 4),
-    } | {f"small{number}": numbers((number, 7), torch.float16, number) for number in range(100)}
+    return mixed_state.saved() | {
+        f"small{number}": numbers((number, 7), torch.float16, number) for number in range(100)
+    }
 
 
 def empty() -> dict[str, torch.Tensor]:
-    """Memory for it: as it is stored, transposed, of another dtype, and one tensor on the host."""
-    state = {name: torch.zeros_like(tensor, device="cuda") for name, tensor in saved().items()}
-    state["b"] = torch.zeros(1000, 2000, dtype=torch.bfloat16, device="cuda").t()
-    return state | {"d": state["d"].to(torch.int32), "small50": torch.zeros(50, 7, dtype=torch.float16)}
+    """Memory for it, that of one tensor on the host."""
+    small = {name: torch.zeros_like(tensor, device="cuda") for name, tensor in saved().items() if "small" in name}
+    return mixed_state.empty("cuda") | small | {"small50": torch.zeros(50, 7, dtype=torch.float16)}
 
 
 @pytest.fixture(scope="module")
