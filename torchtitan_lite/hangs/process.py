@@ -38,7 +38,7 @@ REPORT_SECONDS = 2.5
 PATIENCE_SECONDS = 5.0
 """How long the others wait for the judge."""
 AGAIN_SECONDS = 1.0
-"""From one look at all ranks to the next one while one of them is in a pause."""
+"""From one look at all ranks to the next one while one of them is in a pause; a look may take as long."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ class Judge:
             # Looked at in each pass: the watcher counts only time in which it looks.
             is_overdue = self._rank.is_overdue() or self._is_alarmed
             if is_overdue and time.monotonic() >= next_judgement:
-                self._judge()
                 next_judgement = time.monotonic() + AGAIN_SECONDS
+                self._judge()
 
     def _judge(self) -> None:
         self._is_alarmed = False
