@@ -106,7 +106,7 @@ def in_memory(folder: Path) -> FilesInMemory:
     records = {name: record for name, record in manifest.files.items() if name != layout.METADATA}
     images = {}
     for name, record in records.items():
-        arena = StagingArena(record.size, pin=False)
+        arena = StagingArena(record.size)
         arena.allocate()
         images[name] = os.dup(arena.fd)
         with (folder / name).open("rb") as file:
