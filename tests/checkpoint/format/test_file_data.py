@@ -87,7 +87,7 @@ def test_items_follow_one_another_without_gaps_on_borders_of_64_bytes() -> None:
 
 def test_an_intermediate_copy_is_at_most_a_mebibyte_or_one_element() -> None:
     tensor = torch.arange(3 * 700_000, dtype=torch.float32).reshape(700_000, 3).T
-    pieces = [piece for piece, _ in file_data._pieces(tensor, 0, tensor.nbytes)]
+    pieces = [piece for piece, _ in file_data.row_major_pieces(tensor, 0, tensor.nbytes)]
     assert max(piece.nbytes for piece in pieces) <= 1 << 20
     assert len(pieces) <= 3 * (-(-700_000 * 4 // (1 << 20)))
     assert torch.equal(torch.cat([piece.reshape(-1) for piece in pieces]), tensor.reshape(-1))

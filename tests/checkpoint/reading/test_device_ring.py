@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from tests.checkpoint.reading.late_link import LateLink
+from tests.checkpoint.devices.late_link import LateLink
 from tests.checkpoint.reading.mixed_state import empty, saved
-from tests.checkpoint.reading.stored_boxes import numbers
 from tests.checkpoint.small_run import same
 from tests.checkpoint.with_manifest import add_manifest
 from tests.disk.pieces import forget
-from tests.examples import examples
 from tests.store.filled import flip
-from torchtitan_lite.checkpoint.reading import device_ring, reader, regions
-from torchtitan_lite.checkpoint.reading.device_ring import SLOT_BYTES, DevicePlace, DeviceRing
+from torchtitan_lite.checkpoint.devices import ring as device_ring
+from torchtitan_lite.checkpoint.devices.ring import SLOT_BYTES
+from torchtitan_lite.checkpoint.reading import reader, regions
 from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, RankReads, Region
 from torchtitan_lite.disk import block_reader
 from torchtitan_lite.disk.block_reader import BlockReader
@@ -37,61 +32,10 @@ from torchtitan_lite.disk.reads_blocks import ReadsBlocks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-Parts = Sequence[tuple[DevicePlace, memoryview]]
-
-
-@st.composite
-def cuts(draw: st.DrawFn, size: int) -> list[int]:
-    """Return where to cut `size` bytes: rarely, and often in places."""
-    near = draw(st.integers(0, size))
-    few = draw(st.lists(st.integers(0, size), max_size=8))
-    many = [min(size, near + 50 * number) for number in range(draw(st.integers(0, 40)))]
-    return sorted({0, *few, *many, size})
-
-
-@settings(deadline=None, max_examples=examples(150))
-@given(st.data())
-def test_all_bytes_arrive_whatever_the_order_of_parts_and_copies(data: st.DataObject) -> None:
-    size = data.draw(st.sampled_from([1, 1000, SLOT_BYTES, 3 * SLOT_BYTES + 17]))
-    source, target = numbers((size,), torch.uint8, 3), torch.zeros(size, dtype=torch.uint8)
-    at = data.draw(cuts(size))
-    ranges = data.draw(st.permutations([*pairwise(at)]))
-    share = data.draw(st.integers(1, 20))
-    link = LateLink(data.draw(st.sets(st.integers(0, 20))))
-    read_only = data.draw(st.booleans())
-    room = memoryview(source.numpy()).toreadonly() if read_only else memoryview(source.numpy())
-    with DeviceRing(link, num_slots=data.draw(st.integers(1, 4))) as ring:
-        place = ring.place(target)
-        ring.follow()
-
-        def copy(some: Sequence[tuple[int, int]]) -> None:
-            # Their memory may change at once: as a reader's buffer does, which reads the next range.
-            rooms = [memoryview(bytearray(room[begin:end])) for begin, end in some]
-            ring.copy([(place[begin:end], each) for (begin, end), each in zip(some, rooms, strict=True)])
-            for each in rooms:
-                each[:] = bytes(len(each))
-
-        with ThreadPoolExecutor(data.draw(st.integers(1, 5))) as threads:
-            list(threads.map(copy, [ranges[first : first + share] for first in range(0, len(ranges), share)]))
-    assert torch.equal(source, target)
-    assert link.locked == 0
-
 
 def test_a_load_takes_at_most_64_mib() -> None:
     buffers = block_reader.THREADS * (REQUEST_BYTES + BLOCK_BYTES)
     assert device_ring.NUM_SLOTS * SLOT_BYTES + buffers + reader.BATCH_BYTES <= 64 << 20
-
-
-def test_neighbours_travel_together() -> None:
-    link, target = LateLink(), torch.zeros(SLOT_BYTES, dtype=torch.uint8)
-    with DeviceRing(link) as ring:
-        place = ring.place(target)
-        ring.follow()
-        rows = [memoryview(bytes([row + 1]) * 4096) for row in range(100)]
-        ring.copy([(place[4096 * row : 4096 * (row + 1)], data) for row, data in enumerate(rows)])
-        ring.copy([(place[size : size + 10], memoryview(b"0123456789")) for size in (500_000, 600_000)])
-    assert [len(data) for data in link.begun] == [409_600, 10, 10]
-    assert target[: 100 * 4096].view(100, 4096).unique(dim=1).flatten().tolist() == list(range(1, 101))
 
 
 @pytest.fixture

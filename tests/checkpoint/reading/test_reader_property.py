@@ -28,14 +28,14 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from tests.checkpoint.devices.late_link import LateLink
 from tests.checkpoint.reading.boxes import Box, grids, inside, partitions, shapes
-from tests.checkpoint.reading.late_link import LateLink
 from tests.checkpoint.reading.stored_boxes import cut, numbers, write
 from tests.checkpoint.with_manifest import add_manifest
 from tests.examples import examples
 from tests.store.filled import flip
+from torchtitan_lite.checkpoint.devices.link import build_link
 from torchtitan_lite.checkpoint.reading import reader, regions
-from torchtitan_lite.checkpoint.reading.device_ring import build_link
 from torchtitan_lite.checkpoint.reading.reader import CheckpointReader
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.disk.block_reader import BlockReader

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from torchtitan_lite.checkpoint.devices.page_lock import CudaPageLock
 from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
 from torchtitan_lite.checkpoint.staging.copiers import CudaCopier
-from torchtitan_lite.checkpoint.staging.page_lock import CudaPageLock
 from torchtitan_lite.checkpoint.staging.stager import StagedCopy, Stager
 
 pytestmark = pytest.mark.cuda

@@ -13,6 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -80,6 +81,19 @@ class FileLayout:
         return self.starts[number + 1] if number + 1 < len(self.starts) else self.end
 
 
+class TensorBytes(NamedTuple):
+    """Bytes [begin, end) of the row-major elements of a tensor, and the memory where they belong."""
+
+    tensor: torch.Tensor
+    begin: int
+    end: int
+    room: memoryview
+
+    def copy(self) -> None:
+        """Copy them. Any thread."""
+        copy_bytes(self.tensor, self.begin, self.end, ctypes.addressof(ctypes.c_char.from_buffer(self.room)))
+
+
 class FileData:
     """A `layout` filled with `tensors`, in its order, and with `objects`, the bytes of all objects' items.
 
@@ -119,44 +133,61 @@ class FileData:
 
         Takes some MiB of memory for tensors that are not contiguous on the CPU.
         """
+        for run in self.fill_in_a_row(buffer, begin, end):
+            run.copy()
+
+    def fill_in_a_row(self, buffer: memoryview, begin: int, end: int) -> list[TensorBytes]:
+        """Do what `fill` does, but for tensors that do not lie in a row in the CPU's memory: return what is left."""
+        left: list[TensorBytes] = []
         address = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) - begin
         starts = self.layout.starts
         first, last = max(0, bisect_right(starts, begin) - 1), bisect_left(starts, end)
         if first < last and starts[first] < begin:
-            self._fill_part(first, buffer, address, begin, end)
+            left += self._fill_part(first, buffer, begin, end)
             first += 1
         if first < last and self.layout.end_of(last - 1) > end:
             last -= 1
-            self._fill_part(last, buffer, address, begin, end)
+            left += self._fill_part(last, buffer, begin, end)
         if first < last:
-            self._fill_whole(first, last, address)
+            left += self._fill_whole(first, last, buffer, address, begin)
         if end > self.layout.end:
             first = max(begin, self.layout.end)
             buffer[first - begin : end - begin] = self.objects[first - self.layout.end : end - self.layout.end]
+        return left
 
-    def _fill_whole(self, first: int, last: int, address: int) -> None:
+    def _fill_whole(self, first: int, last: int, buffer: memoryview, address: int, begin: int) -> list[TensorBytes]:
         """Copy the complete items from number `first` to before `last`, which lie one after another."""
         layout, tensors, in_a_row = self.layout, self.tensors, self._in_a_row
+        left: list[TensorBytes] = []
         head = layout.frames[first].head
         _copy_small(address + layout.places[first].item_at, head, len(head))
         for number in range(first, last):
             place, following = layout.places[number], layout.between[number]
             data_at, num_bytes = address + place.data_at, place.data_bytes
-            if num_bytes <= _SMALL_BYTES and in_a_row[number]:
-                _copy_small(data_at, tensors[number].data_ptr(), num_bytes)
-            else:
-                copy_bytes(tensors[number], 0, num_bytes, data_at)
+            if in_a_row[number]:
+                copy = _copy_small if num_bytes <= _SMALL_BYTES else ctypes.memmove
+                copy(data_at, tensors[number].data_ptr(), num_bytes)
+            elif num_bytes:
+                room = buffer[place.data_at - begin : place.data_end - begin]
+                left.append(TensorBytes(tensors[number], 0, num_bytes, room))
             if number + 1 == last:
                 following = layout.tails[number]
             _copy_small(data_at + num_bytes, following, len(following))
+        return left
 
-    def _fill_part(self, number: int, buffer: memoryview, address: int, begin: int, end: int) -> None:
+    def _fill_part(self, number: int, buffer: memoryview, begin: int, end: int) -> list[TensorBytes]:
         place, frame = self.layout.places[number], self.layout.frames[number]
         _overlay(buffer, begin, end, place.item_at, frame.head)
-        first, last = max(begin, place.data_at), min(end, place.data_end)
-        if first < last:
-            copy_bytes(self.tensors[number], first - place.data_at, last - place.data_at, address + first)
         _overlay(buffer, begin, end, place.data_end, self.layout.tails[number])
+        first, last = max(begin, place.data_at), min(end, place.data_end)
+        if first >= last:
+            return []
+        tensor, room = self.tensors[number], buffer[first - begin : last - begin]
+        run = TensorBytes(tensor, first - place.data_at, last - place.data_at, room)
+        if not self._in_a_row[number]:
+            return [run]
+        ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(room)), tensor.data_ptr() + run.begin, len(room))
+        return []
 
 
 def _tails(
@@ -174,8 +205,9 @@ def copy_bytes(tensor: torch.Tensor, begin: int, end: int, address: int) -> None
     if _lies_in_a_row(tensor):
         ctypes.memmove(address, tensor.data_ptr() + begin, end - begin)
         return
-    for piece, at in _pieces(tensor, begin, end):
-        first, last = max(begin, at), min(end, at + piece.numel() * piece.element_size())
+    for piece, at in row_major_pieces(tensor, begin, end):
+        piece = piece.cpu()
+        first, last = max(begin, at), min(end, at + piece.nbytes)
         ctypes.memmove(address + first - begin, piece.data_ptr() + first - at, last - first)
 
 
@@ -190,10 +222,11 @@ _DEVICE_PIECE_BYTES = 4 << 20
 """The same for copies from a device, larger because the thread waits for each of them."""
 
 
-def _pieces(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield row-major CPU copies of slices of `tensor` that cover its bytes [begin, end), each with its first byte.
+def row_major_pieces(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yield row-major copies of slices of `tensor` that cover its bytes [begin, end), each with its first byte.
 
-    There is one copy at a time, so memory stays small however large the range is.
+    They are on its device, and of one that is row-major there is no copy. There is one at a time, so memory stays small
+    however large the range is.
     """
     dim = next((d for d, size in enumerate(tensor.shape) if size > 1), None)
     if dim is None:
@@ -208,12 +241,12 @@ def _pieces(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[torch.
         if row_bytes <= most:
             yield _row_major(rows), at
         else:
-            for piece, offset in _pieces(rows, max(begin - at, 0), min(end - at, row_bytes)):
+            for piece, offset in row_major_pieces(rows, max(begin - at, 0), min(end - at, row_bytes)):
                 yield piece, at + offset
 
 
 def _row_major(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous().cpu()
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def _overlay(buffer: memoryview, begin: int, end: int, at: int, data: bytes) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+from torchtitan_lite.checkpoint.devices.page_lock import wait_for_unlocking
 from torchtitan_lite.checkpoint.images.pool import Pool
 from torchtitan_lite.checkpoint.images.tier import Tier
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.mark import UnusableMark, read_mark
-from torchtitan_lite.checkpoint.staging.page_lock import wait_for_unlocking
 from torchtitan_lite.checkpoint.staging.slots import NO_STEP
 from torchtitan_lite.distributed.peers import Peers
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from torchtitan_lite.checkpoint.devices.page_lock import PageLock, build_page_lock
 from torchtitan_lite.checkpoint.images.pool import Pool
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.copiers import Copier, build_copier
 from torchtitan_lite.checkpoint.staging.mark import Mark
-from torchtitan_lite.checkpoint.staging.page_lock import PageLock, build_page_lock
 from torchtitan_lite.checkpoint.staging.stager import Stager
 
 

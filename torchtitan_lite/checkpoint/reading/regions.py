@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from torchtitan_lite.checkpoint.devices.ring import NO_RING, DeviceRing
 from torchtitan_lite.checkpoint.format.contents import Chunk, Shape
-from torchtitan_lite.checkpoint.reading.device_ring import NO_RING, DeviceRing
 from torchtitan_lite.disk.read_requests import GAP_BYTES, Piece
 
 STAGED_BYTES = 8 << 20

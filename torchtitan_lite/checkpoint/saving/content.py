@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 
 from torchtitan_lite import faults
+from torchtitan_lite.checkpoint.devices.link import Link, build_link
+from torchtitan_lite.checkpoint.devices.ring import DeviceRing, Part
+from torchtitan_lite.checkpoint.format.file_data import FileData, TensorBytes, row_major_pieces
 from torchtitan_lite.checkpoint.planning.rank_file import RankFile
 from torchtitan_lite.checkpoint.saving.copy_listener import CopyListener, CopyOfSave
 from torchtitan_lite.checkpoint.saving.writer import RankContent, SaveTarget
@@ -24,8 +27,8 @@ WriteStaged = Callable[[NewFile, StagedCopy, SaveTarget], FileRecord]
 """Writes a file from a staged copy, durably."""
 
 
-def live_content(file: RankFile) -> RankContent:
-    """Return content that writes the live tensors of `file` through a small buffer, without a copy.
+def live_content(file: RankFile, make_link: Callable[[], Link] = build_link) -> RankContent:
+    """Return content that writes the live tensors of `file` through small buffers, without a copy.
 
     The state must not change until the file is written. Waits for the devices of the tensors.
     """
@@ -36,7 +39,7 @@ def live_content(file: RankFile) -> RankContent:
         file.objects,
         data.num_bytes,
         tensors=lambda: data.tensors,
-        write=lambda new: new.write(Bounced(data.num_bytes, data.fill)),
+        write=lambda new: _write_live(new, data, make_link()),
     )
 
 
@@ -44,6 +47,33 @@ def _wait_for_devices(tensors: Sequence[torch.Tensor]) -> None:
     """Wait for what this thread queued on devices: the threads that read `tensors` have their own streams."""
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
+
+
+def _write_live(new: NewFile, data: FileData, link: Link) -> FileRecord:
+    """Write `data` to `new`; what is on devices comes through a ring."""
+    with DeviceRing(link) as ring:
+        # Before there are several threads: it makes the stream of each device.
+        ring.follow({tensor.device for tensor in data.tensors if ring.reaches(tensor)})
+
+        def fill(buffer: memoryview, begin: int, end: int) -> None:
+            far: list[Part] = []
+            for run in data.fill_in_a_row(buffer, begin, end):
+                if ring.reaches(run.tensor):
+                    far += _parts_of(run, ring)
+                else:
+                    run.copy()
+            if far:
+                ring.follow()  # What is not row-major is made so by this thread.
+                ring.fetch(far)
+
+        return new.write(Bounced(data.num_bytes, fill))
+
+
+def _parts_of(run: TensorBytes, ring: DeviceRing) -> Iterator[Part]:
+    """Yield the memory on a device of the bytes of `run`, with the part of its room for each."""
+    for piece, at in row_major_pieces(run.tensor, run.begin, run.end):
+        first, last = max(run.begin, at), min(run.end, at + piece.nbytes)
+        yield ring.place(piece)[first - at : last - at], run.room[first - run.begin : last - run.begin]
 
 
 @dataclass(frozen=True)

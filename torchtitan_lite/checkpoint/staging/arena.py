@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import torch
 
+from torchtitan_lite.checkpoint.devices.page_lock import LockedPages, PageLock, pieces
 from torchtitan_lite.checkpoint.format.file_data import FileLayout
 from torchtitan_lite.checkpoint.staging.mark import Mark
-from torchtitan_lite.checkpoint.staging.page_lock import LockedPages, PageLock, pieces
 from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.disk.shared_memory import address_of, allocate, map_shared
 
@@ -36,6 +36,7 @@ class StagingArena:
         """Whether a keeper holds it."""
         self.framed: FileLayout | None = None
         """The layout of which it has the bytes around the tensors, for whoever copies only these."""
+        self._tensors_of: tuple[FileLayout, list[torch.Tensor]] | None = None
         self._pid = os.getpid()
         self.fd = _anonymous_file(num_bytes) if fd is None else fd
         found = os.fstat(self.fd)
@@ -65,6 +66,15 @@ class StagingArena:
             for begin, end in pieces(0, self.num_bytes):
                 self._pages.lock(begin, end)
 
+    def tensors(self, layout: FileLayout) -> list[torch.Tensor]:
+        """Return the tensors of `layout`, which share the arena's memory. They are made once for each layout."""
+        kept = self._tensors_of
+        if kept is None or kept[0] is not layout:
+            places = zip(layout.places, layout.specs, strict=True)
+            made = [self.tensor(place.data_at, dtype, shape) for place, (dtype, shape) in places]
+            self._tensors_of = kept = layout, made
+        return kept[1]
+
     def tensor(self, at: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """Return the tensor at byte `at`, which shares the arena's memory."""
         count = torch.Size(shape).numel()
@@ -81,6 +91,7 @@ class StagingArena:
         if self.is_closed:
             return
         self.is_closed = True
+        self._tensors_of = None
         # Only the process that made it frees it: a forked worker must not truncate the arena of its parent.
         frees = is_unused and os.getpid() == self._pid and not self.is_kept
         if self._pages.is_empty:

@@ -14,9 +14,9 @@ from typing import Protocol
 
 import torch
 
+from torchtitan_lite.checkpoint.devices.page_lock import is_cut, pieces
 from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout, TensorPlace, copy_bytes
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
-from torchtitan_lite.checkpoint.staging.page_lock import pieces
 from torchtitan_lite.disk.digest import BLOCK_BYTES, BlockDigest, FileRecord
 from torchtitan_lite.disk.in_threads import in_threads
 
@@ -166,17 +166,15 @@ def _copy_now(data: FileData, arena: StagingArena, numbers: Sequence[int]) -> No
 
 def _enqueue_copies(data: FileData, arena: StagingArena, numbers: Sequence[int]) -> None:
     """Enqueue copies of the tensors with these numbers, all on one device, on its current stream."""
+    targets = arena.tensors(data.layout)
     for number in numbers:
-        dtype, shape = data.layout.specs[number]
-        place = data.layout.places[number]
         # For a lazy conjugate torch would conjugate the target in place, before the copy is complete.
-        source = data.tensors[number].resolve_conj().resolve_neg()
-        cut = [*pieces(place.data_at, place.data_end)]
-        if len(cut) <= 1:
-            arena.tensor(place.data_at, dtype, shape).copy_(source, non_blocking=True)
+        source, place = data.tensors[number].resolve_conj().resolve_neg(), data.layout.places[number]
+        if not is_cut(place.data_at, place.data_end):
+            targets[number].copy_(source, non_blocking=True)
             continue
         of_bytes = source.contiguous().view(-1).view(torch.uint8)
-        for begin, end in cut:
+        for begin, end in pieces(place.data_at, place.data_end):
             part = of_bytes[begin - place.data_at : end - place.data_at]
             arena.tensor(begin, torch.uint8, part.shape).copy_(part, non_blocking=True)
 

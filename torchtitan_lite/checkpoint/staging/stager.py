@@ -18,11 +18,11 @@ from typing import TypeVar
 
 import torch
 
+from torchtitan_lite.checkpoint.devices.page_lock import PageLock, build_page_lock, wait_for_unlocking
 from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.copiers import Copier, build_copier
 from torchtitan_lite.checkpoint.staging.mark import Mark
-from torchtitan_lite.checkpoint.staging.page_lock import PageLock, build_page_lock, wait_for_unlocking
 from torchtitan_lite.checkpoint.staging.slots import ArenaSlot, Slots
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.log import logger
@@ -53,8 +53,7 @@ class StagedCopy:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the staged tensors, in the order of the file; they share the arena's memory."""
-        places = zip(self.layout.places, self.layout.specs, strict=True)
-        return [self.arena.tensor(place.data_at, dtype, shape) for place, (dtype, shape) in places]
+        return self.arena.tensors(self.layout)
 
 
 class Stager:

@@ -121,6 +121,11 @@ def pieces(begin: int, end: int) -> Iterator[tuple[int, int]]:
         begin = border
 
 
+def is_cut(begin: int, end: int) -> bool:
+    """Return whether bytes [begin, end) are in several pieces."""
+    return begin // PIECE_BYTES < (end - 1) // PIECE_BYTES
+
+
 def wait_for_unlocking() -> None:
     """Wait until memory is free that was given up before: there may be none for more. Any thread."""
     for thread in [*_UNLOCKING]:

@@ -7,17 +7,20 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tests.descriptors import num_open, wait_for_open
+from torchtitan_lite.checkpoint.devices import page_lock
+from torchtitan_lite.checkpoint.devices.page_lock import wait_for_unlocking
 from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
 from torchtitan_lite.checkpoint.images.image_stager import ImageStager
-from torchtitan_lite.checkpoint.staging import copiers, page_lock, stager
+from torchtitan_lite.checkpoint.staging import copiers, stager
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.copiers import CudaCopier, HostCopier
-from torchtitan_lite.checkpoint.staging.page_lock import wait_for_unlocking
 from torchtitan_lite.checkpoint.staging.slots import NO_STEP
 from torchtitan_lite.checkpoint.staging.stager import Stager
 
@@ -153,7 +156,7 @@ class Locks:
             page_lock._IS_EXITING.wait()
         return ""
 atexit.register(lambda: print("unlocked", Locks.unlocked))  # The last one that was registered is called first.
-from torchtitan_lite.checkpoint.staging import page_lock
+from torchtitan_lite.checkpoint.devices import page_lock
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 page_lock.PIECE_BYTES = 1 << 20
 arena = StagingArena(9 << 20, page_lock=Locks())
@@ -184,28 +187,37 @@ def test_adopted_memory_is_locked_before_the_first_copy_and_a_former_image_is_no
     first.close()
 
 
-class Recording(StagingArena):
-    """Notes between which bytes tensors are."""
+class Copies(TorchFunctionMode):
+    """Notes the bytes of the memory at `address` to which copies go."""
 
-    def tensor(self, at: int, dtype: torch.dtype, shape: object) -> torch.Tensor:
-        found = super().tensor(at, dtype, shape)  # type: ignore[arg-type]  # it is a shape
-        self.ranges = [*getattr(self, "ranges", []), (at, at + found.nbytes)]
-        return found
+    def __init__(self, address: int) -> None:
+        super().__init__()
+        self._address = address
+        self.ranges: list[tuple[int, int]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_:
+            at = args[0].data_ptr() - self._address
+            self.ranges.append((at, at + args[0].nbytes))
+        return func(*args, **(kwargs or {}))
 
 
-def enqueue(tensor: torch.Tensor) -> Recording:
+def enqueue(tensor: torch.Tensor) -> list[tuple[int, int]]:
     data = FileData(FileLayout([(tensor.dtype, tuple(tensor.shape))]), [tensor])
-    arena = Recording(data.num_bytes)
-    copiers._enqueue_copies(data, arena, [0])
-    assert torch.equal(arena.tensor(data.layout.places[0].data_at, tensor.dtype, tensor.shape), tensor)
-    return arena
+    arena = StagingArena(data.num_bytes)
+    with Copies(arena.address) as copies:
+        copiers._enqueue_copies(data, arena, [0])
+    [staged] = arena.tensors(data.layout)
+    assert torch.equal(staged, tensor)
+    arena.close()
+    return copies.ranges
 
 
 @pytest.mark.parametrize("shape", [(100,), (700, 900), (3 * MIB,)], ids=str)
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_no_copy_crosses_from_one_piece_to_the_next(shape: tuple[int, ...], is_transposed: bool) -> None:
     tensor = torch.rand(shape).T if is_transposed and len(shape) == 2 else torch.rand(shape)
-    copies = enqueue(tensor).ranges[:-1]
+    copies = enqueue(tensor)
     assert all(begin // MIB == (end - 1) // MIB for begin, end in copies)
     assert sum(end - begin for begin, end in copies) == tensor.nbytes
 
@@ -215,6 +227,4 @@ def test_a_tensor_of_three_gibibytes_is_copied_in_pieces(monkeypatch: pytest.Mon
     monkeypatch.undo()
     if os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 8 << 30:
         pytest.skip("it takes 6 GiB")
-    arena = enqueue(torch.full((3 << 28,), 1.5))
-    assert len(arena.ranges) == 1 + 13
-    arena.close()
+    assert len(enqueue(torch.full((3 << 28,), 1.5))) == 13

@@ -1,0 +1,78 @@
+"""A save of live tensors that are on a device: through a ring, and the file is that of any other tensors."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint.devices.late_link import LateLink
+from torchtitan_lite.checkpoint.devices.link import Link, NoLink, build_link
+from torchtitan_lite.checkpoint.format import file_data
+from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
+from torchtitan_lite.checkpoint.saving.content import live_content
+from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
+from torchtitan_lite.disk.new_file import NewFileOnDisk
+from torchtitan_lite.distributed.peers import Peers
+
+
+def state() -> dict[str, object]:
+    torch.manual_seed(0)
+    base = torch.rand(40, 50, 60)
+    complex_numbers = torch.view_as_complex(torch.rand(30, 2))
+    return {
+        "large": torch.rand(3, BLOCK_BYTES // 4 + 5),
+        "columns": torch.rand(3000, 700)[:, 100:300],
+        "turned": base.permute(2, 0, 1),
+        "some": base[:, 1:3, ::2],
+        "expanded": torch.ones(1).expand(9, 3),
+        "conj": complex_numbers.conj(),
+        "neg": complex_numbers.conj().imag,
+        "number": torch.tensor(7),
+        "empty": torch.empty(3, 0, 2),
+        "bool": torch.rand(1001) > 0.5,
+        "half": torch.rand(5, 5).bfloat16().T,
+        "parameter": torch.nn.Parameter(torch.rand(100)),
+        **{f"small{number}": torch.rand(number) for number in range(300)},
+        "text": "no tensor",
+    }
+
+
+def write(path: Path, link: Link, device: str = "cpu") -> FileRecord:
+    there = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in state().items()}
+    file = PlanCache(Peers(timedelta(seconds=60))).plan(there).file()
+    return live_content(file, make_link=lambda: link).write(NewFileOnDisk(path))
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no processor read the memory of tensors as it lies: it is that of a device."""
+    monkeypatch.setattr(file_data, "_lies_in_a_row", lambda tensor: False)
+
+
+@pytest.mark.parametrize("eager", [range(0), range(0, 1000, 3), range(1000)], ids=["late", "some at once", "at once"])
+def test_the_file_has_the_bytes_of_the_tensors(eager: range, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    expected = write(tmp_path / "expected", NoLink())
+    request.getfixturevalue("far")
+    link = LateLink(eager)
+    assert write(tmp_path / "file", link) == expected
+    assert (tmp_path / "file").read_bytes() == (tmp_path / "expected").read_bytes()
+    assert link.begun
+    assert (link.locked, link.most_locked) == (0, 16 << 20)
+
+
+@pytest.mark.usefixtures("far")
+@pytest.mark.parametrize("failing", [0, 3])
+def test_a_copy_that_fails_fails_the_write(failing: int, tmp_path: Path) -> None:
+    link = LateLink(failing=failing)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        write(tmp_path / "file", link)
+    assert link.locked == 0
+
+
+@pytest.mark.cuda
+def test_the_file_of_a_gpu_is_that_of_the_host(tmp_path: Path) -> None:
+    assert write(tmp_path / "file", build_link(), "cuda") == write(tmp_path / "expected", build_link())
+    assert (tmp_path / "file").read_bytes() == (tmp_path / "expected").read_bytes()

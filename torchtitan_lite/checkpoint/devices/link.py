@@ -1,0 +1,146 @@
+"""Copies between the memory of this host and that of GPUs, which run behind the caller's back.
+
+What begins them and waits for them is a `Link`: that of CUDA, of nothing, or one of the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from torchtitan_lite.checkpoint.devices.page_lock import CudaPageLock, LockedPages
+
+
+class Copy(Protocol):
+    """Copies that were begun."""
+
+    def wait(self) -> None:
+        """Return once their memory may change."""
+
+
+class Link(Protocol):
+    """Copies to and from devices, in the order in which those of each were begun."""
+
+    def reaches(self, tensor: torch.Tensor) -> bool:
+        """Return whether `tensor` is on a device that this link leads to."""
+        ...
+
+    def lock(self, memory: memoryview) -> Callable[[], None]:
+        """Lock the pages of `memory` if that is possible; return what unlocks them."""
+        ...
+
+    def begin(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Copy:
+        """Begin to copy to each tensor of bytes those of the other; one of the two is on a device. Any thread."""
+        ...
+
+    def follow(self, devices: Iterable[torch.device]) -> None:
+        """Let copies that are begun from now on come after what the caller has launched."""
+        ...
+
+    def precede(self, devices: Iterable[torch.device]) -> None:
+        """Let what the caller launches from now on come after the copies that were begun."""
+        ...
+
+
+class CudaLink:
+    """The copy engine of each CUDA or ROCm device, on a stream of its own. Loads to the host's memory touch none."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._enter: Callable[[], object] = bool
+        """What a thread calls that locks pages."""
+
+    def reaches(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cuda
+
+    def lock(self, memory: memoryview) -> Callable[[], None]:
+        def work() -> LockedPages:
+            self._enter()
+            pages = LockedPages(memory, CudaPageLock())
+            pages.lock(0, len(memory))
+            return pages
+
+        try:
+            # CUDA stores its last error per thread: the next kernel that the caller launches would raise a refusal.
+            with ThreadPoolExecutor(1) as thread:
+                return thread.submit(work).result().unlock
+        except RuntimeError:  # The system has no more threads.
+            return _nothing
+
+    def begin(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Copy:
+        ends = [target.device if target.is_cuda else source.device for target, source in copies]
+        streams = {device: self._streams[device] for device in ends}
+        try:
+            # A model that was made in inference mode changes only there, and the threads that read are in none.
+            with torch.inference_mode():
+                for device, (target, source) in zip(ends, copies, strict=True):
+                    # The device, too: a thread's own is device 0, which would get a context of this process.
+                    with torch.cuda.device(device), torch.cuda.stream(streams[device]):
+                        target.copy_(source, non_blocking=True)
+            return _CudaCopy([_recorded(stream) for stream in streams.values()])
+        except BaseException:
+            for stream in streams.values():
+                stream.synchronize()
+            raise
+
+    def follow(self, devices: Iterable[torch.device]) -> None:
+        for device in devices:
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it so
+                self._enter = partial(torch.cuda.set_device, device)
+            self._streams[device].wait_stream(torch.cuda.current_stream(device))
+
+    def precede(self, devices: Iterable[torch.device]) -> None:
+        for device in devices:
+            if device in self._streams:
+                torch.cuda.current_stream(device).wait_stream(self._streams[device])
+
+
+class _CudaCopy:
+    def __init__(self, events: Sequence[torch.cuda.Event]) -> None:
+        self._events = events
+
+    def wait(self) -> None:
+        for event in self._events:
+            with torch.cuda.device(event.device):
+                event.synchronize()
+
+
+def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    with torch.cuda.device(stream.device):
+        # With blocking=True a thread that waits sleeps instead of using a core.
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        event.record(stream)
+    return event
+
+
+def _nothing() -> None:
+    """Unlock nothing."""
+
+
+class NoLink:
+    """Leads nowhere."""
+
+    def reaches(self, tensor: torch.Tensor) -> bool:
+        return False
+
+    def lock(self, memory: memoryview) -> Callable[[], None]:
+        return _nothing
+
+    def begin(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Copy:
+        raise AssertionError("there is nowhere to copy to")
+
+    def follow(self, devices: Iterable[torch.device]) -> None:
+        """Do nothing."""
+
+    def precede(self, devices: Iterable[torch.device]) -> None:
+        """Do nothing."""
+
+
+def build_link() -> Link:
+    """Return the link to the GPUs of this machine, of which it asks only for tensors that are there."""
+    return CudaLink()
