@@ -42,9 +42,9 @@ def tables(samples: Samples, syncs: dict[str, str]) -> str:
         background = [name for name in names if _has(lines, name, "stall_seconds")]
         waiting = [name for name in names if _has(lines, name, "save_seconds")]
         if waiting:
-            parts.append(_table(f"{workload}: while the caller waits", lines, waiting, _COLUMNS, "save_seconds"))
+            parts.append(table(f"{workload}: while the caller waits", lines, waiting, _COLUMNS, "save_seconds"))
         if background:
-            parts.append(_table(f"{workload}: in the background", lines, background, _ASYNC_COLUMNS, "stall_seconds"))
+            parts.append(table(f"{workload}: in the background", lines, background, _ASYNC_COLUMNS, "stall_seconds"))
         others = [line for line in lines if line.contender not in {*waiting, *background}]
         others += [line for line in lines if line.figure.endswith("_ratio") and line.figure not in _ASYNC_COLUMNS]
         if others:
@@ -70,7 +70,8 @@ def targets(lines: Iterable[dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
-def _table(title: str, lines: Sequence[Line], names: Sequence[str], columns: dict[str, str], first: str) -> str:
+def table(title: str, lines: Sequence[Line], names: Sequence[str], columns: dict[str, str], first: str) -> str:
+    """Return a table of `names`, by the median of the figure `first`; below each figure is its spread."""
     rows = [title, f"{'':<25}" + "".join(f"{head:>9}" for head in columns.values()), "-" * WIDTH]
     for name in sorted(names, key=lambda name: _median(lines, name, first) or 0.0):
         rows.append(f"{name[:25]:<25}" + "".join(f"{_cell(lines, name, figure):>9}" for figure in columns))
