@@ -4,9 +4,10 @@
 
 Each round measures everything once, in a new order and each in a process of its own; a figure is a median; below it are
 the distances of the lowest and the highest value. "by hand" is a copy to pinned memory on a side stream, written by a
-thread with `dcp.save`. "lost" is what training lost until the save was durable: the call and the steps until then,
-less as many undisturbed steps. A load is compared with what was saved, bit by bit. A file is made cold with fsync and
-posix_fadvise(DONTNEED). `--device cpu` runs all of it without a GPU; its figures say nothing about one.
+thread with `dcp.save`. "lost" is what training lost until the save was durable: the call and the steps until then, less
+as many undisturbed steps. torch_checkpointing leaves it to the system when the disk has what was written. A load is
+compared with what was saved, bit by bit. A file is made cold with fsync and posix_fadvise(DONTNEED). `--device cpu`
+runs all of it without a GPU; its figures say nothing about one.
 """
 
 from __future__ import annotations
@@ -36,17 +37,20 @@ from checkpoint_bench import disk, machine, report
 from checkpoint_bench.contenders import is_installed, join_group_of_one
 from checkpoint_bench.samples import Samples
 from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 from torchtitan_lite.checkpoint import CheckpointManager, TrainState
 
 MODES = {"ours, async": "async", "ours, process": "async_with_pinned_mem", "ours, disabled": "disabled"}
-BY_HAND, DCP_ASYNC, OTHER = "by hand", "dcp.async_save", "torch_checkpointing"
-SAVES = (*MODES, BY_HAND, DCP_ASYNC, OTHER)
+BY_HAND, DCP_ASYNC, DCP_PINNED = "by hand", "dcp.async_save", "dcp.async_save, pinned"
+OTHER = "torch_checkpointing"
+SAVES = (*MODES, BY_HAND, DCP_ASYNC, DCP_PINNED, OTHER)
 LOADS = tuple(f"{name}, {how}" for how in ("cold", "warm") for name in ("ours", "dcp.load", "torch.load, mmap"))
 IMAGE, LIMITS = "ours, image in memory", "limits"
 DEADLINE_SECONDS = 600.0
 STEPS_AFTER = 10
+SETTLE_SECONDS = 5.0
 _KEYS = {"preemption_signals": (), "memory_ttl_seconds": 0}
 _KEYS_OF_IMAGES = {"interval_type": "none", "memory_interval": 1, "memory_ttl_seconds": 60, "async_mode": "async"}
 _TABLES = {
@@ -78,7 +82,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(f"ended by signal {number}"))
     place = Path(args.folder).absolute()
     place.mkdir(parents=True, exist_ok=True)
-    samples = Samples()
+    samples, failed = Samples(), dict[str, str]()
+    facts = machine.facts(place)
     with tempfile.TemporaryDirectory(prefix="bench-accelerator-", dir=place) as folder:
         job = {"device": args.device, "gigabytes": args.gigabytes, "saves": args.saves, "folder": folder}
         _run(job | {"contender": "make"})
@@ -86,34 +91,46 @@ def main() -> int:
         for number in range(args.rounds):
             for name in random.Random(number).sample(cases, len(cases)):
                 print(f"  round {number + 1} of {args.rounds}: {name}", file=sys.stderr, flush=True)
-                for table, contender, figure, value in _run(job | {"contender": name}):
-                    samples.add(table, contender, figure, number, value)
-    facts = machine.facts(place)
+                try:
+                    for table, contender, figure, value in _run(job | {"contender": name}):
+                        samples.add(table, contender, figure, number, value)
+                except ContenderFailed as error:
+                    failed[name] = str(error)
+                if args.json:  # Each time: the machine may be lent for minutes.
+                    document = {"machine": facts, "args": vars(args), "samples": samples.to_json()}
+                    Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(f"{args.gigabytes} GB on {facts['accelerator'] or 'no accelerator'}, torch {torch.__version__}")
     print(_tables(samples))
     if not is_installed(OTHER):
-        print(f"not measured: {OTHER}: it is not installed")
-    if args.json:
-        document = {"machine": facts, "args": vars(args), "samples": samples.to_json()}
-        Path(args.json).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        failed[OTHER] = "it is not installed"
+    for name, why in failed.items():
+        print(f"not measured: {name}: {why}"[: report.WIDTH])
     return 0
+
+
+class ContenderFailed(RuntimeError):
+    """A process of the bench failed, or did not end in time."""
 
 
 def _run(job: dict[str, Any]) -> list[tuple[str, str, str, float]]:
     """Run `job` in a process of its own, that of an image in two; return its figures."""
-    if job["contender"] == IMAGE:
-        _process(job | {"contender": "image"}, -signal.SIGKILL)
-    return _process(job, 0)
+    with tempfile.TemporaryDirectory() as runtime:  # Keepers of real runs stay out of this.
+        if job["contender"] == IMAGE:
+            _process(job | {"contender": "image"}, -signal.SIGKILL, runtime)
+        return _process(job, 0, runtime)
 
 
-def _process(job: dict[str, Any], expected: int) -> list[tuple[str, str, str, float]]:
-    environment = {**os.environ, "XDG_RUNTIME_DIR": job["folder"]}  # Keepers of real runs stay out of this.
+def _process(job: dict[str, Any], expected: int, runtime: str) -> list[tuple[str, str, str, float]]:
     command = [sys.executable, __file__, "--child", json.dumps(job)]
-    ended = subprocess.run(
-        command, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_SECONDS, env=environment, check=False
-    )
+    environment = {**os.environ, "XDG_RUNTIME_DIR": runtime}
+    try:
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=DEADLINE_SECONDS, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ContenderFailed(f"it did not end within {DEADLINE_SECONDS:.0f} s") from None
     if ended.returncode != expected:
-        raise SystemExit(f"{job['contender']}: its process ended with {ended.returncode}, expected {expected}")
+        raise ContenderFailed((ended.stderr.strip().splitlines() or ["it ended without an error"])[-1])
     return [tuple(json.loads(line)) for line in ended.stdout.splitlines() if line.startswith('["')]
 
 
@@ -204,20 +221,29 @@ class Trained:
 
 
 class Ours:
-    """The manager, which saves when it is told to."""
+    """The manager, which saves at each call."""
 
     def __init__(self, trained: Trained, folder: Path, mode: str) -> None:
         self._trained = trained
-        self._manager = trained.manager(folder, interval_type="none", async_mode=mode, keep_latest_k=1)
+        self._saving: Future[Any] = Future()
+        keys = {"interval_type": "none", "async_mode": mode, "keep_latest_k": 1}
+        self._manager = trained.manager(folder, on_event=self._note, **keys)
         self._manager.load()
         self._manager.reset()
         self.wait = self._manager.maybe_wait_for_staging
         self.close = self._manager.close
 
+    def _note(self, event: str, step: int, /, **figures: Any) -> None:
+        if event == "committed":
+            self._saving.set_result(None)
+        elif event == "save_failed":
+            self._saving.set_exception(RuntimeError("the save failed"))
+
     def save(self, step: int, folder: Path) -> Future[Any]:
         self._trained.progress.step = step
+        saving = self._saving = Future()
         self._manager.save(step, now=True)
-        return _in_a_thread(lambda: self._manager.wait())
+        return saving
 
 
 class ByHand:
@@ -257,19 +283,28 @@ class ByHand:
 
 
 class DcpAsync:
-    """`dcp.async_save`."""
+    """`dcp.async_save`, which copies while the caller waits, or to pinned memory behind the next step."""
 
-    def __init__(self, trained: Trained) -> None:
+    def __init__(self, trained: Trained, *, is_pinned: bool = False) -> None:
         self._trained = trained
+        self._stager = DefaultStager(StagingOptions(True, True, True, True)) if is_pinned else None
+        self._staged: Future[Any] | None = None
         join_group_of_one()
 
     def save(self, step: int, folder: Path) -> Future[Any]:
-        saving: Any = dcp.async_save(self._trained.nested(), checkpoint_id=folder)
-        return saving
+        saving: Any = dcp.async_save(self._trained.nested(), checkpoint_id=folder, async_stager=self._stager)
+        if self._stager is None:
+            return saving  # type: ignore[no-any-return]  # a future
+        self._staged = saving.staging_completion
+        return saving.upload_completion  # type: ignore[no-any-return]  # another one
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        if self._staged is not None:
+            self._staged.result()
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        if self._stager is not None:
+            self._stager.close()
 
 
 class TorchCheckpointing:
@@ -284,6 +319,7 @@ class TorchCheckpointing:
         join_group_of_one()
         storage = LocalFileSystemStorageConfig(use_direct_io=False)
         self._manager = Manager(Manager.Config(save=AsyncCheckpointSaverConfig(), storage_config=storage))
+        self._manager.prewarm_staging(trained.nested())
         self.close = self._manager.close
 
     def save(self, step: int, folder: Path) -> Any:
@@ -310,33 +346,39 @@ def _in_a_thread(work: Callable[[], object]) -> Future[Any]:
 def _contender(name: str, trained: Trained, folder: Path) -> Any:
     if name in MODES:
         return Ours(trained, folder, MODES[name])
+    if name == DCP_PINNED:
+        return DcpAsync(trained, is_pinned=True)
     return {BY_HAND: ByHand, DCP_ASYNC: DcpAsync, OTHER: TorchCheckpointing}[name](trained)
 
 
 def _measure_saves(name: str, trained: Trained, folder: Path, saves: int) -> None:
-    contender = _contender(name, trained, folder)
     for _ in range(3):
+        trained.step()
+    usual = statistics.median(trained.step() for _ in range(8))
+    contender = _contender(name, trained, folder)
+    until = time.perf_counter() + SETTLE_SECONDS
+    while time.perf_counter() < until:  # What it prepares behind the first steps.
         trained.step(contender.wait)
-    usual = statistics.median(trained.step(contender.wait) for _ in range(8))
     for number in range(saves + 1):
         place = folder / f"save-{number}"
+        ended: list[float] = []
         began = time.perf_counter()
         saving = contender.save(number + 1, place)
         call = time.perf_counter() - began
+        saving.add_done_callback(lambda _, ended=ended: ended.append(time.perf_counter()))
         steps = [trained.step(contender.wait)]
         while not saving.done():
             steps.append(trained.step(contender.wait))
-        durable = time.perf_counter() - began
         saving.result()
+        lost = call + sum(steps) - usual * len(steps)
+        steps += [trained.step(contender.wait) for _ in range(STEPS_AFTER - len(steps))]
+        shutil.rmtree(place, ignore_errors=True)
         if number == 0:
             _print("saves", name, first_call_ms=1e3 * call)
             continue
-        steps += [trained.step(contender.wait) for _ in range(STEPS_AFTER - len(steps))]
-        lost = call + sum(steps) - usual * len(steps)
         _print("saves", name, call_ms=1e3 * call, next_step_ms=1e3 * (steps[0] - usual), excess_ms=1e3 * lost)
         after = statistics.mean(steps[:STEPS_AFTER]) / usual
-        _print("saves", name, steps_after_ratio=after, durable_seconds=durable)
-        shutil.rmtree(place, ignore_errors=True)
+        _print("saves", name, steps_after_ratio=after, durable_seconds=ended[0] - began)
     began = time.perf_counter()
     contender.close()
     _print("the end of a manager", name, close_seconds=time.perf_counter() - began)
@@ -371,12 +413,14 @@ def _measure_load(name: str, trained: Trained, folder: Path) -> None:
     else:
 
         def load() -> None:
-            saved = torch.load(folder / kind / "state.pt", mmap=True, weights_only=True)
+            saved = torch.load(folder / kind / "state.pt", map_location="cpu", mmap=True, weights_only=True)
             for tensor, values in zip(trained.tensors(), saved, strict=True):
                 tensor.copy_(values)
 
     if name != IMAGE:
-        (disk.make_cold if how.endswith("cold") else disk.make_warm)(folder / kind)
+        cached = (disk.make_cold if how == "cold" else disk.make_warm)(folder / kind)
+        if (cached > 0.01) if how == "cold" else (cached < 0.99):
+            raise SystemExit(f"{cached:.0%} of the files are in the page cache: {how} loads cannot be measured here")
     trained.sync()
     began = time.perf_counter()
     load()
@@ -401,14 +445,14 @@ def _keep_an_image(trained: Trained, folder: Path) -> None:
     manager.load()
     manager.reset()
     trained.fill()
-    while True:  # One is missed while its memory is still being made.
+    for _ in range(300):  # One is missed while its memory is still being made.
         trained.progress.step += 1
         manager.save(trained.progress.step)
         manager.maybe_wait_for_staging()
         if images.get(timeout=60) == "image_ready":
-            break
+            os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.1)
-    os.kill(os.getpid(), signal.SIGKILL)
+    raise SystemExit("no image was ready")
 
 
 def _measure_limits(trained: Trained, folder: Path) -> None:
