@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ class DeviceRun:
 
     def __init__(self, folder: Path, seed: int, **keys: Any) -> None:
         torch.manual_seed(seed)
-        layers = [nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(0.1)] * 2
-        self.model = nn.Sequential(*layers, nn.Linear(64, 64).bfloat16()).to(DEVICE)
+        layers = [(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(0.1)) for _ in range(2)]
+        self.model = nn.Sequential(*chain(*layers), nn.Linear(64, 64).bfloat16()).to(DEVICE)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=DEVICE == "cuda")
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
         self.progress = TrainState()
@@ -96,11 +97,16 @@ def test_a_later_save_does_not_wait_for_the_gpu(mode: str, tmp_path: Path) -> No
         run.step()
         if DEVICE == "cuda":
             torch.cuda.set_sync_debug_mode("error")
+            torch.cuda._sleep(1_000_000_000)
+        ended = torch.Event(DEVICE) if DEVICE == "cuda" else None
+        if ended is not None:
+            ended.record()
         try:
             run.manager.save(3, now=True)
         finally:
             if DEVICE == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
+        assert ended is None or not ended.query(), "the call waited for what the GPU had to do"
 
 
 FROM_MEMORY = """
@@ -117,7 +123,7 @@ keys = {"interval_type": "none", "async_mode": "async", "memory_interval": 1, "m
 with runs.starting(Path(sys.argv[1]), 1 if sys.argv[3] == "first" else 2, on_event=on_event, **keys) as run:
     losses = run.steps(1)
     if sys.argv[3] == "first":
-        while images.get(timeout=60) != "image_ready":
+        while images.get(timeout=60) != "image_ready" and len(losses) < 1000:
             losses += run.steps(1)  # Its memory was still being made.
     print(losses, flush=True)
     if sys.argv[3] == "first":

@@ -70,6 +70,10 @@ class LateLink:
         self._unseen = False
         self.make(self.num_calls)
 
+    def end(self, devices: Iterable[torch.device]) -> None:
+        self.make(self.num_calls)
+        self._under_way.clear()
+
     def finish(self, number: int) -> None:
         """Wait for the copy with this number."""
         self.make(number)

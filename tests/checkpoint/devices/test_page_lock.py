@@ -222,6 +222,16 @@ def test_no_copy_crosses_from_one_piece_to_the_next(shape: tuple[int, ...], is_t
     assert sum(end - begin for begin, end in copies) == tensor.nbytes
 
 
+def test_a_copy_outside_of_inference_mode_follows_one_inside() -> None:
+    data = image(1000)
+    arena = StagingArena(data.num_bytes)
+    with torch.inference_mode():
+        copiers._enqueue_copies(data, arena, [0])
+    copiers._enqueue_copies(data, arena, [0])
+    assert torch.equal(arena.tensors(data.layout)[0], data.tensors[0])
+    arena.close()
+
+
 @pytest.mark.slow
 def test_a_tensor_of_three_gibibytes_is_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()

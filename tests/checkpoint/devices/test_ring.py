@@ -89,6 +89,18 @@ def test_what_was_begun_before_a_copy_that_fails_has_ended_when_the_ring_has(fai
     assert link.locked == 0
 
 
+def test_a_part_that_cannot_be_read_loses_no_slot() -> None:
+    link, target = LateLink(), torch.zeros(10, dtype=torch.uint8)
+    with DeviceRing(link, num_slots=1) as ring:
+        place = ring.place(target)
+        ring.follow()
+        for _ in range(2):
+            with pytest.raises(ValueError, match="structures"):
+                ring.copy([(place, memoryview(bytearray(20)).cast("H"))])
+        ring.copy([(place, memoryview(bytes(range(10))))])
+    assert target.tolist() == [*range(10)]
+
+
 def test_neighbours_travel_together() -> None:
     link, target = LateLink(), torch.zeros(SLOT_BYTES, dtype=torch.uint8)
     with DeviceRing(link) as ring:

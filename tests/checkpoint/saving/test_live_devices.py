@@ -18,31 +18,32 @@ from torchtitan_lite.disk.new_file import NewFileOnDisk
 from torchtitan_lite.distributed.peers import Peers
 
 
-def state() -> dict[str, object]:
+def state(device: str) -> dict[str, object]:
+    """Return tensors of all layouts on `device`, the same on each."""
     torch.manual_seed(0)
-    base = torch.rand(40, 50, 60)
-    complex_numbers = torch.view_as_complex(torch.rand(30, 2))
+    base, wide = torch.rand(40, 50, 60).to(device), torch.rand(3000, 700).to(device)
+    complex_numbers = torch.view_as_complex(torch.rand(30, 2)).to(device)
     return {
-        "large": torch.rand(3, BLOCK_BYTES // 4 + 5),
-        "columns": torch.rand(3000, 700)[:, 100:300],
+        "large": torch.rand(3, BLOCK_BYTES // 4 + 5).to(device),
+        "columns": wide[:, 100:300],
+        "wide": wide.T,
         "turned": base.permute(2, 0, 1),
         "some": base[:, 1:3, ::2],
-        "expanded": torch.ones(1).expand(9, 3),
+        "expanded": torch.ones(1, device=device).expand(9, 3),
         "conj": complex_numbers.conj(),
         "neg": complex_numbers.conj().imag,
-        "number": torch.tensor(7),
-        "empty": torch.empty(3, 0, 2),
-        "bool": torch.rand(1001) > 0.5,
-        "half": torch.rand(5, 5).bfloat16().T,
-        "parameter": torch.nn.Parameter(torch.rand(100)),
-        **{f"small{number}": torch.rand(number) for number in range(300)},
+        "number": torch.tensor(7, device=device),
+        "empty": torch.empty(3, 0, 2, device=device),
+        "bool": torch.rand(1001).to(device) > 0.5,
+        "half": torch.rand(5, 5).to(device).bfloat16().T,
+        "parameter": torch.nn.Parameter(torch.rand(100).to(device)),
+        **{f"small{number}": torch.rand(number).to(device) for number in range(300)},
         "text": "no tensor",
     }
 
 
 def write(path: Path, link: Link, device: str = "cpu") -> FileRecord:
-    there = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in state().items()}
-    file = PlanCache(Peers(timedelta(seconds=60))).plan(there).file()
+    file = PlanCache(Peers(timedelta(seconds=60))).plan(state(device)).file()
     return live_content(file, make_link=lambda: link).write(NewFileOnDisk(path))
 
 
@@ -74,5 +75,7 @@ def test_a_copy_that_fails_fails_the_write(failing: int, tmp_path: Path) -> None
 
 @pytest.mark.cuda
 def test_the_file_of_a_gpu_is_that_of_the_host(tmp_path: Path) -> None:
-    assert write(tmp_path / "file", build_link(), "cuda") == write(tmp_path / "expected", build_link())
-    assert (tmp_path / "file").read_bytes() == (tmp_path / "expected").read_bytes()
+    expected = write(tmp_path / "expected", build_link())
+    for number in range(10):
+        assert write(tmp_path / f"file-{number}", build_link(), "cuda") == expected
+        assert (tmp_path / f"file-{number}").read_bytes() == (tmp_path / "expected").read_bytes()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from typing import Protocol
 
@@ -19,7 +20,7 @@ class Copy(Protocol):
     """Copies that were begun."""
 
     def wait(self) -> None:
-        """Return once their memory may change."""
+        """Return once they have ended: the bytes are there, and the memory on both sides may change."""
 
 
 class Link(Protocol):
@@ -45,6 +46,10 @@ class Link(Protocol):
         """Let what the caller launches from now on come after the copies that were begun."""
         ...
 
+    def end(self, devices: Iterable[torch.device]) -> None:
+        """Return once all copies that were begun have ended, also those of which no `Copy` came back."""
+        ...
+
 
 class CudaLink:
     """The copy engine of each CUDA or ROCm device, on a stream of its own. Loads to the host's memory touch none."""
@@ -64,12 +69,13 @@ class CudaLink:
             pages.lock(0, len(memory))
             return pages
 
-        try:
-            # CUDA stores its last error per thread: the next kernel that the caller launches would raise a refusal.
-            with ThreadPoolExecutor(1) as thread:
-                return thread.submit(work).result().unlock
-        except RuntimeError:  # The system has no more threads.
-            return _nothing
+        # CUDA stores its last error per thread: the next kernel that the caller launches would raise a refusal.
+        with ThreadPoolExecutor(1) as thread:
+            try:
+                locking = thread.submit(work)
+            except RuntimeError:  # The system has no more threads.
+                return _nothing
+            return locking.result().unlock
 
     def begin(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Copy:
         ends = [target.device if target.is_cuda else source.device for target, source in copies]
@@ -83,8 +89,7 @@ class CudaLink:
                         target.copy_(source, non_blocking=True)
             return _CudaCopy([_recorded(stream) for stream in streams.values()])
         except BaseException:
-            for stream in streams.values():
-                stream.synchronize()
+            self.end(streams)
             raise
 
     def follow(self, devices: Iterable[torch.device]) -> None:
@@ -98,6 +103,12 @@ class CudaLink:
         for device in devices:
             if device in self._streams:
                 torch.cuda.current_stream(device).wait_stream(self._streams[device])
+
+    def end(self, devices: Iterable[torch.device]) -> None:
+        with ExitStack() as stack:
+            for device in devices:
+                if device in self._streams:
+                    stack.callback(self._streams[device].synchronize)
 
 
 class _CudaCopy:
@@ -138,6 +149,9 @@ class NoLink:
         """Do nothing."""
 
     def precede(self, devices: Iterable[torch.device]) -> None:
+        """Do nothing."""
+
+    def end(self, devices: Iterable[torch.device]) -> None:
         """Do nothing."""
 
 

@@ -12,7 +12,7 @@ import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,9 +76,8 @@ class DeviceRing:
         with ExitStack() as stack:
             if self._unlock is not None:
                 stack.callback(self._unlock)
-            # Also after an error: the memory must stay until no copy reads it.
-            for _, copy in self._under_way:
-                stack.callback(copy.wait)
+            # Also after an error: the memory must stay until no copy reads or writes it.
+            stack.callback(self._link.end, [*self._devices])
             self.precede()
 
     def reaches(self, tensor: torch.Tensor) -> bool:
@@ -106,8 +105,10 @@ class DeviceRing:
         """Begin to copy to each place its bytes, which may change once this returns. Any thread."""
         for filling in _fillings(parts):
             slot = self._take()
-            slot.fill(filling)
-            self._leave([(slot, self._begun(slot, [(place, room) for place, room in slot.spans(filling)]))])
+            with self._giving_back_after_an_error(slot):
+                slot.fill(filling)
+                copy = self._link.begin([*slot.spans(filling)])
+            self._leave([(slot, copy)])
 
     def fetch(self, parts: Iterable[Part]) -> None:
         """Copy from each place its bytes; return once they are there. Any thread, several at a time."""
@@ -120,7 +121,8 @@ class DeviceRing:
                     self._finish(begun)
                     slot = self._take_now()
                 slot = slot or self._take()
-                copy = self._begun(slot, [(room, place) for place, room in slot.spans(filling)])
+                with self._giving_back_after_an_error(slot):
+                    copy = self._link.begin([(room, place) for place, room in slot.spans(filling)])
                 begun.append((slot, copy, filling))
                 if len(begun) == _FETCHED_AT_A_TIME:
                     self._finish(begun)
@@ -136,9 +138,10 @@ class DeviceRing:
         begun.popleft()
         self._give_back(slot)
 
-    def _begun(self, slot: _Slot, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Copy:
+    @contextmanager
+    def _giving_back_after_an_error(self, slot: _Slot) -> Iterator[None]:
         try:
-            return self._link.begin(copies)
+            yield
         except BaseException:
             self._give_back(slot)
             raise

@@ -205,7 +205,8 @@ def copy_bytes(tensor: torch.Tensor, begin: int, end: int, address: int) -> None
     if _lies_in_a_row(tensor):
         ctypes.memmove(address, tensor.data_ptr() + begin, end - begin)
         return
-    for piece, at in row_major_pieces(tensor, begin, end):
+    most = _PIECE_BYTES if tensor.is_cpu else _DEVICE_PIECE_BYTES
+    for piece, at in row_major_pieces(tensor, begin, end, most):
         piece = piece.cpu()
         first, last = max(begin, at), min(end, at + piece.nbytes)
         ctypes.memmove(address + first - begin, piece.data_ptr() + first - at, last - first)
@@ -222,18 +223,19 @@ _DEVICE_PIECE_BYTES = 4 << 20
 """The same for copies from a device, larger because the thread waits for each of them."""
 
 
-def row_major_pieces(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[torch.Tensor, int]]:
+def row_major_pieces(
+    tensor: torch.Tensor, begin: int, end: int, most: int = _PIECE_BYTES
+) -> Iterator[tuple[torch.Tensor, int]]:
     """Yield row-major copies of slices of `tensor` that cover its bytes [begin, end), each with its first byte.
 
-    They are on its device, and of one that is row-major there is no copy. There is one at a time, so memory stays small
-    however large the range is.
+    They are on its device, and of one that is row-major there is no copy. Each has at most `most` bytes, or one
+    element, so memory stays small however large the range is.
     """
     dim = next((d for d, size in enumerate(tensor.shape) if size > 1), None)
     if dim is None:
         yield _row_major(tensor), 0
         return
     row_bytes = tensor.numel() * tensor.element_size() // tensor.shape[dim]
-    most = _PIECE_BYTES if tensor.is_cpu else _DEVICE_PIECE_BYTES
     first, last, step = begin // row_bytes, -(-end // row_bytes), max(1, most // row_bytes)
     for row in range(first, last, step):
         at = row * row_bytes
@@ -241,7 +243,7 @@ def row_major_pieces(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tup
         if row_bytes <= most:
             yield _row_major(rows), at
         else:
-            for piece, offset in row_major_pieces(rows, max(begin - at, 0), min(end - at, row_bytes)):
+            for piece, offset in row_major_pieces(rows, max(begin - at, 0), min(end - at, row_bytes), most):
                 yield piece, at + offset
 
 

@@ -165,7 +165,7 @@ class StateSaver:
 
 
 class SyncSaver(StateSaver):
-    """Saves while the caller waits, from the live tensors: no copy, so no additional memory."""
+    """Saves while the caller waits, from the live tensors: no copy, so no memory but small buffers."""
 
     def __init__(self, peers: Peers, plans: PlanCache | None = None) -> None:
         super().__init__(peers, plans, CopyListener())

@@ -71,7 +71,8 @@ class StagingArena:
         kept = self._tensors_of
         if kept is None or kept[0] is not layout:
             places = zip(layout.places, layout.specs, strict=True)
-            made = [self.tensor(place.data_at, dtype, shape) for place, (dtype, shape) in places]
+            with torch.inference_mode(False):  # Else a save outside of it could not change them.
+                made = [self.tensor(place.data_at, dtype, shape) for place, (dtype, shape) in places]
             self._tensors_of = kept = layout, made
         return kept[1]
 
