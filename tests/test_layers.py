@@ -35,6 +35,7 @@ LAYERS = {
     "checkpoint.run_folders": 6,
     "uploading": 7,
     "checkpoint.state": 5,
+    "checkpoint.devices": 5,
     "checkpoint.untrusted": 6,
     "checkpoint.staging": 6,
     "checkpoint.planning": 7,
