@@ -20,12 +20,15 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def wait_until(
-    condition: Callable[[], Any], log: Callable[[], str] = str, is_over: Callable[[], Any] = lambda: False
+    condition: Callable[[], Any],
+    log: Callable[[], str] = str,
+    is_over: Callable[[], Any] = lambda: False,
+    seconds: float = DEADLINE_SECONDS,
 ) -> bool:
     """Return True as soon as `condition` holds, False once all `is_over` without it; fail with `log` at a deadline."""
-    deadline = time.monotonic() + DEADLINE_SECONDS
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"nothing happened for {DEADLINE_SECONDS:.0f} s:\n{log()}"
+        assert time.monotonic() < deadline, f"nothing happened for {seconds:.0f} s:\n{log()}"
         if is_over():
             return bool(condition())
         time.sleep(0.002)

@@ -63,6 +63,7 @@ LAYERS = {
     "hangs": 14,
     "preflight": 14,
     "trainer": 15,
+    "integrations": 15,
     "cli": 16,
     "train": 16,
 }

@@ -39,12 +39,17 @@ def test_a_guard_is_found() -> None:
     ]
 
 
+def own_trees() -> dict[str, ast.Module]:
+    """Return those but for classes that have the names and arguments of other libraries, to stand in for theirs."""
+    return {name: tree for name, tree in trees().items() if not name.startswith(f"{PACKAGE}.integrations.")}
+
+
 def test_no_two_folders_define_one_public_class_name() -> None:
-    assert twice(trees()) == []
+    assert twice(own_trees()) == []
 
 
 def test_only_the_manager_is_made_of_eight_parts_or_more() -> None:
-    assert [name for name, _ in constructors(trees())] == ["CheckpointManager"]
+    assert [name for name, _ in constructors(own_trees())] == ["CheckpointManager"]
 
 
 def test_a_state_is_defined_once() -> None:

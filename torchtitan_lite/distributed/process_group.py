@@ -60,6 +60,13 @@ def process_group(config: Comm, *, deterministic: bool = False) -> Iterator[Worl
     dist.destroy_process_group()
 
 
+def close_process_group() -> None:
+    """Close the default process group, if there is one, once all ranks are here. **Collective**."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 def shorten_timeouts(mesh: DeviceMesh, config: Comm) -> None:
     """Set the time-out of training collectives, on all groups of `mesh`, to `train_timeout_seconds`.
 
