@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import subprocess
 import sys
@@ -23,14 +24,19 @@ OTHER_UID = 65534
 
 @contextlib.contextmanager
 def as_another_user() -> Iterator[None]:
-    """Run the block as a user who owns nothing; skip the test where this process may not become one."""
+    """Run the block as a user who owns nothing; skip the test where this process may not become one.
+
+    To file systems, and this thread with those that it starts alone: others of this process may belong to a test
+    before.
+    """
     if os.geteuid() != 0:
         pytest.skip("needs root, to become another user")
-    os.seteuid(OTHER_UID)
+    become = ctypes.CDLL(None).setfsuid
+    become(OTHER_UID)
     try:
         yield
     finally:
-        os.seteuid(0)
+        become(0)
 
 
 @pytest.fixture

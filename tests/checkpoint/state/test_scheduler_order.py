@@ -78,7 +78,8 @@ def test_two_schedulers_of_one_optimizer_find_theirs_by_class() -> None:
 
 def test_a_checkpoint_without_names_of_parameters_loads_in_order(tmp_path: Path) -> None:
     first, again = Scheduled(tmp_path), Scheduled(tmp_path)
-    first.train(1, 2)
+    with first.manager:
+        first.train(1, 2)
     states = {str(number): each.state_dict() for number, each in enumerate(first.schedulers)}
     wrapper = LRSchedulerWrapper(again.schedulers, OptimizerWrapper([again.model], again.optimizers))
     wrapper.load_state_dict(states)
