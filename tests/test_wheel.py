@@ -35,6 +35,7 @@ SHORT = ("--checkpoint.interval=2", "--checkpoint.async_mode=async_with_pinned_m
 OPENED = "from torchtitan_lite.bucket.store import open_bucket as o; print('opened', o('s3://bucket/run').address)"
 ADAPTED = "from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter as A; A(None, rank=0, num_ranks=1)"
 WITHOUT = {
+    "torchtitan": ("torchtitan", ["python", "-c", "import torchtitan_lite.integrations.torchtitan"]),
     "torchdata": ("torchdata", ["python", "-c", ADAPTED]),
     "tokenizers": ("tokenizers", [*TRAIN, "--model.tokenizer_path={folder}"]),
     "parquet": ("pyarrow", [*TRAIN, "--training.dataset=parquet", "--training.dataset_path={folder}/*.parquet"]),
