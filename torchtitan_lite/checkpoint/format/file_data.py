@@ -128,6 +128,11 @@ class FileData:
         self.objects = objects
         self.num_bytes = layout.end + len(objects)
 
+    @property
+    def apart(self) -> list[torch.Tensor]:
+        """The tensors that do not lie in a row in the CPU's memory, as those of devices."""
+        return [tensor for tensor, in_a_row in zip(self.tensors, self._in_a_row, strict=True) if not in_a_row]
+
     def fill(self, buffer: memoryview, begin: int, end: int) -> None:
         """Copy bytes [begin, end) of the file to the start of `buffer`. Any thread.
 
@@ -164,9 +169,10 @@ class FileData:
         for number in range(first, last):
             place, following = layout.places[number], layout.between[number]
             data_at, num_bytes = address + place.data_at, place.data_bytes
-            if in_a_row[number]:
-                copy = _copy_small if num_bytes <= _SMALL_BYTES else ctypes.memmove
-                copy(data_at, tensors[number].data_ptr(), num_bytes)
+            if num_bytes <= _SMALL_BYTES and in_a_row[number]:
+                _copy_small(data_at, tensors[number].data_ptr(), num_bytes)
+            elif in_a_row[number]:
+                ctypes.memmove(data_at, tensors[number].data_ptr(), num_bytes)
             elif num_bytes:
                 room = buffer[place.data_at - begin : place.data_end - begin]
                 left.append(TensorBytes(tensors[number], 0, num_bytes, room))

@@ -33,7 +33,7 @@ def live_content(file: RankFile, make_link: Callable[[], Link] = build_link) -> 
     The state must not change until the file is written. Waits for the devices of the tensors.
     """
     data = file.data
-    _wait_for_devices(data.tensors)
+    _wait_for_devices(data.apart)
     return RankContent(
         file.plan,
         file.objects,
@@ -53,7 +53,7 @@ def _write_live(new: NewFile, data: FileData, link: Link) -> FileRecord:
     """Write `data` to `new`; what is on devices comes through a ring."""
     with DeviceRing(link) as ring:
         # Before there are several threads: it makes the stream of each device.
-        ring.follow({tensor.device for tensor in data.tensors if ring.reaches(tensor)})
+        ring.follow({tensor.device for tensor in data.apart if ring.reaches(tensor)})
 
         def fill(buffer: memoryview, begin: int, end: int) -> None:
             far: list[Part] = []
