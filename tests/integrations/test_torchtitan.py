@@ -145,7 +145,7 @@ def test_a_killed_run_has_the_state_and_losses_of_one_that_was_not(mode: str, ra
 @pytest.mark.slow
 def test_on_sigterm_all_ranks_save_the_same_step_and_leave_with_143(place: Path) -> None:
     options = ["--training.steps=100000", "--checkpoint.interval=100000", "--metrics.enable_tensorboard"]
-    with start(place, "told", *options) as job:
+    with start(place, "signalled", *options) as job:
         job.wait_for_log("step:  3")
         for pid in children(job.process.pid):
             send(pid, signal.SIGTERM)
@@ -153,7 +153,7 @@ def test_on_sigterm_all_ranks_save_the_same_step_and_leave_with_143(place: Path)
         assert job.log.count("exitcode  : 143") == 2
     [step] = job.steps
     assert open_checkpoint(job.folder / f"step-{step}").manifest is not None
-    with start(place, "told", *options) as again:
+    with start(place, "signalled", *options) as again:
         again.wait_for_log(f"step: {step + 1:2}")
 
 

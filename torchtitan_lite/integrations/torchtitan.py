@@ -201,7 +201,7 @@ class CheckedDataloader:
     def __init__(self, dataloader: Any) -> None:
         self._dataloader = dataloader
         if getattr(dataloader, "generator", self) is None:
-            # Each start draws from it when it begins to iterate: from torch's own, dropout would go on elsewhere.
+            # Each start draws from it when it begins to iterate: from torch's own, dropout would continue elsewhere.
             dataloader.generator = torch.Generator().manual_seed(torch.initial_seed())
 
     def state_dict(self) -> dict[str, Any]:
@@ -217,7 +217,7 @@ class CheckedDataloader:
         if saved is not None and now is not None and saved != now:
             raise ConfigError(
                 f"dataloader: expected {saved} data-parallel ranks, as saved, found {now}: torchtitan's dataloader "
-                "cannot be resharded. Add dataloader to checkpoint.exclude_from_loading, and the data begin anew."
+                "cannot be resharded. Add dataloader to checkpoint.exclude_from_loading, and the data begin from the start."
             )
         self._dataloader.load_state_dict(state_dict)
 
@@ -228,7 +228,7 @@ def _refuse_code(name: str, data: bytes) -> None:
     except InertPickleError as error:
         raise ConfigError(
             f"dataloader.{name}: expected a pickle of lists, dicts, numbers and strings, found one of more: {error}. "
-            "Add dataloader to checkpoint.exclude_from_loading, and the data begin anew."
+            "Add dataloader to checkpoint.exclude_from_loading, and the data begin from the start."
         ) from None
 
 
