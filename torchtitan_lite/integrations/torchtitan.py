@@ -217,7 +217,7 @@ class CheckedDataloader:
         if saved is not None and now is not None and saved != now:
             raise ConfigError(
                 f"dataloader: expected {saved} data-parallel ranks, as saved, found {now}: torchtitan's dataloader "
-                "cannot be resharded. Add dataloader to checkpoint.exclude_from_loading, and the data begin from the start."
+                "cannot be resharded. Add dataloader to checkpoint.exclude_from_loading: the data begin from the start."
             )
         self._dataloader.load_state_dict(state_dict)
 
