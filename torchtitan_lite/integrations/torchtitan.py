@@ -46,7 +46,7 @@ TRIED = "0.3"
 _PREFIXES = ("torchtitan.models.", "torchtitan.experiments.", "")
 """Where torchtitan looks for the module that --module names."""
 _SAME_NAMES = (
-    *("folder", "interval", "export_dtype", "keep_latest_k", "enable_first_step_checkpoint", "load_only"),
+    *("interval", "export_dtype", "keep_latest_k", "enable_first_step_checkpoint", "load_only"),
     *("create_seed_checkpoint", "async_mode"),
 )
 """Keys of torchtitan that mean the same in ours."""
@@ -134,8 +134,16 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         self._config, self._states, self._adapter = config, states, sd_adapter
         self._model_parts = list(model_parts)
         if config.enable:  # Else torchtitan calls no method that needs one, and nothing is refused.
-            given = dataloader, self._model_parts, optimizers, lr_schedulers, states
-            self._own = _own_manager(config, base_folder, *given)
+            keys = _keys_of(config)
+            self._own = OwnManager.for_loop(
+                model=self._model_parts,
+                optimizer=list(optimizers),
+                lr_scheduler=list(lr_schedulers),
+                dataloader=None if dataloader is None else CheckedDataloader(dataloader),
+                states=dict(states),
+                folder=config.folder if is_in_object_store(config.folder) else Path(base_folder, config.folder),
+                **keys,
+            )
             _warn_of_another_version()
 
     def _load(self, step: int = -1) -> bool:
@@ -232,17 +240,9 @@ def _refuse_code(name: str, data: bytes) -> None:
         ) from None
 
 
-def _own_manager(
-    config: CheckpointManager.Config,
-    base_folder: str,
-    dataloader: Any,
-    model_parts: Sequence[nn.Module],
-    optimizers: Any,
-    lr_schedulers: Any,
-    states: Mapping[str, Any],
-) -> OwnManager:
-    """Return the manager of the package for what torchtitan's trainer has."""
-    keys = {name: getattr(config, name) for name in (*_SAME_NAMES[1:], *_OWN_KEYS)}
+def _keys_of(config: CheckpointManager.Config) -> dict[str, Any]:
+    """Return the keys of ours that mean what `config` says. Raises ConfigError for what has no meaning here."""
+    keys = {name: getattr(config, name) for name in (*_SAME_NAMES, *_OWN_KEYS)}
     keys |= {
         "enable_checkpoint": config.enable,
         "model_weights_only": config.last_save_model_only,
@@ -261,15 +261,7 @@ def _own_manager(
             "checkpoint.last_save_in_hf: expected false, found true. Leave it out, and make the weights from the last "
             "checkpoint: torchtitan-lite export."
         )
-    return OwnManager.for_loop(
-        model=list(model_parts),
-        optimizer=list(optimizers),
-        lr_scheduler=list(lr_schedulers),
-        dataloader=None if dataloader is None else CheckedDataloader(dataloader),
-        states=dict(states),
-        folder=config.folder if is_in_object_store(config.folder) else Path(base_folder, config.folder),
-        **keys,
-    )
+    return keys
 
 
 def _warn_of_another_version() -> None:

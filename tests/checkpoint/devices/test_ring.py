@@ -1,4 +1,4 @@
-"""Bytes to and from a device arrive, whatever the order of copies, and no memory is used before its copy has ended."""
+"""All bytes get to and from a device, whatever the order of copies, and no memory is used before its copy has ended."""
 
 from __future__ import annotations
 

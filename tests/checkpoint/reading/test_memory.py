@@ -17,6 +17,7 @@ from tests.checkpoint.sharded_run import sharded_run
 from tests.checkpoint.small_run import SmallRun, target
 from tests.descriptors import opened
 from tests.examples import mostly_exhaustive
+from tests.processes import wait_until
 from tests.ranks import Ranks
 from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
@@ -147,9 +148,11 @@ def descriptors_and_threads(run: SmallRun) -> tuple[list[str], list[str]]:
     for thread in threading.enumerate():
         if thread.name in ("checkpoint", "housekeeping"):
             thread.join(60)
-    files = opened()
-    # The lease has it open once more for a moment, when it is renewed.
-    locks = {name for name in files if name.endswith("/writer.lock")}
-    return [*sorted(locks), *sorted(name for name in files if name not in locks)], sorted(
-        thread.name for thread in threading.enumerate()
-    )
+    lock, files = str(run.root / "writer.lock"), list[str]()
+
+    def has_been_renewed() -> bool:
+        files[:] = opened()
+        return lock not in files
+
+    wait_until(has_been_renewed)  # A renewal of the lease has its file open for a moment.
+    return sorted(files), sorted(thread.name for thread in threading.enumerate())

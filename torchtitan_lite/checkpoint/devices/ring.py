@@ -55,9 +55,8 @@ Part = tuple[DevicePlace, memoryview]
 class DeviceRing:
     """A ring for one load, or one save, over `link`.
 
-    A context: at its end no copy is under way, and the caller's work follows them.
-
-    The memory is made with the first copy.
+    A context: at its end no copy is under way, and the caller's work follows them. The memory is made with the first
+    copy.
     """
 
     def __init__(self, link: Link, num_slots: int = NUM_SLOTS) -> None:
