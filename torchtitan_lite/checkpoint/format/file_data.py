@@ -125,13 +125,12 @@ class FileData:
             tensor if in_a_row and not tensor.requires_grad else tensor.detach()
             for tensor, in_a_row in zip(tensors, self._in_a_row, strict=True)
         ]
+        self.apart: list[torch.Tensor] = []
+        """The tensors that do not lie in a row in the CPU's memory, as those of devices."""
+        if not all(self._in_a_row):
+            self.apart = [t for t, in_a_row in zip(self.tensors, self._in_a_row, strict=True) if not in_a_row]
         self.objects = objects
         self.num_bytes = layout.end + len(objects)
-
-    @property
-    def apart(self) -> list[torch.Tensor]:
-        """The tensors that do not lie in a row in the CPU's memory, as those of devices."""
-        return [tensor for tensor, in_a_row in zip(self.tensors, self._in_a_row, strict=True) if not in_a_row]
 
     def fill(self, buffer: memoryview, begin: int, end: int) -> None:
         """Copy bytes [begin, end) of the file to the start of `buffer`. Any thread.
