@@ -258,7 +258,9 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def job_config(folder: Path, /, **checkpoint: Any) -> JobConfig:
     """Return a config with checkpoints in `folder`. It watches no signals, because these belong to the test runner."""
-    defaults: dict[str, Any] = {"enable_checkpoint": True, "preemption_signals": (), "timeout_seconds": 60}
+    # What uploads has the lowest priority: next to busy processes it may send nothing for a minute.
+    seconds = 600 if checkpoint.get("upload_folder") else 60
+    defaults: dict[str, Any] = {"enable_checkpoint": True, "preemption_signals": (), "timeout_seconds": seconds}
     return JobConfig(job=Job(dump_folder=str(folder)), checkpoint=Checkpoint(**defaults | checkpoint))
 
 
