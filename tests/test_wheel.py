@@ -36,6 +36,8 @@ OPENED = "from torchtitan_lite.bucket.store import open_bucket as o; print('open
 ADAPTED = "from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter as A; A(None, rank=0, num_ranks=1)"
 WITHOUT = {
     "torchtitan": ("torchtitan", ["python", "-c", "import torchtitan_lite.integrations.torchtitan"]),
+    "transformers": ("transformers", ["python", "-c", "import torchtitan_lite.integrations.transformers"]),
+    "accelerate": ("accelerate", ["python", "-c", "import torchtitan_lite.integrations.accelerate"]),
     "torchdata": ("torchdata", ["python", "-c", ADAPTED]),
     "tokenizers": ("tokenizers", [*TRAIN, "--model.tokenizer_path={folder}"]),
     "parquet": ("pyarrow", [*TRAIN, "--training.dataset=parquet", "--training.dataset_path={folder}/*.parquet"]),
@@ -64,6 +66,7 @@ WITH = {
     "report": (WITHOUT["report"][1], "{folder}/report.html"),
     "safetensors": (WITHOUT["safetensors"][1], "Exported"),
     "cloud": (["python", "-c", OPENED], "opened s3://bucket/run"),
+    "accelerate": (["python", "-c", "import torchtitan_lite.integrations.accelerate as a; print(a.__all__)"], "Batches"),
 }
 """A command that uses each extra that the tests have, and words of what it says."""
 

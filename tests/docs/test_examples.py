@@ -20,7 +20,7 @@ LIBRARIES = {
     "peft_loop.py": ["peft", "transformers"],
     "timm_loop.py": ["timm"],
     "lightning_callback.py": ["lightning", "torchdata"],
-    "trainer_callback.py": ["transformers", "accelerate", "torchdata"],
+    "trainer_callback.py": ["transformers", "accelerate"],
     "several_models.py": [],
 }
 """Libraries that each script needs in addition to those of this package."""

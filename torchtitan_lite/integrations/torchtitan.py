@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,8 +28,8 @@ from torchtitan_lite.checkpoint import CheckpointManager as OwnManager
 from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, parse
 from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.distributed.process_group import close_process_group
 from torchtitan_lite.errors import ConfigError, ExtraMissing
+from torchtitan_lite.integrations.leaving import leave, warn_of_another_version
 from torchtitan_lite.log import logger
 
 try:
@@ -144,7 +143,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchti
                 folder=config.folder if is_in_object_store(config.folder) else Path(base_folder, config.folder),
                 **keys,
             )
-            _warn_of_another_version()
+            warn_of_another_version("torchtitan", TRIED)
 
     def _load(self, step: int = -1) -> bool:
         has_loaded = self._own.load(step)
@@ -180,8 +179,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         self._own.close()
         if callable(close := getattr(trainer, "close", None)):
             close()  # Its metrics; it closes this manager once more, which does nothing.
-        close_process_group()
-        raise SystemExit(128 + signal)
+        leave(self._own, signal)
 
     def _load_hugging_face(self) -> None:
         """Load weights in Hugging Face's format with the adapter of torchtitan's model."""
@@ -262,12 +260,6 @@ def _keys_of(config: CheckpointManager.Config) -> dict[str, Any]:
             "checkpoint: torchtitan-lite export."
         )
     return keys
-
-
-def _warn_of_another_version() -> None:
-    found = version("torchtitan")
-    if not found.startswith(f"{TRIED}."):
-        logger.warning("This was tried with torchtitan %s, and found %s", TRIED, found)
 
 
 registry: str = ""

@@ -1,0 +1,83 @@
+"""A run of transformers' Trainer with a small GPT-2, for tests: it prints each loss, and may end itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from typing import Any
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import EarlyStoppingCallback
+
+from torchtitan_lite import log
+from torchtitan_lite.integrations.transformers import Checkpoints
+
+
+class Printing(Trainer):
+    """Prints the loss of each batch."""
+
+    def compute_loss(self, *args: Any, **keywords: Any) -> Any:
+        loss = super().compute_loss(*args, **keywords)
+        if self.model.training:
+            line = f"{self.args.process_index} step {self.state.global_step + 1}: loss {loss.item():.9g}\n"
+            os.write(1, line.encode())  # In one piece: the other rank writes into the same file.
+        return loss
+
+
+class Signal(TrainerCallback):
+    """Sends `number` to this process at the end of `step`."""
+
+    def __init__(self, step: int, number: int) -> None:
+        self.step, self.number = step, number
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+def run(
+    folder: str,
+    kill_at: int = 0,
+    signal_at: int = 0,
+    num_samples: int = 22,
+    arguments: dict[str, Any] | None = None,
+    keys: dict[str, Any] | None = None,
+    early_stopping: bool = False,
+) -> None:
+    log.setup(int(os.environ.get("RANK", "0")))
+    torch.manual_seed(0)
+    small = GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2, use_cache=False)
+    tokens = torch.randint(0, 64, (num_samples, 16))
+    samples = [{"input_ids": each, "labels": each} for each in tokens]
+    settings: dict[str, Any] = {
+        "output_dir": f"{folder}/trainer",
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 2,
+        "per_device_train_batch_size": 2,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "logging_steps": 1,
+    }
+    settings |= arguments or {}
+    trainer = Printing(
+        GPT2LMHeadModel(small),
+        TrainingArguments(**settings),
+        train_dataset=samples,
+        eval_dataset=samples[:4],
+        callbacks=[EarlyStoppingCallback(2)] if early_stopping else [],
+    )
+    for step, number in ((kill_at, signal.SIGKILL), (signal_at, signal.SIGTERM)):
+        if step:
+            trainer.add_callback(Signal(step, number))
+    # As a user who draws random numbers between the two.
+    torch.rand(3)
+    result = Checkpoints(f"{folder}/checkpoint", **{"interval": 3, "keep_latest_k": 0} | (keys or {})).train(trainer)
+    values = [parameter.double().sum().item() for parameter in trainer.model.parameters()]
+    logs = [entry.get("eval_loss", entry.get("loss")) for entry in trainer.state.log_history[:-1]]
+    ended = {"step": result.global_step, "values": values, "epoch": trainer.state.epoch, "logs": logs}
+    os.write(1, f"ended {json.dumps(ended)}\n".encode())
