@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,6 +28,18 @@ def is_watching(watcher: int) -> bool:
         number, _, waited, *_ = Path(f"/proc/{watcher}/syscall").read_text().split()
         return int(number) in POLL_CALLS and int(waited, 16) == 2
     return False
+
+
+def start_together(kinds: Sequence[str], folder: Path) -> list[subprocess.Popen[str]]:
+    """Start two ranks, of these kinds, which begin their steps once the watcher of each is at work.
+
+    A busy machine starts one of them seconds after the other: longer than the bound.
+    """
+    (folder / "hold").touch()
+    processes = [ranks.start(kind, rank, len(kinds), folder) for rank, kind in enumerate(kinds)]
+    wait_until(lambda: any(map(is_watching, children(processes[1].pid))))
+    (folder / "hold").unlink()
+    return processes
 
 
 @pytest.mark.parametrize(
@@ -65,7 +79,7 @@ def test_a_rank_that_is_slow_or_in_a_pause_is_left_alone(kind: str, tmp_path: Pa
 @pytest.mark.parametrize("kind", ["stop", "sleep", "lock"])
 def test_of_two_ranks_the_one_that_hangs_is_named_and_both_are_killed(kind: str, hangs: int, tmp_path: Path) -> None:
     """The other one stands, too, one collective ahead."""
-    processes = [ranks.start(kind if rank == hangs else "ahead", rank, 2, tmp_path) for rank in range(2)]
+    processes = start_together([kind if rank == hangs else "ahead" for rank in range(2)], tmp_path)
     ended = [ranks.end(process) for process in processes]
     assert [code for code, _ in ended] == [-signal.SIGKILL] * 2
     assert f"ERROR - Rank {hangs} hangs in step 4:\n" in ended[0][1]
@@ -74,13 +88,13 @@ def test_of_two_ranks_the_one_that_hangs_is_named_and_both_are_killed(kind: str,
 
 
 def test_no_rank_is_killed_while_the_others_wait_for_one_in_a_pause(tmp_path: Path) -> None:
-    processes = [ranks.start(kind, rank, 2, tmp_path) for rank, kind in enumerate(["slower", "paused"])]
+    processes = start_together(["slower", "paused"], tmp_path)
     assert [ranks.end(process) for process in processes] == [(0, ""), (0, "")]
 
 
 def test_no_rank_is_killed_that_has_just_left_a_pause_for_which_another_one_waited(tmp_path: Path) -> None:
     """What it waited for takes its time still."""
-    processes = [ranks.start(kind, rank, 2, tmp_path) for rank, kind in enumerate(["late", "met late"])]
+    processes = start_together(["late", "met late"], tmp_path)
     assert [ranks.end(process) for process in processes] == [(0, ""), (0, "")]
 
 
@@ -99,7 +113,7 @@ def test_a_rank_whose_watcher_is_gone_says_so_and_is_named_as_silent(tmp_path: P
 
 
 def test_a_rank_whose_judge_is_gone_is_named_by_its_own_watcher(tmp_path: Path) -> None:
-    processes = [ranks.start(kind, rank, 2, tmp_path) for rank, kind in enumerate(["go", "sleep"])]
+    processes = start_together(["go", "sleep"], tmp_path)
     (code, _), (other_code, logged) = [ranks.end(process) for process in processes]
     assert (code, other_code) == (0, -signal.SIGKILL)
     assert "ERROR - Rank 1 hangs in step 4:" in logged
