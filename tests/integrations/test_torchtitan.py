@@ -18,7 +18,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.e2e.jobs import free_port
 from tests.processes import children, send, wait_until
@@ -157,6 +162,38 @@ def test_on_sigterm_all_ranks_save_the_same_step_and_leave_with_143(place: Path)
         again.wait_for_log(f"step: {step + 1:2}")
 
 
+STILL = ("warmup", "total")
+"""Steps of the schedule which keep the learning rate near zero if they are many."""
+
+
+@pytest.mark.slow
+def test_the_last_weights_are_written_for_hugging_face_and_begin_another_run(place: Path) -> None:
+    options = ["--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf", "--checkpoint.interval=100"]
+    with start(place, "exported", *options, "--training.steps=2") as job:
+        assert job.wait() == 0, job.log
+    assert job.steps == [2]
+    written = place / "exported" / "hf" / "step-2"
+    [file] = written.glob("*.safetensors")
+    weights, saved = load_file(file), dcp_tensors(job.folder / "step-2")
+    assert weights["model.norm.weight"].equal(saved["norm.weight"])
+    assert sum(each.numel() for each in weights.values()) == sum(each.numel() for each in saved.values())
+    begin = ["--checkpoint.initial_load_in_hf", f"--checkpoint.initial_load_path={written}", "--training.steps=1"]
+    with start(place, "begun", *begin, *(f"--lr_scheduler.{name}_steps=1000000000000" for name in STILL)) as job:
+        assert job.wait() == 0, job.log
+    assert f"from {written}" in job.log
+    begun = dcp_tensors(job.folder / "step-1")
+    # After one step of next to no learning rate.
+    assert all(torch.allclose(begun[f"model.{name}"], each, rtol=0, atol=1e-12) for name, each in saved.items())
+
+
+def dcp_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint, as DCP itself reads them."""
+    metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(each.size) for name, each in metadata.items() if isinstance(each, TensorStorageMetadata)}
+    dcp.load(tensors, checkpoint_id=folder)
+    return tensors
+
+
 def test_a_dataloader_that_holds_code_is_refused_by_name() -> None:
     from torchtitan_lite.integrations.torchtitan import CheckedDataloader
 
@@ -192,7 +229,7 @@ def test_another_module_configuration_or_manager_is_refused_by_name(monkeypatch:
     assert (config.checkpoint.interval, config.checkpoint.last_save_model_only) == (10, False)
 
 
-def test_one_checkpoint_may_be_kept_and_what_has_no_meaning_is_refused() -> None:
+def test_one_checkpoint_may_be_kept_and_what_has_no_meaning_is_refused(tmp_path: Path) -> None:
     from torchtitan_lite.integrations.torchtitan import CheckpointManager
 
     assert CheckpointManager.Config(keep_latest_k=1).keep_latest_k == 1
@@ -202,6 +239,6 @@ def test_one_checkpoint_may_be_kept_and_what_has_no_meaning_is_refused() -> None
     disabled = CheckpointManager.Config(last_save_in_hf=True).build(model_parts=[], states={}, **given)
     assert not disabled.load() and not disabled.save(1)
     disabled.close()
-    config = CheckpointManager.Config(enable=True, last_save_in_hf=True)
-    with pytest.raises(ConfigError, match="last_save_in_hf"):
-        config.build(model_parts=[], states={}, **given)
+    config = CheckpointManager.Config(enable=True, last_save_in_hf=True, folder=str(tmp_path))
+    with pytest.raises(ConfigError, match="last_save_in_hf: expected a model with an adapter .* found no adapter"):
+        config.build(model_parts=[torch.nn.Linear(1, 1)], states={}, **given | {"optimizers": [], "lr_schedulers": []})

@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from torchtitan_lite.checkpoint import CheckpointManager as OwnManager
 from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, parse
@@ -33,8 +32,10 @@ from torchtitan_lite.integrations.leaving import leave, warn_of_another_version
 from torchtitan_lite.log import logger
 
 try:
-    from torchtitan.components.checkpointer import TRAIN_STATE, BaseCheckpointManager, ModelWrapper
+    from torchtitan.components.checkpointer import TRAIN_STATE, BaseCheckpointManager
     from torchtitan.components.checkpointer import CheckpointManager as TitanManager
+
+    from torchtitan_lite.integrations.torchtitan_weights import HuggingFaceWeights
 except ImportError as error:
     raise ExtraMissing.of(error, "torchtitan") from None
 
@@ -130,25 +131,29 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchti
     ) -> None:
         self.enable = config.enable
         self.save_future: Future[Any] | None = None
-        self._config, self._states, self._adapter = config, states, sd_adapter
-        self._model_parts = list(model_parts)
+        self._config, self._states = config, states
         if config.enable:  # Else torchtitan calls no method that needs one, and nothing is refused.
-            keys = _keys_of(config)
+            keys, folder = _keys_of(config), _folder_of(config, base_folder)
+            self._weights_folder = Path(folder).parent / "hf"
             self._own = OwnManager.for_loop(
-                model=self._model_parts,
+                model=list(model_parts),
                 optimizer=list(optimizers),
                 lr_scheduler=list(lr_schedulers),
                 dataloader=None if dataloader is None else CheckedDataloader(dataloader),
                 states=dict(states),
-                folder=config.folder if is_in_object_store(config.folder) else Path(base_folder, config.folder),
+                folder=folder,
                 **keys,
             )
+            self._weights = HuggingFaceWeights(model_parts, sd_adapter, config)
+            if config.last_save_in_hf:
+                self._weights.refuse_to_save()
             warn_of_another_version("torchtitan", TRIED)
 
     def _load(self, step: int = -1) -> bool:
         has_loaded = self._own.load(step)
         if not has_loaded and self._config.initial_load_in_hf:
-            self._load_hugging_face()
+            path, is_quantized = self._config.initial_load_path, self._config.initial_load_in_hf_quantized
+            self._weights.load(path, is_quantized=is_quantized)
             has_loaded = True
         self._own.reset()
         self._leave_if_agreed()
@@ -158,6 +163,8 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         saved = self._own.save(curr_step, force=last_step)
         self.save_future = Future() if saved and not last_step else self.save_future
         self._leave_if_agreed()
+        if last_step and self._config.last_save_in_hf and not self._config.load_only:
+            self._weights.save(self._weights_folder / f"step-{curr_step}")
         return saved
 
     def _wait_for_saving(self) -> None:
@@ -180,22 +187,6 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         if callable(close := getattr(trainer, "close", None)):
             close()  # Its metrics; it closes this manager once more, which does nothing.
         leave(self._own, signal)
-
-    def _load_hugging_face(self) -> None:
-        """Load weights in Hugging Face's format with the adapter of torchtitan's model."""
-        folder = self._config.initial_load_path or getattr(self._adapter, "hf_assets_path", None)
-        if self._adapter is None or not folder or not Path(folder).is_dir():
-            raise ConfigError(
-                f"checkpoint.initial_load_in_hf: expected a model with an adapter and a folder of weights, found "
-                f"{'no adapter' if self._adapter is None else f'the folder {folder}'}. Name a folder in "
-                "checkpoint.initial_load_path."
-            )
-        model = ModelWrapper(self._model_parts)
-        state = self._adapter.to_hf(model.state_dict())
-        quantized = self._config.initial_load_in_hf_quantized
-        dcp_load(state, storage_reader=self._adapter.get_hf_storage_reader(str(folder), quantized))
-        model.load_state_dict(self._adapter.from_hf(state))
-        logger.info("Loaded weights in Hugging Face's format from %s", folder)
 
 
 class CheckedDataloader:
@@ -228,6 +219,10 @@ class CheckedDataloader:
         self._dataloader.load_state_dict(state_dict)
 
 
+def _folder_of(config: CheckpointManager.Config, base_folder: str) -> str:
+    return config.folder if is_in_object_store(config.folder) else str(Path(base_folder, config.folder))
+
+
 def _refuse_code(name: str, data: bytes) -> None:
     try:
         parse(data, {})
@@ -254,11 +249,6 @@ def _keys_of(config: CheckpointManager.Config) -> dict[str, Any]:
         }
     if not config.exit_on_signal:
         keys["preemption_signals"] = ()
-    if config.last_save_in_hf:
-        raise ConfigError(
-            "checkpoint.last_save_in_hf: expected false, found true. Leave it out, and make the weights from the last "
-            "checkpoint: torchtitan-lite export."
-        )
     return keys
 
 
