@@ -77,7 +77,12 @@ PUBLIC = {
 }
 
 
-OF_OTHERS = {"torchtitan_lite.integrations.torchtitan": ["CheckpointManager"]}
+OF_OTHERS = {
+    "torchtitan_lite.integrations.accelerate": ["Batches", "for_accelerator"],
+    "torchtitan_lite.integrations.lightning": ["Checkpoints"],
+    "torchtitan_lite.integrations.torchtitan": ["CheckpointManager"],
+    "torchtitan_lite.integrations.transformers": ["Checkpoints"],
+}
 """Of modules that cannot be imported without another library."""
 
 

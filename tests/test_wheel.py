@@ -66,7 +66,10 @@ WITH = {
     "report": (WITHOUT["report"][1], "{folder}/report.html"),
     "safetensors": (WITHOUT["safetensors"][1], "Exported"),
     "cloud": (["python", "-c", OPENED], "opened s3://bucket/run"),
-    "accelerate": (["python", "-c", "import torchtitan_lite.integrations.accelerate as a; print(a.__all__)"], "Batches"),
+    "accelerate": (
+        ["python", "-c", "import torchtitan_lite.integrations.accelerate as a; print(a.__all__)"],
+        "Batches",
+    ),
 }
 """A command that uses each extra that the tests have, and words of what it says."""
 

@@ -46,7 +46,7 @@ def test_what_was_not_tried_is_refused_by_name() -> None:
 
 
 def test_batches_are_those_of_a_prepared_loader_and_continue_where_they_were_saved() -> None:
-    with pytest.raises(ConfigError, match="expected what Accelerator.prepare returned, found list"):
+    with pytest.raises(ConfigError, match=r"expected what Accelerator\.prepare returned, found list"):
         Batches([1, 2])
     stateful = DataLoaderShard(list(range(6)))
     stateful.use_stateful_dataloader = True

@@ -133,12 +133,23 @@ MODES = [
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_killed_run_has_the_state_and_losses_of_one_that_was_not(mode: str, ranks: int, place: Path) -> None:
-    options = [f"--checkpoint.async_mode={mode}", "--checkpoint.digest_tensors=save"]
-    with start(place, f"straight-{mode}-{ranks}", *options, ranks=ranks) as straight:
+    is_killed_and_resumed(place, f"{mode}-{ranks}", ranks, [f"--checkpoint.async_mode={mode}"])
+
+
+@pytest.mark.exhaustive
+def test_a_killed_run_with_tensor_parallelism_has_them_too(place: Path) -> None:
+    # Pipeline parallelism of torchtitan 0.3.0 calls schedules of a newer torch.
+    is_killed_and_resumed(place, "tp", 2, ["--parallelism.tensor_parallel_degree=2"])
+
+
+def is_killed_and_resumed(place: Path, name: str, ranks: int, options: Sequence[str]) -> None:
+    """Fail unless a run that is killed after step 4 and started again ends like a straight one."""
+    digests = "--checkpoint.digest_tensors=save"
+    with start(place, f"straight-{name}", *options, digests, ranks=ranks) as straight:
         assert straight.wait() == 0, straight.log
-    with start(place, f"killed-{mode}-{ranks}", *options, ranks=ranks) as killed:
+    with start(place, f"killed-{name}", *options, digests, ranks=ranks) as killed:
         killed.wait_for_log("Saved step 4")
-    with start(place, f"killed-{mode}-{ranks}", *options, ranks=ranks) as resumed:
+    with start(place, f"killed-{name}", *options, digests, ranks=ranks) as resumed:
         assert resumed.wait() == 0, resumed.log
     assert straight.steps == resumed.steps == [2, 4, 6]
     assert resumed.losses == {step: straight.losses[step] for step in (5, 6)}
@@ -160,6 +171,19 @@ def test_on_sigterm_all_ranks_save_the_same_step_and_leave_with_143(place: Path)
     assert open_checkpoint(job.folder / f"step-{step}").manifest is not None
     with start(place, "signalled", *options) as again:
         again.wait_for_log(f"step: {step + 1:2}")
+
+
+@pytest.mark.exhaustive
+def test_a_run_of_one_rank_continues_on_two_with_its_data_from_the_start(place: Path) -> None:
+    with start(place, "wider", "--training.steps=2", ranks=1) as job:
+        assert job.wait() == 0, job.log
+    with start(place, "wider", ranks=2) as job:
+        assert job.wait() == 1
+        assert "dataloader: expected 1 data-parallel ranks, as saved, found 2" in job.log
+    with start(place, "wider", "--checkpoint.exclude_from_loading=dataloader", ranks=2) as job:
+        assert job.wait() == 0, job.log
+    assert sorted(job.losses) == [3, 4, 5, 6]
+    assert job.steps == [2, 4, 6]
 
 
 STILL = ("warmup", "total")
@@ -189,7 +213,9 @@ def test_the_last_weights_are_written_for_hugging_face_and_begin_another_run(pla
 def dcp_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint, as DCP itself reads them."""
     metadata = FileSystemReader(folder).read_metadata().state_dict_metadata
-    tensors = {name: torch.empty(each.size) for name, each in metadata.items() if isinstance(each, TensorStorageMetadata)}
+    tensors = {
+        name: torch.empty(each.size) for name, each in metadata.items() if isinstance(each, TensorStorageMetadata)
+    }
     dcp.load(tensors, checkpoint_id=folder)
     return tensors
 
@@ -240,5 +266,5 @@ def test_one_checkpoint_may_be_kept_and_what_has_no_meaning_is_refused(tmp_path:
     assert not disabled.load() and not disabled.save(1)
     disabled.close()
     config = CheckpointManager.Config(enable=True, last_save_in_hf=True, folder=str(tmp_path))
-    with pytest.raises(ConfigError, match="last_save_in_hf: expected a model with an adapter .* found no adapter"):
+    with pytest.raises(ConfigError, match=r"last_save_in_hf: expected a model with an adapter .* found no adapter"):
         config.build(model_parts=[torch.nn.Linear(1, 1)], states={}, **given | {"optimizers": [], "lr_schedulers": []})

@@ -17,7 +17,6 @@ pytest.importorskip("accelerate")
 from torchtitan_lite.integrations.transformers import Checkpoints, _refuse
 
 
-
 @pytest.fixture(scope="module")
 def trainer() -> Iterator[Served]:
     with served("trainer_run") as server:

@@ -29,7 +29,7 @@ from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import ConfigError, ExtraMissing
 from torchtitan_lite.integrations.leaving import leave, warn_of_another_version
-from torchtitan_lite.log import logger
+from torchtitan_lite.store import layout
 
 try:
     from torchtitan.components.checkpointer import TRAIN_STATE, BaseCheckpointManager
@@ -164,7 +164,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         self.save_future = Future() if saved and not last_step else self.save_future
         self._leave_if_agreed()
         if last_step and self._config.last_save_in_hf and not self._config.load_only:
-            self._weights.save(self._weights_folder / f"step-{curr_step}")
+            self._weights.save(self._weights_folder / layout.step_dir(curr_step))
         return saved
 
     def _wait_for_saving(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torchtitan.components.checkpointer import ModelWrapper
@@ -57,7 +57,7 @@ class HuggingFaceWeights:
         logger.info("Saved the weights in Hugging Face's format, in %s", folder)
 
     def load(self, path: str | None, *, is_quantized: bool) -> None:
-        """Load weights from the folder `path`, by default that of the model's assets. Raises ConfigError without one."""
+        """Load weights from `path`, by default the folder of the model's assets. Raises ConfigError without one."""
         folder = path or getattr(self._adapter, "hf_assets_path", None)
         if self._adapter is None or not folder or not Path(folder).is_dir():
             raise ConfigError(

@@ -83,9 +83,12 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]  # transformers need n
         self._generators: Mapping[str, Any] | None = None
         """Those of the checkpoint, for the first step: the iterator of the data is made before and draws from them."""
 
-    def train(self, trainer: Trainer, **arguments: Any) -> TrainOutput:
+    def train(
+        self, trainer: Trainer, *, resume_from_checkpoint: str | bool | None = None, **arguments: Any
+    ) -> TrainOutput:
         """Call `trainer.train(**arguments)`, from the latest checkpoint on if there is one, and return its result.
 
+        Without one the run begins with `resume_from_checkpoint`, a checkpoint of the Trainer's own, if that is given.
         A run that has done all its steps trains none. Raises ConfigError for arguments of the Trainer, or a kind of
         parallelism, that were not tried, and what `CheckpointManager.load` and `save` raise. **Collective**.
         """
@@ -96,7 +99,8 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]  # transformers need n
             trainer.add_callback(self)
         try:
             with TemporaryDirectory() as mark:
-                return trainer.train(resume_from_checkpoint=self._resume_from(Path(mark)), **arguments)
+                begin = self._resume_from(Path(mark)) or resume_from_checkpoint
+                return trainer.train(resume_from_checkpoint=begin, **arguments)
         except _HasEnded:
             return TrainOutput(self._begun_at, 0.0, {})
         finally:
@@ -148,8 +152,9 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]  # transformers need n
                 f"{self._folder}: expected step {self._begun_at}, whose place in the data is known, found step "
                 f"{found}. Start again."
             )
+        self._begun_at = state.global_step  # Also of a checkpoint of the Trainer's own.
         # At the end of an epoch the next iterator draws from the generators as in an uninterrupted run.
-        is_within_epoch = not float(state.epoch or 0).is_integer()
+        is_within_epoch = found > 0 and not float(state.epoch or 0).is_integer()
         self._generators = RngState().state_dict() if is_within_epoch else None
         self._manager.reset()
         self._heed_signal(control)
