@@ -201,6 +201,28 @@ print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, signal.set_wakeup_fd(-
     assert output(script) == ["mine", "True", "-1"]
 
 
+def test_a_handler_that_is_put_back_after_the_last_watch_does_what_the_one_before_did() -> None:
+    """As by a library that restores at the end of its run what it found at the beginning."""
+    script = """
+signal.signal(signal.SIGUSR1, lambda number, frame: print("previous", flush=True))
+signal.signal(signal.SIGUSR2, lambda number, frame: print("not ignored", flush=True))
+first, leaving, last = watch("SIGUSR1"), watch("SIGUSR2"), watch("SIGTERM")
+ours = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)}
+leaving.leave()
+for each in (first, leaving, last):
+    each.close()
+for again in range(2):
+    for number, handler in ours.items():
+        signal.signal(number, handler)
+    send(signal.SIGUSR1)
+    send(signal.SIGUSR2)
+    watch("SIGUSR1").close()
+send(signal.SIGTERM)
+"""
+    process = run(script)
+    assert (process.returncode, process.stdout.split()) == (-signal.SIGTERM, ["previous", "previous"])
+
+
 def test_a_signal_that_is_not_watched_is_left_alone() -> None:
     script = """
 w = watch("SIGUSR1")

@@ -50,6 +50,8 @@ class SignalHub:
         self._listeners: list[Listener] = []
         self._before: dict[int, signal._HANDLER] = {}
         self._ignored: set[int] = set()
+        self._after: dict[int, signal._HANDLER] = {}
+        """What the last listener of a signal left as its handler."""
         self._wakeup_before = -1
         self._pipe: tuple[socket.socket, socket.socket] | None = None
         self._thread: threading.Thread | None = None
@@ -69,7 +71,8 @@ class SignalHub:
             if number not in self._before:
                 before = signal.signal(number, _forward_to_hub)
                 # None stands for a handler that Python did not install and cannot restore.
-                self._before[number] = signal.SIG_DFL if before is None else before
+                before = signal.SIG_DFL if before is None else before
+                self._before[number] = self._left(number) if before is _forward_to_hub else before
 
     def remove(self, listener: Listener, *, ignore: bool = False) -> None:
         """Pass no more signals to `listener`. A signal without a listener gets its previous handler back, or is ignored
@@ -113,6 +116,20 @@ class SignalHub:
             with suppress(OSError):  # The pipe is full: the thread is awake already.
                 self._pipe[1].send(bytes([number]))
 
+    def forward(self, number: int) -> None:
+        """Handle `number`, whose handler ours was. Main thread.
+
+        A library that restores handlers may put ours back after the last listener: then the one of after it acts.
+        """
+        if self._pipe is not None:
+            self.send(number + _BY_HANDLER)
+            return
+        signal.signal(number, self._left(number))
+        os.kill(os.getpid(), number)
+
+    def _left(self, number: int) -> signal._HANDLER:
+        return self._after.get(number, signal.SIG_DFL)
+
     def _begin(self) -> None:
         self._pipe = socket.socketpair()
         for end in self._pipe:
@@ -135,8 +152,9 @@ class SignalHub:
 
     def _restore(self, number: int) -> None:
         before = self._before.pop(number)
+        self._after[number] = signal.SIG_IGN if number in self._ignored else before
         if signal.getsignal(number) is _forward_to_hub:
-            signal.signal(number, signal.SIG_IGN if number in self._ignored else before)
+            signal.signal(number, self._after[number])
 
     def _restore_wakeup(self, own: socket.socket) -> None:
         current = signal.set_wakeup_fd(-1)
@@ -175,7 +193,7 @@ class SignalHub:
 
 def _forward_to_hub(number: int, frame: FrameType | None) -> None:
     """Send `number` to the hub: without a handler Python writes to no wakeup pipe, and ours may have been replaced."""
-    HUB.send(number + _BY_HANDLER)
+    HUB.forward(number)
 
 
 HUB = SignalHub()
