@@ -1,0 +1,551 @@
+"""The manager in Lightning's Trainer, as one of its callbacks.
+
+    trainer = lightning.Trainer(..., enable_checkpointing=False, callbacks=[Checkpoints("outputs/checkpoint", interval=500)])
+    trainer.fit(module, loader)
+
+A step is saved right before the batch after it is read: all hooks of the step, and the validation that follows it, are
+over then, and nothing of the next step has begun. No hook of a callback is at that moment, so the callback puts its own
+loaders in place of the Trainer's (`PositionedLoader`), which call it. The loops get their own state back, in the form
+that they have at the end of a batch: from there Lightning resumes without running anything twice. At the last batch of
+an epoch it does not, because its iterator is at the end and no other one is made; what is saved in its place is the
+beginning of the next epoch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from torchtitan_lite.checkpoint import CheckpointManager
+from torchtitan_lite.checkpoint.state.rng import RngState
+from torchtitan_lite.config.address import is_in_object_store
+from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.config.own_loop import loop_config
+from torchtitan_lite.data.positioned_loader import PositionedLoader
+from torchtitan_lite.data.rank_state import pack, unpack
+from torchtitan_lite.distributed.process_group import close_process_group
+from torchtitan_lite.errors import ConfigError, ExtraMissing
+from torchtitan_lite.log import logger
+
+__all__ = ["Checkpoints"]
+
+TRIED = "2.6"
+"""The versions of Lightning with which this was tried."""
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+"""The two names of the package."""
+_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
+"""The strategies with which this was tried."""
+_BASES = ("Callback", "CheckpointHooks")
+"""Classes of Lightning whose hooks do nothing."""
+_GIVEN = ("model", "optimizer", "lr_scheduler", "dataloader")
+"""What the Trainer has, and nobody else gives."""
+_STATE = "lightning"
+"""The name of what is saved of Lightning, next to the model and the optimizers."""
+
+
+def _lightning() -> Any:
+    """Return the package under the name that the script has imported, or else under the one that there is."""
+    own, other = _PACKAGES
+    if other in sys.modules and own not in sys.modules:
+        return sys.modules[other]
+    try:
+        return import_module(own)
+    except ModuleNotFoundError as error:
+        if error.name != own.partition(".")[0] or find_spec(other) is None:
+            raise
+    return import_module(other)
+
+
+try:
+    _package = _lightning()
+except ImportError as error:
+    raise ExtraMissing.of(error, "lightning") from None
+
+
+class Checkpoints(_package.Callback):  # type: ignore[misc, name-defined]  # Lightning need not be installed
+    """Save and resume a run of Lightning's Trainer in `folder`, with the keys of `CheckpointManager.for_loop`.
+
+    The model, the optimizers, the schedulers, the loops, the position in the training data, all random generators, and
+    the states of the precision plugin, the datamodule and the other callbacks are saved; `states` adds others. The step
+    of a checkpoint is `trainer.global_step`.
+
+    On SIGTERM, SIGUSR1 or SIGINT all ranks save the same step, close the process group and leave with 128 + signal;
+    with `exit_on_signal=False` they set `trainer.should_stop`, and `fit` returns. With `fast_dev_run` nothing is done.
+
+    Raises ConfigError for a key or value of the manager at construction, and for what was not tried when `fit` begins.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] = Checkpoint.folder,
+        *,
+        exit_on_signal: bool = True,
+        states: Mapping[str, Any] | None = None,
+        **checkpoint: Any,
+    ) -> None:
+        own = set(inspect.signature(CheckpointManager.for_loop).parameters)
+        self._config = loop_config(folder, {key: value for key, value in checkpoint.items() if key not in own})
+        _refuse_given(checkpoint, states or {})
+        self._folder, self._exit_on_signal = folder, exit_on_signal
+        self._states, self._checkpoint = dict(states or {}), checkpoint
+        self._fit: _Fit | None = None
+        self._first = _First(self)
+
+    @property
+    def manager(self) -> CheckpointManager | None:
+        """The manager of the present or last `fit`; None before it."""
+        return None if self._fit is None else self._fit.manager
+
+    @property
+    def preempted_by(self) -> int:
+        """The signal that the ranks saved and stopped for; 0 for none."""
+        return 0 if self._fit is None else self._fit.manager.preempted_by
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage != "fit" or trainer.fast_dev_run:
+            return
+        _refuse_untried(trainer)
+        _warn_of_another_version()
+        others = [each for each in trainer.callbacks if each is not self and each is not self._first]
+        # What other callbacks do in a hook is saved with the step.
+        trainer.callbacks = [self._first, *others, self]
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.fast_dev_run:
+            return
+        _refuse_ckpt_path(trainer)
+        _refuse_other_savers(trainer, self._folder)
+        self._fit = None
+        fit = _Fit(trainer, self._config.checkpoint, exit_on_signal=self._exit_on_signal)
+        fit.make_manager(self._folder, self._states, self._checkpoint)
+        self._fit = fit
+        fit.load()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        for each in self._fits():
+            each.start()
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        for each in self._fits():
+            each.manager.maybe_wait_for_staging()  # Optimizers without step hooks do not wait by themselves.
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for each in self._fits():
+            each.after_batch()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        for each in self._fits():
+            each.end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        for each in self._fits():
+            each.manager.__exit__(type(exception), exception, exception.__traceback__)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        for each in self._fits():
+            each.manager.close()
+
+    def begin_epoch(self) -> None:
+        for each in self._fits():
+            each.begin_epoch()
+
+    def end_epoch(self) -> None:
+        for each in self._fits():
+            each.end_epoch()
+
+    def _fits(self) -> Iterator[_Fit]:
+        """Yield the present fit, if there is one and it saves."""
+        if self._fit is not None:
+            yield self._fit
+
+
+class _First(_package.Callback):  # type: ignore[misc, name-defined]  # nor here
+    """Comes before all other callbacks, where `owner` comes after them."""
+
+    def __init__(self, owner: Checkpoints) -> None:
+        self._owner = owner
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._owner.begin_epoch()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._owner.end_epoch()
+
+
+class _Fit:
+    """One `fit` of `trainer`, with its manager."""
+
+    manager: CheckpointManager
+
+    def __init__(self, trainer: Any, config: Checkpoint, *, exit_on_signal: bool) -> None:
+        self._trainer, self._config, self._exit_on_signal = trainer, config, exit_on_signal
+        self._loops = _Loops(trainer)
+        self._data = _Data(trainer, config, self._before_batch)
+        self._generators: dict[str, Any] | None = None
+        """What `load` restored, until training continues."""
+        self._handlers: dict[int, Any] = {}
+        self._step = self._step_before = 0
+        self._is_pending = self._has_stopped = False
+        """Whether `_step` is over and was not passed to the manager; whether no further batch is to be read."""
+        self._num_open = 0
+        """Batches since `_step`, whose gradients are in no checkpoint."""
+
+    def make_manager(self, folder: str | os.PathLike[str], states: dict[str, Any], checkpoint: dict[str, Any]) -> None:
+        """Make the manager of what the Trainer has. Raises ConfigError for what cannot be saved."""
+        trainer = self._trainer
+        state = _State(trainer, self._loops)
+        state.state_dict()  # Refuses what cannot be saved now, not at the first save.
+        self.manager = CheckpointManager.for_loop(
+            model=trainer.lightning_module,
+            optimizer=trainer.optimizers,
+            lr_scheduler=[each.scheduler for each in trainer.lr_scheduler_configs],
+            dataloader=self._data,
+            states={_STATE: state, **states},
+            folder=folder,
+            **checkpoint,
+        )
+
+    def load(self) -> None:
+        """Load the latest step. **Collective**."""
+        if self.manager.load():
+            self._generators = RngState().state_dict()
+        self._step = self._step_before = self._trainer.global_step
+        watched = [signal.Signals[name] for name in self._config.preemption_signals]
+        handlers = {number: signal.getsignal(number) for number in watched}
+        self._handlers = {number: each for number, each in handlers.items() if each is not None}
+
+    def start(self) -> None:
+        """Begin to train. **Collective**."""
+        _refuse_ckpt_path(self._trainer)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)  # Lightning's would end the run before the ranks have saved.
+        self._data.restore_metrics()
+        self.manager.reset()
+        self._leave_if_agreed()
+
+    def begin_epoch(self) -> None:
+        """Continue with the generators of the load, if that is of the end of an epoch: hooks may draw."""
+        if self._loops.begins == "end":
+            self._restore_generators()
+
+    def after_batch(self) -> None:
+        """Note whether the batch was the last one of a step."""
+        self._num_open += 1
+        if self._trainer.global_step != self._step:
+            self._step_before, self._step = self._step, self._trainer.global_step
+            self._is_pending, self._num_open = True, 0
+
+    def end_epoch(self) -> None:
+        """Save the last step if the epoch ends before its last batch, as if no hook of its end had run."""
+        if self._loops.is_in_epoch:
+            self._loops.note("step", ended=True)
+            self._save_pending(force=self._ends_now())
+
+    def end(self) -> None:
+        """Save the last step of the run. **Collective**."""
+        if self._has_stopped or not self._step:
+            return
+        if self._loops.begins != "step":
+            self._loops.note("end")
+        elif self._num_open:
+            logger.warning("The run ended %d batches after step %d, which are lost", self._num_open, self._step)
+            return
+        self._save_pending(force=True)
+        self.manager.finish(self._step)
+
+    def _ends_now(self) -> bool:
+        trainer = self._trainer
+        return bool(trainer.should_stop) or 0 <= trainer.max_steps <= trainer.global_step
+
+    def _before_batch(self) -> None:
+        """Save the step that is over. Called before a batch is read; ends the epoch if the ranks have stopped."""
+        self._restore_generators()
+        self._loops.forget()
+        self._save_pending()
+        if self._has_stopped:
+            raise StopIteration
+
+    def _save_pending(self, *, force: bool = False) -> None:
+        if not self._is_pending:
+            return
+        self._is_pending = False
+        self.manager.save(self._step, force=force, now=self._is_due_in_between())
+        self._leave_if_agreed()
+
+    def _is_due_in_between(self) -> bool:
+        """Return whether an interval ended at a step that no batch had: several optimizers make several a batch."""
+        interval = self._config.interval
+        in_steps = self._config.interval_type == "steps" and interval > 0
+        jumped = self._step - self._step_before > 1
+        return in_steps and jumped and self._step // interval > self._step_before // interval
+
+    def _leave_if_agreed(self) -> None:
+        number = self.manager.preempted_by
+        if not number:
+            return
+        if self._exit_on_signal:
+            self.manager.close()
+            close_process_group()
+            raise SystemExit(128 + number)
+        self._has_stopped = self._trainer.should_stop = True
+        # The ranks have agreed to leave, whatever number of epochs or steps was wanted.
+        loop = self._trainer.fit_loop
+        loop.min_epochs = loop.epoch_loop.min_steps = None
+
+    def _restore_generators(self) -> None:
+        generators, self._generators = self._generators, None
+        if generators is not None:
+            RngState().load_state_dict(generators)
+
+
+class _Loops:
+    """The state of `trainer.fit_loop`, at the end of a step, at an epoch's first batch, or after the last one.
+
+    Lightning's loops resume from the end of a batch: `completed` is one less than `processed` then, and the batch is
+    counted by the load. At the beginning of an epoch the inner loops are not resumed, but begin.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._noted: dict[str, Any] = {}
+        self.begins = ""
+        """Where the noted or loaded state begins: "step", "epoch" or "end"; empty for neither."""
+
+    @property
+    def is_in_epoch(self) -> bool:
+        """Whether batches of the present epoch are left."""
+        return not self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+
+    def note(self, begins: str, *, ended: bool = False) -> None:
+        """Keep the present state, as one that `begins` there; `ended` if the hooks of an epoch's end are running."""
+        self.begins, self._noted = begins, self._now(begins)
+        if ended:
+            _uncount(self._noted["epoch_progress"], "processed")
+
+    def forget(self) -> None:
+        """Return the present state from now on."""
+        self.begins, self._noted = "", {}
+
+    def state_dict(self) -> dict[str, Any]:
+        begins = self.begins or ("epoch" if self._trainer.fit_loop.batch_idx < 0 else "step")
+        return {"begins": begins, "loops": self._noted or self._now(begins)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        fit_loop, self.begins = self._trainer.fit_loop, state_dict["begins"]
+        fit_loop.load_state_dict(state_dict["loops"])
+        if self.begins != "step":
+            fit_loop.epoch_loop.restarting = False
+            fit_loop.epoch_loop.val_loop.restarting = True  # Else Lightning runs its sanity check again.
+
+    def _now(self, begins: str) -> dict[str, Any]:
+        state: dict[str, Any] = self._trainer.fit_loop.state_dict()
+        state["state_dict"].pop("combined_loader", None)  # The position in the data is a state of its own.
+        if begins == "step":
+            _uncount(state["epoch_loop.batch_progress"], "completed")
+            state["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+        return state
+
+
+def _uncount(progress: dict[str, Any], name: str) -> None:
+    for counts in (progress["total"], progress["current"]):
+        counts[name] -= 1
+
+
+class _Data:
+    """The position of each training loader on this rank, and the metrics of this rank that callbacks see."""
+
+    def __init__(self, trainer: Any, config: Checkpoint, before_batch: Any) -> None:
+        self._trainer = trainer
+        self._place = {"rank": trainer.global_rank, "num_ranks": trainer.world_size}
+        self._metrics: dict[str, torch.Tensor] = {}
+        self._loaders = _replace_loaders(
+            trainer,
+            lambda each: PositionedLoader(
+                each, **self._place, before_batch=before_batch, preemption_signals=config.preemption_signals
+            ),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        metrics = {name: value for name, value in self._trainer.callback_metrics.items() if value.numel() == 1}
+        loaders = {f"loader{number}": each.position() for number, each in enumerate(self._loaders)}
+        return {"metrics": pack(metrics, **self._place), **loaders}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._metrics = unpack(state_dict["metrics"], **self._place)
+        found = sum(name.startswith("loader") for name in state_dict)
+        if found != len(self._loaders):
+            raise ConfigError(
+                f"dataloader: expected {found} training loaders, as saved, found {len(self._loaders)}. Give fit those "
+                "of that run, or start the data from the beginning with --checkpoint.exclude_from_loading=dataloader."
+            )
+        for number, each in enumerate(self._loaders):
+            each.seek(state_dict[f"loader{number}"])
+
+    def restore_metrics(self) -> None:
+        """Let schedulers and callbacks find what was logged last before the save."""
+        device = self._trainer.strategy.root_device
+        self._trainer.callback_metrics.update({name: each.to(device) for name, each in self._metrics.items()})
+
+
+def _replace_loaders(trainer: Any, replacement: Any) -> list[PositionedLoader]:
+    """Put a replacement of each training loader in its place; return these. **Collective**.
+
+    Before the load: what `train_dataloader` draws, such as a split of the data, is then what it was in the first start.
+    """
+    trainer.fit_loop.setup_data()
+    fetcher = trainer.fit_loop._data_fetcher  # It has no public name.
+    if fetcher is None:  # There is nothing to train.
+        return []
+    _refuse_prefetching(fetcher)
+    combined = fetcher.combined_loader
+    combined.reset()  # Ends workers that it has begun.
+    combined.flattened = replaced = [replacement(each) for each in combined.flattened]
+    iter(fetcher)
+    return replaced
+
+
+class _Stateful(Protocol):
+    """As callbacks, plugins and datamodules are."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class _State:
+    """What is saved of Lightning, the same on all ranks."""
+
+    def __init__(self, trainer: Any, loops: _Loops) -> None:
+        self._trainer, self._loops = trainer, loops
+
+    def state_dict(self) -> dict[str, Any]:
+        parts = {name: deepcopy(part.state_dict()) for name, part in self._parts().items()}
+        return {**self._loops.state_dict(), "parts": parts, "added": self._added()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loops.load_state_dict(state_dict)
+        saved, parts = state_dict.get("parts", {}), self._parts()
+        for name in saved.keys() & parts.keys():
+            if saved[name]:
+                parts[name].load_state_dict(saved[name])
+        if missing := sorted(name for name in saved.keys() - parts.keys() if saved[name]):
+            logger.warning("Not loaded, because this run has none of it: %s", ", ".join(missing))
+        for owner, arguments in self._hooks("on_load_checkpoint"):
+            owner.on_load_checkpoint(*arguments, dict(state_dict.get("added", {})))
+
+    def _parts(self) -> dict[str, _Stateful]:
+        trainer = self._trainer
+        parts: dict[str, _Stateful] = {each.state_key: each for each in trainer.callbacks}
+        parts["precision plugin"] = trainer.precision_plugin
+        if trainer.datamodule is not None:
+            parts["datamodule"] = trainer.datamodule
+        return parts
+
+    def _added(self) -> dict[str, Any]:
+        """Return what hooks add to a checkpoint: they get an empty one. Raises ConfigError for one that needs more."""
+        added: dict[str, Any] = {}
+        for owner, arguments in self._hooks("on_save_checkpoint"):
+            try:
+                owner.on_save_checkpoint(*arguments, added)
+            except KeyError as error:
+                raise ConfigError(
+                    f"{type(owner).__name__}.on_save_checkpoint: expected a hook that adds entries to a checkpoint, "
+                    f"found one that needs its entry {error}, which this kind of checkpoint does not have. Give the "
+                    "callback or module state_dict and load_state_dict, or buffers."
+                ) from None
+        return added
+
+    def _hooks(self, name: str) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+        """Yield the other callbacks, the module and the datamodule if they have the hook, and its first arguments."""
+        trainer, module = self._trainer, self._trainer.lightning_module
+        owners = [(each, (trainer, module)) for each in trainer.callbacks]
+        owners += [(each, ()) for each in (module, trainer.datamodule) if each is not None]
+        for owner, arguments in owners:
+            hook = getattr(owner, name)
+            if getattr(hook, "__qualname__", "").partition(".")[0] not in _BASES:
+                yield owner, arguments
+
+
+def _refuse_given(checkpoint: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what the Trainer has, and for our own name."""
+    for name in _GIVEN:
+        if name in checkpoint:
+            raise ConfigError(f"{name}: expected none, because the Trainer has it, found one. Leave it out.")
+    if _STATE in states:
+        raise ConfigError(f"states: expected names other than {_STATE!r}, which has Lightning's own, found it.")
+
+
+def _refuse_untried(trainer: Any) -> None:
+    """Raise ConfigError for what was not tried, or cannot be resumed."""
+    kind, launcher = type(trainer.strategy), type(trainer.strategy.launcher).__name__
+    if kind.__name__ not in _STRATEGIES or not kind.__module__.startswith(_PACKAGES):
+        raise ConfigError(
+            f"Trainer(strategy=...): expected one of {', '.join(_STRATEGIES)}, found {kind.__name__}, which was not "
+            "tried. Use ModelParallelStrategy with fully_shard (FSDP2) for sharded parameters, or DDPStrategy."
+        )
+    if launcher == "_MultiProcessingLauncher":
+        raise ConfigError(
+            "Trainer(strategy=...): expected ranks that torchrun or Lightning starts as scripts, found ones that it "
+            "spawns or forks, which was not tried. Use strategy='ddp'."
+        )
+    if trainer.reload_dataloaders_every_n_epochs:
+        raise ConfigError(
+            f"Trainer(reload_dataloaders_every_n_epochs=...): expected 0, found "
+            f"{trainer.reload_dataloaders_every_n_epochs}: a resume would reload within an epoch. Leave it out, and let "
+            "the dataset or the sampler change with set_epoch."
+        )
+
+
+def _refuse_ckpt_path(trainer: Any) -> None:
+    """Raise ConfigError for a checkpoint that Lightning loads itself: some strategies do so after us."""
+    if trainer.ckpt_path:
+        raise ConfigError(
+            f"fit(ckpt_path=...): expected none, because Checkpoints resumes the run, found {trainer.ckpt_path}. Leave "
+            "it out; to begin with the weights of that file, load them into the module before fit."
+        )
+
+
+def _refuse_other_savers(trainer: Any, folder: str | os.PathLike[str]) -> None:
+    """Raise ConfigError for Lightning's own saver in `folder`."""
+    if is_in_object_store(os.fspath(folder)):
+        return
+    own = Path(folder).resolve()
+    for each in trainer.checkpoint_callbacks:
+        other = getattr(each, "dirpath", None)
+        if other and own in (Path(other).resolve(), *Path(other).resolve().parents):
+            raise ConfigError(
+                f"{type(each).__name__}: expected another folder than that of Checkpoints, found {other}. Leave it out "
+                "with Trainer(enable_checkpointing=False), or give it another dirpath."
+            )
+
+
+def _refuse_prefetching(fetcher: Any) -> None:
+    """Raise ConfigError if Lightning reads batches before the step that takes them."""
+    if type(fetcher).__name__ == "_DataLoaderIterDataFetcher":
+        raise ConfigError(
+            "training_step: expected (batch, batch_idx), found dataloader_iter, which may read batches of later steps. "
+            "Take the batch as an argument."
+        )
+    if fetcher.length is None:
+        raise ConfigError(
+            "train_dataloader: expected a length, found none: Lightning then reads a batch ahead, which a resume would "
+            "lose. Give the dataset __len__, or set Trainer(limit_train_batches=N)."
+        )
+
+
+def _warn_of_another_version() -> None:
+    found = _package.__version__
+    if not found.startswith(f"{TRIED}."):
+        logger.warning("This was tried with Lightning %s, and found %s", TRIED, found)
