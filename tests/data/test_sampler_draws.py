@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from tests.data.resumed_loaders import OF_TORCHDATA, assert_resumes
 from tests.examples import mostly_exhaustive
@@ -140,6 +140,43 @@ def test_the_attributes_of_a_sampler_stay_its_own() -> None:
     assert loader.batch_sampler is not None
     loader.batch_sampler.sampler.set_epoch(7)  # type: ignore[attr-defined]  # of the sampler in it
     assert sampler.epoch == 7 and loader.sampler is sampler
+
+
+class Order(Dataset[int]):
+    """The order of a sampler, as a dataset that `Shared` shares among ranks. Lightning does so."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self.order: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getitem__(self, index: int) -> int:
+        return self.order[index]
+
+
+class Shared(DistributedSampler[int]):
+    """The part of a rank in what another sampler draws."""
+
+    def __init__(self, sampler: Any) -> None:
+        super().__init__(Order(sampler), num_replicas=2, rank=0)
+
+    def __iter__(self) -> Iterator[int]:
+        self.dataset.order = [*self.dataset._sampler]  # type: ignore[attr-defined]  # an Order
+        return (self.dataset[index] for index in super().__iter__())
+
+
+@pytest.mark.parametrize(("epochs", "taken"), [(0, 1), (1, 0), (1, 2)])
+def test_a_sampler_in_a_dataset_of_indices_draws_again_what_it_drew(epochs: int, taken: int) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader.sampler import RandomSampler as OfTorchdata
+
+    def make() -> StatefulDataLoaderAdapter:
+        loader = StatefulDataLoader(SAMPLES, batch_size=2, sampler=Shared(OfTorchdata(SAMPLES)))
+        return StatefulDataLoaderAdapter(loader, rank=0, num_ranks=2)
+
+    assert_resumes(make, lambda loader: [batch.tolist() for batch in loader], epochs=epochs, taken=taken)
 
 
 class Endless:

@@ -24,6 +24,7 @@ import lightning  # noqa: E402  # a warning while it is imported is not ours
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from lightning.pytorch.callbacks import EarlyStopping  # noqa: E402
+from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
@@ -56,7 +57,9 @@ class Module(lightning.LightningModule):
         super().__init__()
         self.options = options
         self.automatic_optimization = not options.manual
-        self.net = nn.Sequential(nn.Linear(1, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1))
+        # The running statistics of ranks differ, and a checkpoint has one of each.
+        norm = nn.BatchNorm1d(8) if options.strategy == "auto" else nn.LayerNorm(8)
+        self.net = nn.Sequential(nn.Linear(1, 8), norm, nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1))
         self.register_buffer("average", torch.zeros(()))
 
     def configure_model(self) -> None:
@@ -125,7 +128,7 @@ class Killer(lightning.Callback):
 
 
 def say(what: str, value: str) -> None:
-    print(f"{what}: {value}", flush=True)
+    os.write(1, f"{what}: {value}\n".encode())  # At once: ranks write into one file.
 
 
 def loader_of(options: argparse.Namespace):
@@ -145,7 +148,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--strategy", default="auto", choices=["auto", "ddp", "fsdp2"])
     parser.add_argument("--loader", default="plain", choices=["plain", "stateful"])
     parser.add_argument("--schedule", default="step", choices=["step", "epoch", "plateau"])
-    for name in ("own-generator", "manual", "stop-on-signal"):
+    for name in ("own-generator", "manual", "scaler", "stop-on-signal"):
         parser.add_argument(f"--{name}", action="store_true")
     for name in ("workers", "kill-at", "signal-at"):
         parser.add_argument(f"--{name}", type=int, default=0)
@@ -169,8 +172,11 @@ def main(arguments: Sequence[str]) -> None:
         options.folder, interval=options.interval, keep_latest_k=3, exit_on_signal=not options.stop_on_signal
     )
     stopping = [EarlyStopping("val", patience=3)] if options.validate else []
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3)
+    plugins = [MixedPrecision("16-mixed", "cpu", scaler)] if options.scaler else []
     trainer = lightning.Trainer(
         strategy=strategy,
+        plugins=plugins,
         accelerator="cpu",
         devices=ranks,
         max_epochs=options.epochs,
@@ -192,8 +198,10 @@ def main(arguments: Sequence[str]) -> None:
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         digest.update(whole.detach().numpy().tobytes())
     say(f"rank {trainer.global_rank} ended at {trainer.global_step}", digest.hexdigest())
+    say(f"rank {trainer.global_rank} scale", f"{scaler.get_scale()}")
     for each in stopping:
         say(f"rank {trainer.global_rank} stopping", f"{each.wait_count} {float(each.best_score):.9g}")
+    say(f"rank {trainer.global_rank} preempted by", str(checkpoints.preempted_by))
 
 
 def rank_of(run: dict, rank: int) -> None:

@@ -17,6 +17,7 @@ from types import CellType, ModuleType
 from typing import Any
 
 from torch import nn
+from torch.utils.data import Sampler
 
 from torchtitan_lite.data.generators import KINDS, Generators, global_objects
 from torchtitan_lite.data.parts import MOST_ITEMS, Part, assign, parts_of
@@ -116,9 +117,14 @@ class Attributes:
             return True
         if self._known is not None and self._known.get(path, (None, 0))[0] is not value:
             return False  # Its values have no place.
-        is_dataset = hasattr(type(value), "__getitem__")
+        is_dataset = hasattr(type(value), "__getitem__") and not _holds_sampler(value)
         is_other = isinstance(value, nn.Module | ModuleType | type)
         return not (is_dataset or is_other or type(value).__module__.partition(".")[0] in _OF_THE_PROCESS)
+
+
+def _holds_sampler(value: object) -> bool:
+    """Return whether `value` is a dataset of indices, as Lightning makes one of a sampler to share it among ranks."""
+    return any(isinstance(each, Sampler) for each in getattr(value, "__dict__", {}).values())
 
 
 def _copy(value: object) -> Copy | None:

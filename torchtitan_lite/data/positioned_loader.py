@@ -218,7 +218,7 @@ class _Replayed:
         for taken in range(number):
             if next(iterator, self) is self:
                 raise ConfigError(
-                    f"dataloader: expected at least {counted(number, 'batch', 'batches')} an epoch, which were taken "
+                    f"dataloader: expected at least {counted(number, 'batch')} an epoch, which were taken "
                     f"before the save, found {taken}. Give it the data of that run, or {RESTART_DATA}."
                 )
         self.taken = number

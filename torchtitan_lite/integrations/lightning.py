@@ -57,12 +57,12 @@ _STATE = "lightning"
 def _lightning() -> Any:
     """Return the package under the name that the script has imported, or else under the one that there is."""
     own, other = _PACKAGES
-    if other in sys.modules and own not in sys.modules:
+    if sys.modules.get(other) and own not in sys.modules:
         return sys.modules[other]
     try:
         return import_module(own)
     except ModuleNotFoundError as error:
-        if error.name != own.partition(".")[0] or find_spec(other) is None:
+        if error.name not in (own, own.partition(".")[0]) or find_spec(other) is None:
             raise
     return import_module(other)
 
@@ -410,8 +410,9 @@ def _replace_loaders(trainer: Any, replacement: Any) -> list[PositionedLoader]:
         return []
     _refuse_prefetching(fetcher)
     combined = fetcher.combined_loader
+    replaced = [replacement(each) for each in combined.flattened]
     combined.reset()  # Ends workers that it has begun.
-    combined.flattened = replaced = [replacement(each) for each in combined.flattened]
+    combined.flattened = replaced
     iter(fetcher)
     return replaced
 
