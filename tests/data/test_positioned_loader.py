@@ -34,9 +34,7 @@ def taken(positioned: PositionedLoader, number: int) -> list[Any]:
     return [*islice(positioned, number)]
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"own": True}, pytest.param({"workers": 1}, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("settings", [{}, {"own": True}, pytest.param({"workers": 1}, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("number", [2, 5, 7])
 def test_a_resumed_iteration_continues_as_if_it_had_never_stopped(settings: dict[str, Any], number: int) -> None:
     torch.manual_seed(1)
@@ -83,7 +81,7 @@ def test_fewer_batches_than_were_taken_are_refused() -> None:
     taken(before, 3)
     after = PositionedLoader([torch.ones(1)] * 2, **PLACE)
     after.seek(before.position())
-    with pytest.raises(ConfigError, match="expected at least 3 batches an epoch.*found 2"):
+    with pytest.raises(ConfigError, match=r"expected at least 3 batches an epoch.*found 2"):
         next(iter(after))
 
 

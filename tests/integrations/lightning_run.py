@@ -1,8 +1,8 @@
 """Runs of Lightning's Trainer, as its users write them, forked from one process that has imported Lightning.
 
-For each line of its input, a run as JSON, it forks the ranks and prints their exit codes. A rank prints the loss of each
-batch, and after `fit` a digest of all that was trained. At the batch of `--kill-at` it kills itself, once the steps
-before are on disk.
+For each line of its input, a run as JSON, it forks the ranks and prints their exit codes. A rank prints the loss of
+each batch, and after `fit` a digest of all that was trained. At the batch of `--kill-at` it kills itself, once the
+steps before are on disk.
 """
 
 from __future__ import annotations
@@ -108,7 +108,10 @@ class Module(lightning.LightningModule):
 
     def on_validation_epoch_end(self):
         if not self.trainer.sanity_checking:
-            say(f"rank {self.global_rank} validation at {self.trainer.fit_loop.total_batch_idx + 1}", f"{torch.rand(()).item():.9g}")
+            say(
+                f"rank {self.global_rank} validation at {self.trainer.fit_loop.total_batch_idx + 1}",
+                f"{torch.rand(()).item():.9g}",
+            )
 
 
 class Killer(lightning.Callback):

@@ -186,7 +186,8 @@ loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8
 off = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "logger"), False)
 for steps in (2, 4):
     checkpoints = Checkpoints("checkpoint", interval=1)
-    lightning.Trainer(max_steps=steps, accelerator="cpu", devices=1, callbacks=[checkpoints], **off).fit(Module(), loader)
+    trainer = lightning.Trainer(max_steps=steps, accelerator="cpu", devices=1, callbacks=[checkpoints], **off)
+    trainer.fit(Module(), loader)
     print("loaded", checkpoints.manager.loaded_step, isinstance(checkpoints, lightning.Callback))
 """
 
@@ -261,10 +262,10 @@ def test_a_strategy_that_was_not_tried_is_refused_by_name(tmp_path: Path) -> Non
     class Sharded(DDPStrategy):
         pass
 
-    with pytest.raises(ConfigError, match="expected one of SingleDeviceStrategy.*, found Sharded.*fully_shard"):
+    with pytest.raises(ConfigError, match=r"expected one of SingleDeviceStrategy.*, found Sharded.*fully_shard"):
         Checkpoints(tmp_path).setup(lightning.Trainer(strategy=Sharded(), accelerator="cpu"), None, "fit")
     spawning = lightning.Trainer(strategy="ddp_spawn", accelerator="cpu", devices=2)
-    with pytest.raises(ConfigError, match="found ones that it spawns or forks.*strategy='ddp'"):
+    with pytest.raises(ConfigError, match=r"found ones that it spawns or forks.*strategy='ddp'"):
         Checkpoints(tmp_path).setup(spawning, None, "fit")
 
 
@@ -272,7 +273,7 @@ def test_lightnings_own_saver_in_the_folder_and_its_checkpoint_are_refused(tmp_p
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     for own in (tmp_path / "run", tmp_path / "run" / "best"):
-        with pytest.raises(ConfigError, match="ModelCheckpoint: expected another folder.*enable_checkpointing=False"):
+        with pytest.raises(ConfigError, match=r"ModelCheckpoint: expected another folder.*enable_checkpointing=False"):
             fit(folder=tmp_path / "run", callbacks=[ModelCheckpoint(own)], enable_checkpointing=True)
     with pytest.raises(ConfigError, match=r"fit\(ckpt_path=...\): expected none.*found .*a\.ckpt"):
         fit(folder=tmp_path / "run", ckpt_path=_checkpoint_of_lightning(tmp_path))
@@ -311,7 +312,7 @@ class Own:
 
 
 def test_data_that_cannot_be_resumed_exactly_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="train_dataloader: expected a length, found none.*limit_train_batches"):
+    with pytest.raises(ConfigError, match=r"train_dataloader: expected a length, found none.*limit_train_batches"):
         fit(DataLoader(Stream(), batch_size=None), folder=tmp_path)
     fit(DataLoader(Stream(), batch_size=None), folder=tmp_path / "limited", limit_train_batches=4)
     with pytest.raises(ConfigError, match="found a Own with a state of its own"):

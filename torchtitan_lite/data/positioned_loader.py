@@ -70,12 +70,16 @@ class PositionedLoader:
         """Do nothing, like `state_dict`."""
 
     def position(self) -> dict[str, Any]:
-        """Return the position as tensors, of this rank."""
-        return self._source.position(is_over=self._is_over)
+        """Return the position as tensors, of this rank: the one to begin at, if there is one."""
+        return dict(self._loaded) if self._loaded is not None else self._source.position(is_over=self._is_over)
 
     def seek(self, position: Mapping[str, Any]) -> None:
         """Begin the next iteration at `position`."""
         self._loaded = position
+
+    def leave(self) -> None:
+        """Note that the present iteration is over, although no other one has begun."""
+        self._is_over = True
 
     def begin(self) -> Iterator[Any]:
         """Return an iterator of the loader that begins now, at the position that was loaded if there is one."""
@@ -131,8 +135,9 @@ def _source(loader: Any, rank: int, num_ranks: int, preemption_signals: Sequence
         return _Stateful(adapter, rank, num_ranks)
     if not isinstance(loader, DataLoader) and hasattr(loader, "state_dict"):
         raise ConfigError(
-            f"dataloader: expected a DataLoader or torchdata's StatefulDataLoader, found a {type(loader).__name__} with "
-            "a state of its own, which was not tried. Give its dataset to a StatefulDataLoader."
+            "dataloader: expected a DataLoader or torchdata's StatefulDataLoader, found a "
+            f"{type(loader).__name__} with a state of its own, which was not tried. Give its dataset to a "
+            "StatefulDataLoader."
         )
     if getattr(loader, "num_workers", 0) > 0:
         loader.worker_init_fn = partial(_begin_worker, tuple(preemption_signals), loader.worker_init_fn)

@@ -1,14 +1,12 @@
 """The manager in Lightning's Trainer, as one of its callbacks.
 
-    trainer = lightning.Trainer(..., enable_checkpointing=False, callbacks=[Checkpoints("outputs/checkpoint", interval=500)])
+    checkpoints = Checkpoints("outputs/checkpoint", interval=500)
+    trainer = lightning.Trainer(..., enable_checkpointing=False, callbacks=[checkpoints])
     trainer.fit(module, loader)
 
 A step is saved right before the batch after it is read: all hooks of the step, and the validation that follows it, are
 over then, and nothing of the next step has begun. No hook of a callback is at that moment, so the callback puts its own
-loaders in place of the Trainer's (`PositionedLoader`), which call it. The loops get their own state back, in the form
-that they have at the end of a batch: from there Lightning resumes without running anything twice. At the last batch of
-an epoch it does not, because its iterator is at the end and no other one is made; what is saved in its place is the
-beginning of the next epoch.
+loaders in place of the Trainer's (`PositionedLoader`), which call it.
 """
 
 from __future__ import annotations
@@ -18,24 +16,20 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from copy import deepcopy
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.checkpoint.state.rng import RngState
 from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.config.own_loop import loop_config
-from torchtitan_lite.data.positioned_loader import PositionedLoader
-from torchtitan_lite.data.rank_state import pack, unpack
 from torchtitan_lite.distributed.process_group import close_process_group
 from torchtitan_lite.errors import ConfigError, ExtraMissing
+from torchtitan_lite.integrations.lightning_state import DataState, LoopState, PartsState
 from torchtitan_lite.log import logger
 
 __all__ = ["Checkpoints"]
@@ -46,10 +40,8 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 """The two names of the package."""
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "ModelParallelStrategy")
 """The strategies with which this was tried."""
-_BASES = ("Callback", "CheckpointHooks")
-"""Classes of Lightning whose hooks do nothing."""
 _GIVEN = ("model", "optimizer", "lr_scheduler", "dataloader")
-"""What the Trainer has, and nobody else gives."""
+"""What the Trainer has."""
 _STATE = "lightning"
 """The name of what is saved of Lightning, next to the model and the optimizers."""
 
@@ -81,7 +73,8 @@ class Checkpoints(_package.Callback):  # type: ignore[misc, name-defined]  # Lig
     of a checkpoint is `trainer.global_step`.
 
     On SIGTERM, SIGUSR1 or SIGINT all ranks save the same step, close the process group and leave with 128 + signal;
-    with `exit_on_signal=False` they set `trainer.should_stop`, and `fit` returns. With `fast_dev_run` nothing is done.
+    with `exit_on_signal=False` they set `trainer.should_stop`, and `fit` returns. With `fast_dev_run`, or
+    `enable_checkpoint=False`, nothing is done.
 
     Raises ConfigError for a key or value of the manager at construction, and for what was not tried when `fit` begins.
     """
@@ -113,7 +106,7 @@ class Checkpoints(_package.Callback):  # type: ignore[misc, name-defined]  # Lig
         return 0 if self._fit is None else self._fit.manager.preempted_by
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        if stage != "fit" or trainer.fast_dev_run:
+        if stage != "fit" or self._is_off(trainer):
             return
         _refuse_untried(trainer)
         _warn_of_another_version()
@@ -122,7 +115,7 @@ class Checkpoints(_package.Callback):  # type: ignore[misc, name-defined]  # Lig
         trainer.callbacks = [self._first, *others, self]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.fast_dev_run:
+        if self._is_off(trainer):
             return
         _refuse_ckpt_path(trainer)
         _refuse_other_savers(trainer, self._folder)
@@ -164,6 +157,9 @@ class Checkpoints(_package.Callback):  # type: ignore[misc, name-defined]  # Lig
         for each in self._fits():
             each.end_epoch()
 
+    def _is_off(self, trainer: Any) -> bool:
+        return bool(trainer.fast_dev_run) or not self._config.checkpoint.enable_checkpoint
+
     def _fits(self) -> Iterator[_Fit]:
         """Yield the present fit, if there is one and it saves."""
         if self._fit is not None:
@@ -190,8 +186,9 @@ class _Fit:
 
     def __init__(self, trainer: Any, config: Checkpoint, *, exit_on_signal: bool) -> None:
         self._trainer, self._config, self._exit_on_signal = trainer, config, exit_on_signal
-        self._loops = _Loops(trainer)
-        self._data = _Data(trainer, config, self._before_batch)
+        self._is_due_between = _build_due_between(config)
+        self._loops = LoopState(trainer)
+        self._data = DataState(trainer, config, self._before_batch)
         self._generators: dict[str, Any] | None = None
         """What `load` restored, until training continues."""
         self._handlers: dict[int, Any] = {}
@@ -204,7 +201,7 @@ class _Fit:
     def make_manager(self, folder: str | os.PathLike[str], states: dict[str, Any], checkpoint: dict[str, Any]) -> None:
         """Make the manager of what the Trainer has. Raises ConfigError for what cannot be saved."""
         trainer = self._trainer
-        state = _State(trainer, self._loops)
+        state = PartsState(trainer, self._loops)
         state.state_dict()  # Refuses what cannot be saved now, not at the first save.
         self.manager = CheckpointManager.for_loop(
             model=trainer.lightning_module,
@@ -259,6 +256,7 @@ class _Fit:
             return
         if self._loops.begins != "step":
             self._loops.note("end")
+            self._data.leave()
         elif self._num_open:
             logger.warning("The run ended %d batches after step %d, which are lost", self._num_open, self._step)
             return
@@ -281,15 +279,8 @@ class _Fit:
         if not self._is_pending:
             return
         self._is_pending = False
-        self.manager.save(self._step, force=force, now=self._is_due_in_between())
+        self.manager.save(self._step, force=force, now=self._is_due_between(self._step_before, self._step))
         self._leave_if_agreed()
-
-    def _is_due_in_between(self) -> bool:
-        """Return whether an interval ended at a step that no batch had: several optimizers make several a batch."""
-        interval = self._config.interval
-        in_steps = self._config.interval_type == "steps" and interval > 0
-        jumped = self._step - self._step_before > 1
-        return in_steps and jumped and self._step // interval > self._step_before // interval
 
     def _leave_if_agreed(self) -> None:
         number = self.manager.preempted_by
@@ -310,173 +301,13 @@ class _Fit:
             RngState().load_state_dict(generators)
 
 
-class _Loops:
-    """The state of `trainer.fit_loop`, at the end of a step, at an epoch's first batch, or after the last one.
+def _build_due_between(config: Checkpoint) -> Callable[[int, int], bool]:
+    """Return what says of two steps whether an interval ends at a step between them, which no batch has.
 
-    Lightning's loops resume from the end of a batch: `completed` is one less than `processed` then, and the batch is
-    counted by the load. At the beginning of an epoch the inner loops are not resumed, but begin.
+    Several optimizers of one batch make several steps.
     """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._noted: dict[str, Any] = {}
-        self.begins = ""
-        """Where the noted or loaded state begins: "step", "epoch" or "end"; empty for neither."""
-
-    @property
-    def is_in_epoch(self) -> bool:
-        """Whether batches of the present epoch are left."""
-        return not self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-
-    def note(self, begins: str, *, ended: bool = False) -> None:
-        """Keep the present state, as one that `begins` there; `ended` if the hooks of an epoch's end are running."""
-        self.begins, self._noted = begins, self._now(begins)
-        if ended:
-            _uncount(self._noted["epoch_progress"], "processed")
-
-    def forget(self) -> None:
-        """Return the present state from now on."""
-        self.begins, self._noted = "", {}
-
-    def state_dict(self) -> dict[str, Any]:
-        begins = self.begins or ("epoch" if self._trainer.fit_loop.batch_idx < 0 else "step")
-        return {"begins": begins, "loops": self._noted or self._now(begins)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        fit_loop, self.begins = self._trainer.fit_loop, state_dict["begins"]
-        fit_loop.load_state_dict(state_dict["loops"])
-        if self.begins != "step":
-            fit_loop.epoch_loop.restarting = False
-            fit_loop.epoch_loop.val_loop.restarting = True  # Else Lightning runs its sanity check again.
-
-    def _now(self, begins: str) -> dict[str, Any]:
-        state: dict[str, Any] = self._trainer.fit_loop.state_dict()
-        state["state_dict"].pop("combined_loader", None)  # The position in the data is a state of its own.
-        if begins == "step":
-            _uncount(state["epoch_loop.batch_progress"], "completed")
-            state["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
-        return state
-
-
-def _uncount(progress: dict[str, Any], name: str) -> None:
-    for counts in (progress["total"], progress["current"]):
-        counts[name] -= 1
-
-
-class _Data:
-    """The position of each training loader on this rank, and the metrics of this rank that callbacks see."""
-
-    def __init__(self, trainer: Any, config: Checkpoint, before_batch: Any) -> None:
-        self._trainer = trainer
-        self._place = {"rank": trainer.global_rank, "num_ranks": trainer.world_size}
-        self._metrics: dict[str, torch.Tensor] = {}
-        self._loaders = _replace_loaders(
-            trainer,
-            lambda each: PositionedLoader(
-                each, **self._place, before_batch=before_batch, preemption_signals=config.preemption_signals
-            ),
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        metrics = {name: value for name, value in self._trainer.callback_metrics.items() if value.numel() == 1}
-        loaders = {f"loader{number}": each.position() for number, each in enumerate(self._loaders)}
-        return {"metrics": pack(metrics, **self._place), **loaders}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._metrics = unpack(state_dict["metrics"], **self._place)
-        found = sum(name.startswith("loader") for name in state_dict)
-        if found != len(self._loaders):
-            raise ConfigError(
-                f"dataloader: expected {found} training loaders, as saved, found {len(self._loaders)}. Give fit those "
-                "of that run, or start the data from the beginning with --checkpoint.exclude_from_loading=dataloader."
-            )
-        for number, each in enumerate(self._loaders):
-            each.seek(state_dict[f"loader{number}"])
-
-    def restore_metrics(self) -> None:
-        """Let schedulers and callbacks find what was logged last before the save."""
-        device = self._trainer.strategy.root_device
-        self._trainer.callback_metrics.update({name: each.to(device) for name, each in self._metrics.items()})
-
-
-def _replace_loaders(trainer: Any, replacement: Any) -> list[PositionedLoader]:
-    """Put a replacement of each training loader in its place; return these. **Collective**.
-
-    Before the load: what `train_dataloader` draws, such as a split of the data, is then what it was in the first start.
-    """
-    trainer.fit_loop.setup_data()
-    fetcher = trainer.fit_loop._data_fetcher  # It has no public name.
-    if fetcher is None:  # There is nothing to train.
-        return []
-    _refuse_prefetching(fetcher)
-    combined = fetcher.combined_loader
-    replaced = [replacement(each) for each in combined.flattened]
-    combined.reset()  # Ends workers that it has begun.
-    combined.flattened = replaced
-    iter(fetcher)
-    return replaced
-
-
-class _Stateful(Protocol):
-    """As callbacks, plugins and datamodules are."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-
-class _State:
-    """What is saved of Lightning, the same on all ranks."""
-
-    def __init__(self, trainer: Any, loops: _Loops) -> None:
-        self._trainer, self._loops = trainer, loops
-
-    def state_dict(self) -> dict[str, Any]:
-        parts = {name: deepcopy(part.state_dict()) for name, part in self._parts().items()}
-        return {**self._loops.state_dict(), "parts": parts, "added": self._added()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._loops.load_state_dict(state_dict)
-        saved, parts = state_dict.get("parts", {}), self._parts()
-        for name in saved.keys() & parts.keys():
-            if saved[name]:
-                parts[name].load_state_dict(saved[name])
-        if missing := sorted(name for name in saved.keys() - parts.keys() if saved[name]):
-            logger.warning("Not loaded, because this run has none of it: %s", ", ".join(missing))
-        for owner, arguments in self._hooks("on_load_checkpoint"):
-            owner.on_load_checkpoint(*arguments, dict(state_dict.get("added", {})))
-
-    def _parts(self) -> dict[str, _Stateful]:
-        trainer = self._trainer
-        parts: dict[str, _Stateful] = {each.state_key: each for each in trainer.callbacks}
-        parts["precision plugin"] = trainer.precision_plugin
-        if trainer.datamodule is not None:
-            parts["datamodule"] = trainer.datamodule
-        return parts
-
-    def _added(self) -> dict[str, Any]:
-        """Return what hooks add to a checkpoint: they get an empty one. Raises ConfigError for one that needs more."""
-        added: dict[str, Any] = {}
-        for owner, arguments in self._hooks("on_save_checkpoint"):
-            try:
-                owner.on_save_checkpoint(*arguments, added)
-            except KeyError as error:
-                raise ConfigError(
-                    f"{type(owner).__name__}.on_save_checkpoint: expected a hook that adds entries to a checkpoint, "
-                    f"found one that needs its entry {error}, which this kind of checkpoint does not have. Give the "
-                    "callback or module state_dict and load_state_dict, or buffers."
-                ) from None
-        return added
-
-    def _hooks(self, name: str) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-        """Yield the other callbacks, the module and the datamodule if they have the hook, and its first arguments."""
-        trainer, module = self._trainer, self._trainer.lightning_module
-        owners = [(each, (trainer, module)) for each in trainer.callbacks]
-        owners += [(each, ()) for each in (module, trainer.datamodule) if each is not None]
-        for owner, arguments in owners:
-            hook = getattr(owner, name)
-            if getattr(hook, "__qualname__", "").partition(".")[0] not in _BASES:
-                yield owner, arguments
+    interval = config.interval if config.interval_type == "steps" else 0
+    return lambda before, step: interval > 0 and step - before > 1 and step // interval > before // interval
 
 
 def _refuse_given(checkpoint: Mapping[str, Any], states: Mapping[str, Any]) -> None:
@@ -504,8 +335,8 @@ def _refuse_untried(trainer: Any) -> None:
     if trainer.reload_dataloaders_every_n_epochs:
         raise ConfigError(
             f"Trainer(reload_dataloaders_every_n_epochs=...): expected 0, found "
-            f"{trainer.reload_dataloaders_every_n_epochs}: a resume would reload within an epoch. Leave it out, and let "
-            "the dataset or the sampler change with set_epoch."
+            f"{trainer.reload_dataloaders_every_n_epochs}: a resume would reload within an epoch. Leave it out, and "
+            "let the dataset or the sampler change with set_epoch."
         )
 
 
@@ -530,20 +361,6 @@ def _refuse_other_savers(trainer: Any, folder: str | os.PathLike[str]) -> None:
                 f"{type(each).__name__}: expected another folder than that of Checkpoints, found {other}. Leave it out "
                 "with Trainer(enable_checkpointing=False), or give it another dirpath."
             )
-
-
-def _refuse_prefetching(fetcher: Any) -> None:
-    """Raise ConfigError if Lightning reads batches before the step that takes them."""
-    if type(fetcher).__name__ == "_DataLoaderIterDataFetcher":
-        raise ConfigError(
-            "training_step: expected (batch, batch_idx), found dataloader_iter, which may read batches of later steps. "
-            "Take the batch as an argument."
-        )
-    if fetcher.length is None:
-        raise ConfigError(
-            "train_dataloader: expected a length, found none: Lightning then reads a batch ahead, which a resume would "
-            "lose. Give the dataset __len__, or set Trainer(limit_train_batches=N)."
-        )
 
 
 def _warn_of_another_version() -> None:
