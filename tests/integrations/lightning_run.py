@@ -1,8 +1,8 @@
 """Runs of Lightning's Trainer, as its users write them, forked from one process that has imported Lightning.
 
-For each line of its input, a run as JSON, it forks the ranks and prints their exit codes. A rank prints the loss of
-each batch, and after `fit` a digest of all that was trained. At the batch of `--kill-at` it kills itself, once the
-steps before are on disk.
+For each line of its input, a run as JSON, it forks the ranks and prints their exit codes; with arguments it is a rank.
+A rank prints the loss of each batch, and after `fit` a digest of all that was trained. At the batch of `--kill-at` it
+kills itself, once the steps before are on disk.
 """
 
 from __future__ import annotations
@@ -247,4 +247,7 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    if arguments := sys.argv[1:]:
+        main(arguments)
+    else:
+        serve()

@@ -11,6 +11,7 @@ loaders in place of the Trainer's (`PositionedLoader`), which call it.
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import os
 import signal
@@ -289,6 +290,9 @@ class _Fit:
         if self._exit_on_signal:
             self.manager.close()
             close_process_group()
+            for each in self._handlers:
+                # A launcher sends one as soon as the first rank has left. Lightning undoes what `close` has set.
+                atexit.register(signal.signal, each, signal.SIG_IGN)
             raise SystemExit(128 + number)
         self._has_stopped = self._trainer.should_stop = True
         # The ranks have agreed to leave, whatever number of epochs or steps was wanted.
