@@ -36,6 +36,7 @@ OPENED = "from torchtitan_lite.bucket.store import open_bucket as o; print('open
 ADAPTED = "from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter as A; A(None, rank=0, num_ranks=1)"
 WITHOUT = {
     "torchtitan": ("torchtitan", ["python", "-c", "import torchtitan_lite.integrations.torchtitan"]),
+    "lightning": ("lightning", ["python", "-c", "import torchtitan_lite.integrations.lightning"]),
     "transformers": ("transformers", ["python", "-c", "import torchtitan_lite.integrations.transformers"]),
     "accelerate": ("accelerate", ["python", "-c", "import torchtitan_lite.integrations.accelerate"]),
     "torchdata": ("torchdata", ["python", "-c", ADAPTED]),

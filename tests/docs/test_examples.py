@@ -19,7 +19,7 @@ LIBRARIES = {
     "transformers_loop.py": ["transformers"],
     "peft_loop.py": ["peft", "transformers"],
     "timm_loop.py": ["timm"],
-    "lightning_callback.py": ["lightning", "torchdata"],
+    "lightning_callback.py": ["lightning"],
     "trainer_callback.py": ["transformers", "accelerate"],
     "several_models.py": [],
 }

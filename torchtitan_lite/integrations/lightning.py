@@ -28,8 +28,8 @@ from torchtitan_lite.checkpoint.state.rng import RngState
 from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.config.own_loop import loop_config
-from torchtitan_lite.distributed.process_group import close_process_group
 from torchtitan_lite.errors import ConfigError, ExtraMissing
+from torchtitan_lite.integrations.leaving import leave, warn_of_another_version
 from torchtitan_lite.integrations.lightning_state import DataState, LoopState, PartsState
 from torchtitan_lite.log import logger
 
@@ -110,7 +110,7 @@ class Checkpoints(_package.Callback):  # type: ignore[misc, name-defined]  # Lig
         if stage != "fit" or self._is_off(trainer):
             return
         _refuse_untried(trainer)
-        _warn_of_another_version()
+        warn_of_another_version(_package.__name__.partition(".")[0], TRIED)
         others = [each for each in trainer.callbacks if each is not self and each is not self._first]
         # What other callbacks do in a hook is saved with the step.
         trainer.callbacks = [self._first, *others, self]
@@ -288,12 +288,10 @@ class _Fit:
         if not number:
             return
         if self._exit_on_signal:
-            self.manager.close()
-            close_process_group()
             for each in self._handlers:
                 # A launcher sends one as soon as the first rank has left. Lightning undoes what `close` has set.
                 atexit.register(signal.signal, each, signal.SIG_IGN)
-            raise SystemExit(128 + number)
+            leave(self.manager, number)
         self._has_stopped = self._trainer.should_stop = True
         # The ranks have agreed to leave, whatever number of epochs or steps was wanted.
         loop = self._trainer.fit_loop
@@ -365,9 +363,3 @@ def _refuse_other_savers(trainer: Any, folder: str | os.PathLike[str]) -> None:
                 f"{type(each).__name__}: expected another folder than that of Checkpoints, found {other}. Leave it out "
                 "with Trainer(enable_checkpointing=False), or give it another dirpath."
             )
-
-
-def _warn_of_another_version() -> None:
-    found = _package.__version__
-    if not found.startswith(f"{TRIED}."):
-        logger.warning("This was tried with Lightning %s, and found %s", TRIED, found)
