@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,12 +15,13 @@ from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.spelt_address import SpeltAddress
 from torchtitan_lite.cli.target import folder_of_checkpoints, none_in, resolve
 from torchtitan_lite.config.address import is_address
-from torchtitan_lite.config.argument_parser import Positional
+from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
     CheckpointUnreadable,
     CheckpointUnsafe,
+    ConfigError,
     UnknownFormat,
 )
 from torchtitan_lite.log import counted, readable_bytes
@@ -32,8 +34,10 @@ from torchtitan_lite.store.verified import FULL, SIZES, Verified, identity_of, r
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from torchtitan_lite.checkpoint.examining.file_digests import Finding
+    from torchtitan_lite.checkpoint.examining.file_digests import Finding, OnBytes
+    from torchtitan_lite.checkpoint.examining.recorded_digests import FileState
     from torchtitan_lite.checkpoint.examining.verification import Looked, Read
+    from torchtitan_lite.checkpoint.format.contents import Contents
 
 INTACT, DAMAGED, GONE, UNREADABLE, UNKNOWN = "intact", "damaged", "removed", "unreadable", "unknown format"
 _SHOWN_KEYS = 3
@@ -48,22 +52,33 @@ class Verify:
     Reads every byte, and compares it with the digests. With --sizes: only the
     manifest, the names and sizes of the files, and that their chunks cover
     every tensor. Exits with 3 if anything is damaged.
+
+    Checkpoints of plain DCP or torchtitan have no digests. With --record their
+    digests are written into one more file, and later calls compare with it.
     """
 
     target: Annotated[str, Positional("STEP|FOLDER")]
     """A checkpoint, or a folder of checkpoints: each of them."""
     sizes: bool = False
     """Compare names and sizes only, in milliseconds: finds missing and truncated files."""
+    record: bool = False
+    """Write the digests of a checkpoint without a manifest into its folder, if it is intact and has no such record."""
+    record_to: Annotated[str, Option("FILE")] = ""
+    """The same, but write FILE instead, which is outside of it; if FILE is there, compare with it."""
+    again: bool = False
+    """Replace the record: the checkpoint was saved again on purpose."""
     json: bool = False
     """Print JSON."""
 
     def run(self, screen: Screen) -> ExitCode:
         reads = not self.sizes
+        records = self._records()
         folders, is_one = _folders(self.target, screen)
-        results = [_looked_at(folder, is_one) for folder in folders]
+        records.refuse(folders, is_one)
+        results = [_looked_at(folder, is_one, records) for folder in folders]
         begun = time.monotonic()
         if reads:
-            _read(results, is_one, screen)
+            _read(results, is_one, records, screen)
         seconds = time.monotonic() - begun  # Of reading alone: the speed is the disk's.
         for result in results:
             _record(result, reads, screen)
@@ -74,6 +89,66 @@ class Verify:
         }
         screen.show(document, lambda: _rendered(results, reads, seconds))
         return _code(results)
+
+    def _records(self) -> _Records:
+        """Return what is to become of records. Raise ConfigError for options that do not fit together."""
+        is_given = self.record or bool(self.record_to)
+        if is_given and self.sizes:
+            raise ConfigError("--sizes reads no byte, so there is nothing to record: leave one of the two options out")
+        if self.record and self.record_to:
+            raise ConfigError("--record writes into the checkpoint's folder, --record-to elsewhere: give one of them")
+        if self.again and not is_given:
+            raise ConfigError("--again replaces a record: it needs --record or --record-to FILE")
+        return _Records(Path(self.record_to).absolute() if self.record_to else None, is_given, self.again)
+
+
+@dataclass(frozen=True)
+class _Records:
+    """The records of checkpoints that other libraries wrote: where they are, and what becomes of them."""
+
+    elsewhere: Path | None
+    """The file of a single one; None for records in the folders."""
+    writes: bool
+    """Whether one that is missing is written."""
+    again: bool
+    """Whether one that is there is replaced."""
+
+    def of(self, folder: Path) -> Path:
+        return self.elsewhere or folder / layout.DIGESTS
+
+    def refuse(self, folders: Sequence[Place], is_one: bool) -> None:
+        """Raise ConfigError or FolderUnusable where no record can be written, before anything is read."""
+        if self.elsewhere is not None and not is_one:
+            raise ConfigError("--record-to FILE is the record of one checkpoint: name one, as FOLDER/step-10")
+        for folder in folders if self.writes else ():
+            if not isinstance(folder, Path):
+                raise ConfigError(f"{folder} is in an object store, where every checkpoint has digests already")
+            if os.path.lexists(folder / layout.MANIFEST):
+                if is_one:
+                    raise ConfigError(f"{folder} has digests in its {layout.MANIFEST}: verify it without a record")
+                continue
+            path = self.of(folder.absolute())
+            if self.elsewhere is not None:
+                _refuse_place(path, folder)
+            if (self.again or not path.exists()) and not os.access(path.parent, os.W_OK):
+                from torchtitan_lite.checkpoint.examining.recorded_digests import unwritable
+
+                raise unwritable(path, "it is read-only" if path.parent.is_dir() else "it does not exist")
+
+
+def _refuse_place(record: Path, folder: Path) -> None:
+    """Raise ConfigError if `record` is in the checkpoint in `folder`, or is something else than a record."""
+    from torchtitan_lite.checkpoint.examining.recorded_digests import RecordedDigests
+
+    if record.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(f"--record-to {record} is in the checkpoint: name a file elsewhere, or use --record")
+    try:
+        RecordedDigests.read(record, folder)
+    except (CheckpointDamaged, CheckpointUnsafe) as error:
+        raise ConfigError(
+            f"--record-to {record}: expected a record of digests, or no file, found another one ({error.finding}): "
+            "name another FILE"
+        ) from None
 
 
 @dataclass
@@ -87,6 +162,10 @@ class _Result:
     looked: Looked | None = None
     read: Read | None = None
     findings: list[Finding] = field(default_factory=list)
+    before: Mapping[str, FileState] | None = None
+    """The states of its files before they were read, if a record is to be written."""
+    recorded_in: Path | None = None
+    """The record that was written."""
 
     @property
     def name(self) -> str:
@@ -124,6 +203,11 @@ class _Result:
                 "bytes": looked.nbytes,
                 "unknown_files": list(looked.unknown),
             }
+            if looked.manifest is None and (self.recorded_in is not None or looked.recorded is not None):
+                document["record"] = {
+                    "written": str(self.recorded_in) if self.recorded_in is not None else None,
+                    "compared_with_that_of": looked.recorded.recorded_at if looked.recorded is not None else None,
+                }
         if self.read is not None:
             document |= {"compared_with": self.compared_with, "without_checksum": self.read.num_without_checksum}
         return document
@@ -172,7 +256,8 @@ def _is_one(folder: Path) -> bool:
         return True
 
 
-def _looked_at(folder: Place, is_one: bool) -> _Result:
+def _looked_at(folder: Place, is_one: bool, records: _Records) -> _Result:
+    from torchtitan_lite.checkpoint.examining.recorded_digests import states_of
     from torchtitan_lite.checkpoint.examining.verification import finding_of, look_at
 
     result = _Result(folder)
@@ -180,7 +265,14 @@ def _looked_at(folder: Place, is_one: bool) -> _Result:
         if isinstance(folder, ObjectPlace) and (damage := _damage_by_head(folder)) is not None:
             result.add([finding_of(folder, damage)])
             return result
-        result.looked = look_at(folder)
+        if not isinstance(folder, Path):
+            result.looked = look_at(folder)
+        else:
+            # Before anything is read, so that what is recorded is what was verified.
+            before = states_of(folder) if records.writes else None
+            result.looked = look_at(folder, None if records.again else records.of(folder.absolute()))
+            if result.looked.manifest is None and result.looked.recorded is None:
+                result.before = before
         result.add(result.looked.findings)
     return result
 
@@ -199,16 +291,30 @@ def _damage_by_head(place: ObjectPlace) -> CheckpointDamaged | None:
     return None
 
 
-def _read(results: Sequence[_Result], is_one: bool, screen: Screen) -> None:
+def _read(results: Sequence[_Result], is_one: bool, records: _Records, screen: Screen) -> None:
     from torchtitan_lite.checkpoint.examining.verification import read_through
 
     total = sum(result.looked.nbytes for result in results if result.looked is not None)
+    total += sum(state.size for result in results for state in (result.before or {}).values())
     with screen.progress("Verifying", total) as advance:
         for result in results:
             if result.looked is not None and result.looked.contents is not None:
                 with _set_apart(result, is_one):
                     result.read = read_through(result.looked, advance)
                     result.add(result.read.findings)
+                    if result.before is not None and not result.findings:
+                        _keep(result, result.looked.contents, records, advance)
+
+
+def _keep(result: _Result, contents: Contents, records: _Records, on_bytes: OnBytes) -> None:
+    """Write the record of an intact checkpoint. Raises what `take_digests` and `write` raise."""
+    from torchtitan_lite.checkpoint.examining.opened import kind_of
+    from torchtitan_lite.checkpoint.examining.recorded_digests import take_digests
+
+    assert isinstance(result.folder, Path) and result.before is not None
+    path, folder = records.of(result.folder), result.folder
+    take_digests(folder, result.before, on_bytes).write(path, layout.parse_step(result.name), kind_of(contents))
+    result.recorded_in = path
 
 
 class _set_apart(contextlib.AbstractContextManager[None]):
@@ -298,6 +404,11 @@ def _details(result: _Result) -> list[RenderableType]:
         if finding.keys:
             more = f" and {len(finding.keys) - _SHOWN_KEYS} more" if len(finding.keys) > _SHOWN_KEYS else ""
             lines.append((4, f"in it: {', '.join(finding.keys[:_SHOWN_KEYS])}{more}"))
+    if result.findings and result.looked is not None and result.looked.recorded is not None:
+        since = _date(result.looked.recorded.recorded_at)
+        lines.append(
+            (2, f"Recorded on {since}. If it was saved again since, replace the record with --record --again.")
+        )
     if len(result.findings) > _SHOWN_FINDINGS:
         lines.append((2, f"... and {len(result.findings) - _SHOWN_FINDINGS} more; --json has all of them"))
     return [Padding(Text(text), (0, 0, 0, indent)) for indent, text in lines]
@@ -317,7 +428,14 @@ def _summary(results: Sequence[_Result], full: bool, seconds: float) -> list[str
         lines = [f"{what}, every byte{speed}: {end}."]
     for result in verified:
         name = result.name
-        if result.compared_with == "checksums":
+        if result.recorded_in is not None:
+            num_files = counted(len(result.before or ()), "file")
+            lines.append(f"{name}: the digests of {num_files} are recorded now, in {result.recorded_in}.")
+        elif result.before is not None and result.findings:
+            lines.append(f"{name}: no record is written, because it is damaged.")
+        elif result.looked is not None and result.looked.recorded is not None and full:
+            lines.append(f"{name}: compared with the digests recorded on {_date(result.looked.recorded.recorded_at)}.")
+        elif result.compared_with == "checksums":
             lines.append(f"{name} has no digests: compared with the checksums that torch.save wrote.")
         if result.read is not None and result.read.num_without_checksum:
             count, of = result.read.num_without_checksum, result.read.num_items
@@ -325,3 +443,7 @@ def _summary(results: Sequence[_Result], full: bool, seconds: float) -> list[str
         if result.looked is not None and result.looked.unknown:
             lines.append(f"{name} has other files, too: {', '.join(result.looked.unknown[:_SHOWN_KEYS])}.")
     return lines
+
+
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -30,6 +30,9 @@ FINDINGS = "findings.json"
 VERIFIED = "verified.json"
 """What `verify` found in which checkpoint; in the folder of checkpoints, next to them."""
 
+DIGESTS = "torchtitan-lite.digests.json"
+"""Sizes and digests of the files of a checkpoint that another library wrote; in its folder, or next to its file."""
+
 UPLOADS = "uploads.json"
 """What of the folder of checkpoints has been uploaded, and how far; in it, next to them."""
 

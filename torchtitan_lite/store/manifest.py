@@ -12,7 +12,7 @@ import enum
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii
 from pathlib import Path
@@ -250,8 +250,8 @@ class Manifest:
             return None
 
     @classmethod
-    def parse(cls, data: bytes, path: str = layout.MANIFEST) -> Manifest:
-        """Return the manifest in `data`.
+    def parse(cls, data: bytes, path: str = layout.MANIFEST, name_of: Callable[[str], str] = file_name) -> Manifest:
+        """Return the manifest in `data`; `name_of` returns the name of a file, or raises ValueError for a wrong one.
 
         Raises CheckpointDamaged, FormatTooNew or FormatTooOld, with `path` and what is wrong.
         """
@@ -261,7 +261,7 @@ class Manifest:
             check_format(document, path)  # First: version 1 had no digest.
             if not sealed:
                 raise ValueError("its last line is not its digest")
-            return _manifest(document, tables)
+            return _manifest(document, tables, name_of)
         except (ValueError, RecursionError) as error:
             raise damage_to(path, error) from None
 
@@ -332,7 +332,7 @@ def _document(data: bytes, path: str) -> tuple[dict[str, Any], dict[str, Table]]
     return document, tables
 
 
-def _manifest(document: dict[str, Any], tables: dict[str, Table]) -> Manifest:
+def _manifest(document: dict[str, Any], tables: dict[str, Table], name_of: Callable[[str], str]) -> Manifest:
     versions: dict[str, Any] = value_of(document, "versions", dict)
     return Manifest(
         step=number(document, "step", 0),
@@ -340,7 +340,7 @@ def _manifest(document: dict[str, Any], tables: dict[str, Table]) -> Manifest:
         created_at=seconds(document, "created_at"),
         world_size=number(document, "world_size", 1),
         versions={name: value_of(versions, name, str) for name in versions},
-        files=_files(document),
+        files=_files(document, name_of),
         lineage=Lineage.from_json(value_of(document, "lineage", dict)),
         tensors=_table(tables, "tensors"),
         objects=_table(tables, "objects"),
@@ -356,9 +356,9 @@ def _table(tables: dict[str, Table], name: str) -> Table:
     return tables[name]
 
 
-def _files(document: dict[str, Any]) -> Files:
+def _files(document: dict[str, Any], name_of: Callable[[str], str]) -> Files:
     listed: dict[str, Any] = value_of(document, "files", dict)
-    files = {file_name(name): _file(listed, name) for name in listed}
+    files = {name_of(name): _file(listed, name) for name in listed}
     of_ranks = FilesOfRanks.from_json(value_of(document, "files_of_ranks", dict))
     if twice := [name for name in files if name in of_ranks]:
         raise ValueError(f"files: {twice[0]} is in files_of_ranks, too")

@@ -94,6 +94,13 @@ def file_name(name: str) -> str:
     return name
 
 
+def file_path(name: str) -> str:
+    """Return `name`. Raise ValueError if it is not the path of a file in a folder, or in one below it, without `..`."""
+    if not all(map(is_plain_name, name.split("/"))):
+        raise ValueError(f"files: {shown(name)} is not the path of a file")
+    return name
+
+
 def extra(document: dict[str, Any]) -> dict[str, Any]:
     """Return `extra`: fields that a load uses have their types, others may hold anything."""
     values: dict[str, Any] = value_of(document, "extra", dict)

@@ -1,4 +1,4 @@
-"""Compare every block of a checkpoint's files with its digest.
+"""Take the digests of a checkpoint's files, or compare every block of them with its digest.
 
 Threads take spans of blocks from all files, on disk each with a reader of its own, so that none waits for another at
 the end of a file. A file is dropped from the page cache first: what the disk has is compared, not a copy in memory.
@@ -19,15 +19,18 @@ from pathlib import Path
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.disk.block_reader import THREADS, BlockReader, DamagedRange
-from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, num_blocks
+from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, digest_blocks, num_blocks
 from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.disk.plain_file import opened
+from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.disk.reads_blocks import ReadsBlocks
 from torchtitan_lite.errors import CheckpointUnsafe
 from torchtitan_lite.store.place import Place
 
 SPAN_BLOCKS = 32
 """Blocks that a thread reads at a time."""
+_TAKEN_BLOCKS = 4
+"""The same where digests are taken, with memory for all of them."""
 MOST_DAMAGED_BLOCKS = 64
 """In one file; the rest of it is not read then, because each of them is read three times."""
 
@@ -50,6 +53,38 @@ class Finding:
 def one_thread() -> BlockReader:
     """Return a reader for one thread."""
     return BlockReader(threads=1)
+
+
+def digests_of(folder: Path, sizes: Mapping[str, int], on_bytes: OnBytes) -> dict[str, FileRecord]:
+    """Return size and digests of each file of `folder` in `sizes`, which maps names to bytes.
+
+    Raises `DamagedRange` for a file that is shorter.
+    """
+    for file in sizes:
+        _drop_from_cache(folder / file)
+    spans = [(file, span) for file, size in sizes.items() for span in _spans(num_blocks(size), _TAKEN_BLOCKS)]
+    digests: dict[tuple[str, range], bytes] = {}
+    lock = threading.Lock()
+
+    def make_worker() -> Callable[[tuple[str, range]], None]:
+        reader, room = one_thread(), memoryview(bytearray(_TAKEN_BLOCKS * BLOCK_BYTES))
+
+        def take(span: tuple[str, range]) -> None:
+            file, blocks = span
+            begin = blocks.start * BLOCK_BYTES
+            data = room[: min(blocks.stop * BLOCK_BYTES, sizes[file]) - begin]
+            reader.read(folder / file, None, [Piece(begin, data)])
+            digests[span] = digest_blocks(data)
+            with lock:
+                on_bytes(len(data))
+
+        return take
+
+    in_threads(spans, max(1, min(THREADS, len(spans))), make_worker)
+    blocks: dict[str, bytearray] = {file: bytearray() for file in sizes}
+    for file, span in spans:
+        blocks[file] += digests[file, span]
+    return {file: FileRecord(size, bytes(blocks[file])) for file, size in sizes.items()}
 
 
 def readers_of(folder: Place) -> Callable[[], ReadsBlocks]:
@@ -77,7 +112,11 @@ class FileDigests:
         if isinstance(self._folder, Path):
             for file in self._records:
                 _drop_from_cache(self._folder / file)
-        spans = [(file, span) for file, record in self._records.items() for span in _spans(num_blocks(record.size))]
+        spans = [
+            (file, span)
+            for file, record in self._records.items()
+            for span in _spans(num_blocks(record.size), SPAN_BLOCKS)
+        ]
 
         def make_worker() -> Callable[[tuple[str, range]], None]:
             reader = make_reader()
@@ -113,8 +152,8 @@ class FileDigests:
         return () if self._contents is None else tuple(self._contents.keys_in(file, begin, end))
 
 
-def _spans(count: int) -> Iterator[range]:
-    return (range(begin, min(begin + SPAN_BLOCKS, count)) for begin in range(0, count, SPAN_BLOCKS))
+def _spans(count: int, each: int) -> Iterator[range]:
+    return (range(begin, min(begin + each, count)) for begin in range(0, count, each))
 
 
 def _damaged(reader: ReadsBlocks, path: Path, record: FileRecord, blocks: range) -> list[int]:

@@ -1,10 +1,11 @@
 """Verify a checkpoint where it lies, on disk or in an object store, without a job and without torch.
 
 `look_at` compares the manifest with itself and with the names and sizes of the files; `read_through` then reads every
-byte, and compares it with the digests in the manifest or, where there are none, with the checksums that torch.save put
-into each item. Both return all findings instead of stopping at the first one, and each names its file and the tensors
-in it. Nothing is changed. A checkpoint that a running job removes meanwhile raises `CheckpointNotFound`, because
-files that are gone with it are no damage. An error of the machine is no damage either, and is raised.
+byte, and compares it with the digests in the manifest, or in a record of ours about another library's checkpoint, and
+where there are none, with the checksums that torch.save put into each item. Both return all findings instead of
+stopping at the first one, and each names its file and the tensors in it. Nothing is changed. A checkpoint that a
+running job removes meanwhile raises `CheckpointNotFound`, because files that are gone with it are no damage. An error
+of the machine is no damage either, and is raised.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from torchtitan_lite.checkpoint.examining.found_files import FoundFiles, found_a
 from torchtitan_lite.checkpoint.examining.item_checksums import PlacedItem, check_items
 from torchtitan_lite.checkpoint.examining.opened import absence
 from torchtitan_lite.checkpoint.examining.presence import identity_of, refuse_if_gone
+from torchtitan_lite.checkpoint.examining.recorded_digests import RecordedDigests
 from torchtitan_lite.checkpoint.format.contents import Contents, Item
 from torchtitan_lite.checkpoint.reading.complete_manifest import complete_manifest
 from torchtitan_lite.checkpoint.reading.files import Files, Identity, files_of
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.collection import no_collection
+from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.reads_blocks import ReadsBlocks
 from torchtitan_lite.errors import (
     CheckpointDamaged,
@@ -43,6 +46,8 @@ from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.manifest_fields import DCP_METADATA
 from torchtitan_lite.store.place import Place
 
+_OWN_RECORD = Path(layout.DIGESTS)
+
 
 @dataclass(frozen=True)
 class Looked:
@@ -53,6 +58,8 @@ class Looked:
     """What differs once another checkpoint has its name."""
     manifest: Manifest | None = None
     """None if it is damaged, and for plain DCP's."""
+    recorded: RecordedDigests | None = None
+    """What was recorded of a checkpoint without a manifest; None if nothing was."""
     contents: Contents | None = None
     """None if they are damaged."""
     findings: tuple[Finding, ...] = ()
@@ -68,8 +75,14 @@ class Looked:
 
     @property
     def has_digests(self) -> bool:
-        """Return whether the manifest has digests of the files."""
-        return self.manifest is not None and any(record.blocks for record in self.manifest.files.values())
+        """Return whether there are digests of the files."""
+        return any(record.blocks for record in self.records.values())
+
+    @property
+    def records(self) -> Mapping[str, FileRecord]:
+        """Return the size and digests of each file, by the manifest or the record; nothing if there is neither."""
+        described = self.manifest or self.recorded
+        return described.files if described is not None else {}
 
 
 @dataclass(frozen=True)
@@ -83,9 +96,10 @@ class Read:
     """Those of them that have no checksum for their data."""
 
 
-def look_at(folder: Place) -> Looked:
+def look_at(folder: Place, record: Path | None = _OWN_RECORD) -> Looked:
     """Check the checkpoint in `folder`: its manifest, names, sizes, and that chunks cover each tensor exactly once.
 
+    Without a manifest, it is also compared with `record`, if that is there: a path, by default in the folder.
     Raises `CheckpointNotFound` if there is no checkpoint, or none any more; `FormatTooNew`; `CheckpointUnreadable`.
     """
     identity = identity_of(folder)
@@ -93,7 +107,7 @@ def look_at(folder: Place) -> Looked:
         raise CheckpointNotFound(str(folder), None, finding=absence(folder))
     try:
         with no_collection():
-            looked = _looked(Looked(folder, identity))
+            looked = _looked(Looked(folder, identity), record)
     except CheckpointUnreadable:
         refuse_if_gone(folder, identity)
         raise
@@ -112,7 +126,7 @@ def read_through(
 ) -> Read:
     """Read every byte of the files in `looked.sizes` and compare it. Raises as `look_at` does."""
     make_reader = make_reader or readers_of(looked.path)
-    records = looked.manifest.files if looked.manifest is not None else {}
+    records = looked.records
     with_digests = {file: records[file] for file in looked.sizes if file in records and records[file].blocks}
     items = list(_items(looked, looked.sizes.keys() - with_digests.keys()))
     findings: list[Finding] = []
@@ -130,14 +144,17 @@ def read_through(
     return Read(tuple(findings), len(items), checked.num_without_checksum)
 
 
-def _looked(looked: Looked) -> Looked:
+def _looked(looked: Looked, record: Path | None) -> Looked:
     folder, files = looked.path, files_of(looked.path)
     try:
         manifest = complete_manifest(files, folder)
         step = layout.parse_step(folder.name)
         if manifest is not None and step is not None and manifest.step != step:
             raise CheckpointDamaged(str(folder), f"{layout.MANIFEST}: it is the manifest of step {manifest.step}")
-        looked = dataclasses.replace(looked, manifest=manifest)
+        recorded = None
+        if manifest is None and record is not None and isinstance(folder, Path):
+            recorded = RecordedDigests.read(folder / record, folder)
+        looked = dataclasses.replace(looked, manifest=manifest, recorded=recorded)
         contents = _contents(folder, manifest)
         contents.check_names()
     except (CheckpointDamaged, CheckpointUnsafe) as error:
@@ -145,12 +162,13 @@ def _looked(looked: Looked) -> Looked:
     except FileNotFoundError:
         # Without a manifest the contents are in that file.
         return dataclasses.replace(looked, findings=(Finding(layout.METADATA, "it is missing"),))
-    recorded = recorded_sizes(manifest.files) if manifest is not None else {}
+    sizes_before = recorded_sizes(looked.records)
     found = found_at(folder)
-    findings, sizes = _of_sizes(found, files, contents, recorded)
+    findings, sizes = _of_sizes(found, files, contents, sizes_before)
     # A file of another size is one finding, not one for each tensor in it.
-    findings += _of_coverage(contents, recorded or sizes)
-    described = {*recorded, *contents.files, layout.MANIFEST, layout.METADATA}
+    findings += _of_coverage(contents, sizes if manifest is None else sizes_before)
+    at_top = {name.partition("/")[0] for name in sizes_before}
+    described = {*at_top, *contents.files, layout.MANIFEST, layout.METADATA, layout.DIGESTS}
     unknown = tuple(sorted(name for name in found.names if name not in described))
     return dataclasses.replace(looked, contents=contents, findings=tuple(findings), sizes=sizes, unknown=unknown)
 
@@ -172,7 +190,7 @@ def _of_sizes(
     for name, size in sorted(recorded.items()):
         if text := found.size_finding(name, size):
             keys = tuple(contents.keys_in(name, found.sound_bytes(name, size), math.inf))
-            findings.append(Finding(name, f"it {text.removeprefix(f'{name} ')}", keys))
+            findings.append(Finding(name, f"it {text.removeprefix(f'{Path(name).name} ')}", keys))
         else:
             sizes[name] = size
     own = set() if recorded else {layout.METADATA}
@@ -247,5 +265,5 @@ def finding_of(folder: Place, error: CheckpointDamaged | CheckpointUnsafe) -> Fi
     """Return what `error`, about the checkpoint in `folder`, says as a finding."""
     damage = damage_in(folder, error) if isinstance(error, CheckpointUnsafe) else error
     file, colon, text = damage.finding.partition(": ")
-    is_file = colon and file in (layout.MANIFEST, layout.METADATA)
+    is_file = colon and file in (layout.MANIFEST, layout.METADATA, layout.DIGESTS)
     return Finding(file, text, damage.keys) if is_file else Finding("", damage.finding, damage.keys)
