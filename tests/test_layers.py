@@ -90,7 +90,7 @@ WITHOUT_TORCH = (
         for name in ("clocks", "containers", "contents", "dtypes", "plain_value", "structure")
     ),
     *(f"checkpoint.untrusted.{name}" for name in ("inert_pickle", "safe_metadata", "saved_file", "stock_item")),
-    *("checkpoint.importing.safetensors_header", "checkpoint.importing.saved_weights"),
+    *("checkpoint.untrusted.safetensors_header", "checkpoint.importing.saved_weights"),
     "checkpoint.reading.files",
     "checkpoint.reading.folder",
     *(f"checkpoint.images.{name}" for name in ("assembled", "belonging", "card", "commits", "files", "room", "tier")),

@@ -20,11 +20,21 @@ def test_the_sizes_of_existing_files_are_returned(tmp_path: Path) -> None:
     assert sizes_of(tmp_path, ["a", "b", "c", "e", "d"]) == {"a": 3, "c": 0, "d": 5000}
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/etc/passwd", "a\\b", "a\0"])
+@pytest.mark.parametrize("name", ["", ".", "..", "a/../b", "a//b", "/etc/passwd", "a\\b", "a\0"])
 def test_a_name_that_leads_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
     assert not is_plain_name(name)
     with pytest.raises(CheckpointUnsafe, match="is not the name of a file"):
         sizes_of(tmp_path, [name])
+
+
+def test_a_file_in_a_folder_below_has_a_size_and_one_behind_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "a").write_bytes(b"abc")
+    assert sizes_of(tmp_path, ["below/a", "below/b"]) == {"below/a": 3}
+    assert not is_plain_name("below/a")
+    (tmp_path / "link").symlink_to(tmp_path / "below")
+    with pytest.raises(CheckpointUnsafe, match="expected a folder, found a symbolic link"):
+        sizes_of(tmp_path, ["link/a"])
 
 
 @pytest.mark.parametrize("name", ["a", "...", ".metadata", "__0_0.distcp", "a b"])

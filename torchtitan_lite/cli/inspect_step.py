@@ -43,6 +43,8 @@ _BAR_COLUMNS = 32
 _ORIGINS = {
     WrittenBy.OURS: "",
     WrittenBy.TORCHTITAN: ", by torchtitan, without a manifest",
+    WrittenBy.TRANSFORMERS: ", by transformers",
+    WrittenBy.LIGHTNING: ", by Lightning",
     WrittenBy.DCP: ", by plain DCP, without a manifest",
 }
 _KINDS = {CheckpointKind.FULL: "full", CheckpointKind.WEIGHTS_ONLY: "weights-only"}
@@ -91,7 +93,8 @@ class _View:
             blocks.append(("Parts", self._parts()))
         if tensors or not ranks:
             rows = rows_of(self.chosen, folded=not tensors)
-            blocks.append(("Tensors", _tensors(rows if tensors else rows[:_MOST_ROWS])))
+            if rows:
+                blocks.append(("Tensors", _tensors(rows if tensors else rows[:_MOST_ROWS])))
             if not tensors and len(rows) > _MOST_ROWS:
                 blocks.append(("", Text(f"and {counted(len(rows) - _MOST_ROWS, 'more row')}: --tensors '*' shows all")))
         if ranks or not tensors:
@@ -132,7 +135,13 @@ class _View:
                 for part in parts_of(opened.contents)
             ],
             "files": [
-                {"name": name, "rank": layout.rank_of(name), "bytes": nbytes, "tensor_bytes": dict(held.get(name, {}))}
+                {
+                    "name": name,
+                    "rank": layout.rank_of(name),
+                    "bytes": nbytes,
+                    "tensor_bytes": dict(held.get(name, {})),
+                    "is_read": name not in self._unread,
+                }
                 for name, nbytes in opened.sizes.items()
             ],
             "tensors": [
@@ -201,10 +210,16 @@ class _View:
                 _span(layout.rank_of(first), layout.rank_of(last)),
                 first if len(alike) == 1 else f"{counted(len(alike), 'file')} of each",
                 size(sizes.get(first, 0)),
-                size(sum(parts.values())),
+                "not read" if first in self._unread else size(sum(parts.values())),
                 bar(lengths, longest, _BAR_COLUMNS),
             )
         return table
+
+    @property
+    def _unread(self) -> frozenset[str]:
+        """The pickles of another library: nothing in them is known."""
+        objects = self.opened.contents.objects.values()
+        return frozenset(each.item.file for each in objects if each.is_file and each.item is not None)
 
     def _legend(self) -> str:
         marks = fills()

@@ -38,6 +38,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _KINDS = {CheckpointKind.FULL: "full", CheckpointKind.WEIGHTS_ONLY: "weights"}
+_LIBRARIES: dict[WrittenBy | None, str] = {
+    WrittenBy.TORCHTITAN: "torchtitan",
+    WrittenBy.TRANSFORMERS: "transformers",
+    WrittenBy.LIGHTNING: "Lightning",
+}
 _COLUMNS = ("step", "kind", "size", "age", "ranks", "notes")
 _NUMBERS = ("step", "size", "age")
 _FOLDED = {"ranks": 16, "notes": 12}
@@ -259,9 +264,8 @@ def _title(entry: ListedCheckpoint) -> str:
     if entry.lineage is None and entry.origin is WrittenBy.OURS:
         return "Copies under other names"
     if entry.lineage is None:
-        return (
-            "Without a manifest: saved by torchtitan" if entry.origin is WrittenBy.TORCHTITAN else "Without a manifest"
-        )
+        library = _LIBRARIES.get(entry.origin)
+        return f"Without a manifest: saved by {library}" if library else "Without a manifest"
     begun = entry.lineage.began_at
     return f"Run {entry.lineage.run_id}" + (f", rolled back to step {begun}" if begun is not None else "")
 

@@ -12,6 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtitan_lite.checkpoint.examining.lightning_checkpoint import is_lightning_file, is_lightning_folder
+from torchtitan_lite.checkpoint.examining.lightning_checkpoint import step_of as lightning_step_of
+from torchtitan_lite.checkpoint.examining.opened import absence
+from torchtitan_lite.checkpoint.examining.transformers_folder import description_of, step_of
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.resume.wrong_folder import last_step
 from torchtitan_lite.checkpoint.run_folders import open_store
@@ -50,6 +54,8 @@ def resolve(spelling: str) -> Target:
     path = Path(spelling)
     if path.is_dir():
         return _of_folder(path)
+    if is_lightning_file(path):
+        return Target(path, None, None)
     folder, colon, number = spelling.rpartition(":")
     if names_step(spelling):
         root = folder_of_checkpoints(folder)
@@ -115,11 +121,31 @@ def _in_store(spelt: SpeltAddress) -> Target:
 
 
 def _of_folder(path: Path) -> Target:
-    if not is_checkpoint(path):
+    if not is_one(path):
         return _latest(folder_of_checkpoints(str(path)))
     absolute = path.absolute()
     step = layout.parse_step(absolute.name)
     return Target(path, None if step is None else path.parent, step)
+
+
+def is_one(folder: Path) -> bool:
+    """Return whether `folder` is a checkpoint, complete or not; not one that has checkpoints of ours in it."""
+    if is_checkpoint(folder):
+        return True
+    is_of_transformers = description_of(folder) is not None or step_of(folder.absolute().name) is not None
+    return is_of_transformers and not Listing(folder).steps()
+
+
+def of_other_libraries(root: Path) -> list[Path]:
+    """Return the checkpoints in `root`, complete or not, that transformers and Lightning wrote, by ascending step."""
+    found = []
+    for name in Listing(root).names:
+        path = root / name
+        if step_of(name) is not None and path.is_dir():
+            found.append((step_of(name) or 0, name))
+        elif is_lightning_file(path) or is_lightning_folder(path):
+            found.append((lightning_step_of(name) or 0, name))
+    return [root / name for _, name in sorted(found)]
 
 
 def none_in(root: Root, finding: str) -> CheckpointNotFound:
@@ -159,11 +185,17 @@ def _latest(root: Root) -> Target:
         return Target(unmanaged[-1], root, layout.parse_step(unmanaged[-1].name))
     if committed:
         return _of_info(committed[-1], root)
+    if others := [path for path in of_other_libraries(root) if not _is_part(path)] if isinstance(root, Path) else []:
+        return Target(others[-1], None, None)
     if unreadable := store.unreadable():
         raise unreadable[max(unreadable)]
     if damaged := store.damaged():
         raise AllCheckpointsDamaged(str(root), {step: error.summary for step, error in damaged.items()})
     raise none_in(root, "there is no complete checkpoint in it")
+
+
+def _is_part(path: Path) -> bool:
+    return path.is_dir() and bool(absence(path))
 
 
 def _of_info(info: CheckpointInfo, root: Root) -> Target:

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from torchtitan_lite.checkpoint.examining.opened import absence
 from torchtitan_lite.cli.exit_codes import ExitCode, sentence_of
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.spelt_address import SpeltAddress
-from torchtitan_lite.cli.target import folder_of_checkpoints, none_in, resolve
+from torchtitan_lite.cli.target import folder_of_checkpoints, is_one, none_in, of_other_libraries, resolve
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.errors import (
@@ -73,12 +74,12 @@ class Verify:
     def run(self, screen: Screen) -> ExitCode:
         reads = not self.sizes
         records = self._records()
-        folders, is_one = _folders(self.target, screen)
-        records.refuse(folders, is_one)
-        results = [_looked_at(folder, is_one, records) for folder in folders]
+        folders, is_single = _folders(self.target, screen)
+        records.refuse(folders, is_single)
+        results = [_looked_at(folder, is_single, records) for folder in folders]
         begun = time.monotonic()
         if reads:
-            _read(results, is_one, records, screen)
+            _read(results, is_single, records, screen)
         seconds = time.monotonic() - begun  # Of reading alone: the speed is the disk's.
         for result in results:
             _record(result, reads, screen)
@@ -114,17 +115,19 @@ class _Records:
     """Whether one that is there is replaced."""
 
     def of(self, folder: Path) -> Path:
-        return self.elsewhere or folder / layout.DIGESTS
+        from torchtitan_lite.checkpoint.examining.recorded_digests import record_of
 
-    def refuse(self, folders: Sequence[Place], is_one: bool) -> None:
+        return self.elsewhere or record_of(folder)
+
+    def refuse(self, folders: Sequence[Place], is_single: bool) -> None:
         """Raise ConfigError or FolderUnusable where no record can be written, before anything is read."""
-        if self.elsewhere is not None and not is_one:
+        if self.elsewhere is not None and not is_single:
             raise ConfigError("--record-to FILE is the record of one checkpoint: name one, as FOLDER/step-10")
         for folder in folders if self.writes else ():
             if not isinstance(folder, Path):
                 raise ConfigError(f"{folder} is in an object store, where every checkpoint has digests already")
             if os.path.lexists(folder / layout.MANIFEST):
-                if is_one:
+                if is_single:
                     raise ConfigError(f"{folder} has digests in its {layout.MANIFEST}: verify it without a record")
                 continue
             path = self.of(folder.absolute())
@@ -162,6 +165,8 @@ class _Result:
     looked: Looked | None = None
     read: Read | None = None
     findings: list[Finding] = field(default_factory=list)
+    nan_in: Sequence[str] = ()
+    """Its tensors with NaN, among those that have neither digest nor checksum."""
     before: Mapping[str, FileState] | None = None
     """The states of its files before they were read, if a record is to be written."""
     recorded_in: Path | None = None
@@ -210,6 +215,7 @@ class _Result:
                 }
         if self.read is not None:
             document |= {"compared_with": self.compared_with, "without_checksum": self.read.num_without_checksum}
+            document |= {"nan_in": list(self.nan_in)}
         return document
 
 
@@ -219,7 +225,7 @@ def _folders(spelling: str, screen: Screen) -> tuple[Sequence[Place], bool]:
         address = SpeltAddress.of(spelling)
         return ([resolve(spelling).folder], True) if address.is_step else (_kept(address), False)
     path = Path(spelling)
-    if not path.is_dir() or is_checkpoint(path):
+    if not path.is_dir() or is_one(path):
         return [resolve(spelling).folder], True
     root = folder_of_checkpoints(spelling)
     store, listing = CheckpointStore(root), Listing(root)
@@ -228,6 +234,11 @@ def _folders(spelling: str, screen: Screen) -> tuple[Sequence[Place], bool]:
         abandoned = {info.path for info in store.intact()} - {info.path for info in store.committed()}
     places = [(step, paths[0]) for step, paths in listing.places().items() if paths[0].is_dir()]
     folders = [place for step, place in places if (store.root / place.name) not in abandoned and _is_one(place)]
+    for path in of_other_libraries(root):
+        if path.is_dir() and (finding := absence(path)):
+            screen.note(f"{path.name}: {finding}, so it is not verified")
+        else:
+            folders.append(path)
     for path in listing.leftovers():
         if layout.parse_staging(path.name) is not None:
             screen.note(f"{path.name}: a save is under way or was cut off, so it is not verified")
@@ -256,12 +267,12 @@ def _is_one(folder: Path) -> bool:
         return True
 
 
-def _looked_at(folder: Place, is_one: bool, records: _Records) -> _Result:
+def _looked_at(folder: Place, is_single: bool, records: _Records) -> _Result:
     from torchtitan_lite.checkpoint.examining.recorded_digests import states_of
     from torchtitan_lite.checkpoint.examining.verification import finding_of, look_at
 
     result = _Result(folder)
-    with _set_apart(result, is_one):
+    with _set_apart(result, is_single):
         if isinstance(folder, ObjectPlace) and (damage := _damage_by_head(folder)) is not None:
             result.add([finding_of(folder, damage)])
             return result
@@ -291,7 +302,7 @@ def _damage_by_head(place: ObjectPlace) -> CheckpointDamaged | None:
     return None
 
 
-def _read(results: Sequence[_Result], is_one: bool, records: _Records, screen: Screen) -> None:
+def _read(results: Sequence[_Result], is_single: bool, records: _Records, screen: Screen) -> None:
     from torchtitan_lite.checkpoint.examining.verification import read_through
 
     total = sum(result.looked.nbytes for result in results if result.looked is not None)
@@ -299,9 +310,14 @@ def _read(results: Sequence[_Result], is_one: bool, records: _Records, screen: S
     with screen.progress("Verifying", total) as advance:
         for result in results:
             if result.looked is not None and result.looked.contents is not None:
-                with _set_apart(result, is_one):
+                with _set_apart(result, is_single):
                     result.read = read_through(result.looked, advance)
                     result.add(result.read.findings)
+                    if not result.looked.has_digests and result.looked.num_bare:
+                        # numpy, which the other checkpoints do not need.
+                        from torchtitan_lite.checkpoint.examining.bare_tensors import nan_in
+
+                        result.nan_in = nan_in(result.looked.folder, result.looked.contents, advance)
                     if result.before is not None and not result.findings:
                         _keep(result, result.looked.contents, records, advance)
 
@@ -327,12 +343,12 @@ class _set_apart(contextlib.AbstractContextManager[None]):
         (OSError, UNREADABLE),
     )
 
-    def __init__(self, result: _Result, is_one: bool) -> None:
-        self._result, self._is_one = result, is_one
+    def __init__(self, result: _Result, is_single: bool) -> None:
+        self._result, self._is_single = result, is_single
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         for kind, status in self._STATUS:
-            if isinstance(error, kind) and not self._is_one:
+            if isinstance(error, kind) and not self._is_single:
                 self._result.leave(status, error)
                 return True
         return False
@@ -440,6 +456,9 @@ def _summary(results: Sequence[_Result], full: bool, seconds: float) -> list[str
         if result.read is not None and result.read.num_without_checksum:
             count, of = result.read.num_without_checksum, result.read.num_items
             lines.append(f"{name}: {count} of {counted(of, 'item')} without a checksum, so not compared by value.")
+        if result.nan_in:
+            more = f" and {len(result.nan_in) - _SHOWN_KEYS} more" if len(result.nan_in) > _SHOWN_KEYS else ""
+            lines.append(f"{name}: NaN is in {', '.join(result.nan_in[:_SHOWN_KEYS])}{more}.")
         if result.looked is not None and result.looked.unknown:
             lines.append(f"{name} has other files, too: {', '.join(result.looked.unknown[:_SHOWN_KEYS])}.")
     return lines

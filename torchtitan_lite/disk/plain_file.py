@@ -35,6 +35,11 @@ def is_plain_name(name: str) -> bool:
         return False
 
 
+def is_plain_path(path: str) -> bool:
+    """Return whether `path` can only be a file in the folder where it is looked up, or in one below, but for links."""
+    return all(map(is_plain_name, path.split("/")))
+
+
 @contextmanager
 def opened(path: Path, flags: int = 0) -> Iterator[int]:
     """Yield a read-only descriptor of the regular file `path`, opened with the extra `flags`; close it at the end."""
@@ -63,14 +68,17 @@ def read_plain(path: Path, limit: int) -> bytes:
 
 
 def sizes_of(folder: Path, names: Iterable[str]) -> dict[str, int]:
-    """Return the size in bytes of each file of `names` that exists in `folder`.
+    """Return the size in bytes of each file of `names`, which may be paths, that exists in `folder`.
 
     Raises `CheckpointUnsafe` for a name that cannot be a file's, and for what is no regular file.
     """
     sizes = {}
     for name in names:
-        if not is_plain_name(name):
+        if not is_plain_path(name):
             raise CheckpointUnsafe(str(folder), f"{name[:100]!r} is not the name of a file in it")
+        for below in [*Path(name).parents][:-1]:
+            if (folder / below).is_symlink():
+                raise CheckpointUnsafe(str(folder / below), "expected a folder, found a symbolic link")
         try:
             found = (folder / name).lstat()
         except FileNotFoundError:

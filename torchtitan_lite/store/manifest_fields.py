@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any, NoReturn, TypeVar
 
-from torchtitan_lite.disk.plain_file import is_plain_name
+from torchtitan_lite.disk.plain_file import is_plain_name, is_plain_path
 
 NAN_IN = "nan_in"
 """Field of `extra`: the keys of weights with NaN, and of optimizer states with NaN or infinity, when they were saved;
@@ -96,7 +96,7 @@ def file_name(name: str) -> str:
 
 def file_path(name: str) -> str:
     """Return `name`. Raise ValueError if it is not the path of a file in a folder, or in one below it, without `..`."""
-    if not all(map(is_plain_name, name.split("/"))):
+    if not is_plain_path(name):
         raise ValueError(f"files: {shown(name)} is not the path of a file")
     return name
 

@@ -130,8 +130,8 @@ def _objects(a: OpenedCheckpoint, b: OpenedCheckpoint) -> Pairs:
         other = b.contents.objects.get(key)
         if other is None or (stored.item is other.item is None and _is_same(stored.value, other.value)):
             continue
-        digest_a, words_a = digest_of(a.folder, key, stored)
-        digest_b, words_b = digest_of(b.folder, key, other)
+        digest_a, words_a = digest_of(a.home, key, stored)
+        digest_b, words_b = digest_of(b.home, key, other)
         if digest_a != digest_b:
             found[key] = words_a, words_b
     return found

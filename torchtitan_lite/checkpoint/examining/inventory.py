@@ -17,7 +17,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torchtitan_lite.checkpoint.examining.lightning_checkpoint import is_lightning_file, is_lightning_folder
+from torchtitan_lite.checkpoint.examining.lightning_checkpoint import step_of as lightning_step_of
 from torchtitan_lite.checkpoint.examining.opened import POSITIONS_OF_TORCHTITAN, WrittenBy, absence, num_writers
+from torchtitan_lite.checkpoint.examining.recorded_digests import states_of
+from torchtitan_lite.checkpoint.examining.transformers_folder import (
+    absence_in,
+    description_of,
+    step_of,
+    weights_in,
+)
 from torchtitan_lite.disk.plain_file import read_plain, size_finding
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe, UnknownFormat
 from torchtitan_lite.log import counted
@@ -35,7 +44,7 @@ _FINDINGS_BYTES = 1 << 20
 _ROLLED_BACK = "its run rolled back"
 # A string in a pickle: the operation and the length, then the text.
 _TEXT = rb"(?:\x8c.|X.{4})"
-_OPTIMIZER = re.compile(_TEXT + rb"optim[a-z_]*\.", re.DOTALL)
+_OPTIMIZER = re.compile(_TEXT + rb"optim[a-z_0-9]*\.", re.DOTALL)
 _POSITIONS = re.compile(_TEXT + re.escape(POSITIONS_OF_TORCHTITAN.encode()), re.DOTALL)
 
 
@@ -131,9 +140,15 @@ def _entry(folder: Path) -> ListedCheckpoint | None:
         return _rest(folder, FolderState.BEING_REPLACED, pair[0], finding)
     if (aside := layout.parse_set_aside(name)) is not None:
         return _of_aside(folder, *aside)
+    if is_lightning_file(folder):
+        return _of_another_library(folder, WrittenBy.LIGHTNING, folder, lightning_step_of(name))
     if not is_folder(folder):
         return None
-    return _foreign(folder, None) if (folder / layout.METADATA).is_file() else _copy(folder)
+    if (folder / layout.METADATA).is_file():
+        return _foreign(folder, lightning_step_of(name) if is_lightning_folder(folder) else None)
+    if (step := step_of(name)) is not None or description_of(folder) is not None:
+        return _of_transformers(folder, step)
+    return _copy(folder)
 
 
 def _of_step(folder: Path, step: int) -> ListedCheckpoint:
@@ -220,6 +235,32 @@ def _copy(folder: Path) -> ListedCheckpoint | None:
     return dataclasses.replace(entry, step=None, lineage=None, nbytes=sum(_sizes(folder).values()))
 
 
+def _of_transformers(folder: Path, step: int | None) -> ListedCheckpoint:
+    try:
+        if finding := absence_in(folder):
+            return _rest(folder, FolderState.HALF_WRITTEN, step, finding)
+        weights_in(folder)
+    except CheckpointDamaged as error:
+        return _rest(folder, FolderState.DAMAGED, step, error.finding)
+    except CheckpointUnsafe as error:
+        return _rest(folder, FolderState.DAMAGED, step, f"{Path(error.path).name}: {error.finding}")
+    return _of_another_library(folder, WrittenBy.TRANSFORMERS, description_of(folder) or folder, step)
+
+
+def _of_another_library(folder: Path, origin: WrittenBy, description: Path, step: int | None) -> ListedCheckpoint:
+    sizes = {name: state.size for name, state in states_of(folder).items()}
+    is_full = origin is WrittenBy.LIGHTNING or any(name.startswith("optimizer") for name in sizes)
+    return ListedCheckpoint(
+        name=folder.name,
+        state=FolderState.FOREIGN,
+        step=step,
+        nbytes=sum(sizes.values()),
+        created_at=description.lstat().st_mtime,
+        origin=origin,
+        kind=CheckpointKind.FULL if is_full else CheckpointKind.WEIGHTS_ONLY,
+    )
+
+
 def _foreign(folder: Path, step: int | None) -> ListedCheckpoint:
     sizes = _sizes(folder)
     is_copy = step is None and layout.MANIFEST in sizes
@@ -233,10 +274,16 @@ def _foreign(folder: Path, step: int | None) -> ListedCheckpoint:
         step=step,
         nbytes=sum(sizes.values()),
         created_at=(folder / layout.METADATA).lstat().st_mtime,
-        origin=WrittenBy.OURS if is_copy else WrittenBy.TORCHTITAN if _POSITIONS.search(text) else WrittenBy.DCP,
+        origin=WrittenBy.OURS if is_copy else _origin(folder, text),
         kind=CheckpointKind.FULL if _OPTIMIZER.search(text) else CheckpointKind.WEIGHTS_ONLY,
         world_size=num_writers(sizes) or None,
     )
+
+
+def _origin(folder: Path, description: bytes) -> WrittenBy:
+    if is_lightning_folder(folder):
+        return WrittenBy.LIGHTNING
+    return WrittenBy.TORCHTITAN if _POSITIONS.search(description) else WrittenBy.DCP
 
 
 def _rest(folder: Path, state: FolderState, step: int | None, finding: str) -> ListedCheckpoint:

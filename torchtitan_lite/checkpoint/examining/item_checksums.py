@@ -31,8 +31,8 @@ SLICE_BYTES = 1 << 20
 """Read and summed at a time."""
 _PICKLE_BYTES = 4 << 20
 """The largest pickle that is parsed, because that takes up to 72 times its size; larger ones have their checksum."""
-_DIRECTORY_BYTES = 1 << 20
-"""The largest directory; torch.save makes an entry of 60 bytes for each tensor in an object."""
+_DIRECTORY_BYTES = 16 << 20
+"""The largest directory; torch.save makes an entry of 60 bytes for each tensor in an object, or in a complete file."""
 _LOCAL = struct.Struct("<4s5H3L2H")
 _SIGNATURE = b"PK\x03\x04"
 _ENTRY = struct.Struct("<4s6H3L5H2L")
@@ -52,6 +52,8 @@ class PlacedItem(NamedTuple):
     key: str
     dtype: Any = None
     shape: Shape | None = None
+    is_file: bool = False
+    """Whether it is a complete file of another library, of which only the checksums are compared."""
 
 
 @dataclass
@@ -134,6 +136,8 @@ class _Window(io.RawIOBase):
 def _finding(window: _Window, place: PlacedItem) -> tuple[str, bool]:
     """Return what is wrong with the item, and whether it has a checksum of its data."""
     try:
+        if place.is_file and window.part(0, len(_SIGNATURE)) != _SIGNATURE:
+            return "", False  # Another form than torch's archives.
         _check_end(window, place.item.length)
         with zipfile.ZipFile(window) as archive:
             entries = archive.infolist()
@@ -147,7 +151,7 @@ def _finding(window: _Window, place: PlacedItem) -> tuple[str, bool]:
             elif found != entry.CRC:
                 name = entry.filename.partition("/")[2] or entry.filename
                 raise _Wrong(f"{name} in it has another checksum")
-            if entry.filename.endswith(".pkl"):
+            if entry.filename.endswith(".pkl") and not place.is_file:
                 _parse(window, place.item, entry)
         if place.shape is not None:
             _check_tensor(window, place, place.shape)

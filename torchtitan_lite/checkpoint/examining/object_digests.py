@@ -46,9 +46,10 @@ def digest_of(folder: Place, key: str, stored: StoredObject) -> tuple[str, str]:
     """
     if stored.item is None:
         return _Digests(lambda name: b"").of(stored.value), shown(stored.value)
-    if stored.item.length > MOST_BYTES:
+    if stored.item.length > MOST_BYTES or stored.is_file:
         parts = (_read(folder, part) for part in _parts_of(stored.item))
-        return _digest("item", text_digest(parts)), f"an object of {readable_bytes(stored.item.length)}"
+        what = "a file" if stored.is_file else "an object"
+        return _digest("item", text_digest(parts)), f"{what} of {readable_bytes(stored.item.length)}"
     data = _read(folder, stored.item)
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:

@@ -1,4 +1,4 @@
-"""Any checkpoint, opened without torch: ours, plain DCP's, torchtitan's; in an object store only ours.
+"""Any checkpoint, opened without torch: ours, DCP's, torchtitan's, transformers'; in an object store only ours.
 
 Nothing is changed, and no tensor is read. Only our manifest records what a checkpoint is. For one without a manifest
 it follows from the names of its entries, its folder and its files; what does not follow is None or empty:
@@ -14,11 +14,24 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.checkpoint.examining.lightning_checkpoint import (
+    contents_of,
+    is_lightning_file,
+    is_lightning_folder,
+)
+from torchtitan_lite.checkpoint.examining.lightning_checkpoint import step_of as lightning_step_of
+from torchtitan_lite.checkpoint.examining.transformers_folder import (
+    absence_in,
+    contents_in,
+    description_of,
+    has_optimizer,
+    step_of,
+)
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.checkpoint.reading.files import files_of
@@ -41,6 +54,10 @@ class WrittenBy(enum.Enum):
     """No manifest, and the position of torchtitan's dataloader among its objects."""
     DCP = "dcp"
     """Anything else with DCP's metadata, a weights-only checkpoint of torchtitan included."""
+    TRANSFORMERS = "transformers"
+    """A checkpoint of its Trainer, or a model in its safetensors files."""
+    LIGHTNING = "lightning"
+    """A file that is not read, or a folder of DCP."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +76,11 @@ class OpenedCheckpoint:
     world_size: int | None
     created_at: float
     """Unix seconds."""
+
+    @property
+    def home(self) -> Place:
+        """The folder of its files; of a checkpoint that is one file, the folder where that is."""
+        return self.folder.parent if isinstance(self.folder, Path) and self.folder.is_file() else self.folder
 
     @property
     def nbytes(self) -> int:
@@ -83,8 +105,12 @@ def open_checkpoint(folder: Place) -> OpenedCheckpoint:
     Raises CheckpointNotFound if there is none or only a part of one, CheckpointDamaged, CheckpointUnsafe,
     CheckpointUnreadable or FormatTooNew.
     """
+    if isinstance(folder, Path) and is_lightning_file(folder):
+        return _of_another_library(folder, WrittenBy.LIGHTNING, folder, contents_of, lightning_step_of)
     if isinstance(folder, Path) and (finding := absence(folder)):
         raise CheckpointNotFound(str(folder), None, finding=finding)
+    if isinstance(folder, Path) and (description := description_of(folder)) is not None:
+        return _of_another_library(folder, WrittenBy.TRANSFORMERS, description, contents_in, step_of)
     opened = CheckpointFolder(folder, "size", DTYPES)
     manifest = opened.manifest
     if manifest is None and not isinstance(folder, Path):
@@ -96,15 +122,47 @@ def open_checkpoint(folder: Place) -> OpenedCheckpoint:
         created_at = (on_disk(folder) / layout.METADATA).lstat().st_mtime if manifest is None else manifest.created_at
     except OSError as error:
         raise CheckpointUnreadable(str(folder), f"{type(error).__name__}: {error}") from error
+    is_of_lightning = manifest is None and is_lightning_folder(on_disk(folder))
+    parse_step = lightning_step_of if is_of_lightning else layout.parse_step
     return OpenedCheckpoint(
         folder,
-        origin_of(manifest, contents.objects),
+        WrittenBy.LIGHTNING if is_of_lightning else origin_of(manifest, contents.objects),
         contents,
         manifest,
         sizes,
         kind=kind_of(contents) if manifest is None else manifest.kind,
-        step=layout.parse_step(on_disk(folder).absolute().name) if manifest is None else manifest.step,
+        step=parse_step(on_disk(folder).absolute().name) if manifest is None else manifest.step,
         world_size=(num_writers(sizes) or None) if manifest is None else manifest.world_size,
+        created_at=created_at,
+    )
+
+
+def _of_another_library(
+    folder: Path,
+    origin: WrittenBy,
+    description: Path,
+    contents_in: Callable[[Path], Contents],
+    step_of: Callable[[str], int | None],
+) -> OpenedCheckpoint:
+    try:
+        contents = contents_in(folder)
+        contents.check_names()
+        sizes = dict(sorted(files_of(Path(contents.path)).sizes_of(contents.files).items()))
+        created_at = description.lstat().st_mtime
+    except OSError as error:
+        raise CheckpointUnreadable(str(folder), f"{type(error).__name__}: {error}") from error
+    contents.check(sizes)
+    return OpenedCheckpoint(
+        folder,
+        origin,
+        contents,
+        manifest=None,
+        sizes=sizes,
+        kind=CheckpointKind.FULL
+        if has_optimizer(contents) or origin is WrittenBy.LIGHTNING
+        else CheckpointKind.WEIGHTS_ONLY,
+        step=step_of(folder.absolute().name),
+        world_size=None,
         created_at=created_at,
     )
 
@@ -120,6 +178,8 @@ def absence(folder: Place) -> str:
         return "a save into it is under way or was cut off"
     if names & {layout.MANIFEST, layout.METADATA}:
         return ""
+    if description_of(folder) is not None or step_of(folder.absolute().name) is not None:
+        return absence_in(folder)
     if any(map(layout.is_data_file, names)):
         return f"there are files of tensors in it, but no {layout.METADATA}"
     return f"there is neither {layout.MANIFEST} nor {layout.METADATA} in it"

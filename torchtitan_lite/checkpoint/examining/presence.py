@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torchtitan_lite.checkpoint.examining.transformers_folder import description_of
 from torchtitan_lite.checkpoint.reading.files import Identity, differs, files_of
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.store import layout
@@ -18,12 +19,18 @@ from torchtitan_lite.store.place import Place
 
 
 def identity_of(folder: Place) -> Identity | None:
-    """Return what differs once another checkpoint has the name `folder`; None if there is no checkpoint."""
+    """Return what differs once another checkpoint has the name `folder`; None if there is no checkpoint.
+
+    A checkpoint may be a single file.
+    """
     if not isinstance(folder, Path):
         return files_of(folder).identity()
-    for name in (layout.MANIFEST, layout.METADATA):
+    marks = (folder / layout.MANIFEST, folder / layout.METADATA, description_of(folder))
+    for path in (folder,) if folder.is_file() else marks:
         try:
-            found = (folder / name).lstat()
+            if path is None:
+                return None
+            found = path.lstat()
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:

@@ -1,4 +1,4 @@
-"""The digests of a checkpoint that another library wrote, in one file of ours.
+"""The digests of a checkpoint that another library wrote, a folder or a single file, in one file of ours.
 
 The file has the form of our manifest, without entries in its tables: it lists every file of the checkpoint with size
 and digests. It has a name of its own, in the folder or elsewhere, so that the checkpoint stays the other library's: no
@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpoint.examining.file_digests import OnBytes, digests_of
+from torchtitan_lite.checkpoint.examining.transformers_folder import step_of
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import DISK, Durable, temporary_name
@@ -85,6 +86,11 @@ class RecordedDigests:
         return cls(manifest.files, manifest.created_at)
 
 
+def record_of(place: Path) -> Path:
+    """Return where the record of the checkpoint at `place` is unless its owner wants it elsewhere."""
+    return place.with_name(f"{place.name}.{layout.DIGESTS}") if place.is_file() else place / layout.DIGESTS
+
+
 def states_of(folder: Path) -> dict[str, FileState]:
     """Return the state of each file of the checkpoint in `folder`, by its path in it; not of a record.
 
@@ -94,7 +100,8 @@ def states_of(folder: Path) -> dict[str, FileState]:
     try:
         for name, found in _files_in(folder):
             if not stat.S_ISREG(found.st_mode):
-                raise CheckpointUnsafe(str(folder / name), f"expected a file, found {kind_of(folder / name)}")
+                path = folder if folder.name == name else folder / name
+                raise CheckpointUnsafe(str(path), f"expected a file, found {kind_of(path)}")
             states[name] = FileState(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
     except OSError as error:
         raise CheckpointUnreadable(str(folder), f"{type(error).__name__}: {error}") from error
@@ -107,7 +114,8 @@ def take_digests(folder: Path, before: Mapping[str, FileState], on_bytes: OnByte
     Raises `CheckpointUnreadable` if one was changed, added or removed since, and for an error of the machine.
     """
     try:
-        files = digests_of(folder, {name: state.size for name, state in before.items()}, on_bytes)
+        home = folder.parent if folder.is_file() else folder
+        files = digests_of(home, {name: state.size for name, state in before.items()}, on_bytes)
     except (DamagedRange, CheckpointUnreadable):
         _refuse_changes(folder, before)
         raise
@@ -133,10 +141,15 @@ def _refuse_changes(folder: Path, before: Mapping[str, FileState]) -> None:
 
 def _files_in(folder: Path, below: str = "") -> Iterator[tuple[str, os.stat_result]]:
     """Yield the path and the state of each file in `folder` and in the folders below, but of a record in `folder`."""
+    if folder.is_file():
+        yield folder.name, folder.lstat()
+        return
     own = (layout.DIGESTS, temporary_name(layout.DIGESTS)) if not below else ()
     with os.scandir(folder / below) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
+                if not below and step_of(entry.name) is not None:
+                    continue  # A checkpoint of its own.
                 yield from _files_in(folder, f"{below}{entry.name}/")
             elif entry.name not in own:
                 yield f"{below}{entry.name}", entry.stat(follow_symlinks=False)

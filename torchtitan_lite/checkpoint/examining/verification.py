@@ -21,9 +21,11 @@ from pathlib import Path
 from torchtitan_lite.checkpoint.examining.file_digests import FileDigests, Finding, OnBytes, readers_of
 from torchtitan_lite.checkpoint.examining.found_files import FoundFiles, found_at
 from torchtitan_lite.checkpoint.examining.item_checksums import PlacedItem, check_items
+from torchtitan_lite.checkpoint.examining.lightning_checkpoint import contents_of
 from torchtitan_lite.checkpoint.examining.opened import absence
 from torchtitan_lite.checkpoint.examining.presence import identity_of, refuse_if_gone
 from torchtitan_lite.checkpoint.examining.recorded_digests import RecordedDigests
+from torchtitan_lite.checkpoint.examining.transformers_folder import contents_in, description_of
 from torchtitan_lite.checkpoint.format.contents import Contents, Item
 from torchtitan_lite.checkpoint.reading.complete_manifest import complete_manifest
 from torchtitan_lite.checkpoint.reading.files import Files, Identity, files_of
@@ -46,8 +48,6 @@ from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.manifest_fields import DCP_METADATA
 from torchtitan_lite.store.place import Place
 
-_OWN_RECORD = Path(layout.DIGESTS)
-
 
 @dataclass(frozen=True)
 class Looked:
@@ -67,6 +67,17 @@ class Looked:
     """Bytes of each file that is there with its right size."""
     unknown: tuple[str, ...] = ()
     """Names in the folder that nothing describes."""
+
+    @property
+    def num_bare(self) -> int:
+        """Return the number of tensors that are no items of `torch.save`, so that nothing but a digest checks them."""
+        tensors = self.contents.tensors.values() if self.contents is not None else ()
+        return sum(tensor.runs is None and any(chunk.item is None for chunk in tensor.chunks) for tensor in tensors)
+
+    @property
+    def folder(self) -> Place:
+        """Return where its files are."""
+        return self.path.parent if isinstance(self.path, Path) and self.path.is_file() else self.path
 
     @property
     def nbytes(self) -> int:
@@ -96,14 +107,14 @@ class Read:
     """Those of them that have no checksum for their data."""
 
 
-def look_at(folder: Place, record: Path | None = _OWN_RECORD) -> Looked:
+def look_at(folder: Place, record: Path | None = None) -> Looked:
     """Check the checkpoint in `folder`: its manifest, names, sizes, and that chunks cover each tensor exactly once.
 
-    Without a manifest, it is also compared with `record`, if that is there: a path, by default in the folder.
+    Without a manifest, it is also compared with `record`, if that is there. Of Lightning it may be a single file.
     Raises `CheckpointNotFound` if there is no checkpoint, or none any more; `FormatTooNew`; `CheckpointUnreadable`.
     """
     identity = identity_of(folder)
-    if identity is None or absence(folder):
+    if identity is None or (absence(folder) and not _is_file(folder)):
         raise CheckpointNotFound(str(folder), None, finding=absence(folder))
     try:
         with no_collection():
@@ -125,14 +136,14 @@ def read_through(
     looked: Looked, on_bytes: OnBytes = lambda count: None, make_reader: Callable[[], ReadsBlocks] | None = None
 ) -> Read:
     """Read every byte of the files in `looked.sizes` and compare it. Raises as `look_at` does."""
-    make_reader = make_reader or readers_of(looked.path)
+    make_reader = make_reader or readers_of(looked.folder)
     records = looked.records
     with_digests = {file: records[file] for file in looked.sizes if file in records and records[file].blocks}
     items = list(_items(looked, looked.sizes.keys() - with_digests.keys()))
     findings: list[Finding] = []
     try:
-        findings += FileDigests(looked.path, with_digests, looked.contents, on_bytes).compare(make_reader)
-        checked = check_items(looked.path, items, on_bytes)
+        findings += FileDigests(looked.folder, with_digests, looked.contents, on_bytes).compare(make_reader)
+        checked = check_items(looked.folder, items, on_bytes)
         findings += (Finding(place.item.file, text, (place.key,)) for place, text in checked.damaged)
     except CheckpointUnreadable:
         refuse_if_gone(looked.path, looked.identity)
@@ -141,21 +152,22 @@ def read_through(
         findings += _of_added_metadata(looked.path)
     if findings:
         refuse_if_gone(looked.path, looked.identity)
-    return Read(tuple(findings), len(items), checked.num_without_checksum)
+    num_bare = 0 if looked.has_digests else looked.num_bare
+    return Read(tuple(findings), len(items) + num_bare, checked.num_without_checksum + num_bare)
 
 
 def _looked(looked: Looked, record: Path | None) -> Looked:
-    folder, files = looked.path, files_of(looked.path)
+    place, folder, files = looked.path, looked.folder, files_of(looked.folder)
     try:
-        manifest = complete_manifest(files, folder)
+        manifest = None if _is_file(place) else complete_manifest(files, folder)
         step = layout.parse_step(folder.name)
         if manifest is not None and step is not None and manifest.step != step:
             raise CheckpointDamaged(str(folder), f"{layout.MANIFEST}: it is the manifest of step {manifest.step}")
         recorded = None
-        if manifest is None and record is not None and isinstance(folder, Path):
-            recorded = RecordedDigests.read(folder / record, folder)
+        if manifest is None and record is not None and isinstance(place, Path):
+            recorded = RecordedDigests.read(record, place)
         looked = dataclasses.replace(looked, manifest=manifest, recorded=recorded)
-        contents = _contents(folder, manifest)
+        contents = _contents(place, manifest)
         contents.check_names()
     except (CheckpointDamaged, CheckpointUnsafe) as error:
         return dataclasses.replace(looked, findings=(finding_of(folder, error),))
@@ -167,18 +179,21 @@ def _looked(looked: Looked, record: Path | None) -> Looked:
     findings, sizes = _of_sizes(found, files, contents, sizes_before)
     # A file of another size is one finding, not one for each tensor in it.
     findings += _of_coverage(contents, sizes if manifest is None else sizes_before)
-    at_top = {name.partition("/")[0] for name in sizes_before}
-    described = {*at_top, *contents.files, layout.MANIFEST, layout.METADATA, layout.DIGESTS}
-    unknown = tuple(sorted(name for name in found.names if name not in described))
+    at_top = {name.partition("/")[0] for name in {*sizes_before, *contents.files}}
+    described = {*at_top, layout.MANIFEST, layout.METADATA, layout.DIGESTS}
+    others = () if _is_file(place) else found.names
+    unknown = tuple(sorted(name for name in others if name not in described))
     return dataclasses.replace(looked, contents=contents, findings=tuple(findings), sizes=sizes, unknown=unknown)
 
 
 def _contents(folder: Place, manifest: Manifest | None) -> Contents:
-    """Return what `manifest` describes; on disk and without one, DCP's metadata."""
+    """Return what `manifest` describes; on disk and without one, what another library wrote."""
     if manifest is not None:
         return Contents.of_manifest(manifest, str(folder))
     if isinstance(folder, Path):
-        return read_metadata(folder)
+        if folder.is_file():
+            return contents_of(folder)
+        return read_metadata(folder) if description_of(folder) is None else contents_in(folder)
     raise CheckpointDamaged(str(folder), f"{layout.MANIFEST} is missing")
 
 
@@ -193,7 +208,7 @@ def _of_sizes(
             findings.append(Finding(name, f"it {text.removeprefix(f'{Path(name).name} ')}", keys))
         else:
             sizes[name] = size
-    own = set() if recorded else {layout.METADATA}
+    own = {layout.METADATA} if contents.described_in == layout.METADATA and not recorded else set()
     for name in sorted((contents.files | own) - recorded.keys()):
         try:
             sizes |= files.sizes_of([name])
@@ -252,9 +267,13 @@ def _items(looked: Looked, files: AbstractSet[str]) -> list[PlacedItem]:
                 placed.append(PlacedItem(chunk.item, key, tensor.dtype, chunk.sizes))
     for key, stored in looked.contents.objects.items():
         if stored.item is not None:
-            placed.append(PlacedItem(stored.item, key))
+            placed.append(PlacedItem(stored.item, key, is_file=stored.is_file))
     inside = [place for place in placed if place.item.file in files and _is_inside(place.item, looked.sizes)]
     return sorted(inside, key=lambda place: place.item)
+
+
+def _is_file(place: Place) -> bool:
+    return isinstance(place, Path) and place.is_file()
 
 
 def _is_inside(item: Item, sizes: Mapping[str, int]) -> bool:
@@ -265,5 +284,6 @@ def finding_of(folder: Place, error: CheckpointDamaged | CheckpointUnsafe) -> Fi
     """Return what `error`, about the checkpoint in `folder`, says as a finding."""
     damage = damage_in(folder, error) if isinstance(error, CheckpointUnsafe) else error
     file, colon, text = damage.finding.partition(": ")
-    is_file = colon and file in (layout.MANIFEST, layout.METADATA, layout.DIGESTS)
+    described = (layout.MANIFEST, layout.METADATA, layout.DIGESTS)
+    is_file = colon and (file in described or file.endswith((".safetensors", ".json")))
     return Finding(file, text, damage.keys) if is_file else Finding("", damage.finding, damage.keys)

@@ -25,7 +25,7 @@ from torchtitan_lite.checkpoint.format.stored_tensor import StoredTensor as Stor
 from torchtitan_lite.checkpoint.format.stored_tensor import misfit
 from torchtitan_lite.checkpoint.format.structure import Branch, Containers, Path, decode
 from torchtitan_lite.checkpoint.format.tensor_table import BadEntry, TensorTable, as_list
-from torchtitan_lite.disk.plain_file import is_plain_name
+from torchtitan_lite.disk.plain_file import is_plain_name, is_plain_path
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest
@@ -37,6 +37,8 @@ class StoredObject(NamedTuple):
 
     value: Any = None
     item: Item | None = None
+    is_file: bool = False
+    """Whether the item is a complete file of another library: it is compared as bytes, and not parsed."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Contents:
     """The containers of the nested state; None if the checkpoint has only `paths`."""
     described_in: str = layout.MANIFEST
     """The file that these contents were read from, for error messages."""
+    has_folders: bool = False
+    """Whether a file may be in a folder below; then its name is a path."""
 
     def container(self, name: str) -> Branch | None:
         """Return the container of the nested state with this flat name; None if there is none or `structure` is."""
@@ -117,7 +121,7 @@ class Contents:
     def check_names(self) -> None:
         """Raise `CheckpointUnsafe` for a file name that could lead out of the folder."""
         for file in self._named_files:
-            if not is_plain_name(file):
+            if not (is_plain_path if self.has_folders else is_plain_name)(file):
                 raise CheckpointUnsafe(self.path, f"{self.described_in}: {shown(file)} is not the name of a file in it")
 
     def check(self, files: Mapping[str, int]) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torchtitan_lite.checkpoint.examining.cut import row_major
 from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
 from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, Shape, StoredTensor
-from torchtitan_lite.checkpoint.importing.safetensors_header import read_header
+from torchtitan_lite.checkpoint.untrusted.safetensors_header import read_header
 from torchtitan_lite.checkpoint.untrusted.saved_file import SavedFile
 from torchtitan_lite.checkpoint.untrusted.stock_item import Layout
 from torchtitan_lite.disk.plain_file import is_plain_name, read_plain

@@ -1,0 +1,193 @@
+"""`ls`, `inspect`, `verify` and `diff` on what transformers and Lightning wrote: nothing in a pickle is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.cli.conftest import Said
+from tests.cli.other_libraries import (
+    SHARDS,
+    Setting,
+    of_lightning,
+    of_lightning_with_dcp,
+    of_trainer,
+    of_trainer_with_fsdp,
+)
+from tests.store.filled import flip
+
+RECORD = "torchtitan-lite.digests.json"
+DATA = (".pt", ".pth", ".ckpt", ".distcp")
+Make = Callable[[Path, int], Path]
+MAKERS: list[Make] = [
+    of_trainer,
+    lambda root, step: of_trainer(root, step, sharded=True),
+    of_trainer_with_fsdp,
+    of_lightning,
+    of_lightning_with_dcp,
+]
+IDS = ["trainer", "sharded", "fsdp", "lightning", "lightning-dcp"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_unpickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object, state: object) -> None:
+        raise AssertionError("an object of the user's was loaded")
+
+    monkeypatch.setattr(Setting, "__setstate__", refuse, raising=False)
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=IDS)
+def test_every_verb_reads_it_and_a_record_finds_a_flipped_bit_of_any_file(
+    make: Make, tmp_path: Path, said: Said
+) -> None:
+    root = tmp_path / "run"
+    place, other = make(root, 10), make(root, 20)
+    code, out, err = said("ls", root, "--json")
+    assert (code, err) == (0, "")
+    assert [(each["step"], each["state"], each["kind"]) for each in json.loads(out)["checkpoints"]] == [
+        *((10, "foreign", "full"), (20, "foreign", "full"))
+    ]
+    assert said("inspect", place)[0] == 0 and "checkpoint of step 20, by " in said("inspect", root)[1]
+    assert said("diff", place, place, "--values")[0] == 0 and said("diff", place, other)[0] in (0, 4)
+    assert said("verify", root)[0] == 0
+    files = [path for path in root.rglob("*") if path.is_file()]
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+    assert said("verify", root, "--record")[0] == 0
+    assert before == {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+    assert len([path for path in root.rglob("*") if path.is_file() and path.name.endswith(RECORD)]) == 2
+    home = place if place.is_dir() else root
+    # Of a description that cannot be parsed it is the only finding.
+    data = [path for path in files if place in (path, *path.parents) and path.suffix in DATA]
+    for path in data:
+        flip(path, path.stat().st_size // 2)
+    code, out, _ = said("verify", place, "--json")
+    found = {finding["file"] for finding in json.loads(out)["checkpoints"][0]["findings"]}
+    assert code == 3 and found == {str(path.relative_to(home)) for path in data}
+
+
+def test_the_tensors_of_a_trainer_have_their_names_and_shapes_and_pickles_their_size(
+    tmp_path: Path, said: Said
+) -> None:
+    folder = of_trainer(tmp_path, 10, sharded=True)
+    found = json.loads(said("inspect", folder, "--json")[1])
+    assert (found["origin"], found["kind"], found["step"]) == ("transformers", "full", 10)
+    assert {each["key"]: (each["dtype"], each["shape"]) for each in found["tensors"]} == {
+        **{"embed.weight": ("float32", [4, 3]), "norm.weight": ("float32", [3])}
+    }
+    assert {each["name"]: each["is_read"] for each in found["files"]} == {
+        **dict.fromkeys(SHARDS, True),
+        **dict.fromkeys(("optimizer.pt", "rng_state.pth", "scheduler.pt"), False),
+    }
+    lines = said("inspect", folder)[1].splitlines()
+    assert [line.split()[-2:] for line in lines if "optimizer.pt" in line] == [["not", "read"]]
+
+
+def test_a_difference_of_one_weight_is_named(tmp_path: Path, said: Said) -> None:
+    a, b = of_trainer(tmp_path / "a", 10), of_trainer(tmp_path / "b", 10, **{"norm.weight": torch.zeros(3)})
+    code, out, _ = said("diff", a, b, "--values")
+    assert code == 4 and "norm.weight   by up to 1   3 elements" in out and "embed" not in out
+    sharded = of_trainer(tmp_path / "c", 10, sharded=True)
+    assert said("diff", a, sharded, "--values")[0] == 0, "sharding does not count"
+
+
+def test_nan_in_weights_is_named_and_is_no_damage(tmp_path: Path, said: Said) -> None:
+    weights = {
+        "half": torch.tensor([1.0, float("nan")], dtype=torch.bfloat16),
+        "large": torch.tensor([float("inf")], dtype=torch.float16),
+        "count": torch.tensor([-1]),
+    }
+    code, out, _ = said("verify", of_trainer(tmp_path, 10, **weights))
+    assert code == 0 and "checkpoint-10: NaN is in half.\n" in out
+
+
+def _data_at(path: Path) -> int:
+    return path.read_bytes().index(torch.ones(3).numpy().tobytes())
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda folder: (folder / SHARDS[1]).unlink(), f"of its 2 files, these are missing: {SHARDS[1]}"),
+        (lambda folder: os.truncate(folder / SHARDS[0], 100), f"{SHARDS[0]}: its header"),
+        (lambda folder: flip(folder / SHARDS[0], 9), f"{SHARDS[0]}: its header is not that of a safetensors file"),
+        (lambda folder: flip(folder / SHARDS[0], 10), f"{SHARDS[0]}: embed.weight is not in it, but "),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("{}"), "it is no map of tensors to files"),
+        (lambda folder: flip(folder / "optimizer.pt", _data_at(folder / "optimizer.pt")), "optimizer.pt: bytes 0 to "),
+    ],
+)
+def test_damage_without_a_record_names_the_file(
+    damage: Callable[[Path], object], text: str, tmp_path: Path, said: Said
+) -> None:
+    folder = of_trainer(tmp_path, 10, sharded=True)
+    damage(folder)
+    code, out, err = said("verify", folder)
+    assert (code, err) == (3, "") and text in out
+    if "optimizer" not in text:
+        assert said("inspect", folder)[0] == 3
+
+
+def test_a_half_written_checkpoint_of_a_trainer_is_none(tmp_path: Path, said: Said) -> None:
+    of_trainer(tmp_path, 10)
+    (of_trainer(tmp_path, 20) / "trainer_state.json").unlink()
+    code, out, err = said("ls", tmp_path)
+    assert code == 0 and "half written: there is no trainer_state.json in it, which transformers writes last" in out
+    code, out, err = said("verify", tmp_path)
+    assert (code, out.split()[0]) == (0, "checkpoint-10")
+    assert err.startswith("checkpoint-20: there is no trainer_state.json in it") and err.count("\n") == 1
+    assert "checkpoint of step 10, by transformers" in said("inspect", tmp_path)[1]
+    for verb in ("inspect", "verify"):
+        code, out, err = said(verb, tmp_path / "checkpoint-20")
+        assert (code, out) == (1, "") and "which transformers writes last" in err
+
+
+def test_a_link_to_the_last_file_of_lightning_is_not_a_second_checkpoint(tmp_path: Path, said: Said) -> None:
+    path = of_lightning(tmp_path, 10)
+    (tmp_path / "last.ckpt").symlink_to(path.name)
+    assert [each["name"] for each in json.loads(said("ls", tmp_path, "--json")[1])["checkpoints"]] == [path.name]
+
+
+def test_a_folder_below_that_is_a_link_is_refused(tmp_path: Path, said: Said) -> None:
+    folder = of_trainer_with_fsdp(tmp_path, 10)
+    shutil.move(folder / "optimizer_0", tmp_path / "elsewhere")
+    (folder / "optimizer_0").symlink_to(tmp_path / "elsewhere")
+    assert "optimizer." not in said("inspect", folder)[1]
+    code, _, err = said("verify", folder, "--record")
+    assert code == 3 and "optimizer_0 is not read: expected a file, found a symbolic link" in err
+
+
+def test_safetensors_reads_the_weights_next_to_a_record(tmp_path: Path, said: Said) -> None:
+    folder = of_trainer(tmp_path, 10)
+    assert said("verify", folder, "--record")[0] == 0
+    assert torch.equal(load_file(folder / "model.safetensors")["norm.weight"], torch.ones(3))
+
+
+@pytest.mark.slow
+def test_transformers_loads_what_its_trainer_saved_next_to_a_record(tmp_path: Path, said: Said) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    config = LlamaConfig(
+        **{"vocab_size": 8, "hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 1},
+        **{"num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 8},
+    )
+    data = [{"input_ids": torch.arange(4), "labels": torch.arange(4)} for _ in range(4)]
+    arguments = TrainingArguments(
+        **{"output_dir": str(tmp_path), "max_steps": 2, "save_steps": 1, "per_device_train_batch_size": 2},
+        **{"report_to": [], "use_cpu": True, "disable_tqdm": True, "logging_strategy": "no"},
+    )
+    Trainer(model=LlamaForCausalLM(config), args=arguments, train_dataset=data).train()
+    assert said("verify", tmp_path, "--record")[0] == 0
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
+    held = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    assert torch.equal(loaded.model.norm.weight, held["model.norm.weight"])
+    Trainer(model=loaded, args=arguments, train_dataset=data).train(resume_from_checkpoint=True)
+    flip(tmp_path / "checkpoint-2" / "training_args.bin")
+    code, out, _ = said("verify", tmp_path)
+    assert code == 3 and "training_args.bin: " in out

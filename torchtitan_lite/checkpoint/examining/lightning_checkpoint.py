@@ -1,0 +1,39 @@
+"""A checkpoint that Lightning wrote, called NAME.ckpt: one file of `torch.save`, or a folder of DCP with a meta.pt.
+
+The file is a pickle, which is not parsed: its size is known, its entries have checksums, and its bytes can be compared.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from torchtitan_lite.checkpoint.format.contents import Contents, Item, StoredObject
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.listing import is_folder
+
+_SUFFIX = ".ckpt"
+_META = "meta.pt"
+_STEP = re.compile(r"(?:^|\W)step=(0|[1-9][0-9]*)(?:\W|$)")
+
+
+def is_lightning_file(path: Path) -> bool:
+    """Return whether `path` is a checkpoint in one file; a link to one is none."""
+    return path.suffix == _SUFFIX and path.is_file() and not path.is_symlink()
+
+
+def is_lightning_folder(folder: Path) -> bool:
+    """Return whether `folder` is a checkpoint that Lightning wrote with DCP."""
+    return is_folder(folder) and (folder / _META).is_file() and (folder / layout.METADATA).is_file()
+
+
+def step_of(name: str) -> int | None:
+    """Return the step in `name`, as in epoch=0-step=10.ckpt; None if it has none."""
+    match = _STEP.search(name.removesuffix(_SUFFIX))
+    return int(match[1]) if match else None
+
+
+def contents_of(path: Path) -> Contents:
+    """Return the contents of the file `path`, one object that is all of it; they name its folder. Raises OSError."""
+    stored = StoredObject(item=Item(path.name, 0, path.lstat().st_size), is_file=True)
+    return Contents(str(path.parent), {}, {"checkpoint": stored}, described_in=path.name)
