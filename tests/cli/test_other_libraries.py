@@ -148,6 +148,17 @@ def test_a_half_written_checkpoint_of_a_trainer_is_none(tmp_path: Path, said: Sa
         assert (code, out) == (1, "") and "which transformers writes last" in err
 
 
+def test_a_checkpoint_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path, said: Said) -> None:
+    of_trainer(tmp_path, 10)
+    of_lightning(tmp_path, 30)
+    weights = of_trainer(tmp_path, 20) / "model.safetensors"
+    weights.unlink()
+    weights.mkdir()
+    code, out, _ = said("verify", tmp_path, "--json")
+    assert (code, [each["status"] for each in json.loads(out)["checkpoints"]]) == (3, ["intact", "damaged", "intact"])
+    assert said("ls", tmp_path)[0] == 0
+
+
 def test_a_link_to_the_last_file_of_lightning_is_not_a_second_checkpoint(tmp_path: Path, said: Said) -> None:
     path = of_lightning(tmp_path, 10)
     (tmp_path / "last.ckpt").symlink_to(path.name)

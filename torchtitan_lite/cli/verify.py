@@ -235,7 +235,7 @@ def _folders(spelling: str, screen: Screen) -> tuple[Sequence[Place], bool]:
     places = [(step, paths[0]) for step, paths in listing.places().items() if paths[0].is_dir()]
     folders = [place for step, place in places if (store.root / place.name) not in abandoned and _is_one(place)]
     for path in of_other_libraries(root):
-        if path.is_dir() and (finding := absence(path)):
+        if finding := _absence(path):
             screen.note(f"{path.name}: {finding}, so it is not verified")
         else:
             folders.append(path)
@@ -245,6 +245,14 @@ def _folders(spelling: str, screen: Screen) -> tuple[Sequence[Place], bool]:
     if not folders:
         raise none_in(root, "there is no complete checkpoint in it")
     return folders, False
+
+
+def _absence(path: Path) -> str:
+    """Return why `path` is no complete checkpoint; one that cannot be listed is reported where it is read."""
+    try:
+        return absence(path) if path.is_dir() else ""
+    except OSError:
+        return ""
 
 
 def _kept(address: SpeltAddress) -> list[Place]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from torchtitan_lite.checkpoint.examining.lightning_checkpoint import is_lightning_file, is_lightning_folder
 from torchtitan_lite.checkpoint.examining.lightning_checkpoint import step_of as lightning_step_of
 from torchtitan_lite.checkpoint.examining.opened import POSITIONS_OF_TORCHTITAN, WrittenBy, absence, num_writers
-from torchtitan_lite.checkpoint.examining.recorded_digests import states_of
+from torchtitan_lite.checkpoint.examining.recorded_digests import files_in
 from torchtitan_lite.checkpoint.examining.transformers_folder import (
     absence_in,
     description_of,
@@ -144,6 +144,16 @@ def _entry(folder: Path) -> ListedCheckpoint | None:
         return _of_another_library(folder, WrittenBy.LIGHTNING, folder, lightning_step_of(name))
     if not is_folder(folder):
         return None
+    try:
+        return _of_any_name(folder)
+    except PermissionError as error:
+        # Of a folder with another name it is not even known that it is a checkpoint.
+        step = step_of(name)
+        return None if step is None else _rest(folder, FolderState.UNREADABLE, step, error.strerror or str(error))
+
+
+def _of_any_name(folder: Path) -> ListedCheckpoint | None:
+    name = folder.name
     if (folder / layout.METADATA).is_file():
         return _foreign(folder, lightning_step_of(name) if is_lightning_folder(folder) else None)
     if (step := step_of(name)) is not None or description_of(folder) is not None:
@@ -240,15 +250,19 @@ def _of_transformers(folder: Path, step: int | None) -> ListedCheckpoint:
         if finding := absence_in(folder):
             return _rest(folder, FolderState.HALF_WRITTEN, step, finding)
         weights_in(folder)
+        return _of_another_library(folder, WrittenBy.TRANSFORMERS, description_of(folder) or folder, step)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        return _rest(folder, FolderState.UNREADABLE, step, error.strerror or str(error))
     except CheckpointDamaged as error:
         return _rest(folder, FolderState.DAMAGED, step, error.finding)
     except CheckpointUnsafe as error:
         return _rest(folder, FolderState.DAMAGED, step, f"{Path(error.path).name}: {error.finding}")
-    return _of_another_library(folder, WrittenBy.TRANSFORMERS, description_of(folder) or folder, step)
 
 
 def _of_another_library(folder: Path, origin: WrittenBy, description: Path, step: int | None) -> ListedCheckpoint:
-    sizes = {name: state.size for name, state in states_of(folder).items()}
+    sizes = {name: found.st_size for name, found in files_in(folder)}
     is_full = origin is WrittenBy.LIGHTNING or any(name.startswith("optimizer") for name in sizes)
     return ListedCheckpoint(
         name=folder.name,

@@ -5,6 +5,7 @@ The file is a pickle, which is not parsed: its size is known, its entries have c
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -24,7 +25,10 @@ def is_lightning_file(path: Path) -> bool:
 
 def is_lightning_folder(folder: Path) -> bool:
     """Return whether `folder` is a checkpoint that Lightning wrote with DCP."""
-    return is_folder(folder) and (folder / _META).is_file() and (folder / layout.METADATA).is_file()
+    if folder.suffix != _SUFFIX or not is_folder(folder):
+        return False
+    # Not pathlib: of a folder that this user cannot read nothing is known.
+    return all(os.path.isfile(folder / name) for name in (_META, layout.METADATA))  # noqa: PTH113
 
 
 def step_of(name: str) -> int | None:

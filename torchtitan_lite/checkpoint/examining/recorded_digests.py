@@ -78,7 +78,7 @@ class RecordedDigests:
         """
         if not os.path.lexists(path):
             return None
-        nbytes = sum(found.st_size for _, found in _files_in(folder))
+        nbytes = sum(found.st_size for _, found in files_in(folder))
         try:
             manifest = Manifest.parse(read_plain(path, allowed_description_bytes(nbytes)), str(path), file_path)
         except CheckpointDamaged as error:
@@ -91,6 +91,22 @@ def record_of(place: Path) -> Path:
     return place.with_name(f"{place.name}.{layout.DIGESTS}") if place.is_file() else place / layout.DIGESTS
 
 
+def files_in(folder: Path, below: str = "") -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the path and the state of each file of the checkpoint `folder`, but of a record in it. Raises OSError."""
+    if folder.is_file():
+        yield folder.name, folder.lstat()
+        return
+    own = (layout.DIGESTS, temporary_name(layout.DIGESTS)) if not below else ()
+    with os.scandir(folder / below) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                if not below and step_of(entry.name) is not None:
+                    continue  # A checkpoint of its own.
+                yield from files_in(folder, f"{below}{entry.name}/")
+            elif entry.name not in own:
+                yield f"{below}{entry.name}", entry.stat(follow_symlinks=False)
+
+
 def states_of(folder: Path) -> dict[str, FileState]:
     """Return the state of each file of the checkpoint in `folder`, by its path in it; not of a record.
 
@@ -98,7 +114,7 @@ def states_of(folder: Path) -> dict[str, FileState]:
     """
     states = {}
     try:
-        for name, found in _files_in(folder):
+        for name, found in files_in(folder):
             if not stat.S_ISREG(found.st_mode):
                 path = folder if folder.name == name else folder / name
                 raise CheckpointUnsafe(str(path), f"expected a file, found {kind_of(path)}")
@@ -137,19 +153,3 @@ def _refuse_changes(folder: Path, before: Mapping[str, FileState]) -> None:
         names = f"{', '.join(changed[:3])}{more}"
         cause = f"written or removed while it was read: {names}. Record it when it is complete"
         raise CheckpointUnreadable(str(folder), cause)
-
-
-def _files_in(folder: Path, below: str = "") -> Iterator[tuple[str, os.stat_result]]:
-    """Yield the path and the state of each file in `folder` and in the folders below, but of a record in `folder`."""
-    if folder.is_file():
-        yield folder.name, folder.lstat()
-        return
-    own = (layout.DIGESTS, temporary_name(layout.DIGESTS)) if not below else ()
-    with os.scandir(folder / below) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                if not below and step_of(entry.name) is not None:
-                    continue  # A checkpoint of its own.
-                yield from _files_in(folder, f"{below}{entry.name}/")
-            elif entry.name not in own:
-                yield f"{below}{entry.name}", entry.stat(follow_symlinks=False)

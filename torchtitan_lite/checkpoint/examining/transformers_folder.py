@@ -41,7 +41,9 @@ def description_of(folder: Path) -> Path | None:
     """Return the file that shows that transformers wrote `folder`, the one written last; None if it did not."""
     if os.path.lexists(folder / layout.MANIFEST) or os.path.lexists(folder / layout.METADATA):
         return None
-    return next((folder / name for name in (_TRAINER_STATE, _INDEX, *_FILES) if (folder / name).is_file()), None)
+    names = (_TRAINER_STATE, _INDEX, *_FILES)
+    # Not pathlib: of a folder that this user cannot read nothing is known.
+    return next((folder / name for name in names if os.path.isfile(folder / name)), None)  # noqa: PTH113
 
 
 def absence_in(folder: Path) -> str:
