@@ -170,8 +170,29 @@ def test_a_folder_below_that_is_a_link_is_refused(tmp_path: Path, said: Said) ->
     shutil.move(folder / "optimizer_0", tmp_path / "elsewhere")
     (folder / "optimizer_0").symlink_to(tmp_path / "elsewhere")
     assert "optimizer." not in said("inspect", folder)[1]
+    of_trainer(tmp_path, 20)
+    code, out, _ = said("verify", tmp_path, "--record", "--json")
+    found = [(each["status"], "record" in each) for each in json.loads(out)["checkpoints"]]
+    assert (code, found) == (1, [("unreadable", False), ("intact", True)])
     code, _, err = said("verify", folder, "--record")
     assert code == 3 and "optimizer_0 is not read: expected a file, found a symbolic link" in err
+
+
+@pytest.mark.parametrize("verb", ["export", "convert", "pin", "add-metadata"])
+@pytest.mark.parametrize("make", [of_trainer, of_lightning])
+def test_a_verb_that_writes_refuses_it_in_one_sentence(make: Make, verb: str, tmp_path: Path, said: Said) -> None:
+    place = make(tmp_path / "run", 10)
+    more = {"export": [tmp_path / "out"], "convert": [tmp_path / "out", "--layout", "ours"]}.get(verb, [])
+    code, out, err = said(verb, place, *more)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "which ls, inspect, verify and diff read, and no other verb" in err and not (tmp_path / "out").exists()
+
+
+def test_the_weights_that_fsdp_left_are_exported_by_the_name_of_their_folder(tmp_path: Path, said: Said) -> None:
+    folder = of_trainer_with_fsdp(tmp_path, 10) / "pytorch_model_fsdp_0"
+    out = tmp_path / "out.safetensors"
+    assert said("export", folder, out)[0] == 0
+    assert torch.equal(load_file(out)["weight"], torch.arange(6.0))
 
 
 def test_safetensors_reads_the_weights_next_to_a_record(tmp_path: Path, said: Said) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import resolve
+from torchtitan_lite.cli.target import resolve_any
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted
@@ -56,7 +56,7 @@ class Diff:
     def run(self, screen: Screen) -> ExitCode:
         if not self.atol >= 0 or math.isinf(self.atol):
             raise ConfigError(f"--atol: expected a number of at least 0, found {self.atol}")
-        a, b = resolve(self.a).folder, resolve(self.b).folder
+        a, b = resolve_any(self.a).folder, resolve_any(self.b).folder
         from torchtitan_lite.checkpoint.examining.difference import compare
         from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
         from torchtitan_lite.checkpoint.examining.presence import present

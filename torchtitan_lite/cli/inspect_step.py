@@ -24,7 +24,7 @@ from torchtitan_lite.checkpoint.format.contents import StoredTensor
 from torchtitan_lite.cli.cells import KeyCell, bar, fills
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import resolve
+from torchtitan_lite.cli.target import resolve_any
 from torchtitan_lite.cli.words import age, number, size
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.config.job_config import JobConfig, flat
@@ -64,7 +64,7 @@ class Inspect:
     """Print JSON, with every tensor that matches."""
 
     def run(self, screen: Screen) -> ExitCode:
-        opened = open_checkpoint(resolve(self.step).folder)
+        opened = open_checkpoint(resolve_any(self.step).folder)
         chosen = matching(opened.contents.tensors, self.tensors or "*")
         if not chosen and self.tensors:
             raise ConfigError(f"no tensor of {opened.folder} matches {self.tensors}: inspect shows the keys")

@@ -33,6 +33,9 @@ Root = Path | Address
 """A folder of checkpoints. Its string is what people write, and what `open_store` takes."""
 
 
+_ONLY_READ = "which ls, inspect, verify and diff read, and no other verb"
+
+
 @dataclass(frozen=True)
 class Target:
     """A checkpoint, which may be damaged or not ours."""
@@ -55,7 +58,7 @@ def resolve(spelling: str) -> Target:
     if path.is_dir():
         return _of_folder(path)
     if is_lightning_file(path):
-        return Target(path, None, None)
+        raise ConfigError(f"{path} is a file of Lightning, {_ONLY_READ}, and import-weights tries to take its weights")
     folder, colon, number = spelling.rpartition(":")
     if names_step(spelling):
         root = folder_of_checkpoints(folder)
@@ -66,6 +69,24 @@ def resolve(spelling: str) -> Target:
     if colon and Path(folder).is_dir():
         finding += f", and {number!r} is not a step: expected a number, or {LATEST!r}"
     raise CheckpointNotFound(str(path), None, finding=finding)
+
+
+def resolve_any(spelling: str) -> Target:
+    """Return the checkpoint that `spelling` means, of another library too, for a verb that changes nothing.
+
+    Raises as `resolve` does.
+    """
+    path = Path(spelling)
+    if is_address(spelling) or not (path.is_dir() or is_lightning_file(path)):
+        return resolve(spelling)
+    if not path.is_dir() or is_one(path):
+        return Target(path, None, None) if not path.is_dir() or not is_checkpoint(path) else resolve(spelling)
+    try:
+        return resolve(spelling)
+    except CheckpointNotFound:
+        if others := [each for each in of_other_libraries(path) if each.is_file() or not absence(each)]:
+            return Target(others[-1], None, None)
+        raise
 
 
 def names_step(spelling: str) -> bool:
@@ -121,7 +142,9 @@ def _in_store(spelt: SpeltAddress) -> Target:
 
 
 def _of_folder(path: Path) -> Target:
-    if not is_one(path):
+    if not is_checkpoint(path):
+        if is_one(path):
+            raise ConfigError(f"{path} is a folder of transformers, {_ONLY_READ}; name a folder of FSDP's in it")
         return _latest(folder_of_checkpoints(str(path)))
     absolute = path.absolute()
     step = layout.parse_step(absolute.name)
@@ -185,17 +208,11 @@ def _latest(root: Root) -> Target:
         return Target(unmanaged[-1], root, layout.parse_step(unmanaged[-1].name))
     if committed:
         return _of_info(committed[-1], root)
-    if others := [path for path in of_other_libraries(root) if not _is_part(path)] if isinstance(root, Path) else []:
-        return Target(others[-1], None, None)
     if unreadable := store.unreadable():
         raise unreadable[max(unreadable)]
     if damaged := store.damaged():
         raise AllCheckpointsDamaged(str(root), {step: error.summary for step, error in damaged.items()})
     raise none_in(root, "there is no complete checkpoint in it")
-
-
-def _is_part(path: Path) -> bool:
-    return path.is_dir() and bool(absence(path))
 
 
 def _of_info(info: CheckpointInfo, root: Root) -> Target:

@@ -14,7 +14,7 @@ from torchtitan_lite.checkpoint.examining.opened import absence
 from torchtitan_lite.cli.exit_codes import ExitCode, sentence_of
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.spelt_address import SpeltAddress
-from torchtitan_lite.cli.target import folder_of_checkpoints, is_one, none_in, of_other_libraries, resolve
+from torchtitan_lite.cli.target import folder_of_checkpoints, is_one, none_in, of_other_libraries, resolve_any
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.errors import (
@@ -223,10 +223,10 @@ def _folders(spelling: str, screen: Screen) -> tuple[Sequence[Place], bool]:
     """Return the checkpoints that `spelling` means, and whether it names a single one."""
     if is_address(spelling):
         address = SpeltAddress.of(spelling)
-        return ([resolve(spelling).folder], True) if address.is_step else (_kept(address), False)
+        return ([resolve_any(spelling).folder], True) if address.is_step else (_kept(address), False)
     path = Path(spelling)
     if not path.is_dir() or is_one(path):
-        return [resolve(spelling).folder], True
+        return [resolve_any(spelling).folder], True
     root = folder_of_checkpoints(spelling)
     store, listing = CheckpointStore(root), Listing(root)
     abandoned: set[Place] = set()
@@ -288,7 +288,8 @@ def _looked_at(folder: Place, is_single: bool, records: _Records) -> _Result:
             result.looked = look_at(folder)
         else:
             # Before anything is read, so that what is recorded is what was verified.
-            before = states_of(folder) if records.writes else None
+            is_ours = os.path.lexists(folder / layout.MANIFEST)
+            before = states_of(folder) if records.writes and not is_ours else None
             result.looked = look_at(folder, None if records.again else records.of(folder.absolute()))
             if result.looked.manifest is None and result.looked.recorded is None:
                 result.before = before
@@ -321,13 +322,24 @@ def _read(results: Sequence[_Result], is_single: bool, records: _Records, screen
                 with _set_apart(result, is_single):
                     result.read = read_through(result.looked, advance)
                     result.add(result.read.findings)
-                    if not result.looked.has_digests and result.looked.num_bare:
-                        # numpy, which the other checkpoints do not need.
-                        from torchtitan_lite.checkpoint.examining.bare_tensors import nan_in
-
-                        result.nan_in = nan_in(result.looked.folder, result.looked.contents, advance)
+                    _look_for_nan(result, result.looked.contents, advance)
                     if result.before is not None and not result.findings:
                         _keep(result, result.looked.contents, records, advance)
+
+
+def _look_for_nan(result: _Result, contents: Contents, on_bytes: OnBytes) -> None:
+    """Read the tensors that nothing else has read, because they have neither digest nor checksum."""
+    from torchtitan_lite.checkpoint.examining.verification import finding_of
+
+    looked = result.looked
+    if looked is None or looked.has_digests or looked.findings or not looked.num_bare:
+        return
+    from torchtitan_lite.checkpoint.examining.bare_tensors import nan_in  # numpy, which is seldom needed.
+
+    try:
+        result.nan_in = nan_in(looked.folder, contents, on_bytes)
+    except CheckpointDamaged as error:
+        result.add([finding_of(looked.folder, error)])
 
 
 def _keep(result: _Result, contents: Contents, records: _Records, on_bytes: OnBytes) -> None:
@@ -348,6 +360,7 @@ class _set_apart(contextlib.AbstractContextManager[None]):
         (CheckpointNotFound, GONE),
         (UnknownFormat, UNKNOWN),
         (CheckpointUnreadable, UNREADABLE),
+        (CheckpointUnsafe, UNREADABLE),
         (OSError, UNREADABLE),
     )
 
