@@ -101,7 +101,7 @@ class _Batches:
     """An iteration that begins with its first batch."""
 
     def __init__(self, owner: PositionedLoader) -> None:
-        self._owner, self._iterator = owner, iter(())
+        self._owner, self._iteration = owner, iter(())
         self._has_begun = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -110,8 +110,8 @@ class _Batches:
     def __next__(self) -> Any:
         self._owner.before_batch()
         if not self._has_begun:
-            self._iterator, self._has_begun = self._owner.begin(), True
-        return self._owner.next_of(self._iterator)
+            self._iteration, self._has_begun = self._owner.begin(), True
+        return self._owner.next_of(self._iteration)
 
 
 class _Source(Protocol):
