@@ -27,6 +27,7 @@ ALL_OF_IT = {"max_steps": 20}
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "one process": (1, {"arguments": ALL_OF_IT}, {"async_mode": "async"}),
     "at the end of an epoch": (1, {"arguments": ALL_OF_IT, "num_samples": 12}, {}),
+    "LoRA": (1, {"arguments": ALL_OF_IT, "lora": True}, {"save_trained_only": True}),
     "DDP": (2, {"arguments": ALL_OF_IT}, {"async_mode": "async"}),
     "several batches a step": (
         *(2, {"arguments": {"num_train_epochs": 8, "gradient_accumulation_steps": 4}, "num_samples": 24}),
@@ -75,6 +76,17 @@ def test_on_a_signal_all_ranks_save_the_same_step_and_leave_and_the_next_start_c
     assert over.codes == [0, 0], over.output
     assert not over.losses, "a run that has ended trains no step"
     assert [end["values"] for end in over.end] == [end["values"] for end in straight.end]
+
+
+@pytest.mark.slow
+def test_without_checkpoints_a_run_begins_and_leaves_none(trainer: Served, tmp_path: Path) -> None:
+    short = {"folder": tmp_path, "arguments": {"max_steps": 4}}
+    saved = trainer.run(tmp_path / "saved.log", **short)
+    steps = sorted(path.name for path in (tmp_path / "checkpoint").iterdir())
+    off = trainer.run(tmp_path / "off.log", **short, keys={"enable_checkpoint": False})
+    assert (saved.codes, off.codes) == ([0], [0]), off.output
+    assert off.losses == saved.losses
+    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == steps
 
 
 def refused(**given: Any) -> str:

@@ -8,6 +8,7 @@ import signal
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import EarlyStoppingCallback
 
@@ -45,6 +46,7 @@ def run(
     arguments: dict[str, Any] | None = None,
     keys: dict[str, Any] | None = None,
     early_stopping: bool = False,
+    lora: bool = False,
 ) -> None:
     log.setup(int(os.environ.get("RANK", "0")))
     torch.manual_seed(0)
@@ -64,8 +66,11 @@ def run(
         "logging_steps": 1,
     }
     settings |= arguments or {}
+    model: Any = GPT2LMHeadModel(small)
+    if lora:
+        model = get_peft_model(model, LoraConfig(target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True))
     trainer = Printing(
-        GPT2LMHeadModel(small),
+        model,
         TrainingArguments(**settings),
         train_dataset=samples,
         eval_dataset=samples[:4],

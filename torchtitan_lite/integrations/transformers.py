@@ -58,7 +58,7 @@ _REFUSED = {
 
 
 class Checkpoints(TrainerCallback):  # type: ignore[misc]  # transformers need not be installed
-    """Saves into `folder` and resumes from it; `keys` are those of `CheckpointManager.for_loop`.
+    """Saves into `folder` and resumes from it; `keys` are those of `[checkpoint]`.
 
     On SIGTERM, SIGUSR1 or SIGINT all ranks save the same step and leave with 128 + signal, unless `exit_on_signal` is
     false: then training stops. Raises ConfigError for an unknown key or a wrong value.
@@ -116,17 +116,17 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]  # transformers need n
             nonlocal state
             state = "" if source.model_only else peers.on_coordinator(lambda: _state_in(source))
 
+        self._begun_at = 0
+        if not config.enable_checkpoint:
+            return None
         with closing(Peers(timedelta(seconds=config.timeout_seconds))) as peers:
             source = Candidates(open_store(self._folder), config.load_step, config, peers, ignore).take(read)
-        self._begun_at = 0 if source is None else source.step
-        if not state:
+        if source is None or not state:
             return None
+        self._begun_at = source.step
         assert self._trainer is not None
         (mark / TRAINER_STATE_NAME).write_text(state)
-        # An index that has all names, whose file has no tensor: what is missing there would be warned of.
-        save_file({}, mark / "none.safetensors")
-        names = dict.fromkeys(self._trainer.model.state_dict(), "none.safetensors")
-        (mark / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+        _write_no_weights(self._trainer.model, mark)
         return str(mark)
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -227,6 +227,17 @@ def _states_of(trainer: Trainer) -> dict[str, Any]:
         if isinstance(callback, ExportableState):
             found.setdefault(type(callback).__name__, []).append(callback.state())
     return {name: states[0] if len(states) == 1 else states for name, states in found.items()}
+
+
+def _write_no_weights(model: Any, mark: Path) -> None:
+    """Write into `mark` what the Trainer takes for the weights of `model`, and which changes none of them."""
+    if type(model).__module__.partition(".")[0] == "peft":
+        model.save_pretrained(mark)  # The adapters, as they are.
+        return
+    # An index that has all names, whose file has no tensor: what is missing there would be warned of.
+    save_file({}, mark / "none.safetensors")
+    names = dict.fromkeys(model.state_dict(), "none.safetensors")
+    (mark / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": names}))
 
 
 def _state_in(source: LoadSource) -> str:
