@@ -70,7 +70,8 @@ def as_ours(reader: Reader) -> Relaid:
 def as_torchtitan(reader: Reader, dp_ranks: int) -> Relaid:
     """Return the checkpoint as torchtitan 0.3 has it: bare names on top, and its small states.
 
-    Its dataloaders, one for each of `dp_ranks` data-parallel ranks, start from the beginning.
+    Its dataloaders, one for each of `dp_ranks` data-parallel ranks, start from the beginning, unless `reader` has
+    positions that torchtitan saved, for as many ranks or with `dp_ranks` 1: these stay.
     """
     opened = reader.opened
     model = model_keys(opened.contents, opened.manifest)
@@ -111,10 +112,14 @@ def _small_states(reader: Reader, outer: str, dp_ranks: int) -> Iterator[tuple[s
     # Each data-parallel rank of torchtitan counts its own tokens.
     yield "train_state.ntokens_seen", int(tokens) // dp_ranks if tokens is not None else int(own_tokens or 0)
     yield "lr_scheduler.last_epoch", next((int(epoch) for epoch in epochs if epoch is not None), step)
+    saved = reader.value(f"{outer}dataloader.world_size")
+    stay = isinstance(saved, int) and dp_ranks in (1, saved)
+    dp_ranks = saved if stay else dp_ranks
     yield "dataloader.world_size", dp_ranks
     for rank in range(dp_ranks):
+        key = f"dataloader.dp_rank_{rank}"
         # torchdata's loader takes an empty position for none.
-        yield f"dataloader.dp_rank_{rank}", pickle.dumps({})
+        yield key, reader.value(f"{outer}{key}") if stay else pickle.dumps({})
 
 
 def _outer(reader: Reader, model: list[ModelKey]) -> str:
