@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up if needed, then run the tests: ./run_tests.sh [--all | --exhaustive | --cuda] [pytest arguments]
 #
-#   --all          also the tests marked slow, and where npm is there, with an Azure server
+#   --all          also the tests marked slow, with torchtitan, and where npm is there, with an Azure server
 #   --exhaustive   also the full products of topologies and kill points; --seed N repeats what was drawn at random
 #   --cuda         only the tests on a CUDA device, in the environment at hand: nothing is set up or downloaded
 #   PYTHON         see scripts/env.sh
@@ -42,6 +42,19 @@ if [[ -z $is_fast && -d $VENV && ! -x $azurite/azurite-blob ]] && command -v npm
     say "installing azurite $AZURITE, the Azure server of the tests."
     timeout 120 npm install --prefix "$VENV/azurite" --no-audit --no-fund "azurite@$AZURITE" >/dev/null 2>&1 ||
         say "npm could not install it; the tests on an Azure server are skipped."
+fi
+# torchtitan, in a folder of its own: it wants other packages, and only its tests have it on their path.
+titan="$VENV/torchtitan" wanted="tests/integrations/torchtitan.txt"
+install_titan() {
+    rm -rf "$titan" "$titan.unfinished"
+    timeout 300 "$PYTHON" -m pip install --disable-pip-version-check --quiet --no-deps --target "$titan.unfinished" \
+        -r "$wanted" >&2 || return
+    cp "$wanted" "$titan.unfinished/wanted.txt" && mv "$titan.unfinished" "$titan"
+}
+if [[ -z $is_fast && -d $VENV ]] && ! cmp -s "$wanted" "$titan/wanted.txt" &&
+    "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    say "installing torchtitan for its tests."
+    install_titan || say "pip could not install it; its tests are skipped."
 fi
 export PATH="$azurite:$PATH"
 unset PYTHONDONTWRITEBYTECODE # each process would compile all files again, and each collection rewrite all tests

@@ -1,7 +1,7 @@
 """Runs of a library that takes seconds to import: forked, rank by rank, from a server that has imported it.
 
-    with Served("trainer_run") as served:
-        ended = served.run(ranks=2, folder="...", ...)
+    with served("trainer_run") as server:
+        ended = server.run(log, ranks=2, folder="...", ...)
 
 forks two processes that call `run` of `tests/integrations/trainer_run.py` with these options.
 """
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,25 +50,32 @@ class Ended:
         return [json.loads(line) for line in re.findall(r"^ended (.+)$", self.output, re.MULTILINE)]
 
 
+def with_project() -> dict[str, str]:
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
 class Served:
     """The server of the module `name`."""
 
-    def __init__(self, name: str) -> None:
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    def __init__(self, name: str, environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.integrations.served", name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment | {"HF_HUB_OFFLINE": "1"},
+            env=environment,
             cwd=ROOT,
             text=True,
         )
 
     def run(self, log: Path, ranks: int = 1, **options: Any) -> Ended:
         """Run `ranks` processes with `options` and wait for them; they print into `log`."""
+        return self.call("run", log, ranks, **options)
+
+    def call(self, function: str, log: Path, ranks: int = 1, **options: Any) -> Ended:
+        """As `run`, with another function of the module."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        order = {"log": str(log), "ranks": ranks, "port": free_port(), "options": options}
+        order = {"function": function, "log": str(log), "ranks": ranks, "port": free_port(), "options": options}
         self._process.stdin.write(json.dumps(order, default=str) + "\n")
         self._process.stdin.flush()
         return Ended(codes=json.loads(self._process.stdout.readline()), output=log.read_text())
@@ -88,8 +95,9 @@ def continues(resumed: Ended, straight: Ended) -> bool:
 
 
 @contextmanager
-def served(name: str) -> Iterator[Served]:
-    server = Served(name)
+def served(name: str, environment: Mapping[str, str] | None = None) -> Iterator[Served]:
+    """Serve the module `name`, by default in an environment with this project."""
+    server = Served(name, environment or with_project())
     try:
         yield server
     finally:
@@ -118,7 +126,8 @@ def _fork(module: Any, rank: int, order: dict[str, Any]) -> int:
         if order["ranks"] > 1:
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": order["ranks"], "MASTER_PORT": order["port"]}
             os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
-        module.run(**order["options"])
+        function = getattr(module, order["function"])
+        function(**order["options"])
         code = 0
     except SystemExit as end:
         code = int(end.code or 0)

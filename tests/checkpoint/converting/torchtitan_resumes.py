@@ -3,6 +3,7 @@
 `python torchtitan_resumes.py FOLDER` prints what differs, line by line, and nothing else on stdout. A test runs this
 program. Needs torchtitan 0.3.
 """
+# ruff: noqa: E402
 
 from __future__ import annotations
 
@@ -14,17 +15,20 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
+
+from tests.titan_packages import leave_kernels_out
+
+leave_kernels_out()
+
 from torchtitan.components.checkpoint import CheckpointManager as TheirManager
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.models.common.attention import ScaledDotProductAttention
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))  # This repository, next to an installed torchtitan.
-
-from tests.checkpoint.reading.torchtitan_run import Progress, Tokens, build_model  # after the line above
-from torchtitan_lite.checkpoint import CheckpointManager, TrainState  # as above
-from torchtitan_lite.cli.app import main as cli  # as above
-from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig  # as above
+from tests.checkpoint.reading.torchtitan_run import Progress, Tokens, build_model
+from torchtitan_lite.checkpoint import CheckpointManager, TrainState
+from torchtitan_lite.cli.app import main as cli
+from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
 
 STEPS = 4
 

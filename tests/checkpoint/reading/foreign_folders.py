@@ -10,15 +10,14 @@ import pickle
 import subprocess
 import sys
 import warnings
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.checkpoint.small_run import SmallRun
+from tests.titan_packages import environment
 from torchtitan_lite.checkpoint.state.stateful import LRSchedulerWrapper, ModelWrapper, OptimizerWrapper
 
 TOKENS_OF_RANK = 640
@@ -86,15 +85,14 @@ def save_plain(state: dict[str, Any], folder: Path) -> Path:
 
 
 def run_torchtitan(program: Path, folder: Path) -> str:
-    """Run `program` in a process with torchtitan 0.3, or skip the test if that is not installed; return its output."""
-    try:
-        installed = version("torchtitan")
-    except PackageNotFoundError:
-        installed = "none"
-    if not installed.startswith("0.3."):
-        pytest.skip(f"needs torchtitan 0.3, found {installed}")
+    """Run `program` in a process with torchtitan; return its output."""
     ended = subprocess.run(
-        [sys.executable, program, folder], capture_output=True, text=True, timeout=DEADLINE_SECONDS, check=False
+        [sys.executable, program, folder],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_SECONDS,
+        check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout

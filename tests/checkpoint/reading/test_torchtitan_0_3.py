@@ -1,4 +1,4 @@
-"""A run resumes from a full folder that torchtitan 0.3 itself wrote; skipped if that is not installed."""
+"""A run resumes from a full folder that torchtitan 0.3 itself wrote."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from tests.checkpoint.reading.foreign_folders import run_torchtitan
 from tests.checkpoint.small_run import Loader
+from tests.titan_packages import needs_torchtitan
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.state.train_state import TrainState
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig, LRScheduler, Optimizer
@@ -23,6 +24,7 @@ RENAME = ("^lm_head[.]=output.", "[.]qkv_linear[.]=.")
 
 
 @pytest.mark.slow  # a cold start of torchtitan
+@needs_torchtitan
 def test_a_folder_of_0_3_is_resumed_with_the_same_state_rate_step_and_losses(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
 `python torchtitan_run.py FOLDER` writes `FOLDER/checkpoint/step-4` and `FOLDER/reference.pt`. Needs torchtitan 0.3.
 """
+# ruff: noqa: E402
 
 from __future__ import annotations
 
@@ -15,6 +16,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 from torch.utils.data import IterableDataset
+
+from tests.titan_packages import leave_kernels_out
+
+leave_kernels_out()
+
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
