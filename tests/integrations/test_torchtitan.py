@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import signal
 import subprocess
@@ -17,13 +16,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.e2e.jobs import free_port
 from tests.integrations import titan_cases
 from tests.integrations.served import Ended, Served, served
+from tests.integrations.titan_place import SMALL, with_data
 from tests.processes import children, send, wait_until
 from tests.titan_packages import environment, needs_torchtitan
 from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
@@ -33,33 +32,13 @@ from torchtitan_lite.store.manifest import Manifest
 pytestmark = needs_torchtitan
 HERE = Path(__file__).parent
 DEADLINE_SECONDS = 300.0
-COMMON = (
-    *("--module", "llama3", "--config", "llama3_debugmodel", "--checkpoint.enable"),
-    *("--validator.no-enable", "--training.local_batch_size=2", "--training.seq_len=64"),
-    *("--checkpoint.interval=3", "--debug.seed=1"),
-    "--parallelism.spmd_backend=partial_dtensor",  # the other one wants a newer torch
-)
+COMMON = (*SMALL, "--checkpoint.interval=3")
 STEPS = 24
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory with the corpus and the tokenizer that torchtitan's debug model wants."""
-    place, drawn = tmp_path_factory.mktemp("titan"), random.Random(0)
-    words = ["".join(drawn.choices("abcdefghijklmnop", k=drawn.randint(2, 8))) for _ in range(300)]
-    texts = [" ".join(drawn.choices(words, k=120)) for _ in range(200)]
-    corpus, assets = place / "tests/assets/c4_test/data.json", place / "tests/assets/tokenizer"
-    for folder in (corpus.parent, assets):
-        folder.mkdir(parents=True)
-    lines = [json.dumps({"text": text, "timestamp": "2020-01-01T00:00:00Z", "url": ""}) for text in texts]
-    corpus.write_text("\n".join(lines) + "\n")
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.save(str(assets / "tokenizer.json"))
-    (assets / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
-    return place
+    return with_data(tmp_path_factory.mktemp("titan"))
 
 
 class Titan:

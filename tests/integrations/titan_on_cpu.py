@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,6 +87,7 @@ def replace_all() -> None:
 
 replace_all()
 
+from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.train import main as train
 from torchtitan.trainer import Trainer
@@ -117,6 +119,23 @@ def run(place: str, arguments: list[str], kill_at: int = 0, own: bool = False) -
     sys.argv = ["train", *arguments]
     main = train if own else integration.main
     main()
+
+
+def timed(place: str, arguments: list[str], own: bool = False) -> None:
+    """As `run`; print the seconds of each call of the manager: "rank RANK CALL SECONDS"."""
+    for name in ("load", "save", "maybe_wait_for_staging"):
+        replace(BaseCheckpointManager, name, _timed(name, getattr(BaseCheckpointManager, name)))
+    run(place, arguments, own=own)
+
+
+def _timed(name: str, method: Any) -> Any:
+    def call(*given: Any, **keywords: Any) -> Any:
+        began = time.monotonic()
+        result = method(*given, **keywords)
+        os.write(1, f"rank {os.environ['RANK']} {name} {time.monotonic() - began:.4f}\n".encode())
+        return result
+
+    return call
 
 
 def check(case: str, folder: str) -> None:
