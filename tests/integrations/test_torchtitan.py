@@ -153,14 +153,16 @@ def by_torchrun(place: Path, name: str, *options: str) -> Iterator[tuple[subproc
 
 @pytest.mark.slow
 def test_on_sigterm_all_ranks_save_the_same_step_and_leave_with_143(titan: Titan) -> None:
-    options = ["--checkpoint.interval=100000", "--metrics.enable_tensorboard", "--checkpoint.last_save_model_only"]
+    # A save is always in flight.
+    saving = ["--checkpoint.interval=1", "--checkpoint.async_mode=async"]
+    options = [*saving, "--metrics.enable_tensorboard", "--checkpoint.last_save_model_only"]
     with by_torchrun(titan.place, "signalled", *options, "--training.steps=100000") as (torchrun, log):
         assert wait_until(lambda: "step:  3" in log(), log, lambda: torchrun.poll() is not None, DEADLINE_SECONDS)
         for pid in children(torchrun.pid):
             send(pid, signal.SIGTERM)
         assert torchrun.wait(DEADLINE_SECONDS) == 1, "torchrun says 1"
         assert log().count("exitcode  : 143") == 2
-    [step] = titan.steps("signalled")
+    step = titan.steps("signalled")[-1]
     assert open_checkpoint(titan.folder("signalled") / f"step-{step}").manifest is not None
     [events] = (titan.place / "signalled").rglob("events.out.tfevents.*")
     assert scalars(events)["loss_metrics/global_avg_loss"] == list(range(1, step + 1))
