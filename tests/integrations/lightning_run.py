@@ -1,22 +1,19 @@
-"""Runs of Lightning's Trainer, as its users write them, forked from one process that has imported Lightning.
+"""A run of Lightning's Trainer, as its users write them, for tests: it prints each loss, and may end itself.
 
-For each line of its input, a run as JSON, it forks the ranks and prints their exit codes; with arguments it is a rank.
-A rank prints the loss of each batch, and after `fit` a digest of all that was trained. At the batch of `--kill-at` it
-kills itself, once the steps before are on disk.
+Hooks draw random numbers and print them, too. As a script it is a rank of torchrun, and its argument the options.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
 import random
 import signal
 import sys
-import traceback
 import warnings
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 warnings.simplefilter("ignore")
 
@@ -35,6 +32,37 @@ from torchtitan_lite import log  # noqa: E402
 from torchtitan_lite.integrations.lightning import Checkpoints  # noqa: E402
 
 NUM_SAMPLES, BATCH = 52, 4
+LIKE_TORCHRUN = {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "run"}
+"""What torchrun sets of which Lightning knows that it need not start the ranks."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is trained and how; the names are those of the keywords of `run`."""
+
+    folder: str
+    strategy: str = "auto"
+    """Or ddp, fsdp2."""
+    loader: str = "plain"
+    """Or stateful."""
+    schedule: str = "step"
+    """Or epoch, plateau."""
+    own_generator: bool = False
+    manual: bool = False
+    scaler: bool = False
+    workers: int = 0
+    epochs: int = -1
+    steps: int = -1
+    accumulate: int = 1
+    validate: float = 0.0
+    interval: int = 1
+    kill_at: int = 0
+    """The batch at which the process kills itself, in the hook `kill_in` or the first such one after; 0: none."""
+    kill_in: str = "on_train_batch_start"
+    kill_waits: bool = False
+    """Whether it waits for the save that is under way."""
+    signal_at: int = 0
+    exit_on_signal: bool = True
 
 
 class Samples(Dataset[torch.Tensor]):
@@ -53,7 +81,7 @@ class Samples(Dataset[torch.Tensor]):
 class Module(lightning.LightningModule):
     """A small network with dropout and running statistics, and an average that a hook keeps."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: Options) -> None:
         super().__init__()
         self.options = options
         self.automatic_optimization = not options.manual
@@ -84,8 +112,7 @@ class Module(lightning.LightningModule):
     def training_step(self, batch, index):
         x = batch[:, None]
         loss = nn.functional.mse_loss(self.net(x), torch.sin(6 * x))
-        lr = self.trainer.optimizers[0].param_groups[0]["lr"]
-        say(f"rank {self.global_rank} batch {self.trainer.fit_loop.total_batch_idx + 1}", f"{loss.item():.9g} {lr:.6g}")
+        say(f"{self.global_rank} step {self.global_step + 1}: loss {loss.item():.9g}")
         if self.options.manual:
             for each in self.optimizers():
                 each.zero_grad()
@@ -100,7 +127,7 @@ class Module(lightning.LightningModule):
         self.average += torch.rand(()) / 100
 
     def on_train_epoch_start(self):
-        say(f"rank {self.global_rank} epoch {self.current_epoch}", f"{torch.rand(()).item():.9g}")
+        say(f"{self.global_rank} epoch {self.current_epoch} drew {torch.rand(()).item():.9g}")
 
     def validation_step(self, batch, index):
         loss = (self.net(batch[:, None]) - torch.sin(6 * batch[:, None])).square().mean() + 0.001 * torch.rand(())
@@ -108,33 +135,39 @@ class Module(lightning.LightningModule):
 
     def on_validation_epoch_end(self):
         if not self.trainer.sanity_checking:
-            say(
-                f"rank {self.global_rank} validation at {self.trainer.fit_loop.total_batch_idx + 1}",
-                f"{torch.rand(()).item():.9g}",
-            )
+            at = self.trainer.fit_loop.total_batch_idx + 1
+            say(f"{self.global_rank} validation at {at} drew {torch.rand(()).item():.9g}")
 
 
 class Killer(lightning.Callback):
-    """Ends the process, or sends it a signal, when a batch begins."""
+    """Ends the process in a hook of a batch, or sends it a signal when one begins."""
 
-    def __init__(self, options: argparse.Namespace, checkpoints: Checkpoints) -> None:
+    def __init__(self, options: Options, checkpoints: Checkpoints) -> None:
         self.options, self.checkpoints = options, checkpoints
+        if options.kill_at:
+            setattr(self, options.kill_in, self._kill)
+        if options.signal_at:
+            self.on_train_batch_start = self._signal
 
-    def on_train_batch_start(self, trainer, module, batch, index):
-        at = trainer.fit_loop.total_batch_idx + 1
-        if at == self.options.kill_at:
+    def _kill(self, trainer: Any, *_: Any) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 < self.options.kill_at:
+            return
+        if self.options.kill_waits:
             self.checkpoints.manager.wait()
             trainer.strategy.barrier()
-            os.kill(os.getpid(), signal.SIGKILL)
-        if at == self.options.signal_at and trainer.global_rank == trainer.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _signal(self, trainer: Any, *_: Any) -> None:
+        is_last_rank = trainer.global_rank == trainer.world_size - 1
+        if is_last_rank and trainer.fit_loop.total_batch_idx + 1 == self.options.signal_at:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def say(what: str, value: str) -> None:
-    os.write(1, f"{what}: {value}\n".encode())  # At once: ranks write into one file.
+def say(line: str) -> None:
+    os.write(1, f"{line}\n".encode())  # In one piece: the other rank writes into the same file.
 
 
-def loader_of(options: argparse.Namespace):
+def loader_of(options: Options):
     samples = Samples(torch.rand(NUM_SAMPLES, generator=torch.Generator().manual_seed(1)))
     own = {"generator": torch.Generator().manual_seed(2)} if options.own_generator else {}
     settings = {"batch_size": BATCH, "shuffle": True, "num_workers": options.workers, **own}
@@ -145,26 +178,10 @@ def loader_of(options: argparse.Namespace):
     return DataLoader(samples, **settings)
 
 
-def parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder")
-    parser.add_argument("--strategy", default="auto", choices=["auto", "ddp", "fsdp2"])
-    parser.add_argument("--loader", default="plain", choices=["plain", "stateful"])
-    parser.add_argument("--schedule", default="step", choices=["step", "epoch", "plateau"])
-    for name in ("own-generator", "manual", "scaler", "stop-on-signal"):
-        parser.add_argument(f"--{name}", action="store_true")
-    for name in ("workers", "kill-at", "signal-at"):
-        parser.add_argument(f"--{name}", type=int, default=0)
-    parser.add_argument("--interval", type=int, default=1)
-    parser.add_argument("--epochs", type=int, default=-1)
-    parser.add_argument("--steps", type=int, default=-1)
-    parser.add_argument("--accumulate", type=int, default=1)
-    parser.add_argument("--validate", type=float, default=0.0)
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str]) -> None:
-    options = parsed(arguments)
+def run(**keywords: Any) -> None:
+    options = Options(**keywords)
+    if "RANK" in os.environ:
+        os.environ.update(LIKE_TORCHRUN | {"LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]} | os.environ)
     log.setup(int(os.environ.get("RANK", "0")))
     lightning.seed_everything(3, verbose=False)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -172,7 +189,7 @@ def main(arguments: Sequence[str]) -> None:
         data_parallel_size=ranks, tensor_parallel_size=1
     )
     checkpoints = Checkpoints(
-        options.folder, interval=options.interval, keep_latest_k=3, exit_on_signal=not options.stop_on_signal
+        options.folder, interval=options.interval, keep_latest_k=3, exit_on_signal=options.exit_on_signal
     )
     stopping = [EarlyStopping("val", patience=3)] if options.validate else []
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3)
@@ -200,54 +217,16 @@ def main(arguments: Sequence[str]) -> None:
     for value in module.state_dict().values():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         digest.update(whole.detach().numpy().tobytes())
-    say(f"rank {trainer.global_rank} ended at {trainer.global_step}", digest.hexdigest())
-    say(f"rank {trainer.global_rank} scale", f"{scaler.get_scale()}")
-    for each in stopping:
-        say(f"rank {trainer.global_rank} stopping", f"{each.wait_count} {float(each.best_score):.9g}")
-    say(f"rank {trainer.global_rank} preempted by", str(checkpoints.preempted_by))
-
-
-def rank_of(run: dict, rank: int) -> None:
-    """Be a rank of `run`, as torchrun starts one."""
-    output = os.open(run["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for standard in (1, 2):
-        os.dup2(output, standard)
-    if run["ranks"] > 1:
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run["ranks"], "LOCAL_WORLD_SIZE": run["ranks"]}
-        group = {"GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": run["port"], "TORCHELASTIC_RUN_ID": "run"}
-        os.environ |= {name: str(value) for name, value in (place | group).items()}
-    os.chdir(run["folder"])
-    main(run["arguments"])
-
-
-def fork(run: dict, rank: int) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        torch.set_num_threads(1)
-        rank_of(run, rank)
-        code = 0
-    except SystemExit as leaving:
-        code = int(leaving.code or 0)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
-
-
-def serve() -> None:
-    for line in sys.stdin:
-        run = json.loads(line)
-        pids = [fork(run, rank) for rank in range(run["ranks"])]
-        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-        print(json.dumps(codes), flush=True)
+    ended = {
+        "step": trainer.global_step,
+        "digest": digest.hexdigest(),
+        "lr": trainer.optimizers[0].param_groups[0]["lr"],
+        "scale": scaler.get_scale(),
+        "stopping": [[each.wait_count, float(each.best_score)] for each in stopping],
+        "preempted_by": checkpoints.preempted_by,
+    }
+    say(f"ended {json.dumps(ended)}")
 
 
 if __name__ == "__main__":
-    if arguments := sys.argv[1:]:
-        main(arguments)
-    else:
-        serve()
+    run(**json.loads(sys.argv[1]))
