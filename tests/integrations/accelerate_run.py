@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchtitan_lite import log
@@ -17,7 +19,16 @@ from torchtitan_lite.checkpoint import TrainState
 from torchtitan_lite.integrations.accelerate import Batches, for_accelerator
 
 
-def run(folder: str, kill_at: int = 0, steps: int = 20, accumulated: int = 1, **keys: Any) -> None:
+def run(
+    folder: str, kill_at: int = 0, kill_in: str = "save", steps: int = 20, accumulated: int = 1, **keys: Any
+) -> None:
+    """Train; at step `kill_at` kill the process after the call that `kill_in` names: backward, step or save."""
+
+    def may_kill(after: str) -> None:
+        step = progress.step if after == "save" else progress.step + 1
+        if step == kill_at and after == kill_in:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     log.setup(int(os.environ.get("RANK", "0")))
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulated)
@@ -39,15 +50,25 @@ def run(folder: str, kill_at: int = 0, steps: int = 20, accumulated: int = 1, **
                     loss = nn.functional.mse_loss(model(inputs), targets)
                     os.write(1, f"{accelerator.process_index} step {progress.step + 1}: loss {loss:.9g}\n".encode())
                     accelerator.backward(loss)
+                    may_kill("backward")
                     optimizer.step()
+                    may_kill("step")
                     scheduler.step()
                     optimizer.zero_grad()
                 if accelerator.sync_gradients:
                     progress.step += 1
                     manager.save(progress.step, force=progress.step == steps)
-                    if progress.step == kill_at:
-                        os.kill(os.getpid(), signal.SIGKILL)
+                    may_kill("save")
                 if progress.step == steps:
                     break
     values = [parameter.double().sum().item() for parameter in model.parameters()]
     os.write(1, f"ended {json.dumps({'values': values, 'lr': scheduler.get_last_lr()})}\n".encode())
+
+
+def ask_for_fsdp2() -> None:
+    """Prepare a model as a user who asks for FSDP2, and print what became of it."""
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    model = accelerator.prepare(nn.Linear(2, 2))
+    sharded = sum(isinstance(parameter, DTensor) for parameter in model.parameters())
+    ended = {"type": accelerator.distributed_type.value, "model": type(model).__name__, "sharded": sharded}
+    os.write(1, f"ended {json.dumps(ended)}\n".encode())

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import signal
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,12 +14,13 @@ import pytest
 from tests.integrations.served import Served, continues, served
 from torchtitan_lite.errors import ConfigError
 
-pytest.importorskip("accelerate")
+pytestmark = [
+    pytest.mark.skipif(not find_spec("accelerate"), reason="accelerate is not installed"),
+    pytest.mark.slow,  # the import of accelerate takes seconds
+]
 
-from accelerate.data_loader import DataLoaderShard
-from accelerate.utils import DistributedType
-
-from torchtitan_lite.integrations.accelerate import Batches, refuse_untried
+CALLS = ("backward", "step", "save")
+INTERVAL = 3
 
 
 @pytest.fixture(scope="module")
@@ -25,27 +29,60 @@ def loop() -> Iterator[Served]:
         yield server
 
 
-@pytest.mark.slow  # each starts three times
-@pytest.mark.parametrize("ranks", [1, 2], ids=["one process", "DDP"])
-@pytest.mark.parametrize(("accumulated", "kill_at"), [(1, 8), (1, 17), (3, 11)])
+# A process has eleven batches an epoch, and a rank of two has six.
+@pytest.mark.parametrize(
+    ("ranks", "accumulated", "also_at"),
+    [
+        pytest.param(1, 1, [11], marks=pytest.mark.exhaustive),
+        pytest.param(1, 3, [7, 14], marks=pytest.mark.exhaustive),
+        pytest.param(2, 1, [6, 12, 18], marks=pytest.mark.exhaustive),
+        (1, 1, []),
+        (2, 3, []),
+    ],
+)
 def test_a_killed_run_has_the_losses_and_the_state_of_one_that_was_not(
-    accumulated: int, kill_at: int, ranks: int, loop: Served, tmp_path: Path
+    ranks: int, accumulated: int, also_at: list[int], loop: Served, tmp_path: Path, draw: random.Random
 ) -> None:
-    options = {"accumulated": accumulated, "interval": 3, "async_mode": "async"}
+    options = {"accumulated": accumulated, "interval": INTERVAL, "async_mode": "async"}
     straight = loop.run(tmp_path / "straight.log", ranks, folder=tmp_path / "straight", **options)
-    killed = loop.run(tmp_path / "killed.log", ranks, folder=tmp_path / "run", kill_at=kill_at, **options)
-    resumed = loop.run(tmp_path / "resumed.log", ranks, folder=tmp_path / "run", **options)
-    assert (straight.codes, killed.codes, resumed.codes) == ([0] * ranks, [-9] * ranks, [0] * ranks), resumed.output
-    assert continues(resumed, straight)
+    assert straight.codes == [0] * ranks, straight.output
+    assert max(step for _, step, _ in straight.losses) == 20
+    # The second save has begun then, so the first one is committed.
+    drawn = {"kill_at": draw.randint(2 * INTERVAL + 1, 19), "kill_in": draw.choice(CALLS)}
+    for kill in [drawn, *({"kill_at": step, "kill_in": "save"} for step in also_at)]:
+        folder = tmp_path / f"killed-{kill['kill_at']}-{kill['kill_in']}"
+        killed = loop.run(folder.with_suffix(".log"), ranks, folder=folder, **options, **kill)
+        assert -signal.SIGKILL in killed.codes and 0 not in killed.codes, killed.output
+        resumed = loop.run(folder.with_suffix(".resumed.log"), ranks, folder=folder, **options)
+        assert resumed.codes == [0] * ranks, resumed.output
+        saved = range(INTERVAL, kill["kill_at"] + 1, INTERVAL)
+        assert resumed.first_step - 1 in saved[-3:], "at most the save that was under way is lost"
+        assert continues(resumed, straight), f"{kill}: {resumed.output}"
+        assert killed.losses | resumed.losses == straight.losses, f"{kill}: {killed.output}"
 
 
 def test_what_was_not_tried_is_refused_by_name() -> None:
+    from accelerate.utils import DistributedType
+
+    from torchtitan_lite.integrations.accelerate import refuse_untried
+
     for kind in set(DistributedType) - {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}:
         with pytest.raises(ConfigError, match=f"expected one process or DDP, found {kind.value}"):
             refuse_untried(SimpleNamespace(distributed_type=kind))
 
 
+def test_fsdp2_could_not_be_tried_because_accelerate_makes_ddp_of_it_without_a_device(
+    loop: Served, tmp_path: Path
+) -> None:
+    asked = loop.call("ask_for_fsdp2", tmp_path / "asked.log", 2)
+    assert asked.end == [{"type": "MULTI_CPU", "model": "DistributedDataParallel", "sharded": 0}] * 2, asked.output
+
+
 def test_batches_are_those_of_a_prepared_loader_and_continue_where_they_were_saved() -> None:
+    from accelerate.data_loader import DataLoaderShard
+
+    from torchtitan_lite.integrations.accelerate import Batches
+
     with pytest.raises(ConfigError, match=r"expected what Accelerator\.prepare returned, found list"):
         Batches([1, 2])
     stateful = DataLoaderShard(list(range(6)))

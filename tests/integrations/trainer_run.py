@@ -28,24 +28,27 @@ class Printing(Trainer):
 
 
 class Signal(TrainerCallback):
-    """Sends `number` to this process at the end of `step`."""
+    """Sends `number` to this process in `step`, in the hook `name`."""
 
-    def __init__(self, step: int, number: int) -> None:
-        self.step, self.number = step, number
+    def __init__(self, step: int, number: int, name: str) -> None:
+        self.step, self.number, self.name = step, number, name
+        setattr(self, name, self._send)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self.step:
+    def _send(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        done = self.step if self.name == "on_step_end" else self.step - 1
+        if state.global_step == done:
             os.kill(os.getpid(), self.number)
 
 
 def run(
     folder: str,
     kill_at: int = 0,
+    kill_in: str = "on_step_end",
     signal_at: int = 0,
     num_samples: int = 22,
     arguments: dict[str, Any] | None = None,
     keys: dict[str, Any] | None = None,
-    early_stopping: bool = False,
+    patience: int = 0,
     lora: bool = False,
 ) -> None:
     log.setup(int(os.environ.get("RANK", "0")))
@@ -74,15 +77,22 @@ def run(
         TrainingArguments(**settings),
         train_dataset=samples,
         eval_dataset=samples[:4],
-        callbacks=[EarlyStoppingCallback(2)] if early_stopping else [],
+        callbacks=[EarlyStoppingCallback(patience)] if patience else [],
     )
-    for step, number in ((kill_at, signal.SIGKILL), (signal_at, signal.SIGTERM)):
-        if step:
-            trainer.add_callback(Signal(step, number))
+    if kill_at:
+        trainer.add_callback(Signal(kill_at, signal.SIGKILL, kill_in))
+    if signal_at:
+        trainer.add_callback(Signal(signal_at, signal.SIGTERM, "on_step_end"))
     # As a user who draws random numbers between the two.
     torch.rand(3)
     result = Checkpoints(f"{folder}/checkpoint", **{"interval": 3, "keep_latest_k": 0} | (keys or {})).train(trainer)
     values = [parameter.double().sum().item() for parameter in trainer.model.parameters()]
     logs = [entry.get("eval_loss", entry.get("loss")) for entry in trainer.state.log_history[:-1]]
-    ended = {"step": result.global_step, "values": values, "epoch": trainer.state.epoch, "logs": logs}
+    ended = {
+        "step": result.global_step,
+        "values": values,
+        "epoch": trainer.state.epoch,
+        "logs": logs,
+        "model": type(trainer.model_wrapped).__name__,
+    }
     os.write(1, f"ended {json.dumps(ended)}\n".encode())
