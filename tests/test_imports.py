@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NOT_NEEDED = ["torch.distributed.pipelining", "torch._dynamo", "transformers", "pyarrow", "datasets", "safetensors"]
+NOT_NEEDED = ["torch.distributed.pipelining", "torch._dynamo", "transformers", "accelerate", "lightning"]
+NOT_NEEDED += ["pytorch_lightning", "pyarrow", "datasets", "safetensors"]
 
 
 @pytest.mark.slow  # a new interpreter with torch

@@ -71,6 +71,10 @@ WITH = {
         ["python", "-c", "import torchtitan_lite.integrations.accelerate as a; print(a.__all__)"],
         "Batches",
     ),
+    "lightning": (
+        ["python", "-c", "import torchtitan_lite.integrations.lightning as a; print(a.__all__)"],
+        "Checkpoints",
+    ),
 }
 """A command that uses each extra that the tests have, and words of what it says."""
 
@@ -104,6 +108,7 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Absent())
+sys.modules["pytorch_" + {package!r}] = None  # Lightning's other name
 """
 
 USER_PROGRAM = """
