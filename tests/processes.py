@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +53,13 @@ def own_children(pid: int) -> list[int]:
 
 def command_line(pid: int) -> str:
     return _read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ")
+
+
+def kill_with_children() -> None:
+    """Kill this process and what it has started, of which workers that have just begun would not see that it is gone."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Of a killed worker torch would raise an error here.
+    for pid in (*children(os.getpid()), os.getpid()):
+        send(pid, signal.SIGKILL)
 
 
 def send(pid: int, number: int) -> None:

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
+from tests.processes import kill_with_children  # noqa: E402
 from torchtitan_lite import log  # noqa: E402
 from torchtitan_lite.integrations.lightning import Checkpoints  # noqa: E402
 
@@ -155,6 +156,8 @@ class Killer(lightning.Callback):
         if self.options.kill_waits:
             self.checkpoints.manager.wait()
             trainer.strategy.barrier()
+        if self.options.workers:
+            kill_with_children()
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _signal(self, trainer: Any, *_: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.integrations.killed import all_losses, run_until_it_ends, twice
 from tests.integrations.served import Served, continues, served
 from torchtitan_lite.errors import ConfigError
 
@@ -48,17 +48,13 @@ def test_a_killed_run_has_the_losses_and_the_state_of_one_that_was_not(
     assert straight.codes == [0] * ranks, straight.output
     assert max(step for _, step, _ in straight.losses) == 20
     # The second save has begun then, so the first one is committed.
-    drawn = {"kill_at": draw.randint(2 * INTERVAL + 1, 19), "kill_in": draw.choice(CALLS)}
-    for kill in [drawn, *({"kill_at": step, "kill_in": "save"} for step in also_at)]:
-        folder = tmp_path / f"killed-{kill['kill_at']}-{kill['kill_in']}"
-        killed = loop.run(folder.with_suffix(".log"), ranks, folder=folder, **options, **kill)
-        assert -signal.SIGKILL in killed.codes and 0 not in killed.codes, killed.output
-        resumed = loop.run(folder.with_suffix(".resumed.log"), ranks, folder=folder, **options)
-        assert resumed.codes == [0] * ranks, resumed.output
-        saved = range(INTERVAL, kill["kill_at"] + 1, INTERVAL)
-        assert resumed.first_step - 1 in saved[-3:], "at most the save that was under way is lost"
-        assert continues(resumed, straight), f"{kill}: {resumed.output}"
-        assert killed.losses | resumed.losses == straight.losses, f"{kill}: {killed.output}"
+    drawn = [{"kill_at": step, "kill_in": draw.choice(CALLS)} for step in twice(draw, 2 * INTERVAL + 1, 19)]
+    for kills in [drawn, *([{"kill_at": step, "kill_in": "save"}] for step in also_at)]:
+        runs = run_until_it_ends(kills, loop, tmp_path / f"run-{len(list(tmp_path.iterdir()))}", ranks, **options)
+        saved = range(INTERVAL, kills[-1]["kill_at"] + 1, INTERVAL)
+        assert runs[-1].first_step - 1 in saved[-3:], "at most the save that was under way is lost"
+        assert continues(runs[-1], straight), f"{kills}: {runs[-1].output}"
+        assert all_losses(runs) == straight.losses, f"{kills}"
 
 
 def test_what_was_not_tried_is_refused_by_name() -> None:

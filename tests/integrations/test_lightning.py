@@ -20,7 +20,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.e2e.jobs import free_port
-from tests.integrations.served import ROOT, Ended, Served, continues, with_project, served
+from tests.integrations.killed import all_losses, run_until_it_ends, twice
+from tests.integrations.served import ROOT, Ended, Served, continues, served, with_project
 from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
 from torchtitan_lite.errors import ConfigError
 
@@ -94,21 +95,18 @@ def test_a_killed_run_has_the_losses_and_weights_of_one_that_was_not(
     assert len({step for _, step, _ in straight.losses}) >= 20
     num_batches = straight.losses.total() // ranks
     # Two steps are over then, so at least the first one of them is committed.
-    drawn = draw.randint(2 * options.get("accumulate", 1) + 1, num_batches)
-    kills = [{"kill_at": batch, "kill_waits": True} for batch in also_at]
-    for kill in [{"kill_at": drawn, "kill_in": draw.choice(HOOKS)}, *kills]:
-        name = f"killed-{len(list(tmp_path.iterdir()))}"
-        killed = runs.run(tmp_path / f"{name}.log", ranks, folder=tmp_path / name, **options, **kill)
-        assert -signal.SIGKILL in killed.codes and 0 not in killed.codes, killed.output
-        resumed = runs.run(tmp_path / f"{name}-resumed.log", ranks, folder=tmp_path / name, **options)
-        assert resumed.codes == [0] * ranks, resumed.output
-        assert continues(resumed, straight), f"{kill}: {resumed.output}"
-        assert killed.losses | resumed.losses == straight.losses, f"{kill}: {killed.output}"
-        assert drawn_by_hooks(killed, resumed) == drawn_by_hooks(straight), f"{kill}: {resumed.output}"
-        if "kill_waits" in kill:
-            again = {step for _, step, _ in killed.losses} & {step for _, step, _ in resumed.losses}
+    batches = twice(draw, 2 * options.get("accumulate", 1) + 1, num_batches)
+    drawn = [{"kill_at": batch, "kill_in": draw.choice(HOOKS)} for batch in batches]
+    for kills in [drawn, *([{"kill_at": batch, "kill_waits": True}] for batch in also_at)]:
+        folder = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
+        ended = run_until_it_ends(kills, runs, folder, ranks, **options)
+        assert continues(ended[-1], straight), f"{kills}: {ended[-1].output}"
+        assert all_losses(ended) == straight.losses, f"{kills}"
+        assert drawn_by_hooks(*ended) == drawn_by_hooks(straight), f"{kills}: {ended[-1].output}"
+        if "kill_waits" in kills[0]:
+            again = set.intersection(*({step for _, step, _ in run.losses} for run in ended))
             assert len(again) <= 1, "only batches of a step that was not over"
-        assert "WARNING" not in resumed.output
+        assert "WARNING" not in ended[-1].output
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.integrations.killed import all_losses, run_until_it_ends, twice
 from tests.integrations.served import Served, continues, served
 from torchtitan_lite.errors import ConfigError
 
@@ -83,18 +83,14 @@ def test_a_killed_run_has_the_losses_and_the_state_of_one_that_was_not(
     last = max(step for _, step, _ in straight.losses)
     assert last >= 20
     # The step at which the second save begins is over then, so the first one is committed.
-    drawn = {"kill_at": draw.randint(2 * INTERVAL + 2, last), "kill_in": draw.choice(HOOKS)}
-    for kill in [drawn, *({"kill_at": step} for step in also_at)]:
-        folder = tmp_path / f"killed-{kill['kill_at']}-{len(kill)}"
-        common = {"folder": folder, "keys": keys, **options}
-        killed = trainer.run(folder.with_suffix(".log"), ranks, **common, **kill)
-        assert -signal.SIGKILL in killed.codes and 0 not in killed.codes, killed.output
-        resumed = trainer.run(folder.with_suffix(".resumed.log"), ranks, **common)
-        assert resumed.codes == [0] * ranks, resumed.output
-        saved = range(INTERVAL, kill["kill_at"], INTERVAL)
-        assert resumed.first_step - 1 in saved[-3:], "at most the save that was under way is lost"
-        assert continues(resumed, straight), f"{kill}: {resumed.output}"
-        assert killed.losses | resumed.losses == straight.losses, f"{kill}: {killed.output}"
+    drawn = [{"kill_at": step, "kill_in": draw.choice(HOOKS)} for step in twice(draw, 2 * INTERVAL + 2, last)]
+    for kills in [drawn, *([{"kill_at": step}] for step in also_at)]:
+        folder = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
+        runs = run_until_it_ends(kills, trainer, folder, ranks, keys=keys, **options)
+        saved = range(INTERVAL, kills[-1]["kill_at"], INTERVAL)
+        assert runs[-1].first_step - 1 in saved[-3:], "at most the save that was under way is lost"
+        assert continues(runs[-1], straight), f"{kills}: {runs[-1].output}"
+        assert all_losses(runs) == straight.losses, f"{kills}"
 
 
 def test_on_a_signal_all_ranks_save_the_same_step_and_leave_and_the_next_start_continues(

@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import EarlyStoppingCallback
 
+from tests.processes import kill_with_children
 from torchtitan_lite import log
 from torchtitan_lite.integrations.transformers import Checkpoints
 
@@ -37,6 +38,8 @@ class Signal(TrainerCallback):
     def _send(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         done = self.step if self.name == "on_step_end" else self.step - 1
         if state.global_step == done:
+            if self.number == signal.SIGKILL and args.dataloader_num_workers:
+                kill_with_children()
             os.kill(os.getpid(), self.number)
 
 
