@@ -56,7 +56,7 @@ def command_line(pid: int) -> str:
 
 
 def kill_with_children() -> None:
-    """Kill this process and what it has started, of which workers that have just begun would not see that it is gone."""
+    """Kill this process and what it has started: workers that have just begun do not see that their parent is gone."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Of a killed worker torch would raise an error here.
     for pid in (*children(os.getpid()), os.getpid()):
         send(pid, signal.SIGKILL)
