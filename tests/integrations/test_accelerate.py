@@ -50,7 +50,7 @@ def test_a_killed_run_has_the_losses_and_the_state_of_one_that_was_not(
     # The second save has begun then, so the first one is committed.
     drawn = [{"kill_at": step, "kill_in": draw.choice(CALLS)} for step in twice(draw, 2 * INTERVAL + 1, 19)]
     for kills in [drawn, *([{"kill_at": step, "kill_in": "save"}] for step in also_at)]:
-        runs = run_until_it_ends(kills, loop, tmp_path / f"run-{len(list(tmp_path.iterdir()))}", ranks, **options)
+        runs = run_until_it_ends(kills, loop.run, tmp_path / f"run-{len(list(tmp_path.iterdir()))}", ranks, **options)
         saved = range(INTERVAL, kills[-1]["kill_at"] + 1, INTERVAL)
         assert runs[-1].first_step - 1 in saved[-3:], "at most the save that was under way is lost"
         assert continues(runs[-1], straight), f"{kills}: {runs[-1].output}"

@@ -99,7 +99,7 @@ def test_a_killed_run_has_the_losses_and_weights_of_one_that_was_not(
     drawn = [{"kill_at": batch, "kill_in": draw.choice(HOOKS)} for batch in batches]
     for kills in [drawn, *([{"kill_at": batch, "kill_waits": True}] for batch in also_at)]:
         folder = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
-        ended = run_until_it_ends(kills, runs, folder, ranks, **options)
+        ended = run_until_it_ends(kills, runs.run, folder, ranks, **options)
         assert continues(ended[-1], straight), f"{kills}: {ended[-1].output}"
         assert all_losses(ended) == straight.losses, f"{kills}"
         assert drawn_by_hooks(*ended) == drawn_by_hooks(straight), f"{kills}: {ended[-1].output}"

@@ -86,7 +86,7 @@ def test_a_killed_run_has_the_losses_and_the_state_of_one_that_was_not(
     drawn = [{"kill_at": step, "kill_in": draw.choice(HOOKS)} for step in twice(draw, 2 * INTERVAL + 2, last)]
     for kills in [drawn, *([{"kill_at": step}] for step in also_at)]:
         folder = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
-        runs = run_until_it_ends(kills, trainer, folder, ranks, keys=keys, **options)
+        runs = run_until_it_ends(kills, trainer.run, folder, ranks, keys=keys, **options)
         saved = range(INTERVAL, kills[-1]["kill_at"], INTERVAL)
         assert runs[-1].first_step - 1 in saved[-3:], "at most the save that was under way is lost"
         assert continues(runs[-1], straight), f"{kills}: {runs[-1].output}"
