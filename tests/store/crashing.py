@@ -88,6 +88,10 @@ class Cut(Durable):
         self._operation()
         super().remove_file(path)
 
+    def remove_dir(self, path: Path) -> None:
+        self._operation()
+        super().remove_dir(path)
+
     def remove_tree(self, path: Path) -> None:
         for child in sorted(path.iterdir()):
             self.remove_tree(child) if child.is_dir() else self.remove_file(child)

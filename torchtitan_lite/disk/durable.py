@@ -131,6 +131,10 @@ class Durable:
         """Remove the folder `path` with everything in it; links in it are not followed."""
         shutil.rmtree(path, **_UNLESS_GONE)
 
+    def remove_dir(self, path: Path) -> None:
+        """Remove the folder `path`, which is empty; durable once the folder that it is in is synced."""
+        path.rmdir()
+
     def make_dir(self, path: Path) -> None:
         """Create the folder `path` and its missing parents, all durably."""
         if path.is_dir():

@@ -26,9 +26,12 @@ class HeldFolder:
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[HeldFolder]:
-    """Yield `folder`, held in the block. An OSError about a file in it has the name of the folder."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def held(folder: Path, *, follows_link: bool = True) -> Iterator[HeldFolder]:
+    """Yield `folder`, held in the block. An OSError about a file in it has the name of the folder.
+
+    Unless it `follows_link`, a link to a folder is an OSError, too.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follows_link else os.O_NOFOLLOW))
     path = Path(f"/proc/self/fd/{fd}")
     try:
         yield HeldFolder(folder, path)

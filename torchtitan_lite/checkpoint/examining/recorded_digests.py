@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpoint.examining.file_digests import OnBytes, digests_of
@@ -22,6 +21,7 @@ from torchtitan_lite.checkpoint.examining.transformers_folder import step_of
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import DISK, Durable, temporary_name
+from torchtitan_lite.disk.listed_tree import FileState
 from torchtitan_lite.disk.plain_file import kind_of, read_plain
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe, FolderUnusable
 from torchtitan_lite.store import layout
@@ -29,16 +29,6 @@ from torchtitan_lite.store.described import allowed_description_bytes
 from torchtitan_lite.store.files_of_ranks import FilesOfRanks, together
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.manifest_fields import file_path
-
-
-class FileState(NamedTuple):
-    """What differs once a file was written, or another one has its name."""
-
-    device: int
-    inode: int
-    size: int
-    modified_ns: int
-    changed_ns: int
 
 
 @dataclass(frozen=True)
@@ -118,7 +108,7 @@ def states_of(folder: Path) -> dict[str, FileState]:
             if not stat.S_ISREG(found.st_mode):
                 path = folder if folder.name == name else folder / name
                 raise CheckpointUnsafe(str(path), f"expected a file, found {kind_of(path)}")
-            states[name] = FileState(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+            states[name] = FileState.of(found)
     except OSError as error:
         raise CheckpointUnreadable(str(folder), f"{type(error).__name__}: {error}") from error
     return states

@@ -1,0 +1,143 @@
+"""A file or a folder as it was when it was listed, and its removal: of what was listed, and of nothing else.
+
+A file that was written, replaced or added since stops the removal, and a link is never followed: each folder is opened
+as what was listed, and its files are removed in it, whatever has its name by then.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from torchtitan_lite.disk.durable import DISK, Durable
+from torchtitan_lite.disk.held_folder import held
+from torchtitan_lite.disk.plain_file import kind_of
+from torchtitan_lite.errors import CheckpointUnsafe
+
+
+class FileState(NamedTuple):
+    """What differs once a file was written, or another one has its name."""
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, found: os.stat_result) -> FileState:
+        """Return the state of the file of which the system says `found`."""
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+@dataclass(frozen=True)
+class ListedTree:
+    """The files in `root`, and the folders, by their paths in it."""
+
+    root: Path
+    files: Mapping[str, FileState]
+    folders: Mapping[str, tuple[int, int]]
+    """Device and inode of each, those below first; "" is `root` itself. Empty where only files of `root` are listed."""
+
+    @classmethod
+    def of_folder(cls, root: Path) -> ListedTree:
+        """Return all of the folder `root`. Raises `CheckpointUnsafe` for a link, a pipe or a device in it; OSError."""
+        files: dict[str, FileState] = {}
+        folders: dict[str, tuple[int, int]] = {}
+        for path, found in _below(root, ""):
+            if stat.S_ISDIR(found.st_mode):
+                folders[path] = (found.st_dev, found.st_ino)
+            else:
+                files[path] = FileState.of(found)
+        return cls(root, files, folders)
+
+    @classmethod
+    def of_files(cls, root: Path, names: Sequence[str]) -> ListedTree:
+        """Return those of the files `names` in `root` that exist. Raises as `of_folder` does."""
+        files = {name: FileState.of(_plain(root / name)) for name in names if os.path.lexists(root / name)}
+        return cls(root, files, {})
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all files."""
+        return sum(state.size for state in self.files.values())
+
+    @property
+    def modified_at(self) -> float:
+        """Return when the last of its files was written, in Unix seconds."""
+        return max((state.modified_ns for state in self.files.values()), default=0) / 1e9
+
+    def remove(self, first: Sequence[str], durable: Durable = DISK) -> str:
+        """Remove the files, `first` durably before all others, then the folders; return why it stopped, or "".
+
+        Nothing is removed if anything is not as it was listed. Raises OSError.
+        """
+        if finding := self._change():
+            return f"{finding}, so nothing in it was removed"
+        for path in first:
+            if finding := self._remove_file(path, durable):
+                return finding
+        for folder in dict.fromkeys(str(Path(path).parent) for path in first):
+            durable.fsync_dir(self.root / folder)
+        for path in self.files.keys() - {*first}:
+            if finding := self._remove_file(path, durable):
+                return finding
+        for folder in self.folders:
+            try:
+                durable.remove_dir(self.root / folder)
+            except OSError as error:
+                names = sorted(os.listdir(self.root / folder))[:3]  # noqa: PTH208  # names, not paths
+                if not names:
+                    raise error from None
+                return f"{', '.join(names)} was written since it was listed, and stays; the listed files are removed"
+        durable.fsync_dir(self.root if "" not in self.folders else self.root.parent)
+        return ""
+
+    def _change(self) -> str:
+        """Return what is not as it was listed; the empty string if all is."""
+        try:
+            is_folder = bool(self.folders)
+            now = ListedTree.of_folder(self.root) if is_folder else ListedTree.of_files(self.root, [*self.files])
+        except (OSError, CheckpointUnsafe) as error:
+            return f"it is not as it was listed any more ({error!s:.200})"
+        if now.folders != self.folders:
+            return "a folder in it was made or removed since it was listed"
+        names = self.files.keys() | now.files.keys()
+        changed = sorted(name for name in names if self.files.get(name) != now.files.get(name))
+        return f"{', '.join(changed[:3])} was written or removed since it was listed" if changed else ""
+
+    def _remove_file(self, path: str, durable: Durable) -> str:
+        """Remove the file `path`; return why not if it is another one by now."""
+        below, _, name = path.rpartition("/")
+        with held(self.root / below, follows_link=False) as folder:
+            of_folder = folder.path.stat()
+            if self.folders and (of_folder.st_dev, of_folder.st_ino) != self.folders[below]:
+                return f"{below or self.root.name} is another folder since it was listed, and stays"
+            # Not the last of the state: it changes with the removal of another name of the file.
+            if FileState.of((folder.path / name).lstat())[:4] != self.files[path][:4]:
+                return f"{path} was written since it was listed, and stays"
+            durable.remove_file(folder.path / name)
+        return ""
+
+
+def _below(root: Path, folder: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield each file and folder in `folder` of `root`, by path, and the folder last."""
+    with os.scandir(root / folder) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            path = f"{folder}/{entry.name}" if folder else entry.name
+            if entry.is_dir(follow_symlinks=False):
+                yield from _below(root, path)
+            else:
+                yield path, _plain(root / path)
+    yield folder, (root / folder).lstat()
+
+
+def _plain(path: Path) -> os.stat_result:
+    found = path.lstat()
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointUnsafe(str(path), f"expected a file, found {kind_of(path)}")
+    return found
