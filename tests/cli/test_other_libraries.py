@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.checkpoint.reading.foreign_folders import save_plain
 from tests.cli.conftest import Said
 from tests.cli.other_libraries import (
     SHARDS,
@@ -106,6 +107,23 @@ def test_nan_in_weights_is_named_and_is_no_damage(tmp_path: Path, said: Said) ->
     }
     code, out, _ = said("verify", of_trainer(tmp_path, 10, **weights))
     assert code == 0 and "checkpoint-10: NaN is in half.\n" in out
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_nan_in_a_folder_of_dcp_is_named_by_tensor_also_in_a_view(tmp_path: Path, said: Said) -> None:
+    bad = torch.tensor([[1.0, 2.0], [float("nan"), 4.0], [5.0, 6.0]])
+    large = torch.zeros(400_000, dtype=torch.float16)
+    large[-1] = float("nan")
+    state = {
+        **{"model": {"bad": bad, "turned": bad.T, "without": bad[2:], "half": bad.bfloat16(), "large": large}},
+        **{"optimizer": {"infinite": torch.tensor([float("inf"), float("-inf")]), "count": torch.tensor([-1])}},
+    }
+    folder = save_plain(state, tmp_path / "step-10")
+    code, out, _ = said("verify", folder, "--json")
+    [found] = json.loads(out)["checkpoints"]
+    assert (code, found["status"]) == (0, "intact")
+    assert sorted(found["nan_in"]) == [f"model.{name}" for name in ("bad", "half", "large", "turned")]
+    assert "step-10: NaN is in model." in said("verify", folder)[1]
 
 
 def _data_at(path: Path) -> int:

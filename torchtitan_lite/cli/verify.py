@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from torchtitan_lite.checkpoint.examining.file_digests import Finding, OnBytes
-    from torchtitan_lite.checkpoint.examining.recorded_digests import FileState
     from torchtitan_lite.checkpoint.examining.verification import Looked, Read
     from torchtitan_lite.checkpoint.format.contents import Contents
+    from torchtitan_lite.disk.listed_tree import FileState
 
 INTACT, DAMAGED, GONE, UNREADABLE, UNKNOWN = "intact", "damaged", "removed", "unreadable", "unknown format"
 _SHOWN_KEYS = 3
@@ -165,8 +165,6 @@ class _Result:
     looked: Looked | None = None
     read: Read | None = None
     findings: list[Finding] = field(default_factory=list)
-    nan_in: Sequence[str] = ()
-    """Its tensors with NaN, among those that have neither digest nor checksum."""
     before: Mapping[str, FileState] | None = None
     """The states of its files before they were read, if a record is to be written."""
     recorded_in: Path | None = None
@@ -215,7 +213,7 @@ class _Result:
                 }
         if self.read is not None:
             document |= {"compared_with": self.compared_with, "without_checksum": self.read.num_without_checksum}
-            document |= {"nan_in": list(self.nan_in)}
+            document |= {"nan_in": list(self.read.nan_in)}
         return document
 
 
@@ -322,24 +320,8 @@ def _read(results: Sequence[_Result], is_single: bool, records: _Records, screen
                 with _set_apart(result, is_single):
                     result.read = read_through(result.looked, advance)
                     result.add(result.read.findings)
-                    _look_for_nan(result, result.looked.contents, advance)
                     if result.before is not None and not result.findings:
                         _keep(result, result.looked.contents, records, advance)
-
-
-def _look_for_nan(result: _Result, contents: Contents, on_bytes: OnBytes) -> None:
-    """Read the tensors that nothing else has read, because they have neither digest nor checksum."""
-    from torchtitan_lite.checkpoint.examining.verification import finding_of
-
-    looked = result.looked
-    if looked is None or looked.has_digests or looked.findings or not looked.num_bare:
-        return
-    from torchtitan_lite.checkpoint.examining.bare_tensors import nan_in  # numpy, which is seldom needed.
-
-    try:
-        result.nan_in = nan_in(looked.folder, contents, on_bytes)
-    except CheckpointDamaged as error:
-        result.add([finding_of(looked.folder, error)])
 
 
 def _keep(result: _Result, contents: Contents, records: _Records, on_bytes: OnBytes) -> None:
@@ -477,9 +459,9 @@ def _summary(results: Sequence[_Result], full: bool, seconds: float) -> list[str
         if result.read is not None and result.read.num_without_checksum:
             count, of = result.read.num_without_checksum, result.read.num_items
             lines.append(f"{name}: {count} of {counted(of, 'item')} without a checksum, so not compared by value.")
-        if result.nan_in:
-            more = f" and {len(result.nan_in) - _SHOWN_KEYS} more" if len(result.nan_in) > _SHOWN_KEYS else ""
-            lines.append(f"{name}: NaN is in {', '.join(result.nan_in[:_SHOWN_KEYS])}{more}.")
+        if result.read is not None and (keys := result.read.nan_in):
+            more = f" and {len(keys) - _SHOWN_KEYS} more" if len(keys) > _SHOWN_KEYS else ""
+            lines.append(f"{name}: NaN is in {', '.join(keys[:_SHOWN_KEYS])}{more}.")
         if result.looked is not None and result.looked.unknown:
             lines.append(f"{name} has other files, too: {', '.join(result.looked.unknown[:_SHOWN_KEYS])}.")
     return lines

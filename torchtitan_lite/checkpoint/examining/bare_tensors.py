@@ -32,7 +32,7 @@ def nan_in(folder: Place, contents: Contents, on_bytes: OnBytes) -> list[str]:
     for key, tensor in contents.tensors.items():
         if any(chunk.item is not None for chunk in tensor.chunks):
             continue
-        has_nan = _finder(str(tensor.dtype))
+        has_nan = finder(str(tensor.dtype))
         is_found = False
         for each in stream.slices(key):
             is_found = is_found or has_nan(each.data)
@@ -42,7 +42,8 @@ def nan_in(folder: Place, contents: Contents, on_bytes: OnBytes) -> list[str]:
     return found
 
 
-def _finder(dtype: str) -> Callable[[memoryview], bool]:
+def finder(dtype: str) -> Callable[[bytes | memoryview], bool]:
+    """Return what finds NaN among elements of `dtype`; nothing for dtypes without it."""
     if dtype not in _ABOVE_INFINITY:
         return lambda data: False
     integer, mask, infinity = _ABOVE_INFINITY[dtype]

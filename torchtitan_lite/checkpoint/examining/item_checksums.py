@@ -2,12 +2,14 @@
 
 An item is a zip archive, so plain DCP's checkpoints, which have no digests, have a CRC-32 of every tensor's bytes and
 of every pickle. Nothing is unpickled: pickles are parsed inertly. torch writes 0 for the data where it was configured
-to compute no checksum, and so does this package; such an item is counted. Memory: `THREADS` x 1 MiB. Any thread.
+to compute no checksum, and so does this package; such an item is counted. The elements of a tensor are checked for NaN
+on the way. Memory: `THREADS` x 1 MiB. Any thread.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import os
 import struct
 import threading
@@ -20,7 +22,7 @@ from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.format.contents import Item, Shape
 from torchtitan_lite.checkpoint.reading.files import files_of
-from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, PickledName, parse
+from torchtitan_lite.checkpoint.untrusted.inert_pickle import AnyName, InertPickleError, parse
 from torchtitan_lite.checkpoint.untrusted.stock_item import locate
 from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.errors import CheckpointUnreadable
@@ -62,20 +64,26 @@ class CheckedItems:
 
     damaged: list[tuple[PlacedItem, str]] = field(default_factory=list)
     num_without_checksum: int = 0
+    with_nan: set[str] = field(default_factory=set)
+    """The keys of tensors in which `finder` found NaN."""
+
+
+Finder = Callable[[str], Callable[[bytes], bool]]
+"""Returns what finds NaN among elements of a dtype, which it receives by name."""
+
+
+def find_nothing(dtype: str) -> Callable[[bytes], bool]:
+    """Return what finds no NaN."""
+    return lambda data: False
 
 
 class _Wrong(ValueError):
     """The item is not what it should be."""
 
 
-class _AnyName(dict[tuple[str, str], object]):
-    """A table in which every name is a `PickledName`."""
-
-    def __missing__(self, name: tuple[str, str]) -> PickledName:
-        return PickledName(".".join(name))
-
-
-def check_items(folder: Place, items: Sequence[PlacedItem], on_bytes: Callable[[int], None]) -> CheckedItems:
+def check_items(
+    folder: Place, items: Sequence[PlacedItem], on_bytes: Callable[[int], None], finder: Finder = find_nothing
+) -> CheckedItems:
     """Read all of each of `items`; return which of them are damaged, in their order, and how many have no checksum.
 
     `on_bytes` receives the length of each item. Raises `CheckpointUnreadable` for an error of the machine.
@@ -88,9 +96,13 @@ def check_items(folder: Place, items: Sequence[PlacedItem], on_bytes: Callable[[
             with files.opened(file) as fd:
 
                 def check(place: PlacedItem, fd: int = fd) -> None:
-                    text, has_checksum = _finding(_Window(fd, place.item), place)
+                    window = _Window(fd, place.item)
+                    elements = _Elements.of(window, place, finder)
+                    text, has_checksum = _finding(window, place, elements)
                     with lock:
                         checked.num_without_checksum += not has_checksum
+                        if elements.is_found:
+                            checked.with_nan.add(place.key)
                         if text:
                             checked.damaged.append((place, text))
                         on_bytes(place.item.length)
@@ -133,7 +145,33 @@ class _Window(io.RawIOBase):
         return os.pread(self._fd, count, self._item.offset + at) if at >= 0 and count > 0 else b""
 
 
-def _finding(window: _Window, place: PlacedItem) -> tuple[str, bool]:
+@dataclass
+class _Elements:
+    """The bytes of an item where the elements of its tensor are, and whether NaN was found in them."""
+
+    begin: int
+    end: int
+    has_nan: Callable[[bytes], bool]
+    is_found: bool = False
+
+    @classmethod
+    def of(cls, window: _Window, place: PlacedItem, finder: Finder) -> _Elements:
+        """Return those of `place`; none for an object, and where other bytes are between the elements."""
+        layout = locate(window.part, place.item.length) if place.shape is not None else None
+        if layout is None:
+            return cls(0, 0, lambda data: False)
+        last = sum((n - 1) * stride for n, stride in zip(layout.shape, layout.strides, strict=True))
+        count = math.prod(layout.shape)
+        end = layout.at + (last + 1) * layout.dtype.itemsize if 0 < last + 1 <= count else layout.at
+        return cls(layout.at, end, finder(str(layout.dtype)))
+
+    def look_at(self, at: int, data: bytes) -> None:
+        """Look at the elements in `data`, which begins at the byte `at` of the item with a complete element."""
+        inside = data[max(0, self.begin - at) : max(0, self.end - at)]
+        self.is_found = self.is_found or (bool(inside) and self.has_nan(inside))
+
+
+def _finding(window: _Window, place: PlacedItem, elements: _Elements) -> tuple[str, bool]:
     """Return what is wrong with the item, and whether it has a checksum of its data."""
     try:
         if place.is_file and window.part(0, len(_SIGNATURE)) != _SIGNATURE:
@@ -145,7 +183,7 @@ def _finding(window: _Window, place: PlacedItem) -> tuple[str, bool]:
             raise _Wrong("its entries are larger than it is")
         has_checksum = True
         for entry in entries:
-            found = _crc_of(window, place.item, entry)
+            found = _crc_of(window, place.item, entry, elements)
             if entry.CRC == 0 and found != 0:
                 has_checksum = False
             elif found != entry.CRC:
@@ -199,7 +237,7 @@ def _check_tensor(window: _Window, place: PlacedItem, shape: Shape) -> None:
         raise _Wrong(f"it holds {layout.dtype} {list(layout.shape)}, expected {place.dtype} {list(shape)}")
 
 
-def _crc_of(window: _Window, item: Item, entry: zipfile.ZipInfo) -> int:
+def _crc_of(window: _Window, item: Item, entry: zipfile.ZipInfo, elements: _Elements) -> int:
     at, end = _begin_of(window, entry), 0
     end = at + entry.compress_size
     if end > item.length:
@@ -210,6 +248,7 @@ def _crc_of(window: _Window, item: Item, entry: zipfile.ZipInfo) -> int:
         if not data:
             raise _Wrong("the file ends within it")
         crc = zlib.crc32(data, crc)
+        elements.look_at(at, data)
         at += len(data)
     return crc
 
@@ -229,4 +268,4 @@ def _begin_of(window: _Window, entry: zipfile.ZipInfo) -> int:
 
 def _parse(window: _Window, item: Item, entry: zipfile.ZipInfo) -> None:
     if entry.file_size <= _PICKLE_BYTES:
-        parse(window.part(_begin_of(window, entry), entry.file_size), _AnyName())
+        parse(window.part(_begin_of(window, entry), entry.file_size), AnyName())

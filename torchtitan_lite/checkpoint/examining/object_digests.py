@@ -16,7 +16,14 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.format.contents import Item, StoredObject
 from torchtitan_lite.checkpoint.reading.files import files_of
-from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Instance, Persistent, PickledName, parse
+from torchtitan_lite.checkpoint.untrusted.inert_pickle import (
+    AnyName,
+    InertPickleError,
+    Instance,
+    Persistent,
+    PickledName,
+    parse,
+)
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import text_digest
 from torchtitan_lite.disk.read_requests import Piece
@@ -30,13 +37,6 @@ MOST_BYTES = 16 << 20
 _SHOWN_LETTERS = 36
 _BYTES, _TENSOR = "_codecs.encode", "torch._utils._rebuild_tensor"
 _DICTS = ("collections.OrderedDict", "collections.Counter", "collections.defaultdict")
-
-
-class _AnyName(dict[tuple[str, str], object]):
-    """A table in which every name is a `PickledName`."""
-
-    def __missing__(self, name: tuple[str, str]) -> PickledName:
-        return PickledName(".".join(name))
 
 
 def digest_of(folder: Place, key: str, stored: StoredObject) -> tuple[str, str]:
@@ -56,7 +56,7 @@ def digest_of(folder: Place, key: str, stored: StoredObject) -> tuple[str, str]:
             entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
             if sum(entry.file_size for entry in entries.values()) > len(data):
                 raise ValueError("its entries are larger than the item")
-            value = parse(archive.read(entries["data.pkl"]), _AnyName())
+            value = parse(archive.read(entries["data.pkl"]), AnyName())
             return _Digests(lambda name: archive.read(entries[f"data/{name}"])).of(value), shown(value)
     except (InertPickleError, zipfile.BadZipFile, NotImplementedError, KeyError, RuntimeError, ValueError) as error:
         finding = f"{stored.item.file}: the item of {key} is not what torch.save writes: {error!s:.200}"

@@ -13,14 +13,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.examining.file_digests import FileDigests, Finding, OnBytes, readers_of
 from torchtitan_lite.checkpoint.examining.found_files import FoundFiles, found_at
-from torchtitan_lite.checkpoint.examining.item_checksums import PlacedItem, check_items
+from torchtitan_lite.checkpoint.examining.item_checksums import CheckedItems, PlacedItem, check_items
 from torchtitan_lite.checkpoint.examining.lightning_checkpoint import contents_of
 from torchtitan_lite.checkpoint.examining.opened import absence
 from torchtitan_lite.checkpoint.examining.presence import identity_of, refuse_if_gone
@@ -105,6 +105,8 @@ class Read:
     """Items that were checked one by one, because their file has no digests."""
     num_without_checksum: int = 0
     """Those of them that have no checksum for their data."""
+    nan_in: tuple[str, ...] = ()
+    """The tensors with NaN, among those whose files have no digests: a manifest says it of the others."""
 
 
 def look_at(folder: Place, record: Path | None = None) -> Looked:
@@ -140,20 +142,46 @@ def read_through(
     records = looked.records
     with_digests = {file: records[file] for file in looked.sizes if file in records and records[file].blocks}
     items = list(_items(looked, looked.sizes.keys() - with_digests.keys()))
-    findings: list[Finding] = []
     try:
-        findings += FileDigests(looked.folder, with_digests, looked.contents, on_bytes).compare(make_reader)
-        checked = check_items(looked.folder, items, on_bytes)
-        findings += (Finding(place.item.file, text, (place.key,)) for place, text in checked.damaged)
+        findings = FileDigests(looked.folder, with_digests, looked.contents, on_bytes).compare(make_reader)
+        read = _without_digests(looked, items, on_bytes)
     except CheckpointUnreadable:
         refuse_if_gone(looked.path, looked.identity)
         raise
+    findings += read.findings
     if looked.manifest is not None and DCP_METADATA in looked.manifest.extra and isinstance(looked.path, Path):
         findings += _of_added_metadata(looked.path)
     if findings:
         refuse_if_gone(looked.path, looked.identity)
-    num_bare = 0 if looked.has_digests else looked.num_bare
-    return Read(tuple(findings), len(items) + num_bare, checked.num_without_checksum + num_bare)
+    return dataclasses.replace(read, findings=tuple(findings))
+
+
+def _without_digests(looked: Looked, items: Sequence[PlacedItem], on_bytes: OnBytes) -> Read:
+    """Read `items`, and the tensors that are none; each tensor with NaN is named if no file has digests."""
+    contents = looked.contents
+    if contents is None or looked.has_digests:
+        checked = check_items(looked.folder, items, on_bytes)
+        return Read(_findings_of(checked), len(items), checked.num_without_checksum)
+    from torchtitan_lite.checkpoint.examining.bare_tensors import finder, nan_in  # numpy, which is seldom needed.
+
+    findings: tuple[Finding, ...] = ()
+    with_nan: set[str] = set()
+    try:
+        if looked.num_bare and not looked.findings:
+            with_nan = {*nan_in(looked.folder, contents, on_bytes)}
+    except CheckpointDamaged as error:
+        findings = (finding_of(looked.folder, error),)
+    checked = check_items(looked.folder, items, on_bytes, finder)
+    return Read(
+        (*findings, *_findings_of(checked)),
+        len(items) + looked.num_bare,
+        checked.num_without_checksum + looked.num_bare,
+        tuple(key for key in contents.tensors if key in with_nan | checked.with_nan),
+    )
+
+
+def _findings_of(checked: CheckedItems) -> tuple[Finding, ...]:
+    return tuple(Finding(place.item.file, text, (place.key,)) for place, text in checked.damaged)
 
 
 def _looked(looked: Looked, record: Path | None) -> Looked:

@@ -35,6 +35,13 @@ class PickledName:
     """If not empty, it may only be called with one of these kinds and a string: `getattr` for a member of an enum."""
 
 
+class AnyName(dict[tuple[str, str], object]):
+    """A table in which every name is a `PickledName`, called MODULE.NAME."""
+
+    def __missing__(self, name: tuple[str, str]) -> PickledName:
+        return PickledName(".".join(name))
+
+
 class Instance:
     """An inert record of a call of `kind` with `args`, and of the `state`, `items` and `members` set afterwards."""
 

@@ -15,18 +15,11 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Instance, PickledName, parse
+from torchtitan_lite.checkpoint.untrusted.inert_pickle import AnyName, InertPickleError, Instance, PickledName, parse
 
 
 class UnsafeItem(ValueError):
     """The item is not one that `torch.save` makes of plain objects and tensors."""
-
-
-class _Anything(dict[tuple[str, str], object]):
-    """A table in which every name is a `PickledName`: `torch.load` decides which of them it allows."""
-
-    def __missing__(self, name: tuple[str, str]) -> PickledName:
-        return PickledName(".".join(name))
 
 
 def load_item(data: bytes) -> Any:
@@ -56,7 +49,7 @@ def _inspect(data: bytes) -> list[Any]:
         if sum(entry.file_size for entry in entries) > len(data):
             raise UnsafeItem("its entries are larger than the item")
         pickles = [entry.filename for entry in entries if entry.filename.endswith(".pkl")]
-        return [parse(archive.read(name), _Anything(), _judge) for name in pickles]
+        return [parse(archive.read(name), AnyName(), _judge) for name in pickles]
 
 
 def _bytes_held(value: Any) -> bytes | None:
