@@ -68,3 +68,15 @@ def of_lightning_with_dcp(root: Path, step: int) -> Path:
     folder = save_plain(state, root / f"epoch=0-step={step}.ckpt")
     torch.save({"epoch": 0, "global_step": step}, folder / "meta.pt")
     return folder
+
+
+def of_accelerate(root: Path, step: int) -> Path:
+    """Write `checkpoint_STEP` with `Accelerator.save_state`."""
+    from accelerate import Accelerator
+
+    model = torch.nn.Linear(3, 2)
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    folder = root / f"checkpoint_{step}"
+    accelerator.save_state(str(folder))
+    return folder

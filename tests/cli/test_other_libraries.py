@@ -17,6 +17,7 @@ from tests.cli.conftest import Said
 from tests.cli.other_libraries import (
     SHARDS,
     Setting,
+    of_accelerate,
     of_lightning,
     of_lightning_with_dcp,
     of_trainer,
@@ -25,7 +26,7 @@ from tests.cli.other_libraries import (
 from tests.store.filled import flip
 
 RECORD = "torchtitan-lite.digests.json"
-DATA = (".pt", ".pth", ".ckpt", ".distcp")
+DATA = (".pt", ".pth", ".ckpt", ".distcp", ".bin", ".pkl")
 Make = Callable[[Path, int], Path]
 MAKERS: list[Make] = [
     of_trainer,
@@ -33,8 +34,9 @@ MAKERS: list[Make] = [
     of_trainer_with_fsdp,
     of_lightning,
     of_lightning_with_dcp,
+    of_accelerate,
 ]
-IDS = ["trainer", "sharded", "fsdp", "lightning", "lightning-dcp"]
+IDS = ["trainer", "sharded", "fsdp", "lightning", "lightning-dcp", "accelerate"]
 
 
 @pytest.fixture(autouse=True)
@@ -164,6 +166,32 @@ def test_a_half_written_checkpoint_of_a_trainer_is_none(tmp_path: Path, said: Sa
     for verb in ("inspect", "verify"):
         code, out, err = said(verb, tmp_path / "checkpoint-20")
         assert (code, out) == (1, "") and "which transformers writes last" in err
+
+
+def test_a_checkpoint_of_accelerate_without_its_generators_is_half_written(tmp_path: Path, said: Said) -> None:
+    (of_accelerate(tmp_path, 2) / "random_states_0.pkl").unlink()
+    assert "there is no random_states_0.pkl in it, which accelerate writes last" in said("ls", tmp_path)[1]
+    code, _, err = said("verify", tmp_path / "checkpoint_2")
+    assert code == 1 and "which accelerate writes last" in err
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=IDS)
+def test_a_folder_and_a_step_name_it(make: Make, tmp_path: Path, said: Said) -> None:
+    root = tmp_path / "run"
+    for step in (9, 10):
+        place = make(root, step)
+    assert "checkpoint of step 9, by " in said("inspect", f"{root}:9")[1]
+    named = said("inspect", place, "--json")
+    assert said("inspect", f"{root}:10", "--json") == said("inspect", f"{root}:latest", "--json") == named
+    code, out, err = said("inspect", f"{root}:7")
+    assert (code, out, err) == (1, "", f"error: step 7 is not in {root} (it has 9, 10)\n")
+
+
+def test_two_files_of_one_step_are_named(tmp_path: Path, said: Said) -> None:
+    for name in ("epoch=0-step=10.ckpt", "epoch=0-step=10-v1.ckpt"):
+        of_lightning(tmp_path, 10, name)
+    code, _, err = said("inspect", f"{tmp_path}:10")
+    assert code == 2 and "as epoch=0-step=10-v1.ckpt and epoch=0-step=10.ckpt: name one of them" in err
 
 
 def test_a_checkpoint_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path, said: Said) -> None:

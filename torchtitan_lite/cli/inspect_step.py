@@ -44,6 +44,7 @@ _ORIGINS = {
     WrittenBy.OURS: "",
     WrittenBy.TORCHTITAN: ", by torchtitan, without a manifest",
     WrittenBy.TRANSFORMERS: ", by transformers",
+    WrittenBy.ACCELERATE: ", by accelerate",
     WrittenBy.LIGHTNING: ", by Lightning",
     WrittenBy.DCP: ", by plain DCP, without a manifest",
 }

@@ -41,6 +41,7 @@ _KINDS = {CheckpointKind.FULL: "full", CheckpointKind.WEIGHTS_ONLY: "weights"}
 _LIBRARIES: dict[WrittenBy | None, str] = {
     WrittenBy.TORCHTITAN: "torchtitan",
     WrittenBy.TRANSFORMERS: "transformers",
+    WrittenBy.ACCELERATE: "accelerate",
     WrittenBy.LIGHTNING: "Lightning",
 }
 _COLUMNS = ("step", "kind", "size", "age", "ranks", "notes")

@@ -1,8 +1,8 @@
 """Which checkpoint a person means.
 
 A step is spelt as the folder of a checkpoint, as `FOLDER:10`, or as `FOLDER` for the latest in a folder of checkpoints,
-which may be an address. A dump folder stands for the `checkpoint` in it. Nothing is changed, and only manifests are
-read.
+which may be an address. Where none of ours or DCP's is meant, it is one that another library wrote. A dump folder
+stands for the `checkpoint` in it. Nothing is changed, and only manifests are read.
 """
 
 from __future__ import annotations
@@ -48,45 +48,41 @@ class Target:
 
 
 def resolve(spelling: str) -> Target:
-    """Return the checkpoint that `spelling` means.
+    """Return the checkpoint that `spelling` means, ours or DCP's.
 
-    Raises ConfigError for a wrong address, CheckpointNotFound if there is none, and what `get` of a store raises.
+    Raises ConfigError for a wrong address and for what another library wrote, CheckpointNotFound if there is none, and
+    what `get` of a store raises.
     """
+    target = resolve_any(spelling)
+    folder = target.folder
+    if isinstance(folder, Path) and folder.is_file():
+        raise ConfigError(
+            f"{folder} is a file of Lightning, {_ONLY_READ}, and import-weights tries to take its weights"
+        )
+    if isinstance(folder, Path) and is_one(folder) and not is_checkpoint(folder):
+        raise ConfigError(f"{folder} is a folder of transformers, {_ONLY_READ}; name a folder of FSDP's in it")
+    return target
+
+
+def resolve_any(spelling: str) -> Target:
+    """Return the checkpoint that `spelling` means, of another library too. Raises else as `resolve` does."""
     if is_address(spelling):
         return _in_store(SpeltAddress.of(spelling))
     path = Path(spelling)
-    if path.is_dir():
-        return _of_folder(path)
     if is_lightning_file(path):
-        raise ConfigError(f"{path} is a file of Lightning, {_ONLY_READ}, and import-weights tries to take its weights")
+        return _of_path(path)
+    if path.is_dir():
+        return _of_path(path) if is_one(path) else _latest_of_any(folder_of_checkpoints(spelling))
     folder, colon, number = spelling.rpartition(":")
     if names_step(spelling):
         root = folder_of_checkpoints(folder)
-        return _latest(root) if number == LATEST else _of_step(root, int(number))
+        return _latest_of_any(root) if number == LATEST else _step_of_any(root, int(number))
     if os.path.lexists(path):
         raise CheckpointNotFound(str(path), None, finding="it is not a folder")
     finding = "it does not exist"
     if colon and Path(folder).is_dir():
         finding += f", and {number!r} is not a step: expected a number, or {LATEST!r}"
     raise CheckpointNotFound(str(path), None, finding=finding)
-
-
-def resolve_any(spelling: str) -> Target:
-    """Return the checkpoint that `spelling` means, of another library too, for a verb that changes nothing.
-
-    Raises as `resolve` does.
-    """
-    path = Path(spelling)
-    if is_address(spelling) or not (path.is_dir() or is_lightning_file(path)):
-        return resolve(spelling)
-    if not path.is_dir() or is_one(path):
-        return Target(path, None, None) if not path.is_dir() or not is_checkpoint(path) else resolve(spelling)
-    try:
-        return resolve(spelling)
-    except CheckpointNotFound:
-        if others := [each for each in of_other_libraries(path) if each.is_file() or not absence(each)]:
-            return Target(others[-1], None, None)
-        raise
 
 
 def names_step(spelling: str) -> bool:
@@ -141,14 +137,11 @@ def _in_store(spelt: SpeltAddress) -> Target:
     return Target(place, None, None)
 
 
-def _of_folder(path: Path) -> Target:
-    if not is_checkpoint(path):
-        if is_one(path):
-            raise ConfigError(f"{path} is a folder of transformers, {_ONLY_READ}; name a folder of FSDP's in it")
-        return _latest(folder_of_checkpoints(str(path)))
-    absolute = path.absolute()
-    step = layout.parse_step(absolute.name)
-    return Target(path, None if step is None else path.parent, step)
+def _of_path(path: Path) -> Target:
+    name = path.absolute().name
+    if (step := layout.parse_step(name)) is not None:
+        return Target(path, path.parent, step)
+    return Target(path, None, _step_of_another_library(name))
 
 
 def is_one(folder: Path) -> bool:
@@ -160,15 +153,17 @@ def is_one(folder: Path) -> bool:
 
 
 def of_other_libraries(root: Path) -> list[Path]:
-    """Return the checkpoints in `root`, complete or not, that transformers and Lightning wrote, by ascending step."""
+    """Return the checkpoints in `root`, complete or not, of transformers, accelerate and Lightning, by step."""
     found = []
     for name in Listing(root).names:
         path = root / name
-        if step_of(name) is not None and path.is_dir():
-            found.append((step_of(name) or 0, name))
-        elif is_lightning_file(path) or is_lightning_folder(path):
-            found.append((lightning_step_of(name) or 0, name))
+        if (step_of(name) is not None and path.is_dir()) or is_lightning_file(path) or is_lightning_folder(path):
+            found.append((_step_of_another_library(name) or 0, name))
     return [root / name for _, name in sorted(found)]
+
+
+def _step_of_another_library(name: str) -> int | None:
+    return lightning_step_of(name) if (step := step_of(name)) is None else step
 
 
 def none_in(root: Root, finding: str) -> CheckpointNotFound:
@@ -192,6 +187,30 @@ def _of_step(root: Path, step: int) -> Target:
         return _of_info(open_store(str(root)).get(step), root)
     except CheckpointNotFound as error:
         raise CheckpointNotFound(str(root), step, error.available) from None  # The store knows the absolute path only.
+
+
+def _step_of_any(root: Path, step: int) -> Target:
+    try:
+        return _of_step(root, step)
+    except CheckpointNotFound as error:
+        steps = {path: _step_of_another_library(path.name) for path in of_other_libraries(root)}
+        found = [path for path, of_path in steps.items() if of_path == step]
+        if len(found) > 1:
+            names = " and ".join(path.name for path in found)
+            raise ConfigError(f"step {step} is in {root} as {names}: name one of them") from None
+        if found:
+            return _of_path(found[0])
+        there = sorted({*error.available, *(each for each in steps.values() if each is not None)})
+        raise CheckpointNotFound(str(root), step, there) from None
+
+
+def _latest_of_any(root: Path) -> Target:
+    try:
+        return _latest(root)
+    except CheckpointNotFound:
+        if others := [each for each in of_other_libraries(root) if each.is_file() or not absence(each)]:
+            return _of_path(others[-1])
+        raise
 
 
 def _latest(root: Root) -> Target:

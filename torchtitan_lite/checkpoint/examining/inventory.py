@@ -19,7 +19,13 @@ from pathlib import Path
 
 from torchtitan_lite.checkpoint.examining.lightning_checkpoint import is_lightning_file, is_lightning_folder
 from torchtitan_lite.checkpoint.examining.lightning_checkpoint import step_of as lightning_step_of
-from torchtitan_lite.checkpoint.examining.opened import POSITIONS_OF_TORCHTITAN, WrittenBy, absence, num_writers
+from torchtitan_lite.checkpoint.examining.opened import (
+    POSITIONS_OF_TORCHTITAN,
+    WrittenBy,
+    absence,
+    num_writers,
+    origin_by,
+)
 from torchtitan_lite.checkpoint.examining.recorded_digests import files_in
 from torchtitan_lite.checkpoint.examining.transformers_folder import (
     absence_in,
@@ -250,7 +256,8 @@ def _of_transformers(folder: Path, step: int | None) -> ListedCheckpoint:
         if finding := absence_in(folder):
             return _rest(folder, FolderState.HALF_WRITTEN, step, finding)
         weights_in(folder)
-        return _of_another_library(folder, WrittenBy.TRANSFORMERS, description_of(folder) or folder, step)
+        description = description_of(folder) or folder
+        return _of_another_library(folder, origin_by(description), description, step)
     except FileNotFoundError:
         raise
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Any checkpoint, opened without torch: ours, DCP's, torchtitan's, transformers'; in an object store only ours.
+"""Any checkpoint, opened without torch: ours, DCP's or another library's; in an object store only ours.
 
 Nothing is changed, and no tensor is read. Only our manifest records what a checkpoint is. For one without a manifest
 it follows from the names of its entries, its folder and its files; what does not follow is None or empty:
@@ -26,6 +26,7 @@ from torchtitan_lite.checkpoint.examining.lightning_checkpoint import (
 )
 from torchtitan_lite.checkpoint.examining.lightning_checkpoint import step_of as lightning_step_of
 from torchtitan_lite.checkpoint.examining.transformers_folder import (
+    GENERATORS,
     absence_in,
     contents_in,
     description_of,
@@ -56,6 +57,8 @@ class WrittenBy(enum.Enum):
     """Anything else with DCP's metadata, a weights-only checkpoint of torchtitan included."""
     TRANSFORMERS = "transformers"
     """A checkpoint of its Trainer, or a model in its safetensors files."""
+    ACCELERATE = "accelerate"
+    """What `save_state` wrote."""
     LIGHTNING = "lightning"
     """A file that is not read, or a folder of DCP."""
 
@@ -110,7 +113,7 @@ def open_checkpoint(folder: Place) -> OpenedCheckpoint:
     if isinstance(folder, Path) and (finding := absence(folder)):
         raise CheckpointNotFound(str(folder), None, finding=finding)
     if isinstance(folder, Path) and (description := description_of(folder)) is not None:
-        return _of_another_library(folder, WrittenBy.TRANSFORMERS, description, contents_in, step_of)
+        return _of_another_library(folder, origin_by(description), description, contents_in, step_of)
     opened = CheckpointFolder(folder, "size", DTYPES)
     manifest = opened.manifest
     if manifest is None and not isinstance(folder, Path):
@@ -191,6 +194,11 @@ def origin_of(manifest: Manifest | None, objects: Iterable[str]) -> WrittenBy:
         return WrittenBy.OURS
     is_torchtitan = any(key.startswith(POSITIONS_OF_TORCHTITAN) for key in objects)
     return WrittenBy.TORCHTITAN if is_torchtitan else WrittenBy.DCP
+
+
+def origin_by(description: Path) -> WrittenBy:
+    """Return which of the two libraries wrote the folder that has this `description`."""
+    return WrittenBy.ACCELERATE if description.name == GENERATORS else WrittenBy.TRANSFORMERS
 
 
 def kind_of(keys: Iterable[str]) -> CheckpointKind:

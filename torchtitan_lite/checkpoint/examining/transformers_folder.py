@@ -1,8 +1,9 @@
-"""A folder that transformers wrote: a checkpoint of its Trainer, or a model alone.
+"""A folder that transformers or accelerate wrote: a checkpoint of the Trainer, of `save_state`, or a model alone.
 
 Its tensors are those of its safetensors files, and of the folders below that FSDP wrote with DCP. Each pickle is an
 object that is a complete file: its size is known, it can be compared as bytes, and it is not parsed. Only names and
-descriptions are read. The Trainer writes trainer_state.json last, so a `checkpoint-N` without it is not complete.
+descriptions are read. The Trainer writes trainer_state.json last, and accelerate the states of the generators, so a
+`checkpoint-N` or `checkpoint_N` without either is not complete.
 """
 
 from __future__ import annotations
@@ -22,36 +23,50 @@ from torchtitan_lite.errors import CheckpointDamaged
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import is_folder
 
-SAVED = (".pt", ".pth", ".bin", ".ckpt")
+SAVED = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 """Suffixes of files of `torch.save`."""
-_TRAINER_STATE = "trainer_state.json"
+TRAINER_STATE = "trainer_state.json"
+GENERATORS = "random_states_0.pkl"
 _INDEX = "model.safetensors.index.json"
 _FILES = ("model.safetensors", "adapter_model.safetensors")
 _MOST_INDEX_BYTES = 64 << 20
-_STEP = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
+_STEP = re.compile(r"checkpoint[-_](0|[1-9][0-9]*)")
+WEIGHTS = re.compile(r".*\.safetensors|(pytorch_model|adapter_model).*\.bin")
+"""Names of files with weights."""
 
 
 def step_of(name: str) -> int | None:
-    """Return the step of the Trainer's checkpoint called `name`; None for other names."""
+    """Return the step of the checkpoint called `name`, or its number as accelerate counts; None for other names."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def description_of(folder: Path) -> Path | None:
-    """Return the file that shows that transformers wrote `folder`, the one written last; None if it did not."""
+    """Return the file that shows that one of the two wrote `folder`, the one written last; None if neither did."""
     if os.path.lexists(folder / layout.MANIFEST) or os.path.lexists(folder / layout.METADATA):
         return None
-    names = (_TRAINER_STATE, _INDEX, *_FILES)
+    names = (TRAINER_STATE, GENERATORS, _INDEX, *_FILES)
     # Not pathlib: of a folder that this user cannot read nothing is known.
     return next((folder / name for name in names if os.path.isfile(folder / name)), None)  # noqa: PTH113
 
 
 def absence_in(folder: Path) -> str:
-    """Return why `folder`, which transformers wrote, is no complete checkpoint; the empty string if it may be one."""
-    is_step = step_of(folder.absolute().name) is not None
-    if is_step and not (folder / _TRAINER_STATE).is_file():
-        return f"there is no {_TRAINER_STATE} in it, which transformers writes last"
-    return ""
+    """Return why `folder`, with the name of a step, is no complete checkpoint; the empty string if it may be one."""
+    name = folder.absolute().name
+    if step_of(name) is None:
+        return ""
+    if not (folder / TRAINER_STATE).is_file() and not (folder / GENERATORS).is_file():
+        last, library = (GENERATORS, "accelerate") if "_" in name else (TRAINER_STATE, "transformers")
+        return f"there is no {last} in it, which {library} writes last"
+    paths = [*folder.iterdir()]
+    below = [path for path in paths if is_folder(path)]
+    for path in below:
+        names = {each.name for each in path.iterdir()}
+        if layout.METADATA not in names and any(map(layout.is_data_file, names)):
+            return f"there are files of tensors in {path.name}, but no {layout.METADATA}"
+    # A folder below may have them in a form that is not known here.
+    has_weights = below or any(WEIGHTS.fullmatch(path.name) for path in paths)
+    return "" if has_weights else "there are no weights in it"
 
 
 def has_optimizer(contents: Contents) -> bool:
