@@ -49,13 +49,20 @@ def of_trainer_with_fsdp(root: Path, step: int) -> Path:
     return folder
 
 
-def of_lightning(root: Path, step: int, name: str = "") -> Path:
+def callbacks(best: str = "", last: str = "") -> dict[str, Any]:
+    """Return the state of Lightning's ModelCheckpoint, which names these paths."""
+    state = {"monitor": "loss", "best_model_path": best, "last_model_path": last, "best_k_models": {}}
+    return {"ModelCheckpoint{'monitor': 'loss', 'mode': 'min'}": state}
+
+
+def of_lightning(root: Path, step: int, name: str = "", best: str = "") -> Path:
     """Write one file as Lightning does, with its keys, and with an object of the user's own class."""
-    root.mkdir(exist_ok=True)
+    root.mkdir(exist_ok=True, parents=True)
     path = root / (name or f"epoch=0-step={step}.ckpt")
     checkpoint = {
-        **{"epoch": 0, "global_step": step, "pytorch-lightning_version": "2.5.0", "loops": {}, "callbacks": {}},
+        **{"epoch": 0, "global_step": step, "pytorch-lightning_version": "2.5.0", "loops": {}},
         **{"state_dict": {"weight": torch.full((3,), float(step))}, "optimizer_states": [], "lr_schedulers": []},
+        "callbacks": callbacks(best),
         "hyper_parameters": {"setting": Setting(), "folder": Path("data")},
     }
     torch.save(checkpoint, path)
@@ -66,8 +73,14 @@ def of_lightning_with_dcp(root: Path, step: int) -> Path:
     """Write a folder as Lightning's strategies for sharded models do."""
     state = {"state_dict": {"weight": torch.ones(3)}, "optimizer_0": {"state": {"weight": {"exp_avg": torch.ones(3)}}}}
     folder = save_plain(state, root / f"epoch=0-step={step}.ckpt")
-    torch.save({"epoch": 0, "global_step": step}, folder / "meta.pt")
+    torch.save({"epoch": 0, "global_step": step, "callbacks": callbacks()}, folder / "meta.pt")
     return folder
+
+
+def of_dcp(root: Path, step: int) -> Path:
+    """Write `step-STEP` with `dcp.save`."""
+    state = {"model": {"weight": torch.full((3,), float(step))}, "optimizer": {"weight": {"exp_avg": torch.ones(3)}}}
+    return save_plain(state, root / f"step-{step}")
 
 
 def of_accelerate(root: Path, step: int) -> Path:

@@ -161,13 +161,20 @@ def test_a_prune_is_what_a_job_with_the_same_rules_would_do(tmp_path: Path, said
     assert contents(tmp_path / "job") == contents(tmp_path / "tool")
 
 
+def half_of_dcp(root: Path) -> None:
+    """Put into `root` what saves of plain DCP left that were killed."""
+    filled.of_torchtitan(root)
+    for step in (10, 20):
+        (root / f"step-{step}" / ".metadata").unlink()
+
+
 @pytest.mark.parametrize(
     ("put", "message"),
     [
         (lambda root: root.mkdir(), "there is no complete checkpoint in it"),
         (filled.foreign, "there is no complete checkpoint in it"),
         (filled.half_written, "there is no complete checkpoint in it"),
-        (filled.of_torchtitan, "step-10, step-20 have no manifest, so no rule removes them"),
+        (half_of_dcp, "step-10, step-20 have no manifest, so no rule removes them"),
         (filled.of_a_newer_version, "it has format version 99, this version reads up to"),
         (lambda root: None, "does not exist"),
         (lambda root: root.write_bytes(b""), "it is not a folder"),

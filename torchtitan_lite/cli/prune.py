@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.writing import holding, recover, refuse_without_checkpoints, store_to_write
+from torchtitan_lite.cli.writing import has_only_others, holding, recover, refuse_without_checkpoints, store_to_write
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.config.checks import at_least, not_negative
@@ -21,16 +21,21 @@ from torchtitan_lite.store import retention
 from torchtitan_lite.store.housekeeping import build_housekeeping
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.retention import Verdict, build_retention
+from torchtitan_lite.store.store import CheckpointStore
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from torchtitan_lite.cli.prune_others import PruneOthers
 
 
 @dataclass(frozen=True)
 class Prune:
     """Remove the checkpoints that no rule keeps.
 
-    The latest one, pinned ones and exported weights always stay.
+    The latest one, pinned ones and exported weights always stay. In a folder of
+    another library it only prints, unless --yes is given; there also stay what
+    is named as best or last, and what is young or not known to be complete.
     """
 
     folder: Annotated[str, Positional("FOLDER")]
@@ -49,6 +54,10 @@ class Prune:
     """While the disk has less free, in 10^9 bytes, remove the oldest that only --keep-latest, or no rule, keeps."""
     dry_run: bool = False
     """Print what would be removed, and by which rule the others stay; change nothing."""
+    yes: bool = False
+    """Remove what is listed in a folder of another library, too."""
+    min_age: Annotated[float, Option("HOURS")] = 1.0
+    """In a folder of another library, keep what has a file that was written at most this many hours ago."""
     json: bool = False
     """Print JSON."""
 
@@ -57,6 +66,10 @@ class Prune:
         store = store_to_write(self.folder, screen)
         if self.min_free_disk_gb and is_address(self.folder):
             raise ConfigError(f"--min-free-disk-gb: {store.address} is in an object store, which always has room")
+        if isinstance(store, CheckpointStore) and has_only_others(store):
+            return self._others(store, config).run(screen)
+        if self.yes:
+            raise ConfigError(f"--yes is for checkpoints of other libraries: {store.address} has none, or also ours")
         refuse_without_checkpoints(store)
         removed: set[int] = set()
         housekeeping = build_housekeeping(config, build_retention(config), lambda event: removed.add(event.step))
@@ -82,6 +95,9 @@ class Prune:
             at_least(flag, number, 0)
         not_negative("--keep-for-hours", self.keep_for_hours)
         not_negative("--min-free-disk-gb", self.min_free_disk_gb)
+        not_negative("--min-age", self.min_age)
+        if self.yes and self.dry_run:
+            raise ConfigError("--yes removes and --dry-run removes nothing: give one of them")
         if self.metric in ("", "min:", "max:"):
             raise ConfigError("--metric: expected the name of a metric, found an empty string.")
         rules = (self.keep_latest, self.keep_every_n_steps, self.keep_best, self.keep_for_hours, self.min_free_disk_gb)
@@ -138,7 +154,13 @@ class Prune:
             return f"{done}, for free space" if verdict.for_space else done
         if verdict.kept_by == (FAILED,):
             return "could not be removed"
-        words = {
+        words = self._words()
+        implied = {retention.WITHOUT_NAN} if retention.LATEST in verdict.kept_by else set()
+        return "kept: " + ", ".join(words[reason] for reason in verdict.kept_by if reason not in implied)
+
+    def _words(self) -> dict[str, str]:
+        """Return what each rule and reason that keeps a checkpoint is called on the screen."""
+        return {
             retention.LATEST_K: f"latest {self.keep_latest}",
             retention.EVERY_N: f"every {self.keep_every_n_steps}",
             retention.BEST_K: f"best {self.keep_best} by {self.metric}",
@@ -151,8 +173,18 @@ class Prune:
             retention.WEIGHTS_ONLY: "weights only",
             retention.DAMAGED: "damaged: neither counted nor removed",
         }
-        implied = {retention.WITHOUT_NAN} if retention.LATEST in verdict.kept_by else set()
-        return "kept: " + ", ".join(words[reason] for reason in verdict.kept_by if reason not in implied)
+
+    def _others(self, store: CheckpointStore, config: Checkpoint) -> PruneOthers:
+        from torchtitan_lite.cli.prune_others import PruneOthers  # numpy, to look for NaN.
+
+        return PruneOthers(
+            store.root,
+            build_retention(config),
+            store.missing_bytes(round(config.min_free_disk_gb * 1e9)),
+            self.min_age * 3600,
+            self.yes,
+            self._words(),
+        )
 
 
 FAILED = "could_not_be_removed"

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torchtitan_lite.checkpoint.examining.inventory import FolderState, inventory
+from torchtitan_lite.checkpoint.examining.opened import WrittenBy
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.spelt_address import SpeltAddress
-from torchtitan_lite.cli.target import Root, folder_of_checkpoints, names_step
+from torchtitan_lite.cli.target import Root, folder_of_checkpoints, is_one, names_step, of_other_libraries
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError
 from torchtitan_lite.store.lease import Lease, LeaseClock
@@ -49,7 +51,7 @@ def folder_to_write(spelling: str) -> Path:
             f"{spelling} is one checkpoint: name the folder of checkpoints, {spelling.rpartition(':')[0]}"
         )
     root = folder_of_checkpoints(spelling)
-    if is_checkpoint(root):
+    if is_checkpoint(root) or (is_one(root) and not of_other_libraries(root)):
         raise ConfigError(f"{spelling} is one checkpoint: name the folder of checkpoints that it is in")
     return root
 
@@ -65,6 +67,14 @@ def refuse_without_checkpoints(store: StoresCheckpoints) -> None:
         names = f"{', '.join(unmanaged[:3])}{' ...' * (len(unmanaged) > 3)}"
         finding = f"{names} {has} no manifest, so no rule removes them"
     raise CheckpointNotFound(store.address, None, finding=finding)
+
+
+def has_only_others(store: CheckpointStore) -> bool:
+    """Return whether there are checkpoints in the folder, and all of them are of other libraries."""
+    if store.committed() or store.damaged() or store.unreadable():
+        return False
+    foreign = [entry for entry in inventory(store.root) if entry.state is FolderState.FOREIGN]
+    return any(entry.origin is not WrittenBy.OURS for entry in foreign)
 
 
 def recover(store: StoresCheckpoints, screen: Screen) -> None:

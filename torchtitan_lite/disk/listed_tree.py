@@ -76,7 +76,7 @@ class ListedTree:
 
         Nothing is removed if anything is not as it was listed. Raises OSError.
         """
-        if finding := self._change():
+        if finding := self.change():
             return f"{finding}, so nothing in it was removed"
         for path in first:
             if finding := self._remove_file(path, durable):
@@ -97,7 +97,7 @@ class ListedTree:
         durable.fsync_dir(self.root if "" not in self.folders else self.root.parent)
         return ""
 
-    def _change(self) -> str:
+    def change(self) -> str:
         """Return what is not as it was listed; the empty string if all is."""
         try:
             is_folder = bool(self.folders)

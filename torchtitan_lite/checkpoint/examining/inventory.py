@@ -17,7 +17,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.examining.lightning_checkpoint import is_lightning_file, is_lightning_folder
+from torchtitan_lite.checkpoint.examining.lightning_checkpoint import (
+    is_half_written,
+    is_lightning_file,
+    is_lightning_folder,
+)
 from torchtitan_lite.checkpoint.examining.lightning_checkpoint import step_of as lightning_step_of
 from torchtitan_lite.checkpoint.examining.opened import (
     POSITIONS_OF_TORCHTITAN,
@@ -164,6 +168,8 @@ def _of_any_name(folder: Path) -> ListedCheckpoint | None:
         return _foreign(folder, lightning_step_of(name) if is_lightning_folder(folder) else None)
     if (step := step_of(name)) is not None or description_of(folder) is not None:
         return _of_transformers(folder, step)
+    if is_half_written(folder):
+        return _rest(folder, FolderState.HALF_WRITTEN, lightning_step_of(name), absence(folder))
     return _copy(folder)
 
 

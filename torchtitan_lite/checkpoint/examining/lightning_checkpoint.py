@@ -14,7 +14,8 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import is_folder
 
 _SUFFIX = ".ckpt"
-_META = "meta.pt"
+META = "meta.pt"
+"""Of a folder: what is in a file but the tensors."""
 _STEP = re.compile(r"(?:^|\W)step=(0|[1-9][0-9]*)(?:\W|$)")
 
 
@@ -28,7 +29,14 @@ def is_lightning_folder(folder: Path) -> bool:
     if folder.suffix != _SUFFIX or not is_folder(folder):
         return False
     # Not pathlib: of a folder that this user cannot read nothing is known.
-    return all(os.path.isfile(folder / name) for name in (_META, layout.METADATA))  # noqa: PTH113
+    return all(os.path.isfile(folder / name) for name in (META, layout.METADATA))  # noqa: PTH113
+
+
+def is_half_written(folder: Path) -> bool:
+    """Return whether `folder` is named like a checkpoint of Lightning and has a part of one of DCP."""
+    if folder.suffix != _SUFFIX or os.path.lexists(folder / layout.METADATA):
+        return False
+    return any(layout.is_data_file(path.name) for path in folder.iterdir())
 
 
 def step_of(name: str) -> int | None:

@@ -33,6 +33,7 @@ _MOST_INDEX_BYTES = 64 << 20
 _STEP = re.compile(r"checkpoint[-_](0|[1-9][0-9]*)")
 WEIGHTS = re.compile(r".*\.safetensors|(pytorch_model|adapter_model).*\.bin")
 """Names of files with weights."""
+_SHARD = re.compile(r"(.+)-[0-9]+-of-[0-9]+(\.safetensors|\.bin)")
 
 
 def step_of(name: str) -> int | None:
@@ -64,6 +65,9 @@ def absence_in(folder: Path) -> str:
         names = {each.name for each in path.iterdir()}
         if layout.METADATA not in names and any(map(layout.is_data_file, names)):
             return f"there are files of tensors in {path.name}, but no {layout.METADATA}"
+    indexes = {f"{shard[1]}{shard[2]}.index.json" for path in paths if (shard := _SHARD.fullmatch(path.name))}
+    if missing := sorted(indexes - {path.name for path in paths}):
+        return f"there is no {missing[0]} in it"
     # A folder below may have them in a form that is not known here.
     has_weights = below or any(WEIGHTS.fullmatch(path.name) for path in paths)
     return "" if has_weights else "there are no weights in it"

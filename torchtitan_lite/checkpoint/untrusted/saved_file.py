@@ -14,7 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Instance, PickledName, parse
+from torchtitan_lite.checkpoint.untrusted.inert_pickle import (
+    InertPickleError,
+    Instance,
+    PickledName,
+    Table,
+    parse,
+)
 from torchtitan_lite.checkpoint.untrusted.stock_item import (
     TABLE,
     Layout,
@@ -55,8 +61,11 @@ _KNOWN: dict[tuple[str, str], object] = {
 class SavedFile:
     """The value in the file of `torch.save` at `path`: `root`, inert. `mapping` and `layout` look into it."""
 
-    def __init__(self, path: Path) -> None:
-        """Read the description. Raises `CheckpointUnsafe`, `CheckpointDamaged`, `CheckpointUnreadable` and OSError."""
+    def __init__(self, path: Path, table: Table | None = None) -> None:
+        """Read the description, in which names of `table` may occur, by default those that weights need.
+
+        Raises `CheckpointUnsafe`, `CheckpointDamaged`, `CheckpointUnreadable` and OSError.
+        """
         self.path = path
         with opened(path.resolve()) as fd:
             self._num_bytes = os.fstat(fd).st_size
@@ -76,7 +85,7 @@ class SavedFile:
                     str(path), f"it is not a complete file of torch.save ({error!s:.100}). Download or copy it again"
                 ) from None
         try:
-            self.root = parse(pickled, _KNOWN)
+            self.root = parse(pickled, _KNOWN if table is None else table)
         except InertPickleError as error:
             raise CheckpointUnsafe(
                 str(path), f"{error!s:.300}. A file of weights alone is made by torch.save(model.state_dict(), FILE)"

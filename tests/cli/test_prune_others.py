@@ -1,0 +1,375 @@
+"""`prune` on what plain DCP, transformers, accelerate and Lightning wrote: it prints, and removes only with --yes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.cli.conftest import Said
+from tests.cli.other_libraries import (
+    of_accelerate,
+    of_dcp,
+    of_lightning,
+    of_lightning_with_dcp,
+    of_trainer,
+    of_trainer_with_fsdp,
+)
+from tests.store.crashing import Crash, Cut
+from tests.store.filled import contents, fill, flip, names
+from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
+from torchtitan_lite.cli.prune_others import PruneOthers
+from torchtitan_lite.cli.screen import Screen
+from torchtitan_lite.disk.durable import Durable
+from torchtitan_lite.errors import CheckpointNotFound
+from torchtitan_lite.store.retention import KeepLatest
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+COMMAND = "prune"
+DAY = 86400.0
+Make = Callable[[Path, int], Path]
+
+
+def of_sharded_trainer(root: Path, step: int) -> Path:
+    return of_trainer(root, step, sharded=True)
+
+
+MAKERS: dict[str, Make] = {
+    **{"dcp": of_dcp, "trainer": of_trainer, "sharded": of_sharded_trainer, "fsdp": of_trainer_with_fsdp},
+    **{"accelerate": of_accelerate, "lightning": of_lightning, "lightning-dcp": of_lightning_with_dcp},
+}
+HALF_WRITTEN = {
+    "dcp": ".metadata",
+    "accelerate": "random_states_0.pkl",
+    "lightning-dcp": ".metadata",
+    **dict.fromkeys(("trainer", "sharded", "fsdp"), "trainer_state.json"),
+}
+"""What a checkpoint lacks that is being written."""
+LOADED = {
+    **dict.fromkeys(("dcp", "lightning-dcp"), (".metadata",)),
+    **dict.fromkeys(("trainer", "accelerate"), ("model.safetensors",)),
+    **{"sharded": ("model.safetensors.index.json",), "lightning": ("",)},
+    "fsdp": ("pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata"),
+}
+"""What the library needs for a load."""
+
+
+def age(root: Path, seconds: float = DAY) -> None:
+    """Let every file below `root` be that old."""
+    for path in root.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            os.utime(path, (time.time() - seconds,) * 2)
+
+
+def made(make: Make, root: Path, *steps: int) -> list[Path]:
+    places = [make(root, step) for step in steps]
+    age(root)
+    return places
+
+
+def by_name(out: str) -> dict[str, Any]:
+    return {each["name"]: each for each in json.loads(out)["checkpoints"]}
+
+
+def gone(out: str) -> list[str]:
+    return [name for name, each in by_name(out).items() if each["removed"]]
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Let a writer append to `path` for as long as the block takes, and see that each byte of it stays."""
+    begun, ended, count = threading.Event(), threading.Event(), 0
+
+    def write() -> None:
+        nonlocal count
+        with path.open("ab", buffering=0) as file:
+            while not ended.is_set():
+                count += file.write(b"written ")
+                begun.set()
+
+    before = path.stat().st_size if path.exists() else 0
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        assert begun.wait(60)
+        yield
+    finally:
+        ended.set()
+        writer.join()
+    assert path.stat().st_size == before + count
+
+
+@pytest.mark.parametrize("library", MAKERS)
+def test_it_prints_first_and_removes_with_yes_while_the_latest_is_being_written(
+    library: str, tmp_path: Path, call: Said
+) -> None:
+    root = tmp_path / "run"
+    first, second, kept = made(MAKERS[library], root, 10, 20, 30)
+    latest = MAKERS[library](root, 40)
+    if library in HALF_WRITTEN:
+        (latest / HALF_WRITTEN[library]).unlink()
+    else:
+        os.truncate(latest, latest.stat().st_size // 2)
+    with writing(latest / "optimizer.bin" if latest.is_dir() else latest):
+        before = {name: data for name, data in contents(root).items() if not name.startswith(latest.name)}
+        code, out, err = call(root, "--keep-latest", 1, "--json")
+        assert (code, err, json.loads(out)["dry_run"], gone(out)) == (0, "", True, [first.name, second.name])
+        assert {name: data for name, data in contents(root).items() if not name.startswith(latest.name)} == before
+        found = by_name(out)
+        assert (
+            found[latest.name]["kept_by"][0] in ("incomplete", "damaged") or "min_age" in found[latest.name]["kept_by"]
+        )
+        code, out, err = call(root, "--keep-latest", 1, "--yes")
+    assert (code, err) == (0, "") and "2 of 4 checkpoints removed (" in out
+    assert sorted(path.name for path in root.iterdir()) == sorted([kept.name, latest.name])
+    assert {name: data for name, data in contents(root).items() if name.startswith(kept.name)} == {
+        name: data for name, data in before.items() if name.startswith(kept.name)
+    }
+
+
+def test_the_table_says_why_each_one_stays(tmp_path: Path, call: Said) -> None:
+    made(of_trainer, tmp_path, 10, 20, 30, 40)
+    (tmp_path / "checkpoint-10" / "notes.txt").write_text("mine")
+    code, out, _ = call(tmp_path, "--keep-latest", 1)
+    assert code == 0
+    lines = [line.split(maxsplit=4) for line in out.splitlines()]
+    assert [line[-1] for line in lines[1:5] if line[0] != "checkpoint-10"] == [
+        *("would be removed", "would be removed", "kept: latest 1, the latest")
+    ]
+    assert "kept: not known to be complete: notes.txt is not known to belong to it" in out
+    assert out.endswith("2 of 4 checkpoints would be removed (19.3 KiB): nothing is removed without --yes\n")
+
+
+def test_what_is_young_stays(tmp_path: Path, call: Said) -> None:
+    old, young, _ = made(of_trainer, tmp_path, 10, 20, 30)
+    os.utime(young / "scheduler.pt")
+    code, out, _ = call(tmp_path, "--keep-latest", 1, "--json")
+    assert (code, gone(out)) == (0, [old.name]) and by_name(out)[young.name]["kept_by"] == ["min_age"]
+    os.utime(old / "scheduler.pt", (time.time() + DAY,) * 2)
+    assert gone(call(tmp_path, "--keep-latest", 1, "--json")[1]) == [], "a clock is wrong"
+    os.utime(old / "scheduler.pt")
+    assert gone(call(tmp_path, "--keep-latest", 1, "--min-age", 0, "--json")[1]) == [old.name, young.name]
+
+
+def test_what_the_latest_names_as_the_best_or_last_stays(tmp_path: Path, call: Said) -> None:
+    trained, lit = tmp_path / "trained", tmp_path / "lit"
+    for step in (10, 20, 30, 40):
+        of_trainer(trained, step, best=10 if step < 40 else 20)
+        of_lightning(lit, step, best=f"/elsewhere/epoch=0-step={10 if step < 40 else 20}.ckpt")
+    of_lightning(lit, 5, "last-v1.ckpt")
+    (lit / "best.ckpt").symlink_to("epoch=0-step=30.ckpt")
+    age(tmp_path)
+    out = call(trained, "--keep-latest", 1, "--json")[1]
+    assert gone(out) == ["checkpoint-10", "checkpoint-30"]
+    assert by_name(out)["checkpoint-20"]["kept_by"] == ["best_or_last"]
+    out = call(lit, "--keep-latest", 1, "--yes", "--json")[1]
+    assert gone(out) == ["epoch=0-step=10.ckpt"]
+    assert sorted(path.name for path in lit.iterdir()) == [
+        *("best.ckpt", "epoch=0-step=20.ckpt", "epoch=0-step=30.ckpt", "epoch=0-step=40.ckpt", "last-v1.ckpt")
+    ]
+
+
+def test_where_the_best_is_not_known_all_stay(tmp_path: Path, call: Said) -> None:
+    made(of_trainer, tmp_path / "trained", 10, 20)
+    (tmp_path / "trained" / "checkpoint-20" / "trainer_state.json").write_text("{}")
+    made(of_lightning, tmp_path / "lit", 10)
+    torch.save({"state_dict": {}}, tmp_path / "lit" / "epoch=0-step=20.ckpt")
+    age(tmp_path)
+    for root, text in (("trained", "cannot be read"), ("lit", "has no callbacks in it")):
+        code, out, _ = call(tmp_path / root, "--keep-latest", 1)
+        assert code == 0 and "0 of 2 checkpoints would be removed" in out
+        assert f"which is the best is not known: {names(tmp_path / root)[-1]}" in out and text in out
+
+
+def test_an_object_of_the_users_in_a_file_of_lightning_is_not_loaded(
+    tmp_path: Path, call: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(of_lightning, tmp_path, 10, 20)
+
+    def refuse(self: object, state: object) -> None:
+        raise AssertionError("an object of the user's was loaded")
+
+    monkeypatch.setattr("tests.cli.other_libraries.Setting.__setstate__", refuse, raising=False)
+    assert gone(call(tmp_path, "--keep-latest", 1, "--yes", "--json")[1]) == ["epoch=0-step=10.ckpt"]
+
+
+@pytest.mark.parametrize("library", ["dcp", "lightning", "fsdp"])
+def test_the_latest_that_reads_in_full_stays(library: str, tmp_path: Path, call: Said) -> None:
+    first, second, damaged = made(MAKERS[library], tmp_path, 10, 20, 30)
+    data = max(
+        (path for path in (damaged, *damaged.rglob("*")) if path.is_file()), key=lambda path: path.stat().st_size
+    )
+    flip(data, data.read_bytes().index(b"PK\x01\x02") - 500 if library == "lightning" else None)
+    age(tmp_path)
+    out = call(tmp_path, "--keep-latest", 1, "--json")[1]
+    found = by_name(out)
+    assert gone(out) == [first.name] and found[damaged.name]["kept_by"] == ["damaged"]
+    assert found[second.name]["kept_by"] == ["keep_latest_k", "latest", "latest_without_nan"]
+
+
+def test_the_latest_without_nan_stays(tmp_path: Path, call: Said) -> None:
+    made(of_trainer, tmp_path, 10, 20)
+    of_trainer(tmp_path, 30, **{"norm.weight": torch.full((3,), float("nan"))})
+    age(tmp_path)
+    out = call(tmp_path, "--keep-latest", 1, "--json")[1]
+    assert gone(out) == ["checkpoint-10"] and by_name(out)["checkpoint-20"]["kept_by"] == ["latest_without_nan"]
+
+
+def test_a_link_in_a_checkpoint_or_to_one_keeps_it_and_is_never_followed(tmp_path: Path, call: Said) -> None:
+    root, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    linked, _, _ = made(of_trainer, root, 10, 20, 30)
+    shutil.move(linked / "scheduler.pt", elsewhere)
+    (linked / "scheduler.pt").symlink_to(elsewhere)
+    (root / "checkpoint-5").symlink_to(made(of_trainer, tmp_path / "other", 5)[0])
+    code, out, _ = call(root, "--keep-latest", 1, "--yes", "--json")
+    assert (code, gone(out)) == (0, ["checkpoint-20"])
+    assert "expected a file, found a symbolic link" in by_name(out)[linked.name]["finding"]
+    assert elsewhere.exists() and len([*(tmp_path / "other" / "checkpoint-5").iterdir()]) == 5
+
+
+def test_the_model_next_to_the_checkpoints_of_a_trainer_stays(tmp_path: Path, call: Said) -> None:
+    made(of_trainer, tmp_path, 10, 20)
+    shutil.copy(tmp_path / "checkpoint-20" / "model.safetensors", tmp_path)
+    assert gone(call(tmp_path, "--keep-latest", 1, "--yes", "--json")[1]) == ["checkpoint-10"]
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["norm.weight"], torch.ones(3))
+
+
+def test_a_record_goes_with_its_checkpoint(tmp_path: Path, call: Said, said: Said) -> None:
+    for root, make in ((tmp_path / "lit", of_lightning), (tmp_path / "dcp", of_dcp)):
+        made(make, root, 10, 20)
+        assert said("verify", root, "--record")[0] == 0
+        assert call(root, "--keep-latest", 1, "--yes", "--min-age", 0)[0] == 0
+        assert not [path for path in root.rglob("*") if "10" in path.name]
+
+
+def pruned(root: Path, durable: Durable) -> int:
+    """Remove all but the latest with `durable`."""
+    return PruneOthers(root, KeepLatest(1), 0, 0.0, True, {}).run(Screen(as_json=True), durable)
+
+
+@pytest.mark.parametrize("library", MAKERS)
+def test_a_kill_at_any_point_leaves_it_as_it_was_or_nothing_that_loads(
+    library: str, tmp_path: Path, call: Said
+) -> None:
+    made(MAKERS[library], tmp_path / "as-made", 10, 20)
+    for at in range(1, 100):
+        root = tmp_path / str(at)
+        shutil.copytree(tmp_path / "as-made", root)
+        [place] = [path for path in root.iterdir() if "10" in path.name]
+        before = contents(root)
+        try:
+            pruned(root, Cut(at))
+        except Crash:
+            left = contents(root)
+            assert {name: data for name, data in before.items() if "10" not in name}.items() <= left.items()
+            if left != before and place.exists():
+                assert not all((place / name).exists() for name in LOADED[library]), "of the library"
+                with pytest.raises(CheckpointNotFound):
+                    open_checkpoint(place)
+                assert call(root, "--keep-latest", 1, "--min-age", 0, "--yes", "--json")[0] in (0, 1)
+                assert contents(root) == left, "what is left is not known to be complete"
+        else:
+            assert at > 1 and not place.exists()
+            return
+    raise AssertionError("more operations than expected")
+
+
+class Meanwhile(Durable):
+    """The real disk, on which another process does something right before a file is removed."""
+
+    def __init__(self, name: str, does: Callable[[], object]) -> None:
+        self._name, self._does = name, does
+
+    def remove_file(self, path: Path) -> None:
+        if path.name == self._name:
+            self._does()
+        super().remove_file(path)
+
+
+@pytest.mark.parametrize(
+    ("does", "text", "stays"),
+    [
+        (lambda root: (root / "checkpoint-20" / "new.bin").write_bytes(b"new"), "new.bin was written", 6),
+        (lambda root: (root / "checkpoint-20" / "optimizer.pt").write_bytes(b"new"), "optimizer.pt was written", 5),
+        (lambda root: (root / "checkpoint-20" / "below").mkdir(), "a folder in it was made", 5),
+        (lambda root: shutil.rmtree(root / "checkpoint-30"), "checkpoint-30, which was to stay, is another one", 5),
+    ],
+)
+def test_a_change_since_the_listing_stops_it_before_that_checkpoint(
+    does: Callable[[Path], object], text: str, stays: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made(of_trainer, tmp_path, 10, 20, 30)
+    assert pruned(tmp_path, Meanwhile("scheduler.pt", lambda: does(tmp_path))) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert text in found["stopped"] and [each["name"] for each in found["checkpoints"] if each["removed"]] == [
+        "checkpoint-10"
+    ]
+    assert len([path for path in (tmp_path / "checkpoint-20").iterdir() if path.is_file()]) == stays
+
+
+def test_a_file_that_appears_in_the_middle_of_a_removal_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, *_ = made(of_trainer, tmp_path, 10, 20)
+    assert pruned(tmp_path, Meanwhile("model.safetensors", lambda: (folder / "new.bin").write_bytes(b"new"))) == 1
+    stopped = json.loads(capsys.readouterr().out)["stopped"]
+    assert stopped == "checkpoint-10: new.bin was written since it was listed, and stays; the listed files are removed"
+    assert [path.name for path in folder.iterdir()] == ["new.bin"]
+
+
+def test_a_folder_that_becomes_a_link_in_the_middle_is_not_followed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, *_ = made(of_trainer_with_fsdp, tmp_path / "run", 10, 20)
+    elsewhere = shutil.copytree(folder / "optimizer_0", tmp_path / "elsewhere")
+
+    def swap() -> None:
+        shutil.rmtree(folder / "optimizer_0")
+        (folder / "optimizer_0").symlink_to(elsewhere)
+
+    assert pruned(tmp_path / "run", Meanwhile("trainer_state.json", swap)) == 1
+    assert len([*elsewhere.iterdir()]) == 2 and "checkpoint-10" in capsys.readouterr().out
+
+
+def test_a_disk_that_refuses_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse() -> None:
+        raise OSError(13, "Permission denied", "optimizer.pt")
+
+    made(of_trainer, tmp_path, 10, 20)
+    assert pruned(tmp_path, Meanwhile("optimizer.pt", refuse)) == 1
+    assert "checkpoint-10 could not be removed: " in json.loads(capsys.readouterr().out)["stopped"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ([], "no rule is given"),
+        (["--keep-latest", 1, "--yes", "--dry-run"], "--yes removes and --dry-run removes nothing"),
+        (["--keep-latest", 1, "--min-age", -1], "--min-age: expected a finite number of at least 0"),
+    ],
+)
+def test_options_that_do_not_fit_are_one_sentence(options: list[object], text: str, tmp_path: Path, call: Said) -> None:
+    made(of_trainer, tmp_path, 10, 20)
+    code, out, err = call(tmp_path, *options)
+    assert (code, out, err.count("\n")) == (2, "", 1) and text in err
+
+
+def test_in_a_folder_of_ours_nothing_of_another_library_goes(tmp_path: Path, call: Said) -> None:
+    made(of_trainer, tmp_path, 10, 20)
+    code, _, err = call(tmp_path / "checkpoint-10", "--keep-latest", 1)
+    assert code == 2 and "checkpoint-10 is one checkpoint: name the folder of checkpoints" in err
+    fill(tmp_path, 1, 2)
+    code, _, err = call(tmp_path, "--keep-latest", 1, "--yes")
+    assert code == 2 and "--yes is for checkpoints of other libraries" in err
+    assert call(tmp_path, "--keep-latest", 1)[0] == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-20", "step-2"]

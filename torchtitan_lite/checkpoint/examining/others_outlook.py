@@ -1,0 +1,170 @@
+"""What becomes of each checkpoint of another library in a folder, and why the others stay.
+
+The rules are those of `store.retention`, for the checkpoints of each library by themselves. Besides, these stay: what
+is not known to be complete, what a trainer or a link names as the best or the last, what was written less than a
+minimum of time ago, and what has no step. Before anything goes, checkpoints are read in full from the latest on, until
+one is found that is intact and without NaN: the latest that is intact stays, and so does the latest without NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_lite.checkpoint.examining.named_best import named_by_person
+from torchtitan_lite.checkpoint.examining.opened import WrittenBy
+from torchtitan_lite.checkpoint.examining.other_checkpoints import OtherCheckpoint, other_checkpoints
+from torchtitan_lite.checkpoint.examining.recorded_digests import record_of
+from torchtitan_lite.checkpoint.examining.verification import look_at, read_through
+from torchtitan_lite.errors import TorchtitanLiteError
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
+from torchtitan_lite.store.place import on_disk
+from torchtitan_lite.store.retention import DAMAGED, PROTECTED, RetentionPolicy, judge
+
+INCOMPLETE, NO_STEP, NAMED, NOT_KNOWN, YOUNG = "incomplete", "no_step", "best_or_last", "best_not_known", "min_age"
+"""What keeps a checkpoint besides the rules."""
+
+Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+
+
+@dataclass(frozen=True)
+class OtherVerdict:
+    """What happens to one checkpoint."""
+
+    checkpoint: OtherCheckpoint
+    kept_by: tuple[str, ...]
+    """The rules and reasons that keep it; empty if it goes."""
+    finding: str = ""
+    """More of the reason."""
+    for_space: bool = False
+    stays: OtherCheckpoint | None = None
+    """The latest of its library that was read in full, if this one goes: without that one it may not."""
+
+    @property
+    def goes(self) -> bool:
+        """Return whether it is removed."""
+        return not self.kept_by
+
+
+@dataclass(frozen=True)
+class OthersOutlook:
+    """Decides. `now` is in Unix seconds; `missing_bytes` is how much free space the disk lacks."""
+
+    policy: RetentionPolicy
+    min_age_seconds: float
+    now: float
+    missing_bytes: int
+    progress: Progress
+    """Shows how far the reading of a checkpoint is."""
+
+    def verdicts(self, root: Path) -> list[OtherVerdict]:
+        """Return what happens to each checkpoint in `root`, by ascending step. Raises ConfigError and OSError."""
+        found = other_checkpoints(root)
+        by_person = named_by_person(root)
+        families: dict[WrittenBy | None, list[OtherCheckpoint]] = {}
+        for each in found:
+            if not each.finding:
+                # A checkpoint of torchtitan with weights only looks like plain DCP's.
+                family = WrittenBy.DCP if each.origin is WrittenBy.TORCHTITAN else each.origin
+                families.setdefault(family, []).append(each)
+        verdicts = {each.path: OtherVerdict(each, (INCOMPLETE,), each.finding) for each in found if each.finding}
+        for of_library in families.values():
+            verdicts |= {each.checkpoint.path: each for each in self._of_family(of_library, by_person)}
+        return [verdicts[each.path] for each in found]
+
+    def _of_family(self, family: Sequence[OtherCheckpoint], by_person: frozenset[str]) -> list[OtherVerdict]:
+        with_step = sorted((each for each in family if each.step is not None), key=_step)
+        names, finding = _named(with_step)
+        reasons: dict[int, tuple[str, ...]] = {}
+        for each in with_step:
+            is_so = {
+                NAMED: each.name in names | by_person,
+                NOT_KNOWN: bool(finding),
+                YOUNG: self.now - each.tree.modified_at < self.min_age_seconds,
+            }
+            own = [*reasons.get(_step(each), ()), *(reason for reason, applies in is_so.items() if applies)]
+            reasons[_step(each)] = tuple(dict.fromkeys(own))
+        verdicts = self._judge(with_step, reasons, {}, {})
+        if any(each.goes for each in verdicts):
+            verdicts = self._judge(with_step, reasons, *self._read_from_the_latest(with_step))
+        verdicts = [
+            dataclasses.replace(each, finding=finding) if NOT_KNOWN in each.kept_by else each for each in verdicts
+        ]
+        return verdicts + [OtherVerdict(each, (NO_STEP,)) for each in family if each.step is None]
+
+    def _judge(
+        self,
+        family: Sequence[OtherCheckpoint],
+        reasons: Mapping[int, tuple[str, ...]],
+        damaged: Mapping[Path, str],
+        has_nan: Mapping[Path, bool],
+    ) -> list[OtherVerdict]:
+        """Apply the rules to those that are not `damaged`; `reasons` keep steps whatever the rules say."""
+        sound = {each.path: each for each in family if each.path not in damaged}
+        has_full = any(each.kind is CheckpointKind.FULL for each in sound.values())
+        infos = [
+            CheckpointInfo(
+                _step(each),
+                each.path,
+                # Weights are an export that stays only where checkpoints to resume from are next to them.
+                CheckpointKind.WEIGHTS_ONLY
+                if has_full and each.kind is not CheckpointKind.FULL
+                else CheckpointKind.FULL,
+                each.created_at,
+                each.nbytes,
+                has_nan=has_nan.get(each.path, False),
+            )
+            for each in sound.values()
+        ]
+        protected = {step for step, own in reasons.items() if own}
+        judged = judge(self.policy, infos, protected, now=self.now, missing_bytes=self.missing_bytes)
+        latest = next((sound[path] for path in reversed([*sound]) if path in has_nan), None)
+        verdicts = []
+        for verdict in judged:
+            by_rules = tuple(reason for reason in verdict.kept_by if reason != PROTECTED)
+            kept_by = by_rules + reasons[verdict.info.step]
+            stays = None if kept_by else latest
+            other = sound[on_disk(verdict.info.path)]
+            verdicts.append(OtherVerdict(other, kept_by, for_space=verdict.for_space, stays=stays))
+        return verdicts + [
+            OtherVerdict(each, (DAMAGED,), damaged[each.path]) for each in family if each.path in damaged
+        ]
+
+    def _read_from_the_latest(self, family: Sequence[OtherCheckpoint]) -> tuple[dict[Path, str], dict[Path, bool]]:
+        """Read until one is intact and without NaN; return what is wrong with damaged ones, and who has NaN."""
+        damaged: dict[Path, str] = {}
+        has_nan: dict[Path, bool] = {}
+        for each in reversed(family):
+            finding, found_nan = self._read(each)
+            if finding:
+                damaged[each.path] = finding
+            else:
+                has_nan[each.path] = found_nan
+                if not found_nan:
+                    break
+        return damaged, has_nan
+
+    def _read(self, other: OtherCheckpoint) -> tuple[str, bool]:
+        try:
+            looked = look_at(other.path, record_of(other.path))
+            with self.progress(f"Reading {other.name}", other.nbytes) as advance:
+                read = read_through(looked, advance)
+        except (TorchtitanLiteError, OSError) as error:
+            return f"it cannot be read: {error!s:.200}", False
+        found = [f"{each.file}: {each.text}".removeprefix(": ") for each in (*looked.findings, *read.findings)]
+        return found[0] if found else "", bool(read.nan_in)
+
+
+def _named(family: Sequence[OtherCheckpoint]) -> tuple[frozenset[str], str]:
+    """Return the names that the latest of `family` has for the best and the last, and why they are not known."""
+    found = [each.named for each in family if _step(each) == _step(family[-1])]
+    names = frozenset(name for each in found for name in each.names)
+    return names, next((each.finding for each in found if each.finding), "")
+
+
+def _step(other: OtherCheckpoint) -> int:
+    assert other.step is not None, "only those with a step are judged"
+    return other.step
