@@ -66,9 +66,10 @@ LOADED = {
 
 def age(root: Path, seconds: float = DAY) -> None:
     """Let every file below `root` be that old."""
+    written = time.time() - seconds
     for path in root.rglob("*"):
         if path.is_file() and not path.is_symlink():
-            os.utime(path, (time.time() - seconds,) * 2)
+            os.utime(path, (written, written))
 
 
 def made(make: Make, root: Path, *steps: int) -> list[Path]:
@@ -177,6 +178,20 @@ def test_what_the_latest_names_as_the_best_or_last_stays(tmp_path: Path, call: S
     assert sorted(path.name for path in lit.iterdir()) == [
         *("best.ckpt", "epoch=0-step=20.ckpt", "epoch=0-step=30.ckpt", "epoch=0-step=40.ckpt", "last-v1.ckpt")
     ]
+
+
+def test_the_one_that_was_written_last_stays_whatever_its_step(tmp_path: Path, call: Said) -> None:
+    of_trainer(tmp_path, 300)
+    age(tmp_path, 9 * DAY)
+    for step in (10, 15):
+        age(of_trainer(tmp_path, step), 2 * DAY)
+    age(of_trainer(tmp_path, 20, best=10))
+    out = call(tmp_path, "--keep-latest", 1, "--json")[1]
+    assert gone(out) == ["checkpoint-15"]
+    assert {name: each["kept_by"] for name, each in by_name(out).items() if not each["removed"]} == {
+        **{"checkpoint-10": ["best_or_last"], "checkpoint-20": ["latest"]},
+        "checkpoint-300": ["keep_latest_k", "latest", "latest_without_nan"],
+    }
 
 
 def test_where_the_best_is_not_known_all_stay(tmp_path: Path, call: Said) -> None:

@@ -22,7 +22,7 @@ from torchtitan_lite.checkpoint.examining.verification import look_at, read_thro
 from torchtitan_lite.errors import TorchtitanLiteError
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.place import on_disk
-from torchtitan_lite.store.retention import DAMAGED, PROTECTED, RetentionPolicy, judge
+from torchtitan_lite.store.retention import DAMAGED, LATEST, PROTECTED, RetentionPolicy, judge
 
 INCOMPLETE, NO_STEP, NAMED, NOT_KNOWN, YOUNG = "incomplete", "no_step", "best_or_last", "best_not_known", "min_age"
 """What keeps a checkpoint besides the rules."""
@@ -77,10 +77,14 @@ class OthersOutlook:
 
     def _of_family(self, family: Sequence[OtherCheckpoint], by_person: frozenset[str]) -> list[OtherVerdict]:
         with_step = sorted((each for each in family if each.step is not None), key=_step)
-        names, finding = _named(with_step)
+        # A run that begins again in the folder of a longer one has lower steps.
+        last_written = max(with_step, key=lambda each: (each.created_at, _step(each)), default=None)
+        highest = _step(with_step[-1]) if with_step else None
+        names, finding = _named([each for each in with_step if each is last_written or each.step == highest])
         reasons: dict[int, tuple[str, ...]] = {}
         for each in with_step:
             is_so = {
+                LATEST: each is last_written,
                 NAMED: each.name in names | by_person,
                 NOT_KNOWN: bool(finding),
                 YOUNG: self.now - each.tree.modified_at < self.min_age_seconds,
@@ -125,7 +129,7 @@ class OthersOutlook:
         verdicts = []
         for verdict in judged:
             by_rules = tuple(reason for reason in verdict.kept_by if reason != PROTECTED)
-            kept_by = by_rules + reasons[verdict.info.step]
+            kept_by = tuple(dict.fromkeys(by_rules + reasons[verdict.info.step]))
             stays = None if kept_by else latest
             other = sound[on_disk(verdict.info.path)]
             verdicts.append(OtherVerdict(other, kept_by, for_space=verdict.for_space, stays=stays))
@@ -158,11 +162,10 @@ class OthersOutlook:
         return found[0] if found else "", bool(read.nan_in)
 
 
-def _named(family: Sequence[OtherCheckpoint]) -> tuple[frozenset[str], str]:
-    """Return the names that the latest of `family` has for the best and the last, and why they are not known."""
-    found = [each.named for each in family if _step(each) == _step(family[-1])]
-    names = frozenset(name for each in found for name in each.names)
-    return names, next((each.finding for each in found if each.finding), "")
+def _named(latest: Sequence[OtherCheckpoint]) -> tuple[frozenset[str], str]:
+    """Return the names that `latest` have for the best and the last, and why they are not known."""
+    names = frozenset(name for each in latest for name in each.named.names)
+    return names, next((each.named.finding for each in latest if each.named.finding), "")
 
 
 def _step(other: OtherCheckpoint) -> int:
