@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from tests.checkpoint.reading.foreign_folders import save_plain
 from tests.cli.conftest import Said
@@ -24,6 +25,7 @@ from tests.cli.other_libraries import (
     of_trainer_with_fsdp,
 )
 from tests.store.filled import flip
+from torchtitan_lite.log import counted
 
 RECORD = "torchtitan-lite.digests.json"
 DATA = (".pt", ".pth", ".ckpt", ".distcp", ".bin", ".pkl")
@@ -37,6 +39,9 @@ MAKERS: list[Make] = [
     of_accelerate,
 ]
 IDS = ["trainer", "sharded", "fsdp", "lightning", "lightning-dcp", "accelerate"]
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +116,6 @@ def test_nan_in_weights_is_named_and_is_no_damage(tmp_path: Path, said: Said) ->
     assert code == 0 and "checkpoint-10: NaN is in half.\n" in out
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_nan_in_a_folder_of_dcp_is_named_by_tensor_also_in_a_view(tmp_path: Path, said: Said) -> None:
     bad = torch.tensor([[1.0, 2.0], [float("nan"), 4.0], [5.0, 6.0]])
     large = torch.zeros(400_000, dtype=torch.float16)
@@ -224,14 +228,15 @@ def test_a_folder_below_that_is_a_link_is_refused(tmp_path: Path, said: Said) ->
     assert code == 3 and "optimizer_0 is not read: expected a file, found a symbolic link" in err
 
 
-@pytest.mark.parametrize("verb", ["export", "convert", "pin", "add-metadata"])
+@pytest.mark.parametrize("verb", ["convert", "reshard", "pin", "add-metadata"])
 @pytest.mark.parametrize("make", [of_trainer, of_lightning])
 def test_a_verb_that_writes_refuses_it_in_one_sentence(make: Make, verb: str, tmp_path: Path, said: Said) -> None:
     place = make(tmp_path / "run", 10)
-    more = {"export": [tmp_path / "out"], "convert": [tmp_path / "out", "--layout", "ours"]}.get(verb, [])
+    out = tmp_path / "out"
+    more = {"convert": [out, "--layout", "ours"], "reshard": [out, "--files", 1]}.get(verb, [])
     code, out, err = said(verb, place, *more)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "which ls, inspect, verify and diff read, and no other verb" in err and not (tmp_path / "out").exists()
+    assert "which only ls, inspect, verify, diff, prune and export take" in err and not (tmp_path / "out").exists()
 
 
 def test_the_weights_that_fsdp_left_are_exported_by_the_name_of_their_folder(tmp_path: Path, said: Said) -> None:
@@ -239,6 +244,51 @@ def test_the_weights_that_fsdp_left_are_exported_by_the_name_of_their_folder(tmp
     out = tmp_path / "out.safetensors"
     assert said("export", folder, out)[0] == 0
     assert torch.equal(load_file(out)["weight"], torch.arange(6.0))
+
+
+@pytest.mark.parametrize("make", [MAKERS[0], MAKERS[1], of_lightning_with_dcp, of_accelerate])
+@pytest.mark.parametrize("format", ["safetensors", "torch", "dcp"])
+def test_weights_are_exported_under_the_names_that_they_have(
+    make: Make, format: str, tmp_path: Path, said: Said
+) -> None:
+    place, out = make(tmp_path / "run", 10), tmp_path / "out"
+    if make is of_lightning_with_dcp:
+        expected = {"weight": torch.ones(3)}
+    else:
+        expected = {name: t for file in place.glob("*.safetensors") for name, t in load_file(file).items()}
+    code, printed, err = said("export", f"{tmp_path / 'run'}:10", out, "--format", format, "--dtype", "bfloat16")
+    assert (code, err) == (0, "") and f"Exported {counted(len(expected), 'tensor')} of {place}" in printed
+    if format == "dcp":
+        found = {name: torch.zeros_like(tensor, dtype=torch.bfloat16) for name, tensor in expected.items()}
+        dcp_load(found, checkpoint_id=out, no_dist=True)
+    else:
+        found = torch.load(out) if format == "torch" else load_file(out / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "text"),
+    [
+        (of_lightning, [], "found epoch=0-step=10.ckpt, and export reads no pickle: try import-weights"),
+        (of_trainer_with_fsdp, [], "has its tensors in optimizer_0 and pytorch_model_fsdp_0: name the folder"),
+        (of_trainer, ["--format", "hf"], "has the form of Hugging Face's libraries already: copy it"),
+    ],
+)
+def test_weights_that_are_not_exported_are_refused_with_a_way_out(
+    make: Make, options: list[str], text: str, tmp_path: Path, said: Said
+) -> None:
+    place = make(tmp_path / "run", 10)
+    code, out, err = said("export", place, tmp_path / "out", *options)
+    assert (code, out, err.count("\n")) == (2, "", 1) and text in err and not (tmp_path / "out").exists()
+
+
+def test_a_model_in_a_pickle_is_refused_by_the_name_of_its_file(tmp_path: Path, said: Said) -> None:
+    folder = of_trainer(tmp_path, 10)
+    (folder / "model.safetensors").unlink()
+    torch.save({"norm.weight": torch.ones(3)}, folder / "pytorch_model.bin")
+    code, _, err = said("export", folder, tmp_path / "out")
+    assert code == 2 and "found pytorch_model.bin, and export reads no pickle: try import-weights" in err
 
 
 def test_safetensors_reads_the_weights_next_to_a_record(tmp_path: Path, said: Said) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.new_place import new_place
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import resolve
+from torchtitan_lite.cli.target import resolve_any
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted, readable_bytes
@@ -34,7 +34,8 @@ _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 class Export:
     """Write the weights of a checkpoint in another format, for other tools.
 
-    The checkpoint may be ours, plain DCP's or torchtitan's, full or weights-only. Writes OUT only after verifying it.
+    The checkpoint may be ours, plain DCP's, torchtitan's or another library's, full or weights-only. Writes OUT only
+    after verifying it.
     """
 
     step: Annotated[str, Positional("STEP")]
@@ -70,13 +71,18 @@ class Export:
     def run(self, screen: Screen) -> ExitCode:
         most = num_bytes(self.max_shard_size) if self.max_shard_size else None
         out = new_place(self.out, is_step=self.format == "dcp")
-        target = resolve(self.step)
+        target = resolve_any(self.step)
 
-        from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
+        from torchtitan_lite.checkpoint.converting.weights_of_others import weights_alone
+        from torchtitan_lite.checkpoint.examining.opened import OF_HUGGING_FACE, open_checkpoint
         from torchtitan_lite.checkpoint.examining.presence import reporting_removal
 
         with reporting_removal(target.folder):
-            done = self._export(open_checkpoint(target.folder), out, most, screen)
+            opened = open_checkpoint(target.folder)
+            if opened.origin in OF_HUGGING_FACE and self.format in ("hf", "peft"):
+                already = "has the form of Hugging Face's libraries already: copy it, or name another --format"
+                raise ConfigError(f"{target.folder} {already}")
+            done = self._export(weights_alone(opened), out, most, screen)
         data = {
             "step": target.step,
             "source": str(target.folder),

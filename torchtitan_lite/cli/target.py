@@ -33,7 +33,7 @@ Root = Path | Address
 """A folder of checkpoints. Its string is what people write, and what `open_store` takes."""
 
 
-_ONLY_READ = "which ls, inspect, verify and diff read, and no other verb"
+_ONLY_READ = "which only ls, inspect, verify, diff, prune and export take"
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,9 @@ class WrittenBy(enum.Enum):
     """A file that is not read, or a folder of DCP."""
 
 
+OF_HUGGING_FACE = (WrittenBy.TRANSFORMERS, WrittenBy.ACCELERATE)
+
+
 @dataclass(frozen=True)
 class OpenedCheckpoint:
     """What is known of the checkpoint in `folder` before any tensor is read."""

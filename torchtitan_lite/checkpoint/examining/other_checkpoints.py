@@ -14,7 +14,7 @@ from pathlib import Path
 from torchtitan_lite.checkpoint.examining.inventory import FolderState, ListedCheckpoint, inventory
 from torchtitan_lite.checkpoint.examining.lightning_checkpoint import META
 from torchtitan_lite.checkpoint.examining.named_best import Named, named_by_lightning, named_by_trainer
-from torchtitan_lite.checkpoint.examining.opened import WrittenBy, open_checkpoint
+from torchtitan_lite.checkpoint.examining.opened import OF_HUGGING_FACE, WrittenBy, open_checkpoint
 from torchtitan_lite.checkpoint.examining.recorded_digests import record_of
 from torchtitan_lite.checkpoint.examining.transformers_folder import GENERATORS, TRAINER_STATE, WEIGHTS
 from torchtitan_lite.disk.listed_tree import ListedTree
@@ -29,7 +29,6 @@ _TEXTS = re.compile(
     r"README\.md|vocab\.txt|merges\.txt|chat_template\.jinja|(tokenizer|spiece|sentencepiece\.bpe)\.model"
 )
 """What transformers and peft write next to weights and pickles."""
-_OF_FOLDERS = (WrittenBy.TRANSFORMERS, WrittenBy.ACCELERATE)
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ def _unknown(tree: ListedTree, known: AbstractSet[str], origin: WrittenBy | None
         folders |= {below, *(str(parent) for parent in Path(path).parents)}
         is_text = not below and (_TEXTS.fullmatch(name) or _INDEX.fullmatch(name) or WEIGHTS.fullmatch(name))
         is_known = (
-            name in own if origin not in _OF_FOLDERS else bool(is_text) or bool(below and name == layout.METADATA)
+            name in own if origin not in OF_HUGGING_FACE else bool(is_text) or bool(below and name == layout.METADATA)
         )
         if path not in known and not is_known:
             yield path
