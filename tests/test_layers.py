@@ -101,7 +101,7 @@ WITHOUT_TORCH = (
     *("checkpoint.hugging_face.description", "models.llama.args", "models.llama.hugging_face"),
     "models.llama.config_file",
     *(f"metrics.{name}" for name in ("accounts", "ledger", "run_clock", "json_lines")),
-    *("cli.verify", "cli.diff"),
+    *("cli.verify", "cli.verify_record", "cli.verify_result", "cli.diff"),
     *("preflight", "data.batch_size"),
     *("report", "cli.report", "hangs"),
     *(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +15,8 @@ from torchtitan_lite.cli.exit_codes import ExitCode, sentence_of
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.spelt_address import SpeltAddress
 from torchtitan_lite.cli.target import folder_of_checkpoints, is_one, none_in, of_other_libraries, resolve_any
+from torchtitan_lite.cli.verify_record import DigestRecords
+from torchtitan_lite.cli.verify_result import DAMAGED, GONE, UNKNOWN, UNREADABLE, VerifyResult, rendered
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.errors import (
@@ -22,10 +24,8 @@ from torchtitan_lite.errors import (
     CheckpointNotFound,
     CheckpointUnreadable,
     CheckpointUnsafe,
-    ConfigError,
     UnknownFormat,
 )
-from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing, is_checkpoint
 from torchtitan_lite.store.place import ObjectPlace, Place
@@ -33,17 +33,7 @@ from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.store.verified import FULL, SIZES, Verified, identity_of, record
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from torchtitan_lite.checkpoint.examining.file_digests import Finding, OnBytes
-    from torchtitan_lite.checkpoint.examining.verification import Looked, Read
-    from torchtitan_lite.checkpoint.format.contents import Contents
-    from torchtitan_lite.disk.listed_tree import FileState
-
-INTACT, DAMAGED, GONE, UNREADABLE, UNKNOWN = "intact", "damaged", "removed", "unreadable", "unknown format"
-_SHOWN_KEYS = 3
-_SHOWN_FINDINGS = 10
-_STYLES = {INTACT: "green", DAMAGED: "bold red", UNREADABLE: "bold red"}
+    pass
 
 
 @dataclass(frozen=True)
@@ -73,7 +63,9 @@ class Verify:
 
     def run(self, screen: Screen) -> ExitCode:
         reads = not self.sizes
-        records = self._records()
+        records = DigestRecords.of_options(
+            record=self.record, record_to=self.record_to, again=self.again, sizes=self.sizes
+        )
         folders, is_single = _folders(self.target, screen)
         records.refuse(folders, is_single)
         results = [_looked_at(folder, is_single, records) for folder in folders]
@@ -88,133 +80,8 @@ class Verify:
             "read_seconds": round(seconds, 3) if reads else None,
             "checkpoints": [result.to_json() for result in results],
         }
-        screen.show(document, lambda: _rendered(results, reads, seconds))
+        screen.show(document, lambda: rendered(results, reads, seconds))
         return _code(results)
-
-    def _records(self) -> _Records:
-        """Return what is to become of records. Raise ConfigError for options that do not fit together."""
-        is_given = self.record or bool(self.record_to)
-        if is_given and self.sizes:
-            raise ConfigError("--sizes reads no byte, so there is nothing to record: leave one of the two options out")
-        if self.record and self.record_to:
-            raise ConfigError("--record writes into the checkpoint's folder, --record-to elsewhere: give one of them")
-        if self.again and not is_given:
-            raise ConfigError("--again replaces a record: it needs --record or --record-to FILE")
-        return _Records(Path(self.record_to).absolute() if self.record_to else None, is_given, self.again)
-
-
-@dataclass(frozen=True)
-class _Records:
-    """The records of checkpoints that other libraries wrote: where they are, and what becomes of them."""
-
-    elsewhere: Path | None
-    """The file of a single one; None for records in the folders."""
-    writes: bool
-    """Whether one that is missing is written."""
-    again: bool
-    """Whether one that is there is replaced."""
-
-    def of(self, folder: Path) -> Path:
-        from torchtitan_lite.checkpoint.examining.recorded_digests import record_of
-
-        return self.elsewhere or record_of(folder)
-
-    def refuse(self, folders: Sequence[Place], is_single: bool) -> None:
-        """Raise ConfigError or FolderUnusable where no record can be written, before anything is read."""
-        if self.elsewhere is not None and not is_single:
-            raise ConfigError("--record-to FILE is the record of one checkpoint: name one, as FOLDER/step-10")
-        for folder in folders if self.writes else ():
-            if not isinstance(folder, Path):
-                raise ConfigError(f"{folder} is in an object store, where every checkpoint has digests already")
-            if os.path.lexists(folder / layout.MANIFEST):
-                if is_single:
-                    raise ConfigError(f"{folder} has digests in its {layout.MANIFEST}: verify it without a record")
-                continue
-            path = self.of(folder.absolute())
-            if self.elsewhere is not None:
-                _refuse_place(path, folder)
-            if (self.again or not path.exists()) and not os.access(path.parent, os.W_OK):
-                from torchtitan_lite.checkpoint.examining.recorded_digests import unwritable
-
-                raise unwritable(path, "it is read-only" if path.parent.is_dir() else "it does not exist")
-
-
-def _refuse_place(record: Path, folder: Path) -> None:
-    """Raise ConfigError if `record` is in the checkpoint in `folder`, or is something else than a record."""
-    from torchtitan_lite.checkpoint.examining.recorded_digests import RecordedDigests
-
-    if record.resolve().is_relative_to(folder.resolve()):
-        raise ConfigError(f"--record-to {record} is in the checkpoint: name a file elsewhere, or use --record")
-    try:
-        RecordedDigests.read(record, folder)
-    except (CheckpointDamaged, CheckpointUnsafe) as error:
-        raise ConfigError(
-            f"--record-to {record}: expected a record of digests, or no file, found another one ({error.finding}): "
-            "name another FILE"
-        ) from None
-
-
-@dataclass
-class _Result:
-    """One checkpoint, and what is known of it so far."""
-
-    folder: Place
-    status: str = INTACT
-    reason: str = ""
-    """Why it is not verified; empty if it is."""
-    looked: Looked | None = None
-    read: Read | None = None
-    findings: list[Finding] = field(default_factory=list)
-    before: Mapping[str, FileState] | None = None
-    """The states of its files before they were read, if a record is to be written."""
-    recorded_in: Path | None = None
-    """The record that was written."""
-
-    @property
-    def name(self) -> str:
-        return self.folder.absolute().name if isinstance(self.folder, Path) else self.folder.name
-
-    def add(self, findings: Sequence[Finding]) -> None:
-        self.findings += findings
-        if self.findings:
-            self.status = DAMAGED
-
-    def leave(self, status: str, error: Exception) -> None:
-        self.status, self.reason, self.findings = status, sentence_of(error), []
-
-    @property
-    def compared_with(self) -> str:
-        """Return what its bytes were compared with: "digests", "checksums" or, if they were not read, ""."""
-        if self.read is None or self.looked is None:
-            return ""
-        return "digests" if self.looked.has_digests else "checksums"
-
-    def to_json(self) -> dict[str, Any]:
-        looked = self.looked
-        document: dict[str, Any] = {
-            "name": self.name,
-            "path": str(self.folder),
-            "status": self.status,
-            "reason": self.reason,
-            "findings": [{"file": each.file, "finding": each.text, "keys": list(each.keys)} for each in self.findings],
-        }
-        if looked is not None:
-            document |= {
-                "has_manifest": looked.manifest is not None,
-                "files": len(looked.sizes),
-                "tensors": 0 if looked.contents is None else len(looked.contents.tensors),
-                "bytes": looked.nbytes,
-                "unknown_files": list(looked.unknown),
-            }
-            if looked.manifest is None and (self.recorded_in is not None or looked.recorded is not None):
-                document["record"] = {
-                    "written": str(self.recorded_in) if self.recorded_in is not None else None,
-                    "compared_with_that_of": looked.recorded.recorded_at if looked.recorded is not None else None,
-                }
-        if self.read is not None:
-            document |= {"compared_with": self.compared_with, "without_checksum": self.read.num_without_checksum}
-            document |= {"nan_in": list(self.read.nan_in)}
-        return document
 
 
 def _folders(spelling: str, screen: Screen) -> tuple[Sequence[Place], bool]:
@@ -273,11 +140,11 @@ def _is_one(folder: Path) -> bool:
         return True
 
 
-def _looked_at(folder: Place, is_single: bool, records: _Records) -> _Result:
+def _looked_at(folder: Place, is_single: bool, records: DigestRecords) -> VerifyResult:
     from torchtitan_lite.checkpoint.examining.recorded_digests import states_of
     from torchtitan_lite.checkpoint.examining.verification import finding_of, look_at
 
-    result = _Result(folder)
+    result = VerifyResult(folder)
     with _set_apart(result, is_single):
         if isinstance(folder, ObjectPlace) and (damage := _damage_by_head(folder)) is not None:
             result.add([finding_of(folder, damage)])
@@ -309,7 +176,7 @@ def _damage_by_head(place: ObjectPlace) -> CheckpointDamaged | None:
     return None
 
 
-def _read(results: Sequence[_Result], is_single: bool, records: _Records, screen: Screen) -> None:
+def _read(results: Sequence[VerifyResult], is_single: bool, records: DigestRecords, screen: Screen) -> None:
     from torchtitan_lite.checkpoint.examining.verification import read_through
 
     total = sum(result.looked.nbytes for result in results if result.looked is not None)
@@ -321,18 +188,9 @@ def _read(results: Sequence[_Result], is_single: bool, records: _Records, screen
                     result.read = read_through(result.looked, advance)
                     result.add(result.read.findings)
                     if result.before is not None and not result.findings:
-                        _keep(result, result.looked.contents, records, advance)
-
-
-def _keep(result: _Result, contents: Contents, records: _Records, on_bytes: OnBytes) -> None:
-    """Write the record of an intact checkpoint. Raises what `take_digests` and `write` raise."""
-    from torchtitan_lite.checkpoint.examining.opened import kind_of
-    from torchtitan_lite.checkpoint.examining.recorded_digests import take_digests
-
-    assert isinstance(result.folder, Path) and result.before is not None
-    path, folder = records.of(result.folder), result.folder
-    take_digests(folder, result.before, on_bytes).write(path, layout.parse_step(result.name), kind_of(contents))
-    result.recorded_in = path
+                        assert isinstance(result.folder, Path), "those in a store have digests"
+                        written = records.write(result.folder, result.before, result.looked.contents, advance)
+                        result.recorded_in = written
 
 
 class _set_apart(contextlib.AbstractContextManager[None]):
@@ -346,7 +204,7 @@ class _set_apart(contextlib.AbstractContextManager[None]):
         (OSError, UNREADABLE),
     )
 
-    def __init__(self, result: _Result, is_single: bool) -> None:
+    def __init__(self, result: VerifyResult, is_single: bool) -> None:
         self._result, self._is_single = result, is_single
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
@@ -357,7 +215,7 @@ class _set_apart(contextlib.AbstractContextManager[None]):
         return False
 
 
-def _record(result: _Result, full: bool, screen: Screen) -> None:
+def _record(result: VerifyResult, full: bool, screen: Screen) -> None:
     """Write the result where `ls` finds it. A result that cannot be written is a note."""
     from torchtitan_lite.checkpoint.examining import presence
 
@@ -376,96 +234,8 @@ def _record(result: _Result, full: bool, screen: Screen) -> None:
         screen.note(f"note: ls will not show this result: {sentence_of(error)}")
 
 
-def _code(results: Sequence[_Result]) -> ExitCode:
+def _code(results: Sequence[VerifyResult]) -> ExitCode:
     statuses = {result.status for result in results}
     if DAMAGED in statuses:
         return ExitCode.DAMAGE
     return ExitCode.FAILED if statuses & {UNREADABLE, UNKNOWN} else ExitCode.FINE
-
-
-def _rendered(results: Sequence[_Result], full: bool, seconds: float) -> RenderableType:
-    from rich.console import Group
-    from rich.padding import Padding
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table.grid(padding=(0, 3, 0, 0))
-    for column in ("name", "status"):
-        table.add_column(column, no_wrap=True)
-    for column in ("files", "tensors", "size"):
-        table.add_column(column, no_wrap=True, justify="right")
-    parts: list[RenderableType] = [Padding(table, (0, 0, 0, 2))]
-    for result in results:
-        status = Text(result.status.upper() if result.status == DAMAGED else result.status)
-        status.stylize(_STYLES.get(result.status, ""))
-        table.add_row(Text(result.name), status, *_figures(result))
-        if result.findings or result.reason:
-            parts += [Text(), Text(result.name), *_details(result)]
-    parts += [Text(), *(Text(line) for line in _summary(results, full, seconds))]
-    return Group(*parts)
-
-
-def _figures(result: _Result) -> list[str]:
-    looked = result.looked
-    if looked is None or looked.contents is None:
-        return ["", "", ""]
-    num_files, num_tensors = len(looked.sizes), len(looked.contents.tensors)
-    return [counted(num_files, "file"), counted(num_tensors, "tensor"), readable_bytes(looked.nbytes)]
-
-
-def _details(result: _Result) -> list[RenderableType]:
-    from rich.padding import Padding
-    from rich.text import Text
-
-    lines: list[tuple[int, str]] = [(2, result.reason)] if result.reason else []
-    for finding in result.findings[:_SHOWN_FINDINGS]:
-        lines.append((2, f"{finding.file}: {finding.text}" if finding.file else finding.text))
-        if finding.keys:
-            more = f" and {len(finding.keys) - _SHOWN_KEYS} more" if len(finding.keys) > _SHOWN_KEYS else ""
-            lines.append((4, f"in it: {', '.join(finding.keys[:_SHOWN_KEYS])}{more}"))
-    if result.findings and result.looked is not None and result.looked.recorded is not None:
-        since = _date(result.looked.recorded.recorded_at)
-        lines.append(
-            (2, f"Recorded on {since}. If it was saved again since, replace the record with --record --again.")
-        )
-    if len(result.findings) > _SHOWN_FINDINGS:
-        lines.append((2, f"... and {len(result.findings) - _SHOWN_FINDINGS} more; --json has all of them"))
-    return [Padding(Text(text), (0, 0, 0, indent)) for indent, text in lines]
-
-
-def _summary(results: Sequence[_Result], full: bool, seconds: float) -> list[str]:
-    verified = [result for result in results if not result.reason]
-    num_damaged = sum(result.status == DAMAGED for result in verified)
-    what = counted(len(verified), "checkpoint")
-    if not full:
-        end = f"{num_damaged} damaged" if num_damaged else "nothing is missing or truncated"
-        lines = [f"{what}, sizes only: {end}. No byte was read."]
-    else:
-        end = f"{num_damaged} damaged" if num_damaged else "nothing is damaged"
-        nbytes = sum(result.looked.nbytes for result in verified if result.read is not None and result.looked)
-        speed = f" ({seconds:.1f} s, {readable_bytes(int(nbytes / seconds))}/s)" if seconds >= 0.1 else ""
-        lines = [f"{what}, every byte{speed}: {end}."]
-    for result in verified:
-        name = result.name
-        if result.recorded_in is not None:
-            num_files = counted(len(result.before or ()), "file")
-            lines.append(f"{name}: the digests of {num_files} are recorded now, in {result.recorded_in}.")
-        elif result.before is not None and result.findings:
-            lines.append(f"{name}: no record is written, because it is damaged.")
-        elif result.looked is not None and result.looked.recorded is not None and full:
-            lines.append(f"{name}: compared with the digests recorded on {_date(result.looked.recorded.recorded_at)}.")
-        elif result.compared_with == "checksums":
-            lines.append(f"{name} has no digests: compared with the checksums that torch.save wrote.")
-        if result.read is not None and result.read.num_without_checksum:
-            count, of = result.read.num_without_checksum, result.read.num_items
-            lines.append(f"{name}: {count} of {counted(of, 'item')} without a checksum, so not compared by value.")
-        if result.read is not None and (keys := result.read.nan_in):
-            more = f" and {len(keys) - _SHOWN_KEYS} more" if len(keys) > _SHOWN_KEYS else ""
-            lines.append(f"{name}: NaN is in {', '.join(keys[:_SHOWN_KEYS])}{more}.")
-        if result.looked is not None and result.looked.unknown:
-            lines.append(f"{name} has other files, too: {', '.join(result.looked.unknown[:_SHOWN_KEYS])}.")
-    return lines
-
-
-def _date(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
