@@ -298,7 +298,7 @@ def test_safetensors_reads_the_weights_next_to_a_record(tmp_path: Path, said: Sa
 
 
 @pytest.mark.slow
-def test_transformers_loads_what_its_trainer_saved_next_to_a_record(tmp_path: Path, said: Said) -> None:
+def test_transformers_resumes_next_to_records_and_after_a_prune(tmp_path: Path, said: Said) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
     config = LlamaConfig(
@@ -307,15 +307,23 @@ def test_transformers_loads_what_its_trainer_saved_next_to_a_record(tmp_path: Pa
     )
     data = [{"input_ids": torch.arange(4), "labels": torch.arange(4)} for _ in range(4)]
     arguments = TrainingArguments(
-        **{"output_dir": str(tmp_path), "max_steps": 2, "save_steps": 1, "per_device_train_batch_size": 2},
+        **{"output_dir": str(tmp_path), "max_steps": 4, "save_steps": 1, "per_device_train_batch_size": 2},
         **{"report_to": [], "use_cpu": True, "disable_tqdm": True, "logging_strategy": "no"},
+        **{"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss", "greater_is_better": True},
     )
-    Trainer(model=LlamaForCausalLM(config), args=arguments, train_dataset=data).train()
+    Trainer(model=LlamaForCausalLM(config), args=arguments, train_dataset=data, eval_dataset=data).train()
     assert said("verify", tmp_path, "--record")[0] == 0
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
-    held = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
+    assert said("prune", tmp_path, "--keep-latest", 1, "--yes")[1].count("younger than 1 h") == 4
+    assert said("prune", tmp_path, "--keep-latest", 1, "--yes", "--min-age", 0)[0] == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-4", Path(state["best_model_checkpoint"]).name}
+    assert not state["best_model_checkpoint"].endswith("checkpoint-4")
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
+    held = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
     assert torch.equal(loaded.model.norm.weight, held["model.norm.weight"])
-    Trainer(model=loaded, args=arguments, train_dataset=data).train(resume_from_checkpoint=True)
-    flip(tmp_path / "checkpoint-2" / "training_args.bin")
+    arguments.max_steps = 5
+    again = Trainer(model=loaded, args=arguments, train_dataset=data, eval_dataset=data)
+    assert again.train(resume_from_checkpoint=True).global_step == 5
+    flip(tmp_path / "checkpoint-4" / "training_args.bin")
     code, out, _ = said("verify", tmp_path)
     assert code == 3 and "training_args.bin: " in out
