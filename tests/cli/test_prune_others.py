@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.checkpoint.reading.foreign_folders import save_plain
 from tests.cli.conftest import Said
 from tests.cli.other_libraries import (
     of_accelerate,
@@ -232,6 +233,31 @@ def test_the_latest_that_reads_in_full_stays(library: str, tmp_path: Path, call:
     assert found[second.name]["kept_by"] == ["keep_latest_k", "latest", "latest_without_nan"]
 
 
+def test_exported_weights_stay_and_are_not_the_latest_to_resume_from(tmp_path: Path, call: Said) -> None:
+    _, _, damaged = made(of_dcp, tmp_path, 10, 20, 30)
+    save_plain({"model": {"weight": torch.ones(3)}}, tmp_path / "step-40")
+    flip(damaged / "__0_0.distcp")
+    age(tmp_path)
+    out = call(tmp_path, "--keep-latest", 1, "--json")[1]
+    assert {name: each["kept_by"] for name, each in by_name(out).items()} == {
+        **{"step-10": [], "step-20": ["keep_latest_k", "latest", "latest_without_nan"], "step-30": ["damaged"]},
+        "step-40": ["weights_only", "latest"],
+    }
+
+
+def test_weights_without_anything_to_resume_from_are_judged(tmp_path: Path, call: Said) -> None:
+    for step in (10, 20):
+        (of_trainer(tmp_path, step) / "optimizer.pt").unlink()
+    age(tmp_path)
+    assert gone(call(tmp_path, "--keep-latest", 1, "--json")[1]) == ["checkpoint-10"]
+
+
+def test_for_free_space_no_more_goes_than_is_needed(tmp_path: Path, call: Said) -> None:
+    made(of_trainer, tmp_path, 10, 20, 30)
+    assert gone(call(tmp_path, "--min-free-disk-gb", 10**6, "--json")[1]) == ["checkpoint-10", "checkpoint-20"]
+    assert gone(call(tmp_path, "--min-free-disk-gb", 1e-9, "--json")[1]) == []
+
+
 def test_the_latest_without_nan_stays(tmp_path: Path, call: Said) -> None:
     made(of_trainer, tmp_path, 10, 20)
     of_trainer(tmp_path, 30, **{"norm.weight": torch.full((3,), float("nan"))})
@@ -337,8 +363,12 @@ def test_a_file_that_appears_in_the_middle_of_a_removal_stays(
 ) -> None:
     folder, *_ = made(of_trainer, tmp_path, 10, 20)
     assert pruned(tmp_path, Meanwhile("model.safetensors", lambda: (folder / "new.bin").write_bytes(b"new"))) == 1
-    stopped = json.loads(capsys.readouterr().out)["stopped"]
-    assert stopped == "checkpoint-10: new.bin was written since it was listed, and stays; the listed files are removed"
+    found = json.loads(capsys.readouterr().out)
+    assert found["checkpoints"][0]["files_left"] == 0 and not found["checkpoints"][0]["removed"]
+    assert (
+        found["stopped"]
+        == "checkpoint-10: new.bin was written since it was listed, and stays; the listed files are removed"
+    )
     assert [path.name for path in folder.iterdir()] == ["new.bin"]
 
 
@@ -361,8 +391,13 @@ def test_a_disk_that_refuses_is_one_sentence(tmp_path: Path, capsys: pytest.Capt
         raise OSError(13, "Permission denied", "optimizer.pt")
 
     made(of_trainer, tmp_path, 10, 20)
-    assert pruned(tmp_path, Meanwhile("optimizer.pt", refuse)) == 1
-    assert "checkpoint-10 could not be removed: " in json.loads(capsys.readouterr().out)["stopped"]
+    verb = PruneOthers(tmp_path, KeepLatest(1), 0, 0.0, True, {"keep_latest_k": "latest 1"})
+    assert verb.run(Screen(), Meanwhile("optimizer.pt", refuse)) == 1
+    out = capsys.readouterr().out
+    assert "removed in part: 3 of its 5 files are left" in out
+    assert "0 of 2 checkpoints removed\nStopped: checkpoint-10 could not be removed: optimizer.pt: Permission" in out
+    verb.run(Screen(), Durable())
+    assert "kept: not known to be complete: there is no trainer_state.json in it" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

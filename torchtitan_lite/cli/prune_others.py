@@ -1,4 +1,4 @@
-"""`prune` in a folder of another library: print what no rule keeps, and remove it only if that is asked for.
+"""`prune` in a folder of another library: print what no rule keeps, and remove it only with --yes.
 
 There is no lease that its writer would heed. So nothing goes but the files that were listed, as they were then, and
 only while the checkpoint that makes it superfluous is still there.
@@ -48,7 +48,7 @@ class PruneOthers:
             "folder": str(self.root),
             "dry_run": not self.removes,
             "removed_bytes": sum(verdict.checkpoint.nbytes for verdict in done),
-            "checkpoints": [_json_of(verdict, verdict in done) for verdict in verdicts],
+            "checkpoints": [_json_of(verdict, verdict in done, self.removes) for verdict in verdicts],
             "stopped": stopped,
         }
         screen.show(data, lambda: self._table(verdicts, done, stopped))
@@ -94,7 +94,8 @@ class PruneOthers:
 
     def _in_words(self, verdict: OtherVerdict, is_done: bool, words: Mapping[str, str]) -> str:
         if verdict.goes and not is_done:
-            return "not removed"
+            left, listed = verdict.checkpoint.tree.num_left, len(verdict.checkpoint.tree.files)
+            return "not removed" if left == listed else f"removed in part: {left} of its {listed} files are left"
         if verdict.goes:
             return ("" if self.removes else "would be ") + "removed" + (", for free space" if verdict.for_space else "")
         implied = {retention.WITHOUT_NAN} if retention.LATEST in verdict.kept_by else set()
@@ -114,7 +115,7 @@ class PruneOthers:
         }
 
 
-def _json_of(verdict: OtherVerdict, is_done: bool) -> dict[str, Any]:
+def _json_of(verdict: OtherVerdict, is_done: bool, removes: bool) -> dict[str, Any]:
     other = verdict.checkpoint
     return {
         "name": other.name,
@@ -124,6 +125,7 @@ def _json_of(verdict: OtherVerdict, is_done: bool) -> dict[str, Any]:
         "bytes": other.nbytes,
         "created_at": other.created_at,
         "files": sorted(other.tree.files),
+        "files_left": 0 if is_done and removes else other.tree.num_left,
         "kept_by": list(verdict.kept_by),
         "finding": verdict.finding,
         "removed": is_done,

@@ -67,6 +67,11 @@ class ListedTree:
         return sum(state.size for state in self.files.values())
 
     @property
+    def num_left(self) -> int:
+        """Return how many of the files, or what has their names, are still there."""
+        return sum(os.path.lexists(self.root / path) for path in self.files)
+
+    @property
     def modified_at(self) -> float:
         """Return when the last of its files was written, in Unix seconds."""
         return max((state.modified_ns for state in self.files.values()), default=0) / 1e9
@@ -83,7 +88,7 @@ class ListedTree:
                 return finding
         for folder in dict.fromkeys(str(Path(path).parent) for path in first):
             durable.fsync_dir(self.root / folder)
-        for path in self.files.keys() - {*first}:
+        for path in sorted(self.files.keys() - {*first}):
             if finding := self._remove_file(path, durable):
                 return finding
         for folder in self.folders:

@@ -68,11 +68,15 @@ class OthersOutlook:
         for each in found:
             if not each.finding:
                 # A checkpoint of torchtitan with weights only looks like plain DCP's.
-                family = WrittenBy.DCP if each.origin is WrittenBy.TORCHTITAN else each.origin
-                families.setdefault(family, []).append(each)
+                library = WrittenBy.DCP if each.origin is WrittenBy.TORCHTITAN else each.origin
+                families.setdefault(library, []).append(each)
         verdicts = {each.path: OtherVerdict(each, (INCOMPLETE,), each.finding) for each in found if each.finding}
-        for of_library in families.values():
-            verdicts |= {each.checkpoint.path: each for each in self._of_family(of_library, by_person)}
+        missing_bytes = self.missing_bytes
+        for family in families.values():
+            outlook = dataclasses.replace(self, missing_bytes=max(0, missing_bytes))
+            judged = outlook._of_family(_with_kinds(family), by_person)
+            missing_bytes -= sum(each.checkpoint.nbytes for each in judged if each.goes)
+            verdicts |= {each.checkpoint.path: each for each in judged}
         return [verdicts[each.path] for each in found]
 
     def _of_family(self, family: Sequence[OtherCheckpoint], by_person: frozenset[str]) -> list[OtherVerdict]:
@@ -108,17 +112,9 @@ class OthersOutlook:
     ) -> list[OtherVerdict]:
         """Apply the rules to those that are not `damaged`; `reasons` keep steps whatever the rules say."""
         sound = {each.path: each for each in family if each.path not in damaged}
-        has_full = any(each.kind is CheckpointKind.FULL for each in sound.values())
         infos = [
             CheckpointInfo(
-                _step(each),
-                each.path,
-                # Weights are an export that stays only where checkpoints to resume from are next to them.
-                CheckpointKind.WEIGHTS_ONLY
-                if has_full and each.kind is not CheckpointKind.FULL
-                else CheckpointKind.FULL,
-                each.created_at,
-                each.nbytes,
+                *(_step(each), each.path, each.kind or CheckpointKind.FULL, each.created_at, each.nbytes),
                 has_nan=has_nan.get(each.path, False),
             )
             for each in sound.values()
@@ -141,7 +137,7 @@ class OthersOutlook:
         """Read until one is intact and without NaN; return what is wrong with damaged ones, and who has NaN."""
         damaged: dict[Path, str] = {}
         has_nan: dict[Path, bool] = {}
-        for each in reversed(family):
+        for each in reversed([each for each in family if each.kind is CheckpointKind.FULL]):
             finding, found_nan = self._read(each)
             if finding:
                 damaged[each.path] = finding
@@ -160,6 +156,13 @@ class OthersOutlook:
             return f"it cannot be read: {error!s:.200}", False
         found = [f"{each.file}: {each.text}".removeprefix(": ") for each in (*looked.findings, *read.findings)]
         return found[0] if found else "", bool(read.nan_in)
+
+
+def _with_kinds(family: Sequence[OtherCheckpoint]) -> list[OtherCheckpoint]:
+    """Return `family`; one with weights only is an export, which stays, only where others are full."""
+    if any(each.kind is CheckpointKind.FULL for each in family):
+        return [*family]
+    return [dataclasses.replace(each, kind=CheckpointKind.FULL) for each in family]
 
 
 def _named(latest: Sequence[OtherCheckpoint]) -> tuple[frozenset[str], str]:
