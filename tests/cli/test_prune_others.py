@@ -207,6 +207,35 @@ def test_where_the_best_is_not_known_all_stay(tmp_path: Path, call: Said) -> Non
         assert f"which is the best is not known: {names(tmp_path / root)[-1]}" in out and text in out
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_what_lightning_itself_names_as_the_best_stays(tmp_path: Path, call: Said) -> None:
+    lightning = pytest.importorskip("lightning", reason="needs lightning")
+    callbacks = pytest.importorskip("lightning.pytorch.callbacks", reason="needs lightning")
+
+    class Model(lightning.LightningModule):  # type: ignore[misc]  # not installed everywhere
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+            self.log("falls", float(-number))
+            return self.layer(batch).mean()  # type: ignore[no-any-return]  # as above
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+    saves = callbacks.ModelCheckpoint(tmp_path, monitor="falls", mode="max", save_top_k=-1, every_n_train_steps=2)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    trainer = lightning.Trainer(max_steps=8, callbacks=[saves], default_root_dir=tmp_path, **quiet)
+    trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(16, 2), batch_size=2))
+    age(tmp_path)
+    assert gone(call(tmp_path, "--keep-latest", 1, "--yes", "--json")[1]) == [
+        *("epoch=0-step=4.ckpt", "epoch=0-step=6.ckpt")
+    ]
+    assert "epoch=0-step=2.ckpt" in names(tmp_path)
+
+
 def test_an_object_of_the_users_in_a_file_of_lightning_is_not_loaded(
     tmp_path: Path, call: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
