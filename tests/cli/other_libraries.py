@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +94,15 @@ def of_accelerate(root: Path, step: int) -> Path:
     folder = root / f"checkpoint_{step}"
     accelerator.save_state(str(folder))
     return folder
+
+
+def of_sharded_trainer(root: Path, step: int) -> Path:
+    """Write `checkpoint-STEP` with two files of weights."""
+    return of_trainer(root, step, sharded=True)
+
+
+MAKERS: dict[str, Callable[[Path, int], Path]] = {
+    **{"dcp": of_dcp, "trainer": of_trainer, "sharded": of_sharded_trainer, "fsdp": of_trainer_with_fsdp},
+    **{"accelerate": of_accelerate, "lightning": of_lightning, "lightning-dcp": of_lightning_with_dcp},
+}
+"""What writes a checkpoint of a step as each library does."""
