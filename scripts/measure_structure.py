@@ -1,75 +1,31 @@
-"""Print how the package is built: rooms, levels, guards of one feature, names, and the rooms that a save walks through.
+"""Print how the package is built: lines, flats, lengths, names, companions, and the rooms that a save walks through.
 
     python scripts/measure_structure.py                 # this tree
     python scripts/measure_structure.py --root OTHER    # another checkout, such as an older commit
 
-Counted on the syntax, except for the last four lines: they are traces (`sys.setprofile`, calls of functions of the
-package only, each thread for itself) of the second due save of a tiny loop, in the asynchronous mode, until it is
-committed. A change of room is a call in another folder than the call before it in that thread; modules at the root of
-the package, such as faults.py, are in no room. Medians of five runs: what a thread in the background still does when
-the trace ends differs by a few.
+Counted on the syntax (structure/counts.py), except for the last lines: they are traces (`sys.setprofile`, calls of
+functions of the package only, each thread for itself) of the second due save of a tiny loop, in the asynchronous mode,
+until it is committed. A change of room is a call in another folder than the call before it in that thread; modules at
+the root of the package, such as faults.py, are in no room; the depth is that of calls within the package. Medians of
+five runs: what a thread in the background still does when the trace ends differs by a few.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import json
-import os
 import re
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 
-PACKAGE = "torchtitan_lite"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scripts.structure import counts, walk  # after the line above
+from scripts.structure.source import PACKAGE, sources_of
+
 FEATURE = re.compile(r"image|tier|memory|copies")
-RUNS = 5
-
-TRACED = """
-import json, sys, tempfile, threading, time
-from pathlib import Path
-import torch
-import torchtitan_lite
-from torchtitan_lite.checkpoint import CheckpointManager, TrainState
-
-root, calls = str(Path(torchtitan_lite.__file__).parent), []
-
-def note(frame, event, argument):
-    path = frame.f_code.co_filename
-    if event == "call" and path.startswith(root):
-        calls.append((threading.get_ident(), path[len(root) + 1 :]))
-
-model, state = torch.nn.Linear(4, 4), TrainState()
-optimizer = torch.optim.AdamW(model.parameters())
-options = dict(interval=2, async_mode="async", memory_ttl_seconds=float(sys.argv[1]))
-with tempfile.TemporaryDirectory() as folder, CheckpointManager.for_loop(
-    model=model, optimizer=optimizer, states={"train_state": state}, folder=f"{folder}/checkpoint", **options
-) as manager:
-    manager.load()
-    manager.reset()
-    while state.step < 4:
-        model(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-        state.step += 1
-        if state.step == 4:
-            threading.setprofile(note)
-            sys.setprofile(note)
-        manager.save(state.step)
-    sys.setprofile(None)
-    threading.setprofile(None)
-    time.sleep(0.5)  # The threads that began in the save are traced to their end.
-last, changes = {}, 0
-for thread, path in calls:
-    room = str(Path(path).parent)
-    if room == ".":
-        continue
-    changes += last.setdefault(thread, room) != room
-    last[thread] = room
-print(json.dumps([len({path for _, path in calls}), changes]))
-"""
 
 
 def main() -> None:
@@ -80,20 +36,16 @@ def main() -> None:
     modules = {".".join(path.relative_to(root).with_suffix("").parts): tree for path, tree in trees.items()}
     modules = {name: tree for name, tree in modules.items() if not name.endswith("__init__")}
     rows = [
-        ("modules", len(modules)),
+        *counts.rows(sources_of(root)),
         ("modules that checkpoint.manager imports", len(closure(modules, f"{PACKAGE}.checkpoint.manager"))),
         ("tests of None on images, tier, memory, copies: saving/, resume/", guards(modules, "saving", "resume")),
         ("the same, elsewhere", guards(modules) - guards(modules, "saving", "resume")),
         ("saving/: files, levels, imports inside", "{}, {}, {}".format(*inside(modules, "saving"))),
         ("constructors with 8 or more arguments", ", ".join(f"{name} {n}" for name, n in constructors(modules))),
-        ("public class names in two folders", ", ".join(twice(modules)) or 0),
         ("definitions of State", sum(defines(tree, "State") for tree in modules.values())),
         ("bare event strings", bare_events(modules)),
     ]
-    for kept, seconds in (("on", "600"), ("off", "0")):
-        found = [traced(root, seconds) for _ in range(RUNS)]
-        rows.append((f"files of a due save, copies {kept}", median(files for files, _ in found)))
-        rows.append((f"changes of room of a due save, copies {kept}", median(changes for _, changes in found)))
+    rows += walk.rows(root)
     for name, value in rows:
         print(f"{name:66} {value:>6}")
 
@@ -191,14 +143,6 @@ def bare_events(modules: dict[str, ast.Module]) -> int:
         for tree in modules.values()
         for node in ast.walk(tree)
     )
-
-
-def traced(root: Path, memory_ttl_seconds: str) -> tuple[int, int]:
-    command = [sys.executable, "-c", TRACED, memory_ttl_seconds]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=root, env=environment, check=True, capture_output=True, text=True)
-    files, changes = json.loads(done.stdout.splitlines()[-1])
-    return files, changes
 
 
 if __name__ == "__main__":
