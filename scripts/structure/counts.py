@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import median, quantiles
 
-from scripts.structure.source import KINDS, Source
+from scripts.structure.source import FLATS, KINDS, Source, imports_of
 
 MOST_LINES, MOST_FIELDS = 60, 12
 COMPANIONS = {
@@ -38,9 +38,10 @@ def rows(sources: Sequence[Source]) -> Iterator[Row]:
     yield "lines", every
     for kind, count in total.items():
         yield f"  {kind}, % of the lines", f"{count} ({100 * count / every:.1f})"
-    for flat in ("core", "extras", "trainer", "tools", "none"):
+    for flat in FLATS:
         own = [each for each in sources if each.flat == flat]
         yield f"  {flat}: files, lines", f"{len(own)}, {sum(each.lines.total() for each in own)}"
+    yield "  imports of modules in a higher flat", len(imports_up(sources))
     lengths = [(end, name) for each in sources for name, end in functions(each)]
     yield "functions: lines, median / p90 / max", _spread([length for length, _ in lengths])
     yield f"  longer than {MOST_LINES}", _listed(name for length, name in lengths if length > MOST_LINES)
@@ -56,6 +57,17 @@ def rows(sources: Sequence[Source]) -> Iterator[Row]:
         yield f"modules where {what}", len(calling(sources, names))
     yield "modules that read JSON, TOML or pickles", len(calling(sources, READERS, CODECS))
     yield "modules that write them", len(calling(sources, WRITERS, CODECS))
+
+
+def imports_up(sources: Sequence[Source]) -> list[str]:
+    """Return the imports of modules in a higher flat."""
+    flats, floors = {each.name: each.flat for each in sources}, [*FLATS]
+    return [
+        f"{each.name} -> {other}"
+        for each in sources
+        for other in sorted(imports_of(each, flats))
+        if floors.index(flats[other]) > floors.index(each.flat)
+    ]
 
 
 def functions(source: Source) -> Iterator[tuple[str, int]]:

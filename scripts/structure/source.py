@@ -6,6 +6,7 @@ import ast
 import io
 import tokenize
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +29,7 @@ FLATS = {
         *("log", "host_memory", "collection", "torch_private", "__init__"),
     ),
     "extras": (
-        *("checkpoint.images", "checkpoint.no_images", "checkpoint.replicas", "checkpoint.devices", "keeper"),
+        *("checkpoint.images", "checkpoint.no_images", "checkpoint.replicas", "keeper"),
         *("uploading", "checkpoint.uploads", "checkpoint.no_uploads", "hangs", "report", "integrations"),
     ),
     "trainer": (
@@ -62,14 +63,14 @@ class Source:
 
     @property
     def flat(self) -> str:
-        """Return the name of its flat; "none" if no list has it."""
+        """Return the name of its flat. Raises ValueError if no list has it."""
         fitting = [
             (len(part), flat)
             for flat, parts in FLATS.items()
             for part in parts
             if self.name == part or self.name.startswith(f"{part}.")
         ]
-        return max(fitting)[1] if fitting else "none"
+        return max(fitting)[1]
 
     @cached_property
     def lines(self) -> Counter[str]:
@@ -85,6 +86,16 @@ class Source:
             if kind:
                 kinds |= dict.fromkeys(range(node.lineno, (node.end_lineno or node.lineno) + 1), kind)
         return Counter(kinds.values())
+
+
+def imports_of(source: Source, names: Collection[str]) -> set[str]:
+    """Return the modules among `names` that `source` imports, also in functions."""
+    found = set()
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(f"{PACKAGE}."):
+            module = node.module.removeprefix(f"{PACKAGE}.")
+            found |= {f"{module}.{alias.name}" if f"{module}.{alias.name}" in names else module for alias in node.names}
+    return found & {*names}
 
 
 def sources_of(root: Path) -> list[Source]:
