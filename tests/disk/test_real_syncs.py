@@ -99,6 +99,11 @@ def make_dirs(durable: Durable, root: Path, _: int) -> None:
     durable.make_dir(root / "a" / "b")
 
 
+def remove_dir(durable: Durable, root: Path, fd: int) -> None:
+    (root / "empty").mkdir()
+    durable.remove_dir(root / "empty")
+
+
 def remove_tree(durable: Durable, root: Path, _: int) -> None:
     (root / "folder").mkdir()
     durable.remove_tree(root / "folder")
@@ -128,6 +133,7 @@ SYNCS: dict[str, tuple[Act, list[Synced]]] = {
     "write_at": (lambda durable, root, fd: durable.write_at(fd, memoryview(b"new"), 0), []),
     "set_size": (lambda durable, root, fd: durable.set_size(fd, 1), []),
     "remove_file": (lambda durable, root, fd: durable.remove_file(root / "old"), []),
+    "remove_dir": (remove_dir, []),
     "remove_tree": (remove_tree, []),
 }
 
