@@ -33,7 +33,7 @@ pytestmark = needs_torchtitan
 HERE = Path(__file__).parent
 DEADLINE_SECONDS = 300.0
 COMMON = (*SMALL, "--checkpoint.interval=3")
-STEPS = 24
+STEPS = 12
 
 
 @pytest.fixture(scope="module")
