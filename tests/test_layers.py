@@ -32,7 +32,8 @@ LAYERS = {
     "checkpoint.schedule": 4,
     "checkpoint.format": 4,
     "checkpoint.context": 5,
-    "checkpoint.run_folders": 6,
+    "checkpoint.run_folders": 7,
+    "stores": 6,
     "uploading": 7,
     "checkpoint.state": 5,
     "checkpoint.devices": 5,
@@ -84,7 +85,7 @@ WITHOUT_TORCH = (
         "config",
         "keeper",
     ),
-    *("bucket", "checkpoint.run_folders", "uploading"),
+    *("bucket", "stores", "checkpoint.run_folders", "uploading"),
     *(
         f"checkpoint.format.{name}"
         for name in ("clocks", "containers", "contents", "dtypes", "plain_value", "structure")

@@ -15,7 +15,6 @@ from tests.disk.sources import bounced
 from tests.store.filled import manifest_of
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.checkpoint.reading.files import files_of
-from torchtitan_lite.checkpoint.run_folders import open_store
 from torchtitan_lite.config.address import parse
 from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.errors import (
@@ -32,6 +31,7 @@ from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manif
 from torchtitan_lite.store.place import ObjectPlace
 from torchtitan_lite.store.protocol import HoldsFolder, StoresCheckpoints
 from torchtitan_lite.store.retention import KeepLatest
+from torchtitan_lite.stores import open_store
 
 DATA = layout.data_file(0, 0)
 

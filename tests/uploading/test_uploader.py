@@ -15,13 +15,13 @@ from tests.checkpoint.small_run import SmallRun
 from tests.disks import fill, make_read_only, small_disk
 from tests.store.filled import flip
 from tests.uploading.runs import run_of, steps_in
+from torchtitan_lite.disk.rate import Rate
 from torchtitan_lite.errors import CheckpointError, FolderInUse, UploadRefused
 from torchtitan_lite.events import Event
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.retention import KeepLatest
 from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.uploading import record
-from torchtitan_lite.uploading.stored_file import Rate
 from torchtitan_lite.uploading.uploader import State, Uploader, UploadJob, upload_all
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from torchtitan_lite.checkpoint.run_folders import RunFolders, look_seconds
+from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.distributed.misfits import SharedFolder
+from torchtitan_lite.stores import look_seconds
 
 _PAUSE_SECONDS = 0.5
 

@@ -20,7 +20,6 @@ from torchtitan_lite.checkpoint.no_uploads import NoUploads
 from torchtitan_lite.checkpoint.reading.files import Files
 from torchtitan_lite.checkpoint.resume.load_source import good_steps, is_branch_of
 from torchtitan_lite.checkpoint.resume.source import Choose, LoadSource, Sources
-from torchtitan_lite.checkpoint.run_folders import usable
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import (
     AllCheckpointsDamaged,
@@ -38,6 +37,7 @@ from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.retention import RetentionPolicy
 from torchtitan_lite.store.rollbacks import Rollback
 from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.stores import usable
 from torchtitan_lite.uploading import record
 from torchtitan_lite.uploading.choice import Save, continues, is_of_another_run, missing, not_left, save_of
 from torchtitan_lite.uploading.process import UploadProcess

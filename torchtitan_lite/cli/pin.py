@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from torchtitan_lite.checkpoint.run_folders import open_store
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import Root, resolve, root_of
@@ -20,6 +19,7 @@ from torchtitan_lite.errors import CheckpointError, CheckpointNotFound
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import is_unmanaged
 from torchtitan_lite.store.protocol import KeepsPins
+from torchtitan_lite.stores import open_store
 
 Step = Annotated[str, Positional("STEP")]
 

@@ -18,7 +18,6 @@ from torchtitan_lite.checkpoint.examining.opened import absence
 from torchtitan_lite.checkpoint.examining.transformers_folder import description_of, step_of
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.resume.wrong_folder import last_step
-from torchtitan_lite.checkpoint.run_folders import open_store
 from torchtitan_lite.cli.spelt_address import LATEST, SpeltAddress
 from torchtitan_lite.config.address import Address, is_address
 from torchtitan_lite.errors import AllCheckpointsDamaged, CheckpointNotFound, ConfigError
@@ -26,6 +25,7 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing, is_checkpoint
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.place import ObjectPlace, Place
+from torchtitan_lite.stores import open_store
 
 IN_DUMP_FOLDER = "checkpoint"
 

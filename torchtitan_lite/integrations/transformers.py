@@ -24,7 +24,6 @@ from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.reading.reader import RankReads
 from torchtitan_lite.checkpoint.resume.fallback import Candidates
 from torchtitan_lite.checkpoint.resume.source import LoadSource
-from torchtitan_lite.checkpoint.run_folders import open_store
 from torchtitan_lite.checkpoint.state.rng import RngState
 from torchtitan_lite.config.own_loop import loop_config
 from torchtitan_lite.distributed.peers import Peers
@@ -32,6 +31,7 @@ from torchtitan_lite.errors import ConfigError, ExtraMissing
 from torchtitan_lite.events import ignore
 from torchtitan_lite.integrations.accelerate import for_accelerator, refuse_untried
 from torchtitan_lite.integrations.leaving import leave, warn_of_another_version
+from torchtitan_lite.stores import open_store
 
 try:
     from safetensors.torch import save_file

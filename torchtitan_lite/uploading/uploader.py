@@ -16,8 +16,8 @@ from pathlib import Path
 
 from torchtitan_lite import faults
 from torchtitan_lite.bucket.store import BucketStore
-from torchtitan_lite.checkpoint.run_folders import open_store, usable
 from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.rate import Rate
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, SaveFailed, UploadRefused
 from torchtitan_lite.events import Emit, Event, Uploaded, UploadFailed, ignore
 from torchtitan_lite.log import logger, readable_bytes
@@ -28,11 +28,12 @@ from torchtitan_lite.store.place import on_disk
 from torchtitan_lite.store.retention import KeepAll, RetentionPolicy
 from torchtitan_lite.store.rollbacks import together
 from torchtitan_lite.store.store import CheckpointStore, recover
+from torchtitan_lite.stores import open_store, usable
 from torchtitan_lite.uploading import record
 from torchtitan_lite.uploading.choice import Save, is_of_another_run, lineage_in, missing, not_left, save_of
 from torchtitan_lite.uploading.record import Begun, Record
 from torchtitan_lite.uploading.sending import Sending, committed_files
-from torchtitan_lite.uploading.stored_file import Rate, StoredFile
+from torchtitan_lite.uploading.stored_file import StoredFile
 
 _MOST_COMMITS = 3
 

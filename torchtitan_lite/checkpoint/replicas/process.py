@@ -26,10 +26,10 @@ from torchtitan_lite.checkpoint.staging.mark import CARD_MOST_BYTES, Marked, rea
 from torchtitan_lite.disk import child_process
 from torchtitan_lite.disk.background import give_way
 from torchtitan_lite.disk.forks import forget_in_children
+from torchtitan_lite.disk.rate import Rate
 from torchtitan_lite.distributed.job_link import JobLink, LinkBroken
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.keeper.client import Keeper
-from torchtitan_lite.uploading.stored_file import Rate
 
 _ORDER_BYTES = 4096
 _MOST_LETTERS = 500

@@ -15,10 +15,10 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.resume.load_source import checkpoints_of_run
-from torchtitan_lite.checkpoint.run_folders import usable
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.protocol import StoresCheckpoints
+from torchtitan_lite.stores import usable
 
 _SAYS_WHERE_DATA_END = ("dataset", "dataset_path", "dataset_text_key", "seq_len", "max_epochs")
 """Keys of [training]: while they are unchanged, the data ends at the same step."""

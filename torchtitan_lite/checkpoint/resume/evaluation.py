@@ -21,7 +21,6 @@ from torchtitan_lite.checkpoint.resume.load_source import new_run
 from torchtitan_lite.checkpoint.resume.restore import Restore
 from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.checkpoint.resume.wrong_folder import checked_initial_path
-from torchtitan_lite.checkpoint.run_folders import open_store, usable
 from torchtitan_lite.checkpoint.state import arguments, fsdp1
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, OptimizerWrapper, Stateful
 from torchtitan_lite.config.job_config import Checkpoint
@@ -33,6 +32,7 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import of_equal_ranks
 from torchtitan_lite.store.place import Place
 from torchtitan_lite.store.protocol import StoresCheckpoints
+from torchtitan_lite.stores import open_store, usable
 
 
 @dataclass

@@ -18,7 +18,6 @@ from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.reading.files import Identity, differs, files_of
 from torchtitan_lite.checkpoint.resume.load_source import choose_source
 from torchtitan_lite.checkpoint.resume.source import Choose, LoadSource, Sources
-from torchtitan_lite.checkpoint.run_folders import usable
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import (
@@ -36,6 +35,7 @@ from torchtitan_lite.store.known_manifests import damage_in
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.rollbacks import of_run, together
+from torchtitan_lite.stores import usable
 
 _MOST_KEYS = 100
 """Keys in an event."""

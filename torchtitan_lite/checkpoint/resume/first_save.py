@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torchtitan_lite.checkpoint.run_folders import usable
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import RunNotLoaded
 from torchtitan_lite.store.protocol import StoresCheckpoints
+from torchtitan_lite.stores import usable
 
 
 class FirstSave:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.context import RunContext
-from torchtitan_lite.checkpoint.run_folders import usable
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.events import WeightsImported
 from torchtitan_lite.log import logger, readable_bytes
@@ -18,6 +17,7 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.stores import usable
 
 ImportWeights = Callable[[Path, Path], Sequence[str]]
 """Writes the weights at the first path as a checkpoint of step 0 to the second; returns facts for the log."""

@@ -20,7 +20,6 @@ from typing import Any
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.checkpoint.resume.wrong_folder import checked_initial_path
-from torchtitan_lite.checkpoint.run_folders import usable
 from torchtitan_lite.config.job_config import EXCLUDABLE_STATES, Checkpoint
 from torchtitan_lite.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, CheckpointUnreadable
 from torchtitan_lite.store import layout
@@ -30,6 +29,7 @@ from torchtitan_lite.store.manifest_fields import NAN_IN, RANKS_DIFFER, TRAINED_
 from torchtitan_lite.store.place import Place, on_disk
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.rollbacks import Rollback, of_run, together, unfinished
+from torchtitan_lite.stores import usable
 
 _TRAIN_STATE = "train_state"
 

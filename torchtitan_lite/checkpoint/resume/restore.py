@@ -24,7 +24,6 @@ from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.checkpoint.resume.verify_resume import verify
 from torchtitan_lite.checkpoint.resume.ways_out import built_otherwise, other_groups, ways_out
-from torchtitan_lite.checkpoint.run_folders import open_store, usable
 from torchtitan_lite.checkpoint.state.begun_loader import forget_iterator
 from torchtitan_lite.checkpoint.state.model import tensors_of
 from torchtitan_lite.checkpoint.state.optimizer_state import ParameterSlot
@@ -38,6 +37,7 @@ from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch, Checkp
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.manifest_fields import topology_in_words
 from torchtitan_lite.store.protocol import StoresCheckpoints
+from torchtitan_lite.stores import open_store, usable
 
 
 def refuse_early(config: JobConfig, peers: Peers) -> None:

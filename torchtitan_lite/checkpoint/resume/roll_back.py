@@ -17,13 +17,14 @@ from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.resume.load_source import good_steps, new_run
 from torchtitan_lite.checkpoint.resume.run_load import RunLoad
 from torchtitan_lite.checkpoint.resume.source import LoadSource
-from torchtitan_lite.checkpoint.run_folders import RunFolders, usable
+from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.errors import TrainingDiverged
 from torchtitan_lite.events import Diverged
 from torchtitan_lite.log import counted, logger
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.rollbacks import Rollback, next_rollback, of_run, together, within
+from torchtitan_lite.stores import usable
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,13 @@ from torchtitan_lite.checkpoint.resume.restore import Restore
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.resume.source import Choose, LoadSource, Sources
 from torchtitan_lite.checkpoint.resume.wrong_folder import neighbour_with_steps, refuse_wrong_folders
-from torchtitan_lite.checkpoint.run_folders import RunFolders, usable
+from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.events import Loaded, LoadStarted
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.stores import usable
 
 
 class RunLoad:

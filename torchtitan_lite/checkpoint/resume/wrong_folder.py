@@ -13,7 +13,7 @@ import shlex
 from contextlib import suppress
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.run_folders import RunFolders, open_store, usable
+from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import CheckpointNotFound, CheckpointUnreadable, ConfigError, TorchtitanLiteError
@@ -21,6 +21,7 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing, is_checkpoint
 from torchtitan_lite.store.place import Place
 from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.stores import open_store, usable
 
 _SCHEME = re.compile(r"[A-Za-z][\w+.-]*://")
 _NAME_ON_A_HUB = re.compile(r"[\w.-]+/[\w.-]+")

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.format.flattening import State
-from torchtitan_lite.checkpoint.run_folders import RunFolders, usable
+from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.checkpoint.saving.copy_listener import CopyListener
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver, SavesStates, refused
 from torchtitan_lite.checkpoint.saving.trained_clock import TrainedClock
@@ -30,6 +30,7 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.protocol import StoresCheckpoints
+from torchtitan_lite.stores import usable
 
 T = TypeVar("T")
 

@@ -8,8 +8,8 @@ import pickle
 
 import pytest
 
-from torchtitan_lite.checkpoint.run_folders import usable
 from torchtitan_lite.errors import FolderUnusable
+from torchtitan_lite.stores import usable
 
 FILE_SYSTEM = "The cause is its file system, not a permission: "
 ADVICE = {
