@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -482,9 +481,8 @@ def _fsdp1(model: Subject) -> Wrapped:
     return Wrapped(FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu")))
 
 
-@cache
 def _mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """Return the only mesh of this process: the groups of a mesh have threads that never end."""
+    """Return a mesh of all ranks, whose groups end with the case."""
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 

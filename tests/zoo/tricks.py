@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -24,9 +23,8 @@ WIDTH = 8
 Step = Callable[[], None]
 
 
-@cache
 def mesh(*shape: int) -> DeviceMesh:
-    """Return the only mesh of this shape: the groups of a mesh have threads that never end."""
+    """Return a mesh of all ranks, whose groups end with the case."""
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
