@@ -19,6 +19,7 @@ def bench(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("memory_tier")
 def test_a_small_run_measures_everything_without_a_gpu_too(tmp_path: Path) -> None:
     place, found = tmp_path / "files", tmp_path / "found.json"
     small = ["--device", "cpu", "--gigabytes", "0.02", "--rounds", "1", "--saves", "1"]
