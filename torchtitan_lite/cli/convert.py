@@ -33,13 +33,13 @@ class Convert:
     """dcp: without our manifest. torchtitan: for the manager of torchtitan 0.3. ours: with manifest and digests."""
     optimizer: Literal["flat", "nested"] = "flat"
     """With --layout dcp. flat: as torch's flatten_optimizer_state_dict=True. nested: as get_state_dict without it."""
-    dp_ranks: int = 1
-    """With --layout torchtitan: data-parallel ranks of its job."""
+    dp_ranks: int = 0
+    """With --layout torchtitan: data-parallel ranks of its job; 0: as many as torchtitan saved the data of, else 1."""
     json: bool = False
     """Print JSON."""
 
     def run(self, screen: Screen) -> ExitCode:
-        if self.dp_ranks < 1 or (self.dp_ranks > 1 and self.layout != "torchtitan"):
+        if self.dp_ranks < 0 or (self.dp_ranks and self.layout != "torchtitan"):
             raise ConfigError(f"--dp-ranks {self.dp_ranks}: expected at least 1, with --layout torchtitan")
         if self.optimizer == "nested" and self.layout != "dcp":
             raise ConfigError("--optimizer nested: expected --layout dcp")

@@ -71,7 +71,7 @@ def as_torchtitan(reader: Reader, dp_ranks: int) -> Relaid:
     """Return the checkpoint as torchtitan 0.3 has it: bare names on top, and its small states.
 
     Its dataloaders, one for each of `dp_ranks` data-parallel ranks, start from the beginning, unless `reader` has
-    positions that torchtitan saved, for as many ranks or with `dp_ranks` 1: these stay.
+    positions that torchtitan saved for as many. `dp_ranks` 0: as many as it saved, else one.
     """
     opened = reader.opened
     model = model_keys(opened.contents, opened.manifest)
@@ -103,6 +103,9 @@ def as_torchtitan(reader: Reader, dp_ranks: int) -> Relaid:
 
 def _small_states(reader: Reader, outer: str, dp_ranks: int) -> Iterator[tuple[str, Any]]:
     """Yield the key and the value of each object of torchtitan's small states."""
+    saved = reader.value(f"{outer}dataloader.world_size")
+    saved = saved if isinstance(saved, int) else 0
+    dp_ranks = dp_ranks or saved or 1
     step = reader.value(f"{outer}train_state.step")
     step = (reader.opened.step or 0) if step is None else int(step)
     tokens = reader.value(f"{outer}train_state.n_tokens_seen")
@@ -112,14 +115,11 @@ def _small_states(reader: Reader, outer: str, dp_ranks: int) -> Iterator[tuple[s
     # Each data-parallel rank of torchtitan counts its own tokens.
     yield "train_state.ntokens_seen", int(tokens) // dp_ranks if tokens is not None else int(own_tokens or 0)
     yield "lr_scheduler.last_epoch", next((int(epoch) for epoch in epochs if epoch is not None), step)
-    saved = reader.value(f"{outer}dataloader.world_size")
-    stay = isinstance(saved, int) and dp_ranks in (1, saved)
-    dp_ranks = saved if stay else dp_ranks
     yield "dataloader.world_size", dp_ranks
     for rank in range(dp_ranks):
         key = f"dataloader.dp_rank_{rank}"
         # torchdata's loader takes an empty position for none.
-        yield key, reader.value(f"{outer}{key}") if stay else pickle.dumps({})
+        yield key, reader.value(f"{outer}{key}") if dp_ranks == saved else pickle.dumps({})
 
 
 def _outer(reader: Reader, model: list[ModelKey]) -> str:

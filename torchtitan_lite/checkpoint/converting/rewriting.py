@@ -51,7 +51,7 @@ class Rewritten:
     """What the layout has no place for."""
 
 
-def convert(opened: OpenedCheckpoint, out: Path, to: Layout, progress: Progress, *, dp_ranks: int = 1) -> Rewritten:
+def convert(opened: OpenedCheckpoint, out: Path, to: Layout, progress: Progress, *, dp_ranks: int = 0) -> Rewritten:
     """Write `opened` to the new folder `out` in the layout `to`. Raises as `export` does.
 
     What is in an object store in our layout is copied byte for byte, and a copy that was cut is continued.
