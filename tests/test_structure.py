@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from scripts.measure_structure import PACKAGE, bare_events, constructors, defines, guards_in, twice
+from scripts.structure import counts
+from scripts.structure.source import Source, sources_of
 from tests.source_modules import ROOT, modules_of
 
 
@@ -77,3 +79,22 @@ def test_images_are_in_one_room_and_without_them_none_of_it_is_imported() -> Non
     assert importers_of(images) == {images, replicas, f"{PACKAGE}.cli"}, "the tool shows what is kept"
     assert importers_of(replicas) == {replicas}
     assert not (Path(ROOT) / PACKAGE / "checkpoint" / "memory").exists()
+
+
+def test_each_module_stands_in_a_flat_and_its_lines_are_counted_once() -> None:
+    for each in sources_of(ROOT):
+        assert each.lines.total() == len(each.text.splitlines())
+        assert each.flat
+
+
+def test_lines_names_and_records_are_counted() -> None:
+    text = (
+        '"""Text."""\n\nimport os  # comment\n\nclass NoImages:\n    """Two\n    lines."""\n\ndef f(x):\n    return x\n'
+    )
+    one, other = Source("keeper.one", text), Source("store.one", text)
+    assert one.lines == {"docstring": 3, "blank": 3, "import": 1, "code": 3}
+    assert (one.flat, other.flat) == ("extras", "core")
+    assert counts.names_twice([one, other]) == {"classes": ["NoImages"], "modules": ["one"], "functions": ["f"]}
+    assert [*counts.null_objects([one])] == ["NoImages"] and [*counts.functions(one)] == [("f", 2)]
+    up = Source("store.two", "from torchtitan_lite.keeper.one import f\n")
+    assert counts.imports_up([one, up]) == ["store.two -> keeper.one"]

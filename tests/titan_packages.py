@@ -23,14 +23,17 @@ needs_torchtitan = pytest.mark.skipif(
 KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
 
 
+def with_project(*folders: Path, **variables: object) -> dict[str, str]:
+    """Return the environment of a process that finds this project and what is in `folders`, with `variables` too."""
+    paths = [str(ROOT), *map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
+    added = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": 1, "HF_HUB_OFFLINE": 1} | variables
+    return {**os.environ, **{name: str(value) for name, value in added.items()}}
+
+
 def environment(**variables: object) -> dict[str, str]:
     """Return the environment of a process that finds this project and torchtitan, with `variables` too."""
-    paths = [str(ROOT), str(PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])]
-    added = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    added["TORCH_COMPILE_DISABLE"] = (
-        "1"  # Each run would compile its mask of attention, which takes longer than the run.
-    )
-    return {**os.environ, **added, **{name: str(value) for name, value in variables.items()}}
+    # Each run would compile its mask of attention, which takes longer than the run.
+    return with_project(PACKAGES, TORCH_COMPILE_DISABLE=1, **variables)
 
 
 class Nothing(ModuleType):

@@ -17,6 +17,7 @@ FLATS = {
         *(
             "checkpoint",
             "store",
+            "stores",
             "bucket",
             "disk",
             "distributed",
@@ -70,6 +71,8 @@ class Source:
             for part in parts
             if self.name == part or self.name.startswith(f"{part}.")
         ]
+        if not fitting:
+            raise ValueError(f"{self.name}: expected a module in one of FLATS, found one in none; add it to its flat")
         return max(fitting)[1]
 
     @cached_property

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.jobs import free_port
+from tests.titan_packages import with_project
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,11 +49,6 @@ class Ended:
     def end(self) -> list[Any]:
         """What each rank printed at its end."""
         return [json.loads(line) for line in re.findall(r"^ended (.+)$", self.output, re.MULTILINE)]
-
-
-def with_project() -> dict[str, str]:
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 class Served:

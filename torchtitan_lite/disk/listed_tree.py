@@ -1,7 +1,7 @@
 """A file or a folder as it was when it was listed, and its removal: of what was listed, and of nothing else.
 
 A file that was written, replaced or added since stops the removal, and a link is never followed: each folder is opened
-as what was listed, and its files are removed in it, whatever has its name by then.
+as what was listed, and its files are removed in it, also if another one has its name by then.
 """
 
 from __future__ import annotations

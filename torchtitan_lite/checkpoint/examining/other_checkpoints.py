@@ -1,6 +1,6 @@
 """The checkpoints of other libraries in a folder: which are complete, and what would be removed with each.
 
-One is complete only if every file in it is known to belong to it. Whatever is not, stays: what it is, is not known.
+One is complete only if every file in it is known to belong to it. Anything else stays: what it is, is not known.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class OthersOutlook:
         damaged: Mapping[Path, str],
         has_nan: Mapping[Path, bool],
     ) -> list[OtherVerdict]:
-        """Apply the rules to those that are not `damaged`; `reasons` keep steps whatever the rules say."""
+        """Apply the rules to those that are not `damaged`; `reasons` keep steps that no rule keeps, too."""
         sound = {each.path: each for each in family if each.path not in damaged}
         infos = [
             CheckpointInfo(
