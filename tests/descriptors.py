@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +20,14 @@ def num_open() -> int:
 def wait_for_open(number: int) -> None:
     """Return once `number` descriptors are open: other threads, as of a test before, may open others for a moment."""
     wait_until(lambda: num_open() == number, lambda: f"{num_open()} descriptors are open, expected {number}")
+
+
+def wait_for_no_more(before: Counter[str]) -> None:
+    """Return once nothing is open but what was when `before` was counted from `opened`, of which others may close some.
+
+    What must stay open is to be looked at by itself.
+    """
+    wait_until(lambda: not Counter(opened()) - before, lambda: f"also open: {Counter(opened()) - before}")
 
 
 def opened(pid: int | str = "self") -> list[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.descriptors import num_open, wait_for_open
+from tests.descriptors import num_open, opened, wait_for_no_more, wait_for_open
 from torchtitan_lite.keeper import messages
 from torchtitan_lite.keeper.contents import Answer, KeeperContents
 from torchtitan_lite.keeper.messages import MAX_ENTRIES, MAX_TTL_SECONDS, BadMessage
@@ -97,10 +98,11 @@ def test_a_request_that_is_none_changes_nothing_and_leaves_its_descriptors(
 ) -> None:
     make = {"p": lambda: os.pidfd_open(os.getpid()), "m": lambda: os.memfd_create("m")}
     fds = [make[kind]() for kind in kinds]
-    before = num_open()
+    before, files = Counter(opened()), [os.fstat(fd) for fd in fds]
     with pytest.raises(BadMessage, match=finding):
         ask.contents.answer(request_, fds)
-    wait_for_open(before)
+    wait_for_no_more(before)
+    assert [os.fstat(fd).st_ino for fd in fds] == [file.st_ino for file in files], "they are open"
     messages.close_all(fds)
     assert ask("list", start="").message["names"] == [] and not ask.watched
 
