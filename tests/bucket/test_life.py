@@ -8,7 +8,7 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from tests.bucket.bucket_backend import BucketBackend
 from tests.examples import examples
-from tests.store.backend import Saved, There
+from tests.store.backend import FULL, WEIGHTS, Saved, There
 from tests.store.life import Life, live
 from torchtitan_lite.bucket.naming import HEAD
 
@@ -19,7 +19,7 @@ class LifeInBucket(Life):
     def __init__(self) -> None:
         super().__init__()
         self.failed: dict[int, list[Saved]] = {}
-        """Saves of each step that failed after the last one that did not."""
+        """Saves of each step that failed after the last one that did not, and full ones that weights replaced."""
         self.may_be_abandoned: set[int] = set()
         """Steps that a failed commit would have abandoned."""
 
@@ -54,12 +54,14 @@ class LifeInBucket(Life):
         self.there, self.aside, self.pinned = found, self.kept_aside(), frozenset()
         self._restart(None)
 
-    def settled(self, step: int, saved: Saved, outcome: There, is_acknowledged: bool) -> None:
-        super().settled(step, saved, outcome, is_acknowledged)
+    def settled(self, step: int, saved: Saved, before: There, outcome: There, is_acknowledged: bool) -> None:
+        super().settled(step, saved, before, outcome, is_acknowledged)
+        failed = self.failed.setdefault(step, [])
         if self.there.get(step) == saved:
-            self.failed[step] = []
+            earlier = [*failed, *([before[step]] if step in before else [])]
+            self.failed[step] = [each for each in earlier if (each.kind, saved.kind) == (FULL, WEIGHTS)]
         else:
-            self.failed.setdefault(step, []).append(saved)
+            failed.append(saved)
             self.may_be_abandoned.update(self.there.keys() - outcome.keys())
 
 

@@ -156,6 +156,22 @@ def test_weights_that_a_full_checkpoint_replaced_stay_aside(job: Job, bucket: Bu
     assert found_in(bucket) == {5: b"full"}
 
 
+def test_weights_whose_commit_was_lost_do_not_replace_the_full_checkpoint_of_their_step(
+    job: Job, bucket: Bucket
+) -> None:
+    """The manifest of a commit arrives before the head, and an outdated holder's commit fails between them."""
+    save(job.store, 5, b"full")
+    place = write(job.store, 5, b"weights")
+    new_job(bucket).lease.take()
+    with pytest.raises(LeaseLost):
+        job.store.commit(5, manifest_of(5, b"weights", kind=WEIGHTS), place=place)
+    assert f"{place}/{layout.MANIFEST}" in bucket.stored
+    lose(bucket)
+    later = started(bucket)
+    assert found_in(bucket) == {5: b"full"}
+    assert [(entry.name, entry.status.value) for entry in set_aside_in(later.store)] == [(place, "weights")]
+
+
 def test_of_one_step_the_highest_epoch_counts(job: Job, bucket: Bucket) -> None:
     """The clocks of the hosts do not count."""
     place = write(job.store, 5, b"first")

@@ -85,7 +85,7 @@ class Life(RuleBasedStateMachine):
     def commit_as_another_takes_over(self, passes: int) -> None:
         """The fence passes `passes` times, and raises at the next call if there is one."""
         saved, written = self._take_staged()
-        outcome = self._outcome(saved)
+        before, outcome = self.there, self._outcome(saved)
         answers = itertools.count()
 
         def fence() -> None:
@@ -98,10 +98,10 @@ class Life(RuleBasedStateMachine):
         except LeaseLost:
             self.backend.arm(None)
             assert self.backend.read() == self.there
-            self.settled(self.step, saved, outcome, False)
+            self.settled(self.step, saved, before, outcome, False)
         else:
             self.there = outcome
-            self.settled(self.step, saved, outcome, True)
+            self.settled(self.step, saved, before, outcome, True)
         self._restart(None)
 
     @precondition(lambda self: self.staged is not None)
@@ -111,7 +111,7 @@ class Life(RuleBasedStateMachine):
         with pytest.raises(LeaseLost):
             self.backend.commit_late(written)
         assert self.backend.read() == self.there
-        self.settled(self.step, saved, self._outcome(saved), False)
+        self.settled(self.step, saved, self.there, self._outcome(saved), False)
         self._restart(None)
 
     @precondition(lambda self: self.staged is None and self.there)
@@ -204,8 +204,8 @@ class Life(RuleBasedStateMachine):
             for place, files in self.backend.aside().items()
         }
 
-    def settled(self, step: int, saved: Saved, outcome: There, is_acknowledged: bool) -> None:
-        """Take note of the end of a save of `step` that leads to `outcome`, or would have."""
+    def settled(self, step: int, saved: Saved, before: There, outcome: There, is_acknowledged: bool) -> None:
+        """Take note of the end of a save of `step` that leads from `before` to `outcome`, or would have."""
         if is_acknowledged and saved.kind is FULL:
             self.known_good.add(step)
             self.one_must_load = True
@@ -215,8 +215,8 @@ class Life(RuleBasedStateMachine):
 
     def _commit(self, saved: Saved, act: Callable[[], object], fault: Fault | None) -> None:
         # A job that is killed continues at another step.
-        step, outcome = self.step, self._outcome(saved)
-        self.settled(step, saved, outcome, self._try(act, [self.there, outcome], fault))
+        step, before, outcome = self.step, self.there, self._outcome(saved)
+        self.settled(step, saved, before, outcome, self._try(act, [before, outcome], fault))
 
     def _one_of(self, steps: Iterable[int], which: int) -> int:
         ordered = sorted(steps)

@@ -122,6 +122,10 @@ class Head:
         """Return the head after its holder gave the folder up."""
         return replace(self, holder=None, beat_seconds=0.0)
 
+    def with_entry(self, aside: Entry) -> Head:
+        """Return the head with `aside`, which changes no other checkpoint."""
+        return replace(self, entries=(*self.entries, aside))
+
     def with_commit(self, new: Entry, abandons: Collection[tuple[int, str]] = ()) -> Head:
         """Return the head after the commit of `new`, which abandons the (step, run id) in `abandons`.
 

@@ -2,8 +2,9 @@
 
 A checkpoint counts if its manifest has its own digest and its files have their sizes; what has a manifest and does not
 count is corrupt, so it stays, and replaces nothing that counts. The commits are repeated in their order, by epoch and
-time, so what was replaced or abandoned is so again. Pins are not in manifests: they are lost. Reads no data and changes
-nothing; what cannot be read ends it, because it may be what was committed last.
+time, so what was replaced or abandoned is so again; but weights stay aside where there is a full checkpoint of their
+step, because their commit may have failed, and the full one has the weights. Pins are not in manifests: they are lost.
+Reads no data and changes nothing; what cannot be read ends it, because it may be what was committed last.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torchtitan_lite.bucket import naming
-from torchtitan_lite.bucket.head import Entry, Head
+from torchtitan_lite.bucket.head import Entry, Head, Status
 from torchtitan_lite.bucket.manifests import read_manifest, size_findings
 from torchtitan_lite.bucket.objects import Condition, Objects
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, FolderUnusable
@@ -40,10 +41,12 @@ class FoundCommit:
     def onto(self, head: Head) -> Head:
         """Return `head` after this commit."""
         findings, before = self.entry.findings, head.kept_of(self.entry.step)
-        is_replaced = before is not None and (before.step, before.run_id) not in self.abandons
-        if not self.entry.digest or (findings and is_replaced):
+        replaced = None if before is None or (before.step, before.run_id) in self.abandons else before
+        if not self.entry.digest or (findings and replaced):
             # It may never have been committed, and must not replace what is intact.
-            return dataclasses.replace(head, entries=(*head.entries, self.entry.damaged(findings)))
+            return head.with_entry(self.entry.damaged(findings))
+        if replaced and (replaced.kind, self.entry.kind) == (CheckpointKind.FULL, CheckpointKind.WEIGHTS_ONLY):
+            return head.with_entry(dataclasses.replace(self.entry, status=Status.WEIGHTS))
         after = head.with_commit(self.entry, self.abandons)
         return after.with_corrupt(self.entry.name, findings) if findings else after
 
