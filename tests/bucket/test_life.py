@@ -20,6 +20,8 @@ class LifeInBucket(Life):
         super().__init__()
         self.failed: dict[int, list[Saved]] = {}
         """Saves of each step that failed after the last one that did not, and full ones that weights replaced."""
+        self.replaced: dict[int, list[Saved]] = {}
+        """What was there of each step before its last save: all of it may be behind one that is damaged."""
         self.may_be_abandoned: set[int] = set()
         """Steps that a failed commit would have abandoned."""
 
@@ -50,7 +52,8 @@ class LifeInBucket(Life):
         for step in self.there.keys() - found.keys():
             assert step in self.may_be_abandoned or not self.there[step].has_its_sizes
         for step in self.there.keys() & found.keys():
-            assert found[step] in (self.there[step], *self.failed.get(step, []))
+            behind = [] if self.there[step].has_its_sizes else self.replaced.get(step, [])
+            assert found[step] in (self.there[step], *self.failed.get(step, []), *behind)
         self.there, self.aside, self.pinned = found, self.kept_aside(), frozenset()
         self._restart(None)
 
@@ -58,8 +61,9 @@ class LifeInBucket(Life):
         super().settled(step, saved, before, outcome, is_acknowledged)
         failed = self.failed.setdefault(step, [])
         if self.there.get(step) == saved:
-            earlier = [*failed, *([before[step]] if step in before else [])]
-            self.failed[step] = [each for each in earlier if (each.kind, saved.kind) == (FULL, WEIGHTS)]
+            replaced = [before[step]] if step in before else []
+            self.failed[step] = [each for each in [*failed, *replaced] if (each.kind, saved.kind) == (FULL, WEIGHTS)]
+            self.replaced.setdefault(step, []).extend(replaced)
         else:
             failed.append(saved)
             self.may_be_abandoned.update(self.there.keys() - outcome.keys())
