@@ -36,14 +36,23 @@ class SpikeRule:
 
 
 class DivergenceCheck:
-    """Raises `TrainingDiverged` for a step that is not to be kept. Any rank.
+    """Raises `TrainingDiverged` for a step that is not to be kept, if it `raises` at all. Any rank.
 
     With `skips_steps` a gradient scaler skips steps whose gradients overflowed: these are counted in the train state,
     and only `max_skipped_steps` of them in a row are too many.
     """
 
-    def __init__(self, state: TrainState, rule: SpikeRule | None, *, skips_steps: bool, max_skipped_steps: int) -> None:
+    def __init__(
+        self,
+        state: TrainState,
+        rule: SpikeRule | None,
+        *,
+        skips_steps: bool,
+        max_skipped_steps: int,
+        raises: bool = True,
+    ) -> None:
         self._state = state
+        self._raises = raises
         self._rule = rule
         self._skips_steps = skips_steps
         self._max_skipped_steps = max_skipped_steps
@@ -51,6 +60,8 @@ class DivergenceCheck:
 
     def loss(self, average: Tensor) -> None:
         """Raise unless the step's loss, averaged over all ranks, is finite and no spike."""
+        if not self._raises:
+            return  # Without `item`, which would wait for the device.
         loss = average.item()
         self._raise_unless_finite("loss", loss)
         if self._rule is not None:
@@ -71,22 +82,17 @@ class DivergenceCheck:
                 self._raise_unless_finite("grad_norm", norm.item())
 
     def _raise_unless_finite(self, name: str, value: float) -> None:
-        if not math.isfinite(value):
+        if self._raises and not math.isfinite(value):
             raise TrainingDiverged(self._state.step, f"{name} is {value}")
-
-
-class NoDivergenceCheck(DivergenceCheck):
-    """Raises nothing. Counts the steps that a gradient scaler skips."""
-
-    def loss(self, average: Tensor) -> None:
-        pass
-
-    def _raise_unless_finite(self, name: str, value: float) -> None:
-        pass
 
 
 def build_divergence_check(config: Training, state: TrainState, *, skips_steps: bool) -> DivergenceCheck:
     """Return the check that `config` wants, which begins with no step skipped."""
-    kind = NoDivergenceCheck if config.on_divergence == "off" else DivergenceCheck
     rule = SpikeRule(config.spike_factor, config.spike_window) if config.spike_factor else None
-    return kind(state, rule, skips_steps=skips_steps, max_skipped_steps=config.max_skipped_steps)
+    return DivergenceCheck(
+        state,
+        rule,
+        raises=config.on_divergence != "off",
+        skips_steps=skips_steps,
+        max_skipped_steps=config.max_skipped_steps,
+    )

@@ -109,12 +109,14 @@ def large(sources: Sequence[Source]) -> Iterator[str]:
 
 
 def null_objects(sources: Sequence[Source]) -> Iterator[str]:
-    """Yield each class that is called after what it stands in for, as NoImages."""
+    """Yield each class that is called after what it stands in for, as NoImages; an exception is none."""
     for each in sources:
         yield from (
             node.name
             for node in ast.walk(each.tree)
-            if isinstance(node, ast.ClassDef) and re.match(r"_?No[A-Z]", node.name)
+            if isinstance(node, ast.ClassDef)
+            and re.match(r"_?No[A-Z]", node.name)
+            and not {"Exception"} & {base.id for base in node.bases if isinstance(base, ast.Name)}
         )
 
 

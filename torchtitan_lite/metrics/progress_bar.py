@@ -69,26 +69,7 @@ class Progress:
         ]
 
 
-class NoProgressBar:
-    """A progress bar that shows nothing."""
-
-    def start(self, step: int) -> None:
-        """Show the bar at `step`, the last one that was trained before this start."""
-
-    def step_done(self) -> None:
-        """Count one more step."""
-
-    def logged(self, loss: float, tps: float) -> None:
-        """Take the figures of a logged step."""
-
-    def note(self, event: Event) -> None:
-        """Take a checkpoint event. **Any thread**."""
-
-    def close(self) -> None:
-        """Remove the bar. Idempotent."""
-
-
-class TerminalProgressBar(NoProgressBar):
+class TerminalProgressBar:
     """A progress bar on the terminal `stream`. From `start` to `close`, log lines for it are written above the bar."""
 
     def __init__(
@@ -105,6 +86,7 @@ class TerminalProgressBar(NoProgressBar):
         forget_in_children(self._forget)
 
     def start(self, step: int) -> None:
+        """Show the bar at `step`, the last one that was trained before this start."""
         self._change(step=step)
         on_stream = [each for each in logger.handlers if isinstance(each, logging.StreamHandler)]
         self._handler = next((each for each in on_stream if each.stream is self._stream), None)
@@ -114,6 +96,7 @@ class TerminalProgressBar(NoProgressBar):
         self._draw()
 
     def step_done(self) -> None:
+        """Count one more step."""
         now, step = self._clock(), self._progress.step + 1
         if self._first is None:  # The first step also compiles, fills caches and so on: its time is no estimate.
             self._first = step, now
@@ -125,9 +108,11 @@ class TerminalProgressBar(NoProgressBar):
             self._draw()
 
     def logged(self, loss: float, tps: float) -> None:
+        """Take the figures of a logged step."""
         self._change(loss=loss, tps=tps)
 
     def note(self, event: Event) -> None:
+        """Take a checkpoint event. **Any thread**."""
         if self._progress.durable is not None:
             match event:
                 case Committed():
@@ -153,6 +138,7 @@ class TerminalProgressBar(NoProgressBar):
         self._stream.flush()
 
     def close(self) -> None:
+        """Remove the bar. Idempotent."""
         with self._lock():
             if self._is_open and self._line:
                 with contextlib.suppress(OSError, ValueError):
@@ -191,18 +177,18 @@ class TerminalProgressBar(NoProgressBar):
             self._handler.stream = self._stream
 
 
-def build_progress_bar(config: JobConfig, rank: int) -> NoProgressBar:
-    """Return the bar of this rank: one that shows nothing unless this is rank 0 and its stderr is a terminal."""
+def build_progress_bars(config: JobConfig, rank: int) -> list[TerminalProgressBar]:
+    """Return the bar of this rank; none unless this is rank 0 and its stderr is a terminal."""
     if rank or not config.metrics.enable_progress_bar or not sys.stderr.isatty():
-        return NoProgressBar()
+        return []
     from rich.console import Console
 
     console = Console(file=sys.stderr)
     if console.is_dumb_terminal:
-        return NoProgressBar()
+        return []
     saves = config.checkpoint.enable_checkpoint and not config.checkpoint.load_only
     saved, durable = ("none saved", 0) if saves else ("", None)
-    return TerminalProgressBar(sys.stderr, console, Progress(0, config.training.steps, saved, durable=durable))
+    return [TerminalProgressBar(sys.stderr, console, Progress(0, config.training.steps, saved, durable=durable))]
 
 
 def render(progress: Progress, console: Console, columns: int) -> str:

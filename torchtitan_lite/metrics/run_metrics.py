@@ -43,7 +43,7 @@ from torchtitan_lite.metrics.heartbeat import Heartbeat
 from torchtitan_lite.metrics.ledger import Ledger
 from torchtitan_lite.metrics.logger import EventLog, MetricsLogger
 from torchtitan_lite.metrics.memory import build_memory_monitor
-from torchtitan_lite.metrics.progress_bar import build_progress_bar
+from torchtitan_lite.metrics.progress_bar import build_progress_bars
 from torchtitan_lite.metrics.prometheus import PrometheusFile
 from torchtitan_lite.metrics.report import epoch_tags, peak_flops, step_line, throughput_tags, time_tags
 from torchtitan_lite.metrics.run_clock import RunClock
@@ -72,7 +72,7 @@ class RunMetrics:
         self._files = MetricsLogger(dump_folder, config.metrics, rank=world.rank, writes=writes)
         self._events = EventLog(dump_folder / EVENTS_FILE if world.rank == 0 and writes else None)
         self._memory = build_memory_monitor(world.device)
-        self._bar = build_progress_bar(config, world.rank)
+        self._bars = build_progress_bars(config, world.rank)
         clock = RunClock(began=began)
         self._ledger = Ledger(dump_folder, clock) if world.rank == 0 and writes else None
         self.goodput = Goodput(clock, self._ledger)
@@ -119,7 +119,8 @@ class RunMetrics:
 
     def _start_history(self, loaded_step: int) -> None:
         self._files.start(loaded_step)
-        self._bar.start(loaded_step)
+        for bar in self._bars:
+            bar.start(loaded_step)
         self._tokens, self._steps, self._losses = 0.0, 0, 0.0
         self._since = time.perf_counter()
 
@@ -151,7 +152,8 @@ class RunMetrics:
         self.goodput.note(event)
         with self._lock:
             self._event_tags |= checkpoint_tags(event)
-        self._bar.note(event)
+        for bar in self._bars:
+            bar.note(event)
         if self._prometheus is not None and isinstance(event, Uploaded | UploadFailed):
             self._prometheus.uploads = upload_figures(self._prometheus.uploads, event)
 
@@ -165,7 +167,8 @@ class RunMetrics:
         """Count one more step, of `num_tokens` on this rank."""
         self._tokens += num_tokens
         self._steps += 1
-        self._bar.step_done()
+        for bar in self._bars:
+            bar.step_done()
         self._losses += global_avg_loss
 
     def log(
@@ -196,7 +199,8 @@ class RunMetrics:
             **self.goodput.tags(),
             **epoch_tags(*progress),
         }
-        self._bar.logged(global_avg_loss, speed["throughput(tps)"])
+        for bar in self._bars:
+            bar.logged(global_avg_loss, speed["throughput(tps)"])
         tags |= speed | time_tags(seconds / max(1, self._steps), parts) | memory | event_tags
         self._files.log(step, tags)
         if self._prometheus is not None:
@@ -224,7 +228,8 @@ class RunMetrics:
 
         `failed` says that an error ends the run.
         """
-        self._bar.close()
+        for bar in self._bars:
+            bar.close()
         if self._heartbeat is not None:
             self._heartbeat.close()
             self._heartbeat = None

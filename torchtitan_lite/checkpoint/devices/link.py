@@ -74,7 +74,7 @@ class CudaLink:
             try:
                 locking = thread.submit(work)
             except RuntimeError:  # The system has no more threads.
-                return _nothing
+                return lambda: None
             return locking.result().unlock
 
     def begin(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Copy:
@@ -127,32 +127,6 @@ def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         event.record(stream)
     return event
-
-
-def _nothing() -> None:
-    """Unlock nothing."""
-
-
-class NoLink:
-    """Leads nowhere."""
-
-    def reaches(self, tensor: torch.Tensor) -> bool:
-        return False
-
-    def lock(self, memory: memoryview) -> Callable[[], None]:
-        return _nothing
-
-    def begin(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Copy:
-        raise AssertionError("there is nowhere to copy to")
-
-    def follow(self, devices: Iterable[torch.device]) -> None:
-        """Do nothing."""
-
-    def precede(self, devices: Iterable[torch.device]) -> None:
-        """Do nothing."""
-
-    def end(self, devices: Iterable[torch.device]) -> None:
-        """Do nothing."""
 
 
 def build_link() -> Link:

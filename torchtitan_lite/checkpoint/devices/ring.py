@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.checkpoint.devices.link import Copy, Link, NoLink
+from torchtitan_lite.checkpoint.devices.link import Copy, Link
 from torchtitan_lite.disk.request_memory import request_memory
 
 SLOT_BYTES = 1 << 20
@@ -244,7 +244,3 @@ def _fillings(parts: Iterable[Part]) -> Iterator[list[Part]]:
             room -= len(data)
     if filling:
         yield filling
-
-
-NO_RING = DeviceRing(NoLink())
-"""For tensors in the memory of this host."""

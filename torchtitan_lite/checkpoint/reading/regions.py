@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchtitan_lite.checkpoint.devices.ring import NO_RING, DeviceRing
+from torchtitan_lite.checkpoint.devices.ring import DeviceRing
 from torchtitan_lite.checkpoint.format.contents import Chunk, Shape
 from torchtitan_lite.disk.read_requests import GAP_BYTES, Piece
 
@@ -61,7 +61,7 @@ def contiguous_strides(shape: Shape) -> Shape:
     return tuple(strides)
 
 
-def whole(chunk: Chunk, dtype: torch.dtype, target: torch.Tensor, ring: DeviceRing = NO_RING) -> Piece | None:
+def whole(chunk: Chunk, dtype: torch.dtype, target: torch.Tensor, ring: DeviceRing) -> Piece | None:
     """Return the piece that reads all of `chunk` directly into `target`; None if one plain read cannot do it."""
     if chunk.at is None or target.dtype is not dtype or target.shape != chunk.sizes or not target.is_contiguous():
         return None
@@ -69,7 +69,7 @@ def whole(chunk: Chunk, dtype: torch.dtype, target: torch.Tensor, ring: DeviceRi
     return None if piece_of is None else piece_of(chunk.at, 0, target.nbytes)
 
 
-def straight(source: StoredBox, target: torch.Tensor, ring: DeviceRing = NO_RING) -> list[Piece] | None:
+def straight(source: StoredBox, target: torch.Tensor, ring: DeviceRing) -> list[Piece] | None:
     """Return the pieces that read `source` directly into `target`; None if it must be staged.
 
     `target` must outlive the pieces: they hold addresses in its memory.
@@ -99,7 +99,7 @@ def straight(source: StoredBox, target: torch.Tensor, ring: DeviceRing = NO_RING
 class BufferedPart:
     """A part of a region that goes through a buffer: read the pieces of `begin`, then call `finish`."""
 
-    def __init__(self, source: StoredBox, target: torch.Tensor, ring: DeviceRing = NO_RING) -> None:
+    def __init__(self, source: StoredBox, target: torch.Tensor, ring: DeviceRing) -> None:
         self.file, self.at = source.file, source.at
         self.num_bytes = max(source.nbytes, math.prod(source.shape) * source.dtype.itemsize)
         self._source, self._target, self._ring = source, target, ring
@@ -124,7 +124,7 @@ class BufferedPart:
         self._read = self._target
 
 
-def staged(source: StoredBox, target: torch.Tensor, ring: DeviceRing = NO_RING) -> Iterator[BufferedPart]:
+def staged(source: StoredBox, target: torch.Tensor, ring: DeviceRing) -> Iterator[BufferedPart]:
     """Yield `source`, to be read into `target`, in parts of at most `STAGED_BYTES`. Any dtype, device and layout."""
     shape, itemsize = source.shape, source.dtype.itemsize
     long_dims = [dim for dim, size in enumerate(shape) if size > 1]
