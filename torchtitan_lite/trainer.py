@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import gc
 import random
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -41,7 +42,6 @@ from torchtitan_lite.divergence import DivergenceCheck, build_divergence_check
 from torchtitan_lite.dry_run import report_start
 from torchtitan_lite.errors import TrainingDiverged
 from torchtitan_lite.events import Diverged, Finished, Resumed
-from torchtitan_lite.hangs.no_watch import NoWatch
 from torchtitan_lite.log import logger
 from torchtitan_lite.metrics.announcement import announce, write_config
 from torchtitan_lite.metrics.profiling import Profiler
@@ -63,6 +63,9 @@ from torchtitan_lite.parallelisms.parallelize_llama import parallelize_llama
 from torchtitan_lite.parallelisms.pipeline_llama import Stage, cut_to_stage
 from torchtitan_lite.parallelisms.plan import build_plan
 from torchtitan_lite.preflight import refuse_shared_seed
+
+if TYPE_CHECKING:
+    from torchtitan_lite.hangs.watch import HangWatch
 
 
 class Trainer:
@@ -115,7 +118,7 @@ class Trainer:
         self.metrics = self.peers.together(lambda: RunMetrics(config, world, flops_per_token=flops, began=began))
         self.forward_backward = self._build_forward_backward(parts)
         self.checkpointer = self._build_checkpointer()
-        self.watch = self._build_watch()
+        self.watches = self._build_watches()
         self.samples = self._build_samples()
         # Each rank has its own dropout, and numbers of its own for user code. Seeded before the load, which restores
         # the generators of the run.
@@ -200,10 +203,13 @@ class Trainer:
         with (
             Profiler(self.dump_folder, config.profiling, rank=self.world.rank, loaded_step=state.step) as profiler,
             no_collection(),  # Pauses of ranks at different moments would add up. The loop collects.
-            self.watch,
+            ExitStack() as watched,
         ):
+            for watch in self.watches:
+                watched.enter_context(watch)
             while state.step < config.training.steps:
-                self.watch.step(state.step + 1)
+                for watch in self.watches:
+                    watch.step(state.step + 1)
                 epoch = self.loader.progress.epoch
                 batch = self._next_batch()
                 if batch is None:
@@ -221,7 +227,7 @@ class Trainer:
                     if left := self._left():
                         return left
                     continue
-                with self.watch.paused():  # It may write a trace.
+                with self._unwatched():  # It may write a trace.
                     profiler.step()
                 self._note_progress()
                 faults.point("step", step=state.step)
@@ -246,7 +252,7 @@ class Trainer:
         if config.on_divergence != "rollback":
             self.metrics.note(Diverged(error.step, reason=error.reason))
             raise error
-        with self.metrics.part("loading"), self.watch.paused():
+        with self.metrics.part("loading"), self._unwatched():
             self.checkpointer.roll_back(
                 error.step,
                 error.reason,
@@ -263,7 +269,15 @@ class Trainer:
     @contextmanager
     def _saving(self) -> Iterator[None]:
         """Count the block as saving; it may take as long as it needs."""
-        with self.metrics.part("saving"), self.watch.paused():
+        with self.metrics.part("saving"), self._unwatched():
+            yield
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        """Do not count the time of the block as that of a step: it may take as long as it needs."""
+        with ExitStack() as paused:
+            for watch in self.watches:
+                paused.enter_context(watch.paused())
             yield
 
     def _has_no_step_left(self) -> bool:
@@ -404,10 +418,10 @@ class Trainer:
     def _build_divergence_check(self) -> DivergenceCheck:
         return build_divergence_check(self.config.training, self.train_state, skips_steps=self.scaler.is_enabled())
 
-    def _build_watch(self) -> NoWatch:
+    def _build_watches(self) -> Sequence[HangWatch]:
         comm = self.config.comm
         if comm.hang_seconds == 0 or self.config.checkpoint.dry_run:
-            return NoWatch()
+            return []
         from torchtitan_lite.hangs.watch import HangWatch, WatchPlace
 
         place = WatchPlace(
@@ -415,9 +429,8 @@ class Trainer:
             events=None if self._only_loads else self.dump_folder / EVENTS_FILE,
             ignored_signals=self.config.checkpoint.preemption_signals,
         )
-        return HangWatch(
-            comm.hang_seconds, self.peers, place, counts_of(self.mesh), gives_up_seconds=comm.train_timeout_seconds
-        )
+        counts, gives_up_seconds = counts_of(self.mesh), comm.train_timeout_seconds
+        return [HangWatch(comm.hang_seconds, self.peers, place, counts, gives_up_seconds=gives_up_seconds)]
 
     def _build_part(self, stage: Stage) -> Transformer:
         config = as_built(self.config)

@@ -30,8 +30,8 @@ FLATS = {
         *("log", "host_memory", "collection", "torch_private", "__init__"),
     ),
     "extras": (
-        *("checkpoint.images", "checkpoint.no_images", "checkpoint.replicas", "keeper"),
-        *("uploading", "checkpoint.uploads", "checkpoint.no_uploads", "hangs", "report", "integrations"),
+        *("checkpoint.images", "checkpoint.replicas", "keeper"),
+        *("uploading", "checkpoint.uploads", "hangs", "report", "integrations"),
     ),
     "trainer": (
         *("trainer", "train", "preflight", "data", "models", "parallelisms", "optim", "divergence", "metrics"),

@@ -13,6 +13,7 @@ import pytest
 
 from tests.bucket.proxy import Proxy, answers, hangs, where
 from tests.bucket.stored_files import uploads_under_way, written
+from tests.checkpoint.companions import uploads_of
 from tests.checkpoint.small_run import SmallRun, same
 from tests.ranks import Ranks
 from torchtitan_lite.bucket.obstore_objects import connect
@@ -168,7 +169,7 @@ def load_and_train(rank: int, dump_folder: Path, address: str, environment: dict
         loaded = run.train_state.step
         origin = run.events.figures("loaded")["origin"] if loaded else ""
         run.train(steps)
-        uploads = getattr(run.manager._parts.uploads, "_process", None) is not None
+        uploads = uploads_of(run.manager)._process is not None
         return loaded, origin, uploads, run.losses
 
 

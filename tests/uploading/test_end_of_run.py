@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.companions import uploads_of
 from tests.checkpoint.small_run import SmallRun
 from tests.disks import injected
 from tests.uploading.runs import run_of, steps_in
@@ -20,7 +21,8 @@ NO_FOLDER = "/proc/no/folder"
 
 
 def uploader_of(run: SmallRun) -> UploadProcess:
-    process: UploadProcess = run.manager._parts.uploads._process  # type: ignore[attr-defined]
+    process = uploads_of(run.manager)._process
+    assert process is not None
     return process
 
 
@@ -69,7 +71,7 @@ def test_what_was_saved_during_an_upload_counts_as_missing(
         while uploader_of(run).state.uploading is None:
             pass
         run.train(6)
-        run.manager._parts.uploads.close(lambda: 0.0)
+        uploads_of(run.manager).leave(lambda: 0.0)
     assert f"Not yet in {other}: 4 checkpoints (" in caplog.text
 
 
@@ -89,7 +91,7 @@ def test_a_folder_that_can_never_be_written_is_tried_once_more(
     looks = iter([math.inf] * 40)
     with run_of(tmp_path / "run", NO_FOLDER).loaded() as run:
         run.train(2)
-        run.manager._parts.uploads.close(lambda: next(looks, 0.0))
+        uploads_of(run.manager).leave(lambda: next(looks, 0.0))
     assert next(looks, None) is not None
     assert f"Not yet in {NO_FOLDER}: 2 checkpoints (" in caplog.text
     assert "No such file or directory" in caplog.text

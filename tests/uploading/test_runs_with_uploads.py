@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.companions import uploads_of
 from tests.checkpoint.small_run import SmallRun, same
 from tests.disks import small_disk
 from tests.store.filled import flip
@@ -169,9 +170,9 @@ def test_retention_leaves_the_step_that_is_being_uploaded(tmp_path: Path, other:
             run.step()
     # The process that writes it has ended.
     record.write(run.root, record.Record(str(other), "id", begun))
-    assert run.manager._parts.uploads.protected() == {1}
+    assert uploads_of(run.manager).protected() == {1}
     record.write(run.root, record.Record(str(other)))
-    assert run.manager._parts.uploads.protected() == frozenset()
+    assert uploads_of(run.manager).protected() == frozenset()
 
 
 def test_a_folder_is_not_uploaded_into_itself(tmp_path: Path) -> None:

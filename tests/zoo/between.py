@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.checkpoint.companions import kept
 from tests.logged import logged_warnings
 from tests.ranks import Ranks
 from tests.zoo.apart import APART, LATE, POSITIONS, last_rank
@@ -206,10 +207,10 @@ def snapshot(run: Trick) -> dict[str, Any]:
 
 def _finish_images(manager: CheckpointManager) -> None:
     """Wait until the next image finds an arena, and the last one is complete: a start in haste skips some."""
-    if (images := getattr(manager._images, "images", None)) is not None:
-        images.stager.finish_preparation()
+    if (found := kept(manager)) is not None:
+        found.images.stager.finish_preparation()
         manager.maybe_wait_for_staging()
-        assert images.wait(60)
+        assert found.images.wait(60)
 
 
 def _manager(run: Trick, cell: RanksCell, folder: Path) -> CheckpointManager:

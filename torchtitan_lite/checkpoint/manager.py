@@ -21,12 +21,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_lite.checkpoint.one_opener import OneOpener
 from torchtitan_lite.checkpoint.parts import Seams, build_parts
+from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.checkpoint.resume.ending import Ended
 from torchtitan_lite.checkpoint.resume.initial_import import ImportWeights
 from torchtitan_lite.checkpoint.resume.load_source import latest_step
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.resume.roll_back import Limit
-from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.checkpoint.run_end import LastFormat
 from torchtitan_lite.checkpoint.saving.savers import Saver
 from torchtitan_lite.checkpoint.schedule.failures import Past
@@ -101,7 +101,7 @@ class CheckpointManager:
             ranks_may_differ=ranks_may_differ,
         )
         self._parts, self._config, self._peers, self._own_groups = parts, parts.config, parts.peers, parts.own_groups
-        self._run, self._store, self._saver, self._images = parts.run, parts.store, parts.saver, parts.images
+        self._run, self._store, self._saver, self._companions = parts.run, parts.store, parts.saver, parts.companions
         self._preemption, self._departure, self._end = parts.preemption, parts.departure, parts.end_of_run
         self._housekeeping, self._waiter, self._maker = parts.housekeeping, parts.waiter, parts.maker
         self._comparison = parts.comparison
@@ -199,7 +199,8 @@ class CheckpointManager:
         self._first_save.allow()
         if source is not None:
             self._continue_from(source)
-        self._images.take_over(source)
+        for each in self._companions:
+            each.loaded(source)
         self._maker.restart_clock()
         self.preempted_by = self._departure.untrained(self.loaded_step or 0)
         return source is not None
@@ -225,7 +226,8 @@ class CheckpointManager:
         self._settle()
         self._roll_back.begin(step, reason, self._maker.origin.lineage, limit)
         source = self._roll_back.load()
-        self._images.drop_after(source.step)
+        for each in self._companions:
+            each.rolled_back(source.step)
         self._continue_from(source)
         self._maker.restart_clock()
         self.preempted_by = self._departure.untrained(source.step)
@@ -274,7 +276,7 @@ class CheckpointManager:
         saved, self.preempted_by = self._decider.end_of_step(curr_step, last=force, now=now)
         if force and saved:
             self._end.write_hugging_face(curr_step)
-            self._images.finish()
+            self._note_finished()
         return saved
 
     def wait(self) -> int:
@@ -290,7 +292,8 @@ class CheckpointManager:
     def maybe_wait_for_staging(self) -> None:
         """Wait until the state may change: call right before the optimizer's step. Any rank; raises `SaveFailed`."""
         self._waiter.wait_for_staging()
-        self._images.wait_for_staging()
+        for each in self._companions:
+            each.wait_for_staging()
         self._comparison.wait()
 
     def reset(self) -> None:
@@ -335,8 +338,7 @@ class CheckpointManager:
         """
         ended, lacks_hugging_face = self._end.found() if self._opened() else (None, False)
         if ended is not None:
-            self._images.finish()
-            self._parts.uploads.start(self._maker.origin.lineage.run_id)
+            self._note_finished()
             if lacks_hugging_face:
                 self._end.write_hugging_face(ended.step)
 
@@ -350,7 +352,7 @@ class CheckpointManager:
         if self._opened() and not self._config.load_only:
             self._first_save.check()
             if self._decider.finish(step, leaving_for=self.preempted_by):
-                self._images.finish()
+                self._note_finished()
                 self._end.write_missing(step)
 
     def close(self) -> None:
@@ -402,16 +404,20 @@ class CheckpointManager:
         return True
 
     def _start_processes(self, caller: str) -> None:
-        """Start the keeper and the saver unless that is done. **Collective**.
+        """Start the saver and the companions unless that is done. **Collective**.
 
         Right before the loop or after its first step: their starts would take a core from a load, or from a copy.
         """
-        self._images.begin_keeping()
         if not (self._has_started_saver or self._config.load_only):
             self._has_started_saver = True
             with naming_missing_ranks(f"the first {caller}() of the checkpoint manager"):
                 self._peers.together(self._saver.start)
-            self._parts.uploads.start(self._maker.origin.lineage.run_id)
+            for each in self._companions:
+                each.start(self._maker.origin.lineage.run_id)
+
+    def _note_finished(self) -> None:
+        for each in self._companions:
+            each.finished(self._maker.origin.lineage.run_id)
 
     def _forget(self) -> None:
         """Have nothing open in a child that was just forked: closing it there touches nothing of the parent's."""
@@ -420,7 +426,8 @@ class CheckpointManager:
     def _settle(self) -> None:
         """Wait for all that still reads the state, or changes the folder."""
         self._waiter.settle()
-        self._images.settle()
+        for each in self._companions:
+            each.settle()
         self._comparison.wait()
         self._housekeeping.wait(self._config.timeout_seconds)
 
@@ -431,6 +438,5 @@ class CheckpointManager:
         self.loaded_step = source.continues_at
         if source.is_proof:
             self._housekeeping.note_good(source.step)
-        if not self._images.keeps_copies:
-            self._maker.secure(source.step)  # Before it goes: this start keeps nothing in memory.
+        self._maker.secure(source.step)
         self._decider.continue_from(source.continues_at)

@@ -18,9 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from torchtitan_lite.checkpoint.companions import build_companions
 from torchtitan_lite.checkpoint.context import RunContext
-from torchtitan_lite.checkpoint.no_images import NoImages
-from torchtitan_lite.checkpoint.no_uploads import NoUploads
 from torchtitan_lite.checkpoint.one_folder import seen_folders
 from torchtitan_lite.checkpoint.one_opener import OneOpener
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
@@ -31,11 +30,11 @@ from torchtitan_lite.checkpoint.resume.initial_import import ImportWeights, Init
 from torchtitan_lite.checkpoint.resume.load_source import new_run
 from torchtitan_lite.checkpoint.resume.roll_back import RollBack
 from torchtitan_lite.checkpoint.resume.run_load import RunLoad
-from torchtitan_lite.checkpoint.resume.source import Sources
 from torchtitan_lite.checkpoint.resume.wrong_folder import refuse_wrong_folders
 from torchtitan_lite.checkpoint.run_end import LastFormat, RunEnd, build_last_save
 from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.checkpoint.saving.auto_interval import build_auto_interval
+from torchtitan_lite.checkpoint.saving.companion import Companion, heard_by, protected_by, sources_of
 from torchtitan_lite.checkpoint.saving.decider import SaveDecider
 from torchtitan_lite.checkpoint.saving.departure import Departure
 from torchtitan_lite.checkpoint.saving.maker import SaveMaker, Savers
@@ -50,7 +49,6 @@ from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.checkpoint.state.stateful import Stateful
 from torchtitan_lite.checkpoint.state.step_hooks import StepHooks
 from torchtitan_lite.config.job_config import Checkpoint, JobConfig
-from torchtitan_lite.distributed.environment import memory_is_off
 from torchtitan_lite.distributed.misfits import HostView, SharedFolder, alike, build_facts, clock_around, facts_of
 from torchtitan_lite.distributed.missing_ranks import naming_missing_ranks
 from torchtitan_lite.distributed.peers import Peers
@@ -59,8 +57,7 @@ from torchtitan_lite.events import EventListener, emit_to
 from torchtitan_lite.store.housekeeping import Housekeeping, build_housekeeping
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.protocol import StoresCheckpoints
-from torchtitan_lite.store.retention import KeepAll, RetentionPolicy, build_retention
-from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.store.retention import RetentionPolicy, build_retention
 
 RunObjects = tuple[
     Stateful | None,
@@ -105,8 +102,7 @@ class Parts:
     folders: RunFolders
     store: StoresCheckpoints
     saver: Saver
-    images: NoImages
-    uploads: NoUploads
+    companions: Sequence[Companion]
     preemption: PreemptionWatch
     housekeeping: Housekeeping
     waiter: SaveWaiter
@@ -135,12 +131,13 @@ class Parts:
         alike(lambda: self._seen(tokens), partial(self._view, clock), self.peers)
         if not self.config.load_only:
             self.end_of_run.refuse_foreign_folder()
-            self.maker.origin = self.images.begin(self.maker.origin)
+            for each in self.companions:
+                self.maker.origin = each.begin(self.maker.origin)
 
     def end(self, hooks: StepHooks, opener: OneOpener, *, is_cut: bool) -> None:
         """Wait for the save in flight, end threads and processes, and give the folders up, whatever of it fails.
 
-        Waits for uploads, too, unless the run `is_cut` by an error.
+        Companions have no time for what is left to do if the run `is_cut` by an error.
         """
         # Called from the last to the first, whatever one of them raises. The folders are released only when no thread
         # and no process of this job writes into them.
@@ -150,10 +147,11 @@ class Parts:
             in_reverse.callback(self.first_save.leave, self.folders.fence(self.folders.checkpoints))
             in_reverse.callback(self.preemption.close)
             in_reverse.callback(self.housekeeping.close, self.config.timeout_seconds)
-            in_reverse.callback(self.images.leave)
-            in_reverse.callback(self._close_uploads, is_cut)
+            for each in self.companions:
+                in_reverse.callback(each.leave, float if is_cut else self._seconds_left)
             in_reverse.callback(self._close_saver)
-            in_reverse.callback(self.images.close)
+            for each in self.companions:
+                in_reverse.callback(each.close)
             in_reverse.callback(hooks.close)
             in_reverse.callback(self.waiter.settle)
             in_reverse.callback(self.decider.drain)
@@ -169,9 +167,9 @@ class Parts:
         refuse_wrong_folders(self.folders, self.config, step)
         return [] if self.config.load_only else self.folders.take()
 
-    def _close_uploads(self, is_cut: bool) -> None:
-        # Infinity until a signal comes.
-        self.uploads.close(lambda: 0.0 if is_cut else self.preemption.seconds_left() - _SECONDS_TO_LEAVE)
+    def _seconds_left(self) -> float:
+        """Return the seconds of the grace period that companions may use; infinity until a signal comes."""
+        return self.preemption.seconds_left() - _SECONDS_TO_LEAVE
 
     def _close_saver(self) -> None:
         # A save that was not over in time is not awaited twice: the other ranks wait for this one to leave.
@@ -204,21 +202,21 @@ def build_parts(
     comparison = RankComparison(peers, may_differ=ranks_may_differ, watches="replicas" in config.digest_tensors)
     replicas = build_replicas(run.model.parameter_names, run.small)
     plans = PlanCache(peers, replicas, comparison, states_of_ranks=run.states_of_ranks)
-    images = build_images(folders.checkpoints, plans, context)
-    saver = seams.saver or build_saver(config, peers, plans, images.copying, images.process)
-    watch = seams.preemption or PreemptionWatch(config.preemption_signals, config.preemption_grace_seconds)
     rules = None if seams.retention is not None else retention
-    uploads = build_uploads(folders, rules, context, images.sources)
-    context = dataclasses.replace(context, emit=uploads.heard_by(emit))
-    housekeeping = build_housekeeping(config, retention, context.emit, uploads.protected)
+    companions = build_companions(folders, rules, plans, context)
+    saver = seams.saver or build_saver(config, peers, plans, companions)
+    watch = seams.preemption or PreemptionWatch(config.preemption_signals, config.preemption_grace_seconds)
+    context = dataclasses.replace(context, emit=heard_by(companions, emit))
+    housekeeping = build_housekeeping(config, retention, context.emit, partial(protected_by, companions))
     waiter = build_waiter(housekeeping, context)
     origin = build_origin(job_config, lineage, topology)
     savers = Savers(saver, SyncSaver(peers, plans))
-    maker = SaveMaker(run, folders, waiter, savers, origin, context, images.listener)
+    maker = SaveMaker(run, folders, waiter, savers, origin, context, companions)
     departure = Departure(watch, maker, waiter, context)
     policy = build_save_policy(config, seams.save_policy)
     auto = build_auto_interval(waiter, seams.past or Past, context)
-    load = RunLoad(run, folders, job_config, topology, uploads.sources, context)
+    sources = sources_of(companions)
+    load = RunLoad(run, folders, job_config, topology, sources, context)
     last_save = build_last_save(hugging_face, job_config, run, folders, context)
     return Parts(
         config=config,
@@ -229,8 +227,7 @@ def build_parts(
         folders=folders,
         store=folders.checkpoints,
         saver=saver,
-        images=images,
-        uploads=uploads,
+        companions=companions,
         preemption=watch,
         housekeeping=housekeeping,
         waiter=waiter,
@@ -238,7 +235,7 @@ def build_parts(
         maker=maker,
         departure=departure,
         first_save=FirstSave(folders.checkpoints, config, peers),
-        initial_import=InitialImport(folders.checkpoints, import_weights, context, uploads.has_checkpoint),
+        initial_import=InitialImport(folders.checkpoints, import_weights, context, sources.has_checkpoint),
         load=load,
         roll_back=RollBack(folders, load, run, context),
         decider=SaveDecider(policy, maker, waiter, departure, consensus, auto, context),
@@ -256,34 +253,3 @@ def build_origin(job_config: JobConfig, lineage: Lineage, topology: str) -> Orig
         tensor_digests="save" in config.digest_tensors,
         dcp_metadata=config.dcp_metadata,
     )
-
-
-def build_images(store: StoresCheckpoints, plans: PlanCache, context: RunContext) -> NoImages:
-    """Return what the run keeps in memory: nothing unless it is a run that saves, and the memory is to be kept."""
-    config = context.config
-    is_no_run = not config.enable_checkpoint or config.load_only or config.create_seed_checkpoint or config.dry_run
-    # What a keeper holds is compared with the folder on its host's disk; a bucket belongs to no host.
-    if is_no_run or not config.memory_ttl_seconds or memory_is_off() or not isinstance(store, CheckpointStore):
-        return NoImages()
-    # Imported only where it is used: a run without it loads none of it.
-    from torchtitan_lite.checkpoint.images.run_images import build_run_images
-
-    if not config.memory_replicas:
-        return build_run_images(store, plans, context)
-    from torchtitan_lite.checkpoint.replicas.host_replicas import HostReplicas
-
-    return build_run_images(store, plans, context, HostReplicas)
-
-
-def build_uploads(
-    folders: RunFolders, retention: RetentionPolicy | None, context: RunContext, sources: Sources
-) -> NoUploads:
-    """Return what uploads the checkpoints of `folders`; `retention` says which stay there, None: all."""
-    config, source = context.config, folders.checkpoints
-    if folders.uploads is None or not config.enable_checkpoint or not isinstance(source, CheckpointStore):
-        return NoUploads(sources)
-    from torchtitan_lite.checkpoint.uploads import UploadedSources, Uploads
-
-    if config.load_only or config.create_seed_checkpoint or config.dry_run:
-        return NoUploads(UploadedSources(sources, folders.uploads))
-    return Uploads(source, folders.uploads, retention or KeepAll(), context, sources)

@@ -16,10 +16,10 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
 from torchtitan_lite.checkpoint.context import RunContext
-from torchtitan_lite.checkpoint.no_uploads import NoUploads
 from torchtitan_lite.checkpoint.reading.files import Files
+from torchtitan_lite.checkpoint.reading.source import Choose, LoadSource, Sources
 from torchtitan_lite.checkpoint.resume.load_source import good_steps, is_branch_of
-from torchtitan_lite.checkpoint.resume.source import Choose, LoadSource, Sources
+from torchtitan_lite.checkpoint.saving.companion import Companion
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import (
     AllCheckpointsDamaged,
@@ -30,7 +30,7 @@ from torchtitan_lite.errors import (
     UnknownFormat,
     UploadRefused,
 )
-from torchtitan_lite.events import Committed, Emit, Event, SaveStarted, UploadsEnded
+from torchtitan_lite.events import Committed, Event, SaveStarted, UploadsEnded
 from torchtitan_lite.log import counted, logger, readable_bytes
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.protocol import StoresCheckpoints
@@ -48,7 +48,17 @@ _LEAST_STOP_SECONDS = 1.0
 """In which an uploader that answers gives the other folder up."""
 
 
-class Uploads(NoUploads):
+class UploadFolder(Companion):
+    """The second folder `target`, from which a start loads what its disk lacks."""
+
+    def __init__(self, target: StoresCheckpoints) -> None:
+        self._target = target
+
+    def sources(self, others: Sources) -> Sources:
+        return UploadedSources(others, self._target)
+
+
+class Uploads(UploadFolder):
     """Uploads from `source` to `target`."""
 
     def __init__(
@@ -57,10 +67,9 @@ class Uploads(NoUploads):
         target: StoresCheckpoints,
         retention: RetentionPolicy,
         context: RunContext,
-        sources: Sources,
     ) -> None:
-        super().__init__(UploadedSources(sources, target))
-        self._source, self._target, self._context = source, target, context
+        super().__init__(target)
+        self._source, self._context = source, context
         self._retention = retention
         self._emit = context.emit
         self._process: UploadProcess | None = None
@@ -73,22 +82,13 @@ class Uploads(NoUploads):
             return frozenset()
         return frozenset() if begun is None else frozenset({begun.save[0]})
 
-    def heard_by(self, emit: Emit) -> Emit:
-        def hear(event: Event) -> None:
-            emit(event)
-            # A save begins in the main thread, where a process that has died is replaced.
-            if isinstance(event, Committed | SaveStarted) and self._process is not None:
-                self._process.look()
-
-        self._emit = emit
-        return hear
-
-    def has_checkpoint(self) -> bool:
-        with usable(self._target.address, _KEY):
-            has_full = any(info.kind is CheckpointKind.FULL for info in self._target.committed())
-            return has_full or bool(self._target.damaged()) or bool(self._target.unreadable())
+    def hear(self, event: Event) -> None:
+        # A save begins in the main thread, where a process that has died is replaced.
+        if isinstance(event, Committed | SaveStarted) and self._process is not None:
+            self._process.look()
 
     def start(self, run_id: str) -> None:
+        """Start the process that uploads: on the coordinator, unless that is done."""
         if self._process is not None or not self._context.peers.is_coordinator:
             return
         config = self._context.config
@@ -109,7 +109,14 @@ class Uploads(NoUploads):
             logger.warning("Nothing is uploaded to %s in this start: %s", self._target.address, error)
             self._emit(UploadsEnded(0, path=self._target.address, reason=str(error)))
 
-    def close(self, seconds_left: Callable[[], float]) -> None:
+    def finished(self, run_id: str) -> None:
+        self.start(run_id)  # The start before may have left before all was uploaded.
+
+    def leave(self, seconds_left: Callable[[], float]) -> None:
+        """Wait for the uploads, while there are `seconds_left` and there is progress, and end what uploads.
+
+        Says what is missing then. Raises `UploadRefused` if nothing can be uploaded any more.
+        """
         process, self._process = self._process, None
         if process is None:
             return
@@ -230,6 +237,11 @@ class UploadedSources(Sources):
             except CheckpointNotFound:
                 return None
         return None if source is None or source.initial else _in_upload_folder(source, is_all_there_is=True)
+
+    def has_checkpoint(self) -> bool:
+        with usable(self._target.address, _KEY):
+            has_full = any(info.kind is CheckpointKind.FULL for info in self._target.committed())
+            return has_full or bool(self._target.damaged()) or bool(self._target.unreadable())
 
     def good_steps(self, rollback: Rollback) -> Sequence[CheckpointInfo]:
         try:

@@ -25,7 +25,6 @@ from torchtitan_lite.disk import child_process
 from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.hangs import process
 from torchtitan_lite.hangs.bound import Bound
-from torchtitan_lite.hangs.no_watch import NoWatch
 from torchtitan_lite.hangs.own_rank import BOUND_MS, COUNT, IS_PAUSED, STEP, WORDS_BYTES, dump_signal, map_words
 from torchtitan_lite.log import logger
 
@@ -61,7 +60,7 @@ class WatchPlace:
     """Signals to ignore that a scheduler sends to process groups."""
 
 
-class HangWatch(NoWatch):
+class HangWatch:
     """Watches this rank from `__enter__`, which is **collective**, to `__exit__`. Main thread only.
 
     `count_collectives` returns how many collectives this rank has begun, by group; any thread calls it.
@@ -92,6 +91,7 @@ class HangWatch(NoWatch):
         forget_in_children(self._forget)
 
     def step(self, step: int) -> None:
+        """Note that the step before is over and that `step` begins."""
         now = self._clock()
         if self._began is not None:
             self._bound.step_took(now - self._began)
@@ -111,6 +111,7 @@ class HangWatch(NoWatch):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
+        """Do not count the time of the block, which may take as long as it needs."""
         began, words = self._clock(), self._words
         words[IS_PAUSED] = 1
         try:

@@ -22,8 +22,8 @@ from typing import Any
 from torchtitan_lite.checkpoint import CheckpointManager, CheckpointReader
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.reading.reader import RankReads
+from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.checkpoint.resume.fallback import Candidates
-from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.checkpoint.state.rng import RngState
 from torchtitan_lite.config.own_loop import loop_config
 from torchtitan_lite.distributed.peers import Peers

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.checkpoint.companions import kept
 from tests.checkpoint.small_run import SmallRun
 from torchtitan_lite.checkpoint.format.file_data import FileData
 from torchtitan_lite.checkpoint.images.card import Card
@@ -41,9 +42,9 @@ def close_runs() -> None:
 
 
 def images_of(run: SmallRun) -> Images:
-    images = run.manager._images.images
-    assert images is not None
-    return images
+    found = kept(run.manager)
+    assert found is not None
+    return found.images
 
 
 def step(run: SmallRun, *, last: bool = False) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.checkpoint.companions import kept
 from tests.forked import Forked
 from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.store import rank_records
@@ -161,7 +162,7 @@ def _train(
                 optimizer.step()
                 optimizer.zero_grad()
                 write("trained", step, weight=weight())
-                stager = manager._images.images.stager if manager._images.keeps_copies else None
+                stager = None if (found := kept(manager)) is None else found.images.stager
                 if waits and stager is not None and step > 1:
                     stager.finish_preparation()
                 manager.save(step, force=finishes and step == until)

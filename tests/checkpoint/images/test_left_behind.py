@@ -78,7 +78,7 @@ def test_a_stopped_keeper_does_not_hold_the_end_of_a_run_up_and_the_log_says_who
     tmp_path: Path, memory_tier: Path, caplog: pytest.LogCaptureFixture, kept: bool
 ) -> None:
     run = start(tmp_path, 4 if kept else 0, memory_interval=1 if kept else 0)
-    tier = run.manager._images.tier
+    tier = images_of(run).tier
     assert tier is not None and tier._starting is not None
     tier._starting.join()
     (pid,) = keepers_in(memory_tier)

@@ -15,7 +15,7 @@ from torchtitan_lite.checkpoint.images import image_sources
 from torchtitan_lite.checkpoint.images.files import FilesInMemory
 from torchtitan_lite.checkpoint.images.held_images import Complete, HeldImages
 from torchtitan_lite.checkpoint.images.image_sources import lent_parts, verify_images
-from torchtitan_lite.checkpoint.resume.source import LoadSource
+from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.read_requests import Piece

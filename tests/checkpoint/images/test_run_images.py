@@ -11,6 +11,7 @@ import pytest
 
 from tests.checkpoint.images.cards import CARD
 from tests.checkpoint.images.image_runs import CopiesOnly
+from torchtitan_lite.checkpoint import companions
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.images import run_images
 from torchtitan_lite.checkpoint.images.card import Card
@@ -18,8 +19,6 @@ from torchtitan_lite.checkpoint.images.commits import Commit
 from torchtitan_lite.checkpoint.images.image import renew_card
 from torchtitan_lite.checkpoint.images.image_stager import ImageStager
 from torchtitan_lite.checkpoint.images.run_images import FoundImages, KeptImages
-from torchtitan_lite.checkpoint.no_images import NoImages
-from torchtitan_lite.checkpoint.parts import build_images
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.saving.writer import Origin
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
@@ -34,11 +33,13 @@ PEERS = Peers(timedelta(seconds=60))
 ASYNC = {"enable_checkpoint": True, "async_mode": "async"}
 
 
-def images_of_run(folder: Path, **config: Any) -> NoImages:
+def images_of_run(folder: Path, **config: Any) -> FoundImages | None:
     store = CheckpointStore(folder / "checkpoint")
     store.root.mkdir(exist_ok=True)
     options = Checkpoint(**{**ASYNC, **config})
-    return build_images(store, PlanCache(PEERS), RunContext(options, PEERS, lambda: 0.0, ignore))
+    found = companions.images(store, PlanCache(PEERS), RunContext(options, PEERS, lambda: 0.0, ignore))
+    assert all(isinstance(each, FoundImages) for each in found)
+    return found[0] if found else None
 
 
 @pytest.mark.parametrize(
@@ -54,23 +55,17 @@ def images_of_run(folder: Path, **config: Any) -> NoImages:
 )
 @pytest.mark.usefixtures("memory_tier")
 def test_what_is_no_run_of_its_own_has_no_tier(tmp_path: Path, config: dict[str, Any]) -> None:
-    found = images_of_run(tmp_path, **config)
-    assert type(found) is NoImages
-    origin = Origin(Lineage("r1"), "", {})
-    assert found.begin(origin) is origin
-    found.take_over(None)
-    for act in (found.begin_keeping, found.wait_for_staging, found.finish, found.close, found.leave):
-        act()
+    assert images_of_run(tmp_path, **config) is None
 
 
 def test_a_run_whose_tier_is_off_has_none(tmp_path: Path) -> None:
-    assert type(images_of_run(tmp_path)) is NoImages
+    assert images_of_run(tmp_path) is None
 
 
 @pytest.mark.usefixtures("memory_tier")
 def test_a_run_that_makes_no_copies_looks_for_images_and_makes_none(tmp_path: Path) -> None:
     found = images_of_run(tmp_path, async_mode="disabled")
-    assert isinstance(found, FoundImages) and not found.keeps_copies
+    assert found is not None and not found.keeps_copies and found.copying() is None
     origin = Origin(Lineage("r1"), "", {})
     assert found.begin(origin) is origin
     assert found.tier.start and found.tier.folder_id and not found.tier.is_off
@@ -100,17 +95,18 @@ def test_the_ids_of_a_start_are_in_its_origin_and_a_folder_without_one_turns_the
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = images_of_run(tmp_path)
+    assert found is not None
     origin = found.begin(Origin(Lineage("r1"), "", {}))
-    assert isinstance(found, FoundImages) and origin.start == found.tier.start != ""
+    assert origin.start == found.tier.start != ""
     assert found.tier.folder_id == CheckpointStore(tmp_path / "checkpoint").folder_id(make=False)
     again = images_of_run(tmp_path)
-    assert again.begin(Origin(Lineage("r1"), "", {})).start != origin.start
+    assert again is not None and again.begin(Origin(Lineage("r1"), "", {})).start != origin.start
     (tmp_path / "other").mkdir()
     without = images_of_run(tmp_path / "other")
     (tmp_path / "other" / "checkpoint").rmdir()
     origin = Origin(Lineage("r1"), "", {})
-    assert without.begin(origin) is origin
-    assert isinstance(without, FoundImages) and without.tier.is_off
+    assert without is not None and without.begin(origin) is origin
+    assert without.tier.is_off
     assert "No images in memory: the folder" in caplog.text
 
 
@@ -118,16 +114,19 @@ def test_the_ids_of_a_start_are_in_its_origin_and_a_folder_without_one_turns_the
 def test_the_images_stay_when_the_process_leaves_and_go_when_the_run_finishes(
     tmp_path: Path, memory_tier: Path
 ) -> None:
-    for acts, lives in ((("leave",), True), (("finish",), False)):
+    for is_finished in (False, True):
         found = images_of_run(tmp_path)
+        assert found is not None
         found.begin(Origin(Lineage("r1"), "", {}))
-        found.take_over(None)
+        found.loaded(None)
         found.close()
-        for act in acts:
-            getattr(found, act)()
+        if is_finished:
+            found.finished("r1")
+        else:
+            found.leave(float)
         keeper = Keeper(tmp_path / "checkpoint", 600.0, runtime=memory_tier)
         described = keeper.describe()
-        assert (described is not None and described.living == ()) == lives
+        assert (described is not None and described.living == ()) is not is_finished
 
 
 def test_a_card_that_is_renewed_knows_another_commit_and_is_as_it_was_otherwise() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.checkpoint.companions import kept
 from tests.checkpoint.images.spoiled import steps_in
 from tests.checkpoint.small_run import Events
 from tests.logged import logged_warnings
@@ -20,8 +21,8 @@ from torchtitan_lite.checkpoint.images.belonging import ImageKey
 from torchtitan_lite.checkpoint.images.image_source import ImageSource
 from torchtitan_lite.checkpoint.images.image_sources import ImageSources
 from torchtitan_lite.checkpoint.images.tier import build_tier
+from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.checkpoint.resume.fallback import Candidates
-from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.checkpoint.schedule.interval import BEGINNING
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.environment import runtime_folder
@@ -51,10 +52,10 @@ def loop(folder: Path, width: int, *, steps: int, load: int = -1, **checkpoint: 
             model(torch.ones(3)).sum().backward()
             optimizer.step()
             manager.save(step)
-            images = manager._images.images
-            assert images is not None
-            images.stager.finish_preparation()
-            assert images.wait(60)
+            found = kept(manager)
+            assert found is not None
+            found.images.stager.finish_preparation()
+            assert found.images.wait(60)
         return manager.loaded_step
 
 

@@ -14,8 +14,8 @@ import pytest
 from tests.checkpoint.small_run import Events
 from tests.store import filled
 from torchtitan_lite import faults
+from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.checkpoint.resume.fallback import Candidates
-from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import (

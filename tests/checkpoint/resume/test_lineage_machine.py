@@ -25,8 +25,8 @@ from tests.examples import examples
 from tests.store import filled
 from tests.store.crashing import NEVER, Contents, Crash, Cut, contents, steps_of
 from tests.store.purges import to_purge
+from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.checkpoint.resume.load_source import choose_source, new_run
-from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.data.loader import TokenLoader
 from torchtitan_lite.errors import CheckpointNotFound

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.store import filled
+from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.checkpoint.resume.load_source import choose_source, latest_step, new_run
-from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import CheckpointMismatch, CheckpointNotFound
 from torchtitan_lite.store.lineage import Lineage

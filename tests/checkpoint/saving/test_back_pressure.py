@@ -8,10 +8,10 @@ from datetime import timedelta
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.savers import Lent
 from torchtitan_lite.checkpoint.format.flattening import State
-from torchtitan_lite.checkpoint.saving.content import Copying, write_in_place
+from torchtitan_lite.checkpoint.saving.content import write_in_place
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, ThreadSaver
 from torchtitan_lite.checkpoint.saving.writer import SaveTarget
-from torchtitan_lite.checkpoint.staging.stager import StagedCopy, build_stager
+from torchtitan_lite.checkpoint.staging.stager import Copying, StagedCopy, build_stager
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.distributed.peers import Peers

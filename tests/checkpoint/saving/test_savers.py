@@ -21,7 +21,6 @@ from tests.checkpoint.savers import Lent
 from tests.checkpoint.small_run import target
 from tests.disks import FailingDisk
 from tests.forked import run_code
-from torchtitan_lite.checkpoint.saving.content import Copying
 from torchtitan_lite.checkpoint.saving.savers import (
     PendingSave,
     ProcessSaver,
@@ -31,7 +30,7 @@ from torchtitan_lite.checkpoint.saving.savers import (
     build_saver,
 )
 from torchtitan_lite.checkpoint.staging.copiers import HostCopier
-from torchtitan_lite.checkpoint.staging.stager import Stager
+from torchtitan_lite.checkpoint.staging.stager import Copying, Stager
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.distributed.peers import Peers
@@ -228,10 +227,9 @@ from pathlib import Path
 import torch
 from tests.checkpoint.small_run import target
 from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
-from torchtitan_lite.checkpoint.saving.content import Copying
 from torchtitan_lite.checkpoint.saving.savers import ThreadSaver
 from torchtitan_lite.checkpoint.staging.copiers import HostCopier
-from torchtitan_lite.checkpoint.staging.stager import Stager
+from torchtitan_lite.checkpoint.staging.stager import Copying, Stager
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.store.store import CheckpointStore

@@ -14,12 +14,11 @@ from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.small_run import target
 from torchtitan_lite.checkpoint.format.file_data import FileData
 from torchtitan_lite.checkpoint.format.flattening import State
-from torchtitan_lite.checkpoint.saving.content import Copying
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, ThreadSaver
 from torchtitan_lite.checkpoint.saving.writer import SaveTarget
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.copiers import Copied, HostCopier
-from torchtitan_lite.checkpoint.staging.stager import Stager
+from torchtitan_lite.checkpoint.staging.stager import Copying, Stager
 from torchtitan_lite.checkpoint.staging.watch import watch
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import SaveFailed

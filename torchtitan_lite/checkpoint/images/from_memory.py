@@ -15,8 +15,8 @@ from torchtitan_lite.checkpoint.images.held_images import Complete, HeldImages
 from torchtitan_lite.checkpoint.images.image_source import ImageSource
 from torchtitan_lite.checkpoint.reading.complete_manifest import complete_manifest
 from torchtitan_lite.checkpoint.reading.files import files_of
+from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.checkpoint.resume.load_source import with_exclusions
-from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.checkpoint.schedule.interval import BEGINNING
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import CheckpointError

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torchtitan_lite.checkpoint.images.belonging import ImageKey
 from torchtitan_lite.checkpoint.reading.folder import Verify
-from torchtitan_lite.checkpoint.resume.source import LoadSource
+from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.checkpoint.schedule.interval import Tick
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.log import counted

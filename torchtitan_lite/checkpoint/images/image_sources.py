@@ -16,7 +16,7 @@ from torchtitan_lite.checkpoint.images.image_source import ImageSource
 from torchtitan_lite.checkpoint.images.tier import TakenOver, Tier
 from torchtitan_lite.checkpoint.reading.files import Files
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
-from torchtitan_lite.checkpoint.resume.source import Choose, LoadSource, Sources
+from torchtitan_lite.checkpoint.reading.source import Choose, LoadSource, Sources
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch

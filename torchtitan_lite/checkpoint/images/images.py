@@ -17,7 +17,7 @@ from torchtitan_lite.checkpoint.images.former_images import FormerImages, step_i
 from torchtitan_lite.checkpoint.images.image import Image
 from torchtitan_lite.checkpoint.images.image_stager import ImageStager
 from torchtitan_lite.checkpoint.images.marker import Marker
-from torchtitan_lite.checkpoint.images.no_replicas import NoReplicas
+from torchtitan_lite.checkpoint.images.replicates import Replicates
 from torchtitan_lite.checkpoint.images.room import (
     MAX_ARENAS,
     REPLICATED_ARENAS,
@@ -60,7 +60,7 @@ class Images:
         process: WriterProcess | None,
         plans: PlanCache,
         context: RunContext,
-        replicas: NoReplicas,
+        replicas: Replicates,
         *,
         owns_process: bool = False,
     ) -> None:

@@ -15,8 +15,8 @@ import torch
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.images.image import Image, WrittenCard, record_of, renew_card
-from torchtitan_lite.checkpoint.images.no_replicas import NoReplicas
 from torchtitan_lite.checkpoint.images.pool import Pool
+from torchtitan_lite.checkpoint.images.replicates import Replicates
 from torchtitan_lite.checkpoint.images.tier import Tier
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.disk.background import Background
@@ -40,7 +40,7 @@ class Marker:
         pool: Pool,
         process: WriterProcess | None,
         context: RunContext,
-        replicas: NoReplicas,
+        replicas: Replicates,
     ) -> None:
         self._replicas = replicas
         self._tier, self._pool, self._process, self._world_size = tier, pool, process, context.peers.world_size

@@ -8,39 +8,49 @@ from __future__ import annotations
 import dataclasses
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torchtitan_lite.checkpoint.context import RunContext
+from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.images.commits import commits_in
+from torchtitan_lite.checkpoint.images.image import Image
 from torchtitan_lite.checkpoint.images.image_sources import ImageSources
 from torchtitan_lite.checkpoint.images.image_stager import build_image_stager
 from torchtitan_lite.checkpoint.images.images import Images
-from torchtitan_lite.checkpoint.images.listener import ImageListener
-from torchtitan_lite.checkpoint.images.no_replicas import NoReplicas
 from torchtitan_lite.checkpoint.images.pool import Pool
+from torchtitan_lite.checkpoint.images.replicates import Replicates
 from torchtitan_lite.checkpoint.images.tier import TakenOver, Tier, build_tier
-from torchtitan_lite.checkpoint.no_images import NoImages
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
-from torchtitan_lite.checkpoint.resume.source import LoadSource
-from torchtitan_lite.checkpoint.saving.content import Copying
-from torchtitan_lite.checkpoint.saving.writer import Origin
+from torchtitan_lite.checkpoint.reading.source import LoadSource, Sources
+from torchtitan_lite.checkpoint.saving.companion import Companion, CopyOfSave
+from torchtitan_lite.checkpoint.saving.writer import Origin, RankContent
+from torchtitan_lite.checkpoint.staging.stager import Copying
+from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.distributed.environment import runtime_folder
 from torchtitan_lite.log import logger
+from torchtitan_lite.store.manifest import CheckpointInfo
 from torchtitan_lite.store.store import CheckpointStore
 
-MakesReplicas = Callable[[Tier, Pool, RunContext], NoReplicas]
+MakesReplicas = Callable[[Tier, Pool, RunContext], Replicates]
 
 
-class FoundImages(NoImages):
+class FoundImages(Companion):
     """The images that the start before left in `tier`, for a start that makes none."""
 
+    keeps_copies = False
+    """Whether copies of this start stay in memory for the next one."""
+
     def __init__(self, tier: Tier, store: CheckpointStore, context: RunContext) -> None:
-        super().__init__()
         self.tier = tier
-        self.sources: ImageSources = ImageSources(tier, context)
+        self._sources = ImageSources(tier, context)
         self._store = store
         self._peers = context.peers
+
+    def sources(self, others: Sources) -> Sources:
+        """Return the images that are found: the first companion's, so there are no others yet."""
+        return self._sources
 
     def begin(self, origin: Origin) -> Origin:
         start, folder_id, lineage = self._peers.on_coordinator(lambda: (*self._ids(), origin.lineage))
@@ -51,15 +61,15 @@ class FoundImages(NoImages):
             return origin
         return dataclasses.replace(origin, start=start, lineage=lineage)
 
-    def take_over(self, source: LoadSource | None) -> None:
+    def loaded(self, source: LoadSource | None) -> None:
         """Take the memory over that the start before left, after a load of `source`. **Collective**.
 
         No image that may be needed is dropped before the keeper holds it under a name of this start.
         """
-        taken = self.sources.taken_over(source)
+        taken = self._sources.taken_over(source)
         if self._peers.is_coordinator:
             self.tier.note_commits(commits_in(self._store))
-        self.begin_keeping()
+        self._begin_keeping()
         if taken is None:
             return
         self.tier.replica_bytes = taken.replica_bytes
@@ -67,11 +77,15 @@ class FoundImages(NoImages):
         self._peers.gather(None)  # All ranks have adopted theirs.
         self.tier.drop_names(taken.names)
 
-    def finish(self) -> None:
+    def finished(self, run_id: str) -> None:
         self.tier.finish()
 
-    def leave(self) -> None:
+    def leave(self, seconds_left: Callable[[], float]) -> None:
+        """Let the images outlive this process."""
         self.tier.leave()
+
+    def _begin_keeping(self) -> None:
+        """Start what keeps images: nothing, because this start makes none."""
 
     def _use(self, taken: TakenOver) -> None:
         for fd in [fd for pair in taken.arenas for fd in pair]:
@@ -86,24 +100,79 @@ class FoundImages(NoImages):
 
 
 class KeptImages(FoundImages):
-    """Those, and the `images` that this start makes of its copies, for the next one."""
+    """Those, and the `images` that this start makes of its copies and between saves, for the next one.
+
+    Each copy of a save becomes an image whether or not its file is written.
+    """
 
     keeps_copies = True
 
     def __init__(self, images: Images, store: CheckpointStore, context: RunContext) -> None:
         super().__init__(images.tier, store, context)
         self.images = images
-        self.listener = ImageListener(images)
-        self.copying = Copying(
-            images.stager, self.listener, digests=images.are_made_at_once, timeout_seconds=images.timeout_seconds
+        self._began = 0.0
+
+    def copying(self) -> Copying:
+        images = self.images
+        return Copying(
+            images.stager, images.process, digests=images.are_made_at_once, timeout_seconds=images.timeout_seconds
         )
-        self.process = images.process
 
-    def begin_keeping(self) -> None:
-        self.tier.begin_keeping(self.images.marker.helpers)
-
-    def drop_after(self, step: int) -> None:
+    def rolled_back(self, step: int) -> None:
         self.images.drop_after(step)
+
+    def start(self, run_id: str) -> None:
+        self._begin_keeping()
+
+    def sized(self, num_bytes: int) -> None:
+        self.images.make_room(num_bytes)
+
+    def numbers(self) -> tuple[int, ...]:
+        return self.images.report()
+
+    def agreed(self, step: int, maxima: Sequence[int]) -> None:
+        self.images.note_save(step, maxima)
+        self._began = self.images.now()
+
+    def copied(self, copy: CopyOfSave, content: RankContent) -> RankContent:
+        """Return `content`, whose copy also becomes an image: before its write, or by it."""
+        images, target = self.images, copy.target
+        image = Image(
+            target.step, target.origin, copy.plan, copy.objects, copy.staged, self._began, copy=images.num_staged
+        )
+
+        def wait() -> None:
+            content.wait()
+            images.note_staged(image)
+            if images.are_made_at_once:
+                # A second reader: the arena must not be overwritten before both the disk write and the image are done.
+                images.stager.pool.add_reader(copy.staged.slot)
+                images.marker.mark_later(image)
+
+        def write(new: NewFile) -> FileRecord:
+            # This copy has its digests, so the save does not hash it again. Without `memory_interval` there is time for
+            # a digest during the disk write, which no step waits for, and the copy stays as short as it can be.
+            if images.are_made_at_once:
+                return content.write(new)
+            try:
+                record = content.write(new)
+            except Exception:
+                # The disk failed, not the copy: it is all that a kill leaves then.
+                images.marker.digest_here(image)
+                raise
+            images.marker.mark(image, record)
+            return record
+
+        return dataclasses.replace(content, wait=wait, write=write)
+
+    def durable(self, committed: CheckpointInfo | None) -> None:
+        self.images.note_durable(committed)
+
+    def not_saved(self, step: int, make_state: Callable[[], State], make_origin: Callable[[], Origin]) -> bool:
+        if not self.images.is_due(step):
+            return False
+        self.images.stage(step, make_state, make_origin())
+        return True
 
     def wait_for_staging(self) -> None:
         self.images.wait_for_staging()
@@ -112,12 +181,15 @@ class KeptImages(FoundImages):
         self.images.wait_for_staging()
         self.images.wait(self.images.timeout_seconds)
 
-    def finish(self) -> None:
-        super().finish()
+    def finished(self, run_id: str) -> None:
+        super().finished(run_id)
         self.images.forget_keeper()
 
     def close(self) -> None:
         self.images.close()
+
+    def _begin_keeping(self) -> None:
+        self.tier.begin_keeping(self.images.marker.helpers)
 
     def _use(self, taken: TakenOver) -> None:
         self.images.adopt(taken.arenas, taken.num_loaded)
@@ -127,7 +199,7 @@ def build_run_images(
     store: CheckpointStore,
     plans: PlanCache,
     context: RunContext,
-    make_replicas: MakesReplicas = lambda *_: NoReplicas(),
+    make_replicas: MakesReplicas,
 ) -> FoundImages:
     """Return the images of a run that keeps some if it makes copies. Touches nothing."""
     config, rank = context.config, context.peers.rank

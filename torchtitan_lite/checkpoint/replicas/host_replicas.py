@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.images.belonging import ImageKey
 from torchtitan_lite.checkpoint.images.card import Card
-from torchtitan_lite.checkpoint.images.no_replicas import NoReplicas
 from torchtitan_lite.checkpoint.images.pool import Pool
 from torchtitan_lite.checkpoint.images.room import Room, has_no_room_for_replicas
 from torchtitan_lite.checkpoint.images.tier import Tier
@@ -35,8 +34,8 @@ _GROWTH = 2
 """By which an image may become larger than at the start of a run: its objects grow."""
 
 
-class HostReplicas(NoReplicas):
-    """The replicas of the images that `tier` keeps in `pool`."""
+class HostReplicas:
+    """The replicas of the images that `tier` keeps in `pool`; none if the run wants none."""
 
     def __init__(self, tier: Tier, pool: Pool, context: RunContext) -> None:
         self._tier, self._pool, self._peers, self._emit = tier, pool, context.peers, context.emit
@@ -51,6 +50,8 @@ class HostReplicas(NoReplicas):
     def begin(self, found: Sequence[Room]) -> bool:
         if self._process is not None:
             return True
+        if not self._config.memory_replicas:
+            return False
         listener = _listener()
         secret = secrets.token_bytes(_SECRET_BYTES) if self._peers.is_coordinator else b""
         address, port = listener.getsockname()[:2]

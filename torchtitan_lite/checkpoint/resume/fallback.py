@@ -16,8 +16,8 @@ from pathlib import Path
 
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.reading.files import Identity, differs, files_of
+from torchtitan_lite.checkpoint.reading.source import Choose, LoadSource, Sources
 from torchtitan_lite.checkpoint.resume.load_source import choose_source
-from torchtitan_lite.checkpoint.resume.source import Choose, LoadSource, Sources
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import (

@@ -17,11 +17,11 @@ import torch
 from torchtitan_lite.checkpoint.format.key_report import KeyReport, TensorLike
 from torchtitan_lite.checkpoint.reading.files import Files
 from torchtitan_lite.checkpoint.reading.load_rules import LoadRules, build_load_rules, unmatched_globs
+from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.reading.torchtitan_states import as_ours, why_it_begins_fresh
 from torchtitan_lite.checkpoint.resume.load_source import choose_source
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
-from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.checkpoint.resume.verify_resume import verify
 from torchtitan_lite.checkpoint.resume.ways_out import built_otherwise, other_groups, ways_out
 from torchtitan_lite.checkpoint.state.begun_loader import forget_iterator

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.context import RunContext
+from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.checkpoint.resume.load_source import good_steps, new_run
 from torchtitan_lite.checkpoint.resume.run_load import RunLoad
-from torchtitan_lite.checkpoint.resume.source import LoadSource
 from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.errors import TrainingDiverged

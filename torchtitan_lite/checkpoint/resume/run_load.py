@@ -10,11 +10,11 @@ import gc
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.reading.files import Files
+from torchtitan_lite.checkpoint.reading.source import Choose, LoadSource, Sources
 from torchtitan_lite.checkpoint.resume.fallback import Candidates
 from torchtitan_lite.checkpoint.resume.load_source import choose_rollback, choose_source
 from torchtitan_lite.checkpoint.resume.restore import Restore
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
-from torchtitan_lite.checkpoint.resume.source import Choose, LoadSource, Sources
 from torchtitan_lite.checkpoint.resume.wrong_folder import neighbour_with_steps, refuse_wrong_folders
 from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.checkpoint.state.run_state import RunState

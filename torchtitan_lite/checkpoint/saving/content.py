@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import torch
 
@@ -14,10 +13,10 @@ from torchtitan_lite.checkpoint.devices.link import Link, build_link
 from torchtitan_lite.checkpoint.devices.ring import DeviceRing, Part
 from torchtitan_lite.checkpoint.format.file_data import FileData, TensorBytes, row_major_pieces
 from torchtitan_lite.checkpoint.planning.rank_file import RankFile
-from torchtitan_lite.checkpoint.saving.copy_listener import CopyListener, CopyOfSave
+from torchtitan_lite.checkpoint.saving.companion import Companion, CopyOfSave
 from torchtitan_lite.checkpoint.saving.writer import RankContent, SaveTarget
 from torchtitan_lite.checkpoint.staging.slots import ArenaSlot
-from torchtitan_lite.checkpoint.staging.stager import StagedCopy, Stager, build_stager
+from torchtitan_lite.checkpoint.staging.stager import Copying, StagedCopy
 from torchtitan_lite.checkpoint.staging.watch import StagingWatch
 from torchtitan_lite.disk.block_writer import Bounced, InPlace
 from torchtitan_lite.disk.digest import FileRecord
@@ -76,23 +75,16 @@ def _parts_of(run: TensorBytes, ring: DeviceRing) -> Iterator[Part]:
         yield ring.place(piece)[first - at : last - at], run.room[first - run.begin : last - run.begin]
 
 
-@dataclass(frozen=True)
-class Copying:
-    """Where copies are made, and who else uses them: by default no one."""
-
-    stager: Stager = field(default_factory=build_stager)
-    listener: CopyListener = field(default_factory=CopyListener)
-    digests: bool = False
-    """Whether a copy comes with its digests, if that is possible; else who writes it takes them."""
-    timeout_seconds: float = 0.0
-    """How long a copy waits for an arena that may be overwritten."""
-
-
 class Copies:
-    """Copies files as `copying` says; `write` writes a file from the copy, `watch` checks each copy."""
+    """Copies files as `copying` says; `write` writes a file from the copy, `watch` checks each copy.
 
-    def __init__(self, copying: Copying, write: WriteStaged, watch: StagingWatch) -> None:
-        self.stager, self.listener = copying.stager, copying.listener
+    Each of `companions` may use the copies, too.
+    """
+
+    def __init__(
+        self, copying: Copying, write: WriteStaged, watch: StagingWatch, companions: Sequence[Companion] = ()
+    ) -> None:
+        self.stager, self._companions = copying.stager, companions
         self._copying = copying
         self._write = write
         self._watch = watch
@@ -120,7 +112,9 @@ class Copies:
             write=lambda new: self._write(new, staged, target),
             wait=lambda: compare(staged),
         )
-        return self.listener.copied(CopyOfSave(target, file.plan, file.objects, staged), content)
+        for each in self._companions:
+            content = each.copied(CopyOfSave(target, file.plan, file.objects, staged), content)
+        return content
 
     def release(self) -> None:
         """Note that a save is over: no write needs the earliest copy any more. Any thread."""

@@ -7,14 +7,14 @@ make their states together: a state that fails on one rank fails the save on all
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.run_folders import RunFolders
-from torchtitan_lite.checkpoint.saving.copy_listener import CopyListener
+from torchtitan_lite.checkpoint.saving.companion import Companion
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver, SavesStates, refused
 from torchtitan_lite.checkpoint.saving.trained_clock import TrainedClock
 from torchtitan_lite.checkpoint.saving.waiter import SaveWaiter
@@ -54,10 +54,10 @@ class SaveMaker:
         savers: Savers,
         origin: Origin,
         context: RunContext,
-        listener: CopyListener,
+        companions: Sequence[Companion],
     ) -> None:
         self._run = run
-        self._listener = listener
+        self._companions = companions
         self._folders = folders
         self._waiter = waiter
         self._saver, self._at_once = savers
@@ -112,8 +112,9 @@ class SaveMaker:
         self._begin(step, self._full, CheckpointKind.FULL, self._folders.checkpoints, self._saver)
 
     def note_not_saved(self, step: int) -> None:
-        """Let the listener copy the state of `step`, which is not saved. Fails no save and no run."""
-        if self._listener.not_saved(step, self._full, lambda: self._origin(step, {})):
+        """Let the companions copy the state of `step`, which is not saved. Fails no save and no run."""
+        copied = [each.not_saved(step, self._full, lambda: self._origin(step, {})) for each in self._companions]
+        if any(copied):
             self._look_back(step)
 
     def full(self, step: int) -> None:
@@ -137,8 +138,11 @@ class SaveMaker:
             self.export(step)
 
     def secure(self, step: int) -> None:
-        """Save `step` in full if it was loaded from memory and is not on disk. Durable; raises as `full`."""
-        if self.origin.image_of == step and not self.is_saved(step, loaded=step):
+        """Save `step` in full if it was loaded from memory, which this start does not keep, and is not on disk.
+
+        Durable; raises as `full`.
+        """
+        if self.origin.image_of == step and not self.origin.start and not self.is_saved(step, loaded=step):
             self.full(step)
 
     def is_saved(self, step: int, *, loaded: int | None) -> bool:

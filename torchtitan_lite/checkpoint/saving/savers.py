@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -24,10 +25,10 @@ import torch.distributed as dist
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.planning.rank_file import RankFile
-from torchtitan_lite.checkpoint.saving.content import Copies, Copying, WriteStaged, live_content, write_in_place
-from torchtitan_lite.checkpoint.saving.copy_listener import CopyListener
+from torchtitan_lite.checkpoint.saving.companion import Companion, note_agreed
+from torchtitan_lite.checkpoint.saving.content import Copies, WriteStaged, live_content, write_in_place
 from torchtitan_lite.checkpoint.saving.writer import RankContent, SaveTarget, commit
-from torchtitan_lite.checkpoint.staging.stager import StagedCopy
+from torchtitan_lite.checkpoint.staging.stager import Copying, StagedCopy
 from torchtitan_lite.checkpoint.staging.watch import DO_NOT_WATCH, StagingWatch, build_staging_watch
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.config.job_config import Checkpoint
@@ -90,10 +91,10 @@ class Saver(SavesStates, Protocol):
 class StateSaver:
     """Plans in the caller's thread, and commits where `_run` runs it what `_content` gives."""
 
-    def __init__(self, peers: Peers, plans: PlanCache | None, listener: CopyListener) -> None:
+    def __init__(self, peers: Peers, plans: PlanCache | None, companions: Sequence[Companion] = ()) -> None:
         self._peers = peers
         self._plans = plans or PlanCache(peers)
-        self._listener = listener
+        self._companions = companions
 
     def start(self) -> None:
         """Do nothing: nothing takes long to start."""
@@ -105,13 +106,14 @@ class StateSaver:
         """
         content: RankContent | None = None
         failure: Exception | None = None
+        numbers = [each.numbers() for each in self._companions]
         # What is made of thousands of tensors here is gone when this returns, unless a collection makes it grow old.
         with no_collection():
             try:
                 planned = self._plans.plan(
                     state,
                     lambda: self._check(target),
-                    numbers=self._listener.numbers(),
+                    numbers=[*chain(*numbers)],
                     is_save=True,
                     step=target.step,
                 )
@@ -123,7 +125,7 @@ class StateSaver:
                 raise planned.differs
             if planned.corruption:
                 target = dataclasses.replace(target, ranks_differ=(planned.corruption,))
-            self._listener.agreed(target.step, planned.agreed)
+            note_agreed(self._companions, numbers, target.step, planned.agreed)
             try:
                 content = self._content(planned.file(), target)
             except Exception as error:
@@ -168,7 +170,7 @@ class SyncSaver(StateSaver):
     """Saves while the caller waits, from the live tensors: no copy, so no memory but small buffers."""
 
     def __init__(self, peers: Peers, plans: PlanCache | None = None) -> None:
-        super().__init__(peers, plans, CopyListener())
+        super().__init__(peers, plans)
 
     def prepare(self, get_state: Callable[[], State]) -> None:
         """Do nothing: there is no copy to allocate for."""
@@ -189,8 +191,10 @@ class SyncSaver(StateSaver):
 class CopyingSaver(StateSaver):
     """Copies the state while the caller waits; a thread then writes the copy and commits."""
 
-    def __init__(self, peers: Peers, plans: PlanCache | None, copies: Copies) -> None:
-        super().__init__(peers, plans, copies.listener)
+    def __init__(
+        self, peers: Peers, plans: PlanCache | None, copies: Copies, companions: Sequence[Companion] = ()
+    ) -> None:
+        super().__init__(peers, plans, companions)
         self._copies = copies
         self._under_way: Future[CheckpointInfo | None] = _done(None)
 
@@ -203,7 +207,8 @@ class CopyingSaver(StateSaver):
             # Said now, because with images in memory the first save may be far.
             if self._peers.is_coordinator:
                 logger.warning("No save could succeed at this step: %s", f"{error}".removesuffix("."))
-        self._listener.sized(num_bytes)
+        for each in self._companions:
+            each.sized(num_bytes)
         # A larger arena replaces the present one, from which the thread of a save under way still writes.
         if num_bytes >= 0 and self._under_way.done():
             self._copies.stager.prepare(num_bytes)
@@ -241,7 +246,8 @@ class CopyingSaver(StateSaver):
     def _note_over(self, durable: Future[CheckpointInfo | None]) -> None:
         self._copies.release()
         if durable.exception() is None:
-            self._listener.durable(durable.result())
+            for each in self._companions:
+                each.durable(durable.result())
 
 
 class ThreadSaver(CopyingSaver):
@@ -255,12 +261,13 @@ class ThreadSaver(CopyingSaver):
         write: WriteStaged = write_in_place,
         watch: StagingWatch = DO_NOT_WATCH,
         copying: Copying | None = None,
+        companions: Sequence[Companion] = (),
     ) -> None:
-        super().__init__(peers, plans, Copies(copying or Copying(), write, watch))
+        super().__init__(peers, plans, Copies(copying or Copying(), write, watch, companions), companions)
 
 
 class ProcessSaver(CopyingSaver):
-    """A writer process, which maps the copy, too, writes it: `process`, or one of its own."""
+    """A writer process, which maps the copy, too, writes it: that of `copying`, or one of its own."""
 
     def __init__(
         self,
@@ -271,10 +278,11 @@ class ProcessSaver(CopyingSaver):
         plans: PlanCache | None = None,
         watch: StagingWatch = DO_NOT_WATCH,
         copying: Copying | None = None,
-        process: WriterProcess | None = None,
+        companions: Sequence[Companion] = (),
     ) -> None:
-        self.process = process or WriterProcess(timeout_seconds, ignored_signals, rank=peers.rank)
-        super().__init__(peers, plans, Copies(copying or Copying(), self._write_in_process, watch))
+        copying = copying or Copying()
+        self.process = copying.process or WriterProcess(timeout_seconds, ignored_signals, rank=peers.rank)
+        super().__init__(peers, plans, Copies(copying, self._write_in_process, watch, companions), companions)
 
     def start(self) -> None:
         """Start the writer process, unless it lives. Main thread."""
@@ -293,15 +301,15 @@ def build_saver(
     config: Checkpoint,
     peers: Peers,
     plans: PlanCache | None = None,
-    copying: Copying | None = None,
-    process: WriterProcess | None = None,
+    companions: Sequence[Companion] = (),
 ) -> Saver:
-    """Return the saver of `config.async_mode`, which copies as `copying` says; `process` writes where one does."""
+    """Return the saver of `config.async_mode`; its copies are made as `companions` want, and are also theirs."""
     if config.async_mode == "disabled":
         return SyncSaver(peers, plans)
     watch = build_staging_watch(config)
+    copying = next((found for each in companions if (found := each.copying()) is not None), None)
     if config.async_mode == "async":
-        return ThreadSaver(peers, plans, watch=watch, copying=copying)
+        return ThreadSaver(peers, plans, watch=watch, copying=copying, companions=companions)
     if not torch.cuda.is_available():
         logger.info("async_with_pinned_mem: no accelerator found, staging into shared memory that is not pinned")
     return ProcessSaver(
@@ -311,7 +319,7 @@ def build_saver(
         plans=plans,
         watch=watch,
         copying=copying,
-        process=process,
+        companions=companions,
     )
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -25,6 +25,7 @@ from torchtitan_lite.checkpoint.staging.copiers import Copier, build_copier
 from torchtitan_lite.checkpoint.staging.mark import Mark
 from torchtitan_lite.checkpoint.staging.slots import ArenaSlot, Slots
 from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.log import logger
 
 T = TypeVar("T")
@@ -178,3 +179,16 @@ def _has_room(slot: ArenaSlot, num_bytes: int) -> bool:
 def build_stager() -> Stager:
     """Return the stager for this machine: page-locked memory and CUDA streams if there is CUDA."""
     return Stager(build_copier(), page_lock=build_page_lock())
+
+
+@dataclass(frozen=True)
+class Copying:
+    """How saves copy the state."""
+
+    stager: Stager = field(default_factory=build_stager)
+    process: WriterProcess | None = None
+    """The process that writes copies where one does; None if the saver needs one of its own."""
+    digests: bool = False
+    """Whether a copy comes with its digests, if that is possible; else who writes it takes them."""
+    timeout_seconds: float = 0.0
+    """How long a copy waits for an arena that may be overwritten."""

@@ -1,7 +1,7 @@
 """A checkpoint to load: on disk, or offered by whoever keeps copies in memory.
 
-`Sources` is that seam: by default nothing is in memory. `images/` is the only one that offers more; its sources are
-`LoadSource`s that answer some of the questions below in another way.
+`Sources` is that seam: by default there is nothing else. What a companion offers are `LoadSource`s that answer some of
+the questions below in another way.
 """
 
 from __future__ import annotations
@@ -145,6 +145,10 @@ class Sources:
     ) -> LoadSource | None:
         """Return what `store` lacks for `wanted`; None if it is not here either. **Coordinator only**."""
         return None
+
+    def has_checkpoint(self) -> bool:
+        """Return whether a full checkpoint is here, or was, in another folder. **Coordinator only**."""
+        return False
 
     def good_steps(self, rollback: Rollback) -> Sequence[CheckpointInfo]:
         """Return the checkpoints here to which `rollback` may go, as `load_source.good_steps`. **Coordinator only**."""

@@ -1,23 +1,24 @@
-"""What images need of replicas, and a run that makes none."""
+"""What images need of replicas, which another room makes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from torchtitan_lite.checkpoint.images.room import Room
 from torchtitan_lite.checkpoint.staging.slots import ArenaSlot
 
 
-class NoReplicas:
-    """Stands in for them in a run that makes none."""
+class Replicates(Protocol):
+    """Sends images of this rank to another host, if the run wants that."""
 
     def begin(self, found: Sequence[Room]) -> bool:
         """Agree on where replicas go, given the memory of all ranks; return whether they are made. **Collective**."""
-        return False
+        ...
 
     def numbers(self) -> tuple[int, int]:
         """Return what this rank reports to the others: that it lacks the replica that is due, and will not have it."""
-        return 0, 0
+        ...
 
     def agree(self, lacks: int, has_failed: int) -> None:
         """Note the maximum over all ranks of what they reported. Main thread; all ranks."""

@@ -1,0 +1,17 @@
+"""What accompanies the run of a manager."""
+
+from __future__ import annotations
+
+from torchtitan_lite.checkpoint.images.run_images import KeptImages
+from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint.uploads import Uploads
+
+
+def kept(manager: CheckpointManager) -> KeptImages | None:
+    """Return what keeps images of the run of `manager`; None for a run that makes none."""
+    return next((each for each in manager._companions if isinstance(each, KeptImages)), None)
+
+
+def uploads_of(manager: CheckpointManager) -> Uploads:
+    """Return what uploads the checkpoints of `manager`."""
+    return next(each for each in manager._companions if isinstance(each, Uploads))

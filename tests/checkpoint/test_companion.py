@@ -1,0 +1,91 @@
+"""What accompanies a run is called at every moment of it, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.small_run import SmallRun
+from torchtitan_lite.checkpoint import parts
+from torchtitan_lite.checkpoint.saving.companion import Companion
+from torchtitan_lite.events import Event
+
+BEFORE_THE_LOOP = ["copying", "sources", "begin", "loaded"]
+OF_A_SAVE = ["numbers", "agreed", "copied"]
+OF_A_THREAD = {"durable", "protected"}
+"""Of the thread that saves, so at no fixed place among the others."""
+MOMENTS = [name for name in vars(Companion) if not name.startswith("_")]
+
+
+class Noting(Companion):
+    """Notes the moments at which it is called, and the names of events."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.events: list[str] = []
+
+    def hear(self, event: Event) -> None:
+        self.events.append(event.name)
+
+
+def _noted(name: str) -> Callable[..., Any]:
+    def moment(self: Noting, *given: Any) -> Any:
+        self.seen.append(name)
+        return getattr(Companion, name)(self, *given)
+
+    return moment
+
+
+for _name in set(MOMENTS) - {"hear"}:
+    setattr(Noting, _name, _noted(_name))
+
+
+class Counting(Companion):
+    """Reports `numbers`, and keeps what comes back."""
+
+    def __init__(self, *numbers: int) -> None:
+        self._numbers = numbers
+        self.given: list[Sequence[int]] = []
+
+    def numbers(self) -> tuple[int, ...]:
+        return self._numbers
+
+    def agreed(self, step: int, maxima: Sequence[int]) -> None:
+        self.given.append(tuple(maxima))
+
+
+def accompanied(folder: Path, monkeypatch: pytest.MonkeyPatch, companions: Sequence[Companion]) -> SmallRun:
+    monkeypatch.setattr(parts, "build_companions", lambda *_: companions)
+    return SmallRun(folder, async_mode="async", interval=2, keep_latest_k=2)
+
+
+def test_the_moments_of_a_run_come_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    companion = Noting()
+    with accompanied(tmp_path, monkeypatch, [companion]).loaded() as run:
+        for _ in range(3):
+            run.step()
+        run.manager.wait()
+        run.manager.roll_back(3, "a spike")
+        run.manager.finish(3)
+    waits = {"wait_for_staging", "settle"}
+    seen = [name for name in companion.seen if name not in OF_A_THREAD | waits]
+    assert seen == [
+        *BEFORE_THE_LOOP,
+        *("start", "sized", "not_saved", *OF_A_SAVE, "not_saved", "rolled_back", "finished", "close", "leave"),
+    ]
+    assert {*companion.seen} == {*MOMENTS} - {"hear"}
+    assert [name for name in companion.events if name in ("save_started", "committed")][:2] == [
+        "save_started",
+        "committed",
+    ]
+
+
+def test_each_companion_gets_the_maxima_of_its_own_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    companions = [Counting(4, 5), Counting(), Counting(6)]
+    with accompanied(tmp_path, monkeypatch, companions).loaded() as run:
+        for _ in range(2):
+            run.step()
+    assert [each.given for each in companions] == [[(4, 5)], [()], [(6,)]]
