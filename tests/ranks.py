@@ -228,8 +228,7 @@ def _drop_groups() -> None:
 
     dist.barrier()  # No rank is in a collective of these groups any more.
     for peers in LASTING:
-        peers._save_group = None
-        peers.__dict__.pop("_control_group", None)
+        peers._saves = peers._control = None
     created = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
     has_meshes = any(group.group_desc.startswith("mesh") for group in created)
     while created:

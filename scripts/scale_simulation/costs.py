@@ -35,7 +35,6 @@ from torchtitan_lite.checkpoint.reading.load_rules import EVERYTHING
 from torchtitan_lite.checkpoint.reading.own_plan import overlaps
 from torchtitan_lite.checkpoint.reading.stored_model import StoredModel
 from torchtitan_lite.checkpoint.reading.stored_optimizer import StoredOptimizer
-from torchtitan_lite.checkpoint.saving.agreed_planner import AgreedPlan
 from torchtitan_lite.checkpoint.saving.writer import WrittenFile, files_of, received
 from torchtitan_lite.checkpoint.state.optimizer_state import ParameterSlot
 from torchtitan_lite.collection import no_collection
@@ -107,20 +106,20 @@ def ours(tensors: Sequence[Planned], mesh: Mesh) -> Figures:
     planning_seconds, (description, pieces, answered) = _least(plan, mesh)
     file_bytes = _longest(description)
     records = _records(mesh, file_bytes)
-    plans = [pickle.dumps(AgreedPlan())] * mesh.size
+    votes = [pickle.dumps((None, None))] * mesh.size
 
     def save() -> bytes:
-        """Do what the coordinator does at every save: answer the ranks' empty plans, and make the manifest."""
+        """Do what the coordinator does at every save: read the ranks' votes, name the place, and make the manifest."""
         with no_collection():
-            answers = [AgreedPlan("step-1.staging")] * len([pickle.loads(data) for data in plans])
-            assert [pickle.dumps(answer) for answer in answers]
+            assert not any(failure for _, failure in map(pickle.loads, votes))
+            assert pickle.dumps(("step-1.staging", {}))
             return _manifest(description, records)
 
     manifest_seconds, made = _least(save, mesh)
     return {
         "first_gathered_bytes": sum(map(len, sent)) + sum(map(len, pieces)),
         "first_scattered_bytes": sum(map(len, answered)),
-        "results_gathered_bytes": sum(map(len, [*plans, *records])),
+        "results_gathered_bytes": sum(map(len, [*votes, *records])),
         "first_coordinator_seconds": planning_seconds + manifest_seconds,
         "cached_coordinator_seconds": manifest_seconds,
         "manifest_bytes": len(made),
@@ -147,13 +146,13 @@ def _records(mesh: Mesh, size: int) -> list[bytes]:
     else:
         of_rank = FileRecord.of(record_of_rank(size))
         file = WrittenFile(size, b"", record_size=of_rank.size, record_blocks=of_rank.blocks)
-    return [pickle.dumps([tuple(file)])] * mesh.size
+    return [pickle.dumps((tuple(file), None))] * mesh.size
 
 
 def _manifest(description: Description, records: Sequence[bytes]) -> bytes:
     """Return the manifest of a save, made from the ranks' records as the coordinator makes it."""
     with no_collection():
-        by_rank = received([pickle.loads(data) for data in records])
+        by_rank = received([pickle.loads(data)[0] for data in records])
         return Manifest(
             step=1,
             kind=CheckpointKind.FULL,

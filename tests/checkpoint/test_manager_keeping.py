@@ -17,7 +17,7 @@ from tests.checkpoint.small_run import SmallRun
 from tests.clock import Clock
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, SyncSaver
-from torchtitan_lite.checkpoint.saving.writer import SaveTarget
+from torchtitan_lite.checkpoint.saving.target import SaveTarget
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import FolderInUse

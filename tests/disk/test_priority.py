@@ -18,7 +18,7 @@ import torch
 from tests.checkpoint.small_run import target
 from torchtitan_lite.checkpoint.saving.content import write_in_place
 from torchtitan_lite.checkpoint.saving.savers import ThreadSaver
-from torchtitan_lite.checkpoint.saving.writer import SaveTarget
+from torchtitan_lite.checkpoint.saving.target import SaveTarget
 from torchtitan_lite.checkpoint.staging.stager import StagedCopy
 from torchtitan_lite.disk.background import NICE, Background, give_way
 from torchtitan_lite.disk.digest import FileRecord

@@ -133,7 +133,7 @@ def test_one_process_without_a_group_agrees_with_itself() -> None:
     consensus, peers = StepConsensus(TIMEOUT), Peers(TIMEOUT)
     consensus.send(StepFlags(save_due=True))
     assert consensus.receive() == StepFlags(save_due=True)
-    assert (peers.rank, peers.world_size, peers.is_coordinator, peers.group) == (0, 1, True, None)
+    assert (peers.rank, peers.world_size, peers.is_coordinator, peers.saves.group) == (0, 1, True, None)
     assert peers.on_coordinator(lambda: 5) == 5
     with pytest.raises(CorpusChanged) as raised:
         peers.raise_together(CorpusChanged(["files"]))

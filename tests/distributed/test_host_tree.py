@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.ranks import Ranks
-from torchtitan_lite.distributed import peers as module
+from torchtitan_lite.distributed import exchange as module
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointNotFound
 

@@ -1,47 +1,22 @@
-"""The two calls of DCP, with errors that `except Exception` catches.
+"""The call of DCP that loads, with errors that `except Exception` catches.
 
 DCP raises `CheckpointException`, which is a `BaseException`. Only this module translates it.
 """
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from torch.distributed.checkpoint.storage import StorageReader
 
-from torchtitan_lite.distributed.lost_peer import as_peer_lost
+from torchtitan_lite.distributed.exchange import summary
 from torchtitan_lite.distributed.peers import Peers
-from torchtitan_lite.errors import CheckpointError, CheckpointUnreadable, LeaseLost, SaveFailed
-from torchtitan_lite.log import counted
-
-
-def save(
-    state: dict[str, Any], writer: StorageWriter, planner: SavePlanner, group: dist.ProcessGroup | None, step: int
-) -> None:
-    """Save `state` through `writer`. **Collective**.
-
-    Raises `SaveFailed` or `LeaseLost`, on every rank if on any; KeyboardInterrupt in the main thread.
-    """
-    _do_not_warn_of_one_process()
-    try:
-        dcp_save(state, storage_writer=writer, planner=planner, process_group=group)
-    except CheckpointException as error:
-        for cause, _ in error.failures.values():
-            # Ctrl-C is no failure of the save. Only the main thread receives it; the ranks agreed that one had it.
-            if isinstance(cause, LeaseLost) or (isinstance(cause, KeyboardInterrupt) and _is_main()):
-                raise cause from error
-        raise SaveFailed(step, _summary({rank: cause for rank, (cause, _) in error.failures.items()})) from error
-    except Exception as error:
-        shown = as_peer_lost(error) or error
-        raise SaveFailed(step, f"{type(shown).__name__}: {shown}") from error
+from torchtitan_lite.errors import CheckpointError, CheckpointUnreadable
 
 
 def load(state: dict[str, Any], reader: StorageReader, planner: LoadPlanner, peers: Peers, path: str) -> None:
@@ -79,19 +54,11 @@ def raise_worst(failure: Exception | None, peers: Peers, path: str) -> None:
     raise worst from (None if worst is failure else failure)
 
 
-def is_group_whole(error: CheckpointError) -> bool:
-    """Return whether the group still works after a save failed with `error`.
-
-    It does if the ranks agreed that the save failed.
-    """
-    return isinstance(error.__cause__, CheckpointException)
-
-
 def _worst(failures: Mapping[int, BaseException], path: str) -> CheckpointError:
     """Return the one of the ranks' errors to raise on all of them."""
     found = [cause for cause in failures.values() if isinstance(cause, CheckpointError)]
     if len(found) < len(failures):
-        return CheckpointUnreadable(path, _summary(failures))
+        return CheckpointUnreadable(path, summary(failures))
     # Damage on one rank and an I/O error on another may be symptoms of the same failure.
     return next((cause for cause in found if isinstance(cause, CheckpointUnreadable)), found[0])
 
@@ -101,17 +68,3 @@ def _do_not_warn_of_one_process() -> None:
     # warnings.catch_warnings is not thread-safe and saves run in threads. It is set at each call, because test runners
     # reset the filters and turn warnings into errors, and then every save would fail.
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-
-
-def _is_main() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
-def _summary(failures: Mapping[int, BaseException]) -> str:
-    causes = [f"rank {rank}: {_in_words(cause)}" for rank, cause in sorted(failures.items())]
-    return "; ".join(causes[:3]) + (f"; and {counted(len(causes) - 3, 'more rank')}" if len(causes) > 3 else "")
-
-
-def _in_words(cause: BaseException) -> str:
-    """Return `cause` with its kind; of a failed save only why, because the error that it goes into says the rest."""
-    return cause.cause if isinstance(cause, SaveFailed) else f"{type(cause).__name__}: {cause}"

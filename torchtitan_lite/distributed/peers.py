@@ -8,24 +8,18 @@ another rank has ended.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import partial
 from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
-import xxhash
 
+from torchtitan_lite.distributed.exchange import Exchange, portable
 from torchtitan_lite.distributed.groups import destroy, gloo_group, world_size
-from torchtitan_lite.distributed.host_tree import HostTree
 from torchtitan_lite.distributed.lost_peer import naming_lost_peers
 from torchtitan_lite.errors import TorchtitanLiteError
-from torchtitan_lite.host_memory import host_id
-
-TREE_FROM = 64
-"""From this number of ranks on, objects go over hosts; with fewer the exchanges of torch take fewer steps."""
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -34,15 +28,16 @@ U = TypeVar("U")
 class Peers:
     """All ranks of the job, for checkpoint code. `timeout` bounds each collective.
 
-    It has two groups: `group` is for the thread that saves; the collectives of the main thread go through the other
-    one.
+    It has two groups: that of `saves` is for the thread that saves; the collectives of the main thread go through the
+    other one.
     """
 
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
-        self._save_group: dist.ProcessGroup | None = None
+        self._saves: Exchange | None = None
+        self._control: Exchange | None = None
         self.is_group_in_doubt = False
-        """Whether `group` failed on this rank, or a thread hangs in it. Callers set it; not collective."""
+        """Whether the group of `saves` failed on this rank, or a thread hangs in it. Callers set it; not collective."""
 
     @property
     def rank(self) -> int:
@@ -60,65 +55,52 @@ class Peers:
         return self.rank == 0
 
     @property
-    def group(self) -> dist.ProcessGroup | None:
-        """Return the gloo group of saves, created on the first access; None without a process group."""
-        if self._save_group is None and dist.is_available() and dist.is_initialized():
-            self._save_group = gloo_group(self._timeout)
-        return self._save_group
+    def saves(self) -> Exchange:
+        """Return the exchange of saves, whose group is created on the first access."""
+        if self._saves is None or (self._saves.group is None and self.world_size > 1):
+            self._saves = self._new_exchange()
+        return self._saves
 
     def renew_group(self) -> None:
-        """Replace `group`: a collective that failed or timed out may have left the old one unusable.
+        """Replace the group of `saves`: a collective that failed or timed out may have left the old one unusable.
 
         The old group stays: a thread may still hang in it.
         """
         self.is_group_in_doubt = False
-        self._save_group = None
-        _ = self.group
+        self._saves = self._new_exchange()
 
     def close(self) -> None:
         """Destroy the groups; the next exchange creates others. Idempotent; waits for no rank.
 
         This rank may be in no exchange. A group in doubt stays: a thread may still hang in it.
         """
-        self.__dict__.pop("_tree", None)
-        destroy(self.__dict__.pop("_control_group", None))
-        if not self.is_group_in_doubt:
-            destroy(self._save_group)
-        self._save_group, self.is_group_in_doubt = None, False
+        for exchange in (self._control, None if self.is_group_in_doubt else self._saves):
+            if exchange is not None:
+                destroy(exchange.group)
+        self._control = self._saves = None
+        self.is_group_in_doubt = False
 
-    @cached_property
-    def _control_group(self) -> dist.ProcessGroup:
-        return gloo_group(self._timeout)
+    @property
+    def _main(self) -> Exchange:
+        """Return the exchange of the main thread."""
+        if self.world_size == 1:
+            return Exchange(None)
+        if self._control is None:
+            self._control = self._new_exchange()
+        return self._control
 
-    @cached_property
-    def _tree(self) -> HostTree:
-        host = xxhash.xxh3_64_intdigest(host_id().encode()) >> 1
-        return HostTree(self.gather_number(host), self._control_group)
+    def _new_exchange(self) -> Exchange:
+        return Exchange(gloo_group(self._timeout) if self.world_size > 1 else None)
 
     def on_coordinator(self, choose: Callable[[], T]) -> T:
         """Call `choose` on the coordinator; return its result on every rank, or raise its error on every rank."""
-        if self.world_size > 1:
-            # Create the group first: a rank that waits for its creation does not notice the end of a peer.
-            _ = self._control_group
+        exchange = self._main  # First: a rank that waits for the creation of a group does not notice the end of a peer.
         chosen, own = _attempted(choose) if self.is_coordinator else (None, None)
-        outcome = [(chosen, _picklable(own))]
-        if self.world_size > 1:
-            with naming_lost_peers():
-                dist.broadcast_object_list(outcome, src=0, group=self._control_group)
-        return _result(*outcome[0], own)
+        return _result(*exchange.from_coordinator((chosen, _picklable(own))), own)
 
     def gather(self, mine: T) -> list[T]:
         """Return each rank's `mine`, by rank, on every rank."""
-        if self.world_size == 1:
-            return [mine]
-        if self.world_size >= TREE_FROM:
-            parts = self._tree.to_coordinator(pickle.dumps(mine))
-            all_parts = self._tree.from_coordinator_to_all(None if parts is None else pickle.dumps(parts))
-            return [pickle.loads(part) for part in pickle.loads(all_parts)]
-        gathered: list[T | None] = [None] * self.world_size
-        with naming_lost_peers():
-            dist.all_gather_object(gathered, mine, group=self._control_group)
-        return cast(list[T], gathered)
+        return self._main.gathered_by_all(mine)
 
     def together(self, make: Callable[[], T]) -> T:
         """Return the result of `make` on this rank. If it raised on any rank, raise as `raise_together`."""
@@ -155,18 +137,12 @@ class Peers:
             return mine
         values = torch.tensor(mine, dtype=torch.int64, device="cpu")
         with naming_lost_peers():
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._control_group)
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._main.group)
         return tuple(values.tolist())
 
     def gather_number(self, mine: int) -> list[int]:
         """Return each rank's `mine`, of 63 bits, by rank, on every rank."""
-        if self.world_size == 1:
-            return [mine]
-        own = torch.tensor([mine], dtype=torch.int64, device="cpu")
-        numbers = [torch.zeros_like(own) for _ in range(self.world_size)]
-        with naming_lost_peers():
-            dist.all_gather(numbers, own, group=self._control_group)
-        return [int(number) for number in numbers]
+        return self._main.gathered_numbers(mine)
 
     def on_all_ranks(self, mine: Collection[str], known: Sequence[str]) -> list[str]:
         """Return those of the names `known`, the same on each rank, that every rank has in `mine`. No name travels."""
@@ -174,7 +150,7 @@ class Peers:
             return [name for name in known if name in mine]
         has = torch.tensor([name in mine for name in known], dtype=torch.uint8, device="cpu")
         with naming_lost_peers():
-            dist.all_reduce(has, op=dist.ReduceOp.MIN, group=self._control_group)
+            dist.all_reduce(has, op=dist.ReduceOp.MIN, group=self._main.group)
         return [known[at] for at in has.nonzero().flatten().tolist()]
 
     def scatter_answers(self, mine: T, answer: Callable[[list[T]], list[U]]) -> U:
@@ -186,7 +162,7 @@ class Peers:
             return answer([mine])[0]
         if isinstance(mine, Exception):
             mine = cast(T, _picklable(mine))
-        gathered = self._gathered_on_coordinator(mine)
+        gathered = self._main.gathered(mine)
         outcomes: list[tuple[U | None, Exception | None]] | None = None
         own: Exception | None = None
         if gathered is not None:
@@ -194,27 +170,7 @@ class Peers:
             by_rank: Sequence[U | None] = answers if answers is not None else [None] * self.world_size
             failure = _picklable(own)
             outcomes = [(given, failure) for given in by_rank]
-        return _result(*self._scattered(outcomes), own)
-
-    def _gathered_on_coordinator(self, mine: T) -> list[T] | None:
-        """Return each rank's `mine`, by rank, on the coordinator; None on the others."""
-        if self.world_size >= TREE_FROM:
-            parts = self._tree.to_coordinator(pickle.dumps(mine))
-            return None if parts is None else [pickle.loads(part) for part in parts]
-        gathered: list[T | None] | None = [None] * self.world_size if self.is_coordinator else None
-        with naming_lost_peers():
-            dist.gather_object(mine, gathered, dst=0, group=self._control_group)
-        return cast("list[T] | None", gathered)
-
-    def _scattered(self, by_rank: list[T] | None) -> T:
-        """Return this rank's one of what the coordinator gives, by rank."""
-        if self.world_size >= TREE_FROM:
-            parts = None if by_rank is None else [pickle.dumps(each) for each in by_rank]
-            return cast(T, pickle.loads(self._tree.from_coordinator(parts)))
-        received: list[T | None] = [None]
-        with naming_lost_peers():
-            dist.scatter_object_list(received, by_rank, src=0, group=self._control_group)
-        return cast(T, received[0])
+        return _result(*self._main.scattered(outcomes), own)
 
     def pass_on(self, mine: torch.Tensor, previous: int | None, following: int | None) -> torch.Tensor:
         """Return the tensor of the first rank of a chain: receive it from `previous`, send it to the rank `following`.
@@ -234,17 +190,17 @@ class Peers:
         sending: dist.Work | None = None
         with naming_lost_peers():
             if previous is not None:
-                dist.recv(message, src=previous, group=self._control_group)
+                dist.recv(message, src=previous, group=self._main.group)
             if following is not None:
-                sending = dist.isend(message, dst=following, group=self._control_group)
+                sending = dist.isend(message, dst=following, group=self._main.group)
         return bool if sending is None else partial(_finish, sending)
 
     def swap(self, mine: torch.Tensor, previous: int, following: int) -> torch.Tensor:
         """Send `mine` to the rank `following`; return what the rank `previous` sends. **Collective** as `pass_on`."""
         theirs = torch.empty_like(mine)
         with naming_lost_peers():
-            sending = dist.isend(mine, dst=following, group=self._control_group)
-            dist.recv(theirs, src=previous, group=self._control_group)
+            sending = dist.isend(mine, dst=following, group=self._main.group)
+            dist.recv(theirs, src=previous, group=self._main.group)
             if sending is not None:
                 sending.wait()
         return theirs
@@ -294,12 +250,7 @@ def _result(value: T | None, failure: Exception | None, own: Exception | None) -
 
 
 def _picklable(error: Exception | None) -> Exception | None:
-    # An error that cannot be pickled would leave the other ranks waiting; one that cannot be unpickled would be lost.
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+    return cast("Exception | None", portable(error))
 
 
 def _mark_reported(error: Exception) -> Exception:

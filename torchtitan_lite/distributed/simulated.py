@@ -8,13 +8,11 @@ through `OnlyRank`, and a dry run computes nothing.
 from __future__ import annotations
 
 from datetime import timedelta
-from functools import cached_property
 
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch does not list it as exported
 
 from torchtitan_lite.config.job_config import JobConfig
-from torchtitan_lite.distributed.groups import GROUP_DESC
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.torch_private import register_fake_backend
 
@@ -37,18 +35,6 @@ class OnlyRank(Peers):
     def world_size(self) -> int:
         """Return 1."""
         return 1
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """Return a gloo group of this rank alone, created on the first access: DCP takes the default one for None."""
-        return self._alone
-
-    @cached_property
-    def _alone(self) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(
-            [0], backend="gloo", timeout=self._timeout, group_desc=GROUP_DESC, use_local_synchronization=True
-        )
-        return group
 
 
 def build_peers(config: JobConfig, *, simulated: bool) -> Peers:

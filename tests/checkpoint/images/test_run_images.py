@@ -20,7 +20,7 @@ from torchtitan_lite.checkpoint.images.image import renew_card
 from torchtitan_lite.checkpoint.images.image_stager import ImageStager
 from torchtitan_lite.checkpoint.images.run_images import FoundImages, KeptImages
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
-from torchtitan_lite.checkpoint.saving.writer import Origin
+from torchtitan_lite.checkpoint.saving.target import Origin
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.peers import Peers

@@ -187,7 +187,7 @@ def test_saves_that_fail_leave_no_group_behind(rank: int, tmp_path: Path) -> Non
     with run.manager:
         for step in range(2, 8):
             run.train(step, last=False)
-            groups.add(id(run.manager._peers.group))
+            groups.add(id(run.manager._peers.saves.group))
         faults.install("", rank=rank)
     assert len(groups) == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -443,3 +444,11 @@ def test_the_log_names_the_step_of_the_checkpoint_that_a_run_begins_with(
         assert run.manager.load()
     assert "Loading the checkpoint at step 2." in caplog.messages
     assert run.manager.loaded_step is None
+
+
+def test_a_load_and_a_save_of_one_process_warn_of_nothing(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SmallRun(tmp_path).finished(1)
+        with SmallRun(tmp_path).resumed() as run:
+            run.step()

@@ -10,7 +10,7 @@ from tests.checkpoint.savers import Lent
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.saving.content import write_in_place
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, ThreadSaver
-from torchtitan_lite.checkpoint.saving.writer import SaveTarget
+from torchtitan_lite.checkpoint.saving.target import SaveTarget
 from torchtitan_lite.checkpoint.staging.stager import Copying, StagedCopy, build_stager
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.new_file import NewFile

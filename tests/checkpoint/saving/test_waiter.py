@@ -18,8 +18,8 @@ from tests.clock import Clock
 from tests.disks import FailingDisk
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, SyncSaver
+from torchtitan_lite.checkpoint.saving.target import SaveTarget
 from torchtitan_lite.checkpoint.saving.waiter import SaveWaiter
-from torchtitan_lite.checkpoint.saving.writer import SaveTarget
 from torchtitan_lite.disk.durable import DISK, Durable
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import LeaseLost, SaveFailed

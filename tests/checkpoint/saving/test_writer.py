@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from tests.checkpoint.one_file import as_one_file
 from tests.checkpoint.small_run import same, target
 from tests.disks import FailingDisk
 from torchtitan_lite.checkpoint.saving.savers import SyncSaver
+from torchtitan_lite.checkpoint.saving.writer import commit
 from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.distributed.exchange import Exchange, RanksFailed
 from torchtitan_lite.distributed.peers import Peers
-from torchtitan_lite.errors import SaveFailed
+from torchtitan_lite.errors import LeaseLost, SaveFailed
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -121,3 +124,37 @@ def test_a_disk_that_refuses_leaves_no_checkpoint_and_says_so(tmp_path: Path, op
         save(store)
     assert failure.value.step == 3
     assert store.committed() == []
+
+
+class Failing(Exchange):
+    """Ranks that do not get to a decision, because of `error`."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(None)
+        self._error = error
+
+    def decide(self, make: Callable[[], Any], choose: Callable[[list[Any]], Any]) -> Any:
+        raise self._error
+
+
+def failure_of(store: CheckpointStore, error: Exception) -> tuple[BaseException, bool]:
+    """Return what a save raises whose exchange fails with `error`, and whether its group is in doubt then."""
+    peers = Peers(timedelta(seconds=60))
+    with pytest.raises((SaveFailed, LeaseLost)) as caught:
+        commit(None, None, target(store, 4), peers, Failing(error))
+    return caught.value, peers.is_group_in_doubt
+
+
+def test_a_lost_folder_goes_before_any_other_failure(store: CheckpointStore) -> None:
+    lost = LeaseLost("checkpoint", "run theirs")
+    assert failure_of(store, RanksFailed({0: OSError("no space"), 1: lost})) == (lost, False)
+
+
+def test_what_ranks_agreed_on_leaves_their_group_as_it_was_and_what_broke_it_does_not(store: CheckpointStore) -> None:
+    agreed, in_doubt = failure_of(store, RanksFailed({0: OSError("no space"), 2: OSError("full")}))
+    assert (str(agreed), in_doubt) == (
+        str(SaveFailed(4, "rank 0: OSError: no space; rank 2: OSError: full")),
+        False,
+    )
+    broken, in_doubt = failure_of(store, RuntimeError("Connection reset by peer"))
+    assert "RuntimeError: Connection reset by peer" in str(broken) and in_doubt

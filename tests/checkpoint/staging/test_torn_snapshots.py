@@ -15,7 +15,7 @@ from tests.checkpoint.small_run import target
 from torchtitan_lite.checkpoint.format.file_data import FileData
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, ThreadSaver
-from torchtitan_lite.checkpoint.saving.writer import SaveTarget
+from torchtitan_lite.checkpoint.saving.target import SaveTarget
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.copiers import Copied, HostCopier
 from torchtitan_lite.checkpoint.staging.stager import Copying, Stager

@@ -13,7 +13,8 @@ from torchtitan_lite.checkpoint.images.card import Card
 from torchtitan_lite.checkpoint.images.commits import Commit
 from torchtitan_lite.checkpoint.images.tier import Tier
 from torchtitan_lite.checkpoint.planning.rank_file import RankPlan
-from torchtitan_lite.checkpoint.saving.writer import Origin, versions
+from torchtitan_lite.checkpoint.saving.target import Origin
+from torchtitan_lite.checkpoint.saving.writer import versions
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
 from torchtitan_lite.checkpoint.staging.stager import StagedCopy
 from torchtitan_lite.disk.digest import FileRecord

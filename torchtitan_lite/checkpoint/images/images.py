@@ -28,7 +28,7 @@ from torchtitan_lite.checkpoint.images.room import (
 )
 from torchtitan_lite.checkpoint.images.tier import Tier
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
-from torchtitan_lite.checkpoint.saving.writer import Origin
+from torchtitan_lite.checkpoint.saving.target import Origin
 from torchtitan_lite.checkpoint.staging.slots import NO_STEP
 from torchtitan_lite.checkpoint.staging.watch import build_staging_watch
 from torchtitan_lite.collection import no_collection

@@ -23,7 +23,7 @@ from torchtitan_lite.checkpoint.images.tier import TakenOver, Tier, build_tier
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.reading.source import LoadSource, Sources
 from torchtitan_lite.checkpoint.saving.companion import Companion, CopyOfSave
-from torchtitan_lite.checkpoint.saving.writer import Origin, RankContent
+from torchtitan_lite.checkpoint.saving.target import Origin, RankContent
 from torchtitan_lite.checkpoint.staging.stager import Copying
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.new_file import NewFile

@@ -14,7 +14,7 @@ from torchtitan_lite.checkpoint.format.description import PlacedObject
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.planning.rank_file import RankPlan
 from torchtitan_lite.checkpoint.reading.source import LoadSource, Sources
-from torchtitan_lite.checkpoint.saving.writer import Origin, RankContent, SaveTarget
+from torchtitan_lite.checkpoint.saving.target import Origin, RankContent, SaveTarget
 from torchtitan_lite.checkpoint.staging.stager import Copying, StagedCopy
 from torchtitan_lite.events import Emit, Event
 from torchtitan_lite.store.manifest import CheckpointInfo

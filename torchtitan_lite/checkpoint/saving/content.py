@@ -14,7 +14,7 @@ from torchtitan_lite.checkpoint.devices.ring import DeviceRing, Part
 from torchtitan_lite.checkpoint.format.file_data import FileData, TensorBytes, row_major_pieces
 from torchtitan_lite.checkpoint.planning.rank_file import RankFile
 from torchtitan_lite.checkpoint.saving.companion import Companion, CopyOfSave
-from torchtitan_lite.checkpoint.saving.writer import RankContent, SaveTarget
+from torchtitan_lite.checkpoint.saving.target import RankContent, SaveTarget
 from torchtitan_lite.checkpoint.staging.slots import ArenaSlot
 from torchtitan_lite.checkpoint.staging.stager import Copying, StagedCopy
 from torchtitan_lite.checkpoint.staging.watch import StagingWatch

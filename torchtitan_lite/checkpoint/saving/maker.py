@@ -16,9 +16,9 @@ from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.checkpoint.saving.companion import Companion
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver, SavesStates, refused
+from torchtitan_lite.checkpoint.saving.target import Origin, SaveTarget
 from torchtitan_lite.checkpoint.saving.trained_clock import TrainedClock
 from torchtitan_lite.checkpoint.saving.waiter import SaveWaiter
-from torchtitan_lite.checkpoint.saving.writer import Origin, SaveTarget
 from torchtitan_lite.checkpoint.schedule.interval import BEGINNING, AtRisk, Tick
 from torchtitan_lite.checkpoint.state.measured import Metrics, finite
 from torchtitan_lite.checkpoint.state.model import EXPORT_DTYPES, weights_only

@@ -20,14 +20,14 @@ from itertools import chain
 from typing import Any, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.planning.rank_file import RankFile
 from torchtitan_lite.checkpoint.saving.companion import Companion, note_agreed
 from torchtitan_lite.checkpoint.saving.content import Copies, WriteStaged, live_content, write_in_place
-from torchtitan_lite.checkpoint.saving.writer import RankContent, SaveTarget, commit
+from torchtitan_lite.checkpoint.saving.target import RankContent, SaveTarget
+from torchtitan_lite.checkpoint.saving.writer import commit
 from torchtitan_lite.checkpoint.staging.stager import Copying, StagedCopy
 from torchtitan_lite.checkpoint.staging.watch import DO_NOT_WATCH, StagingWatch, build_staging_watch
 from torchtitan_lite.collection import no_collection
@@ -36,6 +36,7 @@ from torchtitan_lite.disk.background import lower_io
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.disk.writer_process import WriterProcess
+from torchtitan_lite.distributed.exchange import Exchange
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointError, LeaseLost, RanksDiffer, SaveFailed
 from torchtitan_lite.log import logger
@@ -130,10 +131,10 @@ class StateSaver:
                 content = self._content(planned.file(), target)
             except Exception as error:
                 failure = error  # Of this rank only: `commit` raises it on every rank.
-        # The group is made here: making it is collective, and in the thread it could meet the caller's collectives.
-        group = self._peers.group
+        # Its group is made here: making it is collective, and in the thread it could meet the caller's collectives.
+        exchange = self._peers.saves
         staged: Future[None] = Future()
-        durable = self._run(lambda: self._finish(content, failure, staged, target, group))
+        durable = self._run(lambda: self._finish(content, failure, staged, target, exchange))
         return PendingSave(target.step, staged, durable, planned.differs)
 
     def _check(self, target: SaveTarget) -> None:
@@ -154,7 +155,7 @@ class StateSaver:
         failure: Exception | None,
         staged: Future[None],
         target: SaveTarget,
-        group: dist.ProcessGroup | None,
+        exchange: Exchange,
     ) -> CheckpointInfo | None:
         try:
             if content is not None:
@@ -163,7 +164,7 @@ class StateSaver:
             failure = error
         finally:
             staged.set_result(None)
-        return commit(content, failure, target, self._peers, group)
+        return commit(content, failure, target, self._peers, exchange)
 
 
 class SyncSaver(StateSaver):

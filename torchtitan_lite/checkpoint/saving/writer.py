@@ -1,27 +1,19 @@
-"""DCP's writing side: every rank writes its file into a staging folder, the coordinator commits them.
+"""Every rank writes its file into a place of the save's own, and the coordinator commits them.
 
-DCP is a two-phase commit already: `write_data` on every rank is the preparation, the gathered
-results are the vote, and `finish` runs on the coordinator only, after every rank succeeded. So the
-commit is in `finish` and nowhere else. The ranks agreed before who writes what (planning/plan_cache.py), so a
-save sends only the digests of each file and the objects in it.
+The ranks agreed before who writes what (planning/plan_cache.py), so a save sends only the digests of each file and the
+objects in it. A failure of one rank is raised on every rank.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import platform
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
 
 import torchtitan_lite
 from torchtitan_lite import faults
@@ -29,17 +21,15 @@ from torchtitan_lite.checkpoint.format.description import Description, PlacedObj
 from torchtitan_lite.checkpoint.format.tensor_digest import TensorDigest, digest_chunk, finish
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.planning.rank_file import RankPlan
-from torchtitan_lite.checkpoint.saving.agreed_planner import AgreedPlan, AgreedPlanner
 from torchtitan_lite.checkpoint.saving.nan_check import OPTIMIZER, names_with_nan
-from torchtitan_lite.checkpoint.schedule.interval import NOTHING_AT_RISK, AtRisk
-from torchtitan_lite.config.sections.checkpoint import DcpMetadata
+from torchtitan_lite.checkpoint.saving.target import Origin, RankContent, SaveTarget
 from torchtitan_lite.disk.block_writer import in_memory
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.disk.new_file import NewFile
-from torchtitan_lite.distributed import dcp
+from torchtitan_lite.distributed.exchange import Exchange, RanksFailed
 from torchtitan_lite.distributed.host_tree import Sent, SentApart
+from torchtitan_lite.distributed.lost_peer import as_peer_lost
 from torchtitan_lite.distributed.peers import Peers
-from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.errors import LeaseLost, SaveFailed
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import Files, FilesOfRanks, together
@@ -55,75 +45,6 @@ from torchtitan_lite.store.manifest_fields import (
     START,
     TRAINED_SECONDS,
 )
-from torchtitan_lite.store.protocol import StoresCheckpoints
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What a manifest records about the run that saved the checkpoint."""
-
-    lineage: Lineage
-    topology: str
-    config: dict[str, Any]
-    tensor_digests: bool = False
-    """Whether the manifest gets a digest of each tensor."""
-    dcp_metadata: DcpMetadata = "auto"
-    """Whether DCP's `.metadata` is written."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the run measured at the step that is saved, all finite."""
-    start: str = ""
-    """The id of this start of the job, with which images in memory are compared; empty if it keeps none."""
-    image_of: int = -1
-    """The step of the image in memory that this start resumed from; -1 if it loaded from disk, or nothing."""
-    trained_seconds: float = 0.0
-    """That the run had trained, in all its starts, when the state was made."""
-    at_risk: AtRisk = NOTHING_AT_RISK
-    """What the disk lacked then. Not in the manifest."""
-
-
-def free() -> None:
-    """Do nothing: no fence, no check, nothing to wait for."""
-
-
-def ignore_slowest(rank: int, seconds: float) -> None:
-    """Do nothing with the slowest rank of a save."""
-
-
-@dataclass(frozen=True)
-class SaveTarget:
-    """The checkpoint that a save creates."""
-
-    store: StoresCheckpoints
-    step: int
-    kind: CheckpointKind
-    origin: Origin
-    fence: Callable[[], None] = free
-    """Raises `LeaseLost` if the folder belongs to another job by now; called right before the commit. Coordinator."""
-    check: Callable[[], None] = free
-    """Raises if the save cannot succeed; called before planning. Acts on the coordinator only."""
-    writes_anyway: bool = False
-    """Whether the checkpoint is written although ranks hold different values under one name: no save follows."""
-    ranks_differ: Sequence[str] = ()
-    """Where ranks were found to differ that were equal before: the manifest says so."""
-    note_slowest: Callable[[int, float], None] = ignore_slowest
-    """Called before the commit with the rank that took longest to write its file, and its seconds. Coordinator."""
-    note_place: Callable[[str], object] = str
-    """Called with the name of the save's place, before any rank writes there. Coordinator."""
-
-
-@dataclass(frozen=True)
-class RankContent:
-    """A rank's file and the way to write it, from staged or from live tensors."""
-
-    plan: RankPlan
-    objects: Sequence[PlacedObject]
-    num_bytes: int
-    tensors: Callable[[], Sequence[torch.Tensor]]
-    """Returns the tensors that are written, in file order, for digests and the search for NaN."""
-    write: Callable[[NewFile], FileRecord]
-    """Writes this rank's file, durably."""
-    wait: Callable[[], None] = free
-    """Returns when the state may change. Raises RuntimeError if it changed while it was copied."""
 
 
 class Details(NamedTuple):
@@ -156,45 +77,29 @@ class WrittenFile(NamedTuple):
     """Seconds that the rank took to write it, with its digests."""
 
 
-class CommittingWriter(StorageWriter):
-    """Writes this rank's file, and on the coordinator commits `target`: it appears complete or not at all.
+class SaveOfRanks:
+    """The save of `target`: the file of each rank, and on the coordinator the commit. One instance a save.
 
-    One instance a save.
+    It is a two-phase commit: all ranks write (`write` is the preparation), the coordinator gathers what they wrote (the
+    vote), and `finish` commits there, after every rank succeeded, and nowhere else.
     """
 
-    def __init__(self, target: SaveTarget, content: RankContent | None, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, target: SaveTarget, content: RankContent | None, exchange: Exchange) -> None:
         self._target, self._content = target, content
-        self._details = SentApart[Details](group)
-        self._place = ""
+        self._details = SentApart[Details](exchange.group)
         self.committed: CheckpointInfo | None = None
         """What was committed: on the coordinator, after `finish`; else None."""
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing: the constructor has the place."""
+    def begin(self) -> str:
+        """Make the place of the save; return its name. **Coordinator only**, before any rank writes there."""
+        place = self._target.store.begin(self._target.step)
+        self._target.note_place(place)
+        return place
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the place of the save is made with the global plan."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # On the coordinator alone, in the planning phase, which ends on all ranks before any of them writes. The plans
-        # bring the name of the place to the ranks.
-        assert self._content is not None, "the coordinator has a plan, or raised before"
-        self._place = self._target.store.begin(self._target.step)
-        self._target.note_place(self._place)
-        return [AgreedPlan(self._place)] * len(plans)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        future: Future[list[Any]] = Future()
-        future.set_result(self._written(plan.storage_data))
-        return future
-
-    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+    def finish(self, place: str, results: Sequence[Sequence[Any] | None]) -> None:
         """Write metadata and manifest, and commit. **Coordinator only**.
 
-        `results` has for each rank a list of at most one `WrittenFile`, as a tuple.
+        `results` has for each rank a `WrittenFile`, as a tuple, or None.
         """
         assert self._content is not None
         target, description = self._target, self._content.plan.description
@@ -214,7 +119,7 @@ class CommittingWriter(StorageWriter):
         has_metadata = description.has_metadata(target.origin.dcp_metadata)
         if has_metadata:
             described = description.metadata(objects)
-            target.store.add_metadata(self._place, described.data)
+            target.store.add_metadata(place, described.data)
             listed |= {layout.METADATA: described.record}
         manifest = Manifest(
             step=target.step,
@@ -237,21 +142,15 @@ class CommittingWriter(StorageWriter):
                 **_of_start(target.origin),
             },
         )
-        self.committed = target.store.commit(target.step, manifest, target.fence, place=self._place)
+        self.committed = target.store.commit(target.step, manifest, target.fence, place=place)
         _warn_of_nan(target.step, nan_in)
 
-    def storage_meta(self) -> StorageMeta | None:
-        return None
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return isinstance(checkpoint_id, str | Path)
-
-    def _written(self, place: str) -> list[tuple[Any, ...]]:
+    def write(self, place: str) -> tuple[Any, ...] | None:
+        """Write this rank's file; return its `WrittenFile`, as a tuple, None if it has none. Any thread."""
         content, target = self._content, self._target
-        assert content is not None, "AgreedPlanner raised the failure before"
+        assert content is not None, "else its failure was raised before"
         if content.num_bytes == 0:
-            return []
+            return None
         plan, began = content.plan, time.perf_counter()
         record = content.write(target.store.new_file(place, plan.file_name))
         # From the copy and in the saver's thread, where there is one: no step waits for it.
@@ -267,7 +166,7 @@ class CommittingWriter(StorageWriter):
         record_size, record_blocks = (None, b"") if of_rank is None else (of_rank.size, of_rank.blocks)
         details = Details(objects, digests, nan_in)
         sent = self._details.send(details) if any(details) else None
-        return [tuple(WrittenFile(record.size, record.blocks, sent, record_size, record_blocks, seconds))]
+        return tuple(WrittenFile(record.size, record.blocks, sent, record_size, record_blocks, seconds))
 
     def _lineage(self) -> Lineage:
         lineage = self._target.origin.lineage
@@ -278,29 +177,42 @@ class CommittingWriter(StorageWriter):
 
 
 def commit(
-    content: RankContent | None,
-    failure: Exception | None,
-    target: SaveTarget,
-    peers: Peers,
-    group: dist.ProcessGroup | None,
+    content: RankContent | None, failure: Exception | None, target: SaveTarget, peers: Peers, exchange: Exchange
 ) -> CheckpointInfo | None:
     """Write `content` and commit `target`; return what was committed on the coordinator, else None.
 
-    **Collective** over `group`, any thread. `failure` is what failed on this rank before, if anything did. Raises
-    `SaveFailed` or `LeaseLost` on every rank if one rank failed.
+    **Collective** over `exchange`, any thread. `failure` is what failed on this rank before, if anything did. Raises
+    `SaveFailed` or `LeaseLost` on every rank if one rank failed, and KeyboardInterrupt in the main thread.
     """
-    writer, planner = CommittingWriter(target, content, group), AgreedPlanner(failure)
+    save = SaveOfRanks(target, content, exchange)
     try:
-        dcp.save({}, writer, planner, group, target.step)
-    except CheckpointError as error:
-        peers.is_group_in_doubt |= not dcp.is_group_whole(error)
-        raise
-    return writer.committed
+        place = exchange.decide(lambda: _raised(failure), lambda _: save.begin())
+        exchange.decide(lambda: save.write(place), lambda results: save.finish(place, results))
+    except RanksFailed as error:
+        for cause in error.failures.values():
+            # Ctrl-C is no failure of the save. Only the main thread receives it; the ranks agreed that one had it.
+            if isinstance(cause, LeaseLost) or (isinstance(cause, KeyboardInterrupt) and _is_main()):
+                raise cause from error
+        raise SaveFailed(target.step, str(error)) from error
+    except Exception as error:
+        peers.is_group_in_doubt = True
+        shown = as_peer_lost(error) or error
+        raise SaveFailed(target.step, f"{type(shown).__name__}: {shown}") from error
+    return save.committed
 
 
-def received(results: Sequence[Sequence[tuple[Any, ...]]]) -> dict[int, WrittenFile]:
+def _raised(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
+
+
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def received(results: Sequence[Sequence[Any] | None]) -> dict[int, WrittenFile]:
     """Return what the ranks that wrote a file sent, by rank."""
-    return {rank: WrittenFile(*file) for rank, per_rank in enumerate(results) for file in per_rank}
+    return {rank: WrittenFile(*file) for rank, file in enumerate(results) if file is not None}
 
 
 def files_of(by_rank: Mapping[int, WrittenFile], world_size: int) -> Files:
