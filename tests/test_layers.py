@@ -51,6 +51,7 @@ LAYERS = {
     "checkpoint.images": 10,
     "checkpoint.replicas": 11,
     "checkpoint.companions": 12,
+    "checkpoint.seams": 12,
     "checkpoint": 13,
     "models": 14,
     "data": 14,

@@ -23,6 +23,7 @@ from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.resume.initial_import import ImportWeights
 from torchtitan_lite.checkpoint.resume.restore import refuse_early
+from torchtitan_lite.checkpoint.seams import Seams
 from torchtitan_lite.checkpoint.state.rng import seed_all
 from torchtitan_lite.checkpoint.state.stateful import Stateful
 from torchtitan_lite.checkpoint.state.train_state import TrainState
@@ -388,12 +389,10 @@ class Trainer:
             self.lr_schedulers,
             states,
             self.config,
-            peers=self.peers,
+            seams=Seams(peers=self.peers, on_event=self.metrics.on_event, past=self.metrics.past),
             topology=str(self.plan.dims),
             hugging_face=self._described(),
             import_weights=self._importer(),
-            on_event=self.metrics.on_event,
-            past=self.metrics.past,
         )
 
     def _build_forward_backward(self, parts: Mapping[Stage, Transformer]) -> ForwardBackward:

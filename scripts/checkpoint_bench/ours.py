@@ -19,7 +19,8 @@ from torchtitan_lite.checkpoint.reading.files import Files
 from torchtitan_lite.checkpoint.reading.folder import Verify
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver, build_saver
-from torchtitan_lite.checkpoint.saving.writer import Origin, SaveTarget
+from torchtitan_lite.checkpoint.saving.target import Origin, SaveTarget
+from torchtitan_lite.checkpoint.seams import Seams
 from torchtitan_lite.checkpoint.state.optimizer_state import ParameterSlot, by_name
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.config.job_config import AsyncMode, Checkpoint, Job, JobConfig
@@ -138,7 +139,7 @@ class OursManaged:
             [],
             {},
             JobConfig(job=Job(dump_folder=str(self._folder)), checkpoint=config),
-            saver=self._saver,
+            seams=Seams(saver=self._saver),
         )
         self._manager.reset()
         _wait_for_preparation()

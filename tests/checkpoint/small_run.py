@@ -7,6 +7,7 @@ state continue alike, bit for bit.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.saving.writer import Origin, SaveTarget
+from torchtitan_lite.checkpoint.saving.target import Origin, SaveTarget
+from torchtitan_lite.checkpoint.seams import Seams
 from torchtitan_lite.checkpoint.state.train_state import TrainState
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
 from torchtitan_lite.events import Event
@@ -108,6 +110,7 @@ class Loader:
         self.state = {"position": state_dict["position"], "seen": list(state_dict["seen"])}
 
 
+SEAMS = {field.name for field in dataclasses.fields(Seams)}
 Loss = Callable[["SmallRun"], Tensor]
 
 
@@ -122,8 +125,8 @@ class SmallRun:
     """One run, or its part between two restarts: AdamW, a falling rate, counters, and a manager.
 
     It trains `Tiny` with a `Loader`, unless it gets a `model`; then it has only the `loader` that it gets, and needs a
-    `loss`. The manager gets `checkpoint`, the options of this section, and the keywords `seams`. No time passes for it,
-    unless these have a `clock`.
+    `loss`. The manager gets `checkpoint`, the options of this section, and the keywords and seams in `seams`. No time
+    passes for it, unless these have a `clock`.
     """
 
     def __init__(
@@ -159,7 +162,8 @@ class SmallRun:
             [self.scheduler],
             {"train_state": self.train_state, **(states or {})},
             job_config(folder, **checkpoint),
-            **seams,
+            seams=Seams(**{name: seam for name, seam in seams.items() if name in SEAMS}),
+            **{name: given for name, given in seams.items() if name not in SEAMS},
         )
 
     def __enter__(self) -> SmallRun:

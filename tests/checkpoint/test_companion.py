@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.small_run import SmallRun
-from torchtitan_lite.checkpoint import parts
+from torchtitan_lite.checkpoint import manager
 from torchtitan_lite.checkpoint.saving.companion import Companion
 from torchtitan_lite.events import Event
 
@@ -58,7 +58,7 @@ class Counting(Companion):
 
 
 def accompanied(folder: Path, monkeypatch: pytest.MonkeyPatch, companions: Sequence[Companion]) -> SmallRun:
-    monkeypatch.setattr(parts, "build_companions", lambda *_: companions)
+    monkeypatch.setattr(manager, "build_companions", lambda *_: companions)
     return SmallRun(folder, async_mode="async", interval=2, keep_latest_k=2)
 
 

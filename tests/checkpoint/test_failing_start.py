@@ -19,7 +19,8 @@ from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, SyncSaver
-from torchtitan_lite.checkpoint.saving.writer import SaveTarget
+from torchtitan_lite.checkpoint.saving.target import SaveTarget
+from torchtitan_lite.checkpoint.seams import Seams
 from torchtitan_lite.config.own_loop import loop_config
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import SaveFailed
@@ -60,7 +61,13 @@ def test_signals_that_one_rank_cannot_watch_are_an_error_of_all(rank: int, tmp_p
     model, peers = nn.Linear(2, 2), Peers(timedelta(seconds=300))
     peers.gather(None)  # Its connections exist.
     manager = CheckpointManager(
-        None, model, None, None, None, loop_config(tmp_path, {"preemption_signals": ("SIGUSR2",)}), peers=peers
+        None,
+        model,
+        None,
+        None,
+        None,
+        loop_config(tmp_path, {"preemption_signals": ("SIGUSR2",)}),
+        seams=Seams(peers=peers),
     )
     if rank:
         with no_descriptor_left(), pytest.raises(OSError, match="Too many open files"):

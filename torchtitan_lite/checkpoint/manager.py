@@ -2,14 +2,18 @@
 
 The manager calls a save policy, a saver, a store, a retention policy and the ranks' consensus; it knows no file
 name, no clock and no mode. At most one save is in flight. A failed save is logged, counted and tried again at the next
-interval; `max_failed_saves` in a row end the run. Which parts it is made of, and how, is in `parts`.
+interval; `max_failed_saves` in a row end the run. Its constructor is the list of its parts, each of which answers one
+question, and of what ties them together; `Seams` are those that a caller may hand in.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,36 +23,58 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from torchtitan_lite.checkpoint.companions import build_companions
+from torchtitan_lite.checkpoint.context import RunContext
+from torchtitan_lite.checkpoint.one_folder import refuse_misfits
 from torchtitan_lite.checkpoint.one_opener import OneOpener
-from torchtitan_lite.checkpoint.parts import Seams, build_parts
+from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
+from torchtitan_lite.checkpoint.planning.rank_comparison import RankComparison
+from torchtitan_lite.checkpoint.planning.replicas import build_replicas
 from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.checkpoint.resume.ending import Ended
-from torchtitan_lite.checkpoint.resume.initial_import import ImportWeights
-from torchtitan_lite.checkpoint.resume.load_source import latest_step
+from torchtitan_lite.checkpoint.resume.first_save import FirstSave
+from torchtitan_lite.checkpoint.resume.initial_import import ImportWeights, InitialImport
+from torchtitan_lite.checkpoint.resume.load_source import latest_step, new_run
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
-from torchtitan_lite.checkpoint.resume.roll_back import Limit
-from torchtitan_lite.checkpoint.run_end import LastFormat
-from torchtitan_lite.checkpoint.saving.savers import Saver
+from torchtitan_lite.checkpoint.resume.roll_back import Limit, RollBack
+from torchtitan_lite.checkpoint.resume.run_load import RunLoad
+from torchtitan_lite.checkpoint.resume.wrong_folder import refuse_wrong_folders
+from torchtitan_lite.checkpoint.run_end import LastFormat, RunEnd, build_last_save
+from torchtitan_lite.checkpoint.run_folders import RunFolders
+from torchtitan_lite.checkpoint.saving.auto_interval import build_auto_interval
+from torchtitan_lite.checkpoint.saving.companion import heard_by, protected_by, sources_of
+from torchtitan_lite.checkpoint.saving.decider import SaveDecider
+from torchtitan_lite.checkpoint.saving.departure import Departure
+from torchtitan_lite.checkpoint.saving.maker import SaveMaker, Savers
+from torchtitan_lite.checkpoint.saving.savers import SyncSaver, build_saver
+from torchtitan_lite.checkpoint.saving.target import Origin, build_origin
+from torchtitan_lite.checkpoint.saving.waiter import build_waiter
 from torchtitan_lite.checkpoint.schedule.failures import Past
-from torchtitan_lite.checkpoint.schedule.interval import SavePolicy
+from torchtitan_lite.checkpoint.schedule.interval import SavePolicy, build_save_policy
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
+from torchtitan_lite.checkpoint.seams import Seams
 from torchtitan_lite.checkpoint.state import arguments
 from torchtitan_lite.checkpoint.state.measured import Metrics, check_metrics
+from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.checkpoint.state.stateful import Stateful
 from torchtitan_lite.checkpoint.state.step_hooks import StepHooks
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.config.own_loop import loop_config, refuse_replaced
 from torchtitan_lite.disk.forks import forget_in_children
+from torchtitan_lite.distributed.misfits import clock_around
 from torchtitan_lite.distributed.missing_ranks import naming_missing_ranks
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.distributed.step_consensus import StepConsensus
 from torchtitan_lite.distributed.tried_torch import report_later_torch
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.events import EventListener
+from torchtitan_lite.events import EventListener, emit_to
 from torchtitan_lite.log import logger
-from torchtitan_lite.store.protocol import StoresCheckpoints
-from torchtitan_lite.store.retention import RetentionPolicy
+from torchtitan_lite.store.housekeeping import build_housekeeping
+from torchtitan_lite.store.retention import RetentionPolicy, build_retention
 from torchtitan_lite.store.rollbacks import Rollback, batches_to_skip
+
+_SECONDS_TO_LEAVE = 5.0
+"""Of the grace period, for what comes after the companions."""
 
 
 class CheckpointManager:
@@ -76,40 +102,43 @@ class CheckpointManager:
         states: Mapping[str, Stateful | dict[Any, Any]] | None,
         job_config: JobConfig,
         *,
-        store: StoresCheckpoints | None = None,
-        saver: Saver | None = None,
-        save_policy: SavePolicy | None = None,
-        retention: RetentionPolicy | None = None,
-        consensus: StepConsensus | None = None,
-        peers: Peers | None = None,
-        preemption: PreemptionWatch | None = None,
+        seams: Seams | None = None,
         topology: str | None = None,
         hugging_face: LastFormat | None = None,
         import_weights: ImportWeights | None = None,
         ranks_may_differ: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-        on_event: EventListener | None = None,
-        past: Callable[[], Past] | None = None,
     ) -> None:
-        parts = build_parts(
-            (dataloader, model_parts, optimizers, lr_schedulers, states),
-            job_config,
-            Seams(store, saver, save_policy, retention, consensus, peers, preemption, clock, on_event, past),
-            topology=topology,
-            hugging_face=hugging_face,
-            import_weights=import_weights,
-            ranks_may_differ=ranks_may_differ,
-        )
-        self._parts, self._config, self._peers, self._own_groups = parts, parts.config, parts.peers, parts.own_groups
-        self._run, self._store, self._saver, self._companions = parts.run, parts.store, parts.saver, parts.companions
-        self._preemption, self._departure, self._end = parts.preemption, parts.departure, parts.end_of_run
-        self._housekeeping, self._waiter, self._maker = parts.housekeeping, parts.waiter, parts.maker
-        self._comparison = parts.comparison
-        self._first_save, self._initial_import = parts.first_save, parts.initial_import
-        self._load, self._roll_back, self._decider = parts.load, parts.roll_back, parts.decider
-        before = (lambda _: self.maybe_wait_for_staging(), parts.run.before_step)
-        self._hooks = StepHooks(parts.run.optimizers, before, [parts.run.gradients.after_step])
-        self._opener = OneOpener(parts.folders, parts.preemption, ref(parts.waiter), WeakMethod(self.close))
+        seams = seams or Seams()
+        arguments.check_arguments(dataloader, states, job_config)
+        arguments.check_policies(seams.save_policy, seams.retention)
+        self._job_config, self._config = job_config, job_config.checkpoint
+        config, lineage, timeout = self._config, new_run(), timedelta(seconds=self._config.timeout_seconds)
+        self._peers = peers = seams.peers or Peers(timeout)
+        consensus = seams.consensus or StepConsensus(timeout)
+        self._own_groups = [each for each in (peers, consensus) if each not in (seams.peers, seams.consensus)]
+        trained_only, topology = config.save_trained_only, topology or f"{peers.world_size} ranks"
+        self._run = run = RunState(dataloader, model_parts, optimizers, lr_schedulers, states, trained_only)
+        self._folders = folders = RunFolders(job_config, lineage.run_id, seams.store)
+        self._store = folders.checkpoints
+
+        watches = "replicas" in config.digest_tensors
+        self._comparison = RankComparison(peers, may_differ=ranks_may_differ, watches=watches)
+        replicas = build_replicas(run.model.parameter_names, run.small)
+        plans = PlanCache(peers, replicas, self._comparison, states_of_ranks=run.states_of_ranks)
+
+        context = RunContext(config, peers, seams.clock, emit_to(seams.on_event))
+        rules = seams.retention or build_retention(config)
+        self._companions = build_companions(folders, None if rules is seams.retention else rules, plans, context)
+        context = dataclasses.replace(context, emit=heard_by(self._companions, context.emit))
+
+        self._build_saves(seams, consensus, plans, rules, build_origin(job_config, lineage, topology), context)
+        self._build_loads(topology, import_weights, context)
+        last_save = build_last_save(hugging_face, job_config, run, folders, context)
+        self._end = RunEnd(job_config, folders, self._maker, last_save, peers)
+
+        before = (lambda _: self.maybe_wait_for_staging(), run.before_step)
+        self._hooks = StepHooks(run.optimizers, before, [run.gradients.after_step])
+        self._opener = OneOpener(folders, self._preemption, ref(self._waiter), WeakMethod(self.close))
         self._is_open = self._has_started_saver = False
         self._rollbacks: Sequence[Rollback] = ()
         forget_in_children(self._forget)
@@ -117,9 +146,43 @@ class CheckpointManager:
         """The step that `load` resumed from; None for a fresh start."""
         self.preempted_by = 0
         """The signal that the ranks agreed to leave for, after `save` saved or before training; 0 for none."""
-        if self._config.enable_checkpoint:
+        if config.enable_checkpoint:
             logger.info("Checkpointing active. Checkpoints will be loaded from and saved to %s", self._store.address)
-        report_later_torch(self._peers.rank)
+        report_later_torch(peers.rank)
+
+    def _build_saves(
+        self,
+        seams: Seams,
+        consensus: StepConsensus,
+        plans: PlanCache,
+        rules: RetentionPolicy,
+        origin: Origin,
+        context: RunContext,
+    ) -> None:
+        """Make what saves: how a state becomes a checkpoint, who waits for it, and when one is due."""
+        config, peers = context.config, context.peers
+        self._saver = seams.saver or build_saver(config, peers, plans, self._companions)
+        protected = partial(protected_by, self._companions)
+        self._housekeeping = build_housekeeping(config, rules, context.emit, protected)
+        self._waiter = build_waiter(self._housekeeping, context)
+        savers = Savers(self._saver, SyncSaver(peers, plans))
+        self._maker = SaveMaker(self._run, self._folders, self._waiter, savers, origin, context, self._companions)
+
+        self._preemption = seams.preemption or PreemptionWatch(
+            config.preemption_signals, config.preemption_grace_seconds
+        )
+        self._departure = Departure(self._preemption, self._maker, self._waiter, context)
+        policy = build_save_policy(config, seams.save_policy)
+        auto = build_auto_interval(self._waiter, seams.past or Past, context)
+        self._decider = SaveDecider(policy, self._maker, self._waiter, self._departure, consensus, auto, context)
+
+    def _build_loads(self, topology: str, import_weights: ImportWeights | None, context: RunContext) -> None:
+        """Make what loads: at a start, after an import, and back from where a run diverged."""
+        sources = sources_of(self._companions)
+        self._initial_import = InitialImport(self._store, import_weights, context, sources.has_checkpoint)
+        self._load = RunLoad(self._run, self._folders, self._job_config, topology, sources, context)
+        self._roll_back = RollBack(self._folders, self._load, self._run, context)
+        self._first_save = FirstSave(self._store, self._config, self._peers)
 
     @classmethod
     def for_loop(
@@ -162,10 +225,7 @@ class CheckpointManager:
             config,
             hugging_face=hugging_face,
             ranks_may_differ=ranks_may_differ,
-            save_policy=save_policy,
-            retention=retention,
-            past=past,
-            on_event=on_event,
+            seams=Seams(save_policy=save_policy, retention=retention, past=past, on_event=on_event),
         )
 
     def open(self) -> None:
@@ -367,7 +427,7 @@ class CheckpointManager:
     def _close(self, *, is_cut: bool) -> None:
         if self._is_open:
             self._is_open = self._has_started_saver = False
-            self._parts.end(self._hooks, self._opener, is_cut=is_cut)
+            self._end_all(is_cut=is_cut)
         for groups in self._own_groups:  # Unless something failed: a rank may still be in an exchange then.
             groups.close()
 
@@ -397,11 +457,63 @@ class CheckpointManager:
                 self._opener.refuse_if_replaced()
             self._is_open = True
             try:
-                self._parts.start(self._hooks, self._opener, step)
+                self._take(step)
             except BaseException:
                 self._close(is_cut=True)
                 raise
         return True
+
+    def _take(self, step: int) -> None:
+        """Take the folders and watch signals. **Collective**; what fails on one rank is raised on all.
+
+        `step` is what is to be loaded, -1 for what the config says.
+        """
+        if not self._config.load_only:
+            self._opener.open()
+        with naming_missing_ranks("the first call of the checkpoint manager"):
+            self._peers.together(self._preemption.start)
+        clock = clock_around(lambda: self._peers.together(self._hooks.start))
+        self._run.optimizer.refuse_where_parts_differ(self._peers)
+        tokens = self._peers.on_coordinator(lambda: self._take_folders(step))
+        refuse_misfits(self._folders, tokens, self._job_config, clock, self._peers)
+        if not self._config.load_only:
+            self._end.refuse_foreign_folder()
+            for each in self._companions:
+                self._maker.origin = each.begin(self._maker.origin)
+
+    def _take_folders(self, step: int) -> list[str]:
+        refuse_wrong_folders(self._folders, self._config, step)
+        return [] if self._config.load_only else self._folders.take()
+
+    def _end_all(self, *, is_cut: bool) -> None:
+        """Wait for the save in flight, end threads and processes, and give the folders up, whatever of it fails.
+
+        Companions have no time for what is left to do if the run `is_cut` by an error.
+        """
+        # Called from the last to the first, whatever one of them raises. The folders are released only when no thread
+        # and no process of this job writes into them.
+        with ExitStack() as in_reverse:
+            in_reverse.callback(self._opener.note_closed)
+            in_reverse.callback(self._folders.release)
+            in_reverse.callback(self._first_save.leave, self._folders.fence(self._store))
+            in_reverse.callback(self._preemption.close)
+            in_reverse.callback(self._housekeeping.close, self._config.timeout_seconds)
+            for each in self._companions:
+                in_reverse.callback(each.leave, float if is_cut else self._seconds_left)
+            in_reverse.callback(self._close_saver)
+            for each in self._companions:
+                in_reverse.callback(each.close)
+            in_reverse.callback(self._hooks.close)
+            in_reverse.callback(self._waiter.settle)
+            in_reverse.callback(self._decider.drain)
+
+    def _seconds_left(self) -> float:
+        """Return the seconds of the grace period that companions may use; infinity until a signal comes."""
+        return self._preemption.seconds_left() - _SECONDS_TO_LEAVE
+
+    def _close_saver(self) -> None:
+        # A save that was not over in time is not awaited twice: the other ranks wait for this one to leave.
+        self._saver.close(0 if self._peers.is_group_in_doubt else self._config.timeout_seconds)
 
     def _start_processes(self, caller: str) -> None:
         """Start the saver and the companions unless that is done. **Collective**.

@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from torchtitan_lite.checkpoint.run_folders import RunFolders
-from torchtitan_lite.distributed.misfits import SharedFolder
+from torchtitan_lite.config.job_config import JobConfig
+from torchtitan_lite.distributed.misfits import HostView, SharedFolder, alike, build_facts, facts_of
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.stores import look_seconds
 
 _PAUSE_SECONDS = 0.5
@@ -28,6 +30,22 @@ def seen_folders(folders: RunFolders, tokens: Sequence[str], *, timeout_seconds:
         SharedFolder(address, mount, "" if number in unseen else token)
         for number, (address, mount, token) in enumerate(zip(folders.addresses, folders.mounts, tokens, strict=False))
     ]
+
+
+def refuse_misfits(
+    folders: RunFolders, tokens: Sequence[str], config: JobConfig, clock: tuple[float, float], peers: Peers
+) -> None:
+    """Raise `FolderNotShared` or `HostsDiffer` on every rank for what does not fit together. **Collective**.
+
+    `tokens` as for `seen_folders`; `clock` is what `clock_around` returned.
+    """
+    section = config.checkpoint
+    needs_clock = section.keep_for_hours > 0 or not folders.are_all_on_disk
+
+    def view(seen: Sequence[SharedFolder]) -> HostView:
+        return HostView({**facts_of(config), **build_facts()}, seen, clock=clock, needs_clock=needs_clock)
+
+    alike(lambda: seen_folders(folders, tokens, timeout_seconds=section.timeout_seconds), view, peers)
 
 
 def find_unseen(

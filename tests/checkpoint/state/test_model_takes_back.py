@@ -17,6 +17,7 @@ from tests.checkpoint.small_run import job_config, same
 from tests.checkpoint.state.odd_objects import FusedQkv, ScaledLinear
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.saving.savers import ProcessSaver
+from torchtitan_lite.checkpoint.seams import Seams
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 
@@ -45,7 +46,7 @@ def wrapped(build: Callable[[], nn.Module]) -> nn.Module:
 def managed(folder: Path, model: nn.Module, **options: Any) -> CheckpointManager:
     seams = {"saver": options.pop("saver")} if "saver" in options else {}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return CheckpointManager(None, [model], [optimizer], [], {}, job_config(folder, **options), **seams)
+    return CheckpointManager(None, [model], [optimizer], [], {}, job_config(folder, **options), seams=Seams(**seams))
 
 
 def saved(folder: Path, model: nn.Module, **options: Any) -> Path:

@@ -19,6 +19,7 @@ from tests.checkpoint.state.odd_objects import OwnForm
 from torchtitan_lite.checkpoint.format.kinds import difference
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.saving.savers import ProcessSaver
+from torchtitan_lite.checkpoint.seams import Seams
 from torchtitan_lite.checkpoint.state.optimizer_state import tensors_in
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError, SaveFailed
 
@@ -123,7 +124,7 @@ def start(folder: Path, build: Callable[[nn.Module], Any], **options: Any) -> tu
     return (
         model,
         optimizer,
-        CheckpointManager(None, [model], [optimizer], [], {}, job_config(folder, **options), **seams),
+        CheckpointManager(None, [model], [optimizer], [], {}, job_config(folder, **options), seams=Seams(**seams)),
     )
 
 

@@ -20,6 +20,7 @@ from tests.examples import mostly_slow
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.saving.savers import ProcessSaver
+from torchtitan_lite.checkpoint.seams import Seams
 
 RECIPES = recipes()
 FEW = [recipe for recipe in RECIPES if recipe.kind.__name__ in ("SGD", "AdamW", "NAdam", "SparseAdam", "LBFGS")]
@@ -31,7 +32,7 @@ def start(folder: Path, recipe: Recipe, **options: Any) -> tuple[Any, Any, Check
     model = recipe.model()
     optimizer = recipe.build(model)
     seams = {"saver": options.pop("saver")} if "saver" in options else {}
-    manager = CheckpointManager(None, [model], [optimizer], [], {}, job_config(folder, **options), **seams)
+    manager = CheckpointManager(None, [model], [optimizer], [], {}, job_config(folder, **options), seams=Seams(**seams))
     return model, optimizer, manager
 
 
