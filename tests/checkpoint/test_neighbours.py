@@ -60,7 +60,7 @@ with SmallRun(Path("run"), interval=1, keep_latest_k=2, async_mode="MODE", expor
     run.step()
     run.step(last=True)
     run.manager.close()
-    print(run.manager._waiter.last_durable)
+    print(run.manager._in_flight.last_durable)
 """
 
 

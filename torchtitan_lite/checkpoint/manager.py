@@ -45,10 +45,10 @@ from torchtitan_lite.checkpoint.saving.auto_interval import build_auto_interval
 from torchtitan_lite.checkpoint.saving.companion import heard_by, protected_by, sources_of
 from torchtitan_lite.checkpoint.saving.decider import SaveDecider
 from torchtitan_lite.checkpoint.saving.departure import Departure
+from torchtitan_lite.checkpoint.saving.in_flight import build_in_flight
 from torchtitan_lite.checkpoint.saving.maker import SaveMaker, Savers
 from torchtitan_lite.checkpoint.saving.savers import SyncSaver, build_saver
 from torchtitan_lite.checkpoint.saving.target import Origin, build_origin
-from torchtitan_lite.checkpoint.saving.waiter import build_waiter
 from torchtitan_lite.checkpoint.schedule.failures import Past
 from torchtitan_lite.checkpoint.schedule.interval import SavePolicy, build_save_policy
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
@@ -138,7 +138,7 @@ class CheckpointManager:
 
         before = (lambda _: self.maybe_wait_for_staging(), run.before_step)
         self._hooks = StepHooks(run.optimizers, before, [run.gradients.after_step])
-        self._opener = OneOpener(folders, self._preemption, ref(self._waiter), WeakMethod(self.close))
+        self._opener = OneOpener(folders, self._preemption, ref(self._in_flight), WeakMethod(self.close))
         self._is_open = self._has_started_saver = False
         self._rollbacks: Sequence[Rollback] = ()
         forget_in_children(self._forget)
@@ -164,17 +164,17 @@ class CheckpointManager:
         self._saver = seams.saver or build_saver(config, peers, plans, self._companions)
         protected = partial(protected_by, self._companions)
         self._housekeeping = build_housekeeping(config, rules, context.emit, protected)
-        self._waiter = build_waiter(self._housekeeping, context)
+        self._in_flight = build_in_flight(self._housekeeping, context)
         savers = Savers(self._saver, SyncSaver(peers, plans))
-        self._maker = SaveMaker(self._run, self._folders, self._waiter, savers, origin, context, self._companions)
+        self._maker = SaveMaker(self._run, self._folders, self._in_flight, savers, origin, context, self._companions)
 
         self._preemption = seams.preemption or PreemptionWatch(
             config.preemption_signals, config.preemption_grace_seconds
         )
-        self._departure = Departure(self._preemption, self._maker, self._waiter, context)
+        self._departure = Departure(self._preemption, self._maker, self._in_flight, context)
         policy = build_save_policy(config, seams.save_policy)
-        auto = build_auto_interval(self._waiter, seams.past or Past, context)
-        self._decider = SaveDecider(policy, self._maker, self._waiter, self._departure, consensus, auto, context)
+        auto = build_auto_interval(self._in_flight, seams.past or Past, context)
+        self._decider = SaveDecider(policy, self._maker, self._in_flight, self._departure, consensus, auto, context)
 
     def _build_loads(self, topology: str, import_weights: ImportWeights | None, context: RunContext) -> None:
         """Make what loads: at a start, after an import, and back from where a run diverged."""
@@ -346,12 +346,12 @@ class CheckpointManager:
         """
         if not self._opened():
             return -1
-        self._waiter.settle()
-        return self._peers.on_coordinator(lambda: -1 if (last := self._waiter.last_durable) is None else last)
+        self._in_flight.settle()
+        return self._peers.on_coordinator(lambda: -1 if (last := self._in_flight.last_durable) is None else last)
 
     def maybe_wait_for_staging(self) -> None:
         """Wait until the state may change: call right before the optimizer's step. Any rank; raises `SaveFailed`."""
-        self._waiter.wait_for_staging()
+        self._in_flight.wait_for_staging()
         for each in self._companions:
             each.wait_for_staging()
         self._comparison.wait()
@@ -376,7 +376,7 @@ class CheckpointManager:
         """
         if not self._opened():
             return -1
-        self._waiter.settle()
+        self._in_flight.settle()
         return self._peers.on_coordinator(lambda: latest_step(self._store, self._config))
 
     def ended(self) -> Ended | None:
@@ -504,7 +504,7 @@ class CheckpointManager:
             for each in self._companions:
                 in_reverse.callback(each.close)
             in_reverse.callback(self._hooks.close)
-            in_reverse.callback(self._waiter.settle)
+            in_reverse.callback(self._in_flight.settle)
             in_reverse.callback(self._decider.drain)
 
     def _seconds_left(self) -> float:
@@ -537,7 +537,7 @@ class CheckpointManager:
 
     def _settle(self) -> None:
         """Wait for all that still reads the state, or changes the folder."""
-        self._waiter.settle()
+        self._in_flight.settle()
         for each in self._companions:
             each.settle()
         self._comparison.wait()
@@ -546,7 +546,7 @@ class CheckpointManager:
     def _continue_from(self, source: LoadSource) -> None:
         self._rollbacks = source.rollbacks
         self._maker.continue_from(source.lineage, source.loaded, source.on_disk, source.image_of)
-        self._waiter.forget_lineage()
+        self._in_flight.forget_lineage()
         self.loaded_step = source.continues_at
         if source.is_proof:
             self._housekeeping.note_good(source.step)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchtitan_lite.checkpoint.run_folders import RunFolders
-from torchtitan_lite.checkpoint.saving.waiter import SaveWaiter
+from torchtitan_lite.checkpoint.saving.in_flight import InFlightSave
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
@@ -26,7 +26,7 @@ class OneOpener:
 
     folders: RunFolders
     watch: PreemptionWatch
-    waiter: weakref.ref[SaveWaiter]
+    in_flight: weakref.ref[InFlightSave]
     """Weak, like `close`: what is in this module keeps no model and no optimizer alive."""
     close: Callable[[], Callable[[], None] | None]
     """Returns the method that closes the manager, None if the manager was dropped."""
@@ -75,8 +75,8 @@ class OneOpener:
 
     def _close_what_is_left(self) -> None:
         """Close what a manager that was dropped has open: its save in flight runs in a thread."""
-        if (waiter := self.waiter()) is not None:
-            waiter.outcome()
+        if (in_flight := self.in_flight()) is not None:
+            in_flight.outcome()
         self.watch.close()
         self.folders.release()
 

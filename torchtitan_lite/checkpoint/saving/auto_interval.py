@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable
 
 from torchtitan_lite.checkpoint.context import RunContext
+from torchtitan_lite.checkpoint.saving.in_flight import InFlightSave
 from torchtitan_lite.checkpoint.saving.save_costs import SaveCosts
-from torchtitan_lite.checkpoint.saving.waiter import SaveWaiter
 from torchtitan_lite.checkpoint.schedule.failures import Past, mtbf_hours, prior_hours
 from torchtitan_lite.checkpoint.schedule.optimum import Caps, Choice, Conflict, SaveCost, choose, most_lost_seconds
 from torchtitan_lite.config.job_config import Checkpoint
@@ -112,14 +112,14 @@ class FixedInterval:
 
 
 def build_auto_interval(
-    waiter: SaveWaiter, past: Callable[[], Past], context: RunContext
+    in_flight: InFlightSave, past: Callable[[], Past], context: RunContext
 ) -> AutoInterval | FixedInterval:
     """Return what chooses the interval of a run. `past` is called once, on the coordinator."""
     config = context.config
     if config.interval_type != "auto":
         return FixedInterval()
     caps = Caps(config.max_lost_seconds or math.inf, config.max_overhead or math.inf)
-    costs = SaveCosts(waiter, context.clock)
+    costs = SaveCosts(in_flight, context.clock)
     return AutoInterval(costs, caps, _build_mtbf(config, context.peers, past), context)
 
 

@@ -12,8 +12,8 @@ import signal
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.saving.auto_interval import AutoInterval, FixedInterval
 from torchtitan_lite.checkpoint.saving.departure import Departure
+from torchtitan_lite.checkpoint.saving.in_flight import InFlightSave
 from torchtitan_lite.checkpoint.saving.maker import SaveMaker
-from torchtitan_lite.checkpoint.saving.waiter import SaveWaiter
 from torchtitan_lite.checkpoint.schedule.interval import (
     AtRisk,
     SavePolicy,
@@ -36,7 +36,7 @@ class SaveDecider:
         self,
         policy: SavePolicy,
         maker: SaveMaker,
-        waiter: SaveWaiter,
+        in_flight: InFlightSave,
         departure: Departure,
         consensus: StepConsensus,
         auto: AutoInterval | FixedInterval,
@@ -47,7 +47,7 @@ class SaveDecider:
         self._skips_when_busy = build_skips_when_busy(context.config)
         self._loads_only = context.config.load_only
         self._maker = maker
-        self._waiter = waiter
+        self._in_flight = in_flight
         self._departure = departure
         self._consensus = consensus
         self._auto = auto
@@ -129,7 +129,7 @@ class SaveDecider:
                 step,
             )
         # However it ended: what is not durable is saved below.
-        self._waiter.outcome()
+        self._in_flight.outcome()
         if not self._maker.is_saved(step, loaded=self._loaded):
             self._maker.last_of_all(step)
         self._latest = self._reached = step
@@ -187,24 +187,24 @@ class SaveDecider:
             # The save in flight is awaited, and looked at, before the ranks leave.
             self._departure.leave()
         elif agreed.save_failed:
-            self._waiter.settle()
+            self._in_flight.settle()
         else:
-            self._waiter.poll()
+            self._in_flight.poll()
         return agreed
 
     def _save(self, step: int, last: bool, now: bool, agreed: StepFlags, leaving_for: int) -> bool:
         if leaving_for:
             return self._departure.after(step, leaving_for)
         if last:
-            self._waiter.outcome()  # However it ended: this save is tried.
+            self._in_flight.outcome()  # However it ended: this save is tried.
             self._maker.last_of_all(step)
         # `now` is an argument of `save`: a method of its own could save one step twice, and would need an exchange of
         # flags next to that of the step.
         elif now or self._is_due(step, agreed):
-            self._waiter.settle()
+            self._in_flight.settle()
             logger.info("Saving step %d", step)
             self._maker.begin(step)
-            self._waiter.poll()
+            self._in_flight.poll()
         else:
             return False
         return True
@@ -226,15 +226,15 @@ class SaveDecider:
         """Return the step that a rank is still writing, -1 if none is: as it is now, not as it was a step ago."""
         if agreed.step_in_flight < 0:
             return -1
-        return self._peers.max_over_ranks(agreed.step_in_flight if self._waiter.is_writing else -1)[0]
+        return self._peers.max_over_ranks(agreed.step_in_flight if self._in_flight.is_writing else -1)[0]
 
     def _send(self, step: int) -> None:
         """Send this rank's flags of `step` without waiting for the others."""
         self._consensus.send(
             StepFlags(
                 save_due=self._is_differing_due(step),
-                save_failed=self._waiter.failed,
-                step_in_flight=-1 if self._waiter.step is None else self._waiter.step,
+                save_failed=self._in_flight.failed,
+                step_in_flight=-1 if self._in_flight.step is None else self._in_flight.step,
                 signal=self._departure.received,
                 policy_failed=self._policy_failure is not None,
             )
@@ -269,4 +269,4 @@ class SaveDecider:
 
     def _tick(self, step: int) -> Tick:
         now = self._maker.now(step)
-        return Tick(step, now.seconds, self._waiter.is_writing, self._auto.seconds)
+        return Tick(step, now.seconds, self._in_flight.is_writing, self._auto.seconds)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import signal
 
 from torchtitan_lite.checkpoint.context import RunContext
+from torchtitan_lite.checkpoint.saving.in_flight import InFlightSave
 from torchtitan_lite.checkpoint.saving.maker import SaveMaker
-from torchtitan_lite.checkpoint.saving.waiter import SaveWaiter
 from torchtitan_lite.checkpoint.schedule.leaving import Leaving, how_to_leave
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
 from torchtitan_lite.events import Preempted
@@ -19,10 +19,12 @@ from torchtitan_lite.log import logger
 class Departure:
     """Makes all ranks leave together for a signal that one of them received."""
 
-    def __init__(self, preemption: PreemptionWatch, maker: SaveMaker, waiter: SaveWaiter, context: RunContext) -> None:
+    def __init__(
+        self, preemption: PreemptionWatch, maker: SaveMaker, in_flight: InFlightSave, context: RunContext
+    ) -> None:
         self._preemption = preemption
         self._maker = maker
-        self._waiter = waiter
+        self._in_flight = in_flight
         self._peers = context.peers
         self._emit = context.emit
 
@@ -49,11 +51,11 @@ class Departure:
 
         Returns whether `step` is durable; if not, the save that was in flight is. Raises as `SaveMaker.full` does.
         """
-        awaited = self._waiter.step
-        self._waiter.outcome()  # Whether it failed or not, the ranks leave.
+        awaited = self._in_flight.step
+        self._in_flight.outcome()  # Whether it failed or not, the ranks leave.
         if self._how(step, awaited) is Leaving.AFTER_A_SAVE:
             self._maker.full(step)
-        saved = self._peers.on_coordinator(lambda: self._waiter.last_durable)
+        saved = self._peers.on_coordinator(lambda: self._in_flight.last_durable)
         assert saved is not None, "each way to leave has a durable save"
         if saved != step:
             logger.warning("The grace period is too short to save step %d; the next start trains it again", step)
@@ -64,7 +66,7 @@ class Departure:
     def _how(self, step: int, awaited: int | None) -> Leaving:
         # Perhaps only one rank received the signal.
         left = min(self._peers.gather(self._preemption.seconds_left()))
-        done = self._waiter
+        done = self._in_flight
         return self._peers.on_coordinator(
             lambda: how_to_leave(
                 step, durable=done.last_durable, awaited=awaited, seconds_left=left, save_seconds=done.last_seconds

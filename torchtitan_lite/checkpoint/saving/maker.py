@@ -15,10 +15,10 @@ from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.checkpoint.saving.companion import Companion
+from torchtitan_lite.checkpoint.saving.in_flight import InFlightSave
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver, SavesStates, refused
 from torchtitan_lite.checkpoint.saving.target import Origin, SaveTarget
 from torchtitan_lite.checkpoint.saving.trained_clock import TrainedClock
-from torchtitan_lite.checkpoint.saving.waiter import SaveWaiter
 from torchtitan_lite.checkpoint.schedule.interval import BEGINNING, AtRisk, Tick
 from torchtitan_lite.checkpoint.state.measured import Metrics, finite
 from torchtitan_lite.checkpoint.state.model import EXPORT_DTYPES, weights_only
@@ -44,13 +44,13 @@ class Savers(NamedTuple):
 
 
 class SaveMaker:
-    """Makes the states of `run` and saves them into `folders`; `waiter` follows each save to its end."""
+    """Makes the states of `run` and saves them into `folders`; `in_flight` follows each save to its end."""
 
     def __init__(
         self,
         run: RunState,
         folders: RunFolders,
-        waiter: SaveWaiter,
+        in_flight: InFlightSave,
         savers: Savers,
         origin: Origin,
         context: RunContext,
@@ -59,7 +59,7 @@ class SaveMaker:
         self._run = run
         self._companions = companions
         self._folders = folders
-        self._waiter = waiter
+        self._in_flight = in_flight
         self._saver, self._at_once = savers
         self._config, self._peers, self._emit = context.config, context.peers, context.emit
         self._trained = TrainedClock(context.clock)
@@ -73,7 +73,7 @@ class SaveMaker:
     @property
     def on_disk(self) -> Tick:
         """The moment of the latest state that is durable. Any rank."""
-        if self._waiter.last_durable == self._begun.step:
+        if self._in_flight.last_durable == self._begun.step:
             self._on_disk = self._begun
         return self._on_disk
 
@@ -152,7 +152,7 @@ class SaveMaker:
         """
 
         def is_durable() -> bool:
-            durable = self._waiter.last_durable
+            durable = self._in_flight.last_durable
             return durable == step if durable is not None else loaded == step and self._is_saved_in_full(step)
 
         return self._peers.on_coordinator(is_durable)
@@ -212,10 +212,10 @@ class SaveMaker:
         # No interval follows the last save, so it is tried again at once.
         for _ in range(2):
             self._begin(step, make_state, kind, store, self._at_once)
-            failure = self._waiter.outcome()
+            failure = self._in_flight.outcome()
             if failure is None:
-                if self._waiter.differs is not None:
-                    raise self._waiter.differs
+                if self._in_flight.differs is not None:
+                    raise self._in_flight.differs
                 return
         assert failure is not None
         raise failure
@@ -232,9 +232,9 @@ class SaveMaker:
                 self._try_loads(step)
             state, metrics = self._together(step, lambda: (make_state(), finite(self._metrics)))
         except SaveFailed as error:
-            # Not raised here, so that the waiter reports and counts it like any other failed save.
+            # Not raised here, so that the in_flight reports and counts it like any other failed save.
             begins = _Refusal(error)
-        self._waiter.begin(
+        self._in_flight.begin(
             step,
             state,
             kind,
@@ -260,7 +260,7 @@ class SaveMaker:
             self._run.after_save(step)
 
     def _origin(self, step: int, metrics: dict[str, float]) -> Origin:
-        durable, lineage, now = self._waiter.last_durable, self.origin.lineage, self.now(step)
+        durable, lineage, now = self._in_flight.last_durable, self.origin.lineage, self.now(step)
         if durable is not None:
             lineage = dataclasses.replace(lineage, parent_step=durable)
         at_risk = AtRisk.between(self.on_disk, now)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from statistics import median
 
-from torchtitan_lite.checkpoint.saving.waiter import SaveWaiter
+from torchtitan_lite.checkpoint.saving.in_flight import InFlightSave
 from torchtitan_lite.checkpoint.schedule.optimum import SaveCost
 
 NUM_SAVES = 5
@@ -31,10 +31,10 @@ class _Followed:
 
 
 class SaveCosts:
-    """Measures the last saves of `waiter`. Call `enter` and `leave` at both ends of each call of `save`."""
+    """Measures the last saves of `in_flight`. Call `enter` and `leave` at both ends of each call of `save`."""
 
-    def __init__(self, waiter: SaveWaiter, clock: Callable[[], float]) -> None:
-        self._waiter = waiter
+    def __init__(self, in_flight: InFlightSave, clock: Callable[[], float]) -> None:
+        self._in_flight = in_flight
         self._clock = clock
         self._entered = 0.0
         self._left: float | None = None
@@ -73,7 +73,7 @@ class SaveCosts:
 
     def _settle(self) -> bool:
         """Add the cost of the followed save if it is durable; forget it if it failed."""
-        followed, done = self._followed, self._waiter
+        followed, done = self._followed, self._in_flight
         if followed is None or done.step == followed.step:
             return False
         self._followed = None

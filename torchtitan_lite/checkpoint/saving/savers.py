@@ -60,7 +60,7 @@ class PendingSave:
 
 
 class SavesStates(Protocol):
-    """Begins saves: the part of a saver that `SaveWaiter` uses."""
+    """Begins saves: the part of a saver that `InFlightSave` uses."""
 
     def save(self, state: State, target: SaveTarget) -> PendingSave:
         """Begin to save `state` as `target`. **Collective**."""

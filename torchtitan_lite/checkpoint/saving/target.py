@@ -59,8 +59,14 @@ def free() -> None:
     """Do nothing: no fence, no check, nothing to wait for."""
 
 
-def ignore_slowest(rank: int, seconds: float) -> None:
-    """Do nothing with the slowest rank of a save."""
+@dataclass
+class Found:
+    """What is found out about a save on its way, on the coordinator."""
+
+    place: str = ""
+    """The name of its place, before any rank writes there."""
+    slowest: tuple[int | None, float | None] = None, None
+    """The rank that took longest to write its file, and its seconds, before the commit."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +85,7 @@ class SaveTarget:
     """Whether the checkpoint is written although ranks hold different values under one name: no save follows."""
     ranks_differ: Sequence[str] = ()
     """Where ranks were found to differ that were equal before: the manifest says so."""
-    note_slowest: Callable[[int, float], None] = ignore_slowest
-    """Called before the commit with the rank that took longest to write its file, and its seconds. Coordinator."""
-    note_place: Callable[[str], object] = str
-    """Called with the name of the save's place, before any rank writes there. Coordinator."""
+    found: Found = field(default_factory=Found)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torchtitan_lite.checkpoint.format.tensor_digest import TensorDigest, digest
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.planning.rank_file import RankPlan
 from torchtitan_lite.checkpoint.saving.nan_check import OPTIMIZER, names_with_nan
-from torchtitan_lite.checkpoint.saving.target import Origin, RankContent, SaveTarget
+from torchtitan_lite.checkpoint.saving.target import RankContent, SaveTarget
 from torchtitan_lite.disk.block_writer import in_memory
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.distributed.exchange import Exchange, RanksFailed
@@ -92,8 +92,7 @@ class SaveOfRanks:
 
     def begin(self) -> str:
         """Make the place of the save; return its name. **Coordinator only**, before any rank writes there."""
-        place = self._target.store.begin(self._target.step)
-        self._target.note_place(place)
+        self._target.found.place = place = self._target.store.begin(self._target.step)
         return place
 
     def finish(self, place: str, results: Sequence[Sequence[Any] | None]) -> None:
@@ -105,42 +104,34 @@ class SaveOfRanks:
         target, description = self._target, self._content.plan.description
         assert description is not None, "the coordinator describes"
         by_rank = received(results)
-        details = [
-            self._details.received(rank, file.details) for rank, file in by_rank.items() if file.details is not None
-        ]
-        objects = [placed for each in details for placed in each.objects]
-        nan_in = sorted({key for each in details for key in each.nan_in})
-        listed = files_of(by_rank, len(results))
+        sent = {rank: file.details for rank, file in by_rank.items() if file.details is not None}
+        found = [self._details.received(rank, details) for rank, details in sent.items()]
+        objects = [placed for each in found for placed in each.objects]
+        nan_in = sorted({key for each in found for key in each.nan_in})
+        files = files_of(by_rank, len(results))
         target.fence()  # The staging folder may belong to another job by now.
         faults.point("metadata", step=target.step)
         if by_rank:
-            slowest = max(by_rank, key=lambda rank: by_rank[rank].seconds)
-            target.note_slowest(slowest, by_rank[slowest].seconds)
+            rank = max(by_rank, key=lambda rank: by_rank[rank].seconds)
+            target.found.slowest = rank, by_rank[rank].seconds
         has_metadata = description.has_metadata(target.origin.dcp_metadata)
         if has_metadata:
             described = description.metadata(objects)
             target.store.add_metadata(place, described.data)
-            listed |= {layout.METADATA: described.record}
+            files |= {layout.METADATA: described.record}
+        digests = _tensor_digests([each.digests for each in found], description)
         manifest = Manifest(
             step=target.step,
             kind=target.kind,
             created_at=time.time(),
             world_size=len(results),
             versions=versions(),
-            files=listed,
+            files=files,
             lineage=self._lineage(),
             tensors=description.tensors,
             objects=description.objects(objects, with_places=not has_metadata),
             structure=description.structure,
-            extra={
-                "topology": target.origin.topology,
-                "config": target.origin.config,
-                "tensor_digests": _tensor_digests([each.digests for each in details], description),
-                **({} if has_metadata else {DCP_METADATA: LEFT_OUT}),
-                **_found_wrong(nan_in, target.ranks_differ),
-                **({METRICS: dict(target.origin.metrics)} if target.origin.metrics else {}),
-                **_of_start(target.origin),
-            },
+            extra=_extra(target, digests, nan_in, has_metadata=has_metadata),
         )
         self.committed = target.store.commit(target.step, manifest, target.fence, place=place)
         _warn_of_nan(target.step, nan_in)
@@ -235,10 +226,24 @@ def versions() -> dict[str, str]:
     }
 
 
-def _found_wrong(nan_in: Sequence[str], ranks_differ: Sequence[str]) -> dict[str, Any]:
-    """Return what was found wrong with the state: with either, the checkpoint counts as no good one."""
-    found = {NAN_IN: list(nan_in), RANKS_DIFFER: list(ranks_differ)}
-    return {name: texts for name, texts in found.items() if texts}
+def _extra(
+    target: SaveTarget, tensor_digests: Mapping[str, str], nan_in: Sequence[str], *, has_metadata: bool
+) -> dict[str, Any]:
+    """Return what a manifest records besides files and tensors; of what is optional only what there is."""
+    origin = target.origin
+    optional = {
+        DCP_METADATA: "" if has_metadata else LEFT_OUT,
+        # With either the checkpoint counts as no good one.
+        NAN_IN: list(nan_in),
+        RANKS_DIFFER: list(target.ranks_differ),
+        METRICS: dict(origin.metrics),
+        START: origin.start,
+    }
+    # Only a start that keeps images records these: later ones compare images with them.
+    of_start = {TRAINED_SECONDS: origin.trained_seconds} if origin.start else {}
+    of_image = {RESUMED_FROM_MEMORY: origin.image_of} if origin.image_of >= 0 else {}
+    recorded = {"topology": origin.topology, "config": origin.config, "tensor_digests": tensor_digests}
+    return recorded | {name: value for name, value in optional.items() if value} | of_start | of_image
 
 
 def _warn_of_nan(step: int, nan_in: Sequence[str]) -> None:
@@ -250,12 +255,6 @@ def _warn_of_nan(step: int, nan_in: Sequence[str]) -> None:
             "NaN or infinity in its optimizer states" if nan_in[0].startswith(OPTIMIZER) else "NaN in its weights",
             ", ".join(nan_in[:3]) + (f" and {len(nan_in) - 3} more" if len(nan_in) > 3 else ""),
         )
-
-
-def _of_start(origin: Origin) -> dict[str, Any]:
-    """Return what only a start that keeps images records: later ones compare images with it."""
-    of_images = {START: origin.start, TRAINED_SECONDS: origin.trained_seconds} if origin.start else {}
-    return of_images | ({RESUMED_FROM_MEMORY: origin.image_of} if origin.image_of >= 0 else {})
 
 
 def _tensor_digests(shares: Sequence[Mapping[str, TensorDigest]], description: Description) -> dict[str, str]:

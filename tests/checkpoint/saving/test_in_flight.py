@@ -17,9 +17,9 @@ from tests.checkpoint.small_run import ORIGIN, Events
 from tests.clock import Clock
 from tests.disks import FailingDisk
 from torchtitan_lite.checkpoint.format.flattening import State
+from torchtitan_lite.checkpoint.saving.in_flight import InFlightSave
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, SyncSaver
 from torchtitan_lite.checkpoint.saving.target import SaveTarget
-from torchtitan_lite.checkpoint.saving.waiter import SaveWaiter
 from torchtitan_lite.disk.durable import DISK, Durable
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import LeaseLost, SaveFailed
@@ -58,11 +58,11 @@ class HeldSaver(SyncSaver):
 
 
 class Case:
-    """An `SaveWaiter` and its collaborators."""
+    """An `InFlightSave` and its collaborators."""
 
     def __init__(self, root: Path, retention: RetentionPolicy | None = None, max_failed_saves: int = 3) -> None:
         self.root, self.events, self.clock, self.saver = root, Events(), Clock(), HeldSaver()
-        self.in_flight = SaveWaiter(
+        self.in_flight = InFlightSave(
             PEERS,
             Housekeeping(retention or KeepAll(), self.events.emit),
             timeout_seconds=60,
@@ -190,7 +190,7 @@ def test_an_outcome_is_returned_however_many_failed_in_a_row(root: Path) -> None
 def test_a_save_that_is_not_durable_in_time_failed(root: Path) -> None:
     events = Events()
     housekeeping = Housekeeping(KeepAll(), events.emit)
-    in_flight = SaveWaiter(
+    in_flight = InFlightSave(
         PEERS, housekeeping, timeout_seconds=0.0, max_failed_saves=3, clock=Clock(), emit=events.emit
     )
     in_flight.begin(1, {}, CheckpointKind.FULL, CheckpointStore(root), HeldSaver(), ORIGIN)
@@ -200,7 +200,7 @@ def test_a_save_that_is_not_durable_in_time_failed(root: Path) -> None:
 
 
 def test_a_copy_that_is_not_made_in_time_is_an_error(root: Path) -> None:
-    in_flight = SaveWaiter(
+    in_flight = InFlightSave(
         PEERS,
         Housekeeping(KeepAll(), ignore),
         timeout_seconds=0.0,
@@ -348,7 +348,7 @@ def test_whatever_a_saver_fails_with_is_a_failed_save_of_that_step(root: Path) -
 
 
 def test_a_lost_folder_is_no_failed_save_but_the_end_of_the_run(root: Path) -> None:
-    for end in (SaveWaiter.settle, SaveWaiter.outcome):
+    for end in (InFlightSave.settle, InFlightSave.outcome):
         case = Case(root)
         case.begin(1)
         case.saver.durable.set_exception(LeaseLost(str(root), "another job"))
@@ -361,7 +361,7 @@ def test_a_lost_folder_is_no_failed_save_but_the_end_of_the_run(root: Path) -> N
 def test_the_group_of_saves_is_in_doubt_if_and_only_if_a_save_did_not_end_in_time(root: Path) -> None:
     peers, events = Peers(timedelta(seconds=60)), Events()
     for saver, is_in_doubt in ((SyncSaver(peers), False), (HeldSaver(), True)):
-        in_flight = SaveWaiter(
+        in_flight = InFlightSave(
             peers,
             Housekeeping(KeepAll(), events.emit),
             timeout_seconds=0.0,
@@ -419,7 +419,9 @@ def test_only_the_coordinator_cleans_the_folder_and_reports_a_save(
     events, saver = Events(), HeldSaver()
     housekeeping = Housekeeping(KeepLatest(1), events.emit)
     peers = SecondRank(timedelta(seconds=60))
-    in_flight = SaveWaiter(peers, housekeeping, timeout_seconds=60, max_failed_saves=3, clock=Clock(), emit=events.emit)
+    in_flight = InFlightSave(
+        peers, housekeeping, timeout_seconds=60, max_failed_saves=3, clock=Clock(), emit=events.emit
+    )
     store = CheckpointStore(root, free_bytes=lambda path: 0)
     caplog.clear()
     with caplog.at_level(logging.INFO, "torchtitan_lite"):
@@ -452,7 +454,7 @@ def test_only_the_coordinator_checks_for_room(root: Path) -> None:
             return pending
 
         saver.save = noted  # type: ignore[method-assign]  # to have the target
-        in_flight = SaveWaiter(
+        in_flight = InFlightSave(
             peers,
             Housekeeping(KeepAll(), ignore),
             timeout_seconds=60,

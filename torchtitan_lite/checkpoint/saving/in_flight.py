@@ -38,19 +38,13 @@ from torchtitan_lite.store.protocol import StoresCheckpoints
 class _Save:
     """One save, until it is settled."""
 
+    target: SaveTarget
     pending: PendingSave
-    kind: CheckpointKind
-    store: StoresCheckpoints
-    fence: Callable[[], None]
     began_seconds: float
     stall_seconds: float = 0.0
     durable_seconds: float = 0.0
     is_given_up: bool = False
     """Whether the loop waited for its staging as long as for a complete save: no code waits for it again."""
-    slowest: list[tuple[int, float]] = field(default_factory=list)
-    """On the coordinator, once all have written: the rank that took longest to write its file, and its seconds."""
-    places: list[str] = field(default_factory=list)
-    """On the coordinator, once it has begun: the name of its place."""
     is_awaited: bool = False
     """Whether the loop waits for it."""
     has_event: bool = False
@@ -60,7 +54,7 @@ class _Save:
     may wake before that."""
 
 
-class SaveWaiter:
+class InFlightSave:
     """Waits for the save in flight, if any. `timeout_seconds` bounds each wait, `exit_seconds` the one at exit."""
 
     def __init__(
@@ -130,8 +124,6 @@ class SaveWaiter:
         self._emit(SaveStarted(step, kind=kind.value, at_risk_steps=at_risk_steps, at_risk_seconds=at_risk_seconds))
         faults.set_step(step)
         faults.point("save")
-        slowest: list[tuple[int, float]] = []
-        places: list[str] = []
         target = SaveTarget(
             store,
             step,
@@ -140,8 +132,6 @@ class SaveWaiter:
             fence=fence,
             check=lambda: self._preflight(step, kind, store, fence),
             writes_anyway=writes_anyway,
-            note_slowest=lambda rank, seconds: slowest.append((rank, seconds)),
-            note_place=places.append,
         )
         try:
             pending = saver.save(state, target)
@@ -149,7 +139,7 @@ class SaveWaiter:
             self._emit(SaveFailure(step, reason=str(error), in_a_row=self._failed_in_a_row))
             raise
         self.differs = pending.differs
-        save = _Save(pending, kind, store, fence, began_seconds=began, slowest=slowest, places=places)
+        save = _Save(target, pending, began_seconds=began)
         save.pending.durable.add_done_callback(lambda _: self._when_over(save))
         save.stall_seconds = self._clock() - began
         self._save = save
@@ -254,19 +244,18 @@ class SaveWaiter:
 
     def _when_over(self, save: _Save) -> None:
         """Run retention or cleanup, in the thread that saved, as soon as the save is over."""
-        save.durable_seconds = self._clock() - save.began_seconds
+        save.durable_seconds, target = self._clock() - save.began_seconds, save.target
         try:
             if not self._peers.is_coordinator:
                 return
             if _failed(save.pending.durable):
                 # After a lost lease the staging folder may be another job's.
-                if not isinstance(save.pending.durable.exception(), LeaseLost):
-                    for place in save.places:
-                        self._housekeeping.remove_failed_save(save.pending.step, save.store, place)
+                if target.found.place and not isinstance(save.pending.durable.exception(), LeaseLost):
+                    self._housekeeping.remove_failed_save(target.step, target.store, target.found.place)
                 return
             if (committed := save.pending.durable.result()) is not None:
-                self._housekeeping.note_committed(committed, save.store)
-            self._housekeeping.purge_when_there_is_time(save.store, save.fence)
+                self._housekeeping.note_committed(committed, target.store)
+            self._housekeeping.purge_when_there_is_time(target.store, target.fence)
         finally:
             save.over.set_result(None)
 
@@ -286,7 +275,7 @@ class SaveWaiter:
             readable_bytes(nbytes),
             save.durable_seconds,
             stall,
-            ", weights only" if save.kind is CheckpointKind.WEIGHTS_ONLY else "",
+            ", weights only" if save.target.kind is CheckpointKind.WEIGHTS_ONLY else "",
         )
         self._emit_committed(save, committed)
 
@@ -301,11 +290,11 @@ class SaveWaiter:
         if save.has_event:
             return
         save.has_event = True
-        slowest_rank, slowest_seconds = save.slowest[-1] if save.slowest else (None, None)
+        slowest_rank, slowest_seconds = save.target.found.slowest
         self._emit(
             Committed(
                 committed.step,
-                kind=save.kind.value,
+                kind=save.target.kind.value,
                 bytes=committed.nbytes,
                 seconds=save.durable_seconds,
                 stall_seconds=save.stall_seconds,
@@ -339,10 +328,10 @@ def _outcome(pending: PendingSave, timeout_seconds: float) -> SaveFailed | None:
     return SaveFailed(pending.step, f"{type(failure).__name__}: {failure}")
 
 
-def build_waiter(housekeeping: Housekeeping, context: RunContext) -> SaveWaiter:
-    """Return the `SaveWaiter` of a run."""
+def build_in_flight(housekeeping: Housekeeping, context: RunContext) -> InFlightSave:
+    """Return the `InFlightSave` of a run."""
     config = context.config
-    return SaveWaiter(
+    return InFlightSave(
         context.peers,
         housekeeping,
         timeout_seconds=config.timeout_seconds,
