@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.context import RunContext
@@ -41,10 +42,33 @@ from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 
 CLOSE_SECONDS = 30.0
 """How long the digest under way may take when the manager is closed."""
-_OF_RANK = 4
-"""The numbers of a report that are not of the pool: that no image can be made, that memory is short, and two of the
-replica that is due.
-"""
+
+
+class Agreement(NamedTuple):
+    """What a rank reports about its images, and what all agree on: of each number the maximum over the ranks."""
+
+    is_off: int
+    """Whether no image can be made or kept any more."""
+    is_short: int
+    """Whether memory is short."""
+    lacks_replica: int
+    has_no_replica: int
+    """Whether the replica that is due will never be made."""
+    of_pool: tuple[int, ...] = ()
+    """As `Pool.report` has it; whether there is no arena to spare comes first."""
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Agreement | None:
+        """Return what `numbers` say; None if there are none, in a run that makes no images between saves."""
+        if not numbers:
+            return None
+        is_off, is_short, lacks_replica, has_no_replica, *of_pool = numbers
+        return cls(is_off, is_short, lacks_replica, has_no_replica, tuple(of_pool))
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Return the numbers as they travel."""
+        return *self[:4], *self.of_pool
 
 
 class Images:
@@ -191,29 +215,25 @@ class Images:
         """Return what this rank reports to the others with its plan, as numbers of which the maximum counts."""
         if not self._interval:
             return ()
+        of_pool = self.stager.pool.report()
+        if of_pool:
+            of_pool = of_pool[0] or self.stager.is_preparing, *of_pool[1:]
+        # Looked at again for each image, because the first steps of a start do not show the last peak.
+        is_short_here = not self._is_off and is_short()
         # These numbers travel in the all-reduce of the plan, so an image costs no exchange of its own.
         is_off = self.marker.has_failed or self.tier.is_off
-        of_pool = self.stager.pool.report()
-        # Looked at again for each image, because the first steps of a start do not show the last peak.
-        short = not self._is_off and is_short()
-        of_replicas = self._replicas.numbers()
-        return (
-            is_off,
-            short,
-            *of_replicas,
-            *((of_pool[0] or self.stager.is_preparing, *of_pool[1:]) if of_pool else ()),
-        )
+        return Agreement(is_off, is_short_here, *self._replicas.numbers(), of_pool).numbers
 
     def agree(self, highest: Sequence[int]) -> bool:
         """Note the maximum over all ranks of their reports; return whether an image can be staged on all of them."""
-        if not highest:
+        agreed = Agreement.of(highest)
+        if agreed is None:
             return True
-        off, short, lacks_replica, has_no_replica, *of_pool = highest
-        self._replicas.agree(lacks_replica, has_no_replica)
-        has_spare = self.stager.pool.agree(of_pool)
-        if off and not self._is_off:
+        self._replicas.agree(agreed.lacks_replica, agreed.has_no_replica)
+        has_spare = self.stager.pool.agree(agreed.of_pool)
+        if agreed.is_off and not self._is_off:
             self._end("a rank cannot make or keep them")
-        if short and not self._is_off:
+        if agreed.is_short and not self._is_off:
             self._end("training needs their memory. Unset checkpoint.memory_interval, or give the job more")
             self._have_slots(1)
         if self.stager.pool.complete > self._former.step:
@@ -269,7 +289,8 @@ class Images:
         all ranks have: what is then free may be the only image that is complete. A rank with one arena waits, too: a
         digest of the copy in it may be under way.
         """
-        if len(agreed) > _OF_RANK and agreed[_OF_RANK]:
+        found = Agreement.of(agreed)
+        if found is not None and any(found.of_pool[:1]):
             self.stager.pool.wait_until_unread(self.timeout_seconds)
             agreed = self._peers.max_over_ranks(*self.report())
         self.agree(agreed)
