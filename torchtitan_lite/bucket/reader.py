@@ -7,17 +7,20 @@ is complete; whether it is listed is for the store of its folder.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
+from torchtitan_lite.bucket.manifests import size_findings
 from torchtitan_lite.bucket.object_reader import ObjectReader
 from torchtitan_lite.bucket.objects import ObjectPath, Objects
 from torchtitan_lite.bucket.obstore_objects import connect
+from torchtitan_lite.bucket.store import open_bucket
 from torchtitan_lite.config.address import parse
 from torchtitan_lite.disk.plain_file import is_plain_name
 from torchtitan_lite.disk.reads_blocks import ReadsBlocks
 from torchtitan_lite.distributed.host_exchange import ReadsAlike
-from torchtitan_lite.errors import CheckpointUnsafe
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.place import ObjectPlace
@@ -71,8 +74,7 @@ class ObjectFiles:
         for name in wanted:
             if not is_plain_name(name):
                 raise CheckpointUnsafe(str(self._place), f"{name[:100]!r} is not the name of a file in it")
-        prefix = self._key("")
-        sizes = {each.key.removeprefix(prefix): each.size for each in self._objects.list(prefix)} if wanted else {}
+        sizes = self._list() if wanted else {}
         self._sizes.update(sizes)
         return {name: size for name, size in sizes.items() if name in wanted}
 
@@ -98,6 +100,49 @@ class ObjectFiles:
     def share(self, names: Sequence[str], number: int, count: int) -> Sequence[str]:
         """Return the part of `names` that rank `number` of `count` looks at."""
         return names[number::count]
+
+    def absence(self) -> str:
+        """Return why there can be no checkpoint: nothing but the manifest makes its objects one."""
+        return f"there is no {layout.MANIFEST} in it" if self.identity() is None else ""
+
+    def damage(self) -> CheckpointDamaged | None:
+        """Return what is wrong with the manifest, if the head lists it, and it is missing or not as committed."""
+        store = open_bucket(self._place.address)
+        kept = next((entry for entry in store.head().kept if entry.name == self._place.name), None)
+        try:
+            if kept is not None:
+                store.get(kept.step)
+        except CheckpointDamaged as error:
+            return error
+        return None
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of all files, from one listing."""
+        return self._found.keys()
+
+    def size_finding(self, name: str, expected_bytes: int) -> str:
+        """Return what is wrong with the size of the file `name`, by that listing."""
+        return "".join(size_findings({name: expected_bytes}, self._found))
+
+    def sound_bytes(self, name: str, expected_bytes: int) -> int:
+        """Return up to which byte the file `name`, which has another size, may be what was saved."""
+        return min(self._found.get(name, 0), expected_bytes)
+
+    def drop_from_cache(self, names: Iterable[str]) -> None:
+        """Do nothing: an object is fetched at each read."""
+
+    def thread_reader(self) -> ObjectReader:
+        """Return a reader: requests of several threads never wait for each other."""
+        return self.reader()
+
+    @cached_property
+    def _found(self) -> Mapping[str, int]:
+        return self._list()
+
+    def _list(self) -> dict[str, int]:
+        prefix = self._key("")
+        return {each.key.removeprefix(prefix): each.size for each in self._objects.list(prefix)}
 
     def _get(self, name: str) -> bytes:
         return self._objects.get(self._key(name))[0]

@@ -15,7 +15,7 @@ from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.place import Place
+from torchtitan_lite.store.place import Place, on_disk
 
 
 @dataclass(frozen=True)
@@ -133,9 +133,7 @@ class AddMetadata:
     """Print JSON."""
 
     def run(self, screen: Screen) -> ExitCode:
-        folder = resolve(self.step).folder
-        if not isinstance(folder, Path):
-            raise ConfigError(f"{folder} is in an object store; write a copy: convert {folder} OUT --layout dcp")
+        folder = on_disk(resolve(self.step).folder, "; write a copy: convert {place} OUT --layout dcp")
         from torchtitan_lite.checkpoint.converting.adding_metadata import add_metadata
         from torchtitan_lite.checkpoint.reading.derived_metadata import lacks_metadata
         from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder

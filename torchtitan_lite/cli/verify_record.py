@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe, ConfigError
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.place import Place
+from torchtitan_lite.store.place import Place, on_disk
 
 if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.examining.file_digests import OnBytes
@@ -50,13 +50,17 @@ class DigestRecords:
 
         return self.elsewhere or record_of(folder)
 
+    def known_of(self, place: Place) -> Path | None:
+        """Return where the record is that the checkpoint at `place` is compared with; None in an object store."""
+        is_on_disk = place.is_dir() or place.is_file()
+        return self.of(on_disk(place).absolute()) if is_on_disk and not self.again else None
+
     def refuse(self, folders: Sequence[Place], is_single: bool) -> None:
         """Raise ConfigError or FolderUnusable where no record can be written, before anything is read."""
         if self.elsewhere is not None and not is_single:
             raise ConfigError("--record-to FILE is the record of one checkpoint: name one, as FOLDER/step-10")
-        for folder in folders if self.writes else ():
-            if not isinstance(folder, Path):
-                raise ConfigError(f"{folder} is in an object store, where every checkpoint has digests already")
+        for place in folders if self.writes else ():
+            folder = on_disk(place, ", where every checkpoint has digests already")
             if os.path.lexists(folder / layout.MANIFEST):
                 if is_single:
                     raise ConfigError(f"{folder} has digests in its {layout.MANIFEST}: verify it without a record")

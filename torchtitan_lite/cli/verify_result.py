@@ -43,7 +43,7 @@ class VerifyResult:
 
     @property
     def name(self) -> str:
-        return self.folder.absolute().name if isinstance(self.folder, Path) else self.folder.name
+        return self.folder.absolute().name
 
     def add(self, findings: Sequence[Finding]) -> None:
         """Add what was found wrong with it."""

@@ -25,11 +25,11 @@ class Asked(FilesOnDisk):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self.names: list[str] = []
+        self.asked: list[str] = []
 
     def sizes_of(self, names: Iterable[str]) -> dict[str, int]:
         asked = [*names]
-        self.names += asked
+        self.asked += asked
         return super().sizes_of(asked)
 
 
@@ -46,7 +46,7 @@ def test_each_file_is_looked_at_by_one_rank(folder: Path, verify: Verify, world_
         files = Asked(folder)
         opened = CheckpointFolder(folder, verify, files=files, rank=rank, world_size=world_size)
         assert opened.contents.files == {*FILES}
-        names += files.names
+        names += files.asked
     assert sorted(names) == sorted([".metadata", *FILES])
 
 
@@ -55,7 +55,7 @@ def test_without_a_manifest_every_rank_looks_at_all_files(folder: Path) -> None:
     for rank in range(2):
         files = Asked(folder)
         assert CheckpointFolder(folder, files=files, rank=rank, world_size=2).contents.files == {*FILES}
-        assert {*files.names} >= {*FILES}
+        assert {*files.asked} >= {*FILES}
 
 
 def refusals(rank: int, folder: Path) -> list[str]:

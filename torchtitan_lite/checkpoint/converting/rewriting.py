@@ -56,7 +56,7 @@ def convert(opened: OpenedCheckpoint, out: Path, to: Layout, progress: Progress,
 
     What is in an object store in our layout is copied byte for byte, and a copy that was cut is continued.
     """
-    if to == "ours" and opened.manifest is not None and not isinstance(opened.folder, Path):
+    if to == "ours" and opened.manifest is not None and not opened.folder.is_dir():
         return _mirrored(opened, opened.manifest, out, progress)
     if opened.origin is _SAME[to]:
         raise ConfigError(f"{opened.folder} has this layout already: copy it, or use reshard")

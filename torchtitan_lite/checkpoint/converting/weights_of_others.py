@@ -6,7 +6,6 @@ Their names are the model's own: those in the safetensors files, or below `state
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 from torchtitan_lite.checkpoint.examining.opened import OF_HUGGING_FACE, OpenedCheckpoint, WrittenBy
 from torchtitan_lite.checkpoint.examining.transformers_folder import WEIGHTS
@@ -23,7 +22,7 @@ def weights_alone(opened: OpenedCheckpoint) -> OpenedCheckpoint:
     """
     contents, folder = opened.contents, opened.folder
     if opened.origin is WrittenBy.LIGHTNING:
-        if isinstance(folder, Path) and folder.is_file():
+        if folder.is_file():
             raise _in_pickle(opened, folder.name)
         paths = {key: contents.paths.get(key, (key,)) for key in contents}
         below = {key: path[1:] for key, path in paths.items() if path[0] == _LIGHTNING_MODEL and len(path) > 1}

@@ -8,24 +8,19 @@ error of the machine.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.format.contents import Contents
-from torchtitan_lite.checkpoint.reading.files import files_of
-from torchtitan_lite.disk.block_reader import THREADS, BlockReader, DamagedRange
+from torchtitan_lite.checkpoint.reading.files import StoredFiles, files_of
+from torchtitan_lite.disk.block_reader import THREADS, DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, digest_blocks, num_blocks
 from torchtitan_lite.disk.in_threads import in_threads
-from torchtitan_lite.disk.plain_file import opened
 from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.disk.reads_blocks import ReadsBlocks
-from torchtitan_lite.errors import CheckpointUnsafe
-from torchtitan_lite.store.place import Place
 
 SPAN_BLOCKS = 32
 """Blocks that a thread reads at a time."""
@@ -50,30 +45,25 @@ class Finding:
     """The tensors and objects that it affects."""
 
 
-def one_thread() -> BlockReader:
-    """Return a reader for one thread."""
-    return BlockReader(threads=1)
-
-
 def digests_of(folder: Path, sizes: Mapping[str, int], on_bytes: OnBytes) -> dict[str, FileRecord]:
     """Return size and digests of each file of `folder` in `sizes`, which maps names to bytes.
 
     Raises `DamagedRange` for a file that is shorter.
     """
-    for file in sizes:
-        _drop_from_cache(folder / file)
+    files = files_of(folder)
+    files.drop_from_cache(sizes)
     spans = [(file, span) for file, size in sizes.items() for span in _spans(num_blocks(size), _TAKEN_BLOCKS)]
     digests: dict[tuple[str, range], bytes] = {}
     lock = threading.Lock()
 
     def make_worker() -> Callable[[tuple[str, range]], None]:
-        reader, room = one_thread(), memoryview(bytearray(_TAKEN_BLOCKS * BLOCK_BYTES))
+        reader, room = files.thread_reader(), memoryview(bytearray(_TAKEN_BLOCKS * BLOCK_BYTES))
 
         def take(span: tuple[str, range]) -> None:
             file, blocks = span
             begin = blocks.start * BLOCK_BYTES
             data = room[: min(blocks.stop * BLOCK_BYTES, sizes[file]) - begin]
-            reader.read(folder / file, None, [Piece(begin, data)])
+            reader.read(files.path_of(file), None, [Piece(begin, data)])
             digests[span] = digest_blocks(data)
             with lock:
                 on_bytes(len(data))
@@ -87,21 +77,13 @@ def digests_of(folder: Path, sizes: Mapping[str, int], on_bytes: OnBytes) -> dic
     return {file: FileRecord(size, bytes(blocks[file])) for file, size in sizes.items()}
 
 
-def readers_of(folder: Place) -> Callable[[], ReadsBlocks]:
-    """Return what makes the readers of several threads: on disk one for each, of an object store one for all."""
-    if isinstance(folder, Path):
-        return one_thread
-    reader = files_of(folder).reader()
-    return lambda: reader
-
-
 class FileDigests:
-    """The files in `folder` that have digests in `records`, and the `contents` that they hold."""
+    """Those of `files` that have digests in `records`, and the `contents` that they hold."""
 
     def __init__(
-        self, folder: Place, records: Mapping[str, FileRecord], contents: Contents | None, on_bytes: OnBytes
+        self, files: StoredFiles, records: Mapping[str, FileRecord], contents: Contents | None, on_bytes: OnBytes
     ) -> None:
-        self._folder, self._files, self._contents = folder, files_of(folder), contents
+        self._files, self._contents = files, contents
         self._records = dict(sorted(records.items()))
         self._on_bytes, self._lock = on_bytes, threading.Lock()
         self._damaged: dict[str, list[int]] = {file: [] for file in self._records}
@@ -109,9 +91,7 @@ class FileDigests:
 
     def compare(self, make_reader: Callable[[], ReadsBlocks]) -> list[Finding]:
         """Read all spans and return what is damaged. Each thread makes its reader: none waits for another."""
-        if isinstance(self._folder, Path):
-            for file in self._records:
-                _drop_from_cache(self._folder / file)
+        self._files.drop_from_cache(self._records)
         spans = [
             (file, span)
             for file, record in self._records.items()
@@ -180,9 +160,3 @@ def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
         first = runs.pop()[0] if runs and runs[-1][1] == number - 1 else number
         runs.append((first, number))
     return runs
-
-
-def _drop_from_cache(path: Path) -> None:
-    """Drop `path` from the page cache: the bytes on the disk are to be verified, not a copy of them in memory."""
-    with contextlib.suppress(OSError, CheckpointUnsafe, AttributeError), opened(path) as fd:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

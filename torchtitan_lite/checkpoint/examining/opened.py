@@ -13,7 +13,6 @@ it follows from the names of its entries, its folder and its files; what does no
 from __future__ import annotations
 
 import enum
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,11 +39,10 @@ from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.errors import CheckpointNotFound, CheckpointUnreadable
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
-from torchtitan_lite.store.place import Place, on_disk
+from torchtitan_lite.store.place import Place, home_of, on_disk
 
 POSITIONS_OF_TORCHTITAN = "dataloader.dp_rank_"
 """The prefix of the keys under which torchtitan saves each data-parallel rank's position in the data."""
-_WITHOUT_MANIFEST = f"there is no {layout.MANIFEST} in it"
 
 
 class WrittenBy(enum.Enum):
@@ -86,7 +84,7 @@ class OpenedCheckpoint:
     @property
     def home(self) -> Place:
         """The folder of its files; of a checkpoint that is one file, the folder where that is."""
-        return self.folder.parent if isinstance(self.folder, Path) and self.folder.is_file() else self.folder
+        return home_of(self.folder)
 
     @property
     def nbytes(self) -> int:
@@ -111,16 +109,16 @@ def open_checkpoint(folder: Place) -> OpenedCheckpoint:
     Raises CheckpointNotFound if there is none or only a part of one, CheckpointDamaged, CheckpointUnsafe,
     CheckpointUnreadable or FormatTooNew.
     """
-    if isinstance(folder, Path) and is_lightning_file(folder):
-        return _of_another_library(folder, WrittenBy.LIGHTNING, folder, contents_of, lightning_step_of)
-    if isinstance(folder, Path) and (finding := absence(folder)):
+    if folder.is_file() and is_lightning_file(path := on_disk(folder)):
+        return _of_another_library(path, WrittenBy.LIGHTNING, path, contents_of, lightning_step_of)
+    if finding := absence(folder):
         raise CheckpointNotFound(str(folder), None, finding=finding)
-    if isinstance(folder, Path) and (description := description_of(folder)) is not None:
-        return _of_another_library(folder, origin_by(description), description, contents_in, step_of)
+    if folder.is_dir() and (description := description_of(path := on_disk(folder))) is not None:
+        return _of_another_library(path, origin_by(description), description, contents_in, step_of)
     opened = CheckpointFolder(folder, "size", DTYPES)
     manifest = opened.manifest
-    if manifest is None and not isinstance(folder, Path):
-        raise CheckpointNotFound(str(folder), None, finding=_WITHOUT_MANIFEST)
+    if manifest is None and not folder.is_dir():  # It was removed meanwhile.
+        raise CheckpointNotFound(str(folder), None, finding=absence(folder))
     contents = opened.contents
     try:
         names = {*contents.files, layout.METADATA} if manifest is None else {*manifest.files}
@@ -175,17 +173,16 @@ def _of_another_library(
 
 def absence(folder: Place) -> str:
     """Return why there is no complete checkpoint in `folder`, in a few words; the empty string if there may be one."""
-    if not isinstance(folder, Path):
-        return _WITHOUT_MANIFEST if files_of(folder).identity() is None else ""
-    if not folder.is_dir():
-        return "it is not a folder" if os.path.lexists(folder) else "it does not exist"
-    names = {path.name for path in folder.iterdir()}
+    files = files_of(folder)
+    if (finding := files.absence()) or not folder.is_dir():
+        return finding
+    names = {*files.names}
     if layout.parse_staging(folder.absolute().name) is not None:
         return "a save into it is under way or was cut off"
     if names & {layout.MANIFEST, layout.METADATA}:
         return ""
-    if description_of(folder) is not None or step_of(folder.absolute().name) is not None:
-        return absence_in(folder)
+    if description_of(path := on_disk(folder)) is not None or step_of(path.absolute().name) is not None:
+        return absence_in(path)
     if any(map(layout.is_data_file, names)):
         return f"there are files of tensors in it, but no {layout.METADATA}"
     return f"there is neither {layout.MANIFEST} nor {layout.METADATA} in it"

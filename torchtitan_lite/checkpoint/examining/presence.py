@@ -9,13 +9,12 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from torchtitan_lite.checkpoint.examining.transformers_folder import description_of
 from torchtitan_lite.checkpoint.reading.files import Identity, differs, files_of
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.place import Place
+from torchtitan_lite.store.place import Place, on_disk
 
 
 def identity_of(folder: Place) -> Identity | None:
@@ -23,10 +22,11 @@ def identity_of(folder: Place) -> Identity | None:
 
     A checkpoint may be a single file.
     """
-    if not isinstance(folder, Path):
+    if not folder.is_file() and not folder.is_dir():
         return files_of(folder).identity()
-    marks = (folder / layout.MANIFEST, folder / layout.METADATA, description_of(folder))
-    for path in (folder,) if folder.is_file() else marks:
+    home = on_disk(folder)
+    marks = (home / layout.MANIFEST, home / layout.METADATA, description_of(home))
+    for path in (home,) if folder.is_file() else marks:
         try:
             if path is None:
                 return None

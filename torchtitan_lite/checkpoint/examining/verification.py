@@ -18,8 +18,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.examining.file_digests import FileDigests, Finding, OnBytes, readers_of
-from torchtitan_lite.checkpoint.examining.found_files import FoundFiles, found_at
+from torchtitan_lite.checkpoint.examining.file_digests import FileDigests, Finding, OnBytes
 from torchtitan_lite.checkpoint.examining.item_checksums import CheckedItems, PlacedItem, check_items
 from torchtitan_lite.checkpoint.examining.lightning_checkpoint import contents_of
 from torchtitan_lite.checkpoint.examining.opened import absence
@@ -28,7 +27,7 @@ from torchtitan_lite.checkpoint.examining.recorded_digests import RecordedDigest
 from torchtitan_lite.checkpoint.examining.transformers_folder import contents_in, description_of
 from torchtitan_lite.checkpoint.format.contents import Contents, Item
 from torchtitan_lite.checkpoint.reading.complete_manifest import complete_manifest
-from torchtitan_lite.checkpoint.reading.files import Files, Identity, files_of
+from torchtitan_lite.checkpoint.reading.files import Identity, StoredFiles, files_of
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.collection import no_collection
@@ -46,7 +45,7 @@ from torchtitan_lite.store.files_of_ranks import recorded_sizes
 from torchtitan_lite.store.known_manifests import damage_in
 from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.manifest_fields import DCP_METADATA
-from torchtitan_lite.store.place import Place
+from torchtitan_lite.store.place import Place, home_of, on_disk
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Looked:
     @property
     def folder(self) -> Place:
         """Return where its files are."""
-        return self.path.parent if isinstance(self.path, Path) and self.path.is_file() else self.path
+        return home_of(self.path)
 
     @property
     def nbytes(self) -> int:
@@ -116,7 +115,7 @@ def look_at(folder: Place, record: Path | None = None) -> Looked:
     Raises `CheckpointNotFound` if there is no checkpoint, or none any more; `FormatTooNew`; `CheckpointUnreadable`.
     """
     identity = identity_of(folder)
-    if identity is None or (absence(folder) and not _is_file(folder)):
+    if identity is None or (absence(folder) and not folder.is_file()):
         raise CheckpointNotFound(str(folder), None, finding=absence(folder))
     try:
         with no_collection():
@@ -138,19 +137,19 @@ def read_through(
     looked: Looked, on_bytes: OnBytes = lambda count: None, make_reader: Callable[[], ReadsBlocks] | None = None
 ) -> Read:
     """Read every byte of the files in `looked.sizes` and compare it. Raises as `look_at` does."""
-    make_reader = make_reader or readers_of(looked.folder)
-    records = looked.records
+    files, records = files_of(looked.folder), looked.records
     with_digests = {file: records[file] for file in looked.sizes if file in records and records[file].blocks}
     items = list(_items(looked, looked.sizes.keys() - with_digests.keys()))
     try:
-        findings = FileDigests(looked.folder, with_digests, looked.contents, on_bytes).compare(make_reader)
+        digests = FileDigests(files, with_digests, looked.contents, on_bytes)
+        findings = digests.compare(make_reader or files.thread_reader)
         read = _without_digests(looked, items, on_bytes)
     except CheckpointUnreadable:
         refuse_if_gone(looked.path, looked.identity)
         raise
     findings += read.findings
-    if looked.manifest is not None and DCP_METADATA in looked.manifest.extra and isinstance(looked.path, Path):
-        findings += _of_added_metadata(looked.path)
+    if looked.manifest is not None and DCP_METADATA in looked.manifest.extra and looked.path.is_dir():
+        findings += _of_added_metadata(on_disk(looked.path))
     if findings:
         refuse_if_gone(looked.path, looked.identity)
     return dataclasses.replace(read, findings=tuple(findings))
@@ -187,13 +186,13 @@ def _findings_of(checked: CheckedItems) -> tuple[Finding, ...]:
 def _looked(looked: Looked, record: Path | None) -> Looked:
     place, folder, files = looked.path, looked.folder, files_of(looked.folder)
     try:
-        manifest = None if _is_file(place) else complete_manifest(files, folder)
+        manifest = None if place.is_file() else complete_manifest(files, folder)
         step = layout.parse_step(folder.name)
         if manifest is not None and step is not None and manifest.step != step:
             raise CheckpointDamaged(str(folder), f"{layout.MANIFEST}: it is the manifest of step {manifest.step}")
         recorded = None
-        if manifest is None and record is not None and isinstance(place, Path):
-            recorded = RecordedDigests.read(record, place)
+        if manifest is None and record is not None:
+            recorded = RecordedDigests.read(record, on_disk(place))
         looked = dataclasses.replace(looked, manifest=manifest, recorded=recorded)
         contents = _contents(place, manifest)
         contents.check_names()
@@ -203,36 +202,36 @@ def _looked(looked: Looked, record: Path | None) -> Looked:
         # Without a manifest the contents are in that file.
         return dataclasses.replace(looked, findings=(Finding(layout.METADATA, "it is missing"),))
     sizes_before = recorded_sizes(looked.records)
-    found = found_at(folder)
-    findings, sizes = _of_sizes(found, files, contents, sizes_before)
+    findings, sizes = _of_sizes(files, contents, sizes_before)
     # A file of another size is one finding, not one for each tensor in it.
     findings += _of_coverage(contents, sizes if manifest is None else sizes_before)
     at_top = {name.partition("/")[0] for name in {*sizes_before, *contents.files}}
     described = {*at_top, layout.MANIFEST, layout.METADATA, layout.DIGESTS}
-    others = () if _is_file(place) else found.names
+    others = () if place.is_file() else files.names
     unknown = tuple(sorted(name for name in others if name not in described))
     return dataclasses.replace(looked, contents=contents, findings=tuple(findings), sizes=sizes, unknown=unknown)
 
 
-def _contents(folder: Place, manifest: Manifest | None) -> Contents:
+def _contents(place: Place, manifest: Manifest | None) -> Contents:
     """Return what `manifest` describes; on disk and without one, what another library wrote."""
     if manifest is not None:
-        return Contents.of_manifest(manifest, str(folder))
-    if isinstance(folder, Path):
-        if folder.is_file():
-            return contents_of(folder)
-        return read_metadata(folder) if description_of(folder) is None else contents_in(folder)
-    raise CheckpointDamaged(str(folder), f"{layout.MANIFEST} is missing")
+        return Contents.of_manifest(manifest, str(place))
+    if place.is_file():
+        return contents_of(on_disk(place))
+    if not place.is_dir():
+        raise CheckpointDamaged(str(place), f"{layout.MANIFEST} is missing")
+    folder = on_disk(place)
+    return read_metadata(folder) if description_of(folder) is None else contents_in(folder)
 
 
 def _of_sizes(
-    found: FoundFiles, files: Files, contents: Contents, recorded: Mapping[str, int]
+    files: StoredFiles, contents: Contents, recorded: Mapping[str, int]
 ) -> tuple[list[Finding], dict[str, int]]:
     """Return what is wrong with the sizes of all files, and the sizes of the others."""
     findings, sizes = [], {}
     for name, size in sorted(recorded.items()):
-        if text := found.size_finding(name, size):
-            keys = tuple(contents.keys_in(name, found.sound_bytes(name, size), math.inf))
+        if text := files.size_finding(name, size):
+            keys = tuple(contents.keys_in(name, files.sound_bytes(name, size), math.inf))
             findings.append(Finding(name, f"it {text.removeprefix(f'{Path(name).name} ')}", keys))
         else:
             sizes[name] = size
@@ -298,10 +297,6 @@ def _items(looked: Looked, files: AbstractSet[str]) -> list[PlacedItem]:
             placed.append(PlacedItem(stored.item, key, is_file=stored.is_file))
     inside = [place for place in placed if place.item.file in files and _is_inside(place.item, looked.sizes)]
     return sorted(inside, key=lambda place: place.item)
-
-
-def _is_file(place: Place) -> bool:
-    return isinstance(place, Path) and place.is_file()
 
 
 def _is_inside(item: Item, sizes: Mapping[str, int]) -> bool:

@@ -1,24 +1,28 @@
 """The files of a checkpoint: on disk, or wherever else their bytes are.
 
 A reader asks for a file by its name only, so that a checkpoint need not be a folder. On disk no symbolic link is
-followed, and nothing outside the folder is opened.
+followed, and nothing outside the folder is opened. `files_of` alone knows which kinds of places there are.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import os
+import stat
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import singledispatch
 from pathlib import Path
 from typing import Protocol
 
 from torchtitan_lite.disk.block_reader import BlockReader
-from torchtitan_lite.disk.plain_file import opened, sizes_of
+from torchtitan_lite.disk.plain_file import opened, size_finding, sizes_of
 from torchtitan_lite.disk.reads_blocks import ReadsBlocks
 from torchtitan_lite.distributed.host_exchange import ReadsAlike
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest
-from torchtitan_lite.store.place import Place
+from torchtitan_lite.store.place import ObjectPlace, Place
 
 Identity = tuple[int | str, ...]
 
@@ -74,6 +78,38 @@ class Files(Protocol):
         ...
 
 
+class StoredFiles(Files, Protocol):
+    """The files of one checkpoint where it was committed. Raises OSError."""
+
+    def absence(self) -> str:
+        """Return why there can be no checkpoint, in a few words; an empty string if there may be one."""
+        ...
+
+    def damage(self) -> CheckpointDamaged | None:
+        """Return what is wrong with the manifest as a record of the commit shows it, where there is one."""
+        ...
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of all files, described or not, and of what else is there."""
+        ...
+
+    def size_finding(self, name: str, expected_bytes: int) -> str:
+        """Return what is wrong with the size of the file `name`; an empty string if nothing is."""
+        ...
+
+    def sound_bytes(self, name: str, expected_bytes: int) -> int:
+        """Return up to which byte the file `name`, which has another size, may be what was saved."""
+        ...
+
+    def drop_from_cache(self, names: Iterable[str]) -> None:
+        """Have the next reader take the files `names` from where they are kept, not from a copy in memory."""
+
+    def thread_reader(self) -> ReadsBlocks:
+        """Return a reader for one of several threads, none of which waits for another one's."""
+        ...
+
+
 class FilesOnDisk:
     """The files in `folder`."""
 
@@ -114,14 +150,53 @@ class FilesOnDisk:
     def share(self, names: Sequence[str], number: int, count: int) -> Sequence[str]:
         return names[number::count]
 
+    def absence(self) -> str:
+        if self._folder.is_dir():
+            return ""
+        return "it is not a folder" if os.path.lexists(self._folder) else "it does not exist"
 
-def files_of(place: Place) -> Files:
+    def damage(self) -> CheckpointDamaged | None:
+        return None
+
+    @property
+    def names(self) -> list[str]:
+        return [path.name for path in self._folder.iterdir()]
+
+    def size_finding(self, name: str, expected_bytes: int) -> str:
+        return size_finding(self._folder / name, expected_bytes)
+
+    def sound_bytes(self, name: str, expected_bytes: int) -> int:
+        try:
+            found = (self._folder / name).lstat()
+        except OSError:
+            return 0
+        return min(found.st_size, expected_bytes) if stat.S_ISREG(found.st_mode) else 0
+
+    def drop_from_cache(self, names: Iterable[str]) -> None:
+        for name in names:
+            with suppress(OSError, CheckpointUnsafe, AttributeError), self.opened(name) as fd:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def thread_reader(self) -> BlockReader:
+        return BlockReader(threads=1)
+
+
+@singledispatch
+def files_of(place: Place) -> StoredFiles:
     """Return the files of the checkpoint at `place`; opens nothing yet. Any rank.
 
     Raises `ExtraMissing` for an object store without its client.
     """
-    if isinstance(place, Path):
-        return FilesOnDisk(place)
+    raise TypeError(f"expected the place of a checkpoint, found {place!r}")
+
+
+@files_of.register
+def _(place: Path) -> StoredFiles:
+    return FilesOnDisk(place)
+
+
+@files_of.register
+def _(place: ObjectPlace) -> StoredFiles:
     from torchtitan_lite.bucket.reader import files_at  # Its client is an extra, and takes its time.
 
     return files_at(place)
