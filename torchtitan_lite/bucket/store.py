@@ -8,6 +8,7 @@ an interrupted save left is in no head, and `recover` removes it.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -24,9 +25,11 @@ from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.bucket.probe import probe
 from torchtitan_lite.bucket.records import BucketPins, BucketRollbacks
 from torchtitan_lite.bucket.recovery import rebuilt
+from torchtitan_lite.bucket.s3_parts import S3Parts, parts_of
 from torchtitan_lite.bucket.saves import BucketSaves
-from torchtitan_lite.bucket.upload import ObjectToUpload
+from torchtitan_lite.bucket.upload import PART_BYTES, ObjectToUpload
 from torchtitan_lite.config.address import parse
+from torchtitan_lite.disk.block_writer import FileSource
 from torchtitan_lite.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -75,6 +78,19 @@ class BucketStore:
     def identity(self) -> str:
         """The same for every spelling of this folder, in this process."""
         return self._objects.address
+
+    @property
+    def root(self) -> None:
+        """None: it is no folder on a disk."""
+
+    @property
+    def writes_atomically(self) -> bool:
+        """Return True: an object is there or not."""
+        return True
+
+    def place_of(self, name: str) -> ObjectPlace:
+        """Return the place of the checkpoint, or of the save, that is called `name` here. Any rank."""
+        return ObjectPlace(self.address, name)
 
     @property
     def objects(self) -> Objects:
@@ -238,6 +254,26 @@ class BucketStore:
         """Return the file `name` of the save that `begin` gave the name `place`. **Any rank**."""
         return ObjectToUpload(self.address, f"{place}/{name}")
 
+    def send(self, place: str, name: str, source: FileSource) -> None:
+        """Write the file `name` of the save `place` from `source`, durably. **Coordinator only**.
+
+        Of a large one the parts that the store has already are not sent again, where `s3_parts` can do that.
+        """
+        new = self.new_file(place, name)
+        if self._parts is not None and source.num_bytes > PART_BYTES:
+            self._parts.upload(new.key, source)
+        else:
+            new.write(source)
+
+    def remove_cut(self, kept: str) -> None:
+        """Remove the parts of files that were cut, but those of the save `kept`; "" for none. **Coordinator only**."""
+        if self._parts is not None:
+            self._parts.remove_all_but(kept)
+
+    @functools.cached_property
+    def _parts(self) -> S3Parts | None:
+        return parts_of(self.address)
+
     def add_metadata(self, place: str, data: bytes) -> None:
         """Write DCP's `.metadata` of the save that `begin` gave the name `place`. **Coordinator only**."""
         self._saves.add_metadata(place, data)
@@ -284,7 +320,7 @@ class BucketStore:
 
         entry = self._held.change(retired).find(name)
         is_retired = entry is not None and entry.status is Status.RETIRED
-        return [ObjectPlace(self.address, name)] if was_kept and is_retired else []
+        return [self.place_of(name)] if was_kept and is_retired else []
 
     def empty(self, trash: Sequence[ObjectPlace]) -> None:
         """Remove what was discarded. **Coordinator only**; may run alongside anything but `recover`."""
@@ -298,7 +334,7 @@ class BucketStore:
         """
         if (entry := self._held.read().kept_of(step)) is None:
             raise CheckpointNotFound(self.address, step, [info.step for info in self.committed()])
-        place = ObjectPlace(self.address, entry.name)
+        place = self.place_of(entry.name)
         self._held.change(lambda head: head.with_corrupt(entry.name, findings))
         logger.warning("Step %d is damaged and is set aside: %s", step, place)
         self._write_findings(place, step, findings)
@@ -319,7 +355,7 @@ class BucketStore:
         gone.difference_update(set(leftovers).difference(removed))
         if head.without(gone) != head:
             self._held.change(lambda head: head.without(gone))
-        return [ObjectPlace(self.address, name) for name in removed]
+        return [self.place_of(name) for name in removed]
 
     def _errors_by_step(self) -> dict[int, CheckpointDamaged | CheckpointUnreadable]:
         """Return what is wrong with each checkpoint that the head lists, by step."""

@@ -13,7 +13,7 @@ from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.disk.mounts import mount_of
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.store.protocol import StoresCheckpoints
-from torchtitan_lite.store.store import CheckpointStore, recover
+from torchtitan_lite.store.store import recover
 from torchtitan_lite.stores import look_seconds, open_store, usable
 
 
@@ -38,7 +38,7 @@ class RunFolders:
     @property
     def mounts(self) -> list[str]:
         """What each of `addresses` is on, as this rank sees it; empty for an object store. Any rank."""
-        return [mount_of(store.root) if isinstance(store, CheckpointStore) else "" for store in self._stores]
+        return ["" if store.root is None else mount_of(store.root) for store in self._stores]
 
     @property
     def identities(self) -> list[str]:
@@ -46,14 +46,14 @@ class RunFolders:
         return [store.identity for store in self._stores]
 
     @property
-    def on_disk(self) -> list[CheckpointStore]:
+    def on_disk(self) -> list[StoresCheckpoints]:
         """Those that are on disk. Any rank."""
-        return [store for store in self._stores if isinstance(store, CheckpointStore)]
+        return [store for store in self._stores if store.root is not None]
 
     @property
     def are_all_on_disk(self) -> bool:
         """Return whether all are on disk, that of uploads included. Any rank."""
-        return all(isinstance(store, CheckpointStore) for store in (*self._stores, self.uploads or self.checkpoints))
+        return all(store.root is not None for store in (*self._stores, self.uploads or self.checkpoints))
 
     def take(self) -> list[str]:
         """Reserve the folders for this job, and remove what a crash left in them. Return the tokens of the leases.

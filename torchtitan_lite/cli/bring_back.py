@@ -38,7 +38,7 @@ class BringBack:
     def run(self, screen: Screen) -> ExitCode:
         store = store_to_write(self.folder, screen)
         shelf, name = _shelf(store), self._name_in(store.address)
-        with holding(store, "bring-back", screen) as lease:
+        with holding(store, "bring-back") as lease:
             recover(store, screen)  # First: after a crash the step may have its old name and still be abandoned.
             aside = shelf.find(name)
             refuse_harm(store, aside, shelf.in_the_way(aside), leave_branch=self.leave_branch)

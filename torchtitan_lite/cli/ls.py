@@ -20,7 +20,7 @@ from torchtitan_lite.cli.words import age, size
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.disk.plain_file import read_plain
-from torchtitan_lite.errors import CheckpointUnsafe, ConfigError, PinsUnreadable, UnknownFormat
+from torchtitan_lite.errors import CheckpointNotFound, CheckpointUnsafe, ConfigError, PinsUnreadable, UnknownFormat
 from torchtitan_lite.log import counted
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.holder import Holder
@@ -49,6 +49,7 @@ _NUMBERS = ("step", "size", "age")
 _FOLDED = {"ranks": 16, "notes": 12}
 """Columns that are folded where the screen is too narrow, and their least width."""
 _LOCK_BYTES = 1 << 16
+_NONE = "there is no checkpoint of any step in it"
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,6 @@ class Ls:
         if names_step(self.folder):
             raise ConfigError(f"{self.folder} is a checkpoint, not a folder of checkpoints: use inspect")
         found = _in_store(self.folder) if is_address(self.folder) else _on_disk(folder_of_checkpoints(self.folder))
-        if not found.entries:
-            raise none_in(found.root, "there is no checkpoint of any step in it")
         screen.show(found.to_json() if screen.as_json else None, found.render)
         return ExitCode.FINE
 
@@ -73,6 +72,8 @@ class Ls:
 @dataclass(frozen=True)
 class _Found:
     root: Root
+    has_attempts: bool
+    """Whether the names are of attempts to save a step, as in an object store, and not of the step."""
     entries: Sequence[ListedCheckpoint]
     now: float
     holder: Holder | None
@@ -93,12 +94,14 @@ class _Found:
         pinned: frozenset[int],
         pins_error: str = "",
         uploads: Record | None = None,
+        *,
+        has_attempts: bool = False,
     ) -> _Found:
         keys, now = keep_keys(entries), time.time()
         # Where the pins cannot be known, no job removes anything.
         verdicts = {} if pins_error else outlook(entries, keys, pinned, now)
         lives = None if holder is None or holder.has_ended() else holder
-        return cls(root, entries, now, lives, pinned, pins_error, keys, verdicts, uploads or Record())
+        return cls(root, has_attempts, entries, now, lives, pinned, pins_error, keys, verdicts, uploads or Record())
 
     @property
     def latest(self) -> ListedCheckpoint | None:
@@ -149,7 +152,7 @@ class _Found:
             parts += ["", Text(f"To be removed by {rules}, the latest checkpoint's configuration.")]
         if self.pins_error:
             parts += ["", Text(f"Nothing is removed: {self.pins_error}")]
-        if usable and not isinstance(self.root, Path):
+        if usable and self.has_attempts:
             last = self.latest or usable[-1]
             # Not folded: the address is to be copied.
             address = Text(f"{self.root}/{last.name}", no_wrap=True, overflow="ignore")
@@ -275,6 +278,8 @@ def _on_disk(root: Path) -> _Found:
     entries = inventory(root)
     if not entries and is_checkpoint(root):
         raise ConfigError(f"{root} is a checkpoint, not a folder of checkpoints: use inspect")
+    if not entries:
+        raise none_in(root, _NONE)
     pinned, error = frozenset[int](), ""
     try:
         pinned = Pins(root).read()
@@ -294,7 +299,9 @@ def _in_store(spelling: str) -> _Found:
 
     root = SpeltAddress.of(spelling).folder
     head, entries = stored_inventory(open_bucket(str(root)))
-    return _Found.of(root, entries, head.holder, head.pinned)
+    if not entries:
+        raise CheckpointNotFound(str(root), None, finding=_NONE)
+    return _Found.of(root, entries, head.holder, head.pinned, has_attempts=True)
 
 
 def _holder(root: Path) -> Holder | None:

@@ -8,7 +8,6 @@ step is there and stays.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 from torchtitan_lite.cli.exit_codes import ExitCode
@@ -17,8 +16,7 @@ from torchtitan_lite.cli.target import Root, resolve, root_of
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import CheckpointError, CheckpointNotFound
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.listing import is_unmanaged
-from torchtitan_lite.store.protocol import KeepsPins
+from torchtitan_lite.store.protocol import KeepsPins, StoresCheckpoints
 from torchtitan_lite.stores import open_store
 
 Step = Annotated[str, Positional("STEP")]
@@ -37,7 +35,7 @@ class Pin:
         root, step = _place(self.step)
         store = open_store(str(root))
         pins = store.pins
-        _refuse_without_manifest(root, step)
+        _refuse_without_manifest(store, step)
         with pins.changing() as pinned:
             store.get(step)
             was_pinned = step in pinned
@@ -83,15 +81,14 @@ def _place(spelling: str) -> tuple[Root, int]:
             raise
         return root_of(error.folder), error.step
     if target.root is None or target.step is None:
-        what = "is not called step-N" if isinstance(target.folder, Path) else "is the checkpoint of no step"
-        raise CheckpointError(f"{target.folder} {what}, so no rule removes it and it needs no pin")
+        raise CheckpointError(f"{target.folder} {target.why_alone}, so no rule removes it and it needs no pin")
     return target.root, target.step
 
 
-def _refuse_without_manifest(root: Root, step: int) -> None:
-    if isinstance(root, Path) and is_unmanaged(root / layout.step_dir(step)):
-        folder = root.absolute() / layout.step_dir(step)
-        raise CheckpointError(f"{folder} has no manifest, so no rule removes it and it needs no pin")
+def _refuse_without_manifest(store: StoresCheckpoints, step: int) -> None:
+    for folder in store.unmanaged():
+        if layout.parse_step(folder.name) == step:
+            raise CheckpointError(f"{folder} has no manifest, so no rule removes it and it needs no pin")
 
 
 def _data(root: Root, pins: KeepsPins, step: int, *, changed: bool) -> dict[str, Any]:

@@ -6,6 +6,7 @@ The decision is that of a training job, by the same function; with --dry-run it 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from torchtitan_lite.cli.exit_codes import ExitCode
@@ -21,7 +22,6 @@ from torchtitan_lite.store import retention
 from torchtitan_lite.store.housekeeping import build_housekeeping
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.retention import Verdict, build_retention
-from torchtitan_lite.store.store import CheckpointStore
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -66,7 +66,7 @@ class Prune:
         store = store_to_write(self.folder, screen)
         if self.min_free_disk_gb and is_address(self.folder):
             raise ConfigError(f"--min-free-disk-gb: {store.address} is in an object store, which always has room")
-        if isinstance(store, CheckpointStore) and has_only_others(store):
+        if has_only_others(store):
             return self._others(store, config).run(screen)
         if self.yes:
             raise ConfigError(f"--yes is for checkpoints of other libraries: {store.address} has none, or also ours")
@@ -76,7 +76,7 @@ class Prune:
         if self.dry_run:
             self._show(housekeeping.verdicts(store), store, screen)
             return ExitCode.FINE
-        with holding(store, "prune", screen) as lease:
+        with holding(store, "prune") as lease:
             verdicts = housekeeping.verdicts(store)
             housekeeping.remove([verdict.info for verdict in verdicts if verdict.goes], store, lease.check)
             lease.check()
@@ -174,11 +174,11 @@ class Prune:
             retention.DAMAGED: "damaged: neither counted nor removed",
         }
 
-    def _others(self, store: CheckpointStore, config: Checkpoint) -> PruneOthers:
+    def _others(self, store: StoresCheckpoints, config: Checkpoint) -> PruneOthers:
         from torchtitan_lite.cli.prune_others import PruneOthers  # numpy, to look for NaN.
 
         return PruneOthers(
-            store.root,
+            Path(store.address),
             build_retention(config),
             store.missing_bytes(round(config.min_free_disk_gb * 1e9)),
             self.min_age * 3600,

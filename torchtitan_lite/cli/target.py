@@ -7,7 +7,9 @@ stands for the `checkpoint` in it. Nothing is changed, and only manifests are re
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,6 @@ from torchtitan_lite.checkpoint.examining.lightning_checkpoint import is_lightni
 from torchtitan_lite.checkpoint.examining.lightning_checkpoint import step_of as lightning_step_of
 from torchtitan_lite.checkpoint.examining.opened import absence
 from torchtitan_lite.checkpoint.examining.transformers_folder import description_of, step_of
-from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.resume.wrong_folder import last_step
 from torchtitan_lite.cli.spelt_address import LATEST, SpeltAddress
 from torchtitan_lite.config.address import Address, is_address
@@ -24,8 +25,9 @@ from torchtitan_lite.errors import AllCheckpointsDamaged, CheckpointNotFound, Co
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing, is_checkpoint
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
-from torchtitan_lite.store.place import ObjectPlace, Place
-from torchtitan_lite.stores import open_store
+from torchtitan_lite.store.place import Place, on_disk
+from torchtitan_lite.store.protocol import StoresCheckpoints
+from torchtitan_lite.store.store import CheckpointStore
 
 IN_DUMP_FOLDER = "checkpoint"
 
@@ -45,6 +47,8 @@ class Target:
     """The folder of checkpoints that it is in; None for a checkpoint that has not the name of a step."""
     step: int | None
     """Its step by its name; None if its name is not one of a step."""
+    why_alone: str = "is not called step-N"
+    """Why it has no `root` or no `step`."""
 
 
 def resolve(spelling: str) -> Target:
@@ -55,11 +59,11 @@ def resolve(spelling: str) -> Target:
     """
     target = resolve_any(spelling)
     folder = target.folder
-    if isinstance(folder, Path) and folder.is_file():
+    if folder.is_file():
         raise ConfigError(
             f"{folder} is a file of Lightning, {_ONLY_READ}, and import-weights tries to take its weights"
         )
-    if isinstance(folder, Path) and is_one(folder) and not is_checkpoint(folder):
+    if folder.is_dir() and is_one(path := on_disk(folder)) and not is_checkpoint(path):
         raise ConfigError(f"{folder} is a folder of transformers, {_ONLY_READ}; name a folder of FSDP's in it")
     return target
 
@@ -122,19 +126,19 @@ def root_of(text: str) -> Root:
 def _in_store(spelt: SpeltAddress) -> Target:
     from torchtitan_lite.bucket.store import open_bucket  # Its client is an extra, and takes its time.
 
-    if not spelt.name and spelt.step is None:
-        return _latest(spelt.folder)
     store = open_bucket(str(spelt.folder))
+    if not spelt.name and spelt.step is None:
+        return _latest(spelt.folder, store, store.committed())
     head = store.head()
     kept = next((entry for entry in head.kept if spelt.step == entry.step or spelt.name == entry.name), None)
     if kept is not None:
-        return Target(ObjectPlace(store.address, kept.name), spelt.folder, kept.step)
+        return Target(store.place_of(kept.name), spelt.folder, kept.step)
     if spelt.step is not None:
         raise CheckpointNotFound(store.address, spelt.step, [entry.step for entry in head.kept])
-    place = ObjectPlace(store.address, spelt.name)
-    if files_of(place).identity() is None:
-        raise CheckpointNotFound(str(place), None, finding=f"there is no {layout.MANIFEST} in it")
-    return Target(place, None, None)
+    place = store.place_of(spelt.name)
+    if finding := absence(place):
+        raise CheckpointNotFound(str(place), None, finding=finding)
+    return Target(place, None, None, "is the checkpoint of no step")
 
 
 def _of_path(path: Path) -> Target:
@@ -166,10 +170,10 @@ def _step_of_another_library(name: str) -> int | None:
     return lightning_step_of(name) if (step := step_of(name)) is None else step
 
 
-def none_in(root: Root, finding: str) -> CheckpointNotFound:
-    """Return the error for a folder without checkpoints; on disk it names the folders below that have some."""
+def none_in(root: Path, finding: str) -> CheckpointNotFound:
+    """Return the error for a folder on disk without checkpoints, which names the folders below that have some."""
     found = []
-    for path in sorted(path for path in root.iterdir() if path.is_dir()) if isinstance(root, Path) else []:
+    for path in sorted(path for path in root.iterdir() if path.is_dir()):
         for below in (path, path / IN_DUMP_FOLDER):
             with suppress(OSError):  # What cannot be listed is left out.
                 if below.is_dir() and not is_checkpoint(below) and last_step(below):
@@ -184,7 +188,8 @@ def _of_step(root: Path, step: int) -> Target:
     if folder.is_dir():
         return Target(folder, root, step)
     try:
-        return _of_info(open_store(str(root)).get(step), root)
+        info = CheckpointStore(root).get(step)
+        return Target(root / info.path.name, root, info.step)
     except CheckpointNotFound as error:
         raise CheckpointNotFound(str(root), step, error.available) from None  # The store knows the absolute path only.
 
@@ -205,35 +210,31 @@ def _step_of_any(root: Path, step: int) -> Target:
 
 
 def _latest_of_any(root: Path) -> Target:
+    store = CheckpointStore(root)
     try:
-        return _latest(root)
-    except CheckpointNotFound:
+        # The store knows absolute paths only.
+        infos = [dataclasses.replace(info, path=root / info.path.name) for info in store.committed()]
+        return _latest(root, store, infos)
+    except CheckpointNotFound as error:
         if others := [each for each in of_other_libraries(root) if each.is_file() or not absence(each)]:
             return _of_path(others[-1])
-        raise
+        raise none_in(root, error.finding) from None
 
 
-def _latest(root: Root) -> Target:
+def _latest(root: Root, store: StoresCheckpoints, committed: Sequence[CheckpointInfo]) -> Target:
     """Return the latest full checkpoint, else the latest that is not ours, else the latest weights-only one.
 
     Where all are damaged, or the latest one that may be intact cannot be read, that is raised.
     """
-    store = open_store(str(root))
-    committed = store.committed()
     full = [info for info in committed if info.kind is CheckpointKind.FULL]
     if full:
-        return _of_info(full[-1], root)
-    if unmanaged := [folder for folder in store.unmanaged() if (folder / layout.METADATA).is_file()]:
+        return Target(full[-1].path, root, full[-1].step)
+    if unmanaged := [place for place in store.unmanaged() if (on_disk(place) / layout.METADATA).is_file()]:
         return Target(unmanaged[-1], root, layout.parse_step(unmanaged[-1].name))
     if committed:
-        return _of_info(committed[-1], root)
+        return Target(committed[-1].path, root, committed[-1].step)
     if unreadable := store.unreadable():
         raise unreadable[max(unreadable)]
     if damaged := store.damaged():
         raise AllCheckpointsDamaged(str(root), {step: error.summary for step, error in damaged.items()})
-    raise none_in(root, "there is no complete checkpoint in it")
-
-
-def _of_info(info: CheckpointInfo, root: Root) -> Target:
-    # The store on disk knows absolute paths only.
-    return Target(root / info.path.name if isinstance(root, Path) else info.path, root, info.step)
+    raise CheckpointNotFound(str(root), None, finding="there is no complete checkpoint in it")

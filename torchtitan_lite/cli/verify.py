@@ -8,9 +8,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from torchtitan_lite.checkpoint.examining.opened import absence
+from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.cli.exit_codes import ExitCode, sentence_of
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.spelt_address import SpeltAddress
@@ -19,21 +20,12 @@ from torchtitan_lite.cli.verify_record import DigestRecords
 from torchtitan_lite.cli.verify_result import DAMAGED, GONE, UNKNOWN, UNREADABLE, VerifyResult, rendered
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.config.argument_parser import Option, Positional
-from torchtitan_lite.errors import (
-    CheckpointDamaged,
-    CheckpointNotFound,
-    CheckpointUnreadable,
-    CheckpointUnsafe,
-    UnknownFormat,
-)
+from torchtitan_lite.errors import CheckpointNotFound, CheckpointUnreadable, CheckpointUnsafe, UnknownFormat
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing, is_checkpoint
-from torchtitan_lite.store.place import ObjectPlace, Place
+from torchtitan_lite.store.place import Place, on_disk
 from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.store.verified import FULL, SIZES, Verified, identity_of, record
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -126,8 +118,8 @@ def _kept(address: SpeltAddress) -> list[Place]:
 
     store = open_bucket(str(address.folder))
     if not (kept := store.head().kept):
-        raise none_in(address.folder, "there is no complete checkpoint in it")
-    return [ObjectPlace(store.address, entry.name) for entry in kept]
+        raise CheckpointNotFound(store.address, None, finding="there is no complete checkpoint in it")
+    return [store.place_of(entry.name) for entry in kept]
 
 
 def _is_one(folder: Path) -> bool:
@@ -146,34 +138,18 @@ def _looked_at(folder: Place, is_single: bool, records: DigestRecords) -> Verify
 
     result = VerifyResult(folder)
     with _set_apart(result, is_single):
-        if isinstance(folder, ObjectPlace) and (damage := _damage_by_head(folder)) is not None:
+        files = files_of(folder)
+        if (damage := files.damage()) is not None:
             result.add([finding_of(folder, damage)])
             return result
-        if not isinstance(folder, Path):
-            result.looked = look_at(folder)
-        else:
-            # Before anything is read, so that what is recorded is what was verified.
-            is_ours = os.path.lexists(folder / layout.MANIFEST)
-            before = states_of(folder) if records.writes and not is_ours else None
-            result.looked = look_at(folder, None if records.again else records.of(folder.absolute()))
-            if result.looked.manifest is None and result.looked.recorded is None:
-                result.before = before
+        # Before anything is read, so that what is recorded is what was verified.
+        is_ours = os.path.lexists(files.path_of(layout.MANIFEST))
+        before = states_of(on_disk(folder)) if records.writes and not is_ours else None
+        result.looked = look_at(folder, records.known_of(folder))
+        if result.looked.manifest is None and result.looked.recorded is None:
+            result.before = before
         result.add(result.looked.findings)
     return result
-
-
-def _damage_by_head(place: ObjectPlace) -> CheckpointDamaged | None:
-    """Return what is wrong with the manifest at `place`, if it is missing or not the one that was committed."""
-    from torchtitan_lite.bucket.store import open_bucket  # Its client is an extra, and takes its time.
-
-    store = open_bucket(place.address)
-    kept = next((entry for entry in store.head().kept if entry.name == place.name), None)
-    try:
-        if kept is not None:
-            store.get(kept.step)
-    except CheckpointDamaged as error:
-        return error
-    return None
 
 
 def _read(results: Sequence[VerifyResult], is_single: bool, records: DigestRecords, screen: Screen) -> None:
@@ -188,9 +164,8 @@ def _read(results: Sequence[VerifyResult], is_single: bool, records: DigestRecor
                     result.read = read_through(result.looked, advance)
                     result.add(result.read.findings)
                     if result.before is not None and not result.findings:
-                        assert isinstance(result.folder, Path), "those in a store have digests"
-                        written = records.write(result.folder, result.before, result.looked.contents, advance)
-                        result.recorded_in = written
+                        place = on_disk(result.folder)
+                        result.recorded_in = records.write(place, result.before, result.looked.contents, advance)
 
 
 class _set_apart(contextlib.AbstractContextManager[None]):
@@ -220,9 +195,9 @@ def _record(result: VerifyResult, full: bool, screen: Screen) -> None:
     from torchtitan_lite.checkpoint.examining import presence
 
     looked = result.looked
-    if not isinstance(result.folder, Path):
+    if not result.folder.is_dir():
         return  # Who may read a bucket need not have the right to write there.
-    folder = result.folder.absolute()
+    folder = on_disk(result.folder).absolute()
     if layout.parse_step(folder.name) is None or result.reason or looked is None or looked.contents is None:
         return
     try:

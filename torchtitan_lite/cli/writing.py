@@ -18,7 +18,7 @@ from torchtitan_lite.cli.spelt_address import SpeltAddress
 from torchtitan_lite.cli.target import Root, folder_of_checkpoints, is_one, names_step, of_other_libraries
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError
-from torchtitan_lite.store.lease import Lease, LeaseClock
+from torchtitan_lite.store.lease import LeaseClock
 from torchtitan_lite.store.listing import is_checkpoint
 from torchtitan_lite.store.protocol import HoldsFolder, StoresCheckpoints
 from torchtitan_lite.store.store import CheckpointStore
@@ -34,7 +34,8 @@ def store_to_write(spelling: str, screen: Screen) -> StoresCheckpoints:
     While its lease is waited for, `screen` has a note.
     """
     if not is_address(spelling):
-        return CheckpointStore(folder_to_write(spelling))
+        root = folder_to_write(spelling).absolute()
+        return CheckpointStore(root, clock=LeaseClock(_sleep(root, screen, _LOOKS_OF_A_LIVE_JOB)))
     from torchtitan_lite.bucket.head_file import BucketClock  # Its client is an extra, and takes its time.
     from torchtitan_lite.bucket.store import open_bucket  # As above.
 
@@ -69,9 +70,9 @@ def refuse_without_checkpoints(store: StoresCheckpoints) -> None:
     raise CheckpointNotFound(store.address, None, finding=finding)
 
 
-def has_only_others(store: CheckpointStore) -> bool:
-    """Return whether there are checkpoints in the folder, and all of them are of other libraries."""
-    if store.committed() or store.damaged() or store.unreadable():
+def has_only_others(store: StoresCheckpoints) -> bool:
+    """Return whether there are checkpoints in the folder, and all of them are of other libraries: on a disk."""
+    if store.root is None or store.committed() or store.damaged() or store.unreadable():
         return False
     foreign = [entry for entry in inventory(store.root) if entry.state is FolderState.FOREIGN]
     return any(entry.origin is not WrittenBy.OURS for entry in foreign)
@@ -84,20 +85,14 @@ def recover(store: StoresCheckpoints, screen: Screen) -> None:
 
 
 @contextmanager
-def holding(store: StoresCheckpoints, verb: str, screen: Screen) -> Iterator[HoldsFolder]:
+def holding(store: StoresCheckpoints, verb: str) -> Iterator[HoldsFolder]:
     """Hold the lease of `store` in the block. Raises FolderInUse."""
-    lease = _lease(store, f"torchtitan-lite {verb}", screen)
+    lease = store.lease(f"torchtitan-lite {verb}", _TIMEOUT_SECONDS)
     lease.take()
     try:
         yield lease
     finally:
         lease.release()
-
-
-def _lease(store: StoresCheckpoints, run_id: str, screen: Screen) -> HoldsFolder:
-    if isinstance(store, CheckpointStore):
-        return Lease(store.root, run_id=run_id, clock=LeaseClock(_sleep(store.root, screen, _LOOKS_OF_A_LIVE_JOB)))
-    return store.lease(run_id, _TIMEOUT_SECONDS)
 
 
 def _sleep(root: Root, screen: Screen, looks: int) -> Callable[[float], None]:

@@ -17,7 +17,7 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.report.lines import number
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.holder import Holder
-from torchtitan_lite.store.place import ObjectPlace, Place
+from torchtitan_lite.store.place import Place
 
 _LOCK_BYTES = 1 << 16
 
@@ -85,4 +85,4 @@ def _in_store(address: str) -> SeenFolder:
         lock = HolderSeen(head.holder, math.inf)
         with suppress(FileNotFoundError):  # It was taken a moment ago.
             lock = HolderSeen(head.holder, store.objects.head(beat_key(head.epoch)).modified)
-    return SeenFolder(tuple(entries), lock, lambda name: ObjectPlace(store.address, name))
+    return SeenFolder(tuple(entries), lock, store.place_of)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol
 
+from torchtitan_lite.disk.block_writer import FileSource
 from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
@@ -88,6 +90,20 @@ class StoresCheckpoints(Protocol):
         ...
 
     @property
+    def root(self) -> Path | None:
+        """The folder, if it is one on a disk, where other programs and hosts may see it differently; else None."""
+        ...
+
+    @property
+    def writes_atomically(self) -> bool:
+        """Whether each file of a save appears complete or not at all."""
+        ...
+
+    def place_of(self, name: str) -> Place:
+        """Return the place of the checkpoint, or of the save, that is called `name` here. Any rank."""
+        ...
+
+    @property
     def pins(self) -> KeepsPins: ...
 
     @property
@@ -118,7 +134,7 @@ class StoresCheckpoints(Protocol):
         """Return the same as `committed`, plus abandoned checkpoints that have their name still."""
         ...
 
-    def unmanaged(self) -> list[Any]:
+    def unmanaged(self) -> Sequence[Place]:
         """Return the places of checkpoints that have no manifest of ours, by ascending step."""
         ...
 
@@ -177,6 +193,15 @@ class StoresCheckpoints(Protocol):
     def new_file(self, place: str, name: str) -> NewFile:
         """Return the file `name` of the save that `begin` gave the name `place`. **Any rank**."""
         ...
+
+    def send(self, place: str, name: str, source: FileSource) -> None:
+        """Write the file `name` of the save `place` from `source`, durably; continue one that was cut, if possible.
+
+        Raises as `NewFile.write`. No other process writes that file.
+        """
+
+    def remove_cut(self, kept: str) -> None:
+        """Remove the parts of files that `send` left outside of any save, but those of the save `kept`; "" for none."""
 
     def add_metadata(self, place: str, data: bytes) -> None:
         """Write DCP's `.metadata` of the save that `begin` gave the name `place`."""

@@ -22,6 +22,7 @@ from itertools import islice
 from pathlib import Path
 
 from torchtitan_lite import faults
+from torchtitan_lite.disk.block_writer import FileSource
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import DISK, Durable, naming
 from torchtitan_lite.disk.new_file import LOOK_SECONDS, NewFileOnDisk
@@ -36,7 +37,7 @@ from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.folder_id import folder_id
 from torchtitan_lite.store.known_manifests import KnownManifests, describe
-from torchtitan_lite.store.lease import Lease
+from torchtitan_lite.store.lease import Lease, LeaseClock
 from torchtitan_lite.store.lineage import without_abandoned
 from torchtitan_lite.store.listing import Listing, is_folder, is_unmanaged
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
@@ -79,6 +80,7 @@ class CheckpointStore:
         look_seconds: float = LOOK_SECONDS,
         free_bytes: Callable[[Path], int] = free_bytes,
         now_ns: Callable[[], int] = time.time_ns,
+        clock: LeaseClock | None = None,
     ) -> None:
         # A save in a thread must survive a change of the working directory.
         self.root = Path(root).absolute()
@@ -87,6 +89,7 @@ class CheckpointStore:
         self._begun: set[str] = set()
         """The places that this process has made: it need not wait to see them."""
         self._free_bytes = free_bytes
+        self._clock = clock
         self._manifests = KnownManifests(self.root, now_ns)
         self._retired = RetiredCheckpoints(self.root, durable, self._manifests)
 
@@ -111,6 +114,15 @@ class CheckpointStore:
         return str(self.root.resolve())
 
     @property
+    def writes_atomically(self) -> bool:
+        """Return False: a file that is cut is there in part."""
+        return False
+
+    def place_of(self, name: str) -> Path:
+        """Return the place of the checkpoint, or of the save, that is called `name` here. Any rank."""
+        return self.root / name
+
+    @property
     def pins(self) -> Pins:
         return Pins(self.root)
 
@@ -121,7 +133,11 @@ class CheckpointStore:
     def lease(self, run_id: str, timeout_seconds: float) -> Lease:
         """Return the lease of this folder, not yet taken. Any rank."""
         return Lease(
-            self.root, run_id=run_id, timeout_seconds=timeout_seconds, make_room=functools.partial(recover, self)
+            self.root,
+            run_id=run_id,
+            timeout_seconds=timeout_seconds,
+            clock=self._clock,
+            make_room=functools.partial(recover, self),
         )
 
     def folder_id(self, *, make: bool) -> str:
@@ -252,6 +268,13 @@ class CheckpointStore:
         """Return the file `name` of the save that `begin` gave the name `place`. **Any rank**."""
         look_seconds = 0.0 if place in self._begun else self._look_seconds
         return NewFileOnDisk(self.root / place / name, look_seconds, self._durable)
+
+    def send(self, place: str, name: str, source: FileSource) -> None:
+        """Write the file `name` of the save `place` from `source`, durably. **Coordinator only**."""
+        self.new_file(place, name).write(source)
+
+    def remove_cut(self, kept: str) -> None:
+        """Do nothing: what was cut is in the folder of its save."""
 
     def add_metadata(self, place: str, data: bytes) -> None:
         """Write DCP's `.metadata` of the save that `begin` gave the name `place`. **Coordinator only**."""

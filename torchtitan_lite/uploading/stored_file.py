@@ -1,16 +1,19 @@
-"""A file of a committed checkpoint, as the contents of another one: each block is verified before it is sent."""
+"""The files of a committed checkpoint, as the contents of other ones: each block is verified before it is sent."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from torchtitan_lite.disk.block_reader import BlockReader
 from torchtitan_lite.disk.block_writer import aligned
 from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, FileRecord, block_digest
-from torchtitan_lite.disk.plain_file import opened
+from torchtitan_lite.disk.plain_file import opened, sizes_of
 from torchtitan_lite.disk.request_memory import request_memory
 from torchtitan_lite.errors import CheckpointDamaged
+from torchtitan_lite.store.manifest import Manifest
+from torchtitan_lite.store.rank_records import RecordedFiles, RecordsOfRanks
 
 
 class StoredFile:
@@ -67,3 +70,13 @@ class StoredFile:
 
     def _damage(self, finding: str) -> CheckpointDamaged:
         return CheckpointDamaged(str(self._path.parent), f"{self._path.name}: {finding}")
+
+
+def committed_files(folder: Path) -> tuple[Manifest, Mapping[str, FileRecord]]:
+    """Return the manifest of the checkpoint in `folder` and the record of each file. Raises FileNotFoundError."""
+    if (manifest := Manifest.of_folder(folder)) is None:
+        raise FileNotFoundError(str(folder))
+    records = RecordsOfRanks(
+        manifest, str(folder), BlockReader(), lambda name: folder / name, lambda names: sizes_of(folder, names)
+    )
+    return manifest, RecordedFiles(manifest, records)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_lite import faults
-from torchtitan_lite.bucket.store import BucketStore
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.rate import Rate
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, SaveFailed, UploadRefused
@@ -32,8 +31,7 @@ from torchtitan_lite.stores import open_store, usable
 from torchtitan_lite.uploading import record
 from torchtitan_lite.uploading.choice import Save, is_of_another_run, lineage_in, missing, not_left, save_of
 from torchtitan_lite.uploading.record import Begun, Record
-from torchtitan_lite.uploading.sending import Sending, committed_files
-from torchtitan_lite.uploading.stored_file import StoredFile
+from torchtitan_lite.uploading.stored_file import StoredFile, committed_files
 
 _MOST_COMMITS = 3
 
@@ -100,9 +98,6 @@ class Uploader:
         self._record = Record(self.address)
         self._is_recorded = True
         """Whether the folder on disk takes the record; a disk that is full or read-only is to be rescued, too."""
-        self._sending = Sending(self._target, self._pass)
-        self._is_atomic = isinstance(self._target, BucketStore)
-        """Whether a file appears complete or not at all."""
         self._target_is_ours = False
         """Whether the other folder is known not to be another run's."""
         self._done_with: set[Save] = set()
@@ -152,7 +147,7 @@ class Uploader:
             begun = self._record.begun
             if begun is None:
                 recover(self._target)  # It would remove an upload that is to be continued.
-            self._sending.remove_all_but("" if begun is None else begun.place)
+            self._target.remove_cut("" if begun is None else begun.place)
         self._note_target(target)
         kept = {save_of(info) for info in (*not_left(source, target), *target)}
         if left := [str(info.step) for info in source if save_of(info) not in kept]:
@@ -249,11 +244,12 @@ class Uploader:
         self._at = sum(begun.done.values())
         for name, known in manifest.files.items():
             faults.point("upload", step=info.step)
-            if not self._is_atomic:
+            if not self._target.writes_atomically:
                 self._lease.check()  # In a bucket no other job writes under this name, and the commit finds out.
             if begun.done.get(name) != known.size:
-                self._sending.send(folder / name, files[name], begun.place)
-            if not self._is_atomic:
+                source = StoredFile(folder / name, files[name], self._pass)
+                self._target.send(begun.place, name, source)
+            if not self._target.writes_atomically:
                 begun = dataclasses.replace(begun, done={**begun.done, name: known.size})
                 self._write(dataclasses.replace(self._record, begun=begun))
         if not self._is_there(info):
@@ -281,11 +277,11 @@ class Uploader:
         if begun is not None and begun.save == save_of(info):
             there = self._target.resume(info.step, begun.place)
             if there is not None:
-                known = there if self._is_atomic else begun.done
+                known = there if self._target.writes_atomically else begun.done
                 done = {name: size for name, size in known.items() if there.get(name) == size and name in files}
-                if isinstance(self._target, CheckpointStore):
+                if not self._target.writes_atomically:
                     # Another run may have had a file of that name there since.
-                    place = self._target.root / begun.place
+                    place = on_disk(self._target.place_of(begun.place))
                     done = {name: size for name, size in done.items() if _has(place / name, files[name])}
                     for name in there.keys() - done.keys():
                         (place / name).unlink()  # Nothing is written into a file that is there.
@@ -298,7 +294,7 @@ class Uploader:
         """Remove what was sent of an upload that is not wanted any more; what is complete there stays."""
         if begun.place.startswith(layout.step_dir(begun.save[0])):
             self._target.remove_staging(begun.save[0], begun.place)
-        self._sending.remove_all_but("")
+        self._target.remove_cut("")
         self._write(dataclasses.replace(self._record, begun=None))
 
     def _pass(self, num_bytes: int) -> None:

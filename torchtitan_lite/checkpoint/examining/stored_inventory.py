@@ -25,7 +25,6 @@ from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, UnknownFormat
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import recorded_sizes
-from torchtitan_lite.store.place import ObjectPlace
 
 _AT_A_TIME = 16
 """Manifests, each of which takes tens of milliseconds, whatever its size."""
@@ -91,7 +90,7 @@ def _listed(store: BucketStore) -> Mapping[str, _Objects]:
 
 
 def _entry(store: BucketStore, entry: Entry, objects: _Objects) -> ListedCheckpoint:
-    place, is_kept = ObjectPlace(store.address, entry.name), entry.status is Status.KEPT
+    place, is_kept = store.place_of(entry.name), entry.status is Status.KEPT
     state, finding = _STATES[entry.status], "; ".join(entry.findings) or _FINDINGS.get(entry.status, "")
     try:
         manifest, _ = read_manifest(store.objects, place, entry.step, entry.digest)

@@ -18,7 +18,7 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, last_digest
 from torchtitan_lite.store.place import on_disk
-from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.store.protocol import StoresCheckpoints
 
 MOST_COMMITS = 4
 """How many an image knows: the latest one, and the ones that are the latest where those after them are damaged."""
@@ -52,18 +52,19 @@ def commit_of(info: CheckpointInfo) -> Commit | None:
         return None
 
 
-def commits_in(store: CheckpointStore) -> tuple[Commit, ...]:
+def commits_in(store: StoresCheckpoints) -> tuple[Commit, ...]:
     """Return the latest full checkpoints of `store`, by ascending step, at most `MOST_COMMITS`."""
     full = [info for info in store.committed() if info.kind is CheckpointKind.FULL]
     return tuple(commit for info in full[-MOST_COMMITS:] if (commit := commit_of(info)) is not None)
 
 
-def rests_in(store: CheckpointStore) -> frozenset[Commit]:
+def rests_in(store: StoresCheckpoints) -> frozenset[Commit]:
     """Return what is left of the damaged checkpoints in `store`, those that were set aside included."""
+    root = Path(store.address)
     folders = [(step, Path(error.path)) for step, error in store.damaged().items()]
-    for name in Listing(store.root).names:
+    for name in Listing(root).names:
         if (aside := layout.parse_set_aside(name)) is not None and aside[1] == "corrupt":
-            folders.append((aside[0], store.root / name))
+            folders.append((aside[0], root / name))
     return frozenset(_rest(step, folder) for step, folder in folders)
 
 

@@ -24,12 +24,12 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.manifest_fields import START, TRAINED_SECONDS
-from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.store.protocol import StoresCheckpoints
 
 
 def prefer_memory(
     images: HeldImages,
-    store: CheckpointStore,
+    store: StoresCheckpoints,
     chosen: LoadSource | None,
     wanted: int,
     config: Checkpoint,
@@ -50,7 +50,7 @@ def prefer_memory(
     return chosen
 
 
-def _latest_commit(store: CheckpointStore) -> tuple[Commit | None, str]:
+def _latest_commit(store: StoresCheckpoints) -> tuple[Commit | None, str]:
     """Return the full checkpoint of `store` with the highest step and the start that made it; None without one."""
     full = [info for info in store.committed() if info.kind is CheckpointKind.FULL]
     if not full:
@@ -60,7 +60,7 @@ def _latest_commit(store: CheckpointStore) -> tuple[Commit | None, str]:
 
 
 def _facts(
-    store: CheckpointStore, chosen: LoadSource | None, wanted: int, config: Checkpoint, *, is_exact: bool
+    store: StoresCheckpoints, chosen: LoadSource | None, wanted: int, config: Checkpoint, *, is_exact: bool
 ) -> OnDisk:
     latest, start = _latest_commit(store)
     of_run = chosen is not None and not chosen.initial
@@ -104,7 +104,7 @@ def _is_copy(each: Complete, chosen: LoadSource) -> bool:
     return not chosen.initial and not chosen.lineage.counts_again and chosen.step == each.key.step
 
 
-def _source(each: Complete, store: CheckpointStore, chosen: LoadSource | None, config: Checkpoint) -> LoadSource:
+def _source(each: Complete, store: StoresCheckpoints, chosen: LoadSource | None, config: Checkpoint) -> LoadSource:
     manifest, key = each.manifest, each.key
     has_other = chosen is not None and not chosen.model_only and not chosen.initial
     # Next to a run that counts again the disk would not restore all that a load changes.
@@ -129,7 +129,7 @@ def _source(each: Complete, store: CheckpointStore, chosen: LoadSource | None, c
         rolls_back_to=None if chosen is None else chosen.lineage.rolls_back_to,
     )
     source = ImageSource(
-        store.root / layout.step_dir(key.step),
+        store.place_of(layout.step_dir(key.step)),
         key.step,
         model_only=False,
         lineage=lineage,

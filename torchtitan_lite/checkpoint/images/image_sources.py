@@ -25,7 +25,6 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.protocol import StoresCheckpoints
-from torchtitan_lite.store.store import CheckpointStore
 
 
 class ImageSources(Sources):
@@ -52,7 +51,6 @@ class ImageSources(Sources):
         is_exact: bool,
         choose: Choose,
     ) -> LoadSource | None:
-        assert isinstance(store, CheckpointStore), "images are kept of folders on disk alone"
         return prefer_memory(self._held, store, chosen, wanted, config, is_exact=is_exact)
 
     def drop(self, source: LoadSource, error: CheckpointError) -> bool:

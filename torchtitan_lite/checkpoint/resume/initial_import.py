@@ -16,7 +16,6 @@ from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.protocol import StoresCheckpoints
-from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.stores import usable
 
 ImportWeights = Callable[[Path, Path], Sequence[str]]
@@ -44,7 +43,7 @@ class InitialImport:
         config = context.config
         if config.initial_load_in_hf and config.enable_checkpoint and import_weights is None:
             raise ConfigError(f"checkpoint.initial_load_in_hf: only the trainer knows its model's names. {_BY_COMMAND}")
-        if config.initial_load_in_hf and config.enable_checkpoint and not isinstance(store, CheckpointStore):
+        if config.initial_load_in_hf and config.enable_checkpoint and store.root is None:
             raise ConfigError(
                 f"checkpoint.initial_load_in_hf: an import writes its step 0 to a disk, and {store.address} is none. "
                 f"{_BY_COMMAND}"

@@ -21,7 +21,6 @@ from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.events import Loaded, LoadStarted
 from torchtitan_lite.log import logger
-from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.stores import usable
 
 
@@ -156,13 +155,13 @@ class RunLoad:
             )
 
     def _report_neighbour(self) -> None:
-        store = self._store
-        if not self._peers.is_coordinator or not isinstance(store, CheckpointStore):
+        root = self._store.root
+        if not self._peers.is_coordinator or root is None:
             return
-        if found := neighbour_with_steps(store.root):
+        if found := neighbour_with_steps(root):
             logger.warning(
                 "%s has no checkpoint, but %s has, up to %s. If that run is meant, name its folder",
-                store.root,
+                root,
                 found.parent,
                 found.name,
             )

@@ -20,7 +20,7 @@ from torchtitan_lite.errors import CheckpointNotFound, CheckpointUnreadable, Con
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing, is_checkpoint
 from torchtitan_lite.store.place import Place
-from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.stores import open_store, usable
 
 _SCHEME = re.compile(r"[A-Za-z][\w+.-]*://")
@@ -148,13 +148,12 @@ def refuse_wrong_folders(folders: RunFolders, config: Checkpoint, step: int) -> 
     FormatTooNew or FormatTooOld for a checkpoint of another format.
     """
     for each in folders.on_disk:
-        with usable(each.root):
-            _refuse_checkpoint(each.root)
+        with usable(each.address):
+            _refuse_checkpoint(Path(each.address))
             each.intact()
-    store = folders.checkpoints
-    if step == config.load_step == -1 and not config.initial_load_path and isinstance(store, CheckpointStore):
-        with usable(store.root):
-            _refuse_foreign_only(store)
+    if step == config.load_step == -1 and not config.initial_load_path:
+        with usable(folders.checkpoints.address):
+            _refuse_foreign_only(folders.checkpoints)
 
 
 def neighbour_with_steps(root: Path) -> Path | None:
@@ -206,17 +205,17 @@ def _is_whole_checkpoint(folder: Path) -> bool:
     return False
 
 
-def _refuse_foreign_only(store: CheckpointStore) -> None:
+def _refuse_foreign_only(store: StoresCheckpoints) -> None:
     """Raise ConfigError if all that is in the folder of `store` are checkpoints that no run of ours wrote."""
     foreign = store.unmanaged()
-    if not foreign or Listing(store.root).has_ours():
+    if not foreign or Listing(root := Path(store.address)).has_ours():
         return
     latest = foreign[-1]
     more = "..., " if len(foreign) > _MOST_NAMES else ""
     there = more + ", ".join(path.name for path in foreign[-_MOST_NAMES:])
-    out = f"NEW/{store.root.name}/{latest.name}"
+    out = f"NEW/{root.name}/{latest.name}"
     raise ConfigError(
-        f"{store.root} has checkpoints of another tool ({there}, without {layout.MANIFEST}) and none of this one, and "
+        f"{root} has checkpoints of another tool ({there}, without {layout.MANIFEST}) and none of this one, and "
         f"a run does not choose such a checkpoint by itself. Start from one with --checkpoint.initial_load_path="
         f"{latest}; or continue from one in a new folder, after torchtitan-lite convert {latest} {out} --layout ours; "
         "or move them away to start from scratch."
