@@ -13,8 +13,9 @@ from tests.examples import mostly_slow
 from tests.store import filled
 from tests.store.crashing import Contents, Crash, Cut, contents
 from tests.store.filled import fill, flip, names, save
+from torchtitan_lite.checkpoint.examining.set_aside_check import check_set_aside
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, FormatTooNew
-from torchtitan_lite.store.set_aside import ShelfOnDisk, bring_back, check, find, names_of, refuse_harm
+from torchtitan_lite.store.set_aside import names_of, refuse_harm
 from torchtitan_lite.store.store import CheckpointStore
 
 
@@ -44,10 +45,10 @@ def quarantined(root: Path) -> CheckpointStore:
 def back(store: CheckpointStore, name: str, *, leave_branch: bool = False) -> list[str]:
     """Recover and bring `name` back, as the command does; return the names that were set aside for it."""
     store.recover()
-    aside = find(store.root, name)
-    refuse_harm(store, aside, ShelfOnDisk(store).in_the_way(aside), leave_branch=leave_branch)
-    check(aside, lambda num_bytes: None)
-    return [path.name for path in bring_back(store, aside)]
+    aside = store.shelf.find(name)
+    refuse_harm(store, aside, store.shelf.in_the_way(aside), leave_branch=leave_branch)
+    check_set_aside(aside, lambda num_bytes: None)
+    return [path.name for path in store.shelf.bring_back(aside)]
 
 
 def visible(root: Path) -> dict[int, str]:
@@ -66,8 +67,8 @@ def test_a_damaged_one_that_is_complete_again_comes_back_without_its_findings(tm
 def test_every_byte_of_it_is_read(tmp_path: Path) -> None:
     quarantined(tmp_path)
     read: list[int] = []
-    aside = find(tmp_path, "step-8.corrupt")
-    check(aside, read.append)
+    aside = CheckpointStore(tmp_path).shelf.find("step-8.corrupt")
+    check_set_aside(aside, read.append)
     assert sum(read) == aside.manifest.nbytes
 
 
@@ -117,14 +118,14 @@ def test_a_manifest_of_another_step_is_damage(tmp_path: Path) -> None:
     quarantined(tmp_path)
     (tmp_path / "step-8.corrupt").rename(tmp_path / "step-9.corrupt")
     with pytest.raises(CheckpointDamaged, match="it is the manifest of step 8"):
-        find(tmp_path, "step-9.corrupt")
+        CheckpointStore(tmp_path).shelf.find("step-9.corrupt")
 
 
 def test_a_newer_format_is_no_damage(tmp_path: Path) -> None:
     filled.of_a_newer_version(tmp_path)
     (tmp_path / "step-10").rename(tmp_path / "step-10.corrupt")
     with pytest.raises(FormatTooNew):
-        find(tmp_path, "step-10.corrupt")
+        CheckpointStore(tmp_path).shelf.find("step-10.corrupt")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ def test_a_newer_format_is_no_damage(tmp_path: Path) -> None:
 def test_other_names_are_refused_with_those_that_are_there(tmp_path: Path, name: str) -> None:
     quarantined(tmp_path)
     with pytest.raises(CheckpointNotFound, match=r"has step-8\.corrupt\)"):
-        find(tmp_path, name)
+        CheckpointStore(tmp_path).shelf.find(name)
 
 
 @pytest.mark.parametrize(

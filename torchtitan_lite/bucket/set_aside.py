@@ -7,27 +7,35 @@ That is one swap of the head, which sets the branch aside that abandons one: a c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from torchtitan_lite.bucket.head import Head, Status
-from torchtitan_lite.bucket.manifests import read_manifest, size_findings
-from torchtitan_lite.bucket.object_reader import ObjectReader
-from torchtitan_lite.bucket.objects import ObjectPath
-from torchtitan_lite.bucket.store import BucketStore
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound
+from torchtitan_lite.bucket.manifests import read_manifest
+from torchtitan_lite.bucket.objects import Objects
+from torchtitan_lite.errors import CheckpointNotFound
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.place import ObjectPlace, Place
-from torchtitan_lite.store.protocol import nothing
-from torchtitan_lite.store.rank_records import RecordedFiles, RecordsOfRanks
-from torchtitan_lite.store.set_aside import ABANDONED, CORRUPT, SetAside, branch_in_the_way, digest_finding
+from torchtitan_lite.store.protocol import ABANDONED, CORRUPT, SetAside, StoresCheckpoints, nothing
+from torchtitan_lite.store.set_aside import branch_in_the_way
 
 _WHY = {Status.CORRUPT: CORRUPT, Status.ABANDONED: ABANDONED}
+
+
+class HasHead(StoresCheckpoints, Protocol):
+    """A folder of checkpoints whose head says which of them count."""
+
+    @property
+    def objects(self) -> Objects: ...
+    def place_of(self, name: str) -> ObjectPlace: ...
+    def head(self) -> Head: ...
+    def change(self, make: Callable[[Head], Head]) -> Head: ...
 
 
 class BucketShelf:
     """What was set aside in the folder of `store`; see `Shelf`."""
 
-    def __init__(self, store: BucketStore) -> None:
+    def __init__(self, store: HasHead) -> None:
         self._store = store
 
     def find(self, name: str) -> SetAside:
@@ -39,30 +47,13 @@ class BucketShelf:
                 f"it is not set aside as damaged or abandoned ({self._store.address} has {there or 'nothing that is'})"
             )
             raise CheckpointNotFound(f"{self._store.address}/{name}", None, finding=finding)
-        place = ObjectPlace(self._store.address, name)
+        place = self._store.place_of(name)
         manifest, _ = read_manifest(self._store.objects, place, entry.step, entry.digest)
         return SetAside(place, entry.step, _WHY[entry.status], manifest)
 
-    def check(self, aside: SetAside, advance: Callable[[int], object]) -> None:
-        name, objects = aside.folder.name, self._store.objects
-        sizes = {each.key.removeprefix(f"{name}/"): each.size for each in objects.list(f"{name}/")}
-        files = aside.manifest.files
-
-        def path_of(file: str) -> ObjectPath:
-            return ObjectPath(f"{aside.folder}/{file}")
-
-        findings = size_findings({file: record.size for file, record in files.items()}, sizes)
-        if not findings and aside.why == CORRUPT:
-            reader = ObjectReader(objects, name)
-            records = RecordsOfRanks(aside.manifest, str(aside.folder), reader, path_of, lambda names: sizes)
-            for file, record in sorted(RecordedFiles(aside.manifest, records).items()):
-                findings += [digest_finding(reader, path_of(file), record, advance)]
-        if finding := next(filter(None, findings), ""):
-            raise CheckpointDamaged(str(aside.folder), finding)
-
     def in_the_way(self, aside: SetAside) -> Place | None:
         entry = self._store.head().kept_of(aside.step)
-        return None if entry is None else ObjectPlace(self._store.address, entry.name)
+        return None if entry is None else self._store.place_of(entry.name)
 
     def bring_back(self, aside: SetAside, fence: Callable[[], object] = nothing) -> Sequence[Place]:
         fence()
@@ -77,4 +68,4 @@ class BucketShelf:
             self._store.objects.delete([f"{aside.folder.name}/{layout.FINDINGS}"])
         except OSError as error:
             logger.warning("Could not delete %s/%s: %s", aside.folder, layout.FINDINGS, error)
-        return [ObjectPlace(self._store.address, name) for name in sorted(branch)]
+        return [self._store.place_of(name) for name in sorted(branch)]

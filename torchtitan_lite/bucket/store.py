@@ -27,6 +27,7 @@ from torchtitan_lite.bucket.records import BucketPins, BucketRollbacks
 from torchtitan_lite.bucket.recovery import rebuilt
 from torchtitan_lite.bucket.s3_parts import S3Parts, parts_of
 from torchtitan_lite.bucket.saves import BucketSaves
+from torchtitan_lite.bucket.set_aside import BucketShelf
 from torchtitan_lite.bucket.upload import PART_BYTES, ObjectToUpload
 from torchtitan_lite.config.address import parse
 from torchtitan_lite.disk.block_writer import FileSource
@@ -109,6 +110,10 @@ class BucketStore:
     def exclusive(self) -> AbstractContextManager[bool]:
         """Return the lock that orders the swaps of this process here: a background purge and commits."""
         return self._held.exclusive
+
+    @property
+    def shelf(self) -> BucketShelf:
+        return BucketShelf(self)
 
     def change(self, make: Callable[[Head], Head]) -> Head:
         """Replace the head by what `make` returns for it, in one swap; return that. **Coordinator only**.

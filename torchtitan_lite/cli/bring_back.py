@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from torchtitan_lite.checkpoint.examining.set_aside_check import check_set_aside
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.writing import holding, recover, store_to_write
@@ -17,9 +18,8 @@ from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import readable_bytes
 from torchtitan_lite.store.manifest import CheckpointKind
-from torchtitan_lite.store.protocol import StoresCheckpoints
-from torchtitan_lite.store.set_aside import SetAside, Shelf, ShelfOnDisk, refuse_harm
-from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.store.protocol import SetAside
+from torchtitan_lite.store.set_aside import refuse_harm
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class BringBack:
 
     def run(self, screen: Screen) -> ExitCode:
         store = store_to_write(self.folder, screen)
-        shelf, name = _shelf(store), self._name_in(store.address)
+        shelf, name = store.shelf, self._name_in(store.address)
         with holding(store, "bring-back") as lease:
             recover(store, screen)  # First: after a crash the step may have its old name and still be abandoned.
             aside = shelf.find(name)
             refuse_harm(store, aside, shelf.in_the_way(aside), leave_branch=self.leave_branch)
             with screen.progress(f"verifying {aside.folder.name}", aside.manifest.nbytes) as advance:
-                shelf.check(aside, advance)
+                check_set_aside(aside, advance)
             lease.check()
             left = shelf.bring_back(aside, lease.check)
             info = store.get(aside.step)
@@ -71,17 +71,6 @@ class BringBack:
         if path.name != self.name and is_elsewhere:
             raise ConfigError(f"{self.name} is not in {folder}: NAME is the name of a folder in FOLDER")
         return path.name
-
-
-def _shelf(store: StoresCheckpoints) -> Shelf:
-    if isinstance(store, CheckpointStore):
-        return ShelfOnDisk(store)
-    # Its client is an extra, and takes its time.
-    from torchtitan_lite.bucket.set_aside import BucketShelf
-    from torchtitan_lite.bucket.store import BucketStore
-
-    assert isinstance(store, BucketStore)
-    return BucketShelf(store)
 
 
 def _in_words(aside: SetAside, left: list[str], is_latest: bool) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,6 +77,44 @@ class KeepsRollbacks(Protocol):
         """Replace the record, durably. Under the lease. Raises OSError."""
 
 
+CORRUPT, ABANDONED = "corrupt", "abandoned"
+
+
+@dataclass(frozen=True)
+class SetAside:
+    """A checkpoint that was set aside, with its manifest."""
+
+    folder: Place
+    step: int
+    why: str
+    """`CORRUPT` or `ABANDONED`."""
+    manifest: Manifest
+
+    @property
+    def run_id(self) -> str:
+        """Return the id of its run."""
+        return self.manifest.lineage.run_id
+
+
+class Shelf(Protocol):
+    """What was set aside in one folder of checkpoints. **The caller holds the lease**."""
+
+    def find(self, name: str) -> SetAside:
+        """Return what is called `name`. Raises CheckpointNotFound, and CheckpointDamaged without its manifest."""
+        ...
+
+    def in_the_way(self, aside: SetAside) -> Place | None:
+        """Return what has the place of the step of `aside` now; None if nothing has."""
+        ...
+
+    def bring_back(self, aside: SetAside, fence: Callable[[], object] = nothing) -> Sequence[Place]:
+        """Make `aside` the checkpoint of its step, durably; return what was set aside of the branch that abandons it.
+
+        After `check_set_aside` and `refuse_harm`. `fence` raises if the folder belongs to another job by now.
+        """
+        ...
+
+
 class StoresCheckpoints(Protocol):
     """One folder of checkpoints. What changes it is **coordinator only**, where nothing else is said."""
 
@@ -108,6 +147,9 @@ class StoresCheckpoints(Protocol):
 
     @property
     def rollbacks(self) -> KeepsRollbacks: ...
+
+    @property
+    def shelf(self) -> Shelf: ...
 
     @property
     def exclusive(self) -> AbstractContextManager[bool]:

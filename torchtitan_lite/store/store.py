@@ -47,6 +47,7 @@ from torchtitan_lite.store.place import on_disk
 from torchtitan_lite.store.protocol import StoresCheckpoints, nothing
 from torchtitan_lite.store.retired import RetiredCheckpoints
 from torchtitan_lite.store.rollbacks import RollbackFile
+from torchtitan_lite.store.set_aside import ShelfOnDisk
 
 
 def free_bytes(folder: Path) -> int:
@@ -129,6 +130,10 @@ class CheckpointStore:
     @property
     def rollbacks(self) -> RollbackFile:
         return RollbackFile(self.root, self._durable)
+
+    @property
+    def shelf(self) -> ShelfOnDisk:
+        return ShelfOnDisk(self, self.root, self._durable)
 
     def lease(self, run_id: str, timeout_seconds: float) -> Lease:
         """Return the lease of this folder, not yet taken. Any rank."""
