@@ -25,13 +25,13 @@ def root(tmp_path: Path) -> Path:
 def test_a_folder_alone_is_its_latest_full_step(root: Path) -> None:
     for spelling in (f"{root}", f"{root}:latest", f"{root.parent}", f"{root.parent}:latest", f"{root}/"):
         target = resolve(spelling)
-        assert (target.folder, target.root, target.step) == (root / "step-9", root, 9)
+        assert (target.folder, target.root, target.step) == (root / "step-9", str(root), 9)
 
 
 def test_a_step_is_a_folder_or_a_number_behind_a_colon(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for spelling in (f"{root}:7", f"{root.parent}:7", f"{root / 'step-7'}", f"{root / 'step-7'}/"):
         target = resolve(spelling)
-        assert (target.folder, target.root, target.step) == (root / "step-7", root, 7)
+        assert (target.folder, target.root, target.step) == (root / "step-7", str(root), 7)
     monkeypatch.chdir(root.parent)
     assert resolve("checkpoint:7").folder == Path("checkpoint/step-7")
     assert resolve("checkpoint/step-7").folder == Path("checkpoint/step-7")
@@ -59,7 +59,7 @@ def test_a_checkpoint_of_any_name_is_not_in_a_folder_of_checkpoints(root: Path) 
     for name in ("best", "step-7.corrupt"):
         (root / "step-7").rename(root / name)
         target = resolve(f"{root / name}")
-        assert (target.folder, target.root, target.step) == (root / name, None, None)
+        assert (target.folder, target.root, target.step) == (root / name, "", None)
         (root / name).rename(root / "step-7")
 
 

@@ -8,7 +8,10 @@ removed.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
+from torchtitan_lite.bucket.objects import Listed
 from torchtitan_lite.store import layout
 
 HEAD = "head.json"
@@ -43,6 +46,27 @@ def split_key(key: str) -> tuple[str, str] | None:
     """Return the name of the checkpoint that has the object `key`, and its file there; None for other keys."""
     name, slash, file = key.partition("/")
     return (name, file) if slash and parse_attempt(name) is not None else None
+
+
+@dataclass
+class AttemptObjects:
+    """The objects of one checkpoint, as a listing shows them; the default is none."""
+
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Bytes of each file, by name."""
+    modified: float = 0.0
+    """When the latest of them was written, in Unix seconds."""
+
+
+def attempts_in(listed: Iterable[Listed]) -> dict[str, AttemptObjects]:
+    """Return those of the objects `listed` that are of checkpoints, by the name of the checkpoint."""
+    found: dict[str, AttemptObjects] = {}
+    for each in listed:
+        if (split := split_key(each.key)) is not None:
+            attempt = found.setdefault(split[0], AttemptObjects())
+            attempt.sizes[split[1]] = each.size
+            attempt.modified = max(attempt.modified, each.modified)
+    return found
 
 
 def beat_key(epoch: int) -> str:

@@ -78,11 +78,8 @@ def highest_beat(objects: Objects) -> tuple[int, Condition | None]:
 
 def _with_manifest(objects: Objects) -> Iterable[tuple[str, Mapping[str, int]]]:
     """Return the names of the checkpoints that have a manifest, with the sizes in bytes of their files."""
-    sizes: dict[str, dict[str, int]] = {}
-    for each in objects.list(naming.CHECKPOINTS):
-        if (split := naming.split_key(each.key)) is not None:
-            sizes.setdefault(split[0], {})[split[1]] = each.size
-    return sorted((name, files) for name, files in sizes.items() if layout.MANIFEST in files)
+    found = naming.attempts_in(objects.list(naming.CHECKPOINTS))
+    return sorted((name, each.sizes) for name, each in found.items() if layout.MANIFEST in each.sizes)
 
 
 def _found(objects: Objects, name: str, sizes: Mapping[str, int]) -> FoundCommit:

@@ -7,9 +7,9 @@ That is one swap of the head, which sets the branch aside that abandons one: a c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from torchtitan_lite.bucket.head import Head, Status
+from torchtitan_lite.bucket.lease import HeldHead
 from torchtitan_lite.bucket.manifests import read_manifest
 from torchtitan_lite.bucket.objects import Objects
 from torchtitan_lite.errors import CheckpointNotFound
@@ -22,24 +22,14 @@ from torchtitan_lite.store.set_aside import branch_in_the_way
 _WHY = {Status.CORRUPT: CORRUPT, Status.ABANDONED: ABANDONED}
 
 
-class HasHead(StoresCheckpoints, Protocol):
-    """A folder of checkpoints whose head says which of them count."""
-
-    @property
-    def objects(self) -> Objects: ...
-    def place_of(self, name: str) -> ObjectPlace: ...
-    def head(self) -> Head: ...
-    def change(self, make: Callable[[Head], Head]) -> Head: ...
-
-
 class BucketShelf:
-    """What was set aside in the folder of `store`; see `Shelf`."""
+    """What was set aside in the folder of `store`, whose head is `held`; see `Shelf`."""
 
-    def __init__(self, store: HasHead) -> None:
-        self._store = store
+    def __init__(self, store: StoresCheckpoints, objects: Objects, held: HeldHead) -> None:
+        self._store, self._objects, self._held = store, objects, held
 
     def find(self, name: str) -> SetAside:
-        head = self._store.head()
+        head = self._held.read()
         entry = head.find(name)
         if entry is None or entry.status not in _WHY:
             there = ", ".join(entry.name for entry in head.entries if entry.status in _WHY)
@@ -47,12 +37,12 @@ class BucketShelf:
                 f"it is not set aside as damaged or abandoned ({self._store.address} has {there or 'nothing that is'})"
             )
             raise CheckpointNotFound(f"{self._store.address}/{name}", None, finding=finding)
-        place = self._store.place_of(name)
-        manifest, _ = read_manifest(self._store.objects, place, entry.step, entry.digest)
+        place = ObjectPlace(self._objects.address, name)
+        manifest, _ = read_manifest(self._objects, place, entry.step, entry.digest)
         return SetAside(place, entry.step, _WHY[entry.status], manifest)
 
     def in_the_way(self, aside: SetAside) -> Place | None:
-        entry = self._store.head().kept_of(aside.step)
+        entry = self._held.read().kept_of(aside.step)
         return None if entry is None else self._store.place_of(entry.name)
 
     def bring_back(self, aside: SetAside, fence: Callable[[], object] = nothing) -> Sequence[Place]:
@@ -62,10 +52,10 @@ class BucketShelf:
         def brought_back(head: Head) -> Head:
             return head.with_brought_back(aside.folder.name, branch)
 
-        self._store.change(brought_back)
+        self._held.change(brought_back)
         try:
             # It is undamaged: these findings are no longer true.
-            self._store.objects.delete([f"{aside.folder.name}/{layout.FINDINGS}"])
+            self._objects.delete([f"{aside.folder.name}/{layout.FINDINGS}"])
         except OSError as error:
             logger.warning("Could not delete %s/%s: %s", aside.folder, layout.FINDINGS, error)
         return [self._store.place_of(name) for name in sorted(branch)]

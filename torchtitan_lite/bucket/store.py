@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -39,6 +40,7 @@ from torchtitan_lite.errors import (
 )
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.holder import HolderSeen
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.place import ObjectPlace
 from torchtitan_lite.store.protocol import nothing
@@ -113,14 +115,7 @@ class BucketStore:
 
     @property
     def shelf(self) -> BucketShelf:
-        return BucketShelf(self)
-
-    def change(self, make: Callable[[Head], Head]) -> Head:
-        """Replace the head by what `make` returns for it, in one swap; return that. **Coordinator only**.
-
-        Raises LeaseLost, CheckpointError without the lease, and OSError: the head may be changed then.
-        """
-        return self._held.change(make)
+        return BucketShelf(self, self._objects, self._held)
 
     def lease(self, run_id: str, timeout_seconds: float) -> BucketLease:
         """Return the lease of this folder, not yet taken. What this store changes then needs it. Any rank."""
@@ -134,6 +129,14 @@ class BucketStore:
         )
         self._held.lease = lease
         return lease
+
+    def seen_holder(self) -> HolderSeen | None:
+        if (holder := (head := self.head()).holder) is None:
+            return None
+        try:
+            return HolderSeen(holder, self._objects.head(beat_key(head.epoch)).modified)
+        except FileNotFoundError:  # It was taken a moment ago.
+            return HolderSeen(holder, math.inf)
 
     def folder_id(self, *, make: bool) -> str:
         """Return the id of this folder, which `make` gives it if it has none; empty without one. Raises OSError."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from torchtitan_lite.checkpoint.examining.set_aside_check import check_set_aside
+from torchtitan_lite.checkpoint.examining.verification import check_set_aside
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.writing import holding, recover, store_to_write

@@ -15,20 +15,18 @@ from torchtitan_lite.checkpoint.examining.retention_outlook import keep_keys, ou
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.spelt_address import SpeltAddress
-from torchtitan_lite.cli.target import Root, folder_of_checkpoints, names_step, none_in
+from torchtitan_lite.cli.target import folder_of_checkpoints, names_step, none_in
 from torchtitan_lite.cli.words import age, size
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.config.argument_parser import Positional
-from torchtitan_lite.disk.plain_file import read_plain
-from torchtitan_lite.errors import CheckpointNotFound, CheckpointUnsafe, ConfigError, PinsUnreadable, UnknownFormat
+from torchtitan_lite.errors import CheckpointNotFound, ConfigError, PinsUnreadable, UnknownFormat
 from torchtitan_lite.log import counted
-from torchtitan_lite.store import layout
 from torchtitan_lite.store.holder import Holder
 from torchtitan_lite.store.listing import is_checkpoint
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.manifest_fields import topology_in_words
-from torchtitan_lite.store.pins import Pins
 from torchtitan_lite.store.retention import Verdict
+from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.store.verified import FULL
 from torchtitan_lite.uploading.choice import save_of
 from torchtitan_lite.uploading.record import Record, read_all
@@ -48,7 +46,6 @@ _COLUMNS = ("step", "kind", "size", "age", "ranks", "notes")
 _NUMBERS = ("step", "size", "age")
 _FOLDED = {"ranks": 16, "notes": 12}
 """Columns that are folded where the screen is too narrow, and their least width."""
-_LOCK_BYTES = 1 << 16
 _NONE = "there is no checkpoint of any step in it"
 
 
@@ -71,9 +68,7 @@ class Ls:
 
 @dataclass(frozen=True)
 class _Found:
-    root: Root
-    has_attempts: bool
-    """Whether the names are of attempts to save a step, as in an object store, and not of the step."""
+    root: str
     entries: Sequence[ListedCheckpoint]
     now: float
     holder: Holder | None
@@ -88,20 +83,18 @@ class _Found:
     @classmethod
     def of(
         cls,
-        root: Root,
+        root: str,
         entries: Sequence[ListedCheckpoint],
         holder: Holder | None,
         pinned: frozenset[int],
         pins_error: str = "",
         uploads: Record | None = None,
-        *,
-        has_attempts: bool = False,
     ) -> _Found:
         keys, now = keep_keys(entries), time.time()
         # Where the pins cannot be known, no job removes anything.
         verdicts = {} if pins_error else outlook(entries, keys, pinned, now)
         lives = None if holder is None or holder.has_ended() else holder
-        return cls(root, has_attempts, entries, now, lives, pinned, pins_error, keys, verdicts, uploads or Record())
+        return cls(root, entries, now, lives, pinned, pins_error, keys, verdicts, uploads or Record())
 
     @property
     def latest(self) -> ListedCheckpoint | None:
@@ -121,7 +114,7 @@ class _Found:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "folder": str(self.root),
+            "folder": self.root,
             "in_use_by": str(self.holder) if self.holder is not None else None,
             "retention": self.keys,
             "uploads_to": self.uploads.address or None,
@@ -152,7 +145,7 @@ class _Found:
             parts += ["", Text(f"To be removed by {rules}, the latest checkpoint's configuration.")]
         if self.pins_error:
             parts += ["", Text(f"Nothing is removed: {self.pins_error}")]
-        if usable and self.has_attempts:
+        if usable and is_address(self.root):
             last = self.latest or usable[-1]
             # Not folded: the address is to be copied.
             address = Text(f"{self.root}/{last.name}", no_wrap=True, overflow="ignore")
@@ -280,16 +273,17 @@ def _on_disk(root: Path) -> _Found:
         raise ConfigError(f"{root} is a checkpoint, not a folder of checkpoints: use inspect")
     if not entries:
         raise none_in(root, _NONE)
-    pinned, error = frozenset[int](), ""
+    store, pinned, error = CheckpointStore(root), frozenset[int](), ""
     try:
-        pinned = Pins(root).read()
+        pinned = store.pins.read()
     except PinsUnreadable as unreadable:
         error = str(unreadable)
     records: list[Record] = []
     with contextlib.suppress(UnknownFormat):
         records = read_all(root)
     uploads = max(records, key=lambda each: max(each.stored.values(), default=0.0), default=None)
-    return _Found.of(root, entries, _holder(root), pinned, error, uploads)
+    seen = store.seen_holder()
+    return _Found.of(str(root), entries, None if seen is None else seen.holder, pinned, error, uploads)
 
 
 def _in_store(spelling: str) -> _Found:
@@ -297,16 +291,8 @@ def _in_store(spelling: str) -> _Found:
     from torchtitan_lite.bucket.store import open_bucket
     from torchtitan_lite.checkpoint.examining.stored_inventory import stored_inventory
 
-    root = SpeltAddress.of(spelling).folder
-    head, entries = stored_inventory(open_bucket(str(root)))
+    store = open_bucket(str(SpeltAddress.of(spelling).folder))
+    head, entries = stored_inventory(store)
     if not entries:
-        raise CheckpointNotFound(str(root), None, finding=_NONE)
-    return _Found.of(root, entries, head.holder, head.pinned, has_attempts=True)
-
-
-def _holder(root: Path) -> Holder | None:
-    """Return the job in the lock file; None if there is none."""
-    try:
-        return Holder.parse(read_plain(root / layout.LOCK, _LOCK_BYTES))
-    except (OSError, CheckpointUnsafe):
-        return None
+        raise CheckpointNotFound(store.address, None, finding=_NONE)
+    return _Found.of(store.address, entries, head.holder, head.pinned)

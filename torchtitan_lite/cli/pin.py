@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import Root, resolve, root_of
+from torchtitan_lite.cli.target import resolve
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import CheckpointError, CheckpointNotFound
 from torchtitan_lite.store import layout
@@ -33,7 +33,7 @@ class Pin:
 
     def run(self, screen: Screen) -> ExitCode:
         root, step = _place(self.step)
-        store = open_store(str(root))
+        store = open_store(root)
         pins = store.pins
         _refuse_without_manifest(store, step)
         with pins.changing() as pinned:
@@ -63,7 +63,7 @@ class Unpin:
 
     def run(self, screen: Screen) -> ExitCode:
         root, step = _place(self.step)
-        pins = open_store(str(root)).pins
+        pins = open_store(root).pins
         with pins.changing() as pinned:
             was_pinned = step in pinned
             pinned.discard(step)
@@ -72,15 +72,15 @@ class Unpin:
         return ExitCode.FINE
 
 
-def _place(spelling: str) -> tuple[Root, int]:
+def _place(spelling: str) -> tuple[str, int]:
     """Return the folder of checkpoints and the step that `spelling` means; the step need not be there."""
     try:
         target = resolve(spelling)
     except CheckpointNotFound as error:
         if error.step is None:
             raise
-        return root_of(error.folder), error.step
-    if target.root is None or target.step is None:
+        return error.folder, error.step
+    if not target.root or target.step is None:
         raise CheckpointError(f"{target.folder} {target.why_alone}, so no rule removes it and it needs no pin")
     return target.root, target.step
 
@@ -91,5 +91,5 @@ def _refuse_without_manifest(store: StoresCheckpoints, step: int) -> None:
             raise CheckpointError(f"{folder} has no manifest, so no rule removes it and it needs no pin")
 
 
-def _data(root: Root, pins: KeepsPins, step: int, *, changed: bool) -> dict[str, Any]:
-    return {"folder": str(root), "step": step, "changed": changed, "pinned": sorted(pins.read())}
+def _data(root: str, pins: KeepsPins, step: int, *, changed: bool) -> dict[str, Any]:
+    return {"folder": root, "step": step, "changed": changed, "pinned": sorted(pins.read())}

@@ -20,7 +20,7 @@ from torchtitan_lite.checkpoint.examining.opened import absence
 from torchtitan_lite.checkpoint.examining.transformers_folder import description_of, step_of
 from torchtitan_lite.checkpoint.resume.wrong_folder import last_step
 from torchtitan_lite.cli.spelt_address import LATEST, SpeltAddress
-from torchtitan_lite.config.address import Address, is_address
+from torchtitan_lite.config.address import is_address
 from torchtitan_lite.errors import AllCheckpointsDamaged, CheckpointNotFound, ConfigError
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing, is_checkpoint
@@ -31,10 +31,6 @@ from torchtitan_lite.store.store import CheckpointStore
 
 IN_DUMP_FOLDER = "checkpoint"
 
-Root = Path | Address
-"""A folder of checkpoints. Its string is what people write, and what `open_store` takes."""
-
-
 _ONLY_READ = "which only ls, inspect, verify, diff, prune and export take"
 
 
@@ -43,8 +39,8 @@ class Target:
     """A checkpoint, which may be damaged or not ours."""
 
     folder: Place
-    root: Root | None
-    """The folder of checkpoints that it is in; None for a checkpoint that has not the name of a step."""
+    root: str
+    """The folder of checkpoints that it is in, as people write it; empty if it has not the name of a step."""
     step: int | None
     """Its step by its name; None if its name is not one of a step."""
     why_alone: str = "is not called step-N"
@@ -118,34 +114,29 @@ def local(spelling: str, verb: str) -> Path:
     return Path(spelling)
 
 
-def root_of(text: str) -> Root:
-    """Return the folder of checkpoints that is called `text` in messages."""
-    return SpeltAddress.of(text).folder if is_address(text) else Path(text)
-
-
 def _in_store(spelt: SpeltAddress) -> Target:
     from torchtitan_lite.bucket.store import open_bucket  # Its client is an extra, and takes its time.
 
     store = open_bucket(str(spelt.folder))
     if not spelt.name and spelt.step is None:
-        return _latest(spelt.folder, store, store.committed())
+        return _latest(store.address, store, store.committed())
     head = store.head()
     kept = next((entry for entry in head.kept if spelt.step == entry.step or spelt.name == entry.name), None)
     if kept is not None:
-        return Target(store.place_of(kept.name), spelt.folder, kept.step)
+        return Target(store.place_of(kept.name), store.address, kept.step)
     if spelt.step is not None:
         raise CheckpointNotFound(store.address, spelt.step, [entry.step for entry in head.kept])
     place = store.place_of(spelt.name)
     if finding := absence(place):
         raise CheckpointNotFound(str(place), None, finding=finding)
-    return Target(place, None, None, "is the checkpoint of no step")
+    return Target(place, "", None, "is the checkpoint of no step")
 
 
 def _of_path(path: Path) -> Target:
     name = path.absolute().name
     if (step := layout.parse_step(name)) is not None:
-        return Target(path, path.parent, step)
-    return Target(path, None, _step_of_another_library(name))
+        return Target(path, str(path.parent), step)
+    return Target(path, "", _step_of_another_library(name))
 
 
 def is_one(folder: Path) -> bool:
@@ -186,10 +177,10 @@ def none_in(root: Path, finding: str) -> CheckpointNotFound:
 def _of_step(root: Path, step: int) -> Target:
     folder = root / layout.step_dir(step)
     if folder.is_dir():
-        return Target(folder, root, step)
+        return Target(folder, str(root), step)
     try:
         info = CheckpointStore(root).get(step)
-        return Target(root / info.path.name, root, info.step)
+        return Target(root / info.path.name, str(root), info.step)
     except CheckpointNotFound as error:
         raise CheckpointNotFound(str(root), step, error.available) from None  # The store knows the absolute path only.
 
@@ -214,14 +205,14 @@ def _latest_of_any(root: Path) -> Target:
     try:
         # The store knows absolute paths only.
         infos = [dataclasses.replace(info, path=root / info.path.name) for info in store.committed()]
-        return _latest(root, store, infos)
+        return _latest(str(root), store, infos)
     except CheckpointNotFound as error:
         if others := [each for each in of_other_libraries(root) if each.is_file() or not absence(each)]:
             return _of_path(others[-1])
         raise none_in(root, error.finding) from None
 
 
-def _latest(root: Root, store: StoresCheckpoints, committed: Sequence[CheckpointInfo]) -> Target:
+def _latest(root: str, store: StoresCheckpoints, committed: Sequence[CheckpointInfo]) -> Target:
     """Return the latest full checkpoint, else the latest that is not ours, else the latest weights-only one.
 
     Where all are damaged, or the latest one that may be intact cannot be read, that is raised.
@@ -236,5 +227,5 @@ def _latest(root: Root, store: StoresCheckpoints, committed: Sequence[Checkpoint
     if unreadable := store.unreadable():
         raise unreadable[max(unreadable)]
     if damaged := store.damaged():
-        raise AllCheckpointsDamaged(str(root), {step: error.summary for step, error in damaged.items()})
-    raise CheckpointNotFound(str(root), None, finding="there is no complete checkpoint in it")
+        raise AllCheckpointsDamaged(root, {step: error.summary for step, error in damaged.items()})
+    raise CheckpointNotFound(root, None, finding="there is no complete checkpoint in it")

@@ -15,7 +15,7 @@ from torchtitan_lite.checkpoint.examining.inventory import FolderState, inventor
 from torchtitan_lite.checkpoint.examining.opened import WrittenBy
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.spelt_address import SpeltAddress
-from torchtitan_lite.cli.target import Root, folder_of_checkpoints, is_one, names_step, of_other_libraries
+from torchtitan_lite.cli.target import folder_of_checkpoints, is_one, names_step, of_other_libraries
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError
 from torchtitan_lite.store.lease import LeaseClock
@@ -35,14 +35,14 @@ def store_to_write(spelling: str, screen: Screen) -> StoresCheckpoints:
     """
     if not is_address(spelling):
         root = folder_to_write(spelling).absolute()
-        return CheckpointStore(root, clock=LeaseClock(_sleep(root, screen, _LOOKS_OF_A_LIVE_JOB)))
+        return CheckpointStore(root, clock=LeaseClock(_sleep(str(root), screen, _LOOKS_OF_A_LIVE_JOB)))
     from torchtitan_lite.bucket.head_file import BucketClock  # Its client is an extra, and takes its time.
     from torchtitan_lite.bucket.store import open_bucket  # As above.
 
     address = SpeltAddress.of(spelling)
     if address.is_step:
         raise ConfigError(f"{spelling} is one checkpoint: name the folder of checkpoints, {address.folder}")
-    return open_bucket(str(address.folder), BucketClock(_sleep(address.folder, screen, looks=1)))
+    return open_bucket(str(address.folder), BucketClock(_sleep(str(address.folder), screen, looks=1)))
 
 
 def folder_to_write(spelling: str) -> Path:
@@ -95,14 +95,14 @@ def holding(store: StoresCheckpoints, verb: str) -> Iterator[HoldsFolder]:
         lease.release()
 
 
-def _sleep(root: Root, screen: Screen, looks: int) -> Callable[[float], None]:
-    """Return what sleeps between two looks at the holder of `root`, and notes the wait when `looks` were in vain."""
+def _sleep(folder: str, screen: Screen, looks: int) -> Callable[[float], None]:
+    """Return what sleeps between two looks at the holder of `folder`, and notes the wait when `looks` were in vain."""
     numbers = itertools.count(1)
 
     def sleep(seconds: float) -> None:
         # A job on a disk that lives shows it sooner.
         if next(numbers) == looks:
-            screen.note(f"note: a silent job has {root}; waiting up to 30 s to see whether it lives")
+            screen.note(f"note: a silent job has {folder}; waiting up to 30 s to see whether it lives")
         time.sleep(seconds)
 
     return sleep

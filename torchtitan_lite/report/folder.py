@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.examining.inventory import ListedCheckpoint, inventory
 from torchtitan_lite.config.address import is_in_object_store
-from torchtitan_lite.disk.plain_file import read_plain
-from torchtitan_lite.errors import CheckpointUnsafe, TorchtitanLiteError
+from torchtitan_lite.errors import TorchtitanLiteError
 from torchtitan_lite.log import logger
-from torchtitan_lite.report.lines import number
-from torchtitan_lite.store import layout
-from torchtitan_lite.store.holder import Holder
+from torchtitan_lite.store.holder import HolderSeen
 from torchtitan_lite.store.place import Place
-
-_LOCK_BYTES = 1 << 16
-
-
-@dataclass(frozen=True)
-class HolderSeen:
-    """The job in the lock of a folder."""
-
-    holder: Holder | None
-    """None if the lock cannot be read."""
-    at: float
-    """When it last showed that it lives, in Unix seconds."""
+from torchtitan_lite.store.store import CheckpointStore
 
 
 @dataclass(frozen=True)
@@ -60,29 +43,14 @@ class SeenFolder:
 def _on_disk(root: Path) -> SeenFolder:
     if not root.is_dir():
         return SeenFolder()
-    return SeenFolder(tuple(inventory(root)), _lock(root / layout.LOCK), lambda name: root / name)
-
-
-def _lock(path: Path) -> HolderSeen | None:
-    try:
-        lock = read_plain(path, _LOCK_BYTES)
-    except (OSError, CheckpointUnsafe):
-        return None
-    holder = Holder.parse(lock)
-    return HolderSeen(holder, 0.0 if holder is None else number(json.loads(lock).get("at")))
+    return SeenFolder(tuple(inventory(root)), CheckpointStore(root).seen_holder(), root.joinpath)
 
 
 def _in_store(address: str) -> SeenFolder:
     # Its client is an extra, and takes its time.
-    from torchtitan_lite.bucket.naming import beat_key
     from torchtitan_lite.bucket.store import open_bucket
     from torchtitan_lite.checkpoint.examining.stored_inventory import stored_inventory
 
     store = open_bucket(address)
-    head, entries = stored_inventory(store)
-    lock = None
-    if head.holder is not None:
-        lock = HolderSeen(head.holder, math.inf)
-        with suppress(FileNotFoundError):  # It was taken a moment ago.
-            lock = HolderSeen(head.holder, store.objects.head(beat_key(head.epoch)).modified)
-    return SeenFolder(tuple(entries), lock, store.place_of)
+    _, entries = stored_inventory(store)
+    return SeenFolder(tuple(entries), store.seen_holder(), store.place_of)

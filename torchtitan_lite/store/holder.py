@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import platform
 import time
@@ -73,6 +74,23 @@ class Holder:
         return all(type(text) is str for text in texts) and all(
             type(number) is int and low <= number < high for number, low, high in numbers
         )
+
+
+@dataclass(frozen=True)
+class HolderSeen:
+    """The job in the lock of a folder, as another process sees it."""
+
+    holder: Holder | None
+    """None if the lock cannot be read."""
+    at: float
+    """When it last showed that it lives, in Unix seconds; NaN if that is unknown."""
+
+    @classmethod
+    def parse(cls, data: bytes) -> HolderSeen:
+        """Return what the contents `data` of a lock file show."""
+        holder = Holder.parse(data)
+        at = 0 if holder is None else json.loads(data).get("at")
+        return cls(holder, at if type(at) is int and 0 <= at < _LATEST else math.nan)
 
 
 def _space() -> str:

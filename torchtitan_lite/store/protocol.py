@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from torchtitan_lite.disk.block_writer import FileSource
 from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
+from torchtitan_lite.store.holder import HolderSeen
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.place import Place
 from torchtitan_lite.store.rollbacks import Rollback
@@ -158,6 +159,10 @@ class StoresCheckpoints(Protocol):
 
     def lease(self, run_id: str, timeout_seconds: float) -> HoldsFolder:
         """Return the lease of this folder, not yet taken. Any rank."""
+        ...
+
+    def seen_holder(self) -> HolderSeen | None:
+        """Return the job in the lock of this folder, which may have ended; None if there is none. Changes nothing."""
         ...
 
     def folder_id(self, *, make: bool) -> str:

@@ -26,16 +26,18 @@ from torchtitan_lite.disk.block_writer import FileSource
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import DISK, Durable, naming
 from torchtitan_lite.disk.new_file import LOOK_SECONDS, NewFileOnDisk
-from torchtitan_lite.disk.plain_file import sizes_of
+from torchtitan_lite.disk.plain_file import read_plain, sizes_of
 from torchtitan_lite.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
     CheckpointUnreadable,
+    CheckpointUnsafe,
     SaveFailed,
 )
 from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.folder_id import folder_id
+from torchtitan_lite.store.holder import HolderSeen
 from torchtitan_lite.store.known_manifests import KnownManifests, describe
 from torchtitan_lite.store.lease import Lease, LeaseClock
 from torchtitan_lite.store.lineage import without_abandoned
@@ -66,6 +68,7 @@ def _lock_of(root: Path) -> AbstractContextManager[bool]:
     return threading.RLock()
 
 
+_LOCK_BYTES = 1 << 16
 _MOST_LOOKS = 900
 """Sizes of files that a commit asks the file system for: of more ranks only the names are looked at."""
 
@@ -144,6 +147,12 @@ class CheckpointStore:
             clock=self._clock,
             make_room=functools.partial(recover, self),
         )
+
+    def seen_holder(self) -> HolderSeen | None:
+        try:
+            return HolderSeen.parse(read_plain(self.root / layout.LOCK, _LOCK_BYTES))
+        except (OSError, CheckpointUnsafe):
+            return None
 
     def folder_id(self, *, make: bool) -> str:
         """Return the id of this folder, which `make` gives it if it has none; empty without one. Raises OSError."""

@@ -6,12 +6,12 @@ changed. What is in no head is a save that is under way or was cut off; unknown 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from torchtitan_lite.bucket import naming
 from torchtitan_lite.bucket.head import Entry, Head, Status
 from torchtitan_lite.bucket.manifests import read_manifest, size_findings
+from torchtitan_lite.bucket.naming import AttemptObjects
 from torchtitan_lite.bucket.store import BucketStore
 from torchtitan_lite.checkpoint.examining.inventory import (
     FolderState,
@@ -43,15 +43,6 @@ _FINDINGS = {
 _HALF_WRITTEN = "a save into it is under way or was cut off"
 
 
-@dataclass
-class _Objects:
-    """Those of one checkpoint."""
-
-    sizes: dict[str, int] = field(default_factory=dict)
-    modified: float = 0.0
-    """When the latest of them was written, in Unix seconds; 0 if there is none."""
-
-
 def stored_inventory(store: BucketStore) -> tuple[Head, list[ListedCheckpoint]]:
     """Return the head of `store`, and what is in its folder, by ascending step. Raises OSError."""
     while True:
@@ -63,11 +54,11 @@ def stored_inventory(store: BucketStore) -> tuple[Head, list[ListedCheckpoint]]:
 
 
 def _found(store: BucketStore, head: Head) -> list[ListedCheckpoint]:
-    objects = _listed(store)
+    objects = naming.attempts_in(store.objects.list(naming.CHECKPOINTS))
     found: dict[str, ListedCheckpoint] = {}
 
     def read(entry: Entry) -> None:
-        found[entry.name] = _entry(store, entry, objects.get(entry.name, _Objects()))
+        found[entry.name] = _entry(store, entry, objects.get(entry.name, AttemptObjects()))
 
     # What is set aside or being removed, and whose objects are gone, was removed.
     entries = [entry for entry in head.entries if entry.status is Status.KEPT or entry.name in objects]
@@ -78,18 +69,7 @@ def _found(store: BucketStore, head: Head) -> list[ListedCheckpoint]:
     return list(found.values())
 
 
-def _listed(store: BucketStore) -> Mapping[str, _Objects]:
-    """Return the objects of each checkpoint, by its name."""
-    found: dict[str, _Objects] = {}
-    for each in store.objects.list(naming.CHECKPOINTS):
-        if (split := naming.split_key(each.key)) is not None:
-            of_name = found.setdefault(split[0], _Objects())
-            of_name.sizes[split[1]] = each.size
-            of_name.modified = max(of_name.modified, each.modified)
-    return found
-
-
-def _entry(store: BucketStore, entry: Entry, objects: _Objects) -> ListedCheckpoint:
+def _entry(store: BucketStore, entry: Entry, objects: AttemptObjects) -> ListedCheckpoint:
     place, is_kept = store.place_of(entry.name), entry.status is Status.KEPT
     state, finding = _STATES[entry.status], "; ".join(entry.findings) or _FINDINGS.get(entry.status, "")
     try:
@@ -108,7 +88,7 @@ def _entry(store: BucketStore, entry: Entry, objects: _Objects) -> ListedCheckpo
     return replace(_rest(entry.name, objects, state, finding), has_name_of_step=is_kept)
 
 
-def _rest(name: str, objects: _Objects, state: FolderState, finding: str) -> ListedCheckpoint:
+def _rest(name: str, objects: AttemptObjects, state: FolderState, finding: str) -> ListedCheckpoint:
     step, _ = naming.parse_attempt(name) or (None, "")
     nbytes = sum(size for file, size in objects.sizes.items() if file != layout.MANIFEST)
     return ListedCheckpoint(

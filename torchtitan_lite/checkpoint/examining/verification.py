@@ -31,7 +31,8 @@ from torchtitan_lite.checkpoint.reading.files import Identity, StoredFiles, file
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.collection import no_collection
-from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.block_reader import DamagedRange
+from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, num_blocks
 from torchtitan_lite.disk.reads_blocks import ReadsBlocks
 from torchtitan_lite.errors import (
     CheckpointDamaged,
@@ -46,6 +47,11 @@ from torchtitan_lite.store.known_manifests import damage_in
 from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.manifest_fields import DCP_METADATA
 from torchtitan_lite.store.place import Place, home_of, on_disk
+from torchtitan_lite.store.protocol import CORRUPT, SetAside
+from torchtitan_lite.store.rank_records import RecordedFiles, RecordsOfRanks
+
+_BLOCKS_AT_A_TIME = 64
+"""Of what was set aside, between two reports of progress."""
 
 
 @dataclass(frozen=True)
@@ -310,3 +316,42 @@ def finding_of(folder: Place, error: CheckpointDamaged | CheckpointUnsafe) -> Fi
     described = (layout.MANIFEST, layout.METADATA, layout.DIGESTS)
     is_file = colon and (file in described or file.endswith((".safetensors", ".json")))
     return Finding(file, text, damage.keys) if is_file else Finding("", damage.finding, damage.keys)
+
+
+def check_set_aside(aside: SetAside, advance: Callable[[int], object]) -> None:
+    """Raise CheckpointDamaged unless `aside` is what was committed, so that it may have its place again.
+
+    Every byte of a damaged one is read; of an abandoned one, in which nothing was ever wrong, the sizes of the files
+    are compared: a load verifies it anyway. Calls `advance` with the bytes of each read. Raises `CheckpointUnreadable`,
+    OSError.
+    """
+    place, manifest, files = aside.folder, aside.manifest, files_of(aside.folder)
+    sizes = recorded_sizes(manifest.files)
+    findings = [files.size_finding(name, size) for name, size in sorted(sizes.items())]
+    _refuse(aside, findings)
+    if aside.why == CORRUPT:
+        reader = files.reader()
+        # They have these sizes.
+        records = RecordsOfRanks(manifest, str(place), reader, files.path_of, lambda names: sizes)
+        for name, record in sorted(RecordedFiles(manifest, records).items()):
+            _refuse(aside, [_digest_finding(reader, files.path_of(name), record, advance)])
+
+
+def _refuse(aside: SetAside, findings: list[str]) -> None:
+    if finding := next(filter(None, findings), ""):
+        raise CheckpointDamaged(str(aside.folder), finding)
+
+
+def _digest_finding(reader: ReadsBlocks, path: Path, record: FileRecord, advance: Callable[[int], object]) -> str:
+    """Return what is wrong with the bytes of the file `path`; the empty string if nothing is."""
+    if record.size and not record.blocks:
+        return f"{path.name} has no digests in {layout.MANIFEST}, so it cannot be verified"
+    count = num_blocks(record.size)
+    for begin in range(0, count, _BLOCKS_AT_A_TIME):
+        end = min(begin + _BLOCKS_AT_A_TIME, count)
+        try:
+            reader.verify(path, record, range(begin, end))
+        except DamagedRange as damage:
+            return f"{path.name}: bytes {damage.begin} to {damage.end} are not those that were written"
+        advance(min(end * BLOCK_BYTES, record.size) - begin * BLOCK_BYTES)
+    return ""
