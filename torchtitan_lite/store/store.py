@@ -46,10 +46,9 @@ from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manif
 from torchtitan_lite.store.manifest_fields import DCP_METADATA
 from torchtitan_lite.store.pins import Pins
 from torchtitan_lite.store.place import on_disk
-from torchtitan_lite.store.protocol import StoresCheckpoints, nothing
+from torchtitan_lite.store.protocol import Shelf, StoresCheckpoints, nothing
 from torchtitan_lite.store.retired import RetiredCheckpoints
 from torchtitan_lite.store.rollbacks import RollbackFile
-from torchtitan_lite.store.set_aside import ShelfOnDisk
 
 
 def free_bytes(folder: Path) -> int:
@@ -135,7 +134,9 @@ class CheckpointStore:
         return RollbackFile(self.root, self._durable)
 
     @property
-    def shelf(self) -> ShelfOnDisk:
+    def shelf(self) -> Shelf:
+        from torchtitan_lite.store.set_aside import ShelfOnDisk  # No run needs it.
+
         return ShelfOnDisk(self, self.root, self._durable)
 
     def lease(self, run_id: str, timeout_seconds: float) -> Lease:
