@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import sys
+import time
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -164,6 +165,10 @@ class Killer(lightning.Callback):
         is_last_rank = trainer.global_rank == trainer.world_size - 1
         if is_last_rank and trainer.fit_loop.total_batch_idx + 1 == self.options.signal_at:
             os.kill(os.getpid(), signal.SIGTERM)
+            deadline = time.monotonic() + 60
+            while not self.checkpoints.manager._departure.received:  # A thread hears of it: on a busy machine, later.
+                assert time.monotonic() < deadline, "the signal was not heard"
+                time.sleep(0.001)
 
 
 def say(line: str) -> None:
