@@ -13,7 +13,6 @@ from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.environment import memory_is_off
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.retention import KeepAll, RetentionPolicy
-from torchtitan_lite.store.store import CheckpointStore
 
 
 def build_companions(
@@ -30,24 +29,24 @@ def images(store: StoresCheckpoints, plans: PlanCache, context: RunContext) -> l
     """Return what the run keeps in memory: nothing unless it is a run that saves, and the memory is to be kept."""
     config = context.config
     # What a keeper holds is compared with the folder on its host's disk; a bucket belongs to no host.
-    if not (_saves(config) and config.memory_ttl_seconds) or memory_is_off() or not isinstance(store, CheckpointStore):
+    if not (_saves(config) and config.memory_ttl_seconds) or memory_is_off() or store.root is None:
         return []
     from torchtitan_lite.checkpoint.images.run_images import build_run_images
     from torchtitan_lite.checkpoint.replicas.host_replicas import HostReplicas
 
-    return [build_run_images(store, plans, context, HostReplicas)]
+    return [build_run_images(store, store.root, plans, context, HostReplicas)]
 
 
 def _uploads(folders: RunFolders, retention: RetentionPolicy | None, context: RunContext) -> list[Companion]:
     """Return what uploads the checkpoints of `folders`, and loads uploaded ones."""
     config, source = context.config, folders.checkpoints
-    if folders.uploads is None or not config.enable_checkpoint or not isinstance(source, CheckpointStore):
+    if folders.uploads is None or not config.enable_checkpoint or source.root is None:
         return []
     from torchtitan_lite.checkpoint.uploads import UploadFolder, Uploads
 
     if not _saves(config):
         return [UploadFolder(folders.uploads)]
-    return [Uploads(source, folders.uploads, retention or KeepAll(), context)]
+    return [Uploads(source, source.root, folders.uploads, retention or KeepAll(), context)]
 
 
 def _saves(config: Checkpoint) -> bool:

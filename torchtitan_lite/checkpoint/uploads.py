@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.reading.files import Files
@@ -36,7 +37,6 @@ from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.retention import RetentionPolicy
 from torchtitan_lite.store.rollbacks import Rollback
-from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.stores import usable
 from torchtitan_lite.uploading import record
 from torchtitan_lite.uploading.choice import Save, continues, is_of_another_run, missing, not_left, save_of
@@ -59,17 +59,18 @@ class UploadFolder(Companion):
 
 
 class Uploads(UploadFolder):
-    """Uploads from `source` to `target`."""
+    """Uploads from `source`, the folder `root` of a disk, to `target`."""
 
     def __init__(
         self,
-        source: CheckpointStore,
+        source: StoresCheckpoints,
+        root: Path,
         target: StoresCheckpoints,
         retention: RetentionPolicy,
         context: RunContext,
     ) -> None:
         super().__init__(target)
-        self._source, self._context = source, context
+        self._source, self._root, self._context = source, root, context
         self._retention = retention
         self._emit = context.emit
         self._process: UploadProcess | None = None
@@ -77,7 +78,7 @@ class Uploads(UploadFolder):
     def protected(self) -> AbstractSet[int]:
         # What is under way. All else that the rules remove here they would remove there, too.
         try:
-            begun = record.read(self._source.root, self._target.address).begun
+            begun = record.read(self._root, self._target.address).begun
         except UnknownFormat:  # The uploads have ended for it, and said so.
             return frozenset()
         return frozenset() if begun is None else frozenset({begun.save[0]})
@@ -150,7 +151,7 @@ class Uploads(UploadFolder):
         try:
             with usable(self._source.address):
                 source = self._source.committed()
-            known = record.read(self._source.root, self._target.address).stored.keys() | stored
+            known = record.read(self._root, self._target.address).stored.keys() | stored
             pinned = self._source.pins.read()
         except CheckpointError:
             return []

@@ -9,6 +9,7 @@ import dataclasses
 import os
 import uuid
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.format.flattening import State
@@ -31,7 +32,7 @@ from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.distributed.environment import runtime_folder
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.manifest import CheckpointInfo
-from torchtitan_lite.store.store import CheckpointStore
+from torchtitan_lite.store.protocol import StoresCheckpoints
 
 MakesReplicas = Callable[[Tier, Pool, RunContext], Replicates]
 
@@ -42,7 +43,7 @@ class FoundImages(Companion):
     keeps_copies = False
     """Whether copies of this start stay in memory for the next one."""
 
-    def __init__(self, tier: Tier, store: CheckpointStore, context: RunContext) -> None:
+    def __init__(self, tier: Tier, store: StoresCheckpoints, context: RunContext) -> None:
         self.tier = tier
         self._sources = ImageSources(tier, context)
         self._store = store
@@ -95,7 +96,7 @@ class FoundImages(Companion):
         try:
             return uuid.uuid4().hex[:16], self._store.folder_id(make=True)
         except OSError as error:
-            logger.warning("No images in memory: the folder %s got no id: %s", self._store.root, error)
+            logger.warning("No images in memory: the folder %s got no id: %s", self._store.address, error)
             return uuid.uuid4().hex[:16], ""
 
 
@@ -107,7 +108,7 @@ class KeptImages(FoundImages):
 
     keeps_copies = True
 
-    def __init__(self, images: Images, store: CheckpointStore, context: RunContext) -> None:
+    def __init__(self, images: Images, store: StoresCheckpoints, context: RunContext) -> None:
         super().__init__(images.tier, store, context)
         self.images = images
         self._began = 0.0
@@ -196,14 +197,15 @@ class KeptImages(FoundImages):
 
 
 def build_run_images(
-    store: CheckpointStore,
+    store: StoresCheckpoints,
+    root: Path,
     plans: PlanCache,
     context: RunContext,
     make_replicas: MakesReplicas,
 ) -> FoundImages:
     """Return the images of a run that keeps some if it makes copies. Touches nothing."""
     config, rank = context.config, context.peers.rank
-    tier = build_tier(store.root, config.memory_ttl_seconds, runtime_folder(), rank)
+    tier = build_tier(root, config.memory_ttl_seconds, runtime_folder(), rank)
     if config.async_mode == "disabled":
         return FoundImages(tier, store, context)
     stager = build_image_stager(tier.give_up)
