@@ -2,8 +2,9 @@
 
 A checkpoint counts by its own manifest alone: its name must be that of its step, and it must be a folder, not a link to
 one. A manifest is remembered with the identity of its file (device, inode, size, times) and read again only when
-another file has its name. The process that writes the folder need not even look, so that a save next to a thousand
-checkpoints takes no longer than one next to ten. A manifest that the system cannot read is neither intact nor damaged:
+another file has its name; of one that this process wrote, what was written is known, and no byte of it is parsed. The
+process that writes the folder need not even look, so that a save next to a thousand checkpoints takes no longer than
+one next to ten. A manifest that the system cannot read is neither intact nor damaged:
 a caller who needs it gets the error, all others one warning. Any thread.
 """
 
@@ -11,12 +12,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 
 from torchtitan_lite import faults
-from torchtitan_lite.disk.plain_file import size_finding
+from torchtitan_lite.disk.digest import text_digest
+from torchtitan_lite.disk.plain_file import read_plain, size_finding
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
@@ -39,6 +42,8 @@ class _Known:
     """Whether any later change of the file would change its identity."""
     info: CheckpointInfo | CheckpointDamaged
     sizes: Mapping[str, int]
+    digest: str = ""
+    """Of its bytes, if this process wrote them: while the file is not settled, they are compared with it."""
 
 
 class KnownManifests:
@@ -53,11 +58,20 @@ class KnownManifests:
         self._listed: dict[str, CheckpointInfo] | None = None
         """The intact checkpoints by name, for the writer; None if not all are known."""
 
-    def note_commit(self, info: CheckpointInfo) -> None:
-        """Note that this process has committed `info`, so that no other one renames anything here."""
+    def note_commit(self, folder: Path, manifest: Manifest, text: bytes) -> CheckpointInfo:
+        """Note that this process has committed `folder`, so that no other one renames anything here; return what it is.
+
+        `text` is what it wrote of `manifest`.
+        """
+        info = describe(folder, manifest)
         self._is_writer = True
         if self._listed is not None:
-            self._listed[on_disk(info.path).name] = info
+            self._listed[folder.name] = info
+        with suppress(OSError):  # Then the next look finds what is wrong.
+            identity = identity_of(folder)
+            settled = _is_settled(identity, self._now_ns())
+            self._known[folder] = _Known(identity, settled, info, recorded_sizes(manifest.files), text_digest([text]))
+        return info
 
     def find(self, step: int, places: Sequence[Path]) -> CheckpointInfo | None:
         """Return the first intact checkpoint of `step` in `places`; None if there is no checkpoint.
@@ -181,9 +195,11 @@ class KnownManifests:
             # Before the file is read: if it is replaced in between, the next look sees another identity and reads
             # again.
             identity = identity_of(folder)
-            known = self._known.get(folder)
-            if known is None or known.identity != identity or not known.is_settled:
-                known = _look_into(folder, step, identity, self._now_ns())
+            known, now_ns = self._known.get(folder), self._now_ns()
+            if known is None or known.identity != identity:
+                known = _look_into(folder, step, identity, now_ns)
+            elif not known.is_settled:
+                known = _as_written(folder, known, now_ns) or _look_into(folder, step, identity, now_ns)
         except (FileNotFoundError, NotADirectoryError):
             known = None
         except OSError as error:
@@ -236,8 +252,24 @@ def _raise_damage(known: _Known) -> None:
         raise CheckpointDamaged(known.info.path, known.info.finding)
 
 
+def _is_settled(identity: Identity, now_ns: int) -> bool:
+    return now_ns - max(identity[-2:]) > SETTLED_NS
+
+
+def _as_written(folder: Path, known: _Known, now_ns: int) -> _Known | None:
+    """Return what is `known` of `folder`, if this process wrote its manifest and that has the same bytes still."""
+    if not known.digest:
+        return None
+    try:
+        data = read_plain(folder / layout.MANIFEST, limit=known.identity[2])
+    except CheckpointUnsafe:
+        return None
+    settled = _is_settled(known.identity, now_ns)
+    return replace(known, is_settled=settled) if text_digest([data]) == known.digest else None
+
+
 def _look_into(folder: Path, step: int, identity: Identity, now_ns: int) -> _Known | None:
-    settled = now_ns - max(identity[-2:]) > SETTLED_NS
+    settled = _is_settled(identity, now_ns)
     try:
         manifest = Manifest.of_folder(folder)
     except CheckpointDamaged as error:

@@ -38,7 +38,7 @@ from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.folder_id import folder_id
 from torchtitan_lite.store.holder import HolderSeen
-from torchtitan_lite.store.known_manifests import KnownManifests, describe
+from torchtitan_lite.store.known_manifests import KnownManifests
 from torchtitan_lite.store.lease import Lease, LeaseClock
 from torchtitan_lite.store.lineage import without_abandoned
 from torchtitan_lite.store.listing import Listing, is_folder, is_unmanaged
@@ -324,14 +324,14 @@ class CheckpointStore:
         # First, because sealing removes files from the staging folder, which may be another job's by now.
         fence()
         staging = self.root / place
-        sealed = self._seal(step, manifest, staging)
+        sealed, text = self._seal(step, manifest, staging)
         self._durable.fsync_dir(self.root)
         faults.point("commit", step=step, path=self._final(step))
         with self.exclusive:
             replaced = self._put_in_place(sealed, staging, fence)
             faults.point("committed", step=step, path=self._final(step))
             self._durable.fsync_dir(self.root)
-            self._manifests.note_commit(info := describe(self._final(step), sealed))
+            info = self._manifests.note_commit(self._final(step), sealed, text)
             # Only now, after the sync: until then a power cut may undo the rename, and what it replaced is all there
             # is.
             self._retired.after_commit(step, replaced, sealed.lineage.abandons)
@@ -367,8 +367,11 @@ class CheckpointStore:
         """
         return self._retired.recover()
 
-    def _seal(self, step: int, manifest: Manifest, staging: Path) -> Manifest:
-        """Leave the files of the returned manifest, and no others, in the folder `staging`, durably."""
+    def _seal(self, step: int, manifest: Manifest, staging: Path) -> tuple[Manifest, bytes]:
+        """Leave the files of the returned manifest, and no others, in the folder `staging`, durably.
+
+        Returns what was written of it, too.
+        """
         if manifest.step != step:
             raise SaveFailed(step, f"its manifest is of step {manifest.step}, not {step}")
         run_id = manifest.lineage.run_id
@@ -391,10 +394,11 @@ class CheckpointStore:
                 self._durable.fsync_file(file.fileno())
         faults.point("manifest", step=step, path=staging / layout.MANIFEST)
         # The manifest comes last: a folder that has one holds all files that it lists.
-        self._durable.write_file(staging / layout.MANIFEST, sealed.to_readable_json())
+        text = sealed.to_readable_json()
+        self._durable.write_file(staging / layout.MANIFEST, text)
         faults.point("seal", step=step, path=staging)
         self._durable.fsync_dir(staging)
-        return sealed
+        return sealed, text
 
     def _put_in_place(self, sealed: Manifest, staging: Path, fence: Callable[[], object]) -> list[Path]:
         """Rename `staging` to step-N, after what has that name got another one; return where what it replaced is."""

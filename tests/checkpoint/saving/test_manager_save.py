@@ -17,6 +17,7 @@ from tests.checkpoint.small_run import Tiny, fqns, job_config, same
 from tests.disks import FailingDisk
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.errors import ConfigError, SaveFailed
+from torchtitan_lite.store import known_manifests
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -291,3 +292,23 @@ def test_a_closed_manager_releases_the_folder(start_run: StartRun) -> None:
     run.manager.close()
     run.manager.close()
     assert not (run.root / "writer.lock").exists()
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_saves_and_removals_parse_no_manifest_of_this_process(
+    start_run: StartRun, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    looked_at: list[Path] = []
+    look_into = known_manifests._look_into
+
+    def noted(folder: Path, *given: Any) -> Any:
+        looked_at.append(folder)
+        return look_into(folder, *given)
+
+    monkeypatch.setattr(known_manifests, "_look_into", noted)
+    run = start_run(interval=1, keep_latest_k=2, async_mode=mode)
+    for _ in range(5):
+        run.step()
+        run.manager.wait()
+    run.manager.close()  # Removals may be behind.
+    assert run.names() == ["step-4", "step-5"] and not looked_at
