@@ -79,8 +79,8 @@ def test_before_the_first_checkpoint_the_latest_image_is_the_last_resort(store: 
     assert (source.step, source.key.step, source.key.start) == (7, 7, "a1")
     assert source.is_last_resort and not source.is_spread
     assert (source.path.name, source.model_only, source.nbytes) == ("step-7", False, 3)
-    assert (source.lineage, source.topology) == (Lineage("r1"), "2 ranks")
-    assert source.config == {"training": {"steps": 10}}
+    assert (source.lineage, source.recorded.topology) == (Lineage("r1"), "2 ranks")
+    assert source.recorded.config == {"training": {"steps": 10}}
     manifest = Manifest.parse(source.manifest)
     assert (manifest.step, manifest.kind, manifest.world_size) == (7, CheckpointKind.FULL, 1)
     assert (manifest.created_at, manifest.versions) == (1.5, {"torch": "2.13"})

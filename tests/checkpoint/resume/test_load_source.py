@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.store import filled
-from torchtitan_lite.checkpoint.reading.source import LoadSource
+from torchtitan_lite.checkpoint.reading.source import LoadSource, Recorded
 from torchtitan_lite.checkpoint.resume.load_source import choose_source, latest_step, new_run
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import CheckpointMismatch, CheckpointNotFound
@@ -56,15 +56,15 @@ def test_the_latest_full_checkpoint_is_taken(store: CheckpointStore) -> None:
 def test_a_step_whose_ranks_differed_is_skipped_unless_it_is_named_or_there_is_no_other(store: CheckpointStore) -> None:
     commit(store, 2, ranks_differ=True)
     source = chosen(store)
-    assert source is not None and (source.step, source.ranks_differ, source.skipped) == (2, True, ())
+    assert source is not None and (source.step, source.recorded.ranks_differ, source.skipped) == (2, True, ())
     for step, ranks_differ in ((1, False), (3, True), (4, True)):
         commit(store, step, ranks_differ=ranks_differ)
     source = chosen(store)
-    assert source is not None and (source.step, source.ranks_differ, source.skipped) == (1, False, (2, 3, 4))
+    assert source is not None and (source.step, source.recorded.ranks_differ, source.skipped) == (1, False, (2, 3, 4))
     assert source.is_proof
     assert latest_step(store, Checkpoint()) == 1
     named = chosen(store, 4)
-    assert named is not None and (named.step, named.ranks_differ, named.is_proof) == (4, True, False)
+    assert named is not None and (named.step, named.recorded.ranks_differ, named.is_proof) == (4, True, False)
 
 
 def test_a_weights_only_checkpoint_is_a_fresh_start(store: CheckpointStore) -> None:
@@ -233,11 +233,11 @@ def test_a_source_describes_the_run_that_saved_it(store: CheckpointStore, tmp_pa
     ]
     for source in sources:
         assert source is not None
-        assert (source.topology, source.config) == ("2 ranks", {"training": {"steps": 9}})
-        assert source.tensor_digests == {"model.w": "ab"}
+        assert (source.recorded.topology, source.recorded.config) == ("2 ranks", {"training": {"steps": 9}})
+        assert source.recorded.tensor_digests == {"model.w": "ab"}
     unknown = chosen(elsewhere, initial_load_path=str(plain_dcp(tmp_path / "plain")))
     assert unknown is not None
-    assert (unknown.topology, unknown.config, unknown.tensor_digests, unknown.nbytes) == ("", {}, {}, 0)
+    assert (unknown.recorded, unknown.nbytes) == (Recorded(), 0)
 
 
 @pytest.mark.parametrize(("model_only", "step"), [(True, 0), (False, 5)])

@@ -24,6 +24,22 @@ from torchtitan_lite.store.rollbacks import Rollback
 
 
 @dataclass(frozen=True)
+class Recorded:
+    """What a manifest records of the run that saved a checkpoint; the defaults are of one without a manifest."""
+
+    topology: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    tensor_digests: dict[str, str] = field(default_factory=dict)
+    """By key."""
+    has_nan: bool = False
+    """Whether NaN was seen in its weights or optimizer states."""
+    ranks_differ: bool = False
+    """Whether ranks were seen to hold different values of a tensor."""
+    trained_seconds: float = 0.0
+    """That the run had trained, in all its starts."""
+
+
+@dataclass(frozen=True)
 class LoadSource:
     """A checkpoint to load."""
 
@@ -39,18 +55,9 @@ class LoadSource:
     """Whether it is from another run, to start a new one."""
     is_explicit: bool = False
     """Whether the user named it by step or path: no other one may replace it."""
-    topology: str = ""
-    """Topology of the run that saved it; empty if unknown."""
-    config: dict[str, Any] = field(default_factory=dict)
-    """Configuration of the run that saved it; empty if unknown."""
-    tensor_digests: dict[str, str] = field(default_factory=dict)
-    """Digest of each tensor by key; empty if it has none."""
+    recorded: Recorded = field(default_factory=Recorded)
     excluded: tuple[str, ...] = ()
     """States that this load does not change."""
-    has_nan: bool = False
-    """Whether NaN was seen in its weights or optimizer states when they were saved."""
-    ranks_differ: bool = False
-    """Whether ranks were seen to hold different values of a tensor when it was saved."""
     skipped: tuple[int, ...] = ()
     """Later steps that it goes before, because ranks differed when those were saved."""
 
@@ -59,9 +66,6 @@ class LoadSource:
 
     found_at: int | None = None
     """The step at which it was saved, if the new run does not resume from there; else None."""
-
-    trained_seconds: float = 0.0
-    """That its run had trained, in all its starts; 0 if unknown, and for the checkpoint of another run."""
 
     @property
     def saved_at(self) -> int:
@@ -76,7 +80,7 @@ class LoadSource:
     @property
     def loaded(self) -> Tick:
         """The moment of the run at which it resumes."""
-        return Tick(self.continues_at or 0, self.trained_seconds)
+        return Tick(self.continues_at or 0, 0.0 if self.initial else self.recorded.trained_seconds)
 
     @property
     def on_disk(self) -> Tick:
@@ -91,7 +95,7 @@ class LoadSource:
     @property
     def is_proof(self) -> bool:
         """Whether a load of it proves that the step on disk is good."""
-        return not (self.initial or self.has_nan or self.ranks_differ)
+        return not (self.initial or self.recorded.has_nan or self.recorded.ranks_differ)
 
     @property
     def image_of(self) -> int:

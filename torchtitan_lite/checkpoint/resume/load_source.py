@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
-from torchtitan_lite.checkpoint.reading.source import LoadSource
+from torchtitan_lite.checkpoint.reading.source import LoadSource, Recorded
 from torchtitan_lite.checkpoint.resume.wrong_folder import checked_initial_path
 from torchtitan_lite.config.job_config import EXCLUDABLE_STATES, Checkpoint
 from torchtitan_lite.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, CheckpointUnreadable
@@ -161,7 +161,7 @@ def with_exclusions(source: LoadSource, config: Checkpoint) -> LoadSource:
         return source
     if _TRAIN_STATE not in config.exclude_from_loading:
         return dataclasses.replace(source, excluded=config.exclude_from_loading)
-    is_its_own = not source.initial and _TRAIN_STATE in _exclusions_of(source.config)
+    is_its_own = not source.initial and _TRAIN_STATE in _exclusions_of(source.recorded.config)
     if is_its_own and not config.new_branch:
         return source
     # With the branch point, the same `load_step` continues this branch at the next start; that of an older branch is a
@@ -251,15 +251,15 @@ def _with_origin(source: LoadSource) -> LoadSource:
     if manifest is None:
         return source
     extra = manifest.extra
-    return dataclasses.replace(
-        source,
+    recorded = Recorded(
         topology=extra.get("topology", ""),
         config=extra.get("config", {}),
         tensor_digests=extra.get("tensor_digests", {}),
         has_nan=bool(extra.get(NAN_IN)),
         ranks_differ=bool(extra.get(RANKS_DIFFER)),
-        trained_seconds=0.0 if source.initial else extra.get(TRAINED_SECONDS, 0.0),
+        trained_seconds=extra.get(TRAINED_SECONDS, 0.0),
     )
+    return dataclasses.replace(source, recorded=recorded)
 
 
 _OF_A_RUN = tuple(f"{name}." for name in EXCLUDABLE_STATES)

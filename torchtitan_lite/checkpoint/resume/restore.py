@@ -53,8 +53,8 @@ def refuse_early(config: JobConfig, peers: Peers) -> None:
         source = peers.on_coordinator(lambda: _chosen(store, checkpoint))
     except (CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe):
         return  # The load meets it again, and reports it in an event.
-    if source is not None and not source.model_only and source.config:
-        refused = [f"  {change}" for change in compare(source.config, config) if change.rule is Rule.REFUSED]
+    if source is not None and not source.model_only and source.recorded.config:
+        refused = [f"  {change}" for change in compare(source.recorded.config, config) if change.rule is Rule.REFUSED]
         if refused:
             raise CheckpointMismatch(str(source.path), "\n".join(refused))
 
@@ -152,11 +152,11 @@ class Restore:
         for change in report.changes:
             (logger.warning if change.rule is Rule.WARNED else logger.info)("Since the checkpoint: %s", change)
         self._warn_of_ignored_states()
-        if self._source.has_nan:
+        if self._source.recorded.has_nan:
             logger.warning(
                 "%s was saved with NaN in its weights or optimizer; --checkpoint.load_step rolls back", report.path
             )
-        if self._source.ranks_differ:
+        if self._source.recorded.ranks_differ:
             logger.warning("%s was saved while ranks held different values: it may be wrong", report.path)
         for reason in report.fresh_states:
             logger.warning("%s", reason)
@@ -272,19 +272,20 @@ class Restore:
         strict = self._config.checkpoint.load_strictness == "error" or keys.lost_states(list(self._loaded))
         names = self._stored.model_names(self._model_state) if keys.missing else {}
         frozen, own = self._model.frozen_names(), tensors_of(self._model_state)
-        left_out_there = self._source.config.get("checkpoint", {}).get("save_trained_only", False)
+        left_out_there = self._source.recorded.config.get("checkpoint", {}).get("save_trained_only", False)
         trainable = self._model.parameter_names() - frozen if left_out_there else ()
         known = [
             *ways_out(keys.missing, own, names, list(self._loaded), frozen, trainable),
             *other_groups(keys, self._model_state, {name for slot in self._slots.values() for name in slot.names}),
         ]
+        recorded = self._source.recorded
         return ResumeReport(
             path=self._source.path,
             step=self._source.step,
             keys=keys,
             keys_are_refused=strict,
-            changes=compare(self._source.config, self._config) if everything and self._source.config else (),
-            topology_before=self._source.topology,
+            changes=compare(recorded.config, self._config) if everything and recorded.config else (),
+            topology_before=recorded.topology,
             topology_now=self._topology,
             refused_states=refused_states,
             fresh_states=tuple(self._fresh.values()),
@@ -306,7 +307,8 @@ class Restore:
                 "load_strictness the loaded tensors need not equal the saved ones"
             )
             return
-        verify(str(self._source.path), lambda: self._state_to_verify(rules), self._source.tensor_digests, self._peers)
+        digests = self._source.recorded.tensor_digests
+        verify(str(self._source.path), lambda: self._state_to_verify(rules), digests, self._peers)
 
     def _state_to_verify(self, rules: LoadRules) -> dict[str, Any]:
         # A new state dict: the one that the load read into may hold copies, which prove nothing about the model.
@@ -321,7 +323,7 @@ class Restore:
         rng, rank = RngState(), self._peers.rank
         key = f"{RNG}.rank{rank}"
         # Only on the topology that saved them: on another one, rank N has another part of the work.
-        has_own = bool(self._stored.keys(f"{key}.")) and self._source.topology == self._topology
+        has_own = bool(self._stored.keys(f"{key}.")) and self._source.recorded.topology == self._topology
         if not self._peers.max_over_ranks(not has_own)[0]:
             self._load_together(rng, self._stored.read_state(key, {}))
             self.has_restored_rng = True
@@ -329,7 +331,7 @@ class Restore:
         rng.derive(torch.initial_seed(), self._source.step, rank)
         logger.info(
             "The random generators of %s do not fit %s: new ones begin, derived from seed, step and rank",
-            topology_in_words(self._source.topology) or "the checkpoint",
+            topology_in_words(self._source.recorded.topology) or "the checkpoint",
             topology_in_words(self._topology),
         )
 
