@@ -33,6 +33,7 @@ PUBLIC = {
         "RetentionPolicy",
         "Ruling",
         "SavePolicy",
+        "Seams",
         "Stateful",
         "Tick",
         "TrainState",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.resume.evaluation import load_model
     from torchtitan_lite.checkpoint.schedule.failures import Past
     from torchtitan_lite.checkpoint.schedule.interval import AnyOf, AtStep, EverySeconds, EverySteps, SavePolicy, Tick
+    from torchtitan_lite.checkpoint.seams import Seams
     from torchtitan_lite.checkpoint.state.per_rank import PerRank
     from torchtitan_lite.checkpoint.state.stateful import Stateful
     from torchtitan_lite.checkpoint.state.train_state import TrainState
@@ -53,6 +54,7 @@ __all__ = [
     "RetentionPolicy",
     "Ruling",
     "SavePolicy",
+    "Seams",
     "Stateful",
     "Tick",
     "TrainState",
@@ -79,6 +81,7 @@ _HOMES = {
     "RetentionPolicy": "torchtitan_lite.store.retention",
     "Ruling": "torchtitan_lite.store.retention",
     "SavePolicy": "torchtitan_lite.checkpoint.schedule.interval",
+    "Seams": "torchtitan_lite.checkpoint.seams",
     "Stateful": "torchtitan_lite.checkpoint.state.stateful",
     "Tick": "torchtitan_lite.checkpoint.schedule.interval",
     "TrainState": "torchtitan_lite.checkpoint.state.train_state",

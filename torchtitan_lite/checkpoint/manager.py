@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
@@ -126,7 +127,7 @@ class CheckpointManager:
         replicas = build_replicas(run.model.parameter_names, run.small)
         plans = PlanCache(peers, replicas, self._comparison, states_of_ranks=run.states_of_ranks)
 
-        context = RunContext(config, peers, seams.clock, emit_to(seams.on_event))
+        context = RunContext(config, peers, seams.clock or time.monotonic, emit_to(seams.on_event))
         rules = seams.retention or build_retention(config)
         self._companions = build_companions(folders, None if rules is seams.retention else rules, plans, context)
         context = dataclasses.replace(context, emit=heard_by(self._companions, context.emit))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,8 +28,8 @@ class Seams:
     """Like `peers`, not closed by the manager."""
     peers: Peers | None = None
     preemption: PreemptionWatch | None = None
-    clock: Callable[[], float] = time.monotonic
-    """Returns seconds, from any zero."""
+    clock: Callable[[], float] | None = None
+    """Returns seconds, from any zero: by default `time.monotonic`."""
     on_event: EventListener | None = None
     past: Callable[[], Past] | None = None
     """Returns what is known of earlier starts, for `interval_type="auto"`, on rank 0."""
