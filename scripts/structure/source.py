@@ -25,6 +25,7 @@ FLATS = {
             "errors",
             "events",
             "event_lines",
+            "accounts",
             "faults",
         ),
         *("log", "host_memory", "collection", "torch_private", "__init__"),

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.jobs import Job, start
 from tests.examples import mostly_exhaustive
 from tests.processes import read_lines, send
-from torchtitan_lite.metrics.accounts import LEDGER_FILE, read_accounts
+from torchtitan_lite.accounts import LEDGER_FILE, read_accounts
 
 STEPS = 24
 KILLED_AT = (8, 14, 19)

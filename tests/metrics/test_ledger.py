@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchtitan_lite.accounts import LATEST_BEAT_FILE, LEDGER_FILE, PARTS, Steps, read_accounts
 from torchtitan_lite.events import Committed, Finished, Preempted
-from torchtitan_lite.metrics.accounts import LATEST_BEAT_FILE, LEDGER_FILE, PARTS, Steps, read_accounts
 from torchtitan_lite.metrics.ledger import Ledger
 from torchtitan_lite.metrics.run_clock import RunClock
 

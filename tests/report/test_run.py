@@ -14,8 +14,8 @@ import pytest
 
 from tests.cli.folders import half_written
 from tests.report.histories import BEGUN, CONFIG, copy_of, killed_and_resumed, loaded, metric, saved, write_lines
+from torchtitan_lite.accounts import read_accounts
 from torchtitan_lite.errors import CheckpointError, CheckpointNotFound
-from torchtitan_lite.metrics.accounts import read_accounts
 from torchtitan_lite.report.changes import differences, shown, without_secret_values
 from torchtitan_lite.report.curves import spans_of, stalls_by_line, time_ceiling
 from torchtitan_lite.report.page import render

@@ -29,7 +29,7 @@ _LAST_LINE = re.compile(rb'\n"digest": "([0-9a-f]{32})"\n}\n')
 _LAST_LINE_BYTES = len('\n"digest": ""\n}\n') + 32
 
 
-class _Known(NamedTuple):
+class _ReadManifest(NamedTuple):
     info: CheckpointInfo
     sizes: Mapping[str, int]
 
@@ -39,7 +39,7 @@ class AttemptManifests:
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _ReadManifest] = {}
         self._warned: dict[str, str] = {}
 
     def find(self, entry: Entry) -> CheckpointInfo:
@@ -80,7 +80,7 @@ class AttemptManifests:
 
         in_threads(entries, min(_AT_A_TIME, len(entries)), lambda: read)
 
-    def _read(self, entry: Entry) -> _Known:
+    def _read(self, entry: Entry) -> _ReadManifest:
         if (known := self._known.get(entry.name)) is None:
             place = ObjectPlace(self._objects.address, entry.name)
             faults.point("listing", step=entry.step)
@@ -117,8 +117,8 @@ def read_manifest(objects: Objects, place: ObjectPlace, step: int, digest: str =
         raise CheckpointUnreadable(str(place), f"{type(error).__name__}: {error}") from error
 
 
-def _known(place: ObjectPlace, manifest: Manifest) -> _Known:
-    return _Known(describe(place, manifest), recorded_sizes(manifest.files))
+def _known(place: ObjectPlace, manifest: Manifest) -> _ReadManifest:
+    return _ReadManifest(describe(place, manifest), recorded_sizes(manifest.files))
 
 
 def size_findings(expected: Mapping[str, int], found: Mapping[str, int]) -> list[str]:

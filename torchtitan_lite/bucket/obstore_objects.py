@@ -103,7 +103,7 @@ class ObstoreObjects:
             raise ConditionFailed(error.errno, error.strerror, error.filename) from None
 
     def upload(self, key: str, parts: Iterator[memoryview], part_bytes: int, at_a_time: int) -> None:
-        source = _Source(parts)
+        source = _PartsToSend(parts)
         first = next(source, memoryview(b""))
         try:
             with self._translated(key):
@@ -119,7 +119,7 @@ class ObstoreObjects:
             if not self._is_complete(key, source):
                 raise _unfinished(error) from None
 
-    def _is_complete(self, key: str, source: _Source) -> bool:
+    def _is_complete(self, key: str, source: _PartsToSend) -> bool:
         """Return whether the new object `key` is there, though the answer that says so was lost."""
         try:
             return source.is_over and self.head(key).size == source.num_bytes
@@ -184,7 +184,7 @@ class ObstoreObjects:
             raise OSError(errno.EIO, "the client of the store failed; its message is above", key) from None
 
 
-class _Source:
+class _PartsToSend:
     """The parts of an object, and the exception that ended them: the client replaces it by one of its own."""
 
     def __init__(self, parts: Iterator[memoryview]) -> None:

@@ -205,14 +205,14 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[RenderableType]:
     from rich.padding import Padding
     from rich.text import Text
 
-    parts: list[RenderableType] = [_Rows(rows[:_SHOWN])]
+    parts: list[RenderableType] = [_Columns(rows[:_SHOWN])]
     if len(rows) > _SHOWN:
         parts.append(Text(f"... and {len(rows) - _SHOWN} more; --json has all of them"))
     return [Padding(part, (0, 0, 0, 2)) for part in parts]
 
 
 @dataclass
-class _Rows:
+class _Columns:
     """Rows in columns; on a narrow screen, each name on a line of its own."""
 
     rows: Sequence[tuple[str, ...]]

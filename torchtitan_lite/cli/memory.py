@@ -61,7 +61,7 @@ class Memory:
         if self.keep:
             return _keep(root, screen)
         keeper = _keeper_of(root)
-        found = _Found.of(root, keeper, time.time())
+        found = _HeldHere.of(root, keeper, time.time())
         if found.keeper is None and not root.is_dir():
             finding = "it is not a folder" if root.exists() else "it does not exist, and nothing is kept of it"
             raise CheckpointNotFound(str(root), None, finding=finding)
@@ -116,14 +116,14 @@ class _Image:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _HeldHere:
     root: Path
     keeper: KeeperDescription | None
     images: Sequence[_Image]
     now: float
 
     @classmethod
-    def of(cls, root: Path, keeper: Keeper, now: float) -> _Found:
+    def of(cls, root: Path, keeper: Keeper, now: float) -> _HeldHere:
         described = keeper.describe()
         held = keeper.held() if described is not None else []
         try:
@@ -182,7 +182,7 @@ def _keep(root: Path, screen: Screen) -> ExitCode:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.FINE))  # As process 1 it would do nothing by itself.
     keeper = Keeper(root, _UNUSED_SECONDS, runtime=runtime_folder())
     keeper.start()
-    found = _Found.of(root, keeper, time.time())
+    found = _HeldHere.of(root, keeper, time.time())
     screen.show(found.to_json() | {"ended": False}, found.render)
     keeper.wait()
     return ExitCode.FINE

@@ -88,7 +88,7 @@ class BlockReader:
         self.read(path, record, [Piece(min(block * BLOCK_BYTES, record.size), memoryview(b"")) for block in blocks])
 
     @contextmanager
-    def _file(self, path: Path, record: FileRecord | None) -> Iterator[_File]:
+    def _file(self, path: Path, record: FileRecord | None) -> Iterator[_OpenFile]:
         with ExitStack() as stack:
 
             def reopened() -> int:
@@ -103,7 +103,7 @@ class BlockReader:
             direct = again if self.direct else None
             cached = stack.enter_context(look_into_cache(fd, size)) if direct is not None else None
             ahead = _nothing if self.direct else _fetching(fd)
-            yield _File(
+            yield _OpenFile(
                 path, size, fd, direct if cached is not None else None, again, cached, ahead, reopened, self.pause
             )
 
@@ -155,7 +155,7 @@ class _Buffers:
 
 
 @dataclass
-class _File:
+class _OpenFile:
     """An open file; `direct` becomes None when the system refuses direct I/O, or after an I/O error."""
 
     path: Path

@@ -139,7 +139,7 @@ def write_blocks(
     for up to `look_seconds`.
     Any thread. Raises the OSError of the system, with `path` in it; the file is useless then.
     """
-    with naming(path), closing(_File(path, look_seconds, durable)) as file:
+    with naming(path), closing(_WrittenFile(path, look_seconds, durable)) as file:
         file.open(direct and O_DIRECT != 0)
         if source.num_bytes:
             file.allocate(source.num_bytes)
@@ -148,7 +148,7 @@ def write_blocks(
     return source.record or FileRecord(source.num_bytes, b"".join(digests))
 
 
-def _write_all(file: _File, source: FileSource, threads: int) -> list[bytes]:
+def _write_all(file: _WrittenFile, source: FileSource, threads: int) -> list[bytes]:
     """Write every request, `threads` at a time; return the block digests of each, nothing if they are known."""
     begins = range(0, source.num_bytes, source.request_bytes)
     digests = [b""] * len(begins)
@@ -172,7 +172,7 @@ def _write_all(file: _File, source: FileSource, threads: int) -> list[bytes]:
     return digests
 
 
-class _File:
+class _WrittenFile:
     """The file being written, direct until the system refuses that."""
 
     def __init__(self, path: Path, look_seconds: float, durable: Durable) -> None:

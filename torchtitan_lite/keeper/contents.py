@@ -29,7 +29,7 @@ class Answer(NamedTuple):
     freed: Sequence[int] = ()
 
 
-class _Entry(NamedTuple):
+class _HeldImage(NamedTuple):
     """An image, and the start that it is from."""
 
     start: str
@@ -55,7 +55,7 @@ class KeeperContents:
     ) -> None:
         self._ttl_seconds = ttl_seconds
         self._watch, self._unwatch, self._clock = watch, unwatch, clock
-        self._held: dict[str, _Entry] = {}
+        self._held: dict[str, _HeldImage] = {}
         self._members: dict[str, _Member] = {}
         self._unused_since = clock()
         self._is_expected = True
@@ -170,7 +170,7 @@ class KeeperContents:
         if name not in self._held and len(self._held) >= messages.MAX_ENTRIES:
             return Answer({"error": f"{messages.MAX_ENTRIES} images are held already"}, freed=fds)
         before = self._drop([name])
-        self._held[name] = _Entry(start, fds)
+        self._held[name] = _HeldImage(start, fds)
         return Answer({}, freed=before)
 
     def _drop(self, names: Sequence[str]) -> list[int]:

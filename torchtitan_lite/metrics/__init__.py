@@ -5,6 +5,6 @@
 Importing it imports no torch. What is not in `__all__` may move without notice.
 """
 
-from torchtitan_lite.metrics.accounts import Accounts, Start, read_accounts
+from torchtitan_lite.accounts import Accounts, Start, read_accounts
 
 __all__ = ["Accounts", "Start", "read_accounts"]

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from torchtitan_lite.accounts import PARTS, Accounts, Steps
 from torchtitan_lite.events import CleanEnd, Committed, Event, Loaded, Resumed, SaveStarted
 from torchtitan_lite.log import counted, logger
-from torchtitan_lite.metrics.accounts import PARTS, Accounts, Steps
 from torchtitan_lite.metrics.ledger import Ledger
 from torchtitan_lite.metrics.run_clock import RunClock
 

@@ -18,9 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.events import CleanEnd, Committed, Preempted
-from torchtitan_lite.log import logger
-from torchtitan_lite.metrics.accounts import (
+from torchtitan_lite.accounts import (
     BEAT,
     COMMITTED,
     END,
@@ -34,7 +32,9 @@ from torchtitan_lite.metrics.accounts import (
     Start,
     read_accounts,
 )
-from torchtitan_lite.metrics.json_lines import JsonLines
+from torchtitan_lite.disk.json_lines import JsonLines
+from torchtitan_lite.events import CleanEnd, Committed, Preempted
+from torchtitan_lite.log import logger
 from torchtitan_lite.metrics.run_clock import RunClock
 
 _BEAT_BYTES = 1024

@@ -14,9 +14,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from torchtitan_lite.config.job_config import Metrics
+from torchtitan_lite.disk.json_lines import JsonLines, start_history
 from torchtitan_lite.event_lines import Recorded
 from torchtitan_lite.events import Event
-from torchtitan_lite.metrics.json_lines import JsonLines, start_history
 
 if TYPE_CHECKING:
     from torchtitan_lite.metrics.tensorboard_file import TensorBoardFile

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from torchtitan_lite.accounts import Accounts
 from torchtitan_lite.disk import durable
 from torchtitan_lite.log import logger
-from torchtitan_lite.metrics.accounts import Accounts
 
 _LOGGED = {
     "loss": ("loss_metrics/global_avg_loss", "Loss of the last logged step."),

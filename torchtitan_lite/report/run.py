@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.accounts import CLEAN_ENDS, FAILED, read_accounts
 from torchtitan_lite.checkpoint.examining.inventory import USABLE
 from torchtitan_lite.errors import CheckpointError, CheckpointNotFound
 from torchtitan_lite.event_lines import Recorded
 from torchtitan_lite.events import Uploaded
-from torchtitan_lite.metrics.accounts import CLEAN_ENDS, FAILED, read_accounts
 from torchtitan_lite.report.changes import KeyChange, changes_by_start, configs_of, without_secret_values
 from torchtitan_lite.report.folder import SeenFolder
 from torchtitan_lite.report.lines import Logged, read_events, read_logged, read_records

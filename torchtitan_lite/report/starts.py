@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torchtitan_lite import accounts
 from torchtitan_lite.event_lines import Recorded
 from torchtitan_lite.events import (
     CleanEnd,
@@ -29,7 +30,6 @@ from torchtitan_lite.events import (
     Resumed,
     SaveStarted,
 )
-from torchtitan_lite.metrics import accounts
 from torchtitan_lite.report.lines import known
 
 CUT, UNKNOWN = "killed", "unknown"

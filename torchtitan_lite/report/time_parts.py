@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchtitan_lite.metrics import accounts
+from torchtitan_lite import accounts
 from torchtitan_lite.report.lines import GOODPUT, Logged, number
 from torchtitan_lite.report.saves import Save
 from torchtitan_lite.report.starts import ReportedStart

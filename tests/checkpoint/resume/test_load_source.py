@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.store import filled
-from torchtitan_lite.checkpoint.reading.source import LoadSource, Recorded
+from torchtitan_lite.checkpoint.reading.source import LoadSource, RunFacts
 from torchtitan_lite.checkpoint.resume.load_source import choose_source, latest_step, new_run
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import CheckpointMismatch, CheckpointNotFound
@@ -237,7 +237,7 @@ def test_a_source_describes_the_run_that_saved_it(store: CheckpointStore, tmp_pa
         assert source.recorded.tensor_digests == {"model.w": "ab"}
     unknown = chosen(elsewhere, initial_load_path=str(plain_dcp(tmp_path / "plain")))
     assert unknown is not None
-    assert (unknown.recorded, unknown.nbytes) == (Recorded(), 0)
+    assert (unknown.recorded, unknown.nbytes) == (RunFacts(), 0)
 
 
 @pytest.mark.parametrize(("model_only", "step"), [(True, 0), (False, 5)])

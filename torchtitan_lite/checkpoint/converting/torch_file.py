@@ -39,7 +39,7 @@ class Tensor(NamedTuple):
 def write_state(path: Path, state: Mapping[str, Any], stream: Stream, advance: Advance) -> None:
     """Write `state`, nested containers of `Tensor` and plain objects, to the file `path`, and check it."""
     pickled, tensors = _pickled(state)
-    archive = _Archive()
+    archive = _PlannedArchive()
     archive.add("data.pkl", pickled)
     archive.add("byteorder", b"little")
     archive.add("version", b"3\n")
@@ -73,7 +73,7 @@ def _is_alike(state: Any, loaded: Any) -> bool:
     return type(state) is type(loaded)
 
 
-class _Archive:
+class _PlannedArchive:
     """A zip archive with stored entries, planned before it is written."""
 
     def __init__(self) -> None:

@@ -65,7 +65,7 @@ def key_paths(structure: Branch, tensors: Collection[str], objects: Collection[s
     Raises ValueError unless each of them is in it exactly once, and nothing else is. Memory: that of these keys,
     whatever the structure.
     """
-    walk = _Walk(sum(map(len, tensors)) + sum(map(len, objects)))
+    walk = _KeyWalk(sum(map(len, tensors)) + sum(map(len, objects)))
     num_keys = len(tensors) + len(objects)
     if walk.descend(structure, (), "") and walk.num_found == len(walk.found) == num_keys:
         has = walk.found.__contains__
@@ -74,7 +74,7 @@ def key_paths(structure: Branch, tensors: Collection[str], objects: Collection[s
     return KeyPaths({}, _checked(structure, {*tensors}, {*objects}))
 
 
-class _Walk:
+class _KeyWalk:
     """Finds the container of each key; `room` is the length of all names that it may make."""
 
     def __init__(self, room: int) -> None:

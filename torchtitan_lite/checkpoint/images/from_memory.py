@@ -15,7 +15,7 @@ from torchtitan_lite.checkpoint.images.held_images import Complete, HeldImages
 from torchtitan_lite.checkpoint.images.image_source import ImageSource
 from torchtitan_lite.checkpoint.reading.complete_manifest import complete_manifest
 from torchtitan_lite.checkpoint.reading.files import files_of
-from torchtitan_lite.checkpoint.reading.source import LoadSource, Recorded
+from torchtitan_lite.checkpoint.reading.source import LoadSource, RunFacts
 from torchtitan_lite.checkpoint.resume.load_source import with_exclusions
 from torchtitan_lite.checkpoint.schedule.interval import BEGINNING
 from torchtitan_lite.config.job_config import Checkpoint
@@ -134,7 +134,7 @@ def _source(each: Complete, store: StoresCheckpoints, chosen: LoadSource | None,
         model_only=False,
         lineage=lineage,
         nbytes=manifest.nbytes,
-        recorded=Recorded(
+        recorded=RunFacts(
             manifest.extra["topology"], manifest.extra["config"], trained_seconds=manifest.extra[TRAINED_SECONDS]
         ),
         **offered,

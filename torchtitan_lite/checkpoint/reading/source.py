@@ -24,7 +24,7 @@ from torchtitan_lite.store.rollbacks import Rollback
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RunFacts:
     """What a manifest records of the run that saved a checkpoint; the defaults are of one without a manifest."""
 
     topology: str = ""
@@ -55,7 +55,7 @@ class LoadSource:
     """Whether it is from another run, to start a new one."""
     is_explicit: bool = False
     """Whether the user named it by step or path: no other one may replace it."""
-    recorded: Recorded = field(default_factory=Recorded)
+    recorded: RunFacts = field(default_factory=RunFacts)
     excluded: tuple[str, ...] = ()
     """States that this load does not change."""
     skipped: tuple[int, ...] = ()

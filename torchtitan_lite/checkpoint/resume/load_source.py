@@ -18,7 +18,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
-from torchtitan_lite.checkpoint.reading.source import LoadSource, Recorded
+from torchtitan_lite.checkpoint.reading.source import LoadSource, RunFacts
 from torchtitan_lite.checkpoint.resume.wrong_folder import checked_initial_path
 from torchtitan_lite.config.job_config import EXCLUDABLE_STATES, Checkpoint
 from torchtitan_lite.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, CheckpointUnreadable
@@ -251,7 +251,7 @@ def _with_origin(source: LoadSource) -> LoadSource:
     if manifest is None:
         return source
     extra = manifest.extra
-    recorded = Recorded(
+    recorded = RunFacts(
         topology=extra.get("topology", ""),
         config=extra.get("config", {}),
         tensor_digests=extra.get("tensor_digests", {}),
