@@ -13,13 +13,13 @@ import pytest
 
 from tests.bucket.proxy import Proxy, answers, hangs, where
 from tests.bucket.stored_files import uploads_under_way, written
-from tests.checkpoint.companions import uploads_of
 from tests.checkpoint.small_run import SmallRun, same
 from tests.ranks import Ranks
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.bucket.s3_parts import AT_A_TIME, parts_of
 from torchtitan_lite.bucket.store import open_bucket
 from torchtitan_lite.bucket.upload import PART_BYTES
+from torchtitan_lite.checkpoint.uploads import Uploads
 from torchtitan_lite.config.address import parse
 from torchtitan_lite.store import layout
 from torchtitan_lite.uploading import record
@@ -169,7 +169,7 @@ def load_and_train(rank: int, dump_folder: Path, address: str, environment: dict
         loaded = run.train_state.step
         origin = run.events.figures("loaded")["origin"] if loaded else ""
         run.train(steps)
-        uploads = uploads_of(run.manager)._process is not None
+        uploads = any(isinstance(each, Uploads) and each._process is not None for each in run.manager._companions)
         return loaded, origin, uploads, run.losses
 
 
