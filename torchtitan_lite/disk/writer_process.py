@@ -1,74 +1,88 @@
-"""A process that writes the files of a rank, so that training shares neither interpreter nor signals with it.
+"""A helper that writes the files of a rank, so that training shares neither interpreter nor signals with it.
 
 It is a worker, not a peer: planning, agreement and commit stay in the trainer. The trainer sends the handle
 of a file and the length of its image in the staging arena, which both processes map; the process answers with digests.
-So it needs no process group, no rank and no torch, and starts in moments. A thread of its own digests copies that no
-disk write needs, so that these wait for no disk. It gives way to training (nice, lowest I/O priority). It ignores the
-signals that a scheduler sends to process groups, because the trainer decides what to save and when to end. It dies with
-its trainer, because an orphan must not write into a folder that a restarted job owns.
+So it needs no process group, no rank and no torch. A thread of its own, with a line of its own, digests copies that no
+disk write needs, so that these wait for no disk. It gives way to training (nice, lowest I/O priority). It dies with its
+trainer, because an orphan must not write into a folder that a restarted job owns.
 `WriterProcess` is the end of the trainer, `serve` the end of the process.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
 import threading
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 from torchtitan_lite import faults, log
-from torchtitan_lite.disk import child_process
 from torchtitan_lite.disk.background import give_way
+from torchtitan_lite.disk.block_writer import InPlace
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.disk.forks import forget_in_children
+from torchtitan_lite.disk.helper import Helper, HelperLost, Line, is_stopped
 from torchtitan_lite.disk.new_file import NewFile
-from torchtitan_lite.disk.writer_line import Arena, DigestRequest, Line, LineBroken, Write, answer_all
+from torchtitan_lite.disk.shared_memory import map_shared
 from torchtitan_lite.errors import WriterProcessDied
 
 STOP_SECONDS = 10.0
 """How long an idle process may take to end by itself before it is killed."""
 
 
-class WriterProcess:
+class Arena(Protocol):
+    """Memory that both processes map."""
+
+    fd: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """Requests the record of a file that is the first `num_bytes` of an arena."""
+
+    num_bytes: int
+    step: int
+    new: NewFile | None = None
+    """The file to write, durably; None to take the digests only."""
+    record: FileRecord | None = None
+    """What the answer is, if it is known; else the process takes the digests."""
+
+
+class Request(NamedTuple):
+    """Work on an arena, whose descriptor comes with the first request about it."""
+
+    arena: int
+    arena_bytes: int
+    live: tuple[int, ...]
+    """The arenas that are not gone."""
+    work: Work
+
+
+class WriterProcess(Helper):
     """The trainer's end. One write at a time uses it, and at the same time one digest, each from any thread."""
 
     def __init__(self, timeout_seconds: float, ignored_signals: Sequence[str] = (), *, rank: int = 0) -> None:
+        super().__init__("Writer", __name__, ignored_signals, num_lines=2, send_seconds=timeout_seconds)
         self._timeout_seconds = timeout_seconds
-        self._ignored = child_process.numbers_of(ignored_signals)
         self._rank = rank
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lines: tuple[Line, Line] | None = None
-        self._lock = threading.Lock()
-        self._is_reported = False
-        forget_in_children(self.forget)
-
-    @property
-    def pid(self) -> int | None:
-        """Return the process id; None while there is no process."""
-        return self._process.pid if self._process is not None else None
+        self._arenas: WeakKeyDictionary[Line, dict[int, Arena]] = WeakKeyDictionary()
+        """Those that the other end of each line maps, by their numbers."""
 
     def start(self) -> None:
         """Start the process unless it runs; do not wait for it.
 
         Main thread only: the process dies with the thread that started it.
         """
-        if self._process is not None:
-            if self._process.poll() is None and not _is_stopped(self._process.pid):
+        if (process := self._process) is not None:
+            if self.pid is not None and not is_stopped(process.pid):
                 return
-            finding = "is stopped" if self._process.poll() is None else f"ended ({self._process.returncode})"
-            if not self._is_reported:
-                log.logger.warning("Writer process %d %s; starting another one", self._process.pid, finding)
-            self._process.kill()
-        self.close()
-        lines = Line(self._timeout_seconds), Line(self._timeout_seconds)
-        with lines[0].theirs as writes, lines[1].theirs as digests:
-            sockets = [writes.fileno(), digests.fileno()]
-            call = f"serve({sockets}, {os.getpid()}, {self._ignored}, {self._rank}, {faults.installed()!r})"
-            # Not DCP's own background process: signals to the process group end it, it may outlive its trainer, and one
-            # rank alone cannot restart it.
-            self._process = child_process.start(__name__, call, sockets, self._ignored)
-        self._lines, self._is_reported = lines, False
+            finding = "is stopped" if process.returncode is None else f"ended ({process.returncode})"
+            log.logger.warning("Writer process %d %s; starting another one", process.pid, finding)
+        self.end()
+        # Not DCP's own background process: signals to the process group end it, it may outlive its trainer, and one
+        # rank alone cannot restart it.
+        self._start((self._rank, faults.installed()))
 
     def write(
         self, new: NewFile, arena: Arena, num_bytes: int, step: int, record: FileRecord | None = None
@@ -79,81 +93,79 @@ class WriterProcess:
         Raises the error of the write, or `WriterProcessDied`: at once if the process ended, within a second if it was
         stopped.
         """
-        return self._ask(0, lambda number: Write(number, new, num_bytes, step, record), arena, f"writing {new}")
+        return self._record(0, arena, Work(num_bytes, step, new, record), f"writing {new}")
 
     def digest(self, arena: Arena, num_bytes: int, step: int) -> FileRecord:
         """Return the record of a file that is the first `num_bytes` of `arena`. Raises `WriterProcessDied`."""
-        return self._ask(1, lambda number: DigestRequest(number, num_bytes, step), arena, f"digesting step {step}")
+        return self._record(1, arena, Work(num_bytes, step), f"digesting step {step}")
 
     def close(self) -> None:
         """End the process, by killing it after `STOP_SECONDS`. Idempotent; no write may be under way."""
-        self._hang_up()
-        if self._process is not None:
-            try:
-                self._process.wait(0 if _is_stopped(self._process.pid) else STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                log.logger.warning("Writer process %d did not end by itself; killing it", self._process.pid)
-                self._process.kill()
-                _wait_for_killed(self._process)
-            self._process = None
+        if (killed := self.end(STOP_SECONDS)) is not None:
+            log.logger.warning("Writer process %d did not end by itself; killing it", killed)
 
-    def forget(self) -> None:
-        """Drop the process in a forked child; the parent's process stays."""
-        for line in self._lines or ():
-            line.forget()
-        self._lines = None
-        if self._process is not None:
-            # Else Popen would wait for a process that is no child of this one.
-            self._process.returncode = 0
-            self._process = None
-
-    def _hang_up(self) -> None:
-        with self._lock:
-            lines, self._lines = self._lines, None
-        for line in lines or ():
-            line.hang_up()
-
-    def _ask(self, which: int, request: Callable[[int], Write | DigestRequest], arena: Arena, doing: str) -> FileRecord:
-        lines, process = self._lines, self._process
-        if lines is None or process is None:
+    def _record(self, which: int, arena: Arena, work: Work, doing: str) -> FileRecord:
+        # In this order: never a process that is later than the lines.
+        process, lines = self._process, self._lines
+        if not lines or process is None:
             raise WriterProcessDied(0, doing, "was not started")
+        line = lines[which]
         try:
-            answer = lines[which].ask(request, arena, process.pid, _is_stopped)
-        except LineBroken as broken:
+            with line.turn:
+                known = {number: each for number, each in self._arenas.get(line, {}).items() if each.fd >= 0}
+                fds = [] if id(arena) in known else [arena.fd]
+                self._arenas[line] = known = {**known, id(arena): arena}
+                request = Request(id(arena), arena.num_bytes, tuple(known), work)
+                answer: FileRecord | Exception = line.answer(request, fds, process.pid, self._timeout_seconds)
+        except HelperLost as lost:
             # The next `start` starts another one; until then the other line finds it ended, too.
-            process.kill()
-            self._is_reported = True
-            self._hang_up()
-            _wait_for_killed(process)
-            raise WriterProcessDied(process.pid, doing, str(broken)) from broken
+            if self._process is process:
+                self.end()
+            raise WriterProcessDied(process.pid, doing, str(lost)) from lost
         if isinstance(answer, Exception):
             raise answer
         return answer
 
 
-def serve(socket_fds: Sequence[int], trainer_pid: int, ignored: Sequence[int], rank: int, fault_spec: str) -> None:
-    """Serve requests, in the process, until the trainer closes the socket of writes or dies."""
-    child_process.begin(trainer_pid, ignored)
+def serve(job: tuple[int, str], lines: Sequence[Line], fds: Sequence[int]) -> None:
+    """Serve requests, in the process, until the trainer hangs up or dies; `job` is the rank and its faults."""
     # Before the first thread, because threads inherit the priority.
     give_way()
+    rank, fault_spec = job
     log.setup(rank)
     faults.install(fault_spec, rank=rank, process="writer")
-    writes, digests = socket_fds
-    threading.Thread(target=answer_all, args=(digests,), name="digests", daemon=True).start()
-    answer_all(writes)
+    writes, digests = lines
+    threading.Thread(target=_answer_all, args=(digests,), name="digests", daemon=True).start()
+    _answer_all(writes)
 
 
-def _wait_for_killed(process: subprocess.Popen[bytes]) -> None:
+def _answer_all(line: Line) -> None:
+    arenas: dict[int, memoryview] = {}
+    while True:
+        try:
+            request, fds = line.receive_with_fds()
+            for number in arenas.keys() - {*request.live}:
+                del arenas[number]
+            for fd in fds:
+                arenas[request.arena] = _mapped(fd, request.arena_bytes)
+            line.send(_answer(request.work, arenas[request.arena]))
+        except (EOFError, ConnectionError):
+            return
+
+
+def _answer(work: Work, memory: memoryview) -> FileRecord | Exception:
     try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        log.logger.warning("Writer process %d hangs in the system; leaving it behind", process.pid)
+        if work.new is None:
+            faults.point("digest", step=work.step)
+            return FileRecord.of(memory[: work.num_bytes])
+        faults.set_step(work.step)
+        return work.new.write(InPlace(memory, work.num_bytes, work.record))
+    except Exception as error:
+        return error
 
 
-def _is_stopped(pid: int) -> bool:
-    """Return whether the process is stopped (SIGSTOP, a debugger)."""
+def _mapped(fd: int, num_bytes: int) -> memoryview:
     try:
-        status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] in "Tt"
+        return map_shared(fd, num_bytes)
+    finally:
+        os.close(fd)
