@@ -1,16 +1,15 @@
-"""The process of a rank that exchanges replicas: images of this rank go to another host, those of others come here.
+"""A helper of a rank that exchanges replicas: images of this rank go to another host, those of others come here.
 
-It works for a trainer and dies with it. What has arrived it compares with its digests and gives to the keeper of its
-host, so it outlives both. Nothing that goes wrong here is more to a trainer than a replica that is missed.
+What has arrived it compares with its digests and gives to the keeper of its host, so it outlives both. It is not the
+writer, because a replica that hangs ends the process, and would fail a write. Nothing that goes wrong here is more to a
+trainer than a replica that is missed.
 `ReplicaProcess` is the end of the trainer, `serve` the end of the process.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import socket
-import subprocess
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
@@ -23,15 +22,13 @@ from torchtitan_lite.checkpoint.images.belonging import ImageKey
 from torchtitan_lite.checkpoint.images.card import Card
 from torchtitan_lite.checkpoint.replicas.memory import ReplicaMemory
 from torchtitan_lite.checkpoint.staging.mark import CARD_MOST_BYTES, Marked, read_mark
-from torchtitan_lite.disk import child_process
 from torchtitan_lite.disk.background import give_way
-from torchtitan_lite.disk.forks import forget_in_children
+from torchtitan_lite.disk.helper import Helper, Line
 from torchtitan_lite.disk.rate import Rate
-from torchtitan_lite.distributed.job_link import JobLink, LinkBroken
+from torchtitan_lite.distributed.job_link import JobLink
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.keeper.client import Keeper
 
-_ORDER_BYTES = 4096
 _MOST_LETTERS = 500
 _TRIES = 3
 
@@ -76,38 +73,24 @@ class Outcome(NamedTuple):
     """Why it failed."""
 
 
-class ReplicaProcess:
+class ReplicaProcess(Helper):
     """The trainer's end. `note` gets the outcome of each order, in a thread; all are lost if the process ends."""
 
     def __init__(
         self, job: ReplicaJob, listener: socket.socket, note: Callable[[Outcome], None], signals: Sequence[str] = ()
     ) -> None:
-        self._job, self._listener, self._note = job, listener, note
-        self._ignored = child_process.numbers_of(signals)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._line: socket.socket | None = None
+        super().__init__("Replica", __name__, signals)
+        self._job, self._listening, self._note = job, listener, note
         self._under_way: set[int] = set()
         self._lock = threading.Lock()
-        forget_in_children(self.forget)
-
-    @property
-    def pid(self) -> int | None:
-        """The process, as long as it lives; None without one."""
-        return None if self._process is None or self._process.poll() is not None else self._process.pid
 
     def start(self) -> bool:
         """Start the process unless it lives; return whether it was started. Main thread only. Raises OSError."""
         if self.pid is not None:
             return False
         self.end()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            fds = [theirs.fileno(), self._listener.fileno()]
-            call = f"serve({fds[0]}, {fds[1]}, {os.getpid()}, {self._ignored})"
-            self._process = child_process.start(__name__, call, fds, self._ignored)
-        self._line = ours
-        ours.send(pickle.dumps(self._job))
-        threading.Thread(target=self._listen, args=(ours,), name="replicas", daemon=True).start()
+        self._start(self._job, [self._listening.fileno()])
+        self._listen()
         return True
 
     def send(self, order: Order, fds: tuple[int, int]) -> None:
@@ -115,74 +98,50 @@ class ReplicaProcess:
         with self._lock:
             self._under_way.add(order.number)
         try:
-            if self._line is None:
-                raise LinkBroken("no process runs")
-            socket.send_fds(self._line, [pickle.dumps(order)], fds)
+            self._send(order, fds)
         except OSError as error:
-            self._finish(Outcome(order.number, finding=str(error)))
+            self._heard(Outcome(order.number, finding=str(error)))
 
     def close(self) -> None:
         """End the process for good. Idempotent."""
         self.end()
-        self._listener.close()
+        self._listening.close()
 
     def forget(self) -> None:
-        """Drop the process in a forked child; the parent's stays."""
-        self._listener.close()
-        if self._line is not None:
-            self._line.close()
-        if self._process is not None:
-            self._process.returncode = 0
-        self._line = self._process = None
+        super().forget()
+        self._listening.close()
 
-    def end(self) -> None:
-        """End the process; what is under way is lost. It can be started again. Main thread only. Idempotent."""
-        line, self._line = self._line, None
-        if line is not None:
-            with suppress(OSError):
-                line.shutdown(socket.SHUT_RDWR)
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    def _listen(self, line: socket.socket) -> None:
-        with suppress(OSError), line:
-            while data := line.recv(_ORDER_BYTES):
-                self._finish(pickle.loads(data))
-        for number in [*self._under_way]:
-            self._finish(Outcome(number, finding="the process that sends replicas ended"))
-
-    def _finish(self, outcome: Outcome) -> None:
+    def _heard(self, message: Outcome) -> None:
         with self._lock:
-            is_first = outcome.number in self._under_way
-            self._under_way.discard(outcome.number)
+            is_first = message.number in self._under_way
+            self._under_way.discard(message.number)
         if is_first:
-            self._note(outcome)
+            self._note(message)
+
+    def _ended(self, *, has_died: bool) -> None:
+        for number in [*self._under_way]:
+            self._heard(Outcome(number, finding="the process that sends replicas ended"))
 
 
-def serve(line_fd: int, listener_fd: int, trainer_pid: int, ignored: Sequence[int]) -> None:
-    """Send and receive, in the process, until the trainer closes the line or dies."""
-    child_process.begin(trainer_pid, ignored)
+def serve(job: ReplicaJob, lines: Sequence[Line], fds: Sequence[int]) -> None:
+    """Send and receive, in the process, until the trainer hangs up or dies."""
     # Before the first thread, because threads inherit the priority.
     give_way()
     log.setup(0)
-    line, listener = socket.socket(fileno=line_fd), socket.socket(fileno=listener_fd)
-    job: ReplicaJob = pickle.loads(line.recv(_ORDER_BYTES))
+    (line,), listener = lines, socket.socket(fileno=fds[0])
     keeper = Keeper(Path(job.folder), job.ttl_seconds, runtime=Path(job.runtime) if job.runtime else None)
     receiver = threading.Thread(target=_receive_all, args=(job, listener, keeper), daemon=True)
     receiver.start()
     sender = _Sender(job)
-    while True:
-        data, fds, _, _ = socket.recv_fds(line, _ORDER_BYTES, 2)
-        if not data:
-            os._exit(0)
-        order: Order = pickle.loads(data)
-        try:
-            line.send(pickle.dumps(sender.outcome(order, fds[0], fds[1])))
-        finally:
-            for fd in fds:
-                os.close(fd)
+    with suppress(EOFError):
+        while True:
+            order, image = line.receive_with_fds()
+            try:
+                line.send(sender.outcome(order, *image))
+            finally:
+                for fd in image:
+                    os.close(fd)
+    os._exit(0)
 
 
 class _Sender:
