@@ -1,4 +1,4 @@
-"""A process that uploads what a trainer commits, at low priority.
+"""A helper that uploads what a trainer commits, at low priority.
 
 The trainer says when there is something new; the process says how it stands. Nothing waits for it but the end of a run.
 A store that fails or hangs is tried again for as long as the process lives: no step and no save ever waits for one.
@@ -9,20 +9,14 @@ from __future__ import annotations
 
 import errno
 import os
-import pickle
-import socket
-import struct
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
 
 from torchtitan_lite import faults, log
-from torchtitan_lite.disk import child_process
 from torchtitan_lite.disk.background import give_way
-from torchtitan_lite.disk.forks import forget_in_children
+from torchtitan_lite.disk.helper import Helper, Line
 from torchtitan_lite.errors import (
     CheckpointError,
     ConfigError,
@@ -36,7 +30,7 @@ from torchtitan_lite.errors import (
     UnknownFormat,
     UploadRefused,
 )
-from torchtitan_lite.events import Emit, UploadFailed, UploadsEnded
+from torchtitan_lite.events import Emit, Event, UploadFailed, UploadsEnded
 from torchtitan_lite.uploading.choice import Save
 from torchtitan_lite.uploading.uploader import State, Uploader, UploadJob
 
@@ -54,18 +48,14 @@ _RESTART_SECONDS = 60.0
 """Between two starts of a process that dies, while the run trains."""
 _MOST_DEATHS = 3
 """At the end of a run, of processes that did not complete one upload."""
-_SEND_SECONDS = 1
 
 
-class UploadProcess:
+class UploadProcess(Helper):
     """The trainer's end. `emit` and `state` are for any thread."""
 
     def __init__(self, job: UploadJob, emit: Emit, ignored_signals: Sequence[str] = ()) -> None:
+        super().__init__("Upload", __name__, ignored_signals)
         self._job, self._emit = job, emit
-        self._ignored = child_process.numbers_of(ignored_signals)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._line: Connection | None = None
-        self._listener: threading.Thread | None = None
         self._changed = threading.Condition()
         self._asked = self._answered = 0
         self._started_at = 0.0
@@ -74,31 +64,23 @@ class UploadProcess:
         """What the process said last."""
         self.stored: set[Save] = set()
         """What the processes of this run have seen or put in the other folder."""
-        forget_in_children(self.forget)
 
     def start(self) -> None:
         """Start the process unless it was started; do not wait for it. Main thread only. Raises OSError."""
         if self._process is not None:
             return
-        ours, theirs = socket.socketpair()
-        # A process that is stopped reads nothing, and a save would wait.
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", _SEND_SECONDS, 0))
-        with theirs:
-            call = f"serve({theirs.fileno()}, {os.getpid()}, {self._ignored}, {faults.installed()!r})"
-            self._process = child_process.start(__name__, call, [theirs.fileno()], self._ignored)
-        self._line, self._started_at = Connection(ours.detach()), time.monotonic()
-        self._line.send_bytes(pickle.dumps(self._job))
-        self._listener = threading.Thread(target=self._listen, args=(self._line,), name="uploads", daemon=True)
-        self._listener.start()
+        self._start((self._job, faults.installed()))
+        self._started_at = time.monotonic()
+        self._listen()
         self.look()
 
     def look(self) -> None:
         """Have the process look for a new checkpoint, and start another one if it has died. Any thread."""
         with self._changed:
             self._asked += 1  # The next process owes it, too.
-            if self._line is not None:
+            if self._lines:
                 with suppress(OSError):  # The listener sees the end.
-                    self._line.send(self._asked)
+                    self._send(self._asked)
                 return
         is_due = time.monotonic() - self._started_at >= _RESTART_SECONDS
         # It dies with the thread that starts it.
@@ -106,8 +88,8 @@ class UploadProcess:
             self._start_another()
 
     def _start_another(self) -> None:
-        self._has_died = False
         self.close()
+        self._has_died = False
         self.state = State()
         with suppress(OSError):
             self.start()
@@ -133,7 +115,7 @@ class UploadProcess:
             is_in_vain = (state.is_refused or state.is_lasting) and state.tried >= asked
             if is_in_vain or seconds_left() <= 0 or now - moved_at >= patience_seconds:
                 break
-            if self._line is None:
+            if not self._lines:
                 if len(self.stored) > stored:
                     deaths, stored = 0, len(self.stored)
                 if self._has_ended or deaths == _MOST_DEATHS:
@@ -141,77 +123,40 @@ class UploadProcess:
                 deaths += 1
                 self._start_another()
             with self._changed:
-                if not self.is_idle and self._line is not None:
+                if not self.is_idle and self._lines:
                     self._changed.wait(_CHECK_SECONDS)
-        if deaths == _MOST_DEATHS and self._line is None:
+        if deaths == _MOST_DEATHS and not self._lines:
             self.state = State(problem="the process that uploads ended each time")
         return self.is_idle
 
     def close(self, seconds: float = _STOP_SECONDS) -> None:
         """End the process, at the latest after `seconds`; what is under way continues at the next start. Idempotent."""
+        self.end(min(seconds, _STOP_SECONDS))
+
+    def _heard(self, message: State | int | Event) -> None:
         with self._changed:
-            line, self._line = self._line, None
-            if line is not None:
-                # Not closed: a forked child may have a copy of this end, which would keep the connection open. The
-                # listener, which sees the end of it, closes this one.
-                end = socket.socket(fileno=line.fileno())
-                with suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)
-                end.detach()
-        # A collection of garbage may call this in the listener itself.
-        if self._listener is not None and self._listener is not threading.current_thread():
-            self._listener.join()
-        self._listener = None
-        if self._process is not None:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(min(seconds, _STOP_SECONDS))
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+            if isinstance(message, State):
+                self.state = message
+                self.stored.update(() if message.stored is None else (message.stored,))
+            elif isinstance(message, int):
+                self._answered = message
+            self._changed.notify_all()
+        if isinstance(message, Event):
+            self._has_ended |= isinstance(message, UploadsEnded)
+            self._emit(message)
 
-    def forget(self) -> None:
-        """Drop the process in a forked child; the parent's process stays."""
-        if self._line is not None:
-            self._line.close()
-        self._line = None
-        if self._process is not None:
-            self._process.returncode = 0
-            self._process = None
-
-    def _listen(self, line: Connection) -> None:
-        try:
-            while True:
-                word = line.recv()
-                if isinstance(word, State):
-                    with self._changed:
-                        self.state = word
-                        self.stored.update(() if word.stored is None else (word.stored,))
-                        self._changed.notify_all()
-                elif isinstance(word, int):
-                    with self._changed:
-                        self._answered = word
-                        self._changed.notify_all()
-                else:
-                    self._has_ended |= isinstance(word, UploadsEnded)
-                    self._emit(word)
-        except (EOFError, OSError):
-            with self._changed:
-                if self._line is line:
-                    self._line = None
-                    self._report_death()
-                self._changed.notify_all()
-            line.close()
-
-    def _report_death(self) -> None:
-        if not self._has_ended:
-            self._has_died = True
-            log.logger.warning("The process that uploads checkpoints ended; another one continues")
+    def _ended(self, *, has_died: bool) -> None:
+        with self._changed:
+            if has_died and not self._has_ended:
+                self._has_died = True
+                log.logger.warning("The process that uploads checkpoints ended; another one continues")
+            self._changed.notify_all()
 
 
 class _Reporter:
     """Sends states to the trainer: at once, but for bytes alone."""
 
-    def __init__(self, line: Connection) -> None:
+    def __init__(self, line: Line) -> None:
         self._line, self._last, self._at = line, State(), 0.0
 
     def __call__(self, state: State) -> None:
@@ -226,28 +171,26 @@ def _without_bytes(state: State) -> tuple[object, ...]:
     return state.stored, state.uploading, state.waiting, state.problem, state.is_refused, state.is_lasting, state.tried
 
 
-def serve(socket_fd: int, trainer_pid: int, ignored: Sequence[int], fault_spec: str) -> None:
-    """Upload, in the process, until the trainer closes the socket or dies."""
-    child_process.begin(trainer_pid, ignored)
+def serve(job: tuple[UploadJob, str], lines: Sequence[Line], fds: Sequence[int]) -> None:
+    """Upload, in the process, until the trainer hangs up or dies; `job` also has its faults."""
     # Before the first thread, because threads inherit the priority.
     give_way()
     log.setup(0)
+    (uploads, fault_spec), (line,) = job, lines
     faults.install(fault_spec, rank=0, process="uploader")
-    line = Connection(socket_fd)
-    job: UploadJob = pickle.loads(line.recv_bytes())
     orders = _Orders(line)
     try:
-        _serve(Uploader(job, _Reporter(line), line.send), orders, line)
+        _serve(Uploader(uploads, _Reporter(line), line.send), orders, line)
     except (ConfigError, ExtraMissing) as error:
         log.logger.error("Uploads have ended: %s", error)
-        line.send(UploadsEnded(0, path=job.address, reason=str(error)))
+        line.send(UploadsEnded(0, path=uploads.address, reason=str(error)))
         line.send(State(problem=str(error), is_refused=True, tried=_EVERY_ORDER))
 
 
 class _Orders:
     """What the trainer asks for, received by a thread of its own: an upload takes hours."""
 
-    def __init__(self, line: Connection) -> None:
+    def __init__(self, line: Line) -> None:
         self._line = line
         self._changed = threading.Condition()
         self.asked = 0
@@ -267,7 +210,7 @@ class _Orders:
     def _receive(self) -> None:
         with suppress(EOFError, OSError):
             while True:
-                number = self._line.recv()
+                number = self._line.receive()
                 with self._changed:
                     self.asked = number
                     self._changed.notify_all()
@@ -279,7 +222,7 @@ class _Orders:
                 os._exit(0)
 
 
-def _serve(uploader: Uploader, orders: _Orders, line: Connection) -> None:
+def _serve(uploader: Uploader, orders: _Orders, line: Line) -> None:
     done, pause, is_open, said = 0, _FIRST_PAUSE_SECONDS, False, ""
     while True:
         asked = orders.wait(done, None)
