@@ -8,16 +8,15 @@ stack of its main thread even while a call in C holds the GIL.
 from __future__ import annotations
 
 import ctypes
-import json
 import mmap
 import os
 import signal
 import socket
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.disk.helper import Line, is_stopped
 from torchtitan_lite.hangs.bound import Stillness
 from torchtitan_lite.hangs.verdict import Evidence, frames_of
 
@@ -47,7 +46,7 @@ def map_words(fd: int) -> memoryview:
 class OwnRank:
     """The process `pid`. It has the other end of `line`, and writes its stack to `stacks_fd`."""
 
-    def __init__(self, rank: int, pid: int, words: memoryview, stacks_fd: int, line: socket.socket) -> None:
+    def __init__(self, rank: int, pid: int, words: memoryview, stacks_fd: int, line: Line) -> None:
         self.rank = rank
         self.line = line
         self.seconds = 0.0
@@ -56,7 +55,8 @@ class OwnRank:
         self._words = words
         self._stacks_fd = stacks_fd
         self._stillness = Stillness()
-        line.setblocking(False)
+        self._owes_answer = False
+        """Whether it has not answered the last question yet."""
 
     @property
     def tick_seconds(self) -> float:
@@ -75,34 +75,37 @@ class OwnRank:
 
     def has_ended(self) -> bool:
         """Return whether the rank has closed its end of the line. Drops answers that came late."""
-        with suppress(BlockingIOError):
-            while self.line.recv(_MOST_BYTES):
-                pass
+        try:
+            while self.line.is_ready():
+                self._answer()
+        except (EOFError, OSError):
             return True
         return False
 
     def evidence(self) -> Evidence:
         """Return what can be found out about the rank, within `ANSWER_SECONDS`. A stopped one stays stopped."""
-        is_stopped, before = self._is_stopped(), os.fstat(self._stacks_fd).st_size
+        was_stopped, before = is_stopped(self._pid), os.fstat(self._stacks_fd).st_size
         step, stopped_for = self._words[STEP], self.seconds
         # In a pause it works, and is left alone. Others have waited for it, so it counts as in one for as long again
         # as a step may take.
-        if not is_stopped and (self._words[IS_PAUSED] or self._stillness.since_pause < self._words[BOUND_MS] / 1000):
+        if not was_stopped and (self._words[IS_PAUSED] or self._stillness.since_pause < self._words[BOUND_MS] / 1000):
             return self._evidence(step, 0.0)
         self.has_ended()
-        with suppress(OSError):
-            self.line.send(b"?")
+        if not self._owes_answer:  # Else questions to one that reads none would fill the line.
+            self._owes_answer = True
+            with suppress(OSError):
+                self.line.send("?")
         self._send_to_main_thread(dump_signal())
-        if is_stopped:
+        if was_stopped:
             self._send(signal.SIGCONT)
-        answer = self._wait(before, _SHORT_QUIET_SECONDS if is_stopped else QUIET_SECONDS)
-        if is_stopped:
+        answer = self._wait(before, _SHORT_QUIET_SECONDS if was_stopped else QUIET_SECONDS)
+        if was_stopped:
             self._send(signal.SIGSTOP)
         self.is_overdue()
         return self._evidence(
             step,
-            stopped_for if is_stopped else self.seconds,
-            is_stopped=is_stopped,
+            stopped_for if was_stopped else self.seconds,
+            is_stopped=was_stopped,
             answers=answer is not None,
             collectives=answer or {},
             stack=frames_of(os.pread(self._stacks_fd, _MOST_BYTES, before).decode(errors="replace")),
@@ -123,12 +126,17 @@ class OwnRank:
         while (now := time.monotonic()) < begin + ANSWER_SECONDS:
             if (found := os.fstat(self._stacks_fd).st_size) != size:
                 size, grown = found, now
-            with suppress(OSError, ValueError):
-                answer = json.loads(self.line.recv(_MOST_BYTES))
+            with suppress(EOFError, OSError):
+                answer = self._answer() if self.line.is_ready() else answer
             if answer is not None and size > first and now > grown + quiet_seconds:
                 break
             time.sleep(_POLL_SECONDS)
         return answer
+
+    def _answer(self) -> dict[str, int]:
+        self._owes_answer = False
+        counts: dict[str, int] = self.line.receive()
+        return counts
 
     def _send(self, number: int) -> None:
         with suppress(ProcessLookupError):
@@ -140,8 +148,3 @@ class OwnRank:
         tgkill = getattr(ctypes.CDLL(None), "tgkill", None)
         if tgkill is None or tgkill(self._pid, self._pid, number):
             self._send(number)
-
-    def _is_stopped(self) -> bool:
-        with suppress(OSError):
-            return Path(f"/proc/{self._pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "Tt"
-        return False

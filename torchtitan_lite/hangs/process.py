@@ -1,15 +1,15 @@
-"""The watcher: a process next to each rank, which sees that a step takes too long and ends its rank then.
+"""The watcher: a helper next to each rank, which sees that a step takes too long and ends its rank then.
 
 A thread of the rank could not: while a rank is stopped, or a call in C holds the GIL, none of its threads runs. The
 watchers of all ranks are connected to the one of rank 0. It judges: when the step of any rank is overdue it collects
 what all watchers find, names the rank that hangs, and has all ranks killed, so that the launcher sees a failed start. A
-watcher that cannot reach it names its own rank. A watcher dies with its rank. `HangWatch` is the end of the rank.
+watcher that cannot reach it names its own rank. It has the priority of its rank, and no I/O but its links, so that a
+machine that is busy delays it no more than the rank. `HangWatch` is the end of the rank.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import resource
 import socket
 import time
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_lite import log
-from torchtitan_lite.disk import child_process
+from torchtitan_lite.disk.helper import Line
 from torchtitan_lite.disk.json_lines import JsonLines
-from torchtitan_lite.distributed.job_link import JobLink, ready
+from torchtitan_lite.distributed.job_link import HasDescriptor, JobLink, ready
 from torchtitan_lite.event_lines import Recorded
 from torchtitan_lite.events import Hung
 from torchtitan_lite.hangs.own_rank import OwnRank, map_words
@@ -43,9 +43,11 @@ AGAIN_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Orders:
-    """What a watcher has to know; the rank sends it over the line, because the secret may not be in a command line."""
+    """What a watcher has to know."""
 
     rank: int
+    pid: int
+    """Of its process."""
     address: str
     """Where the watcher of rank 0 listens; empty if there is no other rank."""
     port: int
@@ -54,21 +56,18 @@ class Orders:
     """The file for the event; empty for none."""
 
 
-def serve(descriptors: Sequence[int], trainer_pid: int, ignored: Sequence[int]) -> None:
-    """Watch the rank `trainer_pid`, in the process, until it closes its line or dies."""
-    child_process.begin(trainer_pid, ignored)
+def serve(orders: Orders, lines: Sequence[Line], fds: Sequence[int]) -> None:
+    """Watch the rank of `orders`, in the process, until it hangs up or dies."""
     with suppress(OSError):
         Path("/proc/self/comm").write_text(NAME)
     with suppress(OSError, ValueError):  # The judge has a connection for each rank.
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    words_fd, stacks_fd, line_fd, *listener = descriptors
-    line = socket.socket(fileno=line_fd)
-    orders = Orders(**json.loads(line.recv(1 << 16)))
     log.setup(orders.rank)
-    rank = OwnRank(orders.rank, trainer_pid, map_words(words_fd), stacks_fd, line)
-    if listener or not orders.address:
-        Judge(rank, orders, [socket.socket(fileno=fd) for fd in listener]).run()
+    words_fd, stacks_fd, *listeners = fds
+    rank = OwnRank(orders.rank, orders.pid, map_words(words_fd), stacks_fd, lines[0])
+    if listeners or not orders.address:
+        Judge(rank, orders, [socket.socket(fileno=fd) for fd in listeners]).run()
     else:
         Follower(rank, _connected(orders)).run()
 
@@ -121,7 +120,7 @@ class Judge:
     def _wait(self, seconds: float, *, for_rank: bool = True) -> None:
         """Read what the other watchers send, and return at the latest after `seconds`."""
         links = [*self._strangers, *self._links.values()]
-        waited: list[socket.socket | JobLink] = [*self._listeners, *links]
+        waited: list[HasDescriptor] = [*self._listeners, *links]
         if for_rank:
             waited.append(self._rank.line)
         can_be_read = ready(waited, seconds)
@@ -186,7 +185,7 @@ class Follower:
         """Watch until the rank closes its line."""
         self._send("here")
         while not self._rank.has_ended():
-            waited: list[socket.socket | JobLink] = [self._rank.line]
+            waited: list[HasDescriptor] = [self._rank.line]
             if self._link is not None:
                 waited.append(self._link)
             if self._link in ready(waited, self._rank.tick_seconds):

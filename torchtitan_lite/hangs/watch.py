@@ -6,23 +6,19 @@ A step costs four writes to memory. The thread waits for the watcher, which asks
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import secrets
 import signal
 import socket
-import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
-from torchtitan_lite.disk import child_process
-from torchtitan_lite.disk.forks import forget_in_children
+from torchtitan_lite.disk.helper import Helper
 from torchtitan_lite.hangs import process
 from torchtitan_lite.hangs.bound import Bound
 from torchtitan_lite.hangs.own_rank import BOUND_MS, COUNT, IS_PAUSED, STEP, WORDS_BYTES, dump_signal, map_words
@@ -60,7 +56,7 @@ class WatchPlace:
     """Signals to ignore that a scheduler sends to process groups."""
 
 
-class HangWatch:
+class HangWatch(Helper):
     """Watches this rank from `__enter__`, which is **collective**, to `__exit__`. Main thread only.
 
     `count_collectives` returns how many collectives this rank has begun, by group; any thread calls it.
@@ -76,6 +72,7 @@ class HangWatch:
         gives_up_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__("Watcher", process.__name__, place.ignored_signals)
         self._bound = Bound(setting)
         self._ranks = ranks
         self._place = place
@@ -85,10 +82,7 @@ class HangWatch:
         self._began: float | None = None
         self._is_warned = False
         self._words = memoryview(bytearray(WORDS_BYTES)).cast("Q")
-        self._process: subprocess.Popen[bytes] | None = None
         self._fds: list[int] = []
-        self._line: socket.socket | None = None
-        forget_in_children(self._forget)
 
     def step(self, step: int) -> None:
         """Note that the step before is over and that `step` begins."""
@@ -123,32 +117,30 @@ class HangWatch:
                 self._began += self._clock() - began
 
     def __enter__(self) -> HangWatch:
-        listener = self._listener()
-        port, secret = self._ranks.on_coordinator(
-            lambda: (listener.getsockname()[1] if listener else 0, secrets.token_hex(32))
-        )
-        address = self._place.address if self._ranks.world_size > 1 else ""
-        events = str(self._place.events) if self._place.events is not None else ""
-        self._start(listener, process.Orders(self._ranks.rank, address, port, secret, events))
+        with self._listening() or nullcontext() as listener:
+            port, secret = self._ranks.on_coordinator(
+                lambda: (listener.getsockname()[1] if listener else 0, secrets.token_hex(32))
+            )
+            address = self._place.address if self._ranks.world_size > 1 else ""
+            events = str(self._place.events) if self._place.events is not None else ""
+            self._prepare()
+            orders = process.Orders(self._ranks.rank, os.getpid(), address, port, secret, events)
+            self._start(orders, [*self._fds, *([listener.fileno()] if listener else [])])
+        self._listen()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         faulthandler.unregister(dump_signal())
-        line, ended = self._line, self._process
-        self._forget()
-        if line is not None and ended is not None:
-            # The thread has the line, too: closing it would not hang up.
-            with suppress(OSError):
-                line.shutdown(socket.SHUT_RDWR)
-            try:
-                ended.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                ended.kill()
-                ended.wait()
+        self.end(STOP_SECONDS)
+        self._close()
 
-    def _listener(self) -> socket.socket | None:
+    def forget(self) -> None:
+        super().forget()
+        self._close()
+
+    def _listening(self) -> socket.socket | None:
         """Return the socket at which the watcher of rank 0 listens: open before any other rank knows of it."""
         if self._ranks.world_size == 1 or self._ranks.rank:
             return None
@@ -156,7 +148,8 @@ class HangWatch:
             return socket.create_server(("", 0), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
         return socket.create_server(("", 0), backlog=_BACKLOG)
 
-    def _start(self, listener: socket.socket | None, orders: process.Orders) -> None:
+    def _prepare(self) -> None:
+        """Make what this rank and its watcher share, and answer the watcher's signal."""
         words_fd = os.memfd_create("torchtitan_lite-watch", os.MFD_CLOEXEC)
         os.ftruncate(words_fd, WORDS_BYTES)
         self._words = map_words(words_fd)
@@ -166,30 +159,15 @@ class HangWatch:
         signal.signal(dump_signal(), signal.SIG_IGN)
         # Not the stacks of all threads: those that run change their frames meanwhile, and the process would crash.
         faulthandler.register(dump_signal(), file=stacks_fd, all_threads=False, chain=False)
-        line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._line = line
-        line.send(json.dumps(asdict(orders)).encode())
-        ignored = child_process.numbers_of(self._place.ignored_signals)
-        with theirs:
-            fds = [words_fd, stacks_fd, theirs.fileno(), *([listener.fileno()] if listener else [])]
-            self._process = child_process.start(
-                process.__name__, f"serve({fds}, {os.getpid()}, {ignored})", fds, ignored
-            )
-        if listener is not None:
-            listener.close()
-        threading.Thread(target=self._answer, args=(line,), name="hangs", daemon=True).start()
 
-    def _answer(self, line: socket.socket) -> None:
-        """Answer the watcher, in a thread, until it or this rank hangs up."""
-        with suppress(OSError):
-            while line.recv(64):
-                line.send(json.dumps(self._count_collectives()).encode())
-        if self._line is line:
+    def _heard(self, message: Any) -> None:
+        self._send(dict(self._count_collectives()))
+
+    def _ended(self, *, has_died: bool) -> None:
+        if has_died:
             logger.warning("The process that watches rank %d has ended: no hang of it is named", self._ranks.rank)
 
-    def _forget(self) -> None:
-        """Have nothing to watch and nothing to close in a forked child; the parent's process stays."""
-        if self._process is not None and self._line is not None:
-            self._process = self._line = None
-            for fd in self._fds:
-                os.close(fd)
+    def _close(self) -> None:
+        fds, self._fds = self._fds, []
+        for fd in fds:
+            os.close(fd)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.disk.helper import is_stopped
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.keeper import messages
 
@@ -70,7 +71,7 @@ class Ask:
         poll.register(self._connection, select.POLLIN)
         while not poll.poll(1000 * min(_left(self._deadline), _LOOK_SECONDS)):
             is_late = time.monotonic() - began >= STOPPED_SECONDS
-            if is_late and self._hurries() and _is_stopped(messages.pid_of_peer(self._connection)):
+            if is_late and self._hurries() and is_stopped(messages.pid_of_peer(self._connection)):
                 raise TimeoutError
 
     def open_peer(self) -> int:
@@ -132,15 +133,6 @@ def _connect(connection: socket.socket, path: Path, deadline: float) -> None:
             time.sleep(0.01)
         else:
             return
-
-
-def _is_stopped(pid: int) -> bool:
-    """Return whether a signal or a debugger has stopped the process; False if that cannot be known."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
-    except (OSError, IndexError):
-        return False
-    return state in (b"T", b"t")
 
 
 def _left(deadline: float) -> float:
