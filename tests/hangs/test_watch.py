@@ -14,7 +14,7 @@ import pytest
 
 from tests.hangs import ranks
 from tests.logged import logged_warnings
-from tests.processes import children, command_line, read_lines, send, wait_until
+from tests.processes import children, command_line, own_children, read_lines, send, wait_until
 from torchtitan_lite.hangs.own_rank import dump_signal
 from torchtitan_lite.hangs.watch import HangWatch, WatchPlace
 
@@ -22,22 +22,28 @@ POLL_CALLS = (7, 73)
 """poll on x86-64, ppoll on arm64, in which it is called for poll."""
 
 
-def is_watching(watcher: int) -> bool:
-    """Return whether it has reported to the judge: the watcher waits for its rank and the judge at once."""
-    with suppress(OSError, ValueError):
-        number, _, waited, *_ = Path(f"/proc/{watcher}/syscall").read_text().split()
-        return int(number) in POLL_CALLS and int(waited, 16) == 2
+def is_watching(process: subprocess.Popen[str], waits_for: int = 2) -> bool:
+    """Return whether its watcher waits for the rank, and for the judge: it has reported to it.
+
+    The judge waits for the rank, for new watchers, and for those of the other ranks.
+    """
+    for watcher in own_children(process.pid):
+        with suppress(OSError, ValueError):
+            number, _, waited, *_ = Path(f"/proc/{watcher}/syscall").read_text().split()
+            if int(number) in POLL_CALLS and int(waited, 16) == waits_for:
+                return True
     return False
 
 
 def start_together(kinds: Sequence[str], folder: Path) -> list[subprocess.Popen[str]]:
-    """Start two ranks, of these kinds, which begin their steps once the watcher of each is at work.
+    """Start ranks of these kinds, which begin their steps once the watcher of each is at work.
 
     A busy machine starts one of them seconds after the other: longer than the bound.
     """
     (folder / "hold").touch()
     processes = [ranks.start(kind, rank, len(kinds), folder) for rank, kind in enumerate(kinds)]
-    wait_until(lambda: any(map(is_watching, children(processes[1].pid))))
+    wait_until(lambda: all((folder / f"began{rank}").exists() for rank in range(len(kinds))))
+    wait_until(lambda: all(map(is_watching, processes[1:])))
     (folder / "hold").unlink()
     return processes
 
@@ -70,6 +76,19 @@ def test_events_have_the_rank_the_host_and_the_reason(tmp_path: Path) -> None:
     assert ranks.BOUND_SECONDS <= event["seconds"] < 2 * ranks.BOUND_SECONDS
 
 
+def test_a_disk_that_hangs_keeps_no_rank_alive(tmp_path: Path) -> None:
+    """A write to the file of events takes for ever: it is a full pipe."""
+    os.mkfifo(tmp_path / "events.jsonl")
+    full = os.open(tmp_path / "events.jsonl", os.O_RDWR | os.O_NONBLOCK)
+    with suppress(BlockingIOError):
+        while os.write(full, bytes(4096)):
+            pass
+    code, logged = ranks.end(ranks.start("sleep", 0, 1, tmp_path))
+    os.close(full)
+    assert code == -signal.SIGKILL
+    assert "ERROR - Rank 0 hangs in step 4:" in logged
+
+
 @pytest.mark.parametrize("kind", ["slow", "paused", "go"])
 def test_a_rank_that_is_slow_or_in_a_pause_is_left_alone(kind: str, tmp_path: Path) -> None:
     assert ranks.end(ranks.start(kind, 0, 1, tmp_path)) == (0, "")
@@ -99,17 +118,47 @@ def test_no_rank_is_killed_that_has_just_left_a_pause_for_which_another_one_wait
 
 
 def test_a_rank_whose_watcher_is_gone_says_so_and_is_named_as_silent(tmp_path: Path) -> None:
-    (tmp_path / "hold").touch()
-    processes = [ranks.start(kind, rank, 2, tmp_path) for rank, kind in enumerate(["ahead", "sleep"])]
-    wait_until(lambda: any(map(is_watching, children(processes[1].pid))))
-    (watcher,) = children(processes[1].pid)
-    send(watcher, signal.SIGKILL)
-    (tmp_path / "hold").unlink()
+    processes = start_together(["ahead", "unwatched"], tmp_path)
     code, logged = ranks.end(processes[0])
     processes[1].kill()  # A launcher would, once rank 0 has ended.
     assert code == -signal.SIGKILL
     assert "ERROR - Rank 1 hangs:\n  it is silent, and so is its watcher: its host may be down\n" in logged
     assert "The process that watches rank 1 has ended: no hang of it is named" in ranks.end(processes[1])[1]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "hangs", "waits_for"),
+    [(["sleep", "ahead+watcher"], 0, (2, 1)), (["ahead+watcher", "sleep"], 1, (3, 0))],
+    ids=["another rank's", "the judge"],
+)
+def test_a_watcher_that_was_killed_is_started_again_with_the_next_step_and_its_rank_is_not_named_for_it(
+    kinds: list[str], hangs: int, waits_for: tuple[int, int], tmp_path: Path
+) -> None:
+    (tmp_path / "hold again").touch()
+    processes = start_together(kinds, tmp_path)
+    wait_until(lambda: all((tmp_path / f"third{rank}").exists() for rank in range(2)))
+    number, rank = waits_for
+    wait_until(lambda: is_watching(processes[rank], number))
+    (tmp_path / "hold again").unlink()
+    ended = [ranks.end(process) for process in processes]
+    assert [code for code, _ in ended] == [-signal.SIGKILL] * 2
+    assert f"ERROR - Rank {hangs} hangs in step 4:\n" in ended[0][1]
+    assert f"Rank {1 - hangs} hangs" not in ended[0][1]
+    assert "hangs" not in ended[1][1], "rank 0 alone names ranks"
+    assert (
+        f"The process that watches rank {rank} has ended: no hang of it is named before its next step" in ended[rank][1]
+    )
+
+
+@pytest.mark.slow  # Four ranks, four watchers and four writers.
+def test_the_rank_that_hangs_is_named_whatever_becomes_of_writers_meanwhile(tmp_path: Path) -> None:
+    processes = start_together(["ahead+kill", "ahead+stop", "ahead+slow", "sleep+stop"], tmp_path)
+    ended = [ranks.end(process) for process in processes]
+    assert [code for code, _ in ended] == [-signal.SIGKILL] * 4
+    assert [logged.count("happens here") for _, logged in ended] == [1] * 4
+    assert "ERROR - Rank 3 hangs in step 4:\n" in ended[0][1]
+    assert sum(logged.count(" hangs in step") for _, logged in ended) == 1
+    assert [event["rank"] for event in read_lines(tmp_path / "events.jsonl")] == [3]
 
 
 def test_a_rank_whose_judge_is_gone_is_named_by_its_own_watcher(tmp_path: Path) -> None:
@@ -156,12 +205,15 @@ def test_a_watcher_dies_with_its_rank(tmp_path: Path) -> None:
     wait_until(lambda: not Path(f"/proc/{watcher}").exists())
 
 
-def test_a_watcher_has_its_own_name_and_neither_the_secret_nor_other_descriptors(tmp_path: Path) -> None:
+def test_a_watcher_has_its_own_name_the_priority_of_its_rank_and_neither_the_secret_nor_other_descriptors(
+    tmp_path: Path,
+) -> None:
     process = ranks.start("sleep", 0, 2, tmp_path)
     wait_until((tmp_path / "rank0").exists)
     (watcher,) = children(process.pid)
     wait_until(lambda: Path(f"/proc/{watcher}/comm").read_text() == "titan-watcher\n")
     _, secret = (tmp_path / "chosen.json").read_text().strip("[]").replace('"', "").split(", ")
+    assert os.getpriority(os.PRIO_PROCESS, watcher) == os.getpriority(os.PRIO_PROCESS, process.pid)
     opened = [str(fd.readlink()) for fd in Path(f"/proc/{watcher}/fd").iterdir()]
     process.kill()
     ranks.end(process)

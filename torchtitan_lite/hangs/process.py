@@ -3,15 +3,17 @@
 A thread of the rank could not: while a rank is stopped, or a call in C holds the GIL, none of its threads runs. The
 watchers of all ranks are connected to the one of rank 0. It judges: when the step of any rank is overdue it collects
 what all watchers find, names the rank that hangs, and has all ranks killed, so that the launcher sees a failed start. A
-watcher that cannot reach it names its own rank. It has the priority of its rank, and no I/O but its links, so that a
-machine that is busy delays it no more than the rank. `HangWatch` is the end of the rank.
+watcher that cannot reach it names its own rank. It has the priority of its rank and waits for no disk, only for its
+links: what makes a rank hang is not to hold it up. `HangWatch` is the end of the rank.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import resource
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -39,6 +41,8 @@ PATIENCE_SECONDS = 5.0
 """How long the others wait for the judge."""
 AGAIN_SECONDS = 1.0
 """From one look at all ranks to the next one while one of them is in a pause; a look may take as long."""
+EVENTS_SECONDS = 1.0
+"""How long the file of events may take: its disk may be what hangs."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ def serve(orders: Orders, lines: Sequence[Line], fds: Sequence[int]) -> None:
     if listeners or not orders.address:
         Judge(rank, orders, [socket.socket(fileno=fd) for fd in listeners]).run()
     else:
-        Follower(rank, _connected(orders)).run()
+        Follower(rank, orders).run()
 
 
 class Judge:
@@ -113,7 +117,9 @@ class Judge:
             self._send_all("wait")
             return
         log.logger.error("%s", report(verdict, found))
-        _write_events(self._orders.events, verdict, found)
+        writing = threading.Thread(target=_write_events, args=(self._orders.events, verdict, found), daemon=True)
+        writing.start()
+        writing.join(EVENTS_SECONDS)
         self._send_all("leave")
         self._rank.kill()
 
@@ -135,7 +141,7 @@ class Judge:
         connection, _ = listener.accept()
         # Else it is no process of this job, or was stopped: the link has closed the connection.
         with suppress(OSError, ValueError):
-            self._strangers.append(_link(connection, self._orders, is_caller=False))
+            self._strangers.append(_link(connection, self._orders, SILENCE_SECONDS, is_caller=False))
 
     def _read(self, link: JobLink) -> None:
         try:
@@ -147,6 +153,10 @@ class Judge:
         match message["is"]:
             case "here":
                 self._strangers.remove(link)
+                if rank in self._links:
+                    self._drop(self._links[rank])
+                # One that was started again: that the one before hung up is no evidence against its rank.
+                self._lost.discard(rank)
                 self._links[rank] = link
             case "overdue":
                 self._is_alarmed = True
@@ -172,11 +182,14 @@ class Judge:
 
 
 class Follower:
-    """The watcher of another rank. Without a `link` to the judge it acts for its own rank."""
+    """The watcher of another rank. Without a link to the judge it acts for its own rank."""
 
-    def __init__(self, rank: OwnRank, link: JobLink | None) -> None:
+    def __init__(self, rank: OwnRank, orders: Orders) -> None:
         self._rank = rank
-        self._link = link
+        self._orders = orders
+        self._link = _connected(orders)
+        self._next_try = math.inf
+        """When to join the judge again, after its link was lost: it may have been started again."""
         self._waits_since: float | None = None
         """For the judge."""
         self._next_alarm = 0.0
@@ -194,7 +207,15 @@ class Follower:
                 self._alarm(time.monotonic())
             else:
                 self._waits_since = None
+                self._join_again(time.monotonic())
         self._send("ended")
+
+    def _join_again(self, now: float) -> None:
+        if self._link is None and now >= self._next_try:
+            self._next_try = now + PATIENCE_SECONDS
+            with suppress(OSError, ValueError):
+                self._link = _joined(self._orders, SILENCE_SECONDS)
+                self._send("here")
 
     def _alarm(self, now: float) -> None:
         """Call the judge, each second; without an answer of it, name this rank."""
@@ -235,19 +256,23 @@ class Follower:
         if self._link is not None:
             self._link.close()
             self._link = None
+            self._next_try = time.monotonic() + AGAIN_SECONDS
 
 
-def _link(connection: socket.socket, orders: Orders, *, is_caller: bool) -> JobLink:
-    silence = CONNECT_SECONDS if is_caller else SILENCE_SECONDS
-    link = JobLink(connection, orders.secret.encode(), is_caller=is_caller, silence_seconds=silence)
+def _link(connection: socket.socket, orders: Orders, seconds: float, *, is_caller: bool) -> JobLink:
+    link = JobLink(connection, orders.secret.encode(), is_caller=is_caller, silence_seconds=seconds)
     connection.settimeout(SILENCE_SECONDS)
     return link
 
 
+def _joined(orders: Orders, seconds: float) -> JobLink:
+    connection = socket.create_connection((orders.address, orders.port), seconds)
+    return _link(connection, orders, seconds, is_caller=True)
+
+
 def _connected(orders: Orders) -> JobLink | None:
     try:
-        connection = socket.create_connection((orders.address, orders.port), CONNECT_SECONDS)
-        return _link(connection, orders, is_caller=True)
+        return _joined(orders, CONNECT_SECONDS)
     except (OSError, ValueError) as error:
         log.logger.warning(
             "The watcher of rank %d cannot reach the one of rank 0 at %s, port %d: %s. If this rank hangs or waits for "

@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +27,8 @@ from torchtitan_lite.log import logger
 _BACKLOG = 4096
 STOP_SECONDS = 1.0
 """How long a watcher may take to end by itself before it is killed."""
+MOST_DEATHS = 10
+"""Of watchers of one start, until none takes the place of the last one."""
 
 T = TypeVar("T")
 
@@ -83,9 +85,16 @@ class HangWatch(Helper):
         self._is_warned = False
         self._words = memoryview(bytearray(WORDS_BYTES)).cast("Q")
         self._fds: list[int] = []
+        self._listening: socket.socket | None = None
+        """At which the watcher of rank 0 listens: of this process, because another watcher may take its place."""
+        self._orders: process.Orders | None = None
+        self._num_deaths = 0
+        self._needs_another = False
 
     def step(self, step: int) -> None:
         """Note that the step before is over and that `step` begins."""
+        if self._needs_another:
+            self._start_another()
         now = self._clock()
         if self._began is not None:
             self._bound.step_took(now - self._began)
@@ -117,16 +126,15 @@ class HangWatch(Helper):
                 self._began += self._clock() - began
 
     def __enter__(self) -> HangWatch:
-        with self._listening() or nullcontext() as listener:
-            port, secret = self._ranks.on_coordinator(
-                lambda: (listener.getsockname()[1] if listener else 0, secrets.token_hex(32))
-            )
-            address = self._place.address if self._ranks.world_size > 1 else ""
-            events = str(self._place.events) if self._place.events is not None else ""
-            self._prepare()
-            orders = process.Orders(self._ranks.rank, os.getpid(), address, port, secret, events)
-            self._start(orders, [*self._fds, *([listener.fileno()] if listener else [])])
-        self._listen()
+        self._listening = self._opened()
+        port, secret = self._ranks.on_coordinator(
+            lambda: (self._listening.getsockname()[1] if self._listening else 0, secrets.token_hex(32))
+        )
+        address = self._place.address if self._ranks.world_size > 1 else ""
+        events = str(self._place.events) if self._place.events is not None else ""
+        self._orders = process.Orders(self._ranks.rank, os.getpid(), address, port, secret, events)
+        self._prepare()
+        self._start_process()
         return self
 
     def __exit__(
@@ -140,7 +148,7 @@ class HangWatch(Helper):
         super().forget()
         self._close()
 
-    def _listening(self) -> socket.socket | None:
+    def _opened(self) -> socket.socket | None:
         """Return the socket at which the watcher of rank 0 listens: open before any other rank knows of it."""
         if self._ranks.world_size == 1 or self._ranks.rank:
             return None
@@ -160,14 +168,35 @@ class HangWatch(Helper):
         # Not the stacks of all threads: those that run change their frames meanwhile, and the process would crash.
         faulthandler.register(dump_signal(), file=stacks_fd, all_threads=False, chain=False)
 
+    def _start_process(self) -> None:
+        listening = [] if self._listening is None else [self._listening.fileno()]
+        self._start(self._orders, [*self._fds, *listening])
+        self._listen()
+
+    def _start_another(self) -> None:
+        """Start a watcher in the place of one that has ended; no step fails where the system has no process left."""
+        self._needs_another = False
+        self.end()
+        try:
+            self._start_process()
+        except (OSError, RuntimeError):
+            self._ended(has_died=True)
+
     def _heard(self, message: Any) -> None:
         self._send(dict(self._count_collectives()))
 
     def _ended(self, *, has_died: bool) -> None:
         if has_died:
-            logger.warning("The process that watches rank %d has ended: no hang of it is named", self._ranks.rank)
+            self._num_deaths += 1
+            self._needs_another = self._num_deaths <= MOST_DEATHS
+            until = " before its next step" if self._needs_another else ""
+            logger.warning(
+                "The process that watches rank %d has ended: no hang of it is named%s", self._ranks.rank, until
+            )
 
     def _close(self) -> None:
         fds, self._fds = self._fds, []
         for fd in fds:
             os.close(fd)
+        if self._listening is not None:
+            self._listening.close()
