@@ -60,6 +60,9 @@ def test_a_signal_ends_the_run_with_its_code_though_the_uploader_does_not_answer
         job.wait_until(lambda job: job.events("uploaded"))
         (uploader,) = [pid for pid in children(job.processes[0].pid) if "uploading.process" in command_line(pid)]
         send(uploader, signal.SIGSTOP)
+        committed = len(job.events("committed"))
+        job.wait_until(lambda job: len(job.events("committed")) > committed + 1)
         send(job.processes[0].pid, signal.SIGTERM)
         assert job.wait() == [143], job.log
+    assert job.events("committed")[-1]["step"] == max(job.losses())
     assert "Not yet in" in job.log
