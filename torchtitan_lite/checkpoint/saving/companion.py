@@ -49,7 +49,7 @@ class Companion:
         """Note that the run continues from `source`, None for a fresh start. **Collective**."""
 
     def rolled_back(self, step: int) -> None:
-        """Note that the run went back to `step`, after `settle`."""
+        """Note that the run rolled back to `step`, after `settle`."""
 
     def start(self, run_id: str) -> None:
         """Start processes, for the run `run_id`, right before the loop or after its first step. Idempotent."""
