@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from scripts.measure_structure import PACKAGE, bare_events, constructors, defines, guards_in, twice
-from scripts.structure import counts
+from scripts.structure import counts, forms
 from scripts.structure.source import Source, sources_of
 from tests.source_modules import ROOT, modules_of
 
@@ -98,3 +99,20 @@ def test_lines_names_and_records_are_counted() -> None:
     assert [*counts.null_objects([one])] == ["NoImages"] and [*counts.functions(one)] == [("f", 2)]
     up = Source("store.two", "from torchtitan_lite.keeper.one import f\n")
     assert counts.imports_up([one, up]) == ["store.two -> keeper.one"]
+
+
+def test_whatever_leaves_a_process_is_in_the_registry() -> None:
+    """A helper process, a protocol between processes, or a form of what is written."""
+    sources = sources_of(ROOT)
+    assert {*counts.calling(sources, counts.STARTS)} == modules_in(forms.HELPERS)
+    opening = {*counts.calling(sources, counts.SOCKETS)} - {"checkpoint.schedule.signals"}  # Of one process alone.
+    writing = {*counts.calling(sources, counts.WRITERS, counts.CODECS)}
+    assert opening <= modules_in(forms.PROTOCOLS)
+    named = modules_in(forms.PROTOCOLS) | modules_in(forms.RECORDS) | modules_in(forms.INSIDE)
+    assert opening | writing == named
+
+
+def modules_in(table: Mapping[str, Sequence[str]]) -> set[str]:
+    found = [name for modules in table.values() for name in modules]
+    assert len(found) == len({*found}), "a module stands twice"
+    return {*found}

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import median, quantiles
 
+from scripts.structure.forms import HELPERS, PROTOCOLS, RECORDS
 from scripts.structure.source import FLATS, KINDS, Source, imports_of
 
 MOST_LINES, MOST_FIELDS = 60, 12
@@ -55,6 +56,9 @@ def rows(sources: Sequence[Source]) -> Iterator[Row]:
         yield f"rooms that name {companion}", len(rooms)
     for what, names in (("processes are started", STARTS), ("sockets are opened", SOCKETS)):
         yield f"modules where {what}", len(calling(sources, names))
+    yield "kinds of helper processes, by the registry", len(HELPERS)
+    yield "protocols between processes, by the registry", len(PROTOCOLS)
+    yield "forms of records, by the registry", len(RECORDS)
     yield "modules that read JSON, TOML or pickles", len(calling(sources, READERS, CODECS))
     yield "modules that write them", len(calling(sources, WRITERS, CODECS))
 

@@ -1,0 +1,68 @@
+"""The registry of what leaves a process: helper processes, protocols between processes, and records on disk.
+
+A test finds each module that starts a process, opens a socket, or writes JSON or pickles and stands in none of these
+tables, and each that stands here and does not.
+"""
+
+from __future__ import annotations
+
+HELPERS = {
+    "a worker of a rank, a sender of replicas, an uploader, a watcher (each a Helper)": ("disk.helper",),
+    "the keeper, which outlives the trainer": ("keeper.process",),
+}
+"""Kinds of processes, with the modules that start them."""
+
+PROTOCOLS = {
+    "lines between a trainer and its helpers: pickles, with descriptors": ("disk.helper",),
+    "requests to a keeper: JSON, with descriptors": ("keeper.messages",),
+    "links of the watchers of a job to that of rank 0": ("hangs.process", "distributed.job_link"),
+    "replicas of images between hosts": (
+        "checkpoint.replicas.host_replicas",
+        "checkpoint.replicas.process",
+        "checkpoint.replicas.ring",
+    ),
+    "objects of all ranks to the coordinator and back": ("distributed.exchange", "distributed.host_tree"),
+}
+"""What processes say to one another, with the modules that open sockets or pickle what is sent."""
+
+RECORDS = {
+    "manifest.json and the record of a rank": ("store.manifest", "store.files_of_ranks"),
+    ".metadata and the items of a data file, as DCP has them": (
+        "checkpoint.format.torch_item",
+        "checkpoint.planning.object_items",
+    ),
+    "head.json of a bucket": ("bucket.head_text",),
+    "the lock of a folder": ("store.holder",),
+    "pins": ("store.pins",),
+    "rollbacks": ("store.rollbacks",),
+    "findings of what was set aside": ("store.retired", "bucket.store"),
+    "digests of files that verify --record keeps": ("store.verified",),
+    "what was uploaded": ("uploading.record",),
+    "the card of an image in memory": ("checkpoint.images.card",),
+    "lines of JSON: metrics, events, samples, the ledger": ("disk.json_lines", "metrics.ledger"),
+    "config.json of a run": ("config.manager",),
+    "the token file of a corpus": ("data.token_file",),
+    "what Hugging Face's libraries read, with the record of an export": (
+        "checkpoint.converting.safetensors_files",
+        "checkpoint.hugging_face.last_export",
+        "checkpoint.hugging_face.writing",
+        "data.byte_tokenizer_files",
+        "data.tokenizer",
+        "models.llama.hugging_face",
+    ),
+    "what another trainer reads: torchtitan's positions, optimizer groups, the Trainer's mark": (
+        "checkpoint.converting.layouts",
+        "checkpoint.converting.optimizer_groups",
+        "integrations.transformers",
+    ),
+    "torch's picture of a device's memory": ("metrics.profiling",),
+}
+"""Forms of what is written to disk, or to memory that outlives the process, with the modules that write them."""
+
+INSIDE = {
+    "a plan on its way to ranks and back": ("checkpoint.planning.joint_entries", "checkpoint.planning.outline"),
+    "values that are compared, or digested": ("checkpoint.planning.plan_cache", "checkpoint.planning.replicas"),
+    "a state of each rank, inside a checkpoint's object": ("data.rank_state",),
+    "what --json prints": ("cli.inspect_step", "cli.screen"),
+}
+"""Why other modules write JSON or pickles."""
