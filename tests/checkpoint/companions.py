@@ -5,6 +5,7 @@ from __future__ import annotations
 from torchtitan_lite.checkpoint.images.run_images import KeptImages
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.uploads import Uploads
+from torchtitan_lite.uploading.process import UploadProcess
 
 
 def kept(manager: CheckpointManager) -> KeptImages | None:
@@ -15,3 +16,10 @@ def kept(manager: CheckpointManager) -> KeptImages | None:
 def uploads_of(manager: CheckpointManager) -> Uploads:
     """Return what uploads the checkpoints of `manager`."""
     return next(each for each in manager._companions if isinstance(each, Uploads))
+
+
+def uploader_of(manager: CheckpointManager) -> UploadProcess:
+    """Return the process that uploads them, which was started."""
+    process = uploads_of(manager)._process
+    assert process is not None
+    return process

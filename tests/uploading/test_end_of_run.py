@@ -9,26 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.companions import uploads_of
+from tests.checkpoint.companions import uploader_of, uploads_of
 from tests.checkpoint.small_run import SmallRun
 from tests.disks import injected
 from tests.uploading.runs import run_of, steps_in
 from torchtitan_lite.errors import FolderUnusable
-from torchtitan_lite.uploading.process import UploadProcess
 
 NO_FOLDER = "/proc/no/folder"
 """Where no process, of root either, can make a folder."""
 
 
-def uploader_of(run: SmallRun) -> UploadProcess:
-    process = uploads_of(run.manager)._process
-    assert process is not None
-    return process
-
-
 def killed(run: SmallRun) -> None:
     """Kill the uploader, as for memory, and return once the trainer knows."""
-    process = uploader_of(run)
+    process = uploader_of(run.manager)
     assert process._process is not None and process._listener is not None
     os.kill(process._process.pid, signal.SIGKILL)
     process._listener.join()
@@ -68,7 +61,7 @@ def test_what_was_saved_during_an_upload_counts_as_missing(
     with injected("slow@upload:seconds=60"), run_of(tmp_path / "run", other).loaded() as run:
         run.step()
         run.manager.wait()
-        while uploader_of(run).state.uploading is None:
+        while uploader_of(run.manager).state.uploading is None:
             pass
         run.train(6)
         uploads_of(run.manager).leave(lambda: 0.0)

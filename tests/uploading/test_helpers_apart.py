@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.companions import uploader_of, uploads_of
 from tests.checkpoint.small_run import SmallRun
 from tests.disks import injected
 from tests.processes import command_line, own_children, wait_until
@@ -19,14 +20,8 @@ from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.disk.helper import is_stopped
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.store.store import CheckpointStore
-from torchtitan_lite.uploading.process import UploadProcess
 
 SECONDS = 60.0
-
-
-def uploader_of(run: SmallRun) -> UploadProcess:
-    process: UploadProcess = run.manager._parts.uploads._process  # type: ignore[attr-defined]
-    return process
 
 
 @pytest.fixture
@@ -73,7 +68,7 @@ def test_an_upload_continues_whatever_becomes_of_the_writer(tmp_path: Path, othe
     spec = f"slow@upload:step=1,seconds=2,process=uploader;{kind}@write:step=2,process=writer{ends}"
     with injected(spec), run_of(tmp_path / "run", other, seams={"saver": saver}).loaded() as run:
         run.step()
-        uploader, writer = uploader_of(run), saver.process.pid
+        uploader, writer = uploader_of(run.manager), saver.process.pid
         wait_until(lambda: uploader.state.uploading == 1)
         pid = uploader.pid
         run.step()
@@ -106,10 +101,10 @@ def test_saves_commit_and_a_run_leaves_in_time_though_the_uploader_is_stopped_du
     with run_of(tmp_path / "run", other, async_mode=mode, seams={"store": store}).loaded() as run:
         run.step()
         run.events.wait_for("uploaded")
-        pids.append(uploader_of(run).pid or 0)
+        pids.append(uploader_of(run.manager).pid or 0)
         run.train(4)
         run.manager.wait()
         assert run.committed() == [1, 2, 3, 4]
-        run.manager._parts.uploads.close(lambda: 0.0)
+        uploads_of(run.manager).leave(float)
     assert steps_in(other) == [1]
     assert f"Not yet in {other}: 3 checkpoints (" in caplog.text
