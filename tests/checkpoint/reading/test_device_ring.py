@@ -47,13 +47,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def reading(source: str, folder: Path) -> Iterator[ReadsBlocks]:
+def reading(source: str, folder: Path, threads: int = block_reader.THREADS) -> Iterator[ReadsBlocks]:
     """Yield what reads the file of `folder` from the disk, from the page cache, or from memory."""
     [file] = folder.glob("*.distcp")
     if source == "disk":
         forget(file)
     if source != "memory":
-        yield BlockReader(direct=source == "disk")
+        yield BlockReader(direct=source == "disk", threads=threads)
         return
     fd = os.memfd_create("image")
     os.write(fd, file.read_bytes())
@@ -99,11 +99,11 @@ def test_a_copy_that_fails_is_raised_once_all_others_have_ended(folder: Path, fa
 def test_a_damaged_block_never_travels(folder: Path, source: str) -> None:
     [file] = folder.glob("*.distcp")
     data = file.read_bytes()
-    at = 2 * BLOCK_BYTES + 12345
-    flip(file, at)
+    number = len(data) // BLOCK_BYTES - 1  # The last whole one: those before it travel, if one thread reads.
+    flip(file, number * BLOCK_BYTES + 12345)
     link = LateLink()
-    refused = pytest.raises(CheckpointException, match=f"bytes {2 * BLOCK_BYTES} to {3 * BLOCK_BYTES}")
-    with reading(source, folder) as blocks, refused:
+    refused = pytest.raises(CheckpointException, match=f"bytes {number * BLOCK_BYTES} to {(number + 1) * BLOCK_BYTES}")
+    with reading(source, folder, threads=1) as blocks, refused:
         reads = CheckpointReader(folder, blocks=blocks, make_link=lambda: link)
         dcp_load(empty(), storage_reader=reads, no_dist=True)
     assert link.begun
