@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.store import filled
+from tests.store.looks import parsed_from_now_on
 from torchtitan_lite import faults
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, SaveFailed
@@ -171,14 +172,7 @@ def test_what_another_process_does_to_a_manifest_of_this_one_is_found(
     tmp_path: Path, later_ns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of what was just written, the bytes are compared: it may change without another time of its file."""
-    parsed: list[Path] = []
-    look_into = known_manifests._look_into
-
-    def noted(folder: Path, *given: Any) -> Any:
-        parsed.append(folder)
-        return look_into(folder, *given)
-
-    monkeypatch.setattr(known_manifests, "_look_into", noted)
+    parsed = parsed_from_now_on(monkeypatch)
     store = CheckpointStore(tmp_path / "checkpoint", now_ns=lambda: time.time_ns() + later_ns)
     for step in range(1, 5):
         save(store, step)

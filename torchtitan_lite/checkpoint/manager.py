@@ -487,11 +487,11 @@ class CheckpointManager:
         return [] if self._config.load_only else self._folders.take()
 
     def _end_all(self, *, is_cut: bool) -> None:
-        """Wait for the save in flight, end threads and processes, and give the folders up, whatever of it fails.
+        """Wait for the save in flight, end threads and processes, and release the folders, even if some of it fails.
 
         Companions have no time for what is left to do if the run `is_cut` by an error.
         """
-        # Called from the last to the first, whatever one of them raises. The folders are released only when no thread
+        # Called from the last to the first, even if one of them raises. The folders are released only when no thread
         # and no process of this job writes into them.
         with ExitStack() as in_reverse:
             in_reverse.callback(self._opener.note_closed)

@@ -451,4 +451,5 @@ def test_a_load_and_a_save_of_one_process_warn_of_nothing(tmp_path: Path) -> Non
         warnings.simplefilter("error")
         SmallRun(tmp_path).finished(1)
         with SmallRun(tmp_path).resumed() as run:
-            run.step()
+            run.step(last=True)
+            assert run.committed() == [1, 2]

@@ -15,9 +15,9 @@ from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.one_file import as_one_file
 from tests.checkpoint.small_run import Tiny, fqns, job_config, same
 from tests.disks import FailingDisk
+from tests.store.looks import parsed_from_now_on
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.errors import ConfigError, SaveFailed
-from torchtitan_lite.store import known_manifests
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -298,17 +298,10 @@ def test_a_closed_manager_releases_the_folder(start_run: StartRun) -> None:
 def test_saves_and_removals_parse_no_manifest_of_this_process(
     start_run: StartRun, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    looked_at: list[Path] = []
-    look_into = known_manifests._look_into
-
-    def noted(folder: Path, *given: Any) -> Any:
-        looked_at.append(folder)
-        return look_into(folder, *given)
-
-    monkeypatch.setattr(known_manifests, "_look_into", noted)
+    parsed = parsed_from_now_on(monkeypatch)
     run = start_run(interval=1, keep_latest_k=2, async_mode=mode)
     for _ in range(5):
         run.step()
         run.manager.wait()
     run.manager.close()  # Removals may be behind.
-    assert run.names() == ["step-4", "step-5"] and not looked_at
+    assert run.names() == ["step-4", "step-5"] and not parsed
