@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from torchtitan_lite import log
 from torchtitan_lite.config.manager import parse_config
 from torchtitan_lite.distributed.process_group import process_group
-from torchtitan_lite.metrics.heartbeat import BEAT_SECONDS
+from torchtitan_lite.metrics.run_metrics import BEAT_SECONDS
 from torchtitan_lite.trainer import Trainer
 
 BEGIN, END = "<!-- overhead: written by scripts/bench_ledger.py -->\n", "<!-- end of overhead -->\n"

@@ -104,7 +104,7 @@ WITHOUT_TORCH = (
     "models.llama.config_file",
     *(f"metrics.{name}" for name in ("ledger", "run_clock")),
     "accounts",
-    *("cli.verify", "cli.verify_record", "cli.verify_result", "cli.diff"),
+    *("cli.verify", "cli.verify_result", "cli.diff"),
     *("preflight", "data.batch_size"),
     *("report", "cli.report", "hangs"),
     *(

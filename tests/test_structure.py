@@ -105,7 +105,7 @@ def test_whatever_leaves_a_process_is_in_the_registry() -> None:
     """A helper process, a protocol between processes, or a form of what is written."""
     sources = sources_of(ROOT)
     assert {*counts.calling(sources, counts.STARTS)} == modules_in(forms.HELPERS)
-    opening = {*counts.calling(sources, counts.SOCKETS)} - {"checkpoint.schedule.signals"}  # Of one process alone.
+    opening = {*counts.calling(sources, counts.SOCKETS)} - {"checkpoint.schedule.preemption"}  # Of one process alone.
     writing = {*counts.calling(sources, counts.WRITERS, counts.CODECS)}
     assert opening <= modules_in(forms.PROTOCOLS)
     named = modules_in(forms.PROTOCOLS) | modules_in(forms.RECORDS) | modules_in(forms.INSIDE)

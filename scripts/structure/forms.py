@@ -41,7 +41,7 @@ RECORDS = {
     "the card of an image in memory": ("checkpoint.images.card",),
     "lines of JSON: metrics, events, samples, the ledger": ("disk.json_lines", "metrics.ledger"),
     "config.json of a run": ("config.manager",),
-    "the token file of a corpus": ("data.token_file",),
+    "the token file of a corpus": ("data.token_corpus",),
     "what Hugging Face's libraries read, with the record of an export": (
         "checkpoint.converting.safetensors_files",
         "checkpoint.hugging_face.last_export",
@@ -52,7 +52,6 @@ RECORDS = {
     ),
     "what another trainer reads: torchtitan's positions, optimizer groups, the Trainer's mark": (
         "checkpoint.converting.layouts",
-        "checkpoint.converting.optimizer_groups",
         "integrations.transformers",
     ),
     "torch's picture of a device's memory": ("metrics.profiling",),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from torchtitan_lite.data.permutation import shuffled
+from torchtitan_lite.data.loader import shuffled
 
 SEEDS = st.integers(0, 2**63 - 1)
 

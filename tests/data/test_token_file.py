@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from torchtitan_lite.data.token_file import TokenFile, TokensDamaged, write_tokens
+from torchtitan_lite.data.token_corpus import TokenFile, TokensDamaged, write_tokens
 from torchtitan_lite.disk.digest import BLOCK_BYTES
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.jobs import run, start
-from torchtitan_lite.data.permutation import shuffled
+from torchtitan_lite.data.loader import shuffled
 
 WINDOW = 65
 WINDOWS = 400

@@ -17,9 +17,8 @@ from torchtitan_lite.checkpoint.schedule.failures import Past
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig, Metrics
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.events import Finished, Resumed
-from torchtitan_lite.metrics.heartbeat import Heartbeat
 from torchtitan_lite.metrics.logger import METRICS_FILE
-from torchtitan_lite.metrics.run_metrics import RunMetrics
+from torchtitan_lite.metrics.run_metrics import Heartbeat, RunMetrics
 
 
 def _metrics(folder: Path, *, rank: int = 0, load_only: bool = False, **metrics: Any) -> RunMetrics:

@@ -8,7 +8,7 @@ from torchtitan_lite.metrics.goodput import Goodput
 from torchtitan_lite.metrics.memory import build_memory_monitor
 from torchtitan_lite.metrics.report import epoch_tags, peak_flops, step_line, throughput_tags, time_tags
 from torchtitan_lite.metrics.run_clock import RunClock
-from torchtitan_lite.metrics.step_timer import StepTimer
+from torchtitan_lite.metrics.run_metrics import StepTimer
 
 
 def clock_that_shows(*times: float) -> Callable[[], float]:

@@ -7,7 +7,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_lite.report.downsample import buckets, quantile, usual_range
+from torchtitan_lite.report.curves import buckets, quantile, usual_range
 from torchtitan_lite.report.scales import exact_scale, nice_scale, seconds_text, short_step
 
 VALUES = st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(math.nan)), min_size=1, max_size=80)

@@ -11,7 +11,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -39,7 +40,6 @@ from torchtitan_lite.events import (
 )
 from torchtitan_lite.log import logger
 from torchtitan_lite.metrics.goodput import Goodput
-from torchtitan_lite.metrics.heartbeat import Heartbeat
 from torchtitan_lite.metrics.ledger import Ledger
 from torchtitan_lite.metrics.logger import EventLog, MetricsLogger
 from torchtitan_lite.metrics.memory import build_memory_monitor
@@ -47,7 +47,6 @@ from torchtitan_lite.metrics.progress_bar import build_progress_bars
 from torchtitan_lite.metrics.prometheus import PrometheusFile
 from torchtitan_lite.metrics.report import epoch_tags, peak_flops, step_line, throughput_tags, time_tags
 from torchtitan_lite.metrics.run_clock import RunClock
-from torchtitan_lite.metrics.step_timer import StepTimer
 from torchtitan_lite.metrics.wandb_run import WandbRun, import_wandb
 
 EVENTS_FILE = "events.jsonl"
@@ -297,3 +296,77 @@ def checkpoint_tags(event: Event) -> dict[str, float]:
                 "checkpoint/GBps": event.bytes / event.seconds / 1e9 if event.seconds > 0 else 0.0,
             }
     return {}
+
+
+# A thread that does something every few seconds, as long as the process lives.
+#
+# What it does must be short and may not need the main thread: that may wait for a disk, or for other ranks.
+
+
+BEAT_SECONDS = 4.0
+"""Seconds between two beats: with the delays of a busy machine still under the five that are promised."""
+
+
+class Heartbeat:
+    """Call `beat` every `seconds`, from `start` to `close`. An error of it is one warning, and the thread continues."""
+
+    def __init__(self, beat: Callable[[], None], seconds: float = BEAT_SECONDS) -> None:
+        self._beat = beat
+        self._seconds = seconds
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread. It does not keep the process alive."""
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; one that hangs in the disk is not waited for longer than a beat. Idempotent."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(self._seconds)
+            self._thread = None
+
+    def _run(self) -> None:
+        has_warned = False
+        while not self._stop.wait(self._seconds):
+            try:
+                self._beat()
+            except Exception as error:
+                if not has_warned:
+                    logger.warning("A heartbeat failed: %s: %s. Training continues", type(error).__name__, error)
+                has_warned = True
+
+
+# The seconds of each part of a step.
+#
+# These are seconds of the host: on an accelerator a part ends when its kernels are launched, not when they finish, and
+# the wait counts for the part that needs a result.
+
+
+LAST_PART = "optimizer"
+
+
+class StepTimer:
+    """Seconds by part: data, forward, backward, optimizer. A step ends with its `optimizer` part."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._num_steps = 0
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        """Add the seconds of the block to `part`, which may come several times in one step."""
+        start = self._clock()
+        yield
+        self._seconds[part] += self._clock() - start
+        self._num_steps += part == LAST_PART
+
+    def pop(self) -> dict[str, float]:
+        """Return the mean seconds per step since the last call, by part, and reset them."""
+        means = {part: seconds / max(1, self._num_steps) for part, seconds in self._seconds.items()}
+        self._seconds.clear()
+        self._num_steps = 0
+        return means

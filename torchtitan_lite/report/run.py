@@ -6,24 +6,27 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.accounts import CLEAN_ENDS, FAILED, read_accounts
-from torchtitan_lite.checkpoint.examining.inventory import USABLE
-from torchtitan_lite.errors import CheckpointError, CheckpointNotFound
+from torchtitan_lite.checkpoint.examining.inventory import USABLE, ListedCheckpoint, inventory
+from torchtitan_lite.config.address import is_in_object_store
+from torchtitan_lite.errors import CheckpointError, CheckpointNotFound, TorchtitanLiteError
 from torchtitan_lite.event_lines import Recorded
 from torchtitan_lite.events import Uploaded
+from torchtitan_lite.log import logger
 from torchtitan_lite.report.changes import KeyChange, changes_by_start, configs_of, without_secret_values
-from torchtitan_lite.report.folder import SeenFolder
 from torchtitan_lite.report.lines import Logged, read_events, read_logged, read_records
 from torchtitan_lite.report.saves import Fate, Save, saves_of
 from torchtitan_lite.report.shards import ShardMap, read_shards
 from torchtitan_lite.report.starts import CUT, UNKNOWN, ReportedStart, starts_of
 from torchtitan_lite.report.time_parts import TimeParts, steps_per_line, time_parts
 from torchtitan_lite.store.holder import HolderSeen
+from torchtitan_lite.store.place import Place
+from torchtitan_lite.store.store import CheckpointStore
 
 METRICS, EVENTS, CONFIG, CONFIGS = "metrics.jsonl", "events.jsonl", "config.json", "configs.jsonl"
 RUNNING = "running"
@@ -153,3 +156,47 @@ def _status(starts: list[ReportedStart], lock: HolderSeen | None, now: float) ->
     if lock.holder is None:
         return UNKNOWN
     return CUT if lock.holder.has_ended() or now - lock.at > _SILENT_SECONDS else RUNNING
+
+
+# A folder of checkpoints as a report shows it: on a disk, or in an object store.
+
+
+@dataclass(frozen=True)
+class SeenFolder:
+    """What is in a folder of checkpoints; the default is nothing."""
+
+    entries: tuple[ListedCheckpoint, ...] = ()
+    lock: HolderSeen | None = None
+    place_of: Callable[[str], Place] = Path
+    """Returns the place of the entry with a name."""
+    was_read: bool = True
+
+    @classmethod
+    def of(cls, dump_folder: Path, name: str) -> SeenFolder:
+        """Return the folder called `name` in a configuration.
+
+        A store that cannot be read is a warning: what the dump folder has is known without it.
+        """
+        if not is_in_object_store(name):
+            return _on_disk(dump_folder / name)
+        try:
+            return _in_store(name)
+        except (OSError, TorchtitanLiteError) as error:
+            logger.warning("The checkpoints in %s are left out: %s", name, error)
+            return cls(was_read=False)
+
+
+def _on_disk(root: Path) -> SeenFolder:
+    if not root.is_dir():
+        return SeenFolder()
+    return SeenFolder(tuple(inventory(root)), CheckpointStore(root).seen_holder(), root.joinpath)
+
+
+def _in_store(address: str) -> SeenFolder:
+    # Its client is an extra, and takes its time.
+    from torchtitan_lite.bucket.store import open_bucket
+    from torchtitan_lite.checkpoint.examining.stored_inventory import stored_inventory
+
+    store = open_bucket(address)
+    _, entries = stored_inventory(store)
+    return SeenFolder(tuple(entries), store.seen_holder(), store.place_of)

@@ -17,8 +17,7 @@ from tests.checkpoint.reading.foreign_folders import save_plain
 from tests.checkpoint.small_run import SmallRun
 from tests.checkpoint.with_manifest import add_manifest
 from tests.store.filled import manifest_of
-from torchtitan_lite.checkpoint.examining.difference import Difference, compare
-from torchtitan_lite.checkpoint.examining.object_digests import digest_of
+from torchtitan_lite.checkpoint.examining.difference import Difference, compare, digest_of
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, open_checkpoint
 from torchtitan_lite.checkpoint.examining.presence import present
 from torchtitan_lite.checkpoint.examining.value_difference import EQUAL, ValueDifference, compare_values

@@ -20,7 +20,7 @@ from tests.checkpoint.reading.tensor_layouts import bits, every_tensor
 from tests.checkpoint.with_manifest import add_manifest
 from tests.examples import examples
 from tests.store.filled import flip
-from torchtitan_lite.checkpoint.examining import each_block_once, tensor_stream
+from torchtitan_lite.checkpoint.examining import tensor_stream
 from torchtitan_lite.checkpoint.examining.cut import cuts
 from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
@@ -50,12 +50,12 @@ def joined(stream: TensorStream, key: str, most_elements: int | None = None) -> 
 @contextmanager
 def small_parts(num_bytes: int) -> Iterator[None]:
     """Read elements that are not in a row in parts of `num_bytes` meanwhile, and keep two blocks."""
-    before = tensor_stream._SPAN_BYTES, tensor_stream._LONG_STEP_BYTES, each_block_once.KEPT_BLOCKS
-    tensor_stream._SPAN_BYTES, tensor_stream._LONG_STEP_BYTES, each_block_once.KEPT_BLOCKS = num_bytes, num_bytes, 2
+    before = tensor_stream._SPAN_BYTES, tensor_stream._LONG_STEP_BYTES, tensor_stream.KEPT_BLOCKS
+    tensor_stream._SPAN_BYTES, tensor_stream._LONG_STEP_BYTES, tensor_stream.KEPT_BLOCKS = num_bytes, num_bytes, 2
     try:
         yield
     finally:
-        tensor_stream._SPAN_BYTES, tensor_stream._LONG_STEP_BYTES, each_block_once.KEPT_BLOCKS = before
+        tensor_stream._SPAN_BYTES, tensor_stream._LONG_STEP_BYTES, tensor_stream.KEPT_BLOCKS = before
 
 
 def bytes_read() -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchtitan_lite.checkpoint.planning.disagreement import Holdings, disagreement
+from torchtitan_lite.checkpoint.planning.rank_comparison import Holdings, disagreement
 
 
 def held(host: str, **digests: int) -> Holdings:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.small_run import SmallRun
-from torchtitan_lite.checkpoint.saving.nan_check import names_with_nan
+from torchtitan_lite.checkpoint.saving.writer import names_with_nan
 from torchtitan_lite.store.manifest import Manifest
 
 

@@ -13,13 +13,17 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import select
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Protocol
 
-from torchtitan_lite.checkpoint.schedule.signals import HUB
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
 
@@ -117,3 +121,195 @@ def _number(name: str) -> int:
         raise ConfigError(
             f"checkpoint.preemption_signals: {name!r} is not a signal that can be caught. Use names such as SIGTERM."
         ) from None
+
+
+# The signals that this process watches, for any number of listeners.
+#
+# Python has one wakeup descriptor and one handler for each signal, so a process has one hub: the first listener sets it
+# up, and when the last one is removed, in whichever order, the hub restores what was there before. Handlers that
+# another library installs in between stay, and receive what they would receive without the hub. Forked children do not
+# inherit it: a signal to a worker of a pool must end that worker, and must not preempt the job whose sockets it
+# inherited.
+
+
+_WAKE_UP = 0
+"""Written to the pipe in place of a signal's number, to end the thread."""
+_BY_HANDLER = 128
+"""Added to a number that our handler wrote to the pipe: only what Python wrote goes to the previous descriptor."""
+
+
+class Listener(Protocol):
+    """Receives signals, in the hub's thread."""
+
+    numbers: Sequence[int]
+
+    def hear(self, number: int) -> None:
+        """Handle the signal `number`, which is one of `numbers`."""
+
+    def seconds_left(self) -> float:
+        """Return the seconds until `time_is_up` is due; infinity for never."""
+        ...
+
+    def time_is_up(self) -> None:
+        """Handle the end of `seconds_left`."""
+
+
+class SignalHub:
+    """Passes signals on to listeners. `add` and `remove`: main thread only."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._listeners: list[Listener] = []
+        self._before: dict[int, signal._HANDLER] = {}
+        self._ignored: set[int] = set()
+        self._after: dict[int, signal._HANDLER] = {}
+        """What the last listener of a signal left as its handler."""
+        self._wakeup_before = -1
+        self._pipe: tuple[socket.socket, socket.socket] | None = None
+        self._thread: threading.Thread | None = None
+        self._mask = threading.local()
+
+    def has(self, listener: Listener) -> bool:
+        """Return whether `listener` receives signals in this process."""
+        return any(each is listener for each in self._listeners)
+
+    def add(self, listener: Listener) -> None:
+        """Pass the signals in `listener.numbers` on to it from now on."""
+        if self._pipe is None:
+            self._begin()
+        with self._lock:
+            self._listeners.append(listener)
+        for number in listener.numbers:
+            if number not in self._before:
+                before = signal.signal(number, _forward_to_hub)
+                # None stands for a handler that Python did not install and cannot restore.
+                before = signal.SIG_DFL if before is None else before
+                self._before[number] = self._left(number) if before is _forward_to_hub else before
+
+    def remove(self, listener: Listener, *, ignore: bool = False) -> None:
+        """Pass no more signals to `listener`. A signal without a listener gets its previous handler back, or is ignored
+        if `ignore` is true.
+        """
+        with self._lock:
+            self._listeners = [each for each in self._listeners if each is not listener]
+        if ignore:
+            self._ignored |= set(listener.numbers)
+        for number in set(self._before) - {number for each in self._listeners for number in each.numbers}:
+            self._restore(number)
+        if not self._listeners:
+            self._end()
+
+    def hold(self) -> None:
+        """Block signals in this thread before it forks: the child must not receive one that is meant for its parent."""
+        self._mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, self._before) if self._before else None
+
+    def let_go(self) -> None:
+        """Undo `hold`, in the process that forked."""
+        if getattr(self._mask, "before", None) is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask.before)
+
+    def forget(self) -> None:
+        """Reset the hub in a process that was just forked: signals get the handlers from before the first listener."""
+        mask = getattr(self._mask, "before", None)
+        self._ignored = set()
+        for number in list(self._before):
+            self._restore(number)
+        if self._pipe is not None:
+            self._restore_wakeup(self._pipe[1])
+            for end in self._pipe:
+                end.close()
+        self.__dict__.update(SignalHub().__dict__)
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def send(self, number: int) -> None:
+        """Have the hub's thread handle `number`. Any thread, and signal handlers."""
+        if self._pipe is not None:
+            with suppress(OSError):  # The pipe is full: the thread is awake already.
+                self._pipe[1].send(bytes([number]))
+
+    def forward(self, number: int) -> None:
+        """Handle `number`, whose handler ours was. Main thread.
+
+        A library that restores handlers may put ours back after the last listener: then the one of after it acts.
+        """
+        if self._pipe is not None:
+            self.send(number + _BY_HANDLER)
+            return
+        signal.signal(number, self._left(number))
+        os.kill(os.getpid(), number)
+
+    def _left(self, number: int) -> signal._HANDLER:
+        return self._after.get(number, signal.SIG_DFL)
+
+    def _begin(self) -> None:
+        self._pipe = socket.socketpair()
+        for end in self._pipe:
+            end.setblocking(False)
+        self._ignored = set()
+        # The interpreter's C handler writes the number here even while the main thread is inside a collective, where no
+        # Python handler runs.
+        self._wakeup_before = signal.set_wakeup_fd(self._pipe[1].fileno(), warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._watch, args=(self._pipe[0],), name="preemption", daemon=True)
+        self._thread.start()
+
+    def _end(self) -> None:
+        assert self._pipe is not None and self._thread is not None
+        self._restore_wakeup(self._pipe[1])
+        self.send(_WAKE_UP)
+        self._thread.join()
+        for end in self._pipe:
+            end.close()
+        self._pipe = self._thread = None
+
+    def _restore(self, number: int) -> None:
+        before = self._before.pop(number)
+        self._after[number] = signal.SIG_IGN if number in self._ignored else before
+        if signal.getsignal(number) is _forward_to_hub:
+            signal.signal(number, self._after[number])
+
+    def _restore_wakeup(self, own: socket.socket) -> None:
+        current = signal.set_wakeup_fd(-1)
+        with suppress(ValueError, OSError):  # It was closed in the meantime.
+            signal.set_wakeup_fd(self._wakeup_before if current == own.fileno() else current)
+
+    def _watch(self, pipe: socket.socket) -> None:
+        poll = select.poll()  # Not select(), which takes no descriptor above 1023: a trainer may have more files open.
+        poll.register(pipe, select.POLLIN)
+        while True:
+            with self._lock:
+                seconds = min((each.seconds_left() for each in self._listeners), default=math.inf)
+            ready = poll.poll(None if seconds == math.inf else math.ceil(1000 * seconds))
+            with self._lock:
+                for each in self._listeners:
+                    if not ready and each.seconds_left() <= 0:
+                        each.time_is_up()
+            numbers = pipe.recv(64) if ready else b""
+            self._write_to_previous(bytes(number for number in numbers if _WAKE_UP < number < _BY_HANDLER))
+            self._notify(number % _BY_HANDLER for number in numbers)
+            if not self._listeners and _WAKE_UP in numbers:
+                return
+
+    def _write_to_previous(self, numbers: bytes) -> None:
+        if numbers and self._wakeup_before != -1:
+            with suppress(OSError):
+                os.write(self._wakeup_before, numbers)
+
+    def _notify(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            with self._lock:
+                for each in self._listeners:
+                    if number in each.numbers:
+                        each.hear(number)
+
+
+def _forward_to_hub(number: int, frame: FrameType | None) -> None:
+    """Send `number` to the hub: without a handler Python writes to no wakeup pipe, and ours may have been replaced."""
+    HUB.forward(number)
+
+
+HUB = SignalHub()
+"""The hub of this process."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=HUB.hold, after_in_parent=HUB.let_go, after_in_child=HUB.forget)

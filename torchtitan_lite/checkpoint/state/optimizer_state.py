@@ -4,7 +4,7 @@ Keys are `state.<fqn>.<name>` and `param_groups.<fqn>.<key>`: by FQN and not by 
 parameter finds its state whatever part, rank or group it belongs to. Names that are not strings, or have
 dots, are in a dict under `state.<fqn>`. What belongs to no parameter is under `optimizers.<number of the
 optimizer>`, and `layouts.<fqn>.<name>` holds how a tensor was sharded if not like its parameter, or the order of its
-dimensions in memory if a load would not make the same (memory_order.py).
+dimensions in memory if a load would not make the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchtitan_lite.checkpoint.format.shards import local_of
-from torchtitan_lite.checkpoint.state.memory_order import ORDERS, Path, order_of, orders_in
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 
 STATE, SETTINGS, LAYOUTS, OF_OPTIMIZERS = "state", "param_groups", "layouts", "optimizers"
@@ -205,3 +204,65 @@ def _empty_sharded(shape: torch.Size, dtype: torch.dtype, like: DTensor, layout:
     if len(spelt) == mesh.ndim:
         placements = [sharded.get(word, Replicate()) for word in spelt]
     return torch.distributed.tensor.empty(shape, dtype=dtype, device_mesh=mesh, placements=placements)
+
+
+# The order in which the dimensions of an optimizer's tensors lie in memory.
+#
+# Kernels of linear algebra sum in another order if a matrix lies column by column, as `eigh` and `qr` return it, so
+# preconditioners that came back row by row would change the last bits of every later step. A tensor that a load would
+# make in another order has its own in the checkpoint: `order:` and for each such tensor its path, `=` and its
+# dimensions, the outermost first, as in `order:0=1,0;2=1,0` for a list with two matrices of this kind.
+
+
+ORDERS = "order:"
+Path = tuple[str | int, ...]
+
+
+def orders_in(value: Any, like: torch.Tensor) -> str:
+    """Return the orders of the tensors in `value`, state of a parameter as `like`; empty if a load makes the same."""
+    if isinstance(like, DTensor):
+        return ""
+    found = []
+    for path, tensor in _tensors(value, ""):
+        if tensor.dim() < 2 or tensor.layout is not torch.strided:
+            continue
+        is_like = tensor.shape == like.shape
+        if tensor.stride() == like.stride() if is_like else tensor.is_contiguous():
+            continue
+        if (order := _order(tensor)) and not {*path} & {"=", ";"}:
+            found.append(f"{path}={','.join(map(str, order))}")
+    return ORDERS + ";".join(found) if found else ""
+
+
+def order_of(orders: str, path: Path, dims: int) -> list[int]:
+    """Return the order of the tensor at `path` in what `orders_in` returned; empty if it is row-major."""
+    wanted = ".".join(map(str, path))
+    for each in orders.removeprefix(ORDERS).split(";"):
+        name, _, order = each.rpartition("=")
+        numbers = order.split(",")
+        if name == wanted and sorted(numbers) == [*map(str, range(dims))]:
+            return [*map(int, numbers)]
+    return []
+
+
+def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the plain tensors in nested dicts and lists, with their paths. Tuples are stored with their strides."""
+    if isinstance(value, torch.Tensor):
+        if not isinstance(value, DTensor):
+            yield path, value
+    elif isinstance(value, Mapping | list):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, inner in items:
+            yield from _tensors(inner, f"{path}.{key}" if path else f"{key}")
+
+
+def _order(tensor: torch.Tensor) -> list[int]:
+    """Return the dimensions of `tensor`, the outermost in memory first; empty if it has gaps or overlaps."""
+    sizes, strides = tensor.shape, tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
+    step = 1
+    for dim in reversed(order):
+        if sizes[dim] != 1 and strides[dim] != step:
+            return []
+        step *= sizes[dim]
+    return order

@@ -6,21 +6,23 @@ all others see one model, one optimizer and named small states. It decides neith
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.state import arguments, fsdp1
-from torchtitan_lite.checkpoint.state.gradients import GradientWatch
 from torchtitan_lite.checkpoint.state.in_place import no_mixing
-from torchtitan_lite.checkpoint.state.late_seed import LateSeedWatch
 from torchtitan_lite.checkpoint.state.optimizer_owner import parameters_of
 from torchtitan_lite.checkpoint.state.other_keys import other_names, try_load
 from torchtitan_lite.checkpoint.state.per_rank import PerRank
@@ -34,6 +36,8 @@ from torchtitan_lite.checkpoint.state.stateful import (
 )
 from torchtitan_lite.checkpoint.state.unsaved import ForgottenWatch, UnsavedWatch
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.log import logger
+from torchtitan_lite.torch_private import holds_unsharded_gradients, loader_iterators, num_yielded, seeds_of
 
 
 class RunState:
@@ -161,3 +165,158 @@ def _small_states(
     if lr_schedulers:
         small["lr_scheduler"] = LRSchedulerWrapper(lr_schedulers, optimizer)
     return small | dict(states)
+
+
+# Warn of a save that came between two optimizer steps: the gradients that it found are in no checkpoint.
+#
+# They count only if they were made after the last step, and if the next step takes them in. Each step marks the
+# gradients that it leaves behind, and a save marks those it finds; one that is set to None takes its mark with it. So
+# no value is read, nothing is kept, and no device is waited for. A few gradients stand for all of an optimizer.
+#
+# Not seen are gradients that are zeroed in place, and those that DDP (`gradient_as_bucket_view`) or FSDP1 replace.
+
+
+_MARK = "_torchtitan_lite_found_by"
+_BY_A_STEP = "step"
+_BY_A_SAVE = "save"
+_SAMPLED = 8
+"""Of the groups of an optimizer, and of the parameters of each group."""
+
+
+class GradientWatch:
+    """Watches the gradients that saves find, of optimizers that have stepped, and of modules of `fully_shard`."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self._parts = parts
+        self._stepped: dict[int, Any] = {}
+        self._saved: int | None = None
+        """The step whose save found gradients that were made after the last step."""
+        self._found_unsharded = False
+        self._is_done = False
+
+    def after_save(self, step: int) -> None:
+        """Note the gradients that are there now, as `step` was saved. Any rank."""
+        if self._is_done:
+            return
+        found = [list(_gradients(each)) for each in self._stepped.values()]
+        new = list(chain(*(each for each in found if not any(_mark_of(gradient) == _BY_A_STEP for gradient in each))))
+        _mark(new, _BY_A_SAVE)
+        self._found_unsharded = bool(self._stepped) and self._has_unsharded()
+        self._saved = step if new or self._found_unsharded else None
+
+    def before_step(self, optimizer: Any) -> None:
+        """Warn, once, if the step of `optimizer` uses gradients that the last save found. Any rank."""
+        if self._saved is None:
+            return
+        is_lost = any(_mark_of(gradient) == _BY_A_SAVE for gradient in _gradients(optimizer))
+        if is_lost or (self._found_unsharded and not self._has_unsharded()):
+            self._is_done = True
+            logger.warning(
+                "Step %d was saved between two optimizer steps, and this one uses gradients from before that save, "
+                "which no checkpoint has: a run that resumes from step %d takes its first optimizer step without them. "
+                "Count optimizer steps, not batches, or call save() only after optimizer.step() and zero_grad()",
+                self._saved,
+                self._saved,
+            )
+            self._saved = None
+
+    def after_step(self, optimizer: Any) -> None:
+        """Mark the gradients that the step of `optimizer` leaves behind. Any rank."""
+        self._stepped[id(optimizer)] = optimizer
+        _mark(_gradients(optimizer), _BY_A_STEP)
+
+    def _has_unsharded(self) -> bool:
+        """Return whether a module of `fully_shard` holds gradients that it has not reduced yet."""
+        modules = chain(*(part.modules() for part in self._parts))
+        return any(holds_unsharded_gradients(module) for module in modules if isinstance(module, FSDPModule))
+
+
+def _gradients(optimizer: Any) -> Iterator[torch.Tensor]:
+    for group in _spread(optimizer.param_groups):
+        for parameter in _spread(group["params"]):
+            if parameter.grad is not None:
+                yield parameter.grad
+
+
+def _spread(values: Sequence[Any]) -> Sequence[Any]:
+    return values[:: max(1, len(values) // _SAMPLED)]
+
+
+def _mark_of(gradient: torch.Tensor) -> str:
+    return getattr(gradient, _MARK, "")
+
+
+def _mark(gradients: Iterable[torch.Tensor], by: str) -> None:
+    for gradient in gradients:
+        with suppress(AttributeError):  # A subclass may take none.
+            setattr(gradient, _MARK, by)
+
+
+# A DataLoader that drew a seed from the generator that a load has restored, in the middle of an epoch.
+#
+# `iter` of torch's DataLoader draws a seed, and the first batch of a shuffled one draws another. An uninterrupted run
+# did that before the save; a run that iterates after the load, and skips the batches of before, does it again: all
+# random numbers after that are others, and so is a shuffled order.
+#
+# It is reported only where it is sure: the seed is the one that the restored generator gives first; the steps say that
+# the checkpoint is of the middle of an epoch, and that many batches were skipped; and something else has drawn, too. So
+# it is not found in the last two steps of an epoch, nor if a sampler skips.
+
+
+class LateSeedWatch:
+    """Looks at the first two steps after a load. One rank."""
+
+    def __init__(self) -> None:
+        self._loaded: int | None = None
+        self._states: tuple[torch.Tensor, ...] = ()
+        self._seed = self._first_step = 0
+        self._first: list[tuple[weakref.ref[Any], int]] = []
+        """The iterators that drew the seed, and how many batches of each were taken at the first step."""
+
+    def after_load(self, step: int) -> None:
+        """Note what the generator that was just restored with `step` gives next."""
+        before, generator = torch.get_rng_state(), torch.Generator()
+        generator.set_state(before)
+        self._seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+        self._loaded, self._states, self._first = step, (before, generator.get_state()), []
+
+    def at_step(self, step: int) -> None:
+        """Warn if a loader drew that seed late."""
+        if self._loaded is None:
+            return
+        if not self._first:
+            self._first_step, self._first = step, self._found()
+            if not self._first:
+                self._loaded = None
+            return
+        loaded, self._loaded = self._loaded, None
+        for iterator, taken in self._first:
+            skipped = _skipped(iterator(), taken, self._first_step, step, loaded)
+            if skipped:
+                logger.warning(
+                    "A DataLoader drew a seed from the random generator that the load of step %d restored, and "
+                    "skipped %d batches: random numbers, as of dropout, and a shuffled order are not those of an "
+                    "uninterrupted run. Give it a generator of its own, seeded with the number of each epoch, or if it "
+                    "does not shuffle, make its iterator before load()",
+                    loaded,
+                    skipped,
+                )
+                return
+
+    def _found(self) -> list[tuple[weakref.ref[Any], int]]:
+        now = torch.get_rng_state()
+        # Nothing has drawn, or a loader alone: no other number is changed by that.
+        if any(now.equal(state) for state in self._states):
+            return []
+        return [(weakref.ref(each), num_yielded(each)) for each in loader_iterators() if self._seed in seeds_of(each)]
+
+
+def _skipped(iterator: Any, taken: int, first_step: int, step: int, loaded: int) -> int:
+    """Return how many batches were skipped to reach the place of step `loaded` in its epoch; 0 if that is not sure."""
+    a_step = (num_yielded(iterator) - taken) / max(step - first_step, 1)
+    skipped = taken - a_step * (first_step - loaded)
+    try:
+        place = a_step * loaded % len(iterator)
+    except TypeError:  # An iterable dataset has no length: more than a loop takes ahead is sure.
+        place = 3
+    return int(skipped) if a_step > 0 and skipped >= place > 0 else 0
