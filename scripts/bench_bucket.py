@@ -147,9 +147,9 @@ def _client(address: str, num_bytes: int) -> dict[str, float]:
     import obstore
 
     from torchtitan_lite.bucket.obstore_objects import connect
-    from torchtitan_lite.config.address import parse
+    from torchtitan_lite.config.address import parse_address
 
-    objects: Any = connect(parse(address))
+    objects: Any = connect(parse_address(address))
     data = memoryview(numpy.random.default_rng(0).bytes(num_bytes))  # type: ignore[arg-type]  # bytes are a buffer
     begins = range(0, num_bytes, PART_BYTES)
     seconds = []

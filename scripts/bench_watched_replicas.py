@@ -25,7 +25,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from torchtitan_lite.checkpoint import CheckpointManager
-from torchtitan_lite.checkpoint.planning.rank_comparison import _digests
+from torchtitan_lite.checkpoint.planning.rank_comparison import _elements_digests
 
 RANKS = 2
 WIDTH = 2048
@@ -63,7 +63,7 @@ def _run(rank: int, gb: float, rounds: int, mode: str, folder: str) -> None:
             blocked[watches].append(_slowest(_blocked(model, place, mode, watches=watches)))
         dist.barrier()
         began = time.perf_counter()
-        _digests([parameter.detach() for parameter in model.parameters()])
+        _elements_digests([parameter.detach() for parameter in model.parameters()])
         bare.append(_slowest(time.perf_counter() - began))
     if rank == 0:
         num_bytes = sum(parameter.nbytes for parameter in model.parameters())

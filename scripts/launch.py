@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> None:
     """Run torchrun, in this process, with the `arguments` of train.py."""
     config = parse_config_or_exit(arguments)
     with _ending_with_2():  # torchrun would turn the 2 of its workers into 1.
-        faults.parse(fault_spec())
+        faults.parse_faults(fault_spec())
         memory_is_off()
         check_files(config)
         given = os.environ.get("NGPU")

@@ -34,7 +34,7 @@ from torchtitan_lite.checkpoint.schedule.interval import (
     SavePolicy,
     Tick,
 )
-from torchtitan_lite.checkpoint.schedule.optimum import Caps, SaveCost, choose, optimum_seconds
+from torchtitan_lite.checkpoint.schedule.optimum import Caps, SaveCost, choose_interval, optimum_seconds
 
 Floats = NDArray[np.float64]
 
@@ -146,7 +146,7 @@ def best_fixed(point: Point, times: Floats) -> tuple[float, float]:
 
 def auto(point: Point, mtbf: float = 1.0) -> float:
     """Return the interval that a job chooses if it takes `mtbf` for the time between failures."""
-    return choose(point.save, mtbf, NO_CAPS).seconds
+    return choose_interval(point.save, mtbf, NO_CAPS).seconds
 
 
 def estimated_intervals(point: Point, times: Floats, prior: float) -> Floats:

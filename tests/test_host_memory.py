@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.host_memory import available_in, free_bytes, host_id
+from torchtitan_lite.host_memory import available_in, free_memory_bytes, host_id
 
 GIB = 1 << 30
 HOST = {"proc/meminfo": "MemTotal:       33554432 kB\nMemAvailable:   20971520 kB\n"}
@@ -20,7 +20,7 @@ def free(root: Path, files: Mapping[str, str]) -> int:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return free_bytes(root) // GIB
+    return free_memory_bytes(root) // GIB
 
 
 def limited(folder: str, gib: int, **stat: int) -> dict[str, str]:

@@ -29,6 +29,6 @@ def test_the_configuration_is_checked_before_torch_is_imported() -> None:
 @pytest.mark.slow  # a new interpreter with torch
 def test_the_exit_prints_nothing_of_what_the_imports_left() -> None:
     """torch 2.14 and later bring a triton that prints 35 lines of leaks if its objects are still frozen."""
-    code = "import torchtitan_lite.train; torchtitan_lite.train._import()"
+    code = "import torchtitan_lite.train; torchtitan_lite.train._import_job()"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ended.stdout + ended.stderr == ""

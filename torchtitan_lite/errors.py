@@ -435,9 +435,9 @@ class TrainingDiverged(TorchtitanLiteError, ArithmeticError):
         if obstacle:
             text += f"The run does not roll back{' again' if tried else ''}: {_clause(obstacle)}. "
         if tried:
-            text += f"It rolled back {_times(len(tried))}: {'; '.join(tried)}. "
+            text += f"It rolled back {_times_text(len(tried))}: {'; '.join(tried)}. "
         super().__init__(f"{text}Roll back with --checkpoint.load_step, and lower optimizer.lr or training.max_norm.")
 
 
-def _times(number: int) -> str:
+def _times_text(number: int) -> str:
     return "once" if number == 1 else f"{number} times"

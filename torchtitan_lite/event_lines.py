@@ -28,11 +28,11 @@ class Recorded(NamedTuple):
 
 def parse_record(record: Mapping[str, Any]) -> Recorded | None:
     """Return the event in `record`, the object of a line; None for another program's, or a later version's."""
-    time, event = record.get("time"), parse(record.get("event"), record.get("step"), record)
+    time, event = record.get("time"), parse_event(record.get("event"), record.get("step"), record)
     return Recorded(float(time), event) if event is not None and _is_number(time) else None
 
 
-def parse(name: object, step: object, figures: Mapping[str, Any]) -> Event | None:
+def parse_event(name: object, step: object, figures: Mapping[str, Any]) -> Event | None:
     """Return the event of this name and step; None if there is none of the name, or the step is no whole number.
 
     Figures that it does not have are skipped. One that is missing, as older versions wrote fewer, or of another type,
@@ -41,10 +41,10 @@ def parse(name: object, step: object, figures: Mapping[str, Any]) -> Event | Non
     kind = EVENTS.get(name) if isinstance(name, str) else None
     if kind is None or not isinstance(step, int) or isinstance(step, bool) or abs(step) > _LARGEST_STEP:
         return None
-    return kind(step, **{field.name: _read(field, figures.get(field.name)) for field in figures_of(kind)})
+    return kind(step, **{field.name: _field_value(field, figures.get(field.name)) for field in figures_of(kind)})
 
 
-def _read(field: Field[Any], value: object) -> Any:
+def _field_value(field: Field[Any], value: object) -> Any:
     """Return `value` if it is of the type of `field`, else what stands for a figure that is not known."""
     kind = _KINDS[str(field.type).removesuffix(" | None")]
     if kind.fits(value):

@@ -147,7 +147,7 @@ def install(spec: str, *, rank: int, process: str = "trainer") -> None:
     Raises `ConfigError` for a wrong spec, also for parts that are for other ranks or processes.
     """
     global _active, _step, _spec
-    faults = parse(spec)
+    faults = parse_faults(spec)
     _spec = spec
     _step = None
     _torn.rest = None
@@ -197,7 +197,7 @@ def limit(name: str, num_bytes: int, *, path: Path | None = None) -> int:
     return allowed
 
 
-def parse(spec: str) -> list[Fault]:
+def parse_faults(spec: str) -> list[Fault]:
     """Return the faults in `spec`: none, one, or several with semicolons between them. Raise `ConfigError`."""
     return [_fault(part.strip()) for part in spec.split(";") if part.strip()]
 
@@ -221,7 +221,7 @@ def _carry_out(fault: Fault, path: Path | None) -> None:
     elif fault.kind == "lock":
         _lock_for_good()
     else:
-        raise _error(getattr(errno, fault.kind), path)
+        raise _os_error(getattr(errno, fault.kind), path)
 
 
 def _lock_for_good() -> None:
@@ -239,10 +239,10 @@ def _fail_the_rest_of_a_torn_write(num_bytes: int, path: Path | None) -> None:
     rest: _Rest | None = getattr(_torn, "rest", None)
     _torn.rest = None
     if rest == _Rest(path, num_bytes):
-        raise _error(errno.EIO, path)
+        raise _os_error(errno.EIO, path)
 
 
-def _error(code: int, path: Path | None) -> OSError:
+def _os_error(code: int, path: Path | None) -> OSError:
     return OSError(code, os.strerror(code)) if path is None else OSError(code, os.strerror(code), str(path))
 
 
@@ -251,7 +251,7 @@ def _fault(part: str) -> Fault:
     kind, at, name = (piece.strip() for piece in head.partition("@"))
     if not at:
         raise _wrong_spec(part, f"expected {FORM}, found {head!r}")
-    if kind not in KINDS and not _is_error(kind):
+    if kind not in KINDS and not _is_errno_name(kind):
         raise _wrong_spec(part, f"expected a kind of fault, found {kind!r}")
     if name not in POINTS:
         raise _wrong_spec(part, f"expected a point, found {name!r}")
@@ -264,13 +264,13 @@ def _fault(part: str) -> Fault:
         part,
         kind,
         name,
-        rank=_condition(part, given, "rank", _whole_number, "a number from 0", None),
-        step=_condition(part, given, "step", _whole_number, "a number from 0", None),
-        process=_condition(part, given, "process", _process, " or ".join(PROCESSES), None),
-        path=_condition(part, given, "path", _glob, "a glob, such as *.distcp", None),
-        after=_condition(part, given, "after", _whole_number, "a number from 0", 0),
-        times=_condition(part, given, "times", _times, "a number from 1, or always", 1),
-        seconds=_condition(part, given, "seconds", _seconds, "a number of seconds", 1.0),
+        rank=_fault_condition(part, given, "rank", _whole_number, "a number from 0", None),
+        step=_fault_condition(part, given, "step", _whole_number, "a number from 0", None),
+        process=_fault_condition(part, given, "process", _process, " or ".join(PROCESSES), None),
+        path=_fault_condition(part, given, "path", _glob, "a glob, such as *.distcp", None),
+        after=_fault_condition(part, given, "after", _whole_number, "a number from 0", 0),
+        times=_fault_condition(part, given, "times", _fault_times, "a number from 1, or always", 1),
+        seconds=_fault_condition(part, given, "seconds", _seconds, "a number of seconds", 1.0),
     )
 
 
@@ -286,7 +286,7 @@ def _conditions(part: str, conditions: str) -> dict[str, str]:
     return given
 
 
-def _condition(
+def _fault_condition(
     part: str, given: Mapping[str, str], name: str, read: Callable[[str], T | None], expected: str, default: D
 ) -> T | D:
     """Return the value of the condition `name`; `default` if it is not given."""
@@ -310,7 +310,7 @@ def _glob(text: str) -> str | None:
     return text or None
 
 
-def _times(text: str) -> float | None:
+def _fault_times(text: str) -> float | None:
     return math.inf if text == "always" else _whole_number(text) or None
 
 
@@ -322,7 +322,7 @@ def _seconds(text: str) -> float | None:
     return seconds if 0 <= seconds < math.inf else None
 
 
-def _is_error(kind: str) -> bool:
+def _is_errno_name(kind: str) -> bool:
     return kind.startswith("E") and isinstance(getattr(errno, kind, None), int)
 
 

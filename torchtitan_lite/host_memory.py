@@ -16,22 +16,26 @@ _V1_UNLIMITED = 1 << 60
 
 def oom_kills(root: Path = Path("/")) -> int:
     """Return how many processes the kernel has killed because the innermost cgroup with a limit was full."""
-    for folder, is_v2 in _cgroups(_text(root / "proc/self/cgroup"), _text(root / "proc/self/mountinfo"), root):
+    for folder, is_v2 in _cgroups(
+        _file_text(root / "proc/self/cgroup"), _file_text(root / "proc/self/mountinfo"), root
+    ):
         if _free_in(folder, is_v2) < _V1_UNLIMITED:
             found = figures(folder / ("memory.events" if is_v2 else "memory.oom_control"))
-            return number(found.get("oom_kill", "")) or 0
+            return parse_number(found.get("oom_kill", "")) or 0
     return 0
 
 
 def host_id(root: Path = Path("/")) -> str:
     """Return the same text for all processes that share the memory of this host."""
-    return _text(root / "proc/sys/kernel/random/boot_id").strip() or os.uname().nodename
+    return _file_text(root / "proc/sys/kernel/random/boot_id").strip() or os.uname().nodename
 
 
-def free_bytes(root: Path = Path("/")) -> int:
+def free_memory_bytes(root: Path = Path("/")) -> int:
     """Return the bytes that this process may still take: of the host, and of each cgroup above it."""
-    free = [available_in(_text(root / "proc/meminfo"))]
-    for folder, is_v2 in _cgroups(_text(root / "proc/self/cgroup"), _text(root / "proc/self/mountinfo"), root):
+    free = [available_in(_file_text(root / "proc/meminfo"))]
+    for folder, is_v2 in _cgroups(
+        _file_text(root / "proc/self/cgroup"), _file_text(root / "proc/self/mountinfo"), root
+    ):
         free.append(_free_in(folder, is_v2))
     return max(0, min(free))
 
@@ -85,27 +89,27 @@ def _own_path(cgroup: str, is_v2: bool) -> str | None:
 
 def _free_in(folder: Path, is_v2: bool) -> int:
     names = ("memory.max", "memory.current") if is_v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    limit, usage = (number(_text(folder / name)) for name in names)
+    limit, usage = (parse_number(_file_text(folder / name)) for name in names)
     if limit is None or usage is None or limit >= _V1_UNLIMITED:
         return _V1_UNLIMITED
     prefix = "" if is_v2 else "total_"
     wanted = (f"{prefix}active_file", f"{prefix}inactive_file")
     stat = figures(folder / "memory.stat")
-    return limit - usage + sum(number(stat.get(name, "0")) or 0 for name in wanted)
+    return limit - usage + sum(parse_number(stat.get(name, "0")) or 0 for name in wanted)
 
 
-def number(text: str) -> int | None:
+def parse_number(text: str) -> int | None:
     """Return the number that `text` is; None if it is none."""
     return int(text) if text.strip().isdecimal() else None
 
 
 def figures(path: Path) -> dict[str, str]:
     """Return the second word of each line of a file by the first."""
-    lines = map(str.split, _text(path).splitlines())
+    lines = map(str.split, _file_text(path).splitlines())
     return {words[0]: words[1] for words in lines if len(words) > 1}
 
 
-def _text(path: Path) -> str:
+def _file_text(path: Path) -> str:
     try:
         return path.read_text(encoding="ascii", errors="replace")
     except OSError:

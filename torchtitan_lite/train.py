@@ -36,13 +36,13 @@ def main(arguments: list[str] | None = None) -> int:
     with _ctrl_c_ends_at_once():
         config = parse_config_or_exit(sys.argv[1:] if arguments is None else arguments)
         # Imported only now: torch takes seconds to import, and a wrong key or --help must not wait for it.
-        record = _import()
+        record = _import_job()
 
-    code = record(_run)(config, rank, began)
+    code = record(_run_job)(config, rank, began)
     return code if code is not None else 0
 
 
-def _import() -> Callable[[Callable[..., int]], Callable[..., int | None]]:
+def _import_job() -> Callable[[Callable[..., int]], Callable[..., int | None]]:
     """Import what a job needs. Return torchrun's `record`."""
     with no_collection():  # Imports leave almost no garbage, and collections take a fifth of their time.
         from torch.distributed.elastic.multiprocessing.errors import record
@@ -70,7 +70,7 @@ def _ctrl_c_ends_at_once() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _run(config: JobConfig, rank: int, began: float) -> int:
+def _run_job(config: JobConfig, rank: int, began: float) -> int:
     """Run the job on this rank. `record` puts the traceback of an unexpected error into torchrun's report."""
     from torchtitan_lite.distributed.lost_peer import naming_lost_peers
     from torchtitan_lite.distributed.process_group import process_group
@@ -89,11 +89,11 @@ def _run(config: JobConfig, rank: int, began: float) -> int:
             whose = f" (rank {error.origin_rank})" if error.origin_rank else ""
             log.logger.error("%s: %s%s", type(error).__name__, error, whose)
             if rank:
-                _record(error)  # The launcher may show only rank 0's output.
+                _report_error(error)  # The launcher may show only rank 0's output.
         return 2 if isinstance(error, ConfigError) else 1
 
 
-def _record(error: TorchtitanLiteError) -> None:
+def _report_error(error: TorchtitanLiteError) -> None:
     """Put `error` into torchrun's report: its traceback, except of a lost peer, whose cause is on another rank."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

@@ -35,7 +35,7 @@ from torchtitan_lite.checkpoint.reading.load_rules import EVERYTHING
 from torchtitan_lite.checkpoint.reading.own_plan import overlaps
 from torchtitan_lite.checkpoint.reading.stored_model import StoredModel
 from torchtitan_lite.checkpoint.reading.stored_optimizer import StoredOptimizer
-from torchtitan_lite.checkpoint.saving.writer import WrittenFile, files_of, received
+from torchtitan_lite.checkpoint.saving.writer import WrittenFile, received, written_files
 from torchtitan_lite.checkpoint.state.optimizer_state import ParameterSlot
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.digest import DIGEST_BYTES, FileRecord, num_blocks
@@ -160,7 +160,7 @@ def _manifest(description: Description, records: Sequence[bytes]) -> bytes:
             world_size=len(by_rank),
             versions={},
             lineage=Lineage("simulated"),
-            files=files_of(by_rank, len(by_rank)),
+            files=written_files(by_rank, len(by_rank)),
             tensors=description.tensors,
             objects=description.objects([]),
             structure=description.structure,

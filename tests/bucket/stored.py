@@ -11,7 +11,7 @@ from tests.cli.folders import GOLDEN
 from tests.disk.sources import bounced
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.bucket.store import BucketStore, open_bucket
-from torchtitan_lite.config.address import parse
+from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
 from torchtitan_lite.store.place import ObjectPlace
@@ -48,7 +48,7 @@ def write(store: BucketStore, step: int, **changes: Any) -> tuple[str, Manifest]
 
 def flip(info: CheckpointInfo, name: str, at: int | None = None) -> None:
     """Flip a bit of the byte `at` of the file `name` of `info`, or of the one in its middle."""
-    objects, key = connect(parse(_place(info).address)), f"{_place(info).name}/{name}"
+    objects, key = connect(parse_address(_place(info).address)), f"{_place(info).name}/{name}"
     data = bytearray(objects.get(key)[0])
     data[len(data) // 2 if at is None else at] ^= 1
     objects.put(key, bytes(data))
@@ -56,13 +56,13 @@ def flip(info: CheckpointInfo, name: str, at: int | None = None) -> None:
 
 def cut(info: CheckpointInfo, name: str) -> None:
     """Cut the last byte off the file `name` of `info`."""
-    objects, key = connect(parse(_place(info).address)), f"{_place(info).name}/{name}"
+    objects, key = connect(parse_address(_place(info).address)), f"{_place(info).name}/{name}"
     objects.put(key, objects.get(key)[0][:-1])
 
 
 def remove(info: CheckpointInfo, name: str) -> None:
     """Delete the file `name` of `info`."""
-    connect(parse(_place(info).address)).delete([f"{_place(info).name}/{name}"])
+    connect(parse_address(_place(info).address)).delete([f"{_place(info).name}/{name}"])
 
 
 def _place(info: CheckpointInfo) -> ObjectPlace:

@@ -15,7 +15,7 @@ from tests.disk.sources import bounced
 from tests.store.filled import manifest_of
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.checkpoint.reading.files import files_of
-from torchtitan_lite.config.address import parse
+from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.errors import (
     CheckpointDamaged,
@@ -58,13 +58,13 @@ class Folder:
     def write(self, info: CheckpointInfo, name: str, data: bytes) -> None:
         """Overwrite a file of a committed checkpoint, as no job does."""
         if isinstance(info.path, ObjectPlace):
-            connect(parse(info.path.address)).put(f"{info.path.name}/{name}", data)
+            connect(parse_address(info.path.address)).put(f"{info.path.name}/{name}", data)
         else:
             (info.path / name).write_bytes(data)
 
     def remove(self, info: CheckpointInfo, name: str) -> None:
         if isinstance(info.path, ObjectPlace):
-            connect(parse(info.path.address)).delete([f"{info.path.name}/{name}"])
+            connect(parse_address(info.path.address)).delete([f"{info.path.name}/{name}"])
         else:
             (info.path / name).unlink()
 

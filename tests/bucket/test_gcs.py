@@ -17,7 +17,7 @@ import pytest
 
 from tests.http_server import serving
 from torchtitan_lite.bucket.objects import Condition, ConditionFailed
-from torchtitan_lite.config.address import parse
+from torchtitan_lite.config.address import parse_address
 
 pytest.importorskip("obstore")
 
@@ -99,7 +99,7 @@ def replayed(exchanges: list[Exchange], folder: Path, monkeypatch: pytest.Monkey
         key.write_text(json.dumps(account | dict.fromkeys(("client_email", "private_key", "private_key_id"), "")))
         monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(key))
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        yield ObstoreObjects(parse("gs://bucket/run"), deadline_seconds=8.0, most_tries=1)
+        yield ObstoreObjects(parse_address("gs://bucket/run"), deadline_seconds=8.0, most_tries=1)
         assert (unknown, left) == ([], [])
 
 

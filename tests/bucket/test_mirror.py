@@ -14,7 +14,7 @@ from tests.bucket.stored import flip, held, write
 from tests.cli.command import command
 from tests.disk.sources import bounced
 from torchtitan_lite.bucket.obstore_objects import connect
-from torchtitan_lite.config.address import parse
+from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.digest import BLOCK_BYTES
 from torchtitan_lite.disk.folder_lock import locked
 from torchtitan_lite.store.manifest import CheckpointInfo
@@ -35,7 +35,7 @@ def info(folder: str, proxy: Proxy) -> Iterator[CheckpointInfo]:
 
 
 def assert_same(out: Path, folder: str, info: CheckpointInfo) -> None:
-    objects = connect(parse(folder))
+    objects = connect(parse_address(folder))
     keys = [each.key for each in objects.list(f"{info.path.name}/")]
     assert {path.name for path in out.iterdir()} == {key.rpartition("/")[2] for key in keys}
     for key in keys:

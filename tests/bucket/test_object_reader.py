@@ -17,7 +17,7 @@ from tests.disk.pieces import SIZE, Room, dense, far, pieces_of, ranges
 from torchtitan_lite.bucket.object_reader import GAP_BYTES, ObjectReader
 from torchtitan_lite.bucket.objects import ObjectPath, Objects
 from torchtitan_lite.bucket.obstore_objects import ObstoreObjects, connect
-from torchtitan_lite.config.address import parse
+from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
 from torchtitan_lite.disk.read_requests import REQUEST_BYTES
@@ -30,7 +30,7 @@ NAME = "step-5.0123456789abcdef"
 
 @pytest.fixture
 def objects(folder: str) -> Objects:
-    objects = connect(parse(folder))
+    objects = connect(parse_address(folder))
     objects.put(f"{NAME}/file", DATA)
     return objects
 
@@ -43,7 +43,7 @@ def file(folder: str) -> Path:
 @pytest.fixture
 def proxied(objects: Objects, proxy: Proxy, folder: str) -> ObstoreObjects:
     """The same objects through the proxy."""
-    return ObstoreObjects(parse(folder), most_tries=3)
+    return ObstoreObjects(parse_address(folder), most_tries=3)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)

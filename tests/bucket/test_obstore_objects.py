@@ -13,18 +13,18 @@ from tests.bucket import proxy as proxies
 from tests.bucket.proxy import Proxy, at, where
 from torchtitan_lite.bucket.objects import ConditionFailed, Objects, StoreUnavailable
 from torchtitan_lite.bucket.obstore_objects import ObstoreObjects, connect
-from torchtitan_lite.config.address import parse
+from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.digest import BLOCK_BYTES
 
 
 @pytest.fixture
 def objects(folder: str) -> Objects:
-    return connect(parse(folder))
+    return connect(parse_address(folder))
 
 
 @pytest.fixture
 def proxied(proxy: Proxy, folder: str) -> ObstoreObjects:
-    return ObstoreObjects(parse(folder), most_tries=3)
+    return ObstoreObjects(parse_address(folder), most_tries=3)
 
 
 @pytest.mark.slow
@@ -259,7 +259,7 @@ def test_a_conditional_write_whose_answer_is_lost_is_undecided(proxied: ObstoreO
 
 
 def test_a_conflict_of_conditional_writes_is_a_failed_condition(proxy: Proxy, folder: str) -> None:
-    proxied = ObstoreObjects(parse(folder), most_tries=2)
+    proxied = ObstoreObjects(parse_address(folder), most_tries=2)
     condition = proxied.put_if_absent("a", b"first")
     proxy.rules.append(where(proxies.answers(409, "ConditionalRequestConflict"), "PUT"))
     with pytest.raises(ConditionFailed, match="ConditionalRequestConflict"):
@@ -269,8 +269,8 @@ def test_a_conflict_of_conditional_writes_is_a_failed_condition(proxy: Proxy, fo
 
 
 def test_a_process_has_one_client_for_each_address(folder: str) -> None:
-    assert connect(parse(folder)) is connect(parse(folder + "/"))
-    assert connect(parse(folder)) is not connect(parse(folder + "/deeper"))
+    assert connect(parse_address(folder)) is connect(parse_address(folder + "/"))
+    assert connect(parse_address(folder)) is not connect(parse_address(folder + "/deeper"))
 
 
 def test_a_child_of_a_process_that_has_used_the_client_is_refused_and_does_not_hang(objects: Objects) -> None:
@@ -278,7 +278,7 @@ def test_a_child_of_a_process_that_has_used_the_client_is_refused_and_does_not_h
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
         try:
-            connect(parse(objects.address)).put("b", b"b")
+            connect(parse_address(objects.address)).put("b", b"b")
         except RuntimeError as error:
             os.write(writing, str(error).encode())
         os._exit(0)

@@ -11,13 +11,13 @@ from tests.bucket.proxy import Proxy, Request, where
 from tests.examples import mostly_slow
 from torchtitan_lite.bucket.obstore_objects import ObstoreObjects, connect
 from torchtitan_lite.bucket.probe import probe
-from torchtitan_lite.config.address import parse
+from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.errors import FolderUnusable
 
 
 @pytest.fixture
 def objects(proxy: Proxy, folder: str) -> ObstoreObjects:
-    return connect(parse(folder))
+    return connect(parse_address(folder))
 
 
 def test_a_store_with_conditions_passes_and_nothing_stays(objects: ObstoreObjects, proxy: Proxy) -> None:

@@ -12,7 +12,7 @@ from tests.store.filled import manifest_of
 from torchtitan_lite.bucket.objects import ObjectPath, Objects
 from torchtitan_lite.bucket.obstore_objects import ObstoreObjects, connect
 from torchtitan_lite.bucket.reader import ObjectFiles, files_at
-from torchtitan_lite.config.address import parse
+from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe
@@ -25,7 +25,7 @@ FILES = {"__0_0.distcp": b"of rank 0", "__1_0.distcp": b"rank 1", "empty": b""}
 
 @pytest.fixture
 def place(folder: str) -> ObjectPlace:
-    objects = connect(parse(folder))
+    objects = connect(parse_address(folder))
     for name, data in FILES.items():
         objects.put(f"{NAME}/{name}", data)
     objects.put(f"{NAME}0/other", b"of another checkpoint")
@@ -34,7 +34,7 @@ def place(folder: str) -> ObjectPlace:
 
 @pytest.fixture
 def objects(place: ObjectPlace) -> Objects:
-    return connect(parse(place.address))
+    return connect(parse_address(place.address))
 
 
 def manifest() -> Manifest:
@@ -92,7 +92,7 @@ def test_the_parts_of_all_ranks_are_all_names(place: ObjectPlace) -> None:
 
 
 def test_a_store_that_refuses_has_no_identity_that_matches(proxy: Proxy, place: ObjectPlace) -> None:
-    files = ObjectFiles(ObstoreObjects(parse(place.address)), place)
+    files = ObjectFiles(ObstoreObjects(parse_address(place.address)), place)
     proxy.rules.append(where(proxies.answers(403, "AccessDenied")))
     assert files.identity() not in (None, ())
     with pytest.raises(PermissionError):

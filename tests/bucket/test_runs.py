@@ -25,7 +25,7 @@ from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.bucket.store import BucketStore, open_bucket
 from torchtitan_lite.checkpoint import load_model
 from torchtitan_lite.checkpoint.run_folders import RunFolders
-from torchtitan_lite.config.address import parse
+from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -78,7 +78,7 @@ def test_retention_removes_the_objects_of_what_is_not_kept(folder: str, mode: st
         run.train(5)
         assert run.manager._housekeeping.wait(60)
     assert steps(folder) == [4, 5]
-    found = {each.key.partition("/")[0].partition(".")[0] for each in connect(parse(folder)).list("step")}
+    found = {each.key.partition("/")[0].partition(".")[0] for each in connect(parse_address(folder)).list("step")}
     assert found == {"step-4", "step-5"}
 
 
@@ -223,7 +223,7 @@ def test_plain_dcp_reads_the_prefix_of_a_checkpoint(folder: str, tmp_path: Path)
 def test_without_metadata_it_resumes_and_a_copy_on_a_disk_gets_it(folder: str, mode: str, tmp_path: Path) -> None:
     SmallRun(tmp_path, folder=folder, interval=2, async_mode=mode, dcp_metadata="never").loaded().finished(2)
     place = stored(folder).get(2).path
-    assert {each.key.rpartition("/")[2] for each in connect(parse(folder)).list(f"{place.name}/")} == {
+    assert {each.key.rpartition("/")[2] for each in connect(parse_address(folder)).list(f"{place.name}/")} == {
         layout.data_file(0, 0),
         layout.MANIFEST,
     }
@@ -244,7 +244,7 @@ def test_no_secret_is_in_a_file_or_a_line_of_the_log(
     caplog.set_level(logging.DEBUG)
     SmallRun(tmp_path, folder=folder, interval=2).loaded().finished(4)
     secrets = [s3.environment[name] for name in ("AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID")]
-    objects = connect(parse(folder))
+    objects = connect(parse_address(folder))
     texts = [objects.get(each.key)[0] for each in objects.list("")]
     texts += [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert len(texts) >= 8

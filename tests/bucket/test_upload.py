@@ -16,7 +16,7 @@ from tests.disk.sources import bounced, in_place
 from torchtitan_lite import faults
 from torchtitan_lite.bucket.obstore_objects import ObstoreObjects, connect
 from torchtitan_lite.bucket.upload import MOST_PARTS, PART_BYTES, ObjectToUpload, part_bytes_of, upload
-from torchtitan_lite.config.address import parse
+from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.block_writer import Bounced, FileSource
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
 
@@ -32,7 +32,7 @@ def test_the_object_has_the_bytes_and_the_record_their_digests(folder: str, num_
     assert str(new) == f"{folder}/step-1.0123456789abcdef/__0_0.distcp"
     assert pickle.loads(pickle.dumps(new)) == new
     assert new.write(source_of(data)) == FileRecord.of(data)
-    objects = connect(parse(folder))
+    objects = connect(parse_address(folder))
     assert [(each.key, each.size) for each in objects.list("")] == [(new.key, num_bytes)]
     assert objects.get(new.key)[0] == data
 
@@ -52,7 +52,7 @@ def test_parts_are_complete_blocks_and_no_more_than_a_store_takes(num_bytes: int
 
 @pytest.mark.slow
 def test_a_small_file_is_one_request_and_a_large_one_is_sent_in_parts(proxy: Proxy, folder: str) -> None:
-    objects = ObstoreObjects(parse(folder))
+    objects = ObstoreObjects(parse_address(folder))
     upload(objects, "a", in_place(DATA[: PART_BYTES - 1]))
     assert [entry.method for entry in proxy.log] == ["PUT"]
     proxy.again()
@@ -65,14 +65,14 @@ def test_a_part_that_is_sent_again_has_the_same_bytes(proxy: Proxy, folder: str)
         where(proxies.loses_answer, "PUT", "*partNumber=1*", times=1),
         where(proxies.answers(503, "SlowDown"), "PUT", "*partNumber=2*", times=1),
     ]
-    objects = ObstoreObjects(parse(folder))
+    objects = ObstoreObjects(parse_address(folder))
     assert upload(objects, "a", bounced(DATA)) == FileRecord.of(DATA)
     assert objects.get("a")[0] == DATA
 
 
 @pytest.mark.parametrize("num_bytes", [100, len(DATA)])
 def test_the_faults_of_a_write_happen_in_an_upload(folder: str, num_bytes: int) -> None:
-    new, objects = ObjectToUpload(folder, "step-1.0123456789abcdef/__0_0.distcp"), connect(parse(folder))
+    new, objects = ObjectToUpload(folder, "step-1.0123456789abcdef/__0_0.distcp"), connect(parse_address(folder))
     for spec, code in [
         ("EIO@write:path=*.distcp", errno.EIO),
         ("tear@write", errno.EIO),
@@ -95,4 +95,4 @@ def test_what_the_source_raises_is_raised(folder: str) -> None:
     source: FileSource = Bounced(len(DATA), fill)
     with pytest.raises(MemoryError, match="no room"):
         ObjectToUpload(folder, "a").write(source)
-    assert list(connect(parse(folder)).list("")) == []
+    assert list(connect(parse_address(folder)).list("")) == []

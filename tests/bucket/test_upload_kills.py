@@ -15,7 +15,7 @@ from tests.forked import Forked, run_script
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.bucket.store import open_bucket
 from torchtitan_lite.bucket.upload import PART_BYTES
-from torchtitan_lite.config.address import parse
+from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.place import ObjectPlace
 
@@ -29,7 +29,7 @@ def start(source: Path, folder: str, proxy: Proxy, tmp_path: Path) -> Forked:
 
 def assert_complete(source: Path, folder: str) -> list[int]:
     """Return the steps in the store, each of which has the files of the step on disk, byte for byte."""
-    store, objects = open_bucket(folder), connect(parse(folder))
+    store, objects = open_bucket(folder), connect(parse_address(folder))
     for info in store.committed():
         assert isinstance(info.path, ObjectPlace)
         assert store.check_sizes(info) == []
@@ -66,6 +66,6 @@ def test_killed_at_any_request_it_continues_and_leaves_nothing(
         assert assert_complete(source, own) == [2, 3], number
         assert set(before) <= {2, 3}, number
         assert uploads_under_way(own) == [], number
-        names = {each.key.partition("/")[0] for each in connect(parse(own)).list("step")}
+        names = {each.key.partition("/")[0] for each in connect(parse_address(own)).list("step")}
         assert len(names) == 2, (number, names)
         shutil.rmtree(source)

@@ -20,7 +20,7 @@ from torchtitan_lite.bucket.s3_parts import AT_A_TIME, parts_of
 from torchtitan_lite.bucket.store import open_bucket
 from torchtitan_lite.bucket.upload import PART_BYTES
 from torchtitan_lite.checkpoint.uploads import Uploads
-from torchtitan_lite.config.address import parse
+from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.store import layout
 from torchtitan_lite.uploading import record
 from torchtitan_lite.uploading.uploader import UploadJob, upload_all
@@ -69,7 +69,7 @@ def test_a_cut_upload_sends_no_part_twice_but_those_under_way(folder: str, proxy
     assert upload_all(UploadJob(str(source), folder), lambda state: None) == 1
     # Four were read before the end, and three of these may have been under way.
     assert sent.num_bytes <= size - (4 - AT_A_TIME) * PART_BYTES + 100_000
-    objects = connect(parse(folder))
+    objects = connect(parse_address(folder))
     name = open_bucket(folder).committed()[0].path.name
     assert (
         objects.get(f"{name}/{layout.data_file(0, 0)}")[0] == (source / "step-1" / layout.data_file(0, 0)).read_bytes()
@@ -108,7 +108,7 @@ def test_parts_of_a_step_that_is_gone_are_removed_by_the_next_start(folder: str,
     assert upload_all(UploadJob(str(source.root), folder), lambda state: None) == 1
     upload_all(UploadJob(str(source.root), folder), lambda state: None)
     assert uploads_under_way(folder) == []
-    keys = {each.key.partition("/")[0] for each in connect(parse(folder)).list("step")}
+    keys = {each.key.partition("/")[0] for each in connect(parse_address(folder)).list("step")}
     assert len(keys) == 1
 
 
@@ -119,7 +119,7 @@ def test_an_upload_of_which_another_host_sent_files_continues(folder: str, proxy
     begun, name = record.read(source, folder).begun, layout.data_file(1, 0)
     assert begun is not None
     # As versions before did, in which each host sent the files of its ranks.
-    connect(parse(folder)).put(f"{begun.place}/{name}", b"small")
+    connect(parse_address(folder)).put(f"{begun.place}/{name}", b"small")
     proxy.again()
     assert upload_all(UploadJob(str(source), folder), lambda state: None) == 1
     assert not [entry for entry in proxy.log if entry.method == "PUT" and entry.path.endswith(name)]
@@ -152,7 +152,7 @@ def test_a_disk_that_is_lost_during_an_upload_costs_that_step(folder: str, proxy
     with pytest.raises(ZeroDivisionError), run_of(tmp_path / "run", folder, upload_max_mb_per_second=1e-3) as run:
         run.manager.load()
         run.step()
-        while not any(each.size for each in connect(parse(folder)).list("step-3.")):
+        while not any(each.size for each in connect(parse_address(folder)).list("step-3.")):
             pass  # The first file of it is on its way.
         raise ZeroDivisionError
     shutil.rmtree(tmp_path / "run")

@@ -233,8 +233,8 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_one_sentence(
         shutil.rmtree(step)
         return found
 
-    compare = difference.compare
-    monkeypatch.setattr(difference, "compare", purge_and_compare)
+    compare = difference.compare_checkpoints
+    monkeypatch.setattr(difference, "compare_checkpoints", purge_and_compare)
     other = shutil.copytree(step, tmp_path / "other")
     code, out, err = call(step, other, "--values")
     assert (code, out) == (1, "")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.cli.app import parse
+from torchtitan_lite.cli.app import parse_verb
 
 PAGE = Path(__file__).parents[2] / "docs" / "export.md"
 COMMANDS = [
@@ -18,5 +18,5 @@ COMMANDS = [
 @pytest.mark.parametrize("command", dict.fromkeys(COMMANDS))
 def test_it_is_parsed(command: str) -> None:
     _, *arguments = shlex.split(command)
-    verb = parse(arguments)
+    verb = parse_verb(arguments)
     assert type(verb).__name__.lower() == arguments[0]

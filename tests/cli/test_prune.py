@@ -21,7 +21,7 @@ from tests.store import filled
 from tests.store.crashing import Crash, Cut
 from tests.store.filled import contents, fill, names, save
 from torchtitan_lite.cli import writing
-from torchtitan_lite.cli.app import main, parse
+from torchtitan_lite.cli.app import main, parse_verb
 from torchtitan_lite.cli.prune import Prune
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.events import ignore
@@ -146,7 +146,7 @@ def said_json(*argv: object) -> Any:
         def show(self, data: Any, render: Callable[[], Any]) -> None:
             output.append(data)
 
-    assert parse([*command, "--json"]).run(Keep(as_json=True)) == 0
+    assert parse_verb([*command, "--json"]).run(Keep(as_json=True)) == 0
     return output[0]
 
 

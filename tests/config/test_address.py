@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_lite.config.address import Address, is_address, parse
+from torchtitan_lite.config.address import Address, is_address, parse_address
 from torchtitan_lite.errors import ConfigError
 
 NAMES = st.text(st.sampled_from("abzABZ019!_.,'()=+@-"), min_size=1, max_size=9).filter(lambda n: n not in (".", ".."))
@@ -17,7 +17,7 @@ NAMES = st.text(st.sampled_from("abzABZ019!_.,'()=+@-"), min_size=1, max_size=9)
 @given(st.sampled_from(["s3", "gs", "az"]), st.lists(NAMES, min_size=1, max_size=4), st.sampled_from(["", "/"]))
 def test_an_address_is_printed_as_it_was_written(scheme: str, names: list[str], slash: str) -> None:
     text = f"{scheme}://my-bucket.1/" + "/".join(names)
-    address = parse(text + slash)
+    address = parse_address(text + slash)
     assert address == Address(scheme, "my-bucket.1", "/".join(names))
     assert str(address) == text
     assert pickle.loads(pickle.dumps(address)) == address
@@ -58,7 +58,7 @@ def test_only_what_begins_with_a_scheme_is_meant_as_an_address() -> None:
 )
 def test_what_is_no_address_is_refused_in_one_sentence(text: str, finding: str) -> None:
     with pytest.raises(ConfigError, match=finding):
-        parse(text)
+        parse_address(text)
 
 
 @pytest.mark.parametrize(
@@ -75,5 +75,5 @@ def test_what_is_no_address_is_refused_in_one_sentence(text: str, finding: str) 
 )
 def test_a_secret_in_an_address_is_not_printed(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(text)
+        parse_address(text)
     assert "5ecret" not in str(caught.value)

@@ -131,13 +131,13 @@ def test_without_checkpoints_a_run_begins_and_leaves_none(trainer: Served, tmp_p
 
 def refused(**given: Any) -> str:
     """Return how a Trainer with these arguments is refused."""
-    from torchtitan_lite.integrations.transformers import _refuse
+    from torchtitan_lite.integrations.transformers import _refuse_arguments
 
     arguments = {"n_gpu": 0, "save_strategy": "no", "output_dir": "outputs"} | given
     kind = arguments.pop("kind", "NO")
     accelerator = SimpleNamespace(distributed_type=SimpleNamespace(value=kind) if kind != "NO" else kind)
     with pytest.raises(ConfigError) as error:
-        _refuse(SimpleNamespace(accelerator=accelerator, args=SimpleNamespace(**arguments)), "outputs")
+        _refuse_arguments(SimpleNamespace(accelerator=accelerator, args=SimpleNamespace(**arguments)), "outputs")
     return str(error.value)
 
 

@@ -26,7 +26,7 @@ from torchtitan_lite.metrics.progress_bar import (
     TerminalProgressBar,
     build_progress_bars,
     readable_duration,
-    render,
+    render_progress,
 )
 
 LINE = "step: 10  loss:  5.6992  grad_norm:  2.4399  memory:  0.46GiB  tps: 4,699  tflops: 0.03  epoch: 0 (0.3%)"
@@ -70,7 +70,7 @@ def a_bar(screen: Terminal, clock: Callable[[], float] = time.monotonic) -> Term
 
 
 def plain(progress: Progress, columns: int) -> str:
-    return render(progress, Console(file=io.StringIO(), color_system=None), columns)
+    return render_progress(progress, Console(file=io.StringIO(), color_system=None), columns)
 
 
 def test_log_lines_appear_above_the_bar_complete_and_in_their_order() -> None:
@@ -140,7 +140,7 @@ def test_a_narrow_terminal_loses_first_what_log_lines_have_too() -> None:
 
 def test_a_terminal_without_unicode_gets_ascii() -> None:
     console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="ascii"), color_system=None)
-    assert render(Progress(50, 100), console, 80).isascii()
+    assert render_progress(Progress(50, 100), console, 80).isascii()
 
 
 def test_other_text_replaces_the_bar_and_the_next_drawing_comes_below_it() -> None:

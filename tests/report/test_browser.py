@@ -19,7 +19,7 @@ import pytest
 
 from tests.cli.command import command
 from tests.report.histories import CONFIG, copy_of, killed_and_resumed
-from torchtitan_lite.report.page import render
+from torchtitan_lite.report.page import render_page
 from torchtitan_lite.report.picture import BROWSERS
 from torchtitan_lite.report.run import read_run
 
@@ -110,7 +110,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_console_stays_empty_and_the_numbers_are_those_of_the_files(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    path.write_text(render([read_run(str(folder))]), encoding="utf-8")
+    path.write_text(render_page([read_run(str(folder))]), encoding="utf-8")
     document, log = browse(path)
     assert "CONSOLE" not in log, log
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
@@ -126,7 +126,7 @@ def test_nothing_is_cut_off_or_covered_on_a_wide_and_a_narrow_screen(folder: Pat
     other = copy_of(folder, tmp_path / "a_run_with_quite_a_long_name_as_sweeps_give_them")
     (other / "config.json").write_text(json.dumps(CONFIG | {"optimizer": {"lr": 1e-3}}))
     runs = [read_run(str(folder)), read_run(str(other))]
-    results = measured([render(runs[:1]), render(runs)], tmp_path)
+    results = measured([render_page(runs[:1]), render_page(runs)], tmp_path)
     assert sorted(result["width"] for result in results) == [400, 400, 1280, 1280]
     for result in results:
         assert result["texts"] > 40
@@ -134,7 +134,7 @@ def test_nothing_is_cut_off_or_covered_on_a_wide_and_a_narrow_screen(folder: Pat
 
 
 def test_a_dark_screen_has_a_dark_page(folder: Path, tmp_path: Path) -> None:
-    page = render([read_run(str(folder))])
+    page = render_page([read_run(str(folder))])
     (tmp_path / "light").mkdir()
     (tmp_path / "dark").mkdir()
     light = measured([page], tmp_path / "light", "--blink-settings=preferredColorScheme=1")

@@ -15,7 +15,7 @@ import pytest
 from tests.cli.command import ROOT, command
 from tests.report.histories import BEGUN, CONFIG, copy_of, killed_and_resumed, long_run, metric, saved, write_lines
 from torchtitan_lite.report.curves import LOSS_HEIGHT, loss_figure, step_scale
-from torchtitan_lite.report.page import render
+from torchtitan_lite.report.page import render_page
 from torchtitan_lite.report.run import read_run
 from torchtitan_lite.report.scales import nice_scale
 
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(folder: Path) -> str:
-    return render([read_run(str(folder))])
+    return render_page([read_run(str(folder))])
 
 
 def lines_of(path: Path) -> list[dict]:
@@ -112,7 +112,7 @@ def test_words_of_the_files_are_text_and_not_markup(tmp_path: Path) -> None:
     events = [*saved(5, BEGUN)[:1], {"event": "save_failed", "step": 5, "time": BEGUN, "reason": '"><script>x'}]
     write_lines(run / "events.jsonl", events)
     (run / "config.json").write_text(json.dumps(config))
-    page = render([read_run(str(run))])
+    page = render_page([read_run(str(run))])
     Checked(page)
     assert "<script" not in page
     assert "&lt;script&gt;alert(1)" in page
@@ -124,7 +124,7 @@ def test_a_run_with_a_single_file_has_a_page(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "config.json").write_text(json.dumps(CONFIG))
     for name in ("m", "e", "c"):
-        Checked(render([read_run(str(tmp_path / name))]))
+        Checked(render_page([read_run(str(tmp_path / name))]))
 
 
 def test_two_runs_are_next_to_each_other(folder: Path, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_without_jinja2_the_error_names_the_extra(folder: Path) -> None:
 def test_a_million_steps_are_a_small_page_that_still_shows_the_spike(tmp_path: Path) -> None:
     folder = long_run(tmp_path / "long", 1_000_000, save_every=1000)
     begun = time.process_time()
-    page = render([read_run(str(folder))])
+    page = render_page([read_run(str(folder))])
     print(f"{time.process_time() - begun:.1f} s of CPU, {len(page.encode()) / 1e6:.2f} MB")
     assert len(page.encode()) < 3_000_000
     assert "2.0000 to 99.0000" in page or "to 99.0000" in page
@@ -201,7 +201,7 @@ def test_a_save_with_impossible_figures_is_left_out_by_name(
     with (copy / "events.jsonl").open("a") as events:
         for event in saved(55, BEGUN + 204, nbytes=nbytes, seconds=seconds):
             events.write(json.dumps(event) + "\n")
-    text = render([read_run(str(copy))])
+    text = render_page([read_run(str(copy))])
     assert "Left out, because no disk has that bandwidth: step 55." in text
     assert "best: 100 MB/s, step 60" in text
     Checked(text)
@@ -210,6 +210,6 @@ def test_a_save_with_impossible_figures_is_left_out_by_name(
 def test_a_run_with_impossible_figures_only_has_a_page_that_says_so(tmp_path: Path) -> None:
     events = [event for step in range(1, 12) for event in saved(step, BEGUN + step, nbytes=10**30, seconds=1e-300)]
     write_lines(tmp_path / "events.jsonl", events)
-    text = render([read_run(str(tmp_path))])
+    text = render_page([read_run(str(tmp_path))])
     assert "No save is recorded." not in text
     assert "no disk has that bandwidth: steps 1, 2, 3, 4, 5, 6, 7, 8 and 3 more." in text

@@ -16,9 +16,9 @@ from tests.cli.folders import half_written
 from tests.report.histories import BEGUN, CONFIG, copy_of, killed_and_resumed, loaded, metric, saved, write_lines
 from torchtitan_lite.accounts import read_accounts
 from torchtitan_lite.errors import CheckpointError, CheckpointNotFound
-from torchtitan_lite.report.changes import differences, shown, without_secret_values
+from torchtitan_lite.report.changes import differences, shown_on_page, without_secret_values
 from torchtitan_lite.report.curves import spans_of, stalls_by_line, time_ceiling
-from torchtitan_lite.report.page import render
+from torchtitan_lite.report.page import render_page
 from torchtitan_lite.report.run import read_run
 from torchtitan_lite.report.shards import shard_map
 from torchtitan_lite.report.time_parts import steps_per_line
@@ -66,7 +66,7 @@ def test_a_run_that_rolled_back_by_itself_is_one_start_that_says_so(tmp_path: Pa
     write_lines(tmp_path / "events.jsonl", events)
     (start,) = read_run(str(tmp_path)).starts
     assert (start.loaded_step, start.last_step, len(start.diverged)) == (0, 30, 2)
-    page = render([read_run(str(tmp_path))])
+    page = render_page([read_run(str(tmp_path))])
     assert "step 25: loss is nan; rolled back, without batch 25" in page
     assert "step 35: loss is inf<" in page
 
@@ -120,7 +120,7 @@ def test_a_load_from_memory_is_named(tmp_path: Path) -> None:
     write_lines(tmp_path / "events.jsonl", events)
     run = read_run(str(tmp_path))
     assert [(start.loaded_step, start.is_from_memory) for start in run.starts] == [(0, False), (13, True)]
-    assert "from memory, 3 ahead of the disk" in render([run])
+    assert "from memory, 3 ahead of the disk" in render_page([run])
 
 
 def test_each_checkpoint_is_kept_purged_or_set_aside(folder: Path) -> None:
@@ -247,7 +247,7 @@ def test_no_secret_of_a_configuration_is_shown() -> None:
         },
         "hub": {"token": "hf_123", "api_key": "k", "tokenizer_path": "bytes", "keep_best_metric": "loss"},
     }
-    values = {key: shown(value) for key, value in without_secret_values(config).items()}
+    values = {key: shown_on_page(value) for key, value in without_secret_values(config).items()}
     assert values == {
         "training.dataset_path": "https://(hidden)@host/data?X-Token=(hidden)&split=a",
         "training.tokens_folder": "tokens",
@@ -350,7 +350,7 @@ def test_thousands_of_starts_and_saves_are_a_small_page(tmp_path: Path) -> None:
             events.append({"event": "purged", "step": step, "time": at + 5 * (step - begin) + 100, "bytes": 1})
     write_lines(tmp_path / "events.jsonl", sorted(events, key=lambda event: event["time"]))
     write_lines(tmp_path / "metrics.jsonl", (metric(step) for step in range(10, 30_001, 10)))
-    page = render([read_run(str(tmp_path))])
+    page = render_page([read_run(str(tmp_path))])
     assert len(page) < 1_500_000
     assert 'class="purged" value="6000"' in page
 
@@ -382,12 +382,12 @@ def test_a_line_that_no_run_writes_does_not_keep_the_page_from_being_written(
     written.write_text(
         f"{line}\n" if name == "config.json" else f"{written.read_text() if written.exists() else ''}{line}\n"
     )
-    assert render([read_run(str(copy))]).encode()
+    assert render_page([read_run(str(copy))]).encode()
 
 
 def test_a_run_in_a_folder_whose_name_is_not_utf_8_has_a_page(folder: Path, tmp_path: Path) -> None:
     copy = copy_of(folder, Path(os.fsdecode(os.fsencode(tmp_path) + b"/run\xff")))
-    assert b"run?" in render([read_run(str(copy))]).encode()
+    assert b"run?" in render_page([read_run(str(copy))]).encode()
 
 
 def test_a_start_says_what_it_began_from(tmp_path: Path) -> None:
@@ -403,5 +403,5 @@ def test_a_start_says_what_it_began_from(tmp_path: Path) -> None:
     write_lines(tmp_path / "events.jsonl", events)
     run = read_run(str(tmp_path))
     assert [start.loaded_from for start in run.starts] == ["fresh", "seed", "initial", "memory", ""]
-    cells = re.findall(r"<td>2027-01-15 .*</td>\s*<td class=.number.>(.*?)</td>", render([run]))
+    cells = re.findall(r"<td>2027-01-15 .*</td>\s*<td class=.number.>(.*?)</td>", render_page([run]))
     assert cells[-5:] == ["fresh", "seed", "initial weights", "7", "none"]

@@ -16,7 +16,7 @@ from torchtitan_lite.bucket.object_reader import ObjectReader
 from torchtitan_lite.bucket.objects import ObjectPath, Objects
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.bucket.store import open_bucket
-from torchtitan_lite.config.address import parse
+from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.plain_file import is_plain_name
 from torchtitan_lite.disk.reads_blocks import ReadsBlocks
 from torchtitan_lite.distributed.host_exchange import ReadsAlike
@@ -31,7 +31,7 @@ def files_at(place: ObjectPlace) -> ObjectFiles:
 
     Raises ExtraMissing without `obstore`, ConfigError for an address that is none.
     """
-    return ObjectFiles(connect(parse(place.address)), place)
+    return ObjectFiles(connect(parse_address(place.address)), place)
 
 
 class ObjectFiles:

@@ -19,7 +19,7 @@ from torchtitan_lite.bucket import naming
 from torchtitan_lite.bucket.objects import StoreUnavailable
 from torchtitan_lite.bucket.refusals import meaning
 from torchtitan_lite.bucket.upload import part_bytes_of
-from torchtitan_lite.config.address import Address, parse
+from torchtitan_lite.config.address import Address, parse_address
 from torchtitan_lite.disk.block_writer import FileSource
 from torchtitan_lite.distributed.environment import value_of
 from torchtitan_lite.log import logger
@@ -38,7 +38,7 @@ _ONLY_OBSTORE = (
 
 def parts_of(address: str) -> S3Parts | None:
     """Return what uploads below `address` in parts that stay; None where that is not possible."""
-    where = parse(address)
+    where = parse_address(address)
     if where.scheme != "s3" or any(map(value_of, _ONLY_OBSTORE)):
         return None
     try:

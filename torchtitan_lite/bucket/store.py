@@ -30,7 +30,7 @@ from torchtitan_lite.bucket.s3_parts import S3Parts, parts_of
 from torchtitan_lite.bucket.saves import BucketSaves
 from torchtitan_lite.bucket.set_aside import BucketShelf
 from torchtitan_lite.bucket.upload import PART_BYTES, ObjectToUpload
-from torchtitan_lite.config.address import parse
+from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.block_writer import FileSource
 from torchtitan_lite.errors import (
     CheckpointDamaged,
@@ -48,7 +48,7 @@ from torchtitan_lite.store.protocol import nothing
 
 def open_bucket(folder: str, clock: BucketClock | None = None) -> BucketStore:
     """Return the store at the address `folder`. Sends nothing. Raises ConfigError, and `ExtraMissing`."""
-    return BucketStore(connect(parse(folder)), clock=clock)
+    return BucketStore(connect(parse_address(folder)), clock=clock)
 
 
 class BucketStore:

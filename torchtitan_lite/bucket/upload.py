@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torchtitan_lite import faults
 from torchtitan_lite.bucket.objects import ObjectPath, Objects
 from torchtitan_lite.bucket.obstore_objects import connect
-from torchtitan_lite.config.address import parse
+from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.block_writer import FileSource
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, digest_blocks
 
@@ -38,7 +38,7 @@ class ObjectToUpload:
 
         Raises OSError with the address in it; there is no object then, unless the last answer was lost.
         """
-        return upload(connect(parse(self.address)), self.key, source)
+        return upload(connect(parse_address(self.address)), self.key, source)
 
     def __str__(self) -> str:
         return f"{self.address}/{self.key}"

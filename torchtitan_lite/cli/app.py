@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     spelled = partial(as_spelled, arguments=arguments)
     try:
-        verb = parse(arguments)
+        verb = parse_verb(arguments)
         screen = Screen(as_json=verb.json, spelled=spelled)
         with screen.noting_warnings():
             return int(verb.run(screen))
@@ -82,22 +82,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code_of(error)
 
 
-def parse(argv: Sequence[str]) -> Verb:
+def parse_verb(argv: Sequence[str]) -> Verb:
     """Return the verb that `argv` asks for. Raise ConfigError for wrong usage; `--help` prints and exits with 0."""
     name = argv[0] if argv else ""
     if name in VERBS:
         kind = _load(name)
         parser = Parser(prog=f"{PROGRAM} {name}", description=inspect.getdoc(kind))
-        parser.add_fields(parser, kind, _default_in_words)
+        parser.add_fields(parser, kind, _option_default_text)
         # --keep_latest is --keep-latest.
         arguments = [re.sub("^--[^=]*", lambda found: found[0].replace("_", "-"), each) for each in argv[1:]]
         return cast(Verb, kind(**_given(parser, parser.parse_known_intermixed_args, arguments)))
     if not name.startswith("-"):
-        raise ConfigError(_unknown(name))
+        raise ConfigError(_unknown_verb(name))
     parser = _parser_of_all()
     shell = _given(parser, parser.parse_known_args, argv)["print_completion"]
     if not shell:
-        raise ConfigError(_unknown(""))
+        raise ConfigError(_unknown_verb(""))
     import shtab
 
     sys.stdout.write(shtab.complete(parser, shell))
@@ -113,19 +113,19 @@ class _WithoutVerb:
 def _parser_of_all() -> Parser:
     """Return the parser of all verbs, each described by the first sentence of its help."""
     parser = Parser(prog=PROGRAM, description=_DESCRIPTION)
-    parser.add_fields(parser, _WithoutVerb, _default_in_words)
+    parser.add_fields(parser, _WithoutVerb, _option_default_text)
     verbs = parser.add_subparsers(title="verbs", metavar="VERB")
     for name in VERBS:
         kind = _load(name)
         verb = verbs.add_parser(name, help=(inspect.getdoc(kind) or "").partition("\n\n")[0])
-        verb.add_fields(verb, kind, _default_in_words)
+        verb.add_fields(verb, kind, _option_default_text)
     return parser
 
 
 def _given(
     parser: Parser, parse: Callable[[Sequence[str]], tuple[Namespace, list[str]]], arguments: Sequence[str]
 ) -> dict[str, Any]:
-    """Return what `parse`, a method of `parser`, finds. Raise ConfigError, for unknown options first."""
+    """Return what `parse_verb`, a method of `parser`, finds. Raise ConfigError, for unknown options first."""
     try:
         values, rest = parse(arguments)
         if not rest:
@@ -146,7 +146,7 @@ def _unknown_options(arguments: Sequence[str], parser: Parser) -> str:
     return f"unrecognized options: {', '.join(unknown)}{hint}" if unknown else ""
 
 
-def _default_in_words(default: object) -> str:
+def _option_default_text(default: object) -> str:
     """Return what the help of an option says of its default: nothing of one that switches something off."""
     return f"(default: {default})" if default and default is not dataclasses.MISSING else ""
 
@@ -156,7 +156,7 @@ def _load(name: str) -> Any:
     return getattr(importlib.import_module(module), kind)
 
 
-def _unknown(name: str) -> str:
+def _unknown_verb(name: str) -> str:
     verbs = f"expected one of {', '.join(VERBS)}; see {PROGRAM} --help"
     if not name:
         return f"no verb is given: {verbs}"

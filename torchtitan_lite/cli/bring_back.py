@@ -12,7 +12,7 @@ from typing import Annotated
 from torchtitan_lite.checkpoint.examining.verification import check_set_aside
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.writing import holding, recover, store_to_write
+from torchtitan_lite.cli.writing import holding, recover_with_notes, store_to_write
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import ConfigError
@@ -39,7 +39,9 @@ class BringBack:
         store = store_to_write(self.folder, screen)
         shelf, name = store.shelf, self._name_in(store.address)
         with holding(store, "bring-back") as lease:
-            recover(store, screen)  # First: after a crash the step may have its old name and still be abandoned.
+            recover_with_notes(
+                store, screen
+            )  # First: after a crash the step may have its old name and still be abandoned.
             aside = shelf.find(name)
             refuse_harm(store, aside, shelf.in_the_way(aside), leave_branch=self.leave_branch)
             with screen.progress(f"verifying {aside.folder.name}", aside.manifest.nbytes) as advance:
@@ -57,7 +59,7 @@ class BringBack:
             "set_aside": [path.name for path in left],
             "is_latest": is_latest,
         }
-        screen.show(data, lambda: _in_words(aside, [path.name for path in left], is_latest))
+        screen.show(data, lambda: _brought_back_text(aside, [path.name for path in left], is_latest))
         return ExitCode.FINE
 
     def _name_in(self, folder: str) -> str:
@@ -73,7 +75,7 @@ class BringBack:
         return path.name
 
 
-def _in_words(aside: SetAside, left: list[str], is_latest: bool) -> str:
+def _brought_back_text(aside: SetAside, left: list[str], is_latest: bool) -> str:
     lines = [f"{aside.folder.name} ({readable_bytes(aside.manifest.nbytes)}) is step {aside.step} again"]
     if left:
         lines.append(f"Set aside in its place: {', '.join(left)}")

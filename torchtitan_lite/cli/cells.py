@@ -57,7 +57,7 @@ class KeyCell:
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         from rich.measure import Measurement
 
-        words = [len(_INDENT) + len(word) for word in _words(self.text)]
+        words = [len(_INDENT) + len(word) for word in _dotted_words(self.text)]
         return Measurement(min(max(words), options.max_width), min(len(self.text), options.max_width))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -69,13 +69,13 @@ class KeyCell:
 def folded(text: str, width: int) -> list[str]:
     """Return `text` in lines of at most `width` columns, cut after dots; a longer word has a line of its own."""
     lines = [""]
-    for word in _words(text):
+    for word in _dotted_words(text):
         if lines[-1].strip() and len(lines[-1]) + len(word) > width:
             lines.append(_INDENT)
         lines[-1] += word
     return lines
 
 
-def _words(text: str) -> list[str]:
+def _dotted_words(text: str) -> list[str]:
     words = text.split(".")
     return [f"{word}." for word in words[:-1]] + words[-1:]

@@ -63,11 +63,11 @@ class Convert:
             "bytes": done.num_bytes,
             "left_out": done.left_out,
         }
-        screen.show(data, lambda: _text(target.folder, out, done.num_tensors, done.num_bytes, done.left_out))
+        screen.show(data, lambda: _converted_text(target.folder, out, done.num_tensors, done.num_bytes, done.left_out))
         return ExitCode.FINE
 
 
-def _text(source: Place, out: Path, num_tensors: int, size: int, left_out: list[str]) -> str:
+def _converted_text(source: Place, out: Path, num_tensors: int, size: int, left_out: list[str]) -> str:
     text = f"Converted {source}\nto {out}: {counted(num_tensors, 'tensor')}, {readable_bytes(size)}"
     if not left_out:
         return text
@@ -100,12 +100,12 @@ class Reshard:
         out = new_place(self.out, is_step=True)
         target = resolve(self.step)
 
-        from torchtitan_lite.checkpoint.converting.rewriting import reshard
+        from torchtitan_lite.checkpoint.converting.rewriting import reshard_checkpoint
         from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
         from torchtitan_lite.checkpoint.examining.presence import reporting_removal
 
         with reporting_removal(target.folder):
-            done = reshard(open_checkpoint(target.folder), out, self.files, screen.progress)
+            done = reshard_checkpoint(open_checkpoint(target.folder), out, self.files, screen.progress)
         data = {
             "step": target.step,
             "source": str(target.folder),

@@ -17,7 +17,7 @@ from torchtitan_lite.checkpoint.converting.model_part import ModelKey, model_key
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint
 from torchtitan_lite.checkpoint.hugging_face.described import Place
 from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel
-from torchtitan_lite.checkpoint.hugging_face.writing import listed, misfit, stream_of
+from torchtitan_lite.checkpoint.hugging_face.writing import listed, model_mismatch, stream_of
 from torchtitan_lite.cli.name_map import NameMap, read_name_map
 from torchtitan_lite.config.sections.training import Model
 from torchtitan_lite.data.tokenizer import BYTES, Tokenizer, build_tokenizer
@@ -67,7 +67,7 @@ class DescribedCheckpoint:
     """For the person."""
 
 
-def described(opened: OpenedCheckpoint, given: Given) -> DescribedCheckpoint:
+def described_checkpoint(opened: OpenedCheckpoint, given: Given) -> DescribedCheckpoint:
     """Return the model in `opened`. Raise ConfigError, with what is missing or does not fit."""
     if given.tokenizer and given.no_tokenizer:
         raise ConfigError("--tokenizer and --no-tokenizer: expected one of them")
@@ -79,7 +79,7 @@ def described(opened: OpenedCheckpoint, given: Given) -> DescribedCheckpoint:
     if not given.config:
         raise ConfigError("--names and --name-map say nothing of the model itself: give its --config CONFIG_JSON too")
     config = read_config(given.config)
-    names, left_out = _names(keys, read_name_map(given.name_map) if given.name_map else {})
+    names, left_out = _new_names(keys, read_name_map(given.name_map) if given.name_map else {})
     tensors = {each.name: opened.contents.tensors.get(each.key) for each in keys if each.name in names}
     if objects := [name for name, tensor in tensors.items() if tensor is None]:
         finding = f"{objects[0]} is not a tensor, and safetensors holds only tensors"
@@ -111,7 +111,7 @@ def _llama(opened: OpenedCheckpoint, keys: list[ModelKey], given: Given) -> Desc
     imported = _imported_args(opened)
     if not (given.config or opened.config or imported):
         raise ConfigError(f"{opened.folder} does not say which model is in it: {_HOW}{_source_of(opened)}")
-    tokenizer = _tokenizer(opened, given)
+    tokenizer = _model_tokenizer(opened, given)
     if tokenizer is not None and (finding := _other_tokenizer(opened, tokenizer)):
         if not given.tokenizer:
             raise ConfigError(f"model.tokenizer_path: {finding}: name that of the run with --tokenizer")
@@ -126,7 +126,7 @@ def _llama(opened: OpenedCheckpoint, keys: list[ModelKey], given: Given) -> Desc
     else:
         args, source = imported or _recorded_args(opened, keys), "of the recorded configuration"
         model = describe(args, files, bos, eos)
-    if finding := misfit(model, opened.contents, [key for key in keys if key.name not in model.left_out]):
+    if finding := model_mismatch(model, opened.contents, [key for key in keys if key.name not in model.left_out]):
         how = f": for a model of your own loop {_HOW}" if not given.config else ""
         raise ConfigError(f"{opened.folder} does not have the weights of the model {source}: {finding}{how}")
     rows = model.places[EMBEDDING].shape[0]
@@ -155,12 +155,12 @@ def _imported_args(opened: OpenedCheckpoint) -> ModelArgs | None:
     try:
         scaling = recorded["rope_scaling"]
         args = ModelArgs(**recorded | {"rope_scaling": None if scaling is None else RopeScaling(**scaling)})
-        return args if _is_possible(args) else None
+        return args if _is_possible_model(args) else None
     except (ConfigError, KeyError, TypeError):
         return None
 
 
-def _is_possible(args: ModelArgs) -> bool:
+def _is_possible_model(args: ModelArgs) -> bool:
     """Return whether `args`, from a file, have the types and the sizes of a model."""
     usual = dataclasses.asdict(dataclasses.replace(ModelArgs(), hidden_dim=1)) | {"rope_scaling": args.rope_scaling}
     found = vars(args) | {"hidden_dim": args.ffn_dim if args.hidden_dim is None else args.hidden_dim}
@@ -180,7 +180,7 @@ def _recorded_args(opened: OpenedCheckpoint, keys: list[ModelKey]) -> ModelArgs:
     """Return the sizes of the recorded configuration."""
     model, training = (opened.config.get(name, {}) for name in ("model", "training"))
     known = {field.name for field in dataclasses.fields(Model)}
-    tensors, settings = opened.contents.tensors, _settings(opened)
+    tensors, settings = opened.contents.tensors, _model_settings(opened)
     embedding = next((tensors[each.key].shape for each in keys if each.name == EMBEDDING and each.key in tensors), ())
     try:
         if settings:
@@ -192,13 +192,13 @@ def _recorded_args(opened: OpenedCheckpoint, keys: list[ModelKey]) -> ModelArgs:
         raise ConfigError(f"{opened.folder}: the recorded configuration is not a model: {error}; {_HOW}") from None
 
 
-def _settings(opened: OpenedCheckpoint) -> dict[str, Any]:
+def _model_settings(opened: OpenedCheckpoint) -> dict[str, Any]:
     """Return the settings of the model that the run took from its model.config_path; none if it had no such file."""
     objects = opened.contents.objects
     return {key.removeprefix(_SETTINGS): objects[key].value for key in objects if key.startswith(_SETTINGS)}
 
 
-def _tokenizer(opened: OpenedCheckpoint, given: Given) -> Tokenizer | None:
+def _model_tokenizer(opened: OpenedCheckpoint, given: Given) -> Tokenizer | None:
     """Return the tokenizer that is given, else the recorded one; None if there is none."""
     if given.tokenizer:
         return _named_tokenizer(given.tokenizer)
@@ -227,7 +227,7 @@ def _other_tokenizer(opened: OpenedCheckpoint, tokenizer: Tokenizer) -> str:
     return f"it is not the tokenizer of the run: its fingerprint is {tokenizer.fingerprint}, the run's {recorded.value}"
 
 
-def _names(keys: list[ModelKey], names: NameMap) -> tuple[dict[str, str], list[str]]:
+def _new_names(keys: list[ModelKey], names: NameMap) -> tuple[dict[str, str], list[str]]:
     """Return the new name of each of `keys` that is written, and the others. Raise ConfigError for holes in the map."""
     own = [each.name for each in keys]
     renamed: dict[str, Any]
@@ -238,7 +238,7 @@ def _names(keys: list[ModelKey], names: NameMap) -> tuple[dict[str, str], list[s
         renamed, left_out = _by_table(own, names)
     else:
         renamed, left_out = {name: name for name in own}, []
-    return _checked(renamed, left_out), left_out
+    return _checked_names(renamed, left_out), left_out
 
 
 def _by_table(own: list[str], names: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -254,7 +254,7 @@ def _by_table(own: list[str], names: Mapping[str, Any]) -> tuple[dict[str, Any],
     return given, left_out
 
 
-def _checked(renamed: Mapping[str, Any], left_out: list[str]) -> dict[str, str]:
+def _checked_names(renamed: Mapping[str, Any], left_out: list[str]) -> dict[str, str]:
     """Return `renamed` without `left_out`. Raise ConfigError for what is no name, or the name of two tensors."""
     taken: dict[str, str] = {}
     for name, new in renamed.items():

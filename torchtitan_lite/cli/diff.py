@@ -57,13 +57,13 @@ class Diff:
         if not self.atol >= 0 or math.isinf(self.atol):
             raise ConfigError(f"--atol: expected a number of at least 0, found {self.atol}")
         a, b = resolve_any(self.a).folder, resolve_any(self.b).folder
-        from torchtitan_lite.checkpoint.examining.difference import compare
+        from torchtitan_lite.checkpoint.examining.difference import compare_checkpoints
         from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
         from torchtitan_lite.checkpoint.examining.presence import present
 
         with present(a, b):
             opened_a, opened_b = open_checkpoint(a), open_checkpoint(b)
-            result = _Result(opened_a, opened_b, compare(opened_a, opened_b), self.atol)
+            result = _Result(opened_a, opened_b, compare_checkpoints(opened_a, opened_b), self.atol)
             if self.values or self.atol:
                 _compare_values(result, screen)
         screen.show(result.to_json(), lambda: _rendered(result))
@@ -105,7 +105,7 @@ class _Result:
                 "different_by_digest": sorted(found.known_different),
                 "without_digest": len(found.unknown),
                 "atol": self.atol,
-                "read": None if self.values is None else {key: _value(each) for key, each in self.values.items()},
+                "read": None if self.values is None else {key: _value_json(each) for key, each in self.values.items()},
                 "different": sorted(self.far),
             },
             "clocks": sorted(name for name, *_ in _clock_rows(self)),
@@ -135,7 +135,7 @@ def _sides(pairs: Mapping[str, tuple[str, str]]) -> dict[str, dict[str, str]]:
     return {name: {"a": a, "b": b} for name, (a, b) in pairs.items()}
 
 
-def _value(value: ValueDifference) -> dict[str, Any]:
+def _value_json(value: ValueDifference) -> dict[str, Any]:
     # JSON has neither NaN nor infinity.
     largest = value.max_abs if math.isfinite(value.max_abs) else str(value.max_abs)
     return {"bitwise_equal": value.is_bitwise_equal, "max_abs": largest, "num_different": value.num_different}
@@ -151,30 +151,31 @@ def _rendered(result: _Result) -> RenderableType:
         ("Only in A", [(key, what) for key, what in found.only_in_a.items()]),
         ("Only in B", [(key, what) for key, what in found.only_in_b.items()]),
         ("Another dtype or shape (A, B)", _form_rows(result)),
-        ("Another container (A, B)", _rows(found.containers)),
-        ("Other objects (A, B)", _rows(found.objects)),
+        ("Another container (A, B)", _table_rows(found.containers)),
+        ("Other objects (A, B)", _table_rows(found.objects)),
         ("Other values", _value_rows(result)),
         ("Clocks of the runs, which do not count", _clock_rows(result)),
-        ("Where they come from, which does not count (A, B)", _rows(_in_words_of_origin(found.origin))),
+        ("Where they come from, which does not count (A, B)", _table_rows(_in_words_of_origin(found.origin))),
     )
     for title, rows in sections:
         if rows:
-            parts += [Text(), Text(f"{title}: {len(rows)}", style="bold"), *_table(rows)]
-    return Group(*parts, Text(), *(Text(line) for line in _summary(result)))
+            parts += [Text(), Text(f"{title}: {len(rows)}", style="bold"), *_shortened_table(rows)]
+    return Group(*parts, Text(), *(Text(line) for line in _diff_summary(result)))
 
 
 def _in_words_of_origin(origin: Mapping[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
     return {name: (topology_in_words(a), topology_in_words(b)) for name, (a, b) in origin.items()}
 
 
-def _rows(pairs: Mapping[str, tuple[str, str]]) -> list[tuple[str, ...]]:
+def _table_rows(pairs: Mapping[str, tuple[str, str]]) -> list[tuple[str, ...]]:
     return [(name, *sides) for name, sides in pairs.items()]
 
 
 def _form_rows(result: _Result) -> list[tuple[str, ...]]:
     values = result.values or {}
     return [
-        (*row, _in_words(values[row[0]])[0]) if row[0] in values else row for row in _rows(result.difference.tensors)
+        (*row, _value_difference_text(values[row[0]])[0]) if row[0] in values else row
+        for row in _table_rows(result.difference.tensors)
     ]
 
 
@@ -183,7 +184,7 @@ def _value_rows(result: _Result) -> list[tuple[str, ...]]:
         return [(key, "another digest") for key in sorted(result.difference.known_different)]
     # The largest first; NaN before all.
     order = sorted(result.far.items(), key=lambda item: (not math.isnan(item[1].max_abs), -item[1].max_abs, item[0]))
-    return [(key, *_in_words(value)) for key, value in order]
+    return [(key, *_value_difference_text(value)) for key, value in order]
 
 
 def _clock_rows(result: _Result) -> list[tuple[str, ...]]:
@@ -194,14 +195,14 @@ def _clock_rows(result: _Result) -> list[tuple[str, ...]]:
     ]
 
 
-def _in_words(value: ValueDifference) -> tuple[str, str]:
+def _value_difference_text(value: ValueDifference) -> tuple[str, str]:
     if not value.num_different:
         return "the same numbers", "in other bits"
     largest = "NaN on one side" if math.isnan(value.max_abs) else f"by up to {value.max_abs:.3g}"
     return largest, counted(value.num_different, "element")
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> list[RenderableType]:
+def _shortened_table(rows: Sequence[tuple[str, ...]]) -> list[RenderableType]:
     from rich.padding import Padding
     from rich.text import Text
 
@@ -234,7 +235,7 @@ class _Columns:
         yield table
 
 
-def _summary(result: _Result) -> list[str]:
+def _diff_summary(result: _Result) -> list[str]:
     found, lines = result.difference, list[str]()
     if result.values is not None:
         same = sum(not value.exceeds(result.atol) for value in result.values.values())

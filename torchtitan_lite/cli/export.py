@@ -93,7 +93,7 @@ class Export:
             "tensors": done.num_tensors,
             "bytes": done.num_bytes,
         }
-        screen.show(data, lambda: _text(target.folder, out, done))
+        screen.show(data, lambda: _exported_text(target.folder, out, done))
         return ExitCode.FINE
 
     def _export(self, opened: OpenedCheckpoint, out: Path, most: int | None, screen: Screen) -> Exported:
@@ -108,14 +108,14 @@ class Export:
         return export(opened, out, wanted, screen.progress)
 
     def _model(self, opened: OpenedCheckpoint, out: Path, most: int | None, screen: Screen) -> Exported:
-        from torchtitan_lite.checkpoint.hugging_face.writing import write
-        from torchtitan_lite.cli.described_model import Given, described
+        from torchtitan_lite.checkpoint.hugging_face.writing import write_model
+        from torchtitan_lite.cli.described_model import Given, described_checkpoint
 
         given = Given(self.config, self.names, self.name_map, self.tokenizer, self.no_tokenizer)
-        of = described(opened, given)
+        of = described_checkpoint(opened, given)
         for note in of.notes:
             screen.note(note)
-        return write(
+        return write_model(
             opened,
             of.model,
             out,
@@ -158,7 +158,7 @@ def num_bytes(text: str) -> int:
     return size
 
 
-def _text(source: Place, out: Path, done: Exported) -> str:
+def _exported_text(source: Place, out: Path, done: Exported) -> str:
     weights = [name for name in done.files if not name.endswith((".json", ".md", ".jinja"))]
     others = [name for name in done.files if name not in weights]
     size = f"{readable_bytes(done.num_bytes)} in {counted(len(weights), 'file')}"

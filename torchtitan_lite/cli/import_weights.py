@@ -80,7 +80,7 @@ class ImportWeights:
             "model": None if args is None else dataclasses.asdict(args),
             "train": None if args is None else shlex.join(_command(source, out, args)),
         }
-        screen.show(data, lambda: _text(source, out, done, args))
+        screen.show(data, lambda: _imported_text(source, out, done, args))
         return ExitCode.FINE
 
 
@@ -122,7 +122,7 @@ def _import_named(source: Path, out: Path, names: Any, form: Form, screen: Scree
     return dataclasses.replace(done, notes=[*opened.notes, *chosen.notes])
 
 
-def _text(source: Path, out: Path, done: Imported, args: ModelArgs | None) -> Text:
+def _imported_text(source: Path, out: Path, done: Imported, args: ModelArgs | None) -> Text:
     from rich.text import Text
 
     count = len([name for name in done.files if layout.is_data_file(name)])

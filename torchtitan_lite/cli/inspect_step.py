@@ -17,17 +17,17 @@ from torchtitan_lite.checkpoint.examining.summary import (
     bytes_by_file,
     matching,
     part_name,
-    parts_of,
     rows_of,
+    state_parts,
 )
 from torchtitan_lite.checkpoint.format.contents import StoredTensor
 from torchtitan_lite.cli.cells import KeyCell, bar, fills
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.target import resolve_any
-from torchtitan_lite.cli.words import age, number, size
+from torchtitan_lite.cli.words import age, count_text, size
 from torchtitan_lite.config.argument_parser import Option, Positional
-from torchtitan_lite.config.job_config import JobConfig, flat
+from torchtitan_lite.config.job_config import JobConfig, flat_config
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted
 from torchtitan_lite.store import layout
@@ -90,17 +90,17 @@ class _View:
         blocks: list[tuple[str, RenderableType]] = []
         if not (tensors or ranks):
             if configuration := changed_settings(self.opened.config):
-                blocks.append(("Configuration that differs from the defaults", _pairs(configuration)))
+                blocks.append(("Configuration that differs from the defaults", _pairs_table(configuration)))
             blocks.append(("Parts", self._parts()))
         if tensors or not ranks:
             rows = rows_of(self.chosen, folded=not tensors)
             if rows:
-                blocks.append(("Tensors", _tensors(rows if tensors else rows[:_MOST_ROWS])))
+                blocks.append(("Tensors", _tensors_table(rows if tensors else rows[:_MOST_ROWS])))
             if not tensors and len(rows) > _MOST_ROWS:
                 blocks.append(("", Text(f"and {counted(len(rows) - _MOST_ROWS, 'more row')}: --tensors '*' shows all")))
         if ranks or not tensors:
             blocks.append((f"Files{self._legend() if ranks else ''}", self._files(by_part=ranks)))
-        shown: list[RenderableType] = [Text(str(self.opened.folder), style="bold"), _pairs(self._facts())]
+        shown: list[RenderableType] = [Text(str(self.opened.folder), style="bold"), _pairs_table(self._facts())]
         for title, block in blocks:
             shown += ["", Text(title, style="bold"), block] if title else [block]
         return Group(*shown)
@@ -133,7 +133,7 @@ class _View:
                     "objects": part.num_objects,
                     "dtypes": dict(part.dtypes),
                 }
-                for part in parts_of(opened.contents)
+                for part in state_parts(opened.contents)
             ],
             "files": [
                 {
@@ -185,13 +185,13 @@ class _View:
         return facts
 
     def _parts(self) -> Table:
-        parts = parts_of(self.opened.contents)
+        parts = state_parts(self.opened.contents)
         longest = max((part.nbytes for part in parts), default=0)
-        table = _new_table("part", "tensors", "elements", "size", "objects", "", "dtypes")
+        table = _new_columns_table("part", "tensors", "elements", "size", "objects", "", "dtypes")
         for part in parts:
             dtypes = ", ".join(sorted(part.dtypes))
             nbytes = size(part.nbytes) if part.num_tensors else ""
-            cells = (number(part.num_tensors), number(part.num_elements), nbytes, number(part.num_objects))
+            cells = (count_text(part.num_tensors), count_text(part.num_elements), nbytes, count_text(part.num_objects))
             table.add_row(part.name, *cells, bar([part.nbytes], longest, 8), dtypes)
         if len(parts) > 1:
             table.add_row("all", *_totals(parts), "", "")
@@ -200,7 +200,7 @@ class _View:
     def _files(self, *, by_part: bool) -> Table:
         held, sizes = bytes_by_file(self.opened.contents), self.opened.sizes
         names = self._part_names()
-        table = _new_table("rank", "file", "size", "tensors", "")
+        table = _new_columns_table("rank", "file", "size", "tensors", "")
         longest = max((sum(parts.values()) for parts in held.values()), default=0)
         for alike in _alike(sorted(held, key=lambda name: (layout.rank_of(name) or 0, name)), held, sizes):
             first, last = alike[0], alike[-1]
@@ -230,30 +230,30 @@ class _View:
 
     def _part_names(self) -> list[str]:
         """Return the parts with tensors, the largest first."""
-        parts = sorted(parts_of(self.opened.contents), key=lambda part: -part.nbytes)
+        parts = sorted(state_parts(self.opened.contents), key=lambda part: -part.nbytes)
         return [part.name for part in parts if part.nbytes]
 
 
 def changed_settings(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the settings in `config` that are not at their defaults, by "section.key"."""
-    defaults = flat(json.loads(json.dumps(JobConfig().to_dict())))
+    defaults = flat_config(json.loads(json.dumps(JobConfig().to_dict())))
     return {
         key: value if isinstance(value, str) else json.dumps(value)
-        for key, value in flat(config).items()
+        for key, value in flat_config(config).items()
         if key not in defaults or defaults[key] != value
     }
 
 
 def _totals(parts: Sequence[StatePart]) -> Iterator[str]:
-    yield number(sum(part.num_tensors for part in parts))
-    yield number(sum(part.num_elements for part in parts))
+    yield count_text(sum(part.num_tensors for part in parts))
+    yield count_text(sum(part.num_elements for part in parts))
     yield size(sum(part.nbytes for part in parts))
-    yield number(sum(part.num_objects for part in parts))
+    yield count_text(sum(part.num_objects for part in parts))
 
 
-def _tensors(rows: Sequence[Row]) -> Table:
+def _tensors_table(rows: Sequence[Row]) -> Table:
     counts = any(row.num_tensors > 1 for row in rows)
-    table = _new_table("name", *(["count"] if counts else []), "dtype", "shape", "size")
+    table = _new_columns_table("name", *(["count"] if counts else []), "dtype", "shape", "size")
     for row in rows:
         shape = " x ".join(map(str, row.shape)) or "scalar"
         each = size(row.nbytes // row.num_tensors)
@@ -277,7 +277,7 @@ def _span(first: int | None, last: int | None) -> str:
     return str(first) if first == last else f"{first} to {last}"
 
 
-def _pairs(facts: Mapping[str, str]) -> Table:
+def _pairs_table(facts: Mapping[str, str]) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
@@ -288,7 +288,7 @@ def _pairs(facts: Mapping[str, str]) -> Table:
     return table
 
 
-def _new_table(*names: str) -> Table:
+def _new_columns_table(*names: str) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")

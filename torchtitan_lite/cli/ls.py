@@ -61,7 +61,11 @@ class Ls:
     def run(self, screen: Screen) -> ExitCode:
         if names_step(self.folder):
             raise ConfigError(f"{self.folder} is a checkpoint, not a folder of checkpoints: use inspect")
-        found = _in_store(self.folder) if is_address(self.folder) else _on_disk(folder_of_checkpoints(self.folder))
+        found = (
+            _listing_in_store(self.folder)
+            if is_address(self.folder)
+            else _listing_on_disk(folder_of_checkpoints(self.folder))
+        )
         screen.show(found.to_json() if screen.as_json else None, found.render)
         return ExitCode.FINE
 
@@ -136,7 +140,7 @@ class _Found:
         rows = {entry.name: self._row(entry) for entry in usable}
         widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows.values(), strict=True)]
         for number, (title, of_run) in enumerate(_by_run(usable)):
-            table = _table(widths, [rows[entry.name] for entry in of_run], with_header=number == 0)
+            table = _listing_table(widths, [rows[entry.name] for entry in of_run], with_header=number == 0)
             parts += ["", Text(title, style="bold"), table]
         if others:
             parts += ["", Text(f"Not loaded by any job, {_total(others)}", style="bold"), self._others(others)]
@@ -181,7 +185,7 @@ class _Found:
             yield f"DAMAGED, found {ago} ago" if entry.verified.num_findings else f"{what} {ago} ago"
 
     def _others(self, entries: Sequence[ListedCheckpoint]) -> Table:
-        table = _new_table()
+        table = _new_plain_table()
         table.add_column("name", overflow="fold")
         table.add_column("size", justify="right", no_wrap=True)
         table.add_column("age", justify="right", no_wrap=True)
@@ -228,8 +232,8 @@ class _Found:
         }
 
 
-def _table(widths: Sequence[int], rows: Sequence[Sequence[str]], *, with_header: bool) -> Table:
-    table = _new_table(with_header)
+def _listing_table(widths: Sequence[int], rows: Sequence[Sequence[str]], *, with_header: bool) -> Table:
+    table = _new_plain_table(with_header)
     for name, width in zip(_COLUMNS, widths, strict=True):
         side: Literal["left", "right"] = "right" if name in _NUMBERS else "left"
         most = _FOLDED.get(name, width)
@@ -239,7 +243,7 @@ def _table(widths: Sequence[int], rows: Sequence[Sequence[str]], *, with_header:
     return table
 
 
-def _new_table(with_header: bool = True) -> Table:
+def _new_plain_table(with_header: bool = True) -> Table:
     from rich.table import Table
 
     return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=with_header, header_style="")
@@ -267,7 +271,7 @@ def _title(entry: ListedCheckpoint) -> str:
     return f"Run {entry.lineage.run_id}" + (f", rolled back to step {begun}" if begun is not None else "")
 
 
-def _on_disk(root: Path) -> _Found:
+def _listing_on_disk(root: Path) -> _Found:
     entries = inventory(root)
     if not entries and is_checkpoint(root):
         raise ConfigError(f"{root} is a checkpoint, not a folder of checkpoints: use inspect")
@@ -286,7 +290,7 @@ def _on_disk(root: Path) -> _Found:
     return _Found.of(str(root), entries, None if seen is None else seen.holder, pinned, error, uploads)
 
 
-def _in_store(spelling: str) -> _Found:
+def _listing_in_store(spelling: str) -> _Found:
     # Its client is an extra, and takes its time.
     from torchtitan_lite.bucket.store import open_bucket
     from torchtitan_lite.checkpoint.examining.stored_inventory import stored_inventory

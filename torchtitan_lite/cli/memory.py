@@ -59,7 +59,7 @@ class Memory:
         if self.keep and self.end:
             raise ConfigError("--keep starts what --end ends: give one of them")
         if self.keep:
-            return _keep(root, screen)
+            return _hold_memory(root, screen)
         keeper = _keeper_of(root)
         found = _HeldHere.of(root, keeper, time.time())
         if found.keeper is None and not root.is_dir():
@@ -131,7 +131,7 @@ class _HeldHere:
         finally:
             for each in held:
                 each.close()
-        return cls(root, described, sorted(images, key=_order), now)
+        return cls(root, described, sorted(images, key=_listing_order), now)
 
     @property
     def memory_bytes(self) -> int:
@@ -177,7 +177,7 @@ class _HeldHere:
         return str(card.step), rank, size(image.num_bytes), age(self.now - card.created_at), card.lineage.run_id
 
 
-def _keep(root: Path, screen: Screen) -> ExitCode:
+def _hold_memory(root: Path, screen: Screen) -> ExitCode:
     """Hold what a job at `root` keeps until the run has finished, no job has used it for a while, or SIGTERM comes."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.FINE))  # As process 1 it would do nothing by itself.
     keeper = Keeper(root, _UNUSED_SECONDS, runtime=runtime_folder())
@@ -206,7 +206,7 @@ def _root(spelling: str) -> Path:
         return Path(spelling)
 
 
-def _order(image: _Image) -> tuple[bool, int, int, str]:
+def _listing_order(image: _Image) -> tuple[bool, int, int, str]:
     card = image.card
     return (card is None, -card.step, card.rank, image.name) if card else (True, 0, 0, image.name)
 

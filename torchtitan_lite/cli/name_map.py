@@ -21,7 +21,7 @@ NameMap = Mapping[str, Any] | Callable[[str], str | None]
 def read_name_map(given: str) -> NameMap:
     """Return the map that `given` names: FILE.json, or module:function. Raise ConfigError if there is none."""
     if given.endswith(".json"):
-        return _of_file(Path(given))
+        return _names_in_file(Path(given))
     module, colon, function = given.partition(":")
     if not colon or not module or not function:
         raise ConfigError(f"--name-map {given}: expected a file that ends in .json, or module:function")
@@ -37,7 +37,7 @@ def read_name_map(given: str) -> NameMap:
     return found  # type: ignore[no-any-return]  # A person's own function.
 
 
-def _of_file(path: Path) -> Mapping[str, Any]:
+def _names_in_file(path: Path) -> Mapping[str, Any]:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

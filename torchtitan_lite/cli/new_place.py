@@ -29,7 +29,7 @@ def refuse_place(out: Path, *, is_step: bool) -> None:
     for folder in (out, out / IN_DUMP_FOLDER):
         if steps := _steps_in(folder):
             raise ConfigError(
-                f"OUT {out}: expected a new folder, found {_listed(steps)}{'' if folder == out else f' in {folder}'}: "
+                f"OUT {out}: expected a new folder, found {_in_list(steps)}{'' if folder == out else f' in {folder}'}: "
                 "name a folder that does not exist yet"
             )
     if out.is_dir() and is_checkpoint(out):
@@ -41,7 +41,7 @@ def refuse_place(out: Path, *, is_step: bool) -> None:
         raise ConfigError(f"OUT {out}: expected a place outside of checkpoints, found the checkpoint {out.parent}")
     if not is_step and layout.parse_step(out.name) is not None and (steps := _steps_in(parent)):
         raise ConfigError(
-            f"OUT {out}: {out.parent} has {_listed(steps)}, and a job there would take {out.name} for a checkpoint: "
+            f"OUT {out}: {out.parent} has {_in_list(steps)}, and a job there would take {out.name} for a checkpoint: "
             "name OUT in another folder"
         )
 
@@ -54,5 +54,5 @@ def _steps_in(folder: Path) -> list[int]:
     return [step for step, paths in places if paths[0].is_dir() and is_checkpoint(paths[0])]
 
 
-def _listed(steps: list[int]) -> str:
+def _in_list(steps: list[int]) -> str:
     return f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} checkpoints, step {steps[0]} to {steps[-1]}"

@@ -32,7 +32,7 @@ class Pin:
     """Print JSON."""
 
     def run(self, screen: Screen) -> ExitCode:
-        root, step = _place(self.step)
+        root, step = _folder_and_step(self.step)
         store = open_store(root)
         pins = store.pins
         _refuse_without_manifest(store, step)
@@ -48,7 +48,7 @@ class Pin:
                 pinned.discard(step)
             raise CheckpointError(f"step {step} of {root} was removed while it was being pinned") from None
         text = f"Step {step} of {root} was pinned already" if was_pinned else f"Pinned step {step} of {root}"
-        screen.show(_data(root, pins, step, changed=not was_pinned), lambda: text)
+        screen.show(_pin_json(root, pins, step, changed=not was_pinned), lambda: text)
         return ExitCode.FINE
 
 
@@ -62,17 +62,17 @@ class Unpin:
     """Print JSON."""
 
     def run(self, screen: Screen) -> ExitCode:
-        root, step = _place(self.step)
+        root, step = _folder_and_step(self.step)
         pins = open_store(root).pins
         with pins.changing() as pinned:
             was_pinned = step in pinned
             pinned.discard(step)
         text = f"Unpinned step {step} of {root}" if was_pinned else f"Step {step} of {root} was not pinned"
-        screen.show(_data(root, pins, step, changed=was_pinned), lambda: text)
+        screen.show(_pin_json(root, pins, step, changed=was_pinned), lambda: text)
         return ExitCode.FINE
 
 
-def _place(spelling: str) -> tuple[str, int]:
+def _folder_and_step(spelling: str) -> tuple[str, int]:
     """Return the folder of checkpoints and the step that `spelling` means; the step need not be there."""
     try:
         target = resolve(spelling)
@@ -91,5 +91,5 @@ def _refuse_without_manifest(store: StoresCheckpoints, step: int) -> None:
             raise CheckpointError(f"{folder} has no manifest, so no rule removes it and it needs no pin")
 
 
-def _data(root: str, pins: KeepsPins, step: int, *, changed: bool) -> dict[str, Any]:
+def _pin_json(root: str, pins: KeepsPins, step: int, *, changed: bool) -> dict[str, Any]:
     return {"folder": root, "step": step, "changed": changed, "pinned": sorted(pins.read())}

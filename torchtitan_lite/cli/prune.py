@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.writing import has_only_others, holding, recover, refuse_without_checkpoints, store_to_write
+from torchtitan_lite.cli.writing import (
+    has_only_others,
+    holding,
+    recover_with_notes,
+    refuse_without_checkpoints,
+    store_to_write,
+)
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.config.checks import at_least, not_negative
@@ -80,7 +86,7 @@ class Prune:
             verdicts = housekeeping.verdicts(store)
             housekeeping.remove([verdict.info for verdict in verdicts if verdict.goes], store, lease.check)
             lease.check()
-            recover(store, screen)
+            recover_with_notes(store, screen)
             verdicts = _as_done(verdicts, removed, store)
         self._show(verdicts, store, screen)
         return ExitCode.FAILED if any(verdict.kept_by == (FAILED,) for verdict in verdicts) else ExitCode.FINE
@@ -128,7 +134,7 @@ class Prune:
             "folder": store.address,
             "dry_run": self.dry_run,
             "removed_bytes": sum(info.nbytes for info in going),
-            "checkpoints": [_json_of(verdict) for verdict in verdicts],
+            "checkpoints": [_verdict_json(verdict) for verdict in verdicts],
             "not_counted": [{"step": step, "reason": reason} for step, reason in skipped.items()],
         }
         screen.show(data, lambda: self._table(verdicts))
@@ -204,7 +210,7 @@ def _as_done(verdicts: list[Verdict], removed: set[int], store: StoresCheckpoint
     return done
 
 
-def _json_of(verdict: Verdict) -> dict[str, Any]:
+def _verdict_json(verdict: Verdict) -> dict[str, Any]:
     info = verdict.info
     return {
         "step": info.step,

@@ -48,7 +48,7 @@ class PruneOthers:
             "folder": str(self.root),
             "dry_run": not self.removes,
             "removed_bytes": sum(verdict.checkpoint.nbytes for verdict in done),
-            "checkpoints": [_json_of(verdict, verdict in done, self.removes) for verdict in verdicts],
+            "checkpoints": [_other_verdict_json(verdict, verdict in done, self.removes) for verdict in verdicts],
             "stopped": stopped,
         }
         screen.show(data, lambda: self._table(verdicts, done, stopped))
@@ -115,7 +115,7 @@ class PruneOthers:
         }
 
 
-def _json_of(verdict: OtherVerdict, is_done: bool, removes: bool) -> dict[str, Any]:
+def _other_verdict_json(verdict: OtherVerdict, is_done: bool, removes: bool) -> dict[str, Any]:
     other = verdict.checkpoint
     return {
         "name": other.name,

@@ -14,7 +14,7 @@ from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.disk import durable
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted
-from torchtitan_lite.report.page import render
+from torchtitan_lite.report.page import render_page
 from torchtitan_lite.report.picture import find_browser, pictures
 from torchtitan_lite.report.run import read_run
 
@@ -49,7 +49,7 @@ class Report:
             raise ConfigError(f"OUT {self.out}: there is no folder {out.parent}")
         browser = find_browser() if self.png else ""
         runs = [read_run(str(local(folder, "report"))) for folder in (self.run_folder, self.compare_with) if folder]
-        text = render(runs)
+        text = render_page(runs)
         page = text.encode()
         durable.write_atomically(out, page)
         written = [out]

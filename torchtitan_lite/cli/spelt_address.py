@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchtitan_lite.bucket import naming
-from torchtitan_lite.config.address import Address, parse
+from torchtitan_lite.config.address import Address, parse_address
 from torchtitan_lite.store import layout
 
 LATEST = "latest"
@@ -37,12 +37,12 @@ class SpeltAddress:
         # Not in the part with the bucket, where a number would be a port, or a secret.
         if colon and "/" in folder.partition("://")[2]:
             if number == LATEST:
-                return cls(parse(folder), is_latest=True)
+                return cls(parse_address(folder), is_latest=True)
             if number.isascii() and number.isdecimal():
-                return cls(parse(folder), int(number))
+                return cls(parse_address(folder), int(number))
         folder, _, name = spelling.removesuffix("/").rpartition("/")
         if (step := layout.parse_step(name)) is not None:
-            return cls(parse(folder), step)
+            return cls(parse_address(folder), step)
         if naming.parse_attempt(name) is not None:
-            return cls(parse(folder), name=name)
-        return cls(parse(spelling))
+            return cls(parse_address(folder), name=name)
+        return cls(parse_address(spelling))

@@ -14,10 +14,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.examining.lightning_checkpoint import is_lightning_file, is_lightning_folder
-from torchtitan_lite.checkpoint.examining.lightning_checkpoint import step_of as lightning_step_of
+from torchtitan_lite.checkpoint.examining.lightning_checkpoint import (
+    is_lightning_file,
+    is_lightning_folder,
+    lightning_step_of,
+)
 from torchtitan_lite.checkpoint.examining.opened import absence
-from torchtitan_lite.checkpoint.examining.transformers_folder import description_of, step_of
+from torchtitan_lite.checkpoint.examining.transformers_folder import description_of, transformers_step_of
 from torchtitan_lite.checkpoint.resume.wrong_folder import last_step
 from torchtitan_lite.cli.spelt_address import LATEST, SpeltAddress
 from torchtitan_lite.config.address import is_address
@@ -67,7 +70,7 @@ def resolve(spelling: str) -> Target:
 def resolve_any(spelling: str) -> Target:
     """Return the checkpoint that `spelling` means, of another library too. Raises else as `resolve` does."""
     if is_address(spelling):
-        return _in_store(SpeltAddress.of(spelling))
+        return _target_in_store(SpeltAddress.of(spelling))
     path = Path(spelling)
     if is_lightning_file(path):
         return _of_path(path)
@@ -114,7 +117,7 @@ def local(spelling: str, verb: str) -> Path:
     return Path(spelling)
 
 
-def _in_store(spelt: SpeltAddress) -> Target:
+def _target_in_store(spelt: SpeltAddress) -> Target:
     from torchtitan_lite.bucket.store import open_bucket  # Its client is an extra, and takes its time.
 
     store = open_bucket(str(spelt.folder))
@@ -143,7 +146,7 @@ def is_one(folder: Path) -> bool:
     """Return whether `folder` is a checkpoint, complete or not; not one that has checkpoints of ours in it."""
     if is_checkpoint(folder):
         return True
-    is_of_transformers = description_of(folder) is not None or step_of(folder.absolute().name) is not None
+    is_of_transformers = description_of(folder) is not None or transformers_step_of(folder.absolute().name) is not None
     return is_of_transformers and not Listing(folder).steps()
 
 
@@ -152,13 +155,17 @@ def of_other_libraries(root: Path) -> list[Path]:
     found = []
     for name in Listing(root).names:
         path = root / name
-        if (step_of(name) is not None and path.is_dir()) or is_lightning_file(path) or is_lightning_folder(path):
+        if (
+            (transformers_step_of(name) is not None and path.is_dir())
+            or is_lightning_file(path)
+            or is_lightning_folder(path)
+        ):
             found.append((_step_of_another_library(name) or 0, name))
     return [root / name for _, name in sorted(found)]
 
 
 def _step_of_another_library(name: str) -> int | None:
-    return lightning_step_of(name) if (step := step_of(name)) is None else step
+    return lightning_step_of(name) if (step := transformers_step_of(name)) is None else step
 
 
 def none_in(root: Path, finding: str) -> CheckpointNotFound:
@@ -174,7 +181,7 @@ def none_in(root: Path, finding: str) -> CheckpointNotFound:
     return CheckpointNotFound(str(root), None, finding=f"{finding}; {names} {has}" if found else finding)
 
 
-def _of_step(root: Path, step: int) -> Target:
+def _target_of_step(root: Path, step: int) -> Target:
     folder = root / layout.step_dir(step)
     if folder.is_dir():
         return Target(folder, str(root), step)
@@ -187,7 +194,7 @@ def _of_step(root: Path, step: int) -> Target:
 
 def _step_of_any(root: Path, step: int) -> Target:
     try:
-        return _of_step(root, step)
+        return _target_of_step(root, step)
     except CheckpointNotFound as error:
         steps = {path: _step_of_another_library(path.name) for path in of_other_libraries(root)}
         found = [path for path, of_path in steps.items() if of_path == step]

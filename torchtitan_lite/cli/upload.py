@@ -52,7 +52,7 @@ class Upload:
             shown = _Shown(screen, stack)
             count = upload_all(job, shown)
         data = {"folder": str(root), "to": to, "uploaded": count, "bytes": shown.sent_bytes}
-        screen.show(data, lambda: _text(root, to, count, shown.sent_bytes))
+        screen.show(data, lambda: _uploaded_text(root, to, count, shown.sent_bytes))
         return ExitCode.FINE
 
 
@@ -78,7 +78,7 @@ def _ignored(num_bytes: int) -> None:
     pass
 
 
-def _text(root: Path, to: str, count: int, num_bytes: int) -> str:
+def _uploaded_text(root: Path, to: str, count: int, num_bytes: int) -> str:
     if not count:
         return f"{to} has all checkpoints of {root}"
     return f"Uploaded {counted(count, 'checkpoint')} of {root}\nto {to}: {readable_bytes(num_bytes)}"

@@ -74,10 +74,10 @@ class Verify:
         results = [_looked_at(folder, is_single, records) for folder in folders]
         begun = time.monotonic()
         if reads:
-            _read(results, is_single, records, screen)
+            _read_checkpoints(results, is_single, records, screen)
         seconds = time.monotonic() - begun  # Of reading alone: the speed is the disk's.
         for result in results:
-            _record(result, reads, screen)
+            _record_result(result, reads, screen)
         document = {
             "full": reads,
             "read_seconds": round(seconds, 3) if reads else None,
@@ -91,7 +91,7 @@ def _folders(spelling: str, screen: Screen) -> tuple[Sequence[Place], bool]:
     """Return the checkpoints that `spelling` means, and whether it names a single one."""
     if is_address(spelling):
         address = SpeltAddress.of(spelling)
-        return ([resolve_any(spelling).folder], True) if address.is_step else (_kept(address), False)
+        return ([resolve_any(spelling).folder], True) if address.is_step else (_kept_places(address), False)
     path = Path(spelling)
     if not path.is_dir() or is_one(path):
         return [resolve_any(spelling).folder], True
@@ -123,7 +123,7 @@ def _absence(path: Path) -> str:
         return ""
 
 
-def _kept(address: SpeltAddress) -> list[Place]:
+def _kept_places(address: SpeltAddress) -> list[Place]:
     """Return the checkpoints in the folder at `address`."""
     from torchtitan_lite.bucket.store import open_bucket  # Its client is an extra, and takes its time.
 
@@ -163,7 +163,7 @@ def _looked_at(folder: Place, is_single: bool, records: DigestRecords) -> Verify
     return result
 
 
-def _read(results: Sequence[VerifyResult], is_single: bool, records: DigestRecords, screen: Screen) -> None:
+def _read_checkpoints(results: Sequence[VerifyResult], is_single: bool, records: DigestRecords, screen: Screen) -> None:
     from torchtitan_lite.checkpoint.examining.verification import read_through
 
     total = sum(result.looked.nbytes for result in results if result.looked is not None)
@@ -201,7 +201,7 @@ class _set_apart(contextlib.AbstractContextManager[None]):
         return False
 
 
-def _record(result: VerifyResult, full: bool, screen: Screen) -> None:
+def _record_result(result: VerifyResult, full: bool, screen: Screen) -> None:
     """Write the result where `ls` finds it. A result that cannot be written is a note."""
     from torchtitan_lite.checkpoint.examining import presence
 
@@ -214,7 +214,7 @@ def _record(result: VerifyResult, full: bool, screen: Screen) -> None:
     try:
         identity = identity_of(folder)
         # Another checkpoint may have the name by now.
-        if identity is not None and presence.identity_of(folder) == looked.identity:
+        if identity is not None and presence.checkpoint_identity(folder) == looked.identity:
             record(folder, Verified(identity, time.time(), FULL if full else SIZES, len(result.findings)))
     except (OSError, CheckpointUnsafe) as error:
         screen.note(f"note: ls will not show this result: {sentence_of(error)}")
@@ -257,9 +257,9 @@ class DigestRecords:
 
     def of(self, folder: Path) -> Path:
         """Return where the record of the checkpoint in `folder` is."""
-        from torchtitan_lite.checkpoint.examining.recorded_digests import record_of
+        from torchtitan_lite.checkpoint.examining.recorded_digests import digests_path
 
-        return self.elsewhere or record_of(folder)
+        return self.elsewhere or digests_path(folder)
 
     def known_of(self, place: Place) -> Path | None:
         """Return where the record is that the checkpoint at `place` is compared with; None in an object store."""
@@ -289,12 +289,12 @@ class DigestRecords:
 
         Raises what `take_digests` and `RecordedDigests.write` raise.
         """
-        from torchtitan_lite.checkpoint.examining.opened import kind_of
+        from torchtitan_lite.checkpoint.examining.opened import kind_from_keys
         from torchtitan_lite.checkpoint.examining.recorded_digests import take_digests
 
         path = self.of(folder)
         step = layout.parse_step(folder.absolute().name)
-        take_digests(folder, before, on_bytes).write(path, step, kind_of(contents))
+        take_digests(folder, before, on_bytes).write(path, step, kind_from_keys(contents))
         return path
 
 

@@ -110,7 +110,7 @@ def rendered(results: Sequence[VerifyResult], full: bool, seconds: float) -> Ren
         table.add_row(Text(result.name), status, *_figures(result))
         if result.findings or result.reason:
             parts += [Text(), Text(result.name), *_details(result)]
-    parts += [Text(), *(Text(line) for line in _summary(results, full, seconds))]
+    parts += [Text(), *(Text(line) for line in _verify_summary(results, full, seconds))]
     return Group(*parts)
 
 
@@ -142,7 +142,7 @@ def _details(result: VerifyResult) -> list[RenderableType]:
     return [Padding(Text(text), (0, 0, 0, indent)) for indent, text in lines]
 
 
-def _summary(results: Sequence[VerifyResult], full: bool, seconds: float) -> list[str]:
+def _verify_summary(results: Sequence[VerifyResult], full: bool, seconds: float) -> list[str]:
     verified = [result for result in results if not result.reason]
     num_damaged = sum(result.status == DAMAGED for result in verified)
     what = counted(len(verified), "checkpoint")

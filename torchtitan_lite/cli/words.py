@@ -24,7 +24,7 @@ def age(seconds: float) -> str:
     return f"{max(seconds, 0):.0f} s"
 
 
-def number(value: int) -> str:
+def count_text(value: int) -> str:
     """Return `value` with separators of thousands; the empty string for 0."""
     return f"{value:,}" if value else ""
 

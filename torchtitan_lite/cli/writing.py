@@ -78,7 +78,7 @@ def has_only_others(store: StoresCheckpoints) -> bool:
     return any(entry.origin is not WrittenBy.OURS for entry in foreign)
 
 
-def recover(store: StoresCheckpoints, screen: Screen) -> None:
+def recover_with_notes(store: StoresCheckpoints, screen: Screen) -> None:
     """Finish or remove what a crash left, as the start of a job does. The caller holds the lease."""
     for path in store.recover():
         screen.note(f"note: {path.name} is recovered or removed: a job was cut off there")

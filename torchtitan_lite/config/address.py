@@ -52,7 +52,7 @@ def is_address(text: str) -> bool:
     return _ADDRESS.match(text) is not None
 
 
-def parse(text: str) -> Address:
+def parse_address(text: str) -> Address:
     """Return the address that `text` is. Raises ConfigError."""
     scheme, _, rest = text.partition("://")
     bucket, _, prefix = rest.partition("/")
@@ -66,7 +66,7 @@ def parse(text: str) -> Address:
     if _BUCKET.fullmatch(bucket) is None:
         expected = "a bucket of letters, digits, '.', '_' and '-'"
         raise ConfigError(f"{text!r} has no bucket: expected {expected} after {scheme}://, found {bucket!r}. {_FORM}.")
-    return Address(scheme, bucket, _checked(prefix.removesuffix("/"), text))
+    return Address(scheme, bucket, _checked_prefix(prefix.removesuffix("/"), text))
 
 
 def _refuse_secrets(authority: str) -> None:
@@ -78,7 +78,7 @@ def _refuse_secrets(authority: str) -> None:
         )
 
 
-def _checked(prefix: str, text: str) -> str:
+def _checked_prefix(prefix: str, text: str) -> str:
     if not prefix:
         raise ConfigError(f"{text!r} is a complete bucket: name a folder in it, as in {text.rstrip('/')}/run.")
     for name in prefix.split("/"):

@@ -60,7 +60,11 @@ class Parser(argparse.ArgumentParser):
             kind = ValueKind.of(annotation)
             help_text = f"{docs[field.name]} {hint(field.default)}".strip().replace("%", "%%")
             option = f"--{section}.{field.name}" if section else f"--{field.name.replace('_', '-')}"
-            options: dict[str, Any] = {"help": help_text, "default": field.default, "type": partial(_value, kind)}
+            options: dict[str, Any] = {
+                "help": help_text,
+                "default": field.default,
+                "type": partial(_argument_value, kind),
+            }
             if isinstance(place, Positional):
                 required = field.default is dataclasses.MISSING
                 self.places.append(place.metavar if required else f"[{place.metavar}]")
@@ -98,7 +102,7 @@ class _Formatter(argparse.HelpFormatter):
         return "\n\n".join(super(_Formatter, self)._fill_text(each, width, indent) for each in text.split("\n\n"))
 
 
-def _value(kind: ValueKind, text: str) -> Any:
+def _argument_value(kind: ValueKind, text: str) -> Any:
     if not kind.fits(text):
         raise argparse.ArgumentTypeError(f"expected {kind.describe()}, found {text!r}")
     return kind.value(text)

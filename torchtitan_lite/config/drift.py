@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_lite.config.job_config import JobConfig, flat
+from torchtitan_lite.config.job_config import JobConfig, flat_config
 
 
 class Rule(enum.Enum):
@@ -94,7 +94,7 @@ class Change:
 
     def __str__(self) -> str:
         note = f" ({self.note})" if self.note else ""
-        return f"{self.key}: {shown(self.before)} -> {shown(self.now)}  {self.rule.value}{note}"
+        return f"{self.key}: {shown_setting(self.before)} -> {shown_setting(self.now)}  {self.rule.value}{note}"
 
 
 def rule_of(key: str) -> Rule:
@@ -106,16 +106,20 @@ def rule_of(key: str) -> Rule:
     return Rule.WARNED if key in WARNED else Rule.HONOURED
 
 
-def compare(stored: Mapping[str, Mapping[str, Any]], config: JobConfig) -> list[Change]:
+def compare_configs(stored: Mapping[str, Mapping[str, Any]], config: JobConfig) -> list[Change]:
     """Return the keys that differ between `stored`, the configuration in a checkpoint, and `config`, in its order."""
-    defaults = flat(JobConfig().to_dict())
-    before, now = {**defaults, **flat(stored)}, flat(config.to_dict())
+    defaults = flat_config(JobConfig().to_dict())
+    before, now = {**defaults, **flat_config(stored)}, flat_config(config.to_dict())
     excluded = config.checkpoint.exclude_from_loading
-    changes = [_change(key, before[key], now[key], excluded) for key in now if _plain(before[key]) != _plain(now[key])]
+    changes = [
+        _change(key, before[key], now[key], excluded)
+        for key in now
+        if _without_tuples(before[key]) != _without_tuples(now[key])
+    ]
     return [change for change in changes if change.rule is not Rule.IGNORED]
 
 
-def shown(value: Any) -> str:
+def shown_setting(value: Any) -> str:
     """Return a value as people read it."""
     text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
     return text if text and value is not None else "(none)"
@@ -130,6 +134,6 @@ def _change(key: str, before: Any, now: Any, excluded: tuple[str, ...]) -> Chang
     return Change(key, before, now, rule, REFUSED.get(key) or WARNED.get(key) or "")
 
 
-def _plain(value: Any) -> Any:
+def _without_tuples(value: Any) -> Any:
     # JSON has no tuples.
     return list(value) if isinstance(value, tuple) else value

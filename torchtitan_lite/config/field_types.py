@@ -13,7 +13,7 @@ from dataclasses import fields
 from functools import cache
 from typing import Any, get_type_hints
 
-from torchtitan_lite.config.kinds import ValueKind, in_words
+from torchtitan_lite.config.kinds import ValueKind, value_text
 from torchtitan_lite.errors import ConfigError
 
 
@@ -23,7 +23,7 @@ def check_types(section: object, name: str) -> None:
         value = getattr(section, key)
         converted = _converted(value, kind)
         if converted is None and not (value is None and kind.optional):
-            raise ConfigError(f"{name}.{key}: expected {kind.describe()}, found {_found(value, kind)}.")
+            raise ConfigError(f"{name}.{key}: expected {kind.describe()}, found {_found_text(value, kind)}.")
         if converted is not value:
             object.__setattr__(section, key, converted)
 
@@ -63,7 +63,7 @@ def _converted(value: Any, kind: ValueKind) -> Any:
     return value if is_of_kind or kind.is_word(value) else None
 
 
-def _found(value: Any, kind: ValueKind) -> str:
+def _found_text(value: Any, kind: ValueKind) -> str:
     if kind.base is tuple and isinstance(value, str):
         return f"the string {value!r}. Write ({value!r},), with the comma"
-    return in_words(value, kind.base)
+    return value_text(value, kind.base)

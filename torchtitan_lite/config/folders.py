@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from torchtitan_lite.config.address import SCHEMES, is_in_object_store, parse, printable
+from torchtitan_lite.config.address import SCHEMES, is_in_object_store, parse_address, printable
 from torchtitan_lite.errors import ConfigError
 
 # One slash: an address that went through pathlib.Path has lost the other.
@@ -18,7 +18,7 @@ def refuse_unknown_address(key: str, value: str) -> None:
     """Raise ConfigError if `value` of `key` is an address, but of no folder in a known store; or starts with ~/."""
     if is_in_object_store(value):
         try:
-            parse(value)
+            parse_address(value)
         except ConfigError as error:
             raise ConfigError(f"{key}: {error}") from None
     else:

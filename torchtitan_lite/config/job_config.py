@@ -114,7 +114,7 @@ class JobConfig:
         return dataclasses.asdict(self)
 
 
-def flat(sections: Mapping[str, Any]) -> dict[str, Any]:
+def flat_config(sections: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a configuration by `section.key`; what is no section keeps its own name."""
     values: dict[str, Any] = {}
     for section, keys in sections.items():

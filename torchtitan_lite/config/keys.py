@@ -19,12 +19,12 @@ from torchtitan_lite.config.unsupported import CONVERSION, SECTIONS_OF_CONVERSIO
 from torchtitan_lite.errors import ConfigError
 
 
-def _sections() -> dict[str, type]:
+def _section_types() -> dict[str, type]:
     hints = get_type_hints(JobConfig)
     return {section.name: hints[section.name] for section in fields(JobConfig)}
 
 
-SECTIONS: Mapping[str, type] = _sections()
+SECTIONS: Mapping[str, type] = _section_types()
 KEYS: Mapping[str, ValueKind] = {
     f"{section}.{name}": ValueKind.of(annotation)
     for section, cls in SECTIONS.items()

@@ -73,8 +73,8 @@ class ValueKind:
         if self.base is tuple and isinstance(value, list):
             fits = self.holds(value)
         if not fits:
-            raise ConfigError(f"{where}: expected {self.describe()}, found {in_words(value, self.base)}.")
-        return to_text(value)
+            raise ConfigError(f"{where}: expected {self.describe()}, found {value_text(value, self.base)}.")
+        return command_line_text(value)
 
     def is_word(self, value: object) -> bool:
         """Return whether `value` is the word that stands in place of a number."""
@@ -100,16 +100,16 @@ class ValueKind:
         """Return the text, choices in their exact spelling. Raise ConfigError if it does not fit."""
         if self.choices:
             return self._choice(text, key, where)
-        texts = split(text) if self.element is int else ()
-        if not all(_is(self.element, element) for element in texts):
+        texts = split_names(text) if self.element is int else ()
+        if not all(_is_text_of(self.element, element) for element in texts):
             raise ConfigError(f"{where}: expected {self.describe()}, found {text!r}.")
-        if not (self.optional and text == "None") and not self.is_word(text) and not _is(self.base, text):
+        if not (self.optional and text == "None") and not self.is_word(text) and not _is_text_of(self.base, text):
             raise ConfigError(f"{where}: expected {self.describe()}, found {text!r}.")
         return text.lower() if self.base is bool else text
 
     def fits(self, text: str) -> bool:
         """Return whether `text` is one of the choices, or of the kind."""
-        return text in self.choices if self.choices else self.is_word(text) or _is(self.base, text)
+        return text in self.choices if self.choices else self.is_word(text) or _is_text_of(self.base, text)
 
     def value(self, text: str) -> Any:
         """Return the value of a checked text."""
@@ -118,7 +118,7 @@ class ValueKind:
         if self.is_word(text):
             return text
         if self.base is tuple:
-            return tuple(map(self.element, split(text)))
+            return tuple(map(self.element, split_names(text)))
         return text == "true" if self.base is bool else self.base(text)
 
     @property
@@ -138,17 +138,17 @@ class ValueKind:
         raise ConfigError(f"{where}: expected {self.describe()}, found {text!r}. {fix}.")
 
 
-def split(text: str) -> tuple[str, ...]:
+def split_names(text: str) -> tuple[str, ...]:
     """Return the names in `text`, which are separated by commas, spaces or both."""
     return tuple(name for name in re.split(r"[,\s]+", text) if name)
 
 
 def join(texts: Iterable[str]) -> str:
-    """Return one text with the names of all `texts`, separated by commas; the inverse of `split`."""
-    return ",".join(name for text in texts for name in split(text))
+    """Return one text with the names of all `texts`, separated by commas; the inverse of `split_names`."""
+    return ",".join(name for text in texts for name in split_names(text))
 
 
-def to_text(value: object) -> str:
+def command_line_text(value: object) -> str:
     """Return a plain value as a user writes it on the command line."""
     if isinstance(value, bool):
         return str(value).lower()
@@ -157,17 +157,17 @@ def to_text(value: object) -> str:
     return str(value)
 
 
-def in_words(value: object, expected: type) -> str:
+def value_text(value: object, expected: type) -> str:
     """Return `value` as an error names it, with a hint if only the quotes are wrong."""
     if isinstance(value, str):
-        hint = " (write it without quotes)" if expected is not tuple and _is(expected, value) else ""
+        hint = " (write it without quotes)" if expected is not tuple and _is_text_of(expected, value) else ""
         return f"the string {value!r}{hint}"
     if type(value) in (int, float):
         return f"the number {value}" + (" (write it in quotes)" if expected is str else "")
-    return to_text(value) if isinstance(value, bool) else repr(value)
+    return command_line_text(value) if isinstance(value, bool) else repr(value)
 
 
-def _is(base: type, text: str) -> bool:
+def _is_text_of(base: type, text: str) -> bool:
     if base is bool:
         return text.lower() in ("true", "false")
     if base in (int, float):

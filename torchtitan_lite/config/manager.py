@@ -95,11 +95,11 @@ def _config_of(settings: Iterable[Setting]) -> JobConfig:
 def _print_help() -> None:
     parser = Parser(prog="train.py", usage="train.py [--section.key VALUE ...]", description=_DESCRIPTION, column=6)
     for section, cls in SECTIONS.items():
-        parser.add_fields(parser.add_argument_group(section, cls.__doc__), cls, _default_in_words, section=section)
+        parser.add_fields(parser.add_argument_group(section, cls.__doc__), cls, _key_default_text, section=section)
     parser.print_help()
 
 
-def _default_in_words(default: object) -> str:
+def _key_default_text(default: object) -> str:
     if isinstance(default, bool):
         return f"({'on' if default else 'off'} by default)"
     if default is None:

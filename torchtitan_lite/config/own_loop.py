@@ -11,7 +11,7 @@ from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.config.folders import refuse_unknown_address
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
 from torchtitan_lite.config.keys import KEYS, meaning_of, nearest_key
-from torchtitan_lite.config.kinds import to_text
+from torchtitan_lite.config.kinds import command_line_text
 from torchtitan_lite.config.unsupported import UNSUPPORTED, refuse_unsupported_value
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
@@ -52,21 +52,21 @@ def loop_config(folder: str | os.PathLike[str], settings: Mapping[str, Any]) -> 
     """
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder) or not Path(folder).name:
         raise ConfigError(
-            f"folder: expected the path of a folder for checkpoints, found {_shown(folder)}. Give one, such as "
+            f"folder: expected the path of a folder for checkpoints, found {_shown_folder(folder)}. Give one, such as "
             "'outputs/checkpoint'."
         )
     refuse_unknown_address("folder", os.fspath(folder))
-    keys = {_key(name): value for name, value in settings.items() if not _is_off(name, value)}
+    keys = {_checkpoint_key(name): value for name, value in settings.items() if not _is_off(name, value)}
     if "folder" in keys:
         raise ConfigError("folder: given twice. Leave out checkpoint.folder.")
     for key, value in keys.items():
         refuse_unsupported_value(f"{_SECTION}.{key}", value, key)
-    parent, name = _parts(os.fspath(folder))
+    parent, name = _folder_parts(os.fspath(folder))
     section = Checkpoint(**{"enable_checkpoint": True, **keys, "folder": name})
     return JobConfig(job=Job(dump_folder=parent), checkpoint=section)
 
 
-def _parts(folder: str) -> tuple[str, str]:
+def _folder_parts(folder: str) -> tuple[str, str]:
     """Return the `dump_folder` and the `checkpoint.folder` of `folder`; an address needs no folder above it."""
     if is_in_object_store(folder):
         return ".", folder
@@ -74,7 +74,7 @@ def _parts(folder: str) -> tuple[str, str]:
     return str(path.parent), path.name
 
 
-def _shown(folder: object) -> str:
+def _shown_folder(folder: object) -> str:
     return repr(folder) if isinstance(folder, str | os.PathLike) else f"an object of {type(folder).__name__}"
 
 
@@ -83,12 +83,12 @@ def _is_off(name: str, value: object) -> bool:
     unsupported = UNSUPPORTED.get(f"{_SECTION}.{name}")
     if unsupported is None:
         return False
-    unsupported.check(f"{_SECTION}.{name}", to_text(value), name)
+    unsupported.check(f"{_SECTION}.{name}", command_line_text(value), name)
     logger.info("Ignored the key of an unsupported feature, which is off: %s", name)
     return True
 
 
-def _key(name: str) -> str:
+def _checkpoint_key(name: str) -> str:
     if name in _NAMES_OF_FOLDER:
         raise ConfigError(
             f"{name} is not a key of [checkpoint]. Name where checkpoints are as folder='outputs/checkpoint'."

@@ -46,22 +46,24 @@ Keys of `[parallelism]` are also accepted in `[training]` and `[experimental]`.
 _KINDS = {bool: "switch", int: "whole number", float: "number", str: "string", tuple: "list"}
 
 
-def render() -> str:
+def render_reference() -> str:
     """Return the whole page, as Markdown."""
-    pages = [_INTRODUCTION, *(_section(name, cls) for name, cls in SECTIONS.items()), _unsupported()]
+    pages = [_INTRODUCTION, *(_section_text(name, cls) for name, cls in SECTIONS.items()), _unsupported_text()]
     return "\n".join(pages)
 
 
-def _section(section: str, cls: type) -> str:
+def _section_text(section: str, cls: type) -> str:
     docs = doc_strings(cls)
     rows = [_row(f"{section}.{field.name}", field.default, docs[field.name]) for field in dataclasses.fields(cls)]
-    return f"## [{section}]\n\n{inspect.getdoc(cls)}\n\n{_table('key', 'kind', 'default', 'meaning')}" + "".join(rows)
+    return f"## [{section}]\n\n{inspect.getdoc(cls)}\n\n{_table_head('key', 'kind', 'default', 'meaning')}" + "".join(
+        rows
+    )
 
 
 def _row(key: str, default: object, doc: str) -> str:
     others = ", ".join(f"`{other}`" for other in _other_names(key))
     meaning = doc + (f" Also: {others}." if others else "")
-    return _cells(f"`{key.partition('.')[2]}`", _kind(KEYS[key]), _default(default), meaning)
+    return _markdown_row(f"`{key.partition('.')[2]}`", _value_kind_text(KEYS[key]), _default(default), meaning)
 
 
 def _other_names(key: str) -> Iterator[str]:
@@ -71,7 +73,7 @@ def _other_names(key: str) -> Iterator[str]:
             yield f"{name} ({values})" if values else name
 
 
-def _kind(kind: ValueKind) -> str:
+def _value_kind_text(kind: ValueKind) -> str:
     named = "list of whole numbers" if kind.element is int else _KINDS[kind.base]
     named = f"{named}, or `{kind.word}`" if kind.word else named
     words = ", ".join(f"`{choice}`" for choice in kind.choices) or named
@@ -90,13 +92,14 @@ def _default(value: object) -> str:
     return f'`"{value}"`' if isinstance(value, str) else f"`{value}`"
 
 
-def _unsupported() -> str:
+def _unsupported_text() -> str:
     features: dict[str, list[str]] = {}
     for name, unsupported in UNSUPPORTED.items():
         features.setdefault(unsupported.feature, []).append(_accepted(name, unsupported))
-    rows = [_cells(feature, ", ".join(names)) for feature, names in features.items()]
-    return f"{_UNSUPPORTED_INTRODUCTION}\n{_table('feature', 'keys, with the value that leaves it off')}" + "".join(
-        rows
+    rows = [_markdown_row(feature, ", ".join(names)) for feature, names in features.items()]
+    return (
+        f"{_UNSUPPORTED_INTRODUCTION}\n{_table_head('feature', 'keys, with the value that leaves it off')}"
+        + "".join(rows)
     )
 
 
@@ -105,9 +108,9 @@ def _accepted(name: str, unsupported: Unsupported) -> str:
     return f"`{name}` ({values})" if values else f"`{name}`"
 
 
-def _table(*heads: str) -> str:
-    return _cells(*heads) + _cells(*("---" for _ in heads))
+def _table_head(*heads: str) -> str:
+    return _markdown_row(*heads) + _markdown_row(*("---" for _ in heads))
 
 
-def _cells(*cells: str) -> str:
+def _markdown_row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"

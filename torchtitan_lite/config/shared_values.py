@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from torchtitan_lite.config.address import is_address, printable
-from torchtitan_lite.config.drift import shown
-from torchtitan_lite.config.job_config import JobConfig, flat
+from torchtitan_lite.config.drift import shown_setting
+from torchtitan_lite.config.job_config import JobConfig, flat_config
 
 _PATHS = frozenset(
     {
@@ -30,13 +30,13 @@ _SECTION_OF_A_HOST = "profiling."
 def shared_values(config: JobConfig) -> dict[str, str]:
     """Return by `section.key` what all ranks must have in common, as text."""
     return {
-        key: _kind_of_path(value) if key in _PATHS else shown(value)
-        for key, value in flat(config.to_dict()).items()
+        key: _kind_of_path(value) if key in _PATHS else shown_setting(value)
+        for key, value in flat_config(config.to_dict()).items()
         if key not in _OF_A_HOST and not key.startswith(_SECTION_OF_A_HOST)
     }
 
 
 def _kind_of_path(value: Any) -> str:
     if value in (None, "", "bytes"):
-        return shown(value)
+        return shown_setting(value)
     return printable(value) if is_address(value) else "a path"

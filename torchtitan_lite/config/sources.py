@@ -53,20 +53,20 @@ def find_config_file(name: str) -> Path:
 
 def named_model(argv: Sequence[str]) -> Setting | None:
     """Return the model that a command line, or its TOML file, names. Looks at no other names and values."""
-    last = {flag[2:].replace("-", "_"): words[0] for flag, words in _options(argv) if words}
+    last = {flag[2:].replace("-", "_"): words[0] for flag, words in _command_line_options(argv) if words}
     if "model.name" in last:
         return Setting("model.name", last["model.name"], "--model.name")
     if "job.config_file" not in last:
         return None
     path = find_config_file(last["job.config_file"])
-    model = _document(path).get("model")
+    model = _toml_document(path).get("model")
     name = model.get("name") if isinstance(model, dict) else None
     return Setting("model.name", name, f"{path}: model.name") if isinstance(name, str) else None
 
 
 def read_toml(path: Path) -> list[Setting]:
     """Return the settings of a TOML file. Raise ConfigError for unknown names and for values of the wrong type."""
-    document = _document(path)
+    document = _toml_document(path)
     for section, content in document.items():
         if not isinstance(content, dict):
             raise ConfigError(f"{path}: {section} is outside any section. Put it under a [section] line.")
@@ -78,13 +78,13 @@ def read_toml(path: Path) -> list[Setting]:
 def read_command_line(argv: Sequence[str]) -> list[Setting]:
     """Return the settings of a command line: --name value, --name=value, and for switches --name or --no_name."""
     settings = []
-    for flag, words in _options(argv):
+    for flag, words in _command_line_options(argv):
         name = flag[2:].replace("-", "_")
         settings.append(_command_line_setting(name, words, f"--{name}"))
     return settings
 
 
-def _document(path: Path) -> dict[str, Any]:
+def _toml_document(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -126,7 +126,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, obj
             yield prefix + name, value
 
 
-def _options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
+def _command_line_options(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Return each --name with the words up to the next one; `=` ends a name."""
     options: list[tuple[str, list[str]]] = []
     for word in argv:

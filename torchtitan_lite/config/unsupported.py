@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchtitan_lite.config.kinds import ValueKind, to_text
+from torchtitan_lite.config.kinds import ValueKind, command_line_text
 from torchtitan_lite.errors import ConfigError
 
 
@@ -42,7 +42,7 @@ class Unsupported:
             raise ConfigError(f"{where} = {text}: {self.feature} is not supported. {self.instead}{fix}.")
 
 
-def _options(section: str, names: str) -> dict[str, object]:
+def _any_value_options(section: str, names: str) -> dict[str, object]:
     return {f"{section}.{name}": ANY for name in names.split()}
 
 
@@ -59,7 +59,9 @@ _MX_OPTIONS = "mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns"
 
 _FEATURES: Mapping[str, Mapping[str, object]] = {
     "asynchronous tensor parallelism": {"parallelism.enable_async_tensor_parallel": False},
-    "a loss on logits that stay sharded": _options("parallelism", "enable_loss_parallel disable_loss_parallel"),
+    "a loss on logits that stay sharded": _any_value_options(
+        "parallelism", "enable_loss_parallel disable_loss_parallel"
+    ),
     "another way to cut a model into stages": {
         "parallelism.pipeline_parallel_schedule_csv": "",
         "parallelism.pipeline_parallel_layers_per_stage": None,
@@ -70,12 +72,12 @@ _FEATURES: Mapping[str, Mapping[str, object]] = {
     },
     "context parallelism (torch has none for CPUs)": {
         "parallelism.context_parallel_degree": 1,
-        **_options("parallelism", "context_parallel_rotate_method context_parallel_load_balancer"),
+        **_any_value_options("parallelism", "context_parallel_rotate_method context_parallel_load_balancer"),
     },
     "expert parallelism": {
         "parallelism.expert_parallel_degree": 1,
         "parallelism.expert_tensor_parallel_degree": 1,
-        **_options("parallelism", "expert_parallel_comm_backend"),
+        **_any_value_options("parallelism", "expert_parallel_comm_backend"),
         "debug.moe_force_load_balance": False,
         "training.debug_moe_force_load_balance": False,
     },
@@ -89,17 +91,19 @@ _FEATURES: Mapping[str, Mapping[str, object]] = {
         "float8.enable_float8_linear": False,
         "model.converters": [],
         "model.print_after_conversion": ANY,
-        **_options("float8", f"{_FLOAT8_OPTIONS} force_recompute_fp8_weight_in_bwd moe_fqns moe_fqns_prototype"),
-        **_options("float8", "scaling_type_input scaling_type_weight scaling_type_grad_output"),
-        **_options("mx", f"{_MX_OPTIONS} moe_fqns_prototype use_fp8_dim1_cast_triton_kernel"),
-        **_options("quantize.linear.float8", _FLOAT8_OPTIONS),
-        **_options("quantize.linear.mx", _MX_OPTIONS),
-        **_options("quantize.dense.float8", _FLOAT8_OPTIONS),
-        **_options("quantize.dense.mx", _MX_OPTIONS),
-        **_options("quantize.grouped_mm.float8", "fqns"),
-        **_options("quantize.grouped_mm.mx", "fqns recipe_name"),
-        **_options("quantize.moe.float8", "fqns"),
-        **_options("quantize.moe.mx", "fqns"),
+        **_any_value_options(
+            "float8", f"{_FLOAT8_OPTIONS} force_recompute_fp8_weight_in_bwd moe_fqns moe_fqns_prototype"
+        ),
+        **_any_value_options("float8", "scaling_type_input scaling_type_weight scaling_type_grad_output"),
+        **_any_value_options("mx", f"{_MX_OPTIONS} moe_fqns_prototype use_fp8_dim1_cast_triton_kernel"),
+        **_any_value_options("quantize.linear.float8", _FLOAT8_OPTIONS),
+        **_any_value_options("quantize.linear.mx", _MX_OPTIONS),
+        **_any_value_options("quantize.dense.float8", _FLOAT8_OPTIONS),
+        **_any_value_options("quantize.dense.mx", _MX_OPTIONS),
+        **_any_value_options("quantize.grouped_mm.float8", "fqns"),
+        **_any_value_options("quantize.grouped_mm.mx", "fqns recipe_name"),
+        **_any_value_options("quantize.moe.float8", "fqns"),
+        **_any_value_options("quantize.moe.mx", "fqns"),
     },
     "a norm other than RMSNorm": {"model.norm_type": "rmsnorm"},
     "attention other than causal": {"model.attn_mask_type": "causal", "model.use_flex_attn": False},
@@ -109,12 +113,12 @@ _FEATURES: Mapping[str, Mapping[str, object]] = {
     "validation": {
         "validation.enable": False,
         "validation.enabled": False,
-        **_options("validation", "dataset dataset_path local_batch_size seq_len freq steps"),
-        **_options("validation.dataloader", f"num_workers {_DATALOADER_OPTIONS}"),
+        **_any_value_options("validation", "dataset dataset_path local_batch_size seq_len freq steps"),
+        **_any_value_options("validation.dataloader", f"num_workers {_DATALOADER_OPTIONS}"),
     },
     "a data loader with workers": {
         "training.dataloader.num_workers": 0,
-        **_options("training.dataloader", _DATALOADER_OPTIONS),
+        **_any_value_options("training.dataloader", _DATALOADER_OPTIONS),
     },
     "memory estimation": {
         "memory_estimation.enable": False,
@@ -123,9 +127,13 @@ _FEATURES: Mapping[str, Mapping[str, object]] = {
     },
     "TorchFT": {
         "fault_tolerance.enable": False,
-        **_options("fault_tolerance", "process_group process_group_timeout_ms replica_id group_size"),
-        **_options("fault_tolerance", "min_replica_size semi_sync_method sync_steps should_quantize num_fragments"),
-        **_options("fault_tolerance", "fragment_sync_delay fragment_update_alpha module_fqns_per_model_fragment"),
+        **_any_value_options("fault_tolerance", "process_group process_group_timeout_ms replica_id group_size"),
+        **_any_value_options(
+            "fault_tolerance", "min_replica_size semi_sync_method sync_steps should_quantize num_fragments"
+        ),
+        **_any_value_options(
+            "fault_tolerance", "fragment_sync_delay fragment_update_alpha module_fqns_per_model_fragment"
+        ),
         "checkpoint.enable_ft_dataloader_checkpoints": ANY,
     },
     "loading quantized weights of Hugging Face's format": {"checkpoint.initial_load_in_hf_quantized": False},
@@ -138,7 +146,7 @@ _FEATURES: Mapping[str, Mapping[str, object]] = {
         "activation_checkpoint.determinism_check": "default",
         "activation_checkpoint.debug": False,
     },
-    "coloured output": _options("metrics", "enable_color_printing disable_color_printing"),
+    "coloured output": _any_value_options("metrics", "enable_color_printing disable_color_printing"),
     "a choice of whether checkpoints restore the logs": {"metrics.disable_logging_from_checkpoint": False},
     "a choice of communication mode and traces": {
         "comm.mode": "default",
@@ -175,16 +183,16 @@ _INSTEAD = {
 }
 
 
-def _unsupported(feature: str, off: object) -> Unsupported:
+def _unsupported_feature(feature: str, off: object) -> Unsupported:
     values = off.values if isinstance(off, OneOf) else (off,)
     if not values or values == (None,):
-        return Unsupported(feature, tuple(map(to_text, values)), ValueKind(object))
+        return Unsupported(feature, tuple(map(command_line_text, values)), ValueKind(object))
     kind = object if isinstance(values[0], list) else type(values[0])  # Some versions wrote "float8" for ["float8"].
-    return Unsupported(feature, tuple(map(to_text, values)), ValueKind(kind), _INSTEAD.get(feature, ""))
+    return Unsupported(feature, tuple(map(command_line_text, values)), ValueKind(kind), _INSTEAD.get(feature, ""))
 
 
 UNSUPPORTED: Mapping[str, Unsupported] = {
-    name: _unsupported(feature, off) for feature, keys in _FEATURES.items() for name, off in keys.items()
+    name: _unsupported_feature(feature, off) for feature, keys in _FEATURES.items() for name, off in keys.items()
 }
 _VALUES: Mapping[tuple[str, object], str] = {
     ("checkpoint.interval_type", "continuous"): 'Set "auto", or "seconds" with checkpoint.interval, such as 30',

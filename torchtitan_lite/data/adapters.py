@@ -58,7 +58,7 @@ class StatefulDataLoaderAdapter:
         _check_kind(loader, "torchdata.stateful_dataloader", "StatefulDataLoader")
         self._loader, self._rank, self._num_ranks = loader, rank, num_ranks
         # The only hook that torch has: the workers of the next iteration start with it.
-        loader.worker_init_fn = partial(_begin_worker, tuple(preemption_signals), loader.worker_init_fn)
+        loader.worker_init_fn = partial(_begin_adapter_worker, tuple(preemption_signals), loader.worker_init_fn)
         self._sampler, self._draws = replayed_sampler(loader), DatasetDraws(loader)
         self._buffer = BufferWatch(loader.dataset)
         self._still = _StillWatch(loader.dataset)
@@ -260,7 +260,7 @@ class HuggingFaceStreamAdapter:
         return self._dataset.state_dict() if self._is_iterating else self._position
 
 
-def _begin_worker(ignored: Sequence[str], then: Callable[[int], object] | None, worker: int) -> None:
+def _begin_adapter_worker(ignored: Sequence[str], then: Callable[[int], object] | None, worker: int) -> None:
     """Prepare a worker, before its first sample. A module function: a spawned worker must import it."""
     for name in ignored:
         signal.signal(signal.Signals[name], signal.SIG_IGN)

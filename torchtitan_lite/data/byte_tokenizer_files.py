@@ -18,10 +18,10 @@ _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": T
 
 def byte_tokenizer_files() -> dict[str, bytes]:
     """Return the contents of each file, by name."""
-    return {"tokenizer.json": _json(_tokenizer()), "tokenizer_config.json": _json(_settings())}
+    return {"tokenizer.json": _json(_tokenizer_json()), "tokenizer_config.json": _json(_tokenizer_config())}
 
 
-def _tokenizer() -> dict[str, Any]:
+def _tokenizer_json() -> dict[str, Any]:
     first = {"SpecialToken": {"id": _BOS_TEXT, "type_id": 0}}
     texts = [{"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB")]
     marks = [{"id": number, "content": text, **_MARK} for number, text in ((BOS, _BOS_TEXT), (EOS, _EOS_TEXT))]
@@ -54,7 +54,7 @@ def _tokenizer() -> dict[str, Any]:
     }
 
 
-def _settings() -> dict[str, Any]:
+def _tokenizer_config() -> dict[str, Any]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": _BOS_TEXT,

@@ -38,7 +38,7 @@ class WorkerDraws:
 
     def added_to(self, owner: object) -> Any:
         """Return the state of `owner`, if it has one, with that of the generators, if there is any to keep."""
-        own = owner.state_dict() if _is_stateful(owner) else None  # type: ignore[attr-defined]  # it has one
+        own = owner.state_dict() if _has_state_dict(owner) else None  # type: ignore[attr-defined]  # it has one
         kept = {name: state for name, state in _states(self._generators).items() if state != self._seeded.get(name)}
         if kept:
             return {_GENERATORS: kept, _OWN: own}
@@ -48,7 +48,7 @@ class WorkerDraws:
         """Load what `added_to` returned, or what `owner` itself did."""
         has_generators = isinstance(state, dict) and _GENERATORS in state
         own = state[_OWN] if has_generators else state
-        if _is_stateful(owner) and own is not None:
+        if _has_state_dict(owner) and own is not None:
             owner.load_state_dict(own)  # type: ignore[attr-defined]  # it has one
         if has_generators:
             _set_states(self._generators, state[_GENERATORS])
@@ -90,7 +90,7 @@ class _Stream(_Stands):
         iterator = iter(self.dataset)
         if iterator is self.dataset:
             return self
-        is_stateful = _is_stateful(self.dataset) or _is_stateful(iterator)
+        is_stateful = _has_state_dict(self.dataset) or _has_state_dict(iterator)
         return _StatefulStream(iterator, self.draws) if is_stateful else iterator
 
     def __next__(self) -> Any:
@@ -157,7 +157,7 @@ def bared_dataset() -> WorkerDraws | None:
 def _standing(dataset: Any, draws: WorkerDraws) -> _Stands:
     if not isinstance(dataset, IterableDataset | PositionedStream):
         return _Samples(dataset, draws)
-    return _StatefulStream(dataset, draws) if _is_stateful(dataset) else _Stream(dataset, draws)
+    return _StatefulStream(dataset, draws) if _has_state_dict(dataset) else _Stream(dataset, draws)
 
 
 def _own_generators(dataset: object, collate_fn: object) -> Generators:
@@ -174,5 +174,5 @@ def _set_states(generators: Generators, states: States) -> None:
             set_state(generators[name], state)
 
 
-def _is_stateful(value: object) -> bool:
+def _has_state_dict(value: object) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")

@@ -138,7 +138,7 @@ class JsonDocuments:
                     if line.strip():
                         self._file.append(number)
                         self._offset.append(offset)
-                        lengths.append(len(_text(line, key, f"{path}:{line_number}")))
+                        lengths.append(len(_document_text(line, key, f"{path}:{line_number}")))
                     digest.update(line)
                     offset += len(line)
             digests.append(digest.digest())
@@ -151,10 +151,10 @@ class JsonDocuments:
         path = self._paths[self._file[document]]
         with path.open("rb") as file:
             file.seek(self._offset[document])
-            return _text(file.readline(), self._key, str(path))[start:stop]
+            return _document_text(file.readline(), self._key, str(path))[start:stop]
 
 
-def _text(line: bytes, key: str, where: str) -> bytes:
+def _document_text(line: bytes, key: str, where: str) -> bytes:
     return text_of(line, key, where).encode("utf-8", "surrogatepass")
 
 

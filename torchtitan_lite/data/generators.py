@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchtitan_lite.data.parts import parts_of
+from torchtitan_lite.data.parts import value_parts
 
 Generators = dict[str, Any]
 """Generators by name. The modules `random` and `numpy.random` stand for the global ones of Python and NumPy."""
@@ -48,7 +48,7 @@ def own_generators(name: str, root: object) -> Generators:
         if isinstance(value, KINDS):
             found[path] = value
         else:
-            waiting += [(inner, part) for inner, _, part in parts_of(path, value)]
+            waiting += [(inner, part) for inner, _, part in value_parts(path, value)]
     return found
 
 

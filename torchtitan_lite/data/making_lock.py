@@ -30,7 +30,7 @@ def making_lock(path: Path, sleep: Callable[[float], None]) -> Iterator[tuple[Ca
     """
     with path.open("a+b", buffering=0) as file:
         waited = 0.0
-        while (is_locked := _lock(file)) is False:
+        while (is_locked := _try_lock(file)) is False:
             if waited == 0 or waited % _LOG_SECONDS < _POLL_SECONDS:
                 logger.info("Waiting for %s, which tokenises the corpus", _note_in(file) or "another process")
             sleep(_POLL_SECONDS)
@@ -48,7 +48,7 @@ def making_lock(path: Path, sleep: Callable[[float], None]) -> Iterator[tuple[Ca
                 fcntl.flock(file, fcntl.LOCK_UN)  # A process that was forked meanwhile has the descriptor, too.
 
 
-def _lock(file: BinaryIO) -> bool | None:
+def _try_lock(file: BinaryIO) -> bool | None:
     """Return whether this process has the lock; None where the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -23,7 +23,7 @@ Part = tuple[str, Any, object]
 """Its path, its key in its owner, and the part."""
 
 
-def parts_of(path: str, value: object) -> Iterator[Part]:
+def value_parts(path: str, value: object) -> Iterator[Part]:
     """Return the parts of `value`, whose own path is `path`."""
     if isinstance(value, list | tuple | deque):
         if len(value) <= MOST_ITEMS:

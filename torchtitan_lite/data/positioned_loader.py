@@ -45,7 +45,7 @@ class PositionedLoader:
         preemption_signals: Sequence[str] = Checkpoint.preemption_signals,
     ) -> None:
         self._loader, self._before_batch = loader, before_batch
-        self._source = _source(loader, rank, num_ranks, preemption_signals)
+        self._source = _sample_source(loader, rank, num_ranks, preemption_signals)
         self._loaded: Mapping[str, Any] | None = None
         self._is_over = True
         """Whether the iteration of the position is over: the next batch begins another one."""
@@ -127,7 +127,7 @@ class _Source(Protocol):
     def position(self, *, is_over: bool) -> dict[str, Any]: ...
 
 
-def _source(loader: Any, rank: int, num_ranks: int, preemption_signals: Sequence[str]) -> _Source:
+def _sample_source(loader: Any, rank: int, num_ranks: int, preemption_signals: Sequence[str]) -> _Source:
     if any(kind.__module__.startswith("torchdata.stateful_dataloader") for kind in type(loader).__mro__):
         adapter = StatefulDataLoaderAdapter(
             loader, rank=rank, num_ranks=num_ranks, preemption_signals=preemption_signals
@@ -140,7 +140,7 @@ def _source(loader: Any, rank: int, num_ranks: int, preemption_signals: Sequence
             "StatefulDataLoader."
         )
     if getattr(loader, "num_workers", 0) > 0:
-        loader.worker_init_fn = partial(_begin_worker, tuple(preemption_signals), loader.worker_init_fn)
+        loader.worker_init_fn = partial(_begin_replay_worker, tuple(preemption_signals), loader.worker_init_fn)
     return _Replayed(loader, rank, num_ranks)
 
 
@@ -244,7 +244,7 @@ def _generators(loader: Any) -> list[torch.Generator]:
     return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
 
-def _begin_worker(ignored: Sequence[str], then: Callable[[int], object] | None, worker: int) -> None:
+def _begin_replay_worker(ignored: Sequence[str], then: Callable[[int], object] | None, worker: int) -> None:
     """Ignore the signals that the ranks watch: a launcher sends them to every process."""
     for name in ignored:
         signal.signal(signal.Signals[name], signal.SIG_IGN)

@@ -22,7 +22,7 @@ RESTART_DATA = "start the data from the beginning with --checkpoint.exclude_from
 
 def pack(state: object, *, rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
     """Return `state` of `rank` as tensors. Raise ConfigError if it holds more than JSON, tuples and tensors."""
-    text = json.dumps(_plain(state, "state"))
+    text = json.dumps(_plain_state(state, "state"))
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     return {"num_ranks": torch.tensor(num_ranks, dtype=torch.int64), f"rank{rank}": data}
 
@@ -42,17 +42,17 @@ def unpack(packed: Mapping[str, Any], *, rank: int, num_ranks: int) -> Any:
     return json.loads(bytes(packed[f"rank{rank}"].tolist()), object_hook=_restored)
 
 
-def _plain(value: object, where: str) -> Any:
+def _plain_state(value: object, where: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
-        return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return [_plain_state(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, tuple):
-        return {TUPLE: _plain(list(value), where)}
+        return {TUPLE: _plain_state(list(value), where)}
     if isinstance(value, torch.Tensor):
         return {TENSOR: value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        plain = {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
+        plain = {key: _plain_state(item, f"{where}.{key}") for key, item in value.items()}
         return {PAIRS: [*map(list, plain.items())]} if plain.keys() & {TUPLE, TENSOR, PAIRS} else plain
     raise ConfigError(
         f"dataloader: {where} is a {type(value).__name__}, which a checkpoint cannot hold without pickle. "

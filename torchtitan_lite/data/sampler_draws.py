@@ -35,7 +35,7 @@ from torchtitan_lite.data.generators import (
     set_state,
     state_of,
 )
-from torchtitan_lite.data.parts import MOST_ITEMS, Part, assign, parts_of
+from torchtitan_lite.data.parts import MOST_ITEMS, Part, assign, value_parts
 from torchtitan_lite.data.plain_values import Copy, NoValueError, copy_of, plain, restored
 from torchtitan_lite.errors import ConfigError
 
@@ -107,7 +107,7 @@ class ReplayedSampler:
         _refuse_strangers(name, carried)
         if iteration.shared:
             raise ConfigError(
-                f"dataloader: {name} draws samples after the first from {_described(iteration.shared)}, from which "
+                f"dataloader: {name} draws samples after the first from {_rng_text(iteration.shared)}, from which "
                 "something else draws between them, so no checkpoint could be resumed with the same samples. Draw "
                 "them from a generator of the sampler alone, in an attribute, or all when the iteration begins, "
                 f"{_WAYS_OUT}."
@@ -251,7 +251,7 @@ def replayed_sampler(loader: Any) -> ReplayedSampler | None:
     return replayed
 
 
-def _described(generator: str) -> str:
+def _rng_text(generator: str) -> str:
     named = {"torch": "torch", "numpy": "NumPy", "python": "Python"}
     return f"the global generator of {named[generator]}" if generator in named else f"its {generator.lstrip('.')}"
 
@@ -365,11 +365,11 @@ class Attributes:
         seen = {id(each) for each in (self._left_out, self._root, *global_objects())}
         waiting: list[tuple[str, object]] = [("", self._root)]
         for prefix, owner in waiting:  # It grows meanwhile.
-            for part in parts_of(prefix, owner):
+            for part in value_parts(prefix, owner):
                 path, _, value = part
                 if id(value) in seen:
                     continue
-                copy = _copy(value)
+                copy = _copy_or_none(value)
                 yield path, owner, part, copy
                 if copy is None and len(seen) < _MOST_OBJECTS and self._is_looked_into(path, value):
                     seen.add(id(value))
@@ -390,7 +390,7 @@ def _holds_sampler(value: object) -> bool:
     return any(isinstance(each, Sampler) for each in getattr(value, "__dict__", {}).values())
 
 
-def _copy(value: object) -> Copy | None:
+def _copy_or_none(value: object) -> Copy | None:
     try:
         return copy_of(value)
     except NoValueError:

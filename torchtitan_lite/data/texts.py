@@ -148,7 +148,7 @@ def parquet_texts(path: Path, key: str) -> Iterator[tuple[str, float]]:
 
     Raises what `check_column` raises, and ConfigError at the first row group that is damaged.
     """
-    with _opened(path, key) as file:
+    with _opened_parquet(path, key) as file:
         num_rows, at = file.metadata.num_rows, 0
         for group in range(file.num_row_groups):
             for batch in file.iter_batches(_ROWS, row_groups=[group], columns=[key]):
@@ -163,12 +163,12 @@ def check_column(path: Path, key: str) -> None:
 
     Raises ExtraMissing without pyarrow.
     """
-    with _opened(path, key):
+    with _opened_parquet(path, key):
         return
 
 
 @contextmanager
-def _opened(path: Path, key: str) -> Iterator[Any]:
+def _opened_parquet(path: Path, key: str) -> Iterator[Any]:
     arrow, parquet = require_pyarrow()
     try:
         with parquet.ParquetFile(path) as file:
@@ -194,7 +194,7 @@ def require_pyarrow() -> tuple[Any, Any]:
 
 
 def _raise_unless_text(arrow: Any, schema: Any, key: str, path: Path) -> None:
-    texts = [field.name for field in schema if _is_text(arrow, field.type)]
+    texts = [field.name for field in schema if _is_text_column(arrow, field.type)]
     if key not in texts:
         raise ConfigError(
             f"{path}: expected a column of text {key!r}, found columns of text: {', '.join(texts) or 'none'} "
@@ -202,7 +202,7 @@ def _raise_unless_text(arrow: Any, schema: Any, key: str, path: Path) -> None:
         )
 
 
-def _is_text(arrow: Any, kind: Any) -> bool:
+def _is_text_column(arrow: Any, kind: Any) -> bool:
     if arrow.types.is_dictionary(kind):
         kind = kind.value_type
     return any(is_kind(kind) for is_kind in (arrow.types.is_string, arrow.types.is_large_string)) or str(kind) == (

@@ -227,7 +227,7 @@ class TokenCorpus:
         total, logged = max(1, sum(self._sizes)), time.monotonic()
         # Batches span files: the tokenizer uses all cores only for several texts at once.
         self._bytes_made, token_bytes = 0, self._token_bytes
-        for batch in _batches(self._pieces()):
+        for batch in _document_batches(self._pieces()):
             tokens = self._marked(batch)
             self._bytes_made += token_bytes * len(tokens)
             self._share_made = batch[-1].progress / total
@@ -285,7 +285,7 @@ class TokenCorpus:
         return cause
 
 
-def _batches(pieces: Iterator[DocumentPiece]) -> Iterator[list[DocumentPiece]]:
+def _document_batches(pieces: Iterator[DocumentPiece]) -> Iterator[list[DocumentPiece]]:
     batch: list[DocumentPiece] = []
     characters = 0
     for piece in pieces:

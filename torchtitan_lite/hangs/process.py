@@ -187,7 +187,7 @@ class Follower:
     def __init__(self, rank: OwnRank, orders: Orders) -> None:
         self._rank = rank
         self._orders = orders
-        self._link = _connected(orders)
+        self._link = _judge_link(orders)
         self._next_try = math.inf
         """When to join the judge again, after its link was lost: it may have been started again."""
         self._waits_since: float | None = None
@@ -214,7 +214,7 @@ class Follower:
         if self._link is None and now >= self._next_try:
             self._next_try = now + PATIENCE_SECONDS
             with suppress(OSError, ValueError):
-                self._link = _joined(self._orders, SILENCE_SECONDS)
+                self._link = _connect_to_judge(self._orders, SILENCE_SECONDS)
                 self._send("here")
 
     def _alarm(self, now: float) -> None:
@@ -265,14 +265,14 @@ def _link(connection: socket.socket, orders: Orders, seconds: float, *, is_calle
     return link
 
 
-def _joined(orders: Orders, seconds: float) -> JobLink:
+def _connect_to_judge(orders: Orders, seconds: float) -> JobLink:
     connection = socket.create_connection((orders.address, orders.port), seconds)
     return _link(connection, orders, seconds, is_caller=True)
 
 
-def _connected(orders: Orders) -> JobLink | None:
+def _judge_link(orders: Orders) -> JobLink | None:
     try:
-        return _joined(orders, CONNECT_SECONDS)
+        return _connect_to_judge(orders, CONNECT_SECONDS)
     except (OSError, ValueError) as error:
         log.logger.warning(
             "The watcher of rank %d cannot reach the one of rank 0 at %s, port %d: %s. If this rank hangs or waits for "

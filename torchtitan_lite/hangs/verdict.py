@@ -58,20 +58,22 @@ def judge(found: Sequence[Evidence], *, silent: Sequence[int] = ()) -> HangVerdi
     `silent` are ranks whose watchers were there and do not answer any more.
     """
     if stopped := [each for each in found if each.is_stopped]:
-        return _named(stopped, "is stopped (SIGSTOP, or a debugger)")
+        return _verdict_of_ranks(stopped, "is stopped (SIGSTOP, or a debugger)")
     if any(not each.seconds for each in found):
         return None
     held = [each for each in found if not each.answers]
     if held and (len(held) < len(found) or len(found) == 1):
-        return _named(held, "runs no Python: a call in C holds the GIL, or the system does not return")
+        return _verdict_of_ranks(held, "runs no Python: a call in C holds the GIL, or the system does not return")
     if silent:
         return HangVerdict(tuple(silent), "is silent, and so is its watcher: its host may be down")
     if behind := _behind(found):
-        return _named(behind, "has begun fewer collectives than ranks that wait for it")
+        return _verdict_of_ranks(behind, "has begun fewer collectives than ranks that wait for it")
     working = [each for each in found if not each.waits]
     if working and len(working) < len(found):
-        return _named(working, "is in no collective, and the others wait in one")
-    return _named(found, "does not get on" if len(found) == 1 else "may hang, or wait for another one that does")
+        return _verdict_of_ranks(working, "is in no collective, and the others wait in one")
+    return _verdict_of_ranks(
+        found, "does not get on" if len(found) == 1 else "may hang, or wait for another one that does"
+    )
 
 
 def report(verdict: HangVerdict, found: Sequence[Evidence]) -> str:
@@ -107,7 +109,7 @@ def _behind(found: Sequence[Evidence]) -> list[Evidence]:
     return [each for each in behind if all(count == least[group] for group, count in each.collectives.items())]
 
 
-def _named(ranks: Sequence[Evidence], reason: str) -> HangVerdict:
+def _verdict_of_ranks(ranks: Sequence[Evidence], reason: str) -> HangVerdict:
     return HangVerdict(tuple(each.rank for each in ranks), reason)
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from torchtitan_lite.checkpoint import CheckpointManager as OwnManager
-from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, parse
+from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, parse_pickle
 from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import ConfigError, ExtraMissing
@@ -225,7 +225,7 @@ def _folder_of(config: CheckpointManager.Config, base_folder: str) -> str:
 
 def _refuse_code(name: str, data: bytes) -> None:
     try:
-        parse(data, {})
+        parse_pickle(data, {})
     except InertPickleError as error:
         raise ConfigError(
             f"dataloader.{name}: expected a pickle of lists, dicts, numbers and strings, found one of more: {error}. "

@@ -53,7 +53,7 @@ class HuggingFaceWeights:
                 enable_consolidation=True,
             )
             dcp_save(self._adapter.to_hf(floating), storage_writer=writer)
-            peers.on_coordinator(lambda: _complete(unfinished, folder))
+            peers.on_coordinator(lambda: _commit_weights(unfinished, folder))
         logger.info("Saved the weights in Hugging Face's format, in %s", folder)
 
     def load(self, path: str | None, *, is_quantized: bool) -> None:
@@ -76,7 +76,7 @@ def _remove(folder: Path) -> None:
         DISK.remove_tree(folder)
 
 
-def _complete(unfinished: Path, folder: Path) -> None:
+def _commit_weights(unfinished: Path, folder: Path) -> None:
     """Make what is written durable, and give it its name."""
     _remove(unfinished / "sharded")
     for path in unfinished.iterdir():

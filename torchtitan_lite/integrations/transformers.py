@@ -92,7 +92,7 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]  # transformers need n
         A run that has done all its steps trains none. Raises ConfigError for arguments of the Trainer, or a kind of
         parallelism, that were not tried, and what `CheckpointManager.load` and `save` raise. **Collective**.
         """
-        _refuse(trainer, self._folder)
+        _refuse_arguments(trainer, self._folder)
         warn_of_another_version("transformers", TRIED)
         self._trainer = trainer
         if self not in trainer.callback_handler.callbacks:
@@ -247,7 +247,7 @@ def _state_in(source: LoadSource) -> str:
     return read[0]
 
 
-def _refuse(trainer: Trainer, folder: str) -> None:
+def _refuse_arguments(trainer: Trainer, folder: str) -> None:
     refuse_untried(trainer.accelerator)
     arguments = trainer.args
     for name, instead in _REFUSED.items():

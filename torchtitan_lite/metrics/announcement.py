@@ -50,10 +50,10 @@ def write_config(dump_folder: Path, config: JobConfig) -> None:
         durable.write_atomically(dump_folder / CONFIG_FILE, config_json(config).encode())
     except OSError as error:
         logger.warning("Could not write %s: %s. Training continues", dump_folder / CONFIG_FILE, error)
-    _keep(dump_folder / CONFIGS_FILE, json.loads(config_json(config)))
+    _keep_config(dump_folder / CONFIGS_FILE, json.loads(config_json(config)))
 
 
-def _keep(path: Path, config: dict[str, Any]) -> None:
+def _keep_config(path: Path, config: dict[str, Any]) -> None:
     """Append `config` to the configurations in `path`, unless it is the last one there."""
     try:
         known = whole_lines(path.read_bytes())

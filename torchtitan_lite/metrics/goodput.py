@@ -77,7 +77,7 @@ class Goodput:
         """Note that training begins after `step`. `checkpoints` is the run's own folder of checkpoints."""
         self.clock.enter("other")
         if self.ledger is not None:
-            source, loaded = _source(step, self._loaded, checkpoints), self._loaded
+            source, loaded = _start_source(step, self._loaded, checkpoints), self._loaded
             if loaded is None:
                 self.ledger.loaded(step, source, 0.0)
             else:
@@ -115,7 +115,7 @@ class Goodput:
         """Write the last line of the ledger, and log where the time of the run went."""
         if self.ledger is not None:
             self.ledger.end(None if failed else self._end)
-            logger.info("%s", summary(self.ledger.accounts()))
+            logger.info("%s", goodput_summary(self.ledger.accounts()))
 
     @property
     def run_seconds(self) -> float:
@@ -145,7 +145,7 @@ class Goodput:
         }
 
 
-def _source(step: int, loaded: Loaded | None, checkpoints: str) -> str:
+def _start_source(step: int, loaded: Loaded | None, checkpoints: str) -> str:
     """Return what was loaded; None for a fresh start."""
     if loaded is None:
         return "fresh"
@@ -154,7 +154,7 @@ def _source(step: int, loaded: Loaded | None, checkpoints: str) -> str:
     return "checkpoint" if step else "seed" if loaded.path.rpartition("/")[0] == checkpoints else "initial"
 
 
-def summary(accounts: Accounts) -> str:
+def goodput_summary(accounts: Accounts) -> str:
     """Return one line about where the time went: the parts of at least a tenth of a percent, the largest first."""
     seconds = accounts.seconds
     total = sum(seconds.values())

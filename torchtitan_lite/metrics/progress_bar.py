@@ -164,7 +164,7 @@ class TerminalProgressBar:
                 self._forget()
 
     def _rendered(self) -> str:
-        return render(self._progress, self._console, os.get_terminal_size(self._stream.fileno()).columns or 80)
+        return render_progress(self._progress, self._console, os.get_terminal_size(self._stream.fileno()).columns or 80)
 
     def _lock(self) -> AbstractContextManager[Any]:
         # The lock of the handler, which logging renews in a forked child: one of the bar's own could stay locked there.
@@ -191,7 +191,7 @@ def build_progress_bars(config: JobConfig, rank: int) -> list[TerminalProgressBa
     return [TerminalProgressBar(sys.stderr, console, Progress(0, config.training.steps, saved, durable=durable))]
 
 
-def render(progress: Progress, console: Console, columns: int) -> str:
+def render_progress(progress: Progress, console: Console, columns: int) -> str:
     """Return the line in the console's colours, shorter than `columns`.
 
     Where space is short, the bar is short; then loss and tps are left out, which log lines have, too, and so on.

@@ -85,11 +85,11 @@ def _gauge(name: str, about: str, values: Mapping[str, float], run: str) -> str:
     full = f"torchtitan_lite_{name}"
     label = run.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
     parts = {part: f',part="{part}"' if part else "" for part in values}
-    lines = [f'{full}{{run="{label}"{parts[part]}}} {_number(value)}' for part, value in values.items()]
+    lines = [f'{full}{{run="{label}"{parts[part]}}} {_prometheus_number(value)}' for part, value in values.items()]
     return "\n".join((f"# HELP {full} {about}", f"# TYPE {full} gauge", *lines)) + "\n"
 
 
-def _number(value: float) -> str:
+def _prometheus_number(value: float) -> str:
     if math.isfinite(value):
         return repr(value)
     return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"

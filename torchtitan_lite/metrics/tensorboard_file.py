@@ -56,7 +56,7 @@ class TensorBoardFile:
                 started = self._start_file()
                 events = [*_head(step), *events]
             assert self._fd is not None
-            _write(self._fd, events)
+            _append_events(self._fd, events)
         except OSError as error:
             self._give_up(error, started)
         else:
@@ -88,7 +88,7 @@ def _head(step: int) -> list[Event]:
     return [Event(file_version=_VERSION), Event(step=step, file_version=_VERSION), Event(step=step, session_log=start)]
 
 
-def _write(fd: int, events: list[Event]) -> None:
+def _append_events(fd: int, events: list[Event]) -> None:
     """Append `events` in one write."""
     buffer, now = io.BytesIO(), time.time()
     records = RecordWriter(buffer)

@@ -44,10 +44,10 @@ def init_parameters(model: nn.Module, seed: int, distribution: Callable[[str], N
     """Fill every parameter with the values of `seed`, from `distribution(fqn)`. **Any rank**, no communication."""
     for name, parameter in model.named_parameters():
         fqn = name.replace(WRAPPED_FOR_RECOMPUTING, "")
-        _fill(fqn, parameter, _key(seed, fqn), distribution(fqn))
+        _fill(fqn, parameter, _random_key(seed, fqn), distribution(fqn))
 
 
-def _key(seed: int, fqn: str) -> int:
+def _random_key(seed: int, fqn: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}:{fqn}".encode(), digest_size=8).digest(), "little")
 
 

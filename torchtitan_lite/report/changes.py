@@ -15,8 +15,8 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.examining.inventory import ListedCheckpoint
 from torchtitan_lite.config.drift import Rule, rule_of
-from torchtitan_lite.config.job_config import flat
-from torchtitan_lite.report.lines import number
+from torchtitan_lite.config.job_config import flat_config
+from torchtitan_lite.report.lines import number_or_nan
 from torchtitan_lite.report.starts import ReportedStart
 
 HIDDEN = "(hidden)"
@@ -47,11 +47,11 @@ def without_secret_values(config: object) -> dict[str, Any]:
     """Return the values of a configuration by `section.key` of today, secrets hidden; none of what is not one."""
     if not isinstance(config, dict):
         return {}
-    values = flat(config)
+    values = flat_config(config)
     return {key: HIDDEN if _SECRET_KEY.search(key) and value else value for key, value in values.items()}
 
 
-def shown(value: Any) -> str:
+def shown_on_page(value: Any) -> str:
     """Return `value` as the page shows it."""
     if isinstance(value, list | tuple):
         value = ", ".join(map(str, value))
@@ -79,7 +79,7 @@ def configs_of(
         begun = [start for start in starts if start.began <= entry.created_at]
         if begun and entry.config:
             found[begun[-1].number] = without_secret_values(entry.config)
-    written = [(number(line.get("time")), without_secret_values(line.get("config"))) for line in lines]
+    written = [(number_or_nan(line.get("time")), without_secret_values(line.get("config"))) for line in lines]
     for start in starts:
         # A start writes its line before the first sign of the next one, and a start without a line has the last one's.
         until = [config for time, config in written if time <= start.last_sign and config]
@@ -100,7 +100,7 @@ def changes_by_start(configs: Mapping[int, Config]) -> dict[int, list[KeyChange]
 def differences(before: Config, now: Config) -> list[KeyChange]:
     """Return the keys whose values differ, in the order of `now`; a key that one of them lacks is not compared."""
     return [
-        KeyChange(key, shown(before[key]), shown(value), rule_of(key) in (Rule.WARNED, Rule.REFUSED))
+        KeyChange(key, shown_on_page(before[key]), shown_on_page(value), rule_of(key) in (Rule.WARNED, Rule.REFUSED))
         for key, value in now.items()
-        if key in before and shown(before[key]) != shown(value)
+        if key in before and shown_on_page(before[key]) != shown_on_page(value)
     ]

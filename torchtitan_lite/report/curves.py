@@ -41,7 +41,11 @@ def loss_figure(runs: Sequence[Run]) -> Figure | None:
     paths, marks = [], [*svg.badges(LOSS_HEIGHT, resumes)]
     for index, (run, points) in enumerate(zip(runs, curves, strict=True)):
         paths += [*_band(points, x, y, f"run{index}"), _line(points, x, y, f"run{index}")]
-        marks += [_cut(x.at(each.middle), f"{_steps(each)}: {_values(each)}") for each in points if each.high > y.high]
+        marks += [
+            _overflow_mark(x.at(each.middle), f"{_steps_text(each)}: {_values_text(each)}")
+            for each in points
+            if each.high > y.high
+        ]
         marks += _not_finite(run, x)
     parts = [*svg.frame(LOSS_HEIGHT, x, y), svg.curve(LOSS_HEIGHT, *paths), *marks]
     parts += svg.hits(LOSS_HEIGHT, _loss_columns(runs, x))
@@ -59,22 +63,22 @@ def loss_figure(runs: Sequence[Run]) -> Figure | None:
 
 def _band(points: Sequence[Bucket], x: Scale, y: Scale, kind: str) -> Iterator[str]:
     if any(point.count > 1 for point in points):
-        upper = [_place(point.middle, point.high, x, y, LOSS_HEIGHT) for point in points]
-        lower = [_place(point.middle, point.low, x, y, LOSS_HEIGHT) for point in points]
+        upper = [_point_at(point.middle, point.high, x, y, LOSS_HEIGHT) for point in points]
+        lower = [_point_at(point.middle, point.low, x, y, LOSS_HEIGHT) for point in points]
         yield svg.element("path", d=svg.area_path(upper, lower), class_=f"band {kind}")
 
 
 def _line(points: Sequence[Bucket], x: Scale, y: Scale, kind: str) -> str:
-    path = svg.line_path(_place(point.middle, point.mean, x, y, LOSS_HEIGHT) for point in points)
+    path = svg.line_path(_point_at(point.middle, point.mean, x, y, LOSS_HEIGHT) for point in points)
     return svg.element("path", d=path, class_=f"line {kind}")
 
 
-def _cut(share: float, label: str) -> str:
+def _overflow_mark(share: float, label: str) -> str:
     """Return the mark of a value that is higher than the drawing."""
     return svg.at(share, 2, svg.element("path", svg.title(label), d="M-5 7L0 -1L5 7Z"), class_="cut")
 
 
-def _place(step: float, level: float, x: Scale, y: Scale, height: int) -> tuple[float, float]:
+def _point_at(step: float, level: float, x: Scale, y: Scale, height: int) -> tuple[float, float]:
     return svg.CURVE_WIDTH * x.at(step), height * (1 - y.at(level))
 
 
@@ -113,10 +117,10 @@ def _loss_columns(runs: Sequence[Run], x: Scale) -> Iterator[tuple[float, float,
         points = buckets(run.logged.steps, run.logged.loss, MAX_HITS)
         others = [buckets(other.logged.steps, other.logged.loss, MAX_HITS) for other in runs[index + 1 :]]
         for (begin, end), point in zip(_columns([point.middle for point in points], x), points, strict=True):
-            label = f"{_steps(point)}: loss {_values(point)}" + (f" ({run.name})" if others else "")
+            label = f"{_steps_text(point)}: loss {_values_text(point)}" + (f" ({run.name})" if others else "")
             for other, found in zip(runs[index + 1 :], others, strict=True):
                 near = [each for each in found if each.first <= point.last and each.last >= point.first]
-                label += f"\n{_steps(near[0])}: loss {_values(near[0])} ({other.name})" if near else ""
+                label += f"\n{_steps_text(near[0])}: loss {_values_text(near[0])} ({other.name})" if near else ""
             yield begin, end, label
 
 
@@ -126,11 +130,11 @@ def _columns(middles: Sequence[float], x: Scale) -> Iterator[tuple[float, float]
     yield from ((x.at(left), x.at(right)) for left, right in pairwise(borders[: len(middles) + 1]))
 
 
-def _steps(point: Bucket) -> str:
+def _steps_text(point: Bucket) -> str:
     return f"step {point.first:,.0f}" + (f" to {point.last:,.0f}" if point.last > point.first else "")
 
 
-def _values(point: Bucket) -> str:
+def _values_text(point: Bucket) -> str:
     written = f"{point.mean:.4f}"
     return written if point.count == 1 else f"{written} on average, {point.low:.4f} to {point.high:.4f}"
 
@@ -203,7 +207,7 @@ def step_time_figure(run: Run, x: Scale, ceiling: float) -> Figure | None:
     y = nice_scale(0.0, ceiling, 4)
     stalled = [span for span in spans if span.stall_seconds > 0]
     corners = [
-        _place(step, span.seconds, x, y, TIME_HEIGHT)
+        _point_at(step, span.seconds, x, y, TIME_HEIGHT)
         for span in spans
         for step in (float(span.first), float(span.last))
     ]
@@ -217,8 +221,10 @@ def step_time_figure(run: Run, x: Scale, ceiling: float) -> Figure | None:
     for span in stalled:
         top, bottom = y.at(span.seconds), y.at(span.seconds - span.stall_seconds)
         parts.append(_rect(span, x, TIME_HEIGHT * (1 - top), TIME_HEIGHT * (top - bottom), "stall"))
-    parts += [_cut(x.at((span.first + span.last) / 2), _label(span)) for span in spans if span.seconds > y.high]
-    parts += svg.hits(TIME_HEIGHT, ((x.at(span.first), x.at(span.last), _label(span)) for span in spans))
+    parts += [
+        _overflow_mark(x.at((span.first + span.last) / 2), _span_label(span)) for span in spans if span.seconds > y.high
+    ]
+    parts += svg.hits(TIME_HEIGHT, ((x.at(span.first), x.at(span.last), _span_label(span)) for span in spans))
     legend = [("line", "one step, seconds"), ("stall", "of it blocked by a save")]
     if any(span.seconds > y.high for span in spans):
         legend.append(("cut", "longer than the drawing is high"))
@@ -237,7 +243,7 @@ def _rect(span: Span, x: Scale, top: float, height: float, kind: str) -> str:
     )
 
 
-def _label(span: Span) -> str:
+def _span_label(span: Span) -> str:
     single = span.last - span.first == 1
     steps = f"step {span.last:,}" if single else f"steps {span.first + 1:,} to {span.last:,}"
     label = f"{steps}: {seconds_text(span.seconds)}" + ("" if single else " a step")

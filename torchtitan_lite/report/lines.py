@@ -51,9 +51,9 @@ class Logged:
             for column in (self.steps, self.loss, self.seconds, self.training_seconds):
                 column.pop()
         self.steps.append(step)
-        self.loss.append(number(record.get(LOSS)))
-        self.seconds.append(number(record.get(STEP_SECONDS)))
-        self.training_seconds.append(sum(number(record[part]) for part in PARTS if part in record))
+        self.loss.append(number_or_nan(record.get(LOSS)))
+        self.seconds.append(number_or_nan(record.get(STEP_SECONDS)))
+        self.training_seconds.append(sum(number_or_nan(record[part]) for part in PARTS if part in record))
         self.last = record
 
 
@@ -90,7 +90,7 @@ def read_events(path: Path) -> list[Recorded]:
     return [recorded for record in read_records(path) if (recorded := parse_record(record)) is not None]
 
 
-def number(value: Any) -> float:
+def number_or_nan(value: Any) -> float:
     """Return `value` as a number; NaN for anything that is not one, or larger than `LARGEST`."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
     return float(value) if is_number else math.nan

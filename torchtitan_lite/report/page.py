@@ -13,8 +13,8 @@ from torchtitan_lite.errors import ExtraMissing
 from torchtitan_lite.events import Finished, Preempted
 from torchtitan_lite.log import counted
 from torchtitan_lite.report import curves, marks
-from torchtitan_lite.report.changes import differences, shown
-from torchtitan_lite.report.lines import GOODPUT, TOKENS_PER_SECOND, number
+from torchtitan_lite.report.changes import differences, shown_on_page
+from torchtitan_lite.report.lines import GOODPUT, TOKENS_PER_SECOND, number_or_nan
 from torchtitan_lite.report.run import Run
 from torchtitan_lite.report.saves import Save
 from torchtitan_lite.report.scales import (
@@ -31,7 +31,7 @@ MAX_TABLE_ROWS = 200
 MAX_START_ROWS = 100
 
 
-def render(runs: Sequence[Run]) -> str:
+def render_page(runs: Sequence[Run]) -> str:
     """Return the page of one run, or of two side by side. Raises ExtraMissing without jinja2."""
     try:
         import jinja2
@@ -52,7 +52,7 @@ def render(runs: Sequence[Run]) -> str:
         "rate": rate_text,
         "moment": moment_text,
         "share": share_text,
-        "shown": shown,
+        "shown": shown_on_page,
     }
     text = environment.get_template("page.html").render(page(runs))
     return text.encode(errors="replace").decode()  # The name of a folder need not be UTF-8.
@@ -67,7 +67,7 @@ def page(runs: Sequence[Run]) -> dict[str, Any]:
     first, second = runs[0], runs[1] if len(runs) > 1 else None
     return {
         "title": " and ".join(run.name for run in runs),
-        "runs": [_run(index, run, x, ceiling, best) for index, run in enumerate(runs)],
+        "runs": [_run_values(index, run, x, ceiling, best) for index, run in enumerate(runs)],
         "loss": curves.loss_figure(runs),
         "differences": differences(first.config, second.config) if second is not None else None,
         "fate_sample": marks.fate_sample,
@@ -78,13 +78,13 @@ def page(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _run(index: int, run: Run, x: Any, ceiling: float, best: float) -> dict[str, Any]:
+def _run_values(index: int, run: Run, x: Any, ceiling: float, best: float) -> dict[str, Any]:
     changed = {number for number, changes in run.changes.items() if changes}
     return {
         "index": index,
         "run": run,
         "about": _about(run),
-        "status": _status(run),
+        "status": _status_text(run),
         "tiles": _tiles(run),
         "time": marks.time_figure(run.parts),
         "step_time": curves.step_time_figure(run, x, ceiling),
@@ -94,9 +94,9 @@ def _run(index: int, run: Run, x: Any, ceiling: float, best: float) -> dict[str,
         "impossible_rates": marks.impossible_rates(run),
         "shards": marks.shard_figure(run.shards) if run.shards is not None else None,
         "starts": run.starts[-MAX_START_ROWS:],
-        "saves": [_save(save) for save in run.saves[-MAX_TABLE_ROWS:]],
+        "saves": [_save_row(save) for save in run.saves[-MAX_TABLE_ROWS:]],
         "changed": [start for start in run.starts if start.number in changed],
-        "sections": _sections(run),
+        "sections": _config_by_section(run),
     }
 
 
@@ -112,14 +112,14 @@ STATUS = {
 }
 
 
-def _status(run: Run) -> tuple[str, str]:
+def _status_text(run: Run) -> tuple[str, str]:
     return run.status, STATUS[run.status]
 
 
 def _about(run: Run) -> list[str]:
     """Return a few words about the model and its ranks."""
     config = run.config
-    words = [shown(config["job.description"])] if config.get("job.description") else []
+    words = [shown_on_page(config["job.description"])] if config.get("job.description") else []
     if config.get("model.name"):
         words.append(f"{config['model.name']} {config.get('model.flavor') or ''}".strip())
     if run.shards is not None:
@@ -145,9 +145,9 @@ def _tiles(run: Run) -> list[dict[str, Any]]:
     if math.isfinite(run.parts.goodput):
         note = f"of {seconds_text(run.parts.total)}"
         tiles.append(_tile("Goodput", share_text(run.parts.goodput), run.parts.goodput, note))
-    elif math.isfinite(goodput := number(logged.last.get(GOODPUT))):
+    elif math.isfinite(goodput := number_or_nan(logged.last.get(GOODPUT))):
         tiles.append(_tile("Goodput", share_text(goodput / 100), goodput / 100, ""))
-    if math.isfinite(speed := number(logged.last.get(TOKENS_PER_SECOND))):
+    if math.isfinite(speed := number_or_nan(logged.last.get(TOKENS_PER_SECOND))):
         tiles.append(_tile("Tokens a second", number_text(speed), speed, "each rank"))
     if committed:
         # The ledger's is also that of saves that failed or were cut, and of waiting for the last one at the end.
@@ -171,7 +171,7 @@ def _tile(label: str, text: str, value: float, note: str) -> dict[str, Any]:
     return {"label": label, "text": text, "value": value, "note": note, "key": label.lower().replace(" ", "-")}
 
 
-def _save(save: Save) -> dict[str, Any]:
+def _save_row(save: Save) -> dict[str, Any]:
     return {
         "save": save,
         "class": marks.fate_class(save.fate),
@@ -179,10 +179,10 @@ def _save(save: Save) -> dict[str, Any]:
     }
 
 
-def _sections(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:
+def _config_by_section(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return the configuration as the page lists it: by section."""
     sections: dict[str, list[tuple[str, str]]] = {}
     for name, value in run.config.items():
         section, _, key = name.partition(".")
-        sections.setdefault(section, []).append((key or section, shown(value)))
+        sections.setdefault(section, []).append((key or section, shown_on_page(value)))
     return list(sections.items())

@@ -37,7 +37,7 @@ def pictures(page: str, browser: str) -> dict[str, bytes]:
         folder = Path(name)
         measured = folder / "measured.html"
         measured.write_text(page + _MEASURE, encoding="utf-8")
-        document = _run(browser, folder, measured, f"--window-size={WIDTH},800", "--dump-dom")
+        document = _run_browser(browser, folder, measured, f"--window-size={WIDTH},800", "--dump-dom")
         found = re.search(r'data-height="(\d+)"', document)
         height = min(_MAX_HEIGHT, int(found[1])) if found is not None else 800
         plain = folder / "page.html"
@@ -46,12 +46,12 @@ def pictures(page: str, browser: str) -> dict[str, bytes]:
         for scheme, number in SCHEMES.items():
             shot = folder / f"{scheme}.png"
             colours = f"--blink-settings=preferredColorScheme={number}"
-            _run(browser, folder, plain, f"--window-size={WIDTH},{height}", colours, f"--screenshot={shot}")
+            _run_browser(browser, folder, plain, f"--window-size={WIDTH},{height}", colours, f"--screenshot={shot}")
             taken[scheme] = shot.read_bytes()
         return taken
 
 
-def _run(browser: str, folder: Path, page: Path, *options: str) -> str:
+def _run_browser(browser: str, folder: Path, page: Path, *options: str) -> str:
     """Return what the browser prints. Raises ConfigError if it ends with an error or takes too long."""
     command = [browser, "--headless", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder / 'profile'}"]
     if os.geteuid() == 0:

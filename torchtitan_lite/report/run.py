@@ -117,7 +117,7 @@ def read_run(spelling: str, *, now: float | None = None) -> Run:
         shards=_shards(checkpoints),
         config=config or (known[max(known)] if known else {}),
         changes=changes_by_start(known),
-        status=_status(starts, checkpoints.lock, now),
+        status=_run_status(starts, checkpoints.lock, now),
         read_at=now,
         uploaded=next((each for each in reversed(events) if isinstance(each.event, Uploaded)), None),
     )
@@ -146,7 +146,7 @@ def _shards(checkpoints: SeenFolder) -> ShardMap | None:
     return None
 
 
-def _status(starts: list[ReportedStart], lock: HolderSeen | None, now: float) -> str:
+def _run_status(starts: list[ReportedStart], lock: HolderSeen | None, now: float) -> str:
     """Return how the run is doing: as its last start ended, or if it did not say, as its `lock` shows it."""
     end = starts[-1].end if starts else UNKNOWN
     if end in (*CLEAN_ENDS, FAILED):
@@ -178,21 +178,21 @@ class SeenFolder:
         A store that cannot be read is a warning: what the dump folder has is known without it.
         """
         if not is_in_object_store(name):
-            return _on_disk(dump_folder / name)
+            return _folder_on_disk(dump_folder / name)
         try:
-            return _in_store(name)
+            return _folder_in_store(name)
         except (OSError, TorchtitanLiteError) as error:
             logger.warning("The checkpoints in %s are left out: %s", name, error)
             return cls(was_read=False)
 
 
-def _on_disk(root: Path) -> SeenFolder:
+def _folder_on_disk(root: Path) -> SeenFolder:
     if not root.is_dir():
         return SeenFolder()
     return SeenFolder(tuple(inventory(root)), CheckpointStore(root).seen_holder(), root.joinpath)
 
 
-def _in_store(address: str) -> SeenFolder:
+def _folder_in_store(address: str) -> SeenFolder:
     # Its client is an extra, and takes its time.
     from torchtitan_lite.bucket.store import open_bucket
     from torchtitan_lite.checkpoint.examining.stored_inventory import stored_inventory

@@ -96,8 +96,8 @@ def saves_of(
     `are_seen`: whether what has no entry is gone; else its folder could not be read.
     """
     saves = [save for start in starts for save in _of_start(start, is_last=start is starts[-1])]
-    removed, times = _removals(starts), _times(saves)
-    found, unknown = _matched(saves, entries)
+    removed, times = _removals(starts), _times_by_step(saves)
+    found, unknown = _matched_entries(saves, entries)
     result = []
     for index, save in enumerate(saves):
         changes: dict[str, Any] = {}
@@ -142,7 +142,7 @@ def _of_start(start: ReportedStart, *, is_last: bool) -> list[Save]:
     return list(saves.values())
 
 
-def _matched(
+def _matched_entries(
     saves: Sequence[Save], entries: Sequence[ListedCheckpoint]
 ) -> tuple[dict[int, ListedCheckpoint], list[ListedCheckpoint]]:
     """Return the entry of each save that is still in the folder, by its index, and the entries of no save."""
@@ -178,7 +178,7 @@ def _removals(starts: Sequence[ReportedStart]) -> dict[int, list[tuple[float, Fa
     return removed
 
 
-def _times(saves: Sequence[Save]) -> dict[int, list[float]]:
+def _times_by_step(saves: Sequence[Save]) -> dict[int, list[float]]:
     """Return the times of the saves of each step."""
     times: dict[int, list[float]] = {}
     for save in saves:

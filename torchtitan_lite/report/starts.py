@@ -77,7 +77,7 @@ def starts_of(events: Sequence[Recorded], ledger: accounts.Accounts, last_logged
     """Return the starts in their order; the last one has reached `last_logged_step` at least."""
     begun = [start.began for start in ledger.starts]
     older = [event for event in events if not begun or event.time < begun[0]]
-    groups: list[tuple[accounts.Start | None, list[Recorded]]] = [(None, group) for group in split(older)]
+    groups: list[tuple[accounts.Start | None, list[Recorded]]] = [(None, group) for group in split_by_start(older)]
     offset = len(groups)
     groups += [(start, []) for start in ledger.starts]
     for event in events[len(older) :]:
@@ -89,7 +89,7 @@ def starts_of(events: Sequence[Recorded], ledger: accounts.Accounts, last_logged
     ]
 
 
-def split(events: Sequence[Recorded]) -> list[list[Recorded]]:
+def split_by_start(events: Sequence[Recorded]) -> list[list[Recorded]]:
     """Return `events`, of a run without a ledger, divided by starts."""
     groups: list[list[Recorded]] = []
     trains, saved = True, -1

@@ -36,7 +36,7 @@ class Figure:
 def element(name: str, *children: str, **attributes: object) -> str:
     """Return an element. `class_` is the attribute class, `stroke_width` is stroke-width; None is left out."""
     written = "".join(
-        f" {key.rstrip('_').replace('_', '-')}={quoteattr(_value(value))}"
+        f" {key.rstrip('_').replace('_', '-')}={quoteattr(_attribute_text(value))}"
         for key, value in attributes.items()
         if value is not None
     )
@@ -145,7 +145,7 @@ def hits(height: int, columns: Iterable[tuple[float, float, str]]) -> Iterator[s
         yield element("rect", title(label), x=percent(begin), y=0, width=width, height=height, class_="hit")
 
 
-def _value(value: object) -> str:
+def _attribute_text(value: object) -> str:
     return _short(value, 2) if isinstance(value, float) else str(value)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchtitan_lite import accounts
-from torchtitan_lite.report.lines import GOODPUT, Logged, number
+from torchtitan_lite.report.lines import GOODPUT, Logged, number_or_nan
 from torchtitan_lite.report.saves import Save
 from torchtitan_lite.report.starts import ReportedStart
 
@@ -65,7 +65,7 @@ def _without_ledger(logged: Logged, starts: Sequence[ReportedStart], saves: Sequ
         "saving": sum(save.stall_seconds or 0.0 for save in saves),
         "loading": sum(start.load_seconds or 0.0 for start in starts),
     }
-    percent = number(logged.last.get(GOODPUT))
+    percent = number_or_nan(logged.last.get(GOODPUT))
     if percent > 0:
         parts["other"] = max(0.0, 100 * productive / percent - sum(parts.values()))
     return {part: parts[part] for part in LABELS if parts.get(part, 0.0) > 0}

@@ -17,7 +17,7 @@ from tests.checkpoint.reading.foreign_folders import save_plain
 from tests.checkpoint.small_run import SmallRun
 from tests.checkpoint.with_manifest import add_manifest
 from tests.store.filled import manifest_of
-from torchtitan_lite.checkpoint.examining.difference import Difference, compare, digest_of
+from torchtitan_lite.checkpoint.examining.difference import Difference, compare_checkpoints, digest_of
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, open_checkpoint
 from torchtitan_lite.checkpoint.examining.presence import present
 from torchtitan_lite.checkpoint.examining.value_difference import EQUAL, ValueDifference, compare_values
@@ -39,7 +39,7 @@ def plain(folder: Path, **state: Any) -> OpenedCheckpoint:
 
 
 def values(a: OpenedCheckpoint, b: OpenedCheckpoint) -> dict[str, ValueDifference]:
-    return dict(compare_values(a, b, compare(a, b).comparable))
+    return dict(compare_values(a, b, compare_checkpoints(a, b).comparable))
 
 
 def of_one(a: torch.Tensor, b: torch.Tensor, base: Path) -> ValueDifference:
@@ -71,7 +71,7 @@ def write(folder: Path, tensor: torch.Tensor, **checkpoint: Any) -> None:
 @pytest.mark.parametrize("kind", ["checkpoint", "export"])
 def test_the_same_state_in_another_sharding_is_equal(kind: str) -> None:
     a, b = golden("one-process", kind), golden("two-ranks", kind)
-    found = compare(a, b)
+    found = compare_checkpoints(a, b)
     # The one object that each rank has of its own, and what says how many ranks there were.
     assert not {key for key in (*found.only_in_a, *found.only_in_b) if "rank1" not in key}
     assert not found.tensors and not found.objects
@@ -87,10 +87,10 @@ def test_a_checkpoint_with_records_and_one_of_plain_dcp_are_compared(tmp_path: P
     (tmp_path / "plain" / "manifest.json").unlink()
     theirs = open_checkpoint(tmp_path / "plain")
     for other in (theirs, golden("with-records")):
-        found = compare(ours, other)
+        found = compare_checkpoints(ours, other)
         assert not found.objects, "JSON and pickles describe the same objects"
         assert set(values(ours, other).values()) == {EQUAL}
-    assert not compare(ours, theirs).has_any
+    assert not compare_checkpoints(ours, theirs).has_any
 
 
 def test_keys_shapes_and_dtypes(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_keys_shapes_and_dtypes(tmp_path: Path) -> None:
         m=2,
         theirs=torch.ones(()),
     )
-    found = compare(a, b)
+    found = compare_checkpoints(a, b)
     assert found.only_in_a == {"mine": "float32 [3]", "n": "an object"}
     assert found.only_in_b == {"theirs": "float32 []", "m": "an object"}
     assert found.tensors == {
@@ -134,21 +134,21 @@ def test_keys_shapes_and_dtypes(tmp_path: Path) -> None:
 )
 def test_objects_that_differ_in_value_or_type(a: Any, b: Any, tmp_path: Path) -> None:
     in_a, in_b = plain(tmp_path / "a", o=(a,)), plain(tmp_path / "b", o=(b,))
-    assert compare(in_a, in_b).objects.keys() == {"o"}
-    assert not compare(in_a, plain(tmp_path / "c", o=(a,))).has_any
+    assert compare_checkpoints(in_a, in_b).objects.keys() == {"o"}
+    assert not compare_checkpoints(in_a, plain(tmp_path / "c", o=(a,))).has_any
 
 
 def test_a_tensor_inside_an_object_is_compared_by_its_bytes(tmp_path: Path) -> None:
     state = {"o": (torch.arange(4), "x")}
     a, b = plain(tmp_path / "a", **state), plain(tmp_path / "b", **state)
-    assert not compare(a, b).has_any
+    assert not compare_checkpoints(a, b).has_any
     c = plain(tmp_path / "c", o=(torch.arange(4) + 1, "x"))
-    assert compare(a, c).objects == {"o": ("a tuple of 2", "a tuple of 2")}
+    assert compare_checkpoints(a, c).objects == {"o": ("a tuple of 2", "a tuple of 2")}
 
 
 def test_nan_in_an_object_equals_nan(tmp_path: Path) -> None:
     a, b = plain(tmp_path / "a", o=(math.nan, 1)), plain(tmp_path / "b", o=(math.nan, 1))
-    assert not compare(a, b).has_any
+    assert not compare_checkpoints(a, b).has_any
 
 
 def test_plain_objects_have_one_digest_in_json_and_in_a_pickle(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_plain_objects_have_one_digest_in_json_and_in_a_pickle(tmp_path: Path) -
     add_manifest(tmp_path / "b")
     theirs, ours = open_checkpoint(folder), open_checkpoint(tmp_path / "b")
     assert any(stored.item is None for stored in ours.contents.objects.values())
-    assert compare(theirs, ours).objects == {}
+    assert compare_checkpoints(theirs, ours).objects == {}
 
 
 def test_a_damaged_object_is_damage_and_names_it(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_damaged_object_is_damage_and_names_it(tmp_path: Path) -> None:
     assert stored.item is not None
     (tmp_path / "b" / stored.item.file).write_bytes(bytes(stored.item.offset + stored.item.length))
     with pytest.raises(CheckpointDamaged, match=r"the item of o is not what torch\.save writes"):
-        compare(a, b)
+        compare_checkpoints(a, b)
     assert digest_of(a.folder, "o", a.contents.objects["o"])[1] == "(1, 2)"
 
 
@@ -184,18 +184,18 @@ def test_containers_of_another_type_and_empty_ones(tmp_path: Path) -> None:
 
     a = saved("a", {"x": {"n": 1}, "empty": {}, "list": [1, {}]})
     b = saved("b", {"x": collections.OrderedDict(n=1), "list": [1]})
-    assert compare(a, b).containers == {
+    assert compare_checkpoints(a, b).containers == {
         "extra.x": ("dict", "OrderedDict"),
         "extra.empty": ("dict", "-"),
         "extra.list": ("list", "-"),  # without a container in it, it is an object
     }
-    assert not compare(a, a).has_any
+    assert not compare_checkpoints(a, a).has_any
 
 
 def test_digests_say_which_values_differ_without_reading_them(tmp_path: Path) -> None:
     run = SmallRun(tmp_path, interval=1, digest_tensors=("save",)).finished(2)
     a, b = (open_checkpoint(run.root / f"step-{step}") for step in (1, 2))
-    found = compare(a, b)
+    found = compare_checkpoints(a, b)
     assert not found.unknown
     assert "model.first.weight" in found.known_different and "rng.rank0.python" in found.known_equal
     read = values(a, b)

@@ -12,7 +12,7 @@ import pytest
 from tests.checkpoint.reading.memory import peak_above_before
 from tests.checkpoint.small_run import SmallRun
 from tests.checkpoint.untrusted.hostile_folders import CASES, DATA, MANIFEST, METADATA, PLAIN_CASES, WARMING
-from torchtitan_lite.checkpoint.examining.difference import compare
+from torchtitan_lite.checkpoint.examining.difference import compare_checkpoints
 from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
 from torchtitan_lite.checkpoint.examining.verification import look_at, read_through
 from torchtitan_lite.errors import CheckpointError
@@ -49,7 +49,7 @@ def examine(names: Sequence[str], base: Path) -> None:
         assert peak < MOST_BYTES, name
         assert (outcome[0] == "complete") is (name in HARMLESS), f"{name}: {outcome[0]}"
         with contextlib.suppress(CheckpointError):
-            compare(open_checkpoint(folder), sound)
+            compare_checkpoints(open_checkpoint(folder), sound)
         shutil.rmtree(base / "hostile")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from torchtitan_lite.checkpoint.examining.summary import bytes_by_file, matching, parts_of, rows_of
+from torchtitan_lite.checkpoint.examining.summary import bytes_by_file, matching, rows_of, state_parts
 from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, Item, StoredObject, StoredTensor
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 
@@ -56,7 +56,8 @@ def test_parts_and_files_have_the_bytes_of_every_chunk_once() -> None:
         {"model.c": StoredObject(1), "lr": StoredObject(item=Item("__2_0.distcp", 0, 9))},
     )
     parts = {
-        part.name: (part.num_tensors, part.num_elements, part.nbytes, part.num_objects) for part in parts_of(contents)
+        part.name: (part.num_tensors, part.num_elements, part.nbytes, part.num_objects)
+        for part in state_parts(contents)
     }
     assert parts == {"model": (2, 14, 64, 1), "bare": (1, 6, 24, 0), "lr": (0, 0, 0, 1)}
     assert {name: dict(held) for name, held in bytes_by_file(contents).items()} == {

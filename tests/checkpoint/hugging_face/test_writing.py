@@ -21,7 +21,7 @@ from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, open_c
 from torchtitan_lite.checkpoint.examining.tensor_stream import SLICE_BYTES
 from torchtitan_lite.checkpoint.hugging_face.described import Place
 from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel
-from torchtitan_lite.checkpoint.hugging_face.writing import PlannedExport, plan, write, write_rest, write_shards
+from torchtitan_lite.checkpoint.hugging_face.writing import PlannedExport, plan, write_model, write_rest, write_shards
 from torchtitan_lite.errors import CheckpointUnreadable, ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -78,7 +78,7 @@ def assert_equal(found: State, expected: State) -> None:
 def test_the_files_have_their_names_and_order_and_the_dtype_is_in_the_config(
     dtype: str, opened: OpenedCheckpoint, tensors: State, tmp_path: Path
 ) -> None:
-    done = write(opened, MODEL, tmp_path / "out", silent, dtype=dtype)
+    done = write_model(opened, MODEL, tmp_path / "out", silent, dtype=dtype)
     assert_equal(loaded(tmp_path / "out"), theirs(tensors, torch.bfloat16 if dtype else torch.float32))
     assert sorted(done.files) == sorted(path.name for path in (tmp_path / "out").iterdir())
     assert {*done.files} == {"model.safetensors", "config.json", "tokenizer.json", "README.md"}
@@ -98,7 +98,7 @@ def test_ranks_share_the_shards_and_the_coordinator_writes_the_rest(
             planned = planned_by_a_rank()
             write_shards(planned, folder, [*planned.shards][rank::2])
         write_rest(planned_by_a_rank(), folder)
-    write(opened, MODEL, tmp_path / "alone" / "out", silent, dtype="bfloat16", max_shard_bytes=64)
+    write_model(opened, MODEL, tmp_path / "alone" / "out", silent, dtype="bfloat16", max_shard_bytes=64)
     files = {path.name: path.read_bytes() for path in (tmp_path / "alone" / "out").iterdir()}
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == files
     index = json.loads(files["model.safetensors.index.json"])
@@ -120,14 +120,14 @@ def test_a_model_that_does_not_fit_is_refused_by_name(
 ) -> None:
     places = {name: place for name, place in {**MODEL.places, **change}.items() if place is not None}
     with pytest.raises(ConfigError) as raised:
-        write(opened, dataclasses.replace(MODEL, places=places), tmp_path / "out", silent)
+        write_model(opened, dataclasses.replace(MODEL, places=places), tmp_path / "out", silent)
     assert str(raised.value).endswith(f"does not have the weights of the model that is described: {finding}")
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
 
 
 def test_what_is_left_out_need_not_have_a_place(opened: OpenedCheckpoint, tensors: State, tmp_path: Path) -> None:
     places = {name: place for name, place in MODEL.places.items() if name != "count"}
-    write(opened, HuggingFaceModel({}, places, {}, ["count"]), tmp_path / "out", silent)
+    write_model(opened, HuggingFaceModel({}, places, {}, ["count"]), tmp_path / "out", silent)
     expected = theirs(tensors)
     del expected["count"]
     assert_equal(loaded(tmp_path / "out"), expected)
@@ -136,7 +136,7 @@ def test_what_is_left_out_need_not_have_a_place(opened: OpenedCheckpoint, tensor
 def test_nothing_remains_of_a_failure(opened: OpenedCheckpoint, tmp_path: Path) -> None:
     next(opened.folder.glob("*.distcp")).unlink()
     with pytest.raises(CheckpointUnreadable):
-        write(opened, MODEL, tmp_path / "out", silent)
+        write_model(opened, MODEL, tmp_path / "out", silent)
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
 
 
@@ -146,5 +146,5 @@ def test_the_memory_of_an_export_does_not_grow_with_the_tensors(head_dim: int, t
     save_plain({"model": {"wq": untouched_zeros(256 << 20).view(torch.float32).view(16_384, 4096)}}, tmp_path / "c")
     model = HuggingFaceModel({}, {"wq": Place("q_proj.weight", (16_384, 4096), head_dim)})
     opened = open_checkpoint(tmp_path / "c")
-    peak = peak_above_before(lambda: write(opened, model, tmp_path / "out", silent, dtype="bfloat16"))
+    peak = peak_above_before(lambda: write_model(opened, model, tmp_path / "out", silent, dtype="bfloat16"))
     assert peak < (128 << 20) + SLICE_BYTES

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lite.checkpoint.images.room import Room, is_short, num_arenas, reserve_bytes
-from torchtitan_lite.host_memory import available_in, free_bytes, host_id, oom_kills
+from torchtitan_lite.host_memory import available_in, free_memory_bytes, host_id, oom_kills
 
 GIB = 1 << 30
 MEMINFO = "MemTotal:       33554432 kB\nMemFree:         1048576 kB\nMemAvailable:   20971520 kB\n"
@@ -43,35 +43,35 @@ def v1(folder: str, limit: int, usage: int, files: int = 0) -> dict[str, str]:
 
 
 def test_without_a_limit_it_is_what_the_host_has(tmp_path: Path) -> None:
-    assert free_bytes(tree(tmp_path, {})) == 20 * GIB
+    assert free_memory_bytes(tree(tmp_path, {})) == 20 * GIB
 
 
 def test_the_tightest_cgroup_above_the_process_counts_and_files_count_as_free(tmp_path: Path) -> None:
     files = {"proc/self/cgroup": "0::/job/rank\n", "proc/self/mountinfo": V2_MOUNT}
     files |= v2("job", str(8 * GIB), 6 * GIB, files=GIB) | v2("job/rank", "max", 5 * GIB)
-    assert free_bytes(tree(tmp_path, files)) == 3 * GIB
+    assert free_memory_bytes(tree(tmp_path, files)) == 3 * GIB
 
 
 def test_a_cgroup_of_version_1_counts_where_it_has_a_limit(tmp_path: Path) -> None:
     files = {"proc/self/cgroup": "4:memory:/job/rank\n0::/\n", "proc/self/mountinfo": V1_MOUNT + V2_MOUNT}
     files |= v1("", 9223372036854771712, 30 * GIB) | v1("job", 10 * GIB, 9 * GIB, files=GIB)
     files |= v1("job/rank", 9223372036854771712, 8 * GIB)
-    assert free_bytes(tree(tmp_path, files)) == 2 * GIB
+    assert free_memory_bytes(tree(tmp_path, files)) == 2 * GIB
 
 
 def test_a_container_that_sees_only_its_own_cgroup_has_its_limit(tmp_path: Path) -> None:
     mount = "30 23 0:26 /docker/abc /sys/fs/cgroup ro - cgroup2 cgroup rw\n"
     files = {"proc/self/cgroup": "0::/docker/abc\n", "proc/self/mountinfo": mount} | v2(".", str(4 * GIB), GIB)
-    assert free_bytes(tree(tmp_path, files)) == 3 * GIB
+    assert free_memory_bytes(tree(tmp_path, files)) == 3 * GIB
 
 
 def test_more_used_than_allowed_is_no_room(tmp_path: Path) -> None:
     files = {"proc/self/cgroup": "0::/job\n", "proc/self/mountinfo": V2_MOUNT} | v2("job", str(GIB), 2 * GIB)
-    assert free_bytes(tree(tmp_path, files)) == 0
+    assert free_memory_bytes(tree(tmp_path, files)) == 0
 
 
 def test_a_system_that_says_nothing_has_room_and_a_name(tmp_path: Path) -> None:
-    assert free_bytes(tmp_path) > 1 << 50
+    assert free_memory_bytes(tmp_path) > 1 << 50
     assert available_in("") > 1 << 50
     assert host_id(tmp_path)
     assert host_id() == host_id()

@@ -12,7 +12,7 @@ from tests.checkpoint.importing.sources import ARGS, weights
 from tests.cli.command import command
 from tests.e2e.jobs import start
 from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
-from torchtitan_lite.checkpoint.hugging_face.writing import write
+from torchtitan_lite.checkpoint.hugging_face.writing import write_model
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.config.job_config import Model
 from torchtitan_lite.models.llama.args import ModelArgs
@@ -35,7 +35,7 @@ def model_of(step: Path, args: ModelArgs) -> dict[str, torch.Tensor]:
 
 def assert_comes_back(step: Path, args: ModelArgs, folder: Path, most_bytes: int | None) -> None:
     """Fail unless the model of `step` is the same after an export to and an import from Hugging Face's form."""
-    write(
+    write_model(
         open_checkpoint(step), describe(args, {}, None, None), folder / "hf", unseen, dtype="float32",
         max_shard_bytes=most_bytes, of_trainer=True,
     )  # fmt: skip

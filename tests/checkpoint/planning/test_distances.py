@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchtitan_lite.checkpoint.planning.distances import squares
-from torchtitan_lite.checkpoint.planning.rank_comparison import _sample
+from torchtitan_lite.checkpoint.planning.rank_comparison import _sampled_elements
 
 NAN = math.nan
 
@@ -27,7 +27,7 @@ def test_nan_on_both_ranks_is_none() -> None:
 @pytest.mark.parametrize("num_bytes", [4, 400, 4000])
 def test_of_memory_that_is_not_contiguous_the_sample_has_about_the_bytes_that_it_should(num_bytes: int) -> None:
     memory = torch.arange(10_000.0).reshape(100, 100).t()
-    sample = _sample(memory, num_bytes)
+    sample = _sampled_elements(memory, num_bytes)
     assert num_bytes // 2 <= sample.numel() * 4 <= num_bytes
     assert {*sample.tolist()} <= {*memory.reshape(-1).tolist()}
     assert sample[0] == memory[0, 0]
@@ -36,6 +36,6 @@ def test_of_memory_that_is_not_contiguous_the_sample_has_about_the_bytes_that_it
 @pytest.mark.parametrize("num_bytes", [1, 256, 40_000])
 def test_of_contiguous_memory_it_has_lines_of_the_processors_cache(num_bytes: int) -> None:
     memory = torch.arange(10_000.0)
-    sample = _sample(memory, num_bytes)
+    sample = _sampled_elements(memory, num_bytes)
     assert sample.shape[1] == 64 // 4
     assert sample.numel() * 4 == pytest.approx(max(64, num_bytes), rel=0.02)

@@ -22,7 +22,7 @@ from tests.held import Held
 from tests.logged import logged_warnings
 from tests.ranks import Ranks, on_two_ranks
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.planning.replicas import _digest
+from torchtitan_lite.checkpoint.planning.replicas import _value_digest
 from torchtitan_lite.checkpoint.state.per_rank import PerRank
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, Stateful
 from torchtitan_lite.checkpoint.state.train_state import TrainState
@@ -176,7 +176,7 @@ def test_a_long_list_of_keys_is_shortened(rank: int, tmp_path: Path) -> None:
     ids=["order", "set", "nan", "strides", "bfloat16"],
 )
 def test_equal_values_have_equal_digests(one: Any, other: Any) -> None:
-    assert _digest(one) == _digest(other)
+    assert _value_digest(one) == _value_digest(other)
 
 
 @pytest.mark.parametrize(
@@ -185,14 +185,14 @@ def test_equal_values_have_equal_digests(one: Any, other: Any) -> None:
     ids=str,
 )
 def test_different_values_have_different_digests(one: Any, other: Any) -> None:
-    assert _digest(one) != _digest(other)
+    assert _value_digest(one) != _value_digest(other)
 
 
 def test_values_that_cannot_become_bytes_are_no_difference() -> None:
     endless: list[Any] = []
     endless.append(endless)
-    assert _digest(endless) == _digest(endless)
-    assert _digest(lambda: 1) == _digest(lambda: 2)
+    assert _value_digest(endless) == _value_digest(endless)
+    assert _value_digest(lambda: 1) == _value_digest(lambda: 2)
 
 
 def save_per_rank(rank: int, folder: Path, **held: Any) -> None:

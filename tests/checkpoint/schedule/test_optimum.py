@@ -16,7 +16,7 @@ from torchtitan_lite.checkpoint.schedule.optimum import (
     Conflict,
     Reason,
     SaveCost,
-    choose,
+    choose_interval,
     most_lost_seconds,
     optimum_seconds,
 )
@@ -61,7 +61,7 @@ def test_dearer_saves_are_made_less_often(costs: tuple[float, float], mtbf: floa
 def test_a_run_that_fails_less_often_is_saved_less_often(cost: float, mtbfs: tuple[float, float]) -> None:
     low, high = sorted(mtbfs)
     save = SaveCost(cost, save_seconds=cost)
-    assert at_most(choose(save, low, NO_CAPS).seconds, choose(save, high, NO_CAPS).seconds)
+    assert at_most(choose_interval(save, low, NO_CAPS).seconds, choose_interval(save, high, NO_CAPS).seconds)
 
 
 @many
@@ -70,13 +70,13 @@ def test_dearer_saves_that_take_as_long_are_made_less_often_within_the_caps(
     cost: SaveCost, factor: float, mtbf: float, caps: Caps
 ) -> None:
     dearer = dataclasses.replace(cost, slower_seconds=cost.slower_seconds * factor)
-    assert at_most(choose(cost, mtbf, caps).seconds, choose(dearer, mtbf, caps).seconds)
+    assert at_most(choose_interval(cost, mtbf, caps).seconds, choose_interval(dearer, mtbf, caps).seconds)
 
 
 @many
 @given(COSTS, MTBF, CAPS)
 def test_the_interval_is_never_below_the_time_that_a_save_takes(cost: SaveCost, mtbf: float, caps: Caps) -> None:
-    chosen = choose(cost, mtbf, caps).seconds
+    chosen = choose_interval(cost, mtbf, caps).seconds
     assert chosen >= cost.save_seconds
     assert chosen >= cost.seconds
     assert math.isfinite(chosen)
@@ -85,7 +85,7 @@ def test_the_interval_is_never_below_the_time_that_a_save_takes(cost: SaveCost, 
 @many
 @given(COSTS, MTBF, CAPS)
 def test_no_more_is_lost_than_allowed_unless_a_save_takes_too_long(cost: SaveCost, mtbf: float, caps: Caps) -> None:
-    choice = choose(cost, mtbf, caps)
+    choice = choose_interval(cost, mtbf, caps)
     holds = at_most(most_lost_seconds(choice.seconds, cost), caps.max_lost_seconds)
     assert holds or choice.conflict is Conflict.LOST_EXCEEDED
     assert holds or choice.reason is Reason.LEAST
@@ -96,7 +96,7 @@ def test_no_more_is_lost_than_allowed_unless_a_save_takes_too_long(cost: SaveCos
 @many
 @given(COSTS, MTBF, CAPS)
 def test_saves_cost_no_more_than_allowed_unless_more_would_be_lost(cost: SaveCost, mtbf: float, caps: Caps) -> None:
-    choice = choose(cost, mtbf, caps)
+    choice = choose_interval(cost, mtbf, caps)
     holds = at_most(cost.seconds / caps.max_overhead, choice.seconds)
     assert holds or choice.conflict in (Conflict.OVERHEAD_EXCEEDED, Conflict.LOST_EXCEEDED)
 
@@ -104,7 +104,7 @@ def test_saves_cost_no_more_than_allowed_unless_more_would_be_lost(cost: SaveCos
 @many
 @given(COSTS, MTBF, CAPS)
 def test_a_cap_changes_nothing_that_is_within_it(cost: SaveCost, mtbf: float, caps: Caps) -> None:
-    free, choice = choose(cost, mtbf, NO_CAPS), choose(cost, mtbf, caps)
+    free, choice = choose_interval(cost, mtbf, NO_CAPS), choose_interval(cost, mtbf, caps)
     assert free.conflict is None
     within = most_lost_seconds(free.seconds, cost) <= caps.max_lost_seconds
     if within and cost.seconds <= caps.max_overhead * free.seconds * (1 - 1e-9):
@@ -132,7 +132,7 @@ SAVE = SaveCost(blocked_seconds=2.0, slower_seconds=1.0, save_seconds=10.0, step
 def test_what_may_be_lost_comes_before_what_saves_may_cost(
     caps: Caps, seconds: float, reason: Reason, conflict: Conflict | None
 ) -> None:
-    choice = choose(SAVE, 90_000.0, caps)
+    choice = choose_interval(SAVE, 90_000.0, caps)
     assert choice.seconds == pytest.approx(seconds, rel=0.01)
     assert (choice.reason, choice.conflict) == (reason, conflict)
 

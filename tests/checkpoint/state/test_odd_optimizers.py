@@ -20,7 +20,7 @@ from torchtitan_lite.checkpoint.format.kinds import difference
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.saving.savers import ProcessSaver
 from torchtitan_lite.checkpoint.seams import Seams
-from torchtitan_lite.checkpoint.state.optimizer_state import tensors_in
+from torchtitan_lite.checkpoint.state.optimizer_state import nested_tensors
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError, SaveFailed
 
 
@@ -425,5 +425,7 @@ def test_matrices_come_back_in_the_order_in_which_they_lie_in_memory(tmp_path: P
     ours, theirs = remembered(tmp_path, Remembering, made, torch.float32)
     assert same(ours, theirs)
     for key, value in ours.items():
-        expected = [each.contiguous().stride() if key == "with gaps" else each.stride() for each in tensors_in(value)]
-        assert [each.stride() for each in tensors_in(theirs[key])] == expected, key
+        expected = [
+            each.contiguous().stride() if key == "with gaps" else each.stride() for each in nested_tensors(value)
+        ]
+        assert [each.stride() for each in nested_tensors(theirs[key])] == expected, key

@@ -11,7 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Instance, Persistent, PickledName, parse
+from torchtitan_lite.checkpoint.untrusted.inert_pickle import (
+    InertPickleError,
+    Instance,
+    Persistent,
+    PickledName,
+    parse_pickle,
+)
 
 POINT = PickledName("Point")
 TABLE: dict[tuple[str, str], object] = {("shapes", "Point"): POINT, ("shapes", "ORIGIN"): "the origin"}
@@ -44,14 +50,14 @@ def typed(value: Any) -> Any:
 @settings(max_examples=150)
 @given(plain, st.integers(2, pickle.HIGHEST_PROTOCOL))
 def test_plain_values_are_what_pickle_loads(value: Any, protocol: int) -> None:
-    assert typed(parse(pickle.dumps(value, protocol), {})) == typed(value)
+    assert typed(parse_pickle(pickle.dumps(value, protocol), {})) == typed(value)
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_repeated_values_are_found_in_the_memo_however_many_there_are(protocol: int) -> None:
     names = [f"name {number}" for number in range(300)]
     value = [*names, *names, tuple(names[:1]), tuple(names[:2]), tuple(names[:3]), tuple(names[:4]), names]
-    assert parse(pickle.dumps(value, protocol), {}) == value
+    assert parse_pickle(pickle.dumps(value, protocol), {}) == value
 
 
 @pytest.mark.slow
@@ -60,7 +66,7 @@ def test_repeated_values_are_found_in_the_memo_however_many_there_are(protocol: 
 def test_a_pickle_that_is_cut_is_refused(value: Any, protocol: int, data: st.DataObject) -> None:
     whole = pickle.dumps(value, protocol)
     with pytest.raises(InertPickleError):
-        parse(whole[: data.draw(st.integers(0, len(whole) - 1))], {})
+        parse_pickle(whole[: data.draw(st.integers(0, len(whole) - 1))], {})
 
 
 @pytest.mark.parametrize(
@@ -92,20 +98,20 @@ def test_a_pickle_that_is_cut_is_refused(value: Any, protocol: int, data: st.Dat
 )
 def test_a_pickle_that_no_checkpoint_has_is_refused_with_the_reason(pickled: bytes, found: str) -> None:
     with pytest.raises(InertPickleError, match=found):
-        parse(pickled, TABLE)
+        parse_pickle(pickled, TABLE)
 
 
 def test_every_length_of_a_number_is_read() -> None:
     for number in (0, 1, 255, 256, 65535, 65536, 2**31 - 1, 2**31, -1, -(2**31), -(2**31) - 1, 2**200, -(2**200)):
-        assert parse(pickle.dumps(number, 2), {}) == number
-    assert parse(b"\x80\x02\x8a\x00.", {}) == 0
-    assert parse(b"\x80\x02G" + struct.pack(">d", 0.1) + b".", {}) == 0.1
+        assert parse_pickle(pickle.dumps(number, 2), {}) == number
+    assert parse_pickle(b"\x80\x02\x8a\x00.", {}) == 0
+    assert parse_pickle(b"\x80\x02G" + struct.pack(">d", 0.1) + b".", {}) == 0.1
 
 
 def test_a_call_becomes_an_instance_with_its_arguments_items_and_state() -> None:
     calls: list[tuple[PickledName, tuple[Any, ...]]] = []
     pickled = b"\x80\x04cshapes\nPoint\nK\x03\x85R(K\x01K\x02e(K\x04K\x05u}b."
-    point = parse(pickled, TABLE, lambda kind, args: calls.append((kind, args)))
+    point = parse_pickle(pickled, TABLE, lambda kind, args: calls.append((kind, args)))
     assert type(point) is Instance
     assert (point.kind, point.args, point.items, point.members, point.state) == (POINT, (3,), [1, 2], {4: 5}, {})
     assert calls == [(POINT, (3,))]
@@ -116,17 +122,17 @@ def test_a_call_that_the_judge_refuses_is_an_error() -> None:
         raise InertPickleError(f"{kind.name} of {args}")
 
     with pytest.raises(InertPickleError, match=r"Point of \(3,\)"):
-        parse(b"\x80\x04\x8c\x06shapes\x8c\x05Point\x93K\x03\x85\x81.", TABLE, refuse)
+        parse_pickle(b"\x80\x04\x8c\x06shapes\x8c\x05Point\x93K\x03\x85\x81.", TABLE, refuse)
 
 
 def test_an_instance_of_a_real_class_is_parsed_to_its_members() -> None:
     table = {("collections", "OrderedDict"): PickledName("OrderedDict")}
-    read = parse(pickle.dumps(collections.OrderedDict(a=1), 2), table)
+    read = parse_pickle(pickle.dumps(collections.OrderedDict(a=1), 2), table)
     assert (read.kind.name, read.args, read.members) == ("OrderedDict", (), {"a": 1})
 
 
 def test_a_persistent_id_is_returned() -> None:
-    read = parse(b"\x80\x02\x8c\x03key\x85Q.", {})
+    read = parse_pickle(b"\x80\x02\x8c\x03key\x85Q.", {})
     assert type(read) is Persistent
     assert read.id == ("key",)
 
@@ -142,7 +148,7 @@ def test_a_persistent_id_is_returned() -> None:
 def test_a_tuple_is_a_key_if_it_is_small_and_of_plain_parts(key: tuple[Any, ...], is_accepted: bool) -> None:
     pickled = pickle.dumps({key: 1}, 2)
     if is_accepted:
-        assert parse(pickled, {}) == {key: 1}
+        assert parse_pickle(pickled, {}) == {key: 1}
     else:
         with pytest.raises(InertPickleError):
-            parse(pickled, {})
+            parse_pickle(pickled, {})

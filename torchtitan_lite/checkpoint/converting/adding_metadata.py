@@ -32,7 +32,7 @@ def add_metadata(folder: Path, durable: Durable = DISK) -> int:
         _refuse_if_gone(same)
         try:
             with locked(same.path, wait_seconds=0):
-                num_bytes = _write(same.path, chain([first], parts), durable)
+                num_bytes = _write_metadata(same.path, chain([first], parts), durable)
         except BlockingIOError:
             raise ConfigError(f"{folder} gets its {layout.METADATA} by another process: wait for it") from None
         _refuse_if_gone(same)
@@ -44,7 +44,7 @@ def _refuse_if_gone(same: HeldFolder) -> None:
         raise CheckpointNotFound(str(same.folder), None, finding="it was removed or replaced meanwhile")
 
 
-def _write(folder: Path, parts: Iterable[bytes], durable: Durable) -> int:
+def _write_metadata(folder: Path, parts: Iterable[bytes], durable: Durable) -> int:
     temporary = folder / temporary_name(layout.METADATA)
     if os.path.lexists(temporary):
         # Opening it would follow a link that leads out of the folder.

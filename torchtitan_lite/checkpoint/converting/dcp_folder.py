@@ -62,7 +62,7 @@ def write_checkpoint(folder: Path, state: NewState, num_files: int, stream: Stre
     for number, pieces in enumerate(files):
         objects = state.objects if number == 0 else {}
         name = layout.data_file(number, 0)
-        parts = _place(name, pieces, objects, state.tensors, written, placed)
+        parts = _file_parts(name, pieces, objects, state.tensors, written, placed)
         written.files[name] = write_new(folder / name, parts, stream, advance)
     tables = with_runs(written.tensors)
     metadata = _metadata(state, tables, placed)
@@ -70,7 +70,7 @@ def write_checkpoint(folder: Path, state: NewState, num_files: int, stream: Stre
     for name, record in written.files.items():
         read_back(folder / name, record, stream.reader, advance)
     written.files[layout.METADATA] = FileRecord.of(metadata)
-    _check(folder, state)
+    _check_dcp_folder(folder, state)
     return written._replace(tensors=tables)
 
 
@@ -80,13 +80,13 @@ def cut_into_files(tensors: Mapping[str, NewTensor], num_files: int) -> list[lis
     Each file gets at least one row that has elements. Raises ConfigError if there are fewer of these than files.
     """
     total = sum(tensor.num_bytes for tensor in tensors.values())
-    left = sum(_rows(tensor)[1] for tensor in tensors.values() if tensor.num_bytes)
+    left = sum(_cut_dim_and_rows(tensor)[1] for tensor in tensors.values() if tensor.num_bytes)
     if left < num_files and num_files > 1:
         raise ConfigError(f"the tensors are too small for {num_files} files: ask for at most {max(left, 1)}")
     files: list[list[NewChunk]] = [[] for _ in range(num_files)]
     at, number, is_filled = 0, 0, False
     for key, tensor in tensors.items():
-        dim, rows = _rows(tensor)
+        dim, rows = _cut_dim_and_rows(tensor)
         row_bytes = tensor.num_bytes // rows
         begin = 0
         while begin < rows:
@@ -104,7 +104,7 @@ def cut_into_files(tensors: Mapping[str, NewTensor], num_files: int) -> list[lis
     return files
 
 
-def _rows(tensor: NewTensor) -> tuple[int | None, int]:
+def _cut_dim_and_rows(tensor: NewTensor) -> tuple[int | None, int]:
     """Return the dimension along which `tensor` is cut, None if it cannot be, and the number of its rows."""
     dim = next((d for d, size in enumerate(tensor.shape) if size > 1), None)
     return dim, 1 if dim is None else tensor.shape[dim]
@@ -120,7 +120,7 @@ def _piece(key: str, tensor: NewTensor, dim: int | None, begin: int, end: int) -
     return NewChunk(key, Cut(first, offsets, sizes), math.prod(sizes) * tensor.dtype.itemsize)
 
 
-def _place(
+def _file_parts(
     name: str,
     pieces: Sequence[NewChunk],
     objects: Mapping[str, NewObject],
@@ -155,7 +155,7 @@ def _metadata(state: NewState, tensors: Mapping[str, Any], placed: Sequence[Plac
     return b"".join([*metadata_head(table, state.objects, state.paths), *metadata_tail(placed)])
 
 
-def _check(folder: Path, state: NewState) -> None:
+def _check_dcp_folder(folder: Path, state: NewState) -> None:
     """Raise unless DCP's own reader finds the keys, dtypes and shapes of `state` in the metadata."""
     found = FileSystemReader(folder).read_metadata().state_dict_metadata
     tensors = {

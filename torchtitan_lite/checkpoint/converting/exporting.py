@@ -133,13 +133,13 @@ def _to_torch(
         else:
             values[each.key] = reader.value(each.key)
         leaves.setdefault(str(each.path[0]), []).append(Leaf(each.key, each.path[1:]))
-    state = {name: _entry(contents, name, of_name, values) for name, of_name in leaves.items()}
+    state = {name: _model_entry(contents, name, of_name, values) for name, of_name in leaves.items()}
     with new_output.new_file(out) as path:
         write_state(path, state, stream, advance)
     return [out.name]
 
 
-def _entry(contents: Contents, name: str, leaves: Sequence[Leaf], values: Mapping[str, Any]) -> Any:
+def _model_entry(contents: Contents, name: str, leaves: Sequence[Leaf], values: Mapping[str, Any]) -> Any:
     """Return the model's entry `name`, made of `leaves`: usually one tensor."""
     below = ".".join(map(str, leaves[0].path))
     key = leaves[0].key.removesuffix(f".{below}") if below else leaves[0].key

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from torchtitan_lite.checkpoint.converting.model_part import MODEL, ModelKey, model_keys
 from torchtitan_lite.checkpoint.converting.new_state import NewObject, NewState
 from torchtitan_lite.checkpoint.converting.reader import Reader
-from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, kind_of
+from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, kind_from_keys
 from torchtitan_lite.checkpoint.format import plain_value
 from torchtitan_lite.checkpoint.format.structure import Path
-from torchtitan_lite.checkpoint.state.optimizer_state import SETTINGS, STATE, split_key
+from torchtitan_lite.checkpoint.state.optimizer_state import SETTINGS, STATE, split_state_key
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 from torchtitan_lite.store.manifest import CheckpointKind
 
@@ -52,12 +52,12 @@ def as_weights(reader: Reader, keys: Iterable[ModelKey]) -> NewState:
     return reader.state({each.key: (each.name, each.path) for each in keys})
 
 
-def as_ours(reader: Reader) -> Relaid:
+def as_our_layout(reader: Reader) -> Relaid:
     """Return a checkpoint of plain DCP or torchtitan with the keys of ours: `model.<fqn>`, or bare in weights only."""
     opened = reader.opened
     model = model_keys(opened.contents, None)
     outer_name = _outer(reader, model)
-    if _kind(opened, outer_name) is CheckpointKind.WEIGHTS_ONLY:
+    if _checkpoint_kind(opened, outer_name) is CheckpointKind.WEIGHTS_ONLY:
         left_out = _left_out(opened, {each.key for each in model})
         return Relaid(as_weights(reader, model), CheckpointKind.WEIGHTS_ONLY, left_out)
     keys = {each.key: (f"{MODEL}.{each.name}", (MODEL, *each.path)) for each in model}
@@ -81,7 +81,7 @@ def as_torchtitan(reader: Reader, dp_ranks: int) -> Relaid:
     weights = as_weights(reader, model)
     taken = {each.key for each in model}
     outer = _outer(reader, model)
-    if _kind(opened, outer) is CheckpointKind.WEIGHTS_ONLY:
+    if _checkpoint_kind(opened, outer) is CheckpointKind.WEIGHTS_ONLY:
         return Relaid(weights, CheckpointKind.WEIGHTS_ONLY, _left_out(opened, taken))
     optimizer = {
         key: (inner, ("optimizer", inner.removeprefix("optimizer.")))
@@ -91,7 +91,7 @@ def as_torchtitan(reader: Reader, dp_ranks: int) -> Relaid:
     if not optimizer:
         raise CheckpointMismatch(opened.contents.path, "  it has no optimizer whose state has names of parameters")
     state = with_flat_groups(reader.state(optimizer), reader)
-    small = dict(_small_states(reader, outer, dp_ranks))
+    small = dict(_torchtitan_states(reader, outer, dp_ranks))
     objects = {key: NewObject.of(value) for key, value in small.items()}
     paths = {key: tuple(key.split(".", 1)) for key in small}
     whole = NewState(
@@ -104,7 +104,7 @@ def as_torchtitan(reader: Reader, dp_ranks: int) -> Relaid:
     return Relaid(whole, CheckpointKind.FULL, _left_out(opened, known))
 
 
-def _small_states(reader: Reader, outer: str, dp_ranks: int) -> Iterator[tuple[str, Any]]:
+def _torchtitan_states(reader: Reader, outer: str, dp_ranks: int) -> Iterator[tuple[str, Any]]:
     """Yield the key and the value of each object of torchtitan's small states."""
     saved = reader.value(f"{outer}dataloader.world_size")
     saved = saved if isinstance(saved, int) else 0
@@ -131,8 +131,8 @@ def _outer(reader: Reader, model: list[ModelKey]) -> str:
     return f"{path[0]}." if path[1:2] == (MODEL,) else ""
 
 
-def _kind(opened: OpenedCheckpoint, outer: str) -> CheckpointKind:
-    return opened.kind if not outer else kind_of(key.removeprefix(outer) for key in opened.contents)
+def _checkpoint_kind(opened: OpenedCheckpoint, outer: str) -> CheckpointKind:
+    return opened.kind if not outer else kind_from_keys(key.removeprefix(outer) for key in opened.contents)
 
 
 def _left_out(opened: OpenedCheckpoint, taken: set[str]) -> list[str]:
@@ -229,7 +229,7 @@ def _nested(path: Path, names: set[str]) -> tuple[str, str, Path]:
     kind, _, rest = str(path[1]).partition(".")
     if rest in names:  # A dict with the names that have dots, or are no strings.
         return kind, rest, path[2:]
-    name, own = split_key(rest, names)
+    name, own = split_state_key(rest, names)
     return kind, name, (own, *path[2:])
 
 

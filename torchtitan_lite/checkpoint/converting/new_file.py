@@ -54,7 +54,7 @@ def write_new(path: Path, parts: Sequence[Part], stream: Stream, advance: Advanc
 
     Raises the OSError of the disk, with a path in it, and what `stream` raises.
     """
-    contents = _InOrder(_pieces(parts, stream, advance))
+    contents = _InOrder(_cast_pieces(parts, stream, advance))
     source = Bounced(sum(map(size_of, parts)), contents.fill)
     written: list[FileRecord] = []
     failures: list[BaseException] = []
@@ -132,7 +132,7 @@ class _InOrder:
             room, self._rest = room[count:], self._rest[count:]
 
 
-def _pieces(parts: Iterable[Part], stream: Stream, advance: Advance) -> Iterator[memoryview]:
+def _cast_pieces(parts: Iterable[Part], stream: Stream, advance: Advance) -> Iterator[memoryview]:
     """Yield the bytes of `parts`; each piece is valid until the next."""
     for part in parts:
         if isinstance(part, bytes):

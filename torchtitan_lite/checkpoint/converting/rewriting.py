@@ -21,7 +21,7 @@ from torchtitan_lite import __version__
 from torchtitan_lite.checkpoint.converting import new_output
 from torchtitan_lite.checkpoint.converting.dcp_folder import Written, cut_into_files, write_checkpoint
 from torchtitan_lite.checkpoint.converting.exporting import Progress
-from torchtitan_lite.checkpoint.converting.layouts import Relaid, as_nested, as_ours, as_stored, as_torchtitan
+from torchtitan_lite.checkpoint.converting.layouts import Relaid, as_nested, as_our_layout, as_stored, as_torchtitan
 from torchtitan_lite.checkpoint.converting.new_file import Advance, read_back
 from torchtitan_lite.checkpoint.converting.new_state import NewState
 from torchtitan_lite.checkpoint.converting.reader import Reader
@@ -71,15 +71,15 @@ def convert(opened: OpenedCheckpoint, out: Path, to: Layout, progress: Progress,
         "dcp": as_stored,
         "dcp, nested": as_nested,
         "torchtitan": lambda given: as_torchtitan(given, dp_ranks),
-        "ours": as_ours,
+        "ours": as_our_layout,
     }
     relaid = by_layout[to](reader)
     num_files = _fitting(relaid.state, _num_data_files(opened))
     manifest = _new_manifest(opened, relaid, out, reader) if to == "ours" else None
-    return _write(opened, out, relaid, num_files, manifest, progress)
+    return _write_rewritten(opened, out, relaid, num_files, manifest, progress)
 
 
-def reshard(opened: OpenedCheckpoint, out: Path, num_files: int, progress: Progress) -> Rewritten:
+def reshard_checkpoint(opened: OpenedCheckpoint, out: Path, num_files: int, progress: Progress) -> Rewritten:
     """Write the same content to `num_files` files in the new folder `out`. Raises as `export` does."""
     if num_files < 1:
         raise ConfigError(f"--files {num_files}: expected at least 1")
@@ -87,7 +87,7 @@ def reshard(opened: OpenedCheckpoint, out: Path, num_files: int, progress: Progr
     cut_into_files(relaid.state.tensors, num_files)
     if opened.manifest is not None:
         _check_step(opened.manifest.step, out)
-    return _write(opened, out, relaid, num_files, opened.manifest, progress)
+    return _write_rewritten(opened, out, relaid, num_files, opened.manifest, progress)
 
 
 def _mirrored(opened: OpenedCheckpoint, manifest: Manifest, out: Path, progress: Progress) -> Rewritten:
@@ -124,7 +124,7 @@ def _reader(opened: OpenedCheckpoint) -> Reader:
     return Reader(opened, TensorStream(opened.folder, opened.contents, records))
 
 
-def _write(
+def _write_rewritten(
     opened: OpenedCheckpoint, out: Path, relaid: Relaid, num_files: int, manifest: Manifest | None, progress: Progress
 ) -> Rewritten:
     state = relaid.state
@@ -136,13 +136,13 @@ def _write(
         if manifest is not None:
             data = _of_files(manifest, written, state).to_readable_json()
             DISK.write_file(folder / layout.MANIFEST, data)
-        _check(folder, state)
+        _check_rewritten(folder, state)
     size = sum(record.size for record in written.files.values())
     names = [*written.files, *([layout.MANIFEST] if manifest is not None else [])]
     return Rewritten(names, len(state.tensors), size, relaid.left_out)
 
 
-def _check(folder: Path, state: NewState) -> None:
+def _check_rewritten(folder: Path, state: NewState) -> None:
     """Raise unless our own reader finds the complete tables of the new checkpoint, and the same keys in them."""
     found = open_checkpoint(folder).contents
     if found.tensors.keys() != state.tensors.keys() or found.objects.keys() != state.objects.keys():
@@ -224,7 +224,7 @@ def mirror(opened: OpenedCheckpoint, manifest: Manifest, folder: Path, advance: 
             DISK.remove_tree(left) if left.is_dir() else DISK.remove_file(left)
     for name, record in manifest.files.items():
         try:
-            _copy(files.path_of(name), record, reader, folder / name, advance)
+            _mirror_file(files.path_of(name), record, reader, folder / name, advance)
         except DamagedRange as damage:
             finding = f"bytes {damage.begin} to {damage.end} of {name}: {damage.finding}"
             keys = opened.contents.keys_in(name, damage.begin, damage.end)
@@ -239,24 +239,24 @@ def mirror(opened: OpenedCheckpoint, manifest: Manifest, folder: Path, advance: 
     DISK.fsync_dir(folder)
 
 
-def _copy(source: Path, record: FileRecord, reader: ReadsBlocks, to: Path, advance: Advance) -> None:
+def _mirror_file(source: Path, record: FileRecord, reader: ReadsBlocks, to: Path, advance: Advance) -> None:
     if record.size and not record.blocks:
         raise DamagedRange(source, 0, record.size, f"there are no digests of it in {layout.MANIFEST}")
     buffer = memoryview(bytearray(min(_SPAN_BYTES, record.size)))
-    with _open(to) as fd:
+    with _open_mirror(to) as fd:
         DISK.set_size(fd, record.size)
         for begin in range(0, record.size, _SPAN_BYTES):
             span = buffer[: min(_SPAN_BYTES, record.size - begin)]
-            _read(fd, span, begin)
-            if missing := _missing(record, begin, span):
+            _read_span(fd, span, begin)
+            if missing := _missing_blocks(record, begin, span):
                 reader.read(source, record, [Piece(at, block) for at, block in missing])
                 for at, block in missing:
-                    _write_mirrored(fd, block, at)
+                    _write_span(fd, block, at)
             advance(len(span))
         DISK.fsync_file(fd)
 
 
-def _missing(record: FileRecord, begin: int, span: memoryview) -> list[tuple[int, memoryview]]:
+def _missing_blocks(record: FileRecord, begin: int, span: memoryview) -> list[tuple[int, memoryview]]:
     """Return where each block without its digest begins, and its bytes in `span`, those of the file from `begin` on."""
     missing = []
     for at in range(0, len(span), BLOCK_BYTES):
@@ -267,21 +267,21 @@ def _missing(record: FileRecord, begin: int, span: memoryview) -> list[tuple[int
     return missing
 
 
-def _read(fd: int, into: memoryview, begin: int) -> None:
+def _read_span(fd: int, into: memoryview, begin: int) -> None:
     while into:
         # The file has its size, so this is never the end of it.
         count = os.preadv(fd, [into], begin)
         into, begin = into[count:], begin + count
 
 
-def _write_mirrored(fd: int, data: memoryview, begin: int) -> None:
+def _write_span(fd: int, data: memoryview, begin: int) -> None:
     while data:
         written = DISK.write_at(fd, data, begin)
         data, begin = data[written:], begin + written
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[int]:
+def _open_mirror(path: Path) -> Iterator[int]:
     """Yield a descriptor of `path`, which may be there already."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:

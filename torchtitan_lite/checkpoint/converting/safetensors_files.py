@@ -103,7 +103,7 @@ def write_file(path: Path, tensors: Sequence[TensorToWrite], stream: Stream, adv
     """Write `tensors` into the file `path`, and check it. Raises `TorchtitanLiteError` if the check fails."""
     ordered = sorted(tensors, key=lambda tensor: (-_itemsize(tensor), tensor.name))
     record = write_new(path, [_header(ordered), *(tensor.elements for tensor in ordered)], stream, advance)
-    _check(path, {tensor.name: tensor for tensor in tensors})
+    _check_safetensors_file(path, {tensor.name: tensor for tensor in tensors})
     read_back(path, record, stream.reader, advance)
 
 
@@ -126,7 +126,7 @@ def _itemsize(tensor: TensorToWrite) -> int:
     return tensor.elements.num_bytes // numel if numel else 0
 
 
-def _check(path: Path, expected: Mapping[str, TensorToWrite]) -> None:
+def _check_safetensors_file(path: Path, expected: Mapping[str, TensorToWrite]) -> None:
     """Raise unless the library finds `expected` in the file. Reads no elements."""
     from safetensors import SafetensorError, safe_open
 

@@ -46,30 +46,30 @@ def write_state(path: Path, state: Mapping[str, Any], stream: Stream, advance: A
     for number, tensor in enumerate(tensors):
         archive.add_elements(f"data/{number}", tensor.elements)
     record = write_new(path, archive.finished(), stream, advance)
-    _check(path, state)
+    _check_torch_file(path, state)
     read_back(path, record, stream.reader, advance)
 
 
-def _check(path: Path, state: Mapping[str, Any]) -> None:
+def _check_torch_file(path: Path, state: Mapping[str, Any]) -> None:
     """Raise unless torch loads the same names, shapes and dtypes from the file. Reads no elements."""
     try:
         loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
         raise TorchtitanLiteError(f"{path.name} was written, but torch does not load it: {error}") from None
-    if not _is_alike(state, loaded):
+    if not _is_same_tree(state, loaded):
         raise TorchtitanLiteError(f"{path.name} was written, but torch loads something else from it")
 
 
-def _is_alike(state: Any, loaded: Any) -> bool:
+def _is_same_tree(state: Any, loaded: Any) -> bool:
     if isinstance(state, Tensor):
         is_tensor = isinstance(loaded, torch.Tensor)
         return is_tensor and (loaded.dtype, tuple(loaded.shape)) == (state.dtype, state.shape)
     if isinstance(state, Mapping):
         same = isinstance(loaded, Mapping) and list(state) == list(loaded)
-        return same and all(_is_alike(value, loaded[key]) for key, value in state.items())
+        return same and all(_is_same_tree(value, loaded[key]) for key, value in state.items())
     if isinstance(state, list):
         same = isinstance(loaded, list) and len(state) == len(loaded)
-        return same and all(map(_is_alike, state, loaded))
+        return same and all(map(_is_same_tree, state, loaded))
     return type(state) is type(loaded)
 
 

@@ -47,10 +47,10 @@ class CudaPageLock:
 
     def lock(self, address: int, num_bytes: int) -> str:
         portable = 1  # Locked for every device's context.
-        return _error(_cudart().cudaHostRegister(address, num_bytes, portable))
+        return _cuda_error(_cudart().cudaHostRegister(address, num_bytes, portable))
 
     def unlock(self, address: int) -> str:
-        return _error(_cudart().cudaHostUnregister(address))
+        return _cuda_error(_cudart().cudaHostUnregister(address))
 
 
 class LockedPages:
@@ -152,7 +152,7 @@ _KEPT: list[memoryview] = []
 """Memory that is still locked must not be unmapped."""
 
 
-def _error(result: Any) -> str:
+def _cuda_error(result: Any) -> str:
     return f"CUDA error {int(result)}" if int(result) else ""
 
 

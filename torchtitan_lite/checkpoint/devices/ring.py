@@ -211,7 +211,7 @@ class _Slot:
             if data.readonly or len(data) < _LARGE_COPY:
                 self._memory[at : at + len(data)] = data
             else:
-                ctypes.memmove(self._address + at, _address_of(data), len(data))
+                ctypes.memmove(self._address + at, _memory_address(data), len(data))
             at += len(data)
 
     def empty(self, parts: Sequence[Part]) -> None:
@@ -221,11 +221,11 @@ class _Slot:
             if len(data) < _LARGE_COPY:
                 data[:] = self._memory[at : at + len(data)]
             else:
-                ctypes.memmove(_address_of(data), self._address + at, len(data))
+                ctypes.memmove(_memory_address(data), self._address + at, len(data))
             at += len(data)
 
 
-def _address_of(data: memoryview) -> int:
+def _memory_address(data: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(data))
 
 

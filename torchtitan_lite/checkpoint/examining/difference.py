@@ -1,9 +1,9 @@
 """The differences between two checkpoints, however each of them is sharded.
 
-`compare` reads descriptions and small objects, no tensor: where both manifests have digests of whole tensors, these
-say which values differ, too. Names, dtypes, shapes, containers, objects and values are the state, and make two
-checkpoints different. The clocks of their runs, and where they come from (step, run, ranks, configuration, versions)
-are listed, and do not: the same state of two runs is equal. Without torch.
+`compare_checkpoints` reads descriptions and small objects, no tensor: where both manifests have digests of whole
+tensors, these say which values differ, too. Names, dtypes, shapes, containers, objects and values are the state, and
+make two checkpoints different. The clocks of their runs, and where they come from (step, run, ranks, configuration,
+versions) are listed, and do not: the same state of two runs is equal. Without torch.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from torchtitan_lite.checkpoint.untrusted.inert_pickle import (
     Instance,
     Persistent,
     PickledName,
-    parse,
+    parse_pickle,
 )
-from torchtitan_lite.config.job_config import flat
+from torchtitan_lite.config.job_config import flat_config
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import text_digest
 from torchtitan_lite.disk.read_requests import Piece
@@ -86,16 +86,16 @@ class Difference:
         return any(map(bool, (self.only_in_a, self.only_in_b, self.tensors, self.containers, self.objects)))
 
 
-def compare(a: OpenedCheckpoint, b: OpenedCheckpoint) -> Difference:
+def compare_checkpoints(a: OpenedCheckpoint, b: OpenedCheckpoint) -> Difference:
     """Return the differences between `a` and `b`. Raises `CheckpointDamaged`, `CheckpointUnreadable` and so on."""
     in_a, in_b = a.contents.tensors, b.contents.tensors
     tensors = {
-        key: (described(in_a[key]), described(in_b[key]))
+        key: (dtype_and_shape_text(in_a[key]), dtype_and_shape_text(in_b[key]))
         for key in in_a
-        if key in in_b and _form(in_a[key]) != _form(in_b[key])
+        if key in in_b and _dtype_and_shape(in_a[key]) != _dtype_and_shape(in_b[key])
     }
     same = [key for key in in_a if key in in_b and key not in tensors]
-    digests_a, digests_b = _digests(a), _digests(b)
+    digests_a, digests_b = _recorded_tensor_digests(a), _recorded_tensor_digests(b)
     clocks = frozenset(key for key in same if is_clock(key, in_a))
     known = [key for key in same if key in digests_a and key in digests_b]
     equal = frozenset(key for key in known if digests_a[key] == digests_b[key])
@@ -104,8 +104,8 @@ def compare(a: OpenedCheckpoint, b: OpenedCheckpoint) -> Difference:
         only_in_b=_only_in(b, a),
         tensors=tensors,
         containers=_containers(a.contents.structure, b.contents.structure),
-        objects=_objects(a, b),
-        origin=_origin(a, b),
+        objects=_object_differences(a, b),
+        origin=_origin_differences(a, b),
         num_tensors=len(same),
         num_objects=sum(key in b.contents.objects for key in a.contents.objects),
         clocks=clocks,
@@ -117,16 +117,16 @@ def compare(a: OpenedCheckpoint, b: OpenedCheckpoint) -> Difference:
     )
 
 
-def described(tensor: StoredTensor) -> str:
+def dtype_and_shape_text(tensor: StoredTensor) -> str:
     """Return dtype and shape of `tensor`."""
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def _form(tensor: StoredTensor) -> tuple[str, tuple[int, ...]]:
+def _dtype_and_shape(tensor: StoredTensor) -> tuple[str, tuple[int, ...]]:
     return str(tensor.dtype), tuple(tensor.shape)
 
 
-def _digests(checkpoint: OpenedCheckpoint) -> Mapping[str, str]:
+def _recorded_tensor_digests(checkpoint: OpenedCheckpoint) -> Mapping[str, str]:
     found: dict[str, str] = {}
     if checkpoint.manifest is not None:
         found = checkpoint.manifest.extra.get("tensor_digests", {})
@@ -136,18 +136,18 @@ def _digests(checkpoint: OpenedCheckpoint) -> Mapping[str, str]:
 def _only_in(one: OpenedCheckpoint, other: OpenedCheckpoint) -> dict[str, str]:
     """Return the keys of `one` that `other` has not, or has as another kind of thing."""
     tensors, objects = one.contents.tensors, one.contents.objects
-    found = {key: described(tensors[key]) for key in tensors if key not in other.contents.tensors}
+    found = {key: dtype_and_shape_text(tensors[key]) for key in tensors if key not in other.contents.tensors}
     for key, stored in objects.items():
         if key not in other.contents.objects:
-            found[key] = "an object" if stored.item is not None else shown(stored.value)
+            found[key] = "an object" if stored.item is not None else shown_object(stored.value)
     return found
 
 
-def _objects(a: OpenedCheckpoint, b: OpenedCheckpoint) -> Pairs:
+def _object_differences(a: OpenedCheckpoint, b: OpenedCheckpoint) -> Pairs:
     found = {}
     for key, stored in a.contents.objects.items():
         other = b.contents.objects.get(key)
-        if other is None or (stored.item is other.item is None and _is_same(stored.value, other.value)):
+        if other is None or (stored.item is other.item is None and _is_certainly_equal(stored.value, other.value)):
             continue
         digest_a, words_a = digest_of(a.home, key, stored)
         digest_b, words_b = digest_of(b.home, key, other)
@@ -156,7 +156,7 @@ def _objects(a: OpenedCheckpoint, b: OpenedCheckpoint) -> Pairs:
     return found
 
 
-def _is_same(a: object, b: object) -> bool:
+def _is_certainly_equal(a: object, b: object) -> bool:
     """Return whether two values are certainly the same: types within containers are left to the digests."""
     return type(a) is type(b) and type(a) in (int, bool, str, type(None)) and a == b
 
@@ -169,7 +169,7 @@ def _containers(a: Branch | None, b: Branch | None) -> Pairs:
 def _differing(a: Branch, b: Branch, name: str) -> Iterator[tuple[str, tuple[str, str]]]:
     if a.kind != b.kind:
         yield name or "the complete state", (a.kind, b.kind)
-    below_a, below_b = _below(a), _below(b)
+    below_a, below_b = _child_containers(a), _child_containers(b)
     for key in sorted(below_a.keys() | below_b.keys()):
         one, other = below_a.get(key), below_b.get(key)
         path = f"{name}.{key[0]}" if name else key[0]
@@ -179,15 +179,15 @@ def _differing(a: Branch, b: Branch, name: str) -> Iterator[tuple[str, tuple[str
             yield path, (one.kind if one else NOTHING, other.kind if other else NOTHING)
 
 
-def _below(branch: Branch) -> dict[tuple[str, str], Branch]:
+def _child_containers(branch: Branch) -> dict[tuple[str, str], Branch]:
     """Return the containers in `branch` by key, and by its type."""
     pairs = zip(branch.keys, branch.children, strict=True)
     return {(str(key), type(key).__name__): child for key, child in pairs if child is not None}
 
 
-def _origin(a: OpenedCheckpoint, b: OpenedCheckpoint) -> Pairs:
+def _origin_differences(a: OpenedCheckpoint, b: OpenedCheckpoint) -> Pairs:
     both_ours = a.manifest is not None and b.manifest is not None
-    of_a, of_b = dict(_facts(a, both_ours)), dict(_facts(b, both_ours))
+    of_a, of_b = dict(_origin_fields(a, both_ours)), dict(_origin_fields(b, both_ours))
     names = [*of_a, *(name for name in of_b if name not in of_a)]
     return {
         name: (of_a.get(name, NOTHING), of_b.get(name, NOTHING))
@@ -196,7 +196,7 @@ def _origin(a: OpenedCheckpoint, b: OpenedCheckpoint) -> Pairs:
     }
 
 
-def _facts(checkpoint: OpenedCheckpoint, in_detail: bool) -> Iterator[tuple[str, str]]:
+def _origin_fields(checkpoint: OpenedCheckpoint, in_detail: bool) -> Iterator[tuple[str, str]]:
     """Yield what is known; `in_detail` what only our manifests have, which says nothing next to one that has none."""
     manifest = checkpoint.manifest
     yield "written by", checkpoint.origin.value
@@ -210,8 +210,8 @@ def _facts(checkpoint: OpenedCheckpoint, in_detail: bool) -> Iterator[tuple[str,
         for name, step in (("parent step", lineage.parent_step), ("branched at step", lineage.branch_point)):
             yield name, NOTHING if step is None else str(step)
         yield from ((f"version of {name}", version) for name, version in sorted(manifest.versions.items()))
-        for key, value in flat(checkpoint.config).items():
-            yield key, value if isinstance(value, str) else shown(value)
+        for key, value in flat_config(checkpoint.config).items():
+            yield key, value if isinstance(value, str) else shown_object(value)
 
 
 # A digest of a small object that is the same in our manifest and in a `torch.save` item, and a few words about it.
@@ -236,41 +236,41 @@ def digest_of(folder: Place, key: str, stored: StoredObject) -> tuple[str, str]:
     Raises `CheckpointDamaged` for an item that is not what torch.save writes, and `CheckpointUnreadable`.
     """
     if stored.item is None:
-        return _Digests(lambda name: b"").of(stored.value), shown(stored.value)
+        return _Digests(lambda name: b"").of(stored.value), shown_object(stored.value)
     if stored.item.length > MOST_BYTES or stored.is_file:
-        parts = (_read(folder, part) for part in _parts_of(stored.item))
+        parts = (_read_item(folder, part) for part in _item_pieces(stored.item))
         what = "a file" if stored.is_file else "an object"
-        return _digest("item", text_digest(parts)), f"{what} of {readable_bytes(stored.item.length)}"
-    data = _read(folder, stored.item)
+        return _parts_digest("item", text_digest(parts)), f"{what} of {readable_bytes(stored.item.length)}"
+    data = _read_item(folder, stored.item)
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
             if sum(entry.file_size for entry in entries.values()) > len(data):
                 raise ValueError("its entries are larger than the item")
-            value = parse(archive.read(entries["data.pkl"]), AnyName())
-            return _Digests(lambda name: archive.read(entries[f"data/{name}"])).of(value), shown(value)
+            value = parse_pickle(archive.read(entries["data.pkl"]), AnyName())
+            return _Digests(lambda name: archive.read(entries[f"data/{name}"])).of(value), shown_object(value)
     except (InertPickleError, zipfile.BadZipFile, NotImplementedError, KeyError, RuntimeError, ValueError) as error:
         finding = f"{stored.item.file}: the item of {key} is not what torch.save writes: {error!s:.200}"
         raise CheckpointDamaged(str(folder), finding, [key]) from None
 
 
-def shown(value: Any) -> str:
+def shown_object(value: Any) -> str:
     """Return a short description of `value`, on one line."""
     if type(value) is Instance:
         if value.kind.name == _BYTES:
-            return _cut(repr(_bytes_of(value)))
+            return _shortened_line(repr(_bytes_of(value)))
         is_tensor = value.kind.name.startswith(_TENSOR)
         return "a tensor" if is_tensor else f"a {value.kind.name.rpartition('.')[2]}"
-    if type(value) in (list, tuple, dict) and any(type(part) is Instance for part in _parts(value)):
+    if type(value) in (list, tuple, dict) and any(type(part) is Instance for part in _child_values(value)):
         return f"a {type(value).__name__} of {len(value)}"
-    return _cut(_short.repr(value))
+    return _shortened_line(_short.repr(value))
 
 
-def _parts(value: Any) -> Iterable[Any]:
+def _child_values(value: Any) -> Iterable[Any]:
     return value.values() if type(value) is dict else value
 
 
-def _cut(text: str) -> str:
+def _shortened_line(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= _SHOWN_LETTERS else line[: _SHOWN_LETTERS - 3] + "..."
 
@@ -293,44 +293,44 @@ class _Digests:
             raise ValueError("it is nested too deeply, or contains itself")
         kind = type(value)
         if value is None or kind in (bool, int, str):
-            return _digest(kind.__name__, repr(value))
+            return _parts_digest(kind.__name__, repr(value))
         if kind is float:
-            return _digest("float", struct.pack(">d", value).hex())
+            return _parts_digest("float", struct.pack(">d", value).hex())
         if kind is bytes:
-            return _digest("bytes", text_digest([value]))
+            return _parts_digest("bytes", text_digest([value]))
         if id(value) not in self._known:
             self._known[id(value)] = self._of_container(value, depth + 1)
         return self._known[id(value)]
 
     def _of_container(self, value: Any, depth: int) -> str:
         if type(value) in (list, tuple):
-            return _digest(type(value).__name__, *(self.of(part, depth) for part in value))
+            return _parts_digest(type(value).__name__, *(self.of(part, depth) for part in value))
         if type(value) is dict:
-            return _digest("dict", *self._pairs(value, depth))
+            return _parts_digest("dict", *self._pairs(value, depth))
         if type(value) is PickledName:
-            return _digest("name", value.name)
+            return _parts_digest("name", value.name)
         if type(value) is Persistent:
             return self._of_storage(value)
         if type(value) is not Instance:
             raise ValueError(f"a {type(value).__name__} is in it")
         if value.kind.name == _BYTES and (content := _bytes_of(value)) is not None:
-            return _digest("bytes", text_digest([content]))
+            return _parts_digest("bytes", text_digest([content]))
         if value.kind.name.endswith(".set") and len(value.args) == 1 and type(value.args[0]) is list:
-            return _digest("set", *sorted(self.of(part, depth) for part in value.args[0]))
+            return _parts_digest("set", *sorted(self.of(part, depth) for part in value.args[0]))
         is_dict = value.kind.name in _DICTS
         parts = (self.of(value.args, depth), self.of(value.state, depth), self.of(value.items, depth))
-        return _digest(
+        return _parts_digest(
             "dict of" if is_dict else "call", value.kind.name, *parts, *self._pairs(value.members or {}, depth)
         )
 
     def _pairs(self, value: dict[Any, Any], depth: int) -> list[str]:
-        return sorted(_digest("pair", self.of(key, depth), self.of(part, depth)) for key, part in value.items())
+        return sorted(_parts_digest("pair", self.of(key, depth), self.of(part, depth)) for key, part in value.items())
 
     def _of_storage(self, reference: Persistent) -> str:
         word, kind, name, _, count = reference.id
         if word != "storage" or type(kind) is not PickledName or type(name) is not str or type(count) is not int:
             raise ValueError("it refers to something outside of it")
-        return _digest("storage", kind.name, str(count), text_digest([self._read(name)]))
+        return _parts_digest("storage", kind.name, str(count), text_digest([self._read(name)]))
 
 
 def _bytes_of(value: Instance) -> bytes | None:
@@ -339,16 +339,16 @@ def _bytes_of(value: Instance) -> bytes | None:
     return text.encode("latin1") if type(text) is str and encoding == "latin1" else None
 
 
-def _digest(*parts: str) -> str:
+def _parts_digest(*parts: str) -> str:
     return text_digest(f"{len(part)}:{part}".encode(errors="surrogatepass") for part in parts)
 
 
-def _parts_of(item: Item) -> Iterator[Item]:
+def _item_pieces(item: Item) -> Iterator[Item]:
     for at in range(0, item.length, MOST_BYTES):
         yield Item(item.file, item.offset + at, min(MOST_BYTES, item.length - at))
 
 
-def _read(folder: Place, item: Item) -> bytes:
+def _read_item(folder: Place, item: Item) -> bytes:
     files, data = files_of(folder), bytearray(item.length)
     try:
         files.reader(cached=True).read(files.path_of(item.file), None, [Piece(item.offset, memoryview(data))])

@@ -52,7 +52,7 @@ def digests_of(folder: Path, sizes: Mapping[str, int], on_bytes: OnBytes) -> dic
     """
     files = files_of(folder)
     files.drop_from_cache(sizes)
-    spans = [(file, span) for file, size in sizes.items() for span in _spans(num_blocks(size), _TAKEN_BLOCKS)]
+    spans = [(file, span) for file, size in sizes.items() for span in _block_ranges(num_blocks(size), _TAKEN_BLOCKS)]
     digests: dict[tuple[str, range], bytes] = {}
     lock = threading.Lock()
 
@@ -95,7 +95,7 @@ class FileDigests:
         spans = [
             (file, span)
             for file, record in self._records.items()
-            for span in _spans(num_blocks(record.size), SPAN_BLOCKS)
+            for span in _block_ranges(num_blocks(record.size), SPAN_BLOCKS)
         ]
 
         def make_worker() -> Callable[[tuple[str, range]], None]:
@@ -118,7 +118,7 @@ class FileDigests:
 
     def _findings(self, file: str) -> list[Finding]:
         size, findings = self._records[file].size, []
-        for first, last in _runs(sorted(self._damaged[file])):
+        for first, last in _consecutive_runs(sorted(self._damaged[file])):
             begin, end = first * BLOCK_BYTES, min((last + 1) * BLOCK_BYTES, size)
             text = f"bytes {begin} to {end} are not what was saved: another digest"
             findings.append(Finding(file, text, self._keys(file, begin, end)))
@@ -132,7 +132,7 @@ class FileDigests:
         return () if self._contents is None else tuple(self._contents.keys_in(file, begin, end))
 
 
-def _spans(count: int, each: int) -> Iterator[range]:
+def _block_ranges(count: int, each: int) -> Iterator[range]:
     return (range(begin, min(begin + each, count)) for begin in range(0, count, each))
 
 
@@ -142,10 +142,10 @@ def _damaged(reader: ReadsBlocks, path: Path, record: FileRecord, blocks: range)
         reader.verify(path, record, blocks)
         return []
     except DamagedRange:
-        return [block for block in blocks if _is_damaged(reader, path, record, block)]
+        return [block for block in blocks if _is_damaged_block(reader, path, record, block)]
 
 
-def _is_damaged(reader: ReadsBlocks, path: Path, record: FileRecord, block: int) -> bool:
+def _is_damaged_block(reader: ReadsBlocks, path: Path, record: FileRecord, block: int) -> bool:
     try:
         reader.verify(path, record, [block])
     except DamagedRange:
@@ -153,7 +153,7 @@ def _is_damaged(reader: ReadsBlocks, path: Path, record: FileRecord, block: int)
     return False
 
 
-def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+def _consecutive_runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     """Return the first and last of each run of consecutive `numbers`, which ascend."""
     runs: list[tuple[int, int]] = []
     for number in numbers:

@@ -21,8 +21,8 @@ from torchtitan_lite.checkpoint.examining.lightning_checkpoint import (
     is_half_written,
     is_lightning_file,
     is_lightning_folder,
+    lightning_step_of,
 )
-from torchtitan_lite.checkpoint.examining.lightning_checkpoint import step_of as lightning_step_of
 from torchtitan_lite.checkpoint.examining.opened import (
     POSITIONS_OF_TORCHTITAN,
     WrittenBy,
@@ -34,7 +34,7 @@ from torchtitan_lite.checkpoint.examining.recorded_digests import files_in
 from torchtitan_lite.checkpoint.examining.transformers_folder import (
     absence_in,
     description_of,
-    step_of,
+    transformers_step_of,
     weights_in,
 )
 from torchtitan_lite.disk.plain_file import read_plain, size_finding
@@ -124,80 +124,88 @@ def inventory(root: Path) -> list[ListedCheckpoint]:
     for name in Listing(root).names:
         # What a job removes or renames meanwhile is not there any more.
         with contextlib.suppress(FileNotFoundError):
-            entry = _entry(root / name)
+            entry = _folder_entry(root / name)
             if entry is not None:
                 is_step = layout.parse_step(name) is not None
                 result = verified(root / name, records)
                 entries.append(dataclasses.replace(entry, verified=result, has_name_of_step=is_step))
-    return in_order(with_abandoned(entries))
+    return sorted_entries(with_abandoned(entries))
 
 
-def in_order(entries: Iterable[ListedCheckpoint]) -> list[ListedCheckpoint]:
+def sorted_entries(entries: Iterable[ListedCheckpoint]) -> list[ListedCheckpoint]:
     """Return `entries` by ascending step; of one step, those first that can be loaded."""
     return sorted(entries, key=lambda entry: (entry.step is None, entry.step or 0, entry.state not in USABLE))
 
 
-def _entry(folder: Path) -> ListedCheckpoint | None:
+def _folder_entry(folder: Path) -> ListedCheckpoint | None:
     name = folder.name
     if (step := layout.parse_step(name)) is not None:
-        return _of_step(folder, step)
+        return _step_entry(folder, step)
     if (step := layout.parse_staging(name)) is not None:
-        return _rest(folder, FolderState.HALF_WRITTEN, step, absence(folder))
+        return _unusable_entry(folder, FolderState.HALF_WRITTEN, step, absence(folder))
     if (pair := layout.parse_trash(name)) is not None:
-        return _rest(folder, FolderState.BEING_REMOVED, pair[0], "it is being removed, or its removal was cut off")
+        return _unusable_entry(
+            folder, FolderState.BEING_REMOVED, pair[0], "it is being removed, or its removal was cut off"
+        )
     if (pair := layout.parse_replaced(name)) is not None:
         finding = "another checkpoint takes its place; a cut save is cleaned up at the next start of the job"
-        return _rest(folder, FolderState.BEING_REPLACED, pair[0], finding)
+        return _unusable_entry(folder, FolderState.BEING_REPLACED, pair[0], finding)
     if (aside := layout.parse_set_aside(name)) is not None:
         return _of_aside(folder, *aside)
     if is_lightning_file(folder):
-        return _of_another_library(folder, WrittenBy.LIGHTNING, folder, lightning_step_of(name))
+        return _other_library_entry(folder, WrittenBy.LIGHTNING, folder, lightning_step_of(name))
     if not is_folder(folder):
         return None
     try:
         return _of_any_name(folder)
     except PermissionError as error:
         # Of a folder with another name it is not even known that it is a checkpoint.
-        step = step_of(name)
-        return None if step is None else _rest(folder, FolderState.UNREADABLE, step, error.strerror or str(error))
+        step = transformers_step_of(name)
+        return (
+            None
+            if step is None
+            else _unusable_entry(folder, FolderState.UNREADABLE, step, error.strerror or str(error))
+        )
 
 
 def _of_any_name(folder: Path) -> ListedCheckpoint | None:
     name = folder.name
     if (folder / layout.METADATA).is_file():
         return _foreign(folder, lightning_step_of(name) if is_lightning_folder(folder) else None)
-    if (step := step_of(name)) is not None or description_of(folder) is not None:
+    if (step := transformers_step_of(name)) is not None or description_of(folder) is not None:
         return _of_transformers(folder, step)
     if is_half_written(folder):
-        return _rest(folder, FolderState.HALF_WRITTEN, lightning_step_of(name), absence(folder))
-    return _copy(folder)
+        return _unusable_entry(folder, FolderState.HALF_WRITTEN, lightning_step_of(name), absence(folder))
+    return _listed_copy(folder)
 
 
-def _of_step(folder: Path, step: int) -> ListedCheckpoint:
+def _step_entry(folder: Path, step: int) -> ListedCheckpoint:
     try:
         if not is_folder(folder):
-            return _rest(folder, FolderState.DAMAGED, step, "it is no folder")
+            return _unusable_entry(folder, FolderState.DAMAGED, step, "it is no folder")
         manifest = Manifest.of_folder(folder)
         if manifest is None:
             if (finding := absence(folder)) or not (folder / layout.METADATA).is_file():
-                return _rest(folder, FolderState.HALF_WRITTEN, step, finding or f"there is no {layout.METADATA} in it")
+                return _unusable_entry(
+                    folder, FolderState.HALF_WRITTEN, step, finding or f"there is no {layout.METADATA} in it"
+                )
             return _foreign(folder, step)
         if manifest.step != step:
-            return _rest(
+            return _unusable_entry(
                 folder, FolderState.DAMAGED, step, f"{layout.MANIFEST}: it is the manifest of step {manifest.step}"
             )
-        finding = _missing(folder, manifest)
+        finding = _sizes_finding(folder, manifest)
     except UnknownFormat as error:
-        return _rest(folder, FolderState.UNKNOWN_FORMAT, step, error.in_short)
+        return _unusable_entry(folder, FolderState.UNKNOWN_FORMAT, step, error.in_short)
     except CheckpointDamaged as error:
-        return _rest(folder, FolderState.DAMAGED, step, error.summary)
+        return _unusable_entry(folder, FolderState.DAMAGED, step, error.summary)
     except CheckpointUnsafe as error:
-        return _rest(folder, FolderState.DAMAGED, step, f"{Path(error.path).name}: {error.finding}")
+        return _unusable_entry(folder, FolderState.DAMAGED, step, f"{Path(error.path).name}: {error.finding}")
     # A job removed it meanwhile: `inventory` leaves it out.
     except FileNotFoundError:
         raise
     except OSError as error:
-        return _rest(folder, FolderState.UNREADABLE, step, error.strerror or str(error))
+        return _unusable_entry(folder, FolderState.UNREADABLE, step, error.strerror or str(error))
     return managed(folder, manifest, FolderState.DAMAGED if finding else FolderState.COMMITTED, finding)
 
 
@@ -205,15 +213,17 @@ def _of_aside(folder: Path, step: int, why: str) -> ListedCheckpoint:
     """Return the entry of a renamed checkpoint, with what its manifest says if that can be read."""
     state = {"corrupt": FolderState.QUARANTINED, "abandoned": FolderState.ABANDONED}.get(why, FolderState.SET_ASIDE)
     finding = {"abandoned": _ROLLED_BACK, "weights": "a full checkpoint took its name"}.get(why)
-    finding = finding or (_findings(folder) if why == "corrupt" else "it was in the way of a checkpoint")
+    finding = finding or (_quarantine_findings(folder) if why == "corrupt" else "it was in the way of a checkpoint")
     try:
         manifest = Manifest.of_folder(folder) if is_folder(folder) else None
     except (CheckpointDamaged, CheckpointUnsafe, UnknownFormat, OSError):
         manifest = None
-    return _rest(folder, state, step, finding) if manifest is None else managed(folder, manifest, state, finding)
+    return (
+        _unusable_entry(folder, state, step, finding) if manifest is None else managed(folder, manifest, state, finding)
+    )
 
 
-def _findings(folder: Path) -> str:
+def _quarantine_findings(folder: Path) -> str:
     """Return what a load wrote about the quarantined checkpoint in `folder`; in general words if nothing is known."""
     try:
         document = json.loads(read_plain(folder / layout.FINDINGS, _FINDINGS_BYTES))
@@ -245,7 +255,7 @@ def managed(folder: Place, manifest: Manifest, state: FolderState, finding: str)
     )
 
 
-def _copy(folder: Path) -> ListedCheckpoint | None:
+def _listed_copy(folder: Path) -> ListedCheckpoint | None:
     """Return the entry of a copy of one of ours that was saved without `.metadata`, under a name of its own."""
     try:
         manifest = Manifest.of_folder(folder)
@@ -254,27 +264,27 @@ def _copy(folder: Path) -> ListedCheckpoint | None:
     if manifest is None or DCP_METADATA not in manifest.extra:
         return None
     entry = managed(folder, manifest, FolderState.FOREIGN, "")
-    return dataclasses.replace(entry, step=None, lineage=None, nbytes=sum(_sizes(folder).values()))
+    return dataclasses.replace(entry, step=None, lineage=None, nbytes=sum(_file_sizes(folder).values()))
 
 
 def _of_transformers(folder: Path, step: int | None) -> ListedCheckpoint:
     try:
         if finding := absence_in(folder):
-            return _rest(folder, FolderState.HALF_WRITTEN, step, finding)
+            return _unusable_entry(folder, FolderState.HALF_WRITTEN, step, finding)
         weights_in(folder)
         description = description_of(folder) or folder
-        return _of_another_library(folder, origin_by(description), description, step)
+        return _other_library_entry(folder, origin_by(description), description, step)
     except FileNotFoundError:
         raise
     except OSError as error:
-        return _rest(folder, FolderState.UNREADABLE, step, error.strerror or str(error))
+        return _unusable_entry(folder, FolderState.UNREADABLE, step, error.strerror or str(error))
     except CheckpointDamaged as error:
-        return _rest(folder, FolderState.DAMAGED, step, error.finding)
+        return _unusable_entry(folder, FolderState.DAMAGED, step, error.finding)
     except CheckpointUnsafe as error:
-        return _rest(folder, FolderState.DAMAGED, step, f"{Path(error.path).name}: {error.finding}")
+        return _unusable_entry(folder, FolderState.DAMAGED, step, f"{Path(error.path).name}: {error.finding}")
 
 
-def _of_another_library(folder: Path, origin: WrittenBy, description: Path, step: int | None) -> ListedCheckpoint:
+def _other_library_entry(folder: Path, origin: WrittenBy, description: Path, step: int | None) -> ListedCheckpoint:
     sizes = {name: found.st_size for name, found in files_in(folder)}
     is_full = origin is WrittenBy.LIGHTNING or any(name.startswith("optimizer") for name in sizes)
     return ListedCheckpoint(
@@ -289,39 +299,39 @@ def _of_another_library(folder: Path, origin: WrittenBy, description: Path, step
 
 
 def _foreign(folder: Path, step: int | None) -> ListedCheckpoint:
-    sizes = _sizes(folder)
+    sizes = _file_sizes(folder)
     is_copy = step is None and layout.MANIFEST in sizes
     try:
         text = read_description(folder / layout.METADATA, b".")
     except (CheckpointDamaged, CheckpointUnsafe) as error:
-        return _rest(folder, FolderState.DAMAGED, step, error.finding)
+        return _unusable_entry(folder, FolderState.DAMAGED, step, error.finding)
     return ListedCheckpoint(
         name=folder.name,
         state=FolderState.FOREIGN,
         step=step,
         nbytes=sum(sizes.values()),
         created_at=(folder / layout.METADATA).lstat().st_mtime,
-        origin=WrittenBy.OURS if is_copy else _origin(folder, text),
+        origin=WrittenBy.OURS if is_copy else _origin_of_folder(folder, text),
         kind=CheckpointKind.FULL if _OPTIMIZER.search(text) else CheckpointKind.WEIGHTS_ONLY,
         world_size=num_writers(sizes) or None,
     )
 
 
-def _origin(folder: Path, description: bytes) -> WrittenBy:
+def _origin_of_folder(folder: Path, description: bytes) -> WrittenBy:
     if is_lightning_folder(folder):
         return WrittenBy.LIGHTNING
     return WrittenBy.TORCHTITAN if _POSITIONS.search(description) else WrittenBy.DCP
 
 
-def _rest(folder: Path, state: FolderState, step: int | None, finding: str) -> ListedCheckpoint:
-    nbytes = sum(_sizes(folder).values())
+def _unusable_entry(folder: Path, state: FolderState, step: int | None, finding: str) -> ListedCheckpoint:
+    nbytes = sum(_file_sizes(folder).values())
     changed = folder.lstat().st_mtime
     return ListedCheckpoint(
         name=folder.name, state=state, step=step, nbytes=nbytes, created_at=changed, finding=finding
     )
 
 
-def _sizes(folder: Path) -> dict[str, int]:
+def _file_sizes(folder: Path) -> dict[str, int]:
     """Return the bytes of each file in `folder`; none if it is no folder or cannot be listed."""
     try:
         with os.scandir(folder) as found:
@@ -330,7 +340,7 @@ def _sizes(folder: Path) -> dict[str, int]:
         return {}
 
 
-def _missing(folder: Path, manifest: Manifest) -> str:
+def _sizes_finding(folder: Path, manifest: Manifest) -> str:
     findings = (size_finding(folder / name, record.size) for name, record in sorted(manifest.files.items()))
     return in_short([finding for finding in findings if finding])
 
@@ -345,7 +355,9 @@ def with_abandoned(entries: Iterable[ListedCheckpoint]) -> list[ListedCheckpoint
     entries = list(entries)
     infos = [entry.info for entry in entries if entry.info is not None]
     kept = {info.path.name for info in without_abandoned(infos)}
-    reasons = {pair: _reason(each.lineage) for each in entries if each.lineage for pair in each.lineage.abandons}
+    reasons = {
+        pair: _abandon_reason(each.lineage) for each in entries if each.lineage for pair in each.lineage.abandons
+    }
     return [
         _abandoned(entry, reasons)
         if entry.state is FolderState.ABANDONED or (entry.info is not None and entry.name not in kept)
@@ -360,7 +372,7 @@ def _abandoned(entry: ListedCheckpoint, reasons: Mapping[tuple[int, str], str]) 
     return dataclasses.replace(entry, state=FolderState.ABANDONED, info=None, finding=reasons.get(pair, _ROLLED_BACK))
 
 
-def _reason(abandoner: Lineage) -> str:
+def _abandon_reason(abandoner: Lineage) -> str:
     """Return why a checkpoint with this lineage abandons others."""
     begun = abandoner.began_at
     return "its run counts from step 1 again" if begun is None else f"rolled back to step {begun}"

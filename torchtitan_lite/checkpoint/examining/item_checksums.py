@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.format.contents import Item, Shape
 from torchtitan_lite.checkpoint.reading.files import files_of
-from torchtitan_lite.checkpoint.untrusted.inert_pickle import AnyName, InertPickleError, parse
+from torchtitan_lite.checkpoint.untrusted.inert_pickle import AnyName, InertPickleError, parse_pickle
 from torchtitan_lite.checkpoint.untrusted.stock_item import locate
 from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.errors import CheckpointUnreadable
@@ -98,7 +98,7 @@ def check_items(
                 def check(place: PlacedItem, fd: int = fd) -> None:
                     window = _Window(fd, place.item)
                     elements = _Elements.of(window, place, finder)
-                    text, has_checksum = _finding(window, place, elements)
+                    text, has_checksum = _item_finding(window, place, elements)
                     with lock:
                         checked.num_without_checksum += not has_checksum
                         if elements.is_found:
@@ -171,7 +171,7 @@ class _Elements:
         self.is_found = self.is_found or (bool(inside) and self.has_nan(inside))
 
 
-def _finding(window: _Window, place: PlacedItem, elements: _Elements) -> tuple[str, bool]:
+def _item_finding(window: _Window, place: PlacedItem, elements: _Elements) -> tuple[str, bool]:
     """Return what is wrong with the item, and whether it has a checksum of its data."""
     try:
         if place.is_file and window.part(0, len(_SIGNATURE)) != _SIGNATURE:
@@ -190,7 +190,7 @@ def _finding(window: _Window, place: PlacedItem, elements: _Elements) -> tuple[s
                 name = entry.filename.partition("/")[2] or entry.filename
                 raise _Wrong(f"{name} in it has another checksum")
             if entry.filename.endswith(".pkl") and not place.is_file:
-                _parse(window, place.item, entry)
+                _check_pickle(window, place.item, entry)
         if place.shape is not None:
             _check_tensor(window, place, place.shape)
         return "", has_checksum
@@ -266,6 +266,6 @@ def _begin_of(window: _Window, entry: zipfile.ZipInfo) -> int:
     return int(begin + fields[9] + fields[10])
 
 
-def _parse(window: _Window, item: Item, entry: zipfile.ZipInfo) -> None:
+def _check_pickle(window: _Window, item: Item, entry: zipfile.ZipInfo) -> None:
     if entry.file_size <= _PICKLE_BYTES:
-        parse(window.part(_begin_of(window, entry), entry.file_size), AnyName())
+        parse_pickle(window.part(_begin_of(window, entry), entry.file_size), AnyName())

@@ -39,7 +39,7 @@ def is_half_written(folder: Path) -> bool:
     return any(layout.is_data_file(path.name) for path in folder.iterdir())
 
 
-def step_of(name: str) -> int | None:
+def lightning_step_of(name: str) -> int | None:
     """Return the step in `name`, as in epoch=0-step=10.ckpt; None if it has none."""
     match = _STEP.search(name.removesuffix(_SUFFIX))
     return int(match[1]) if match else None

@@ -66,10 +66,10 @@ def named_by_lightning(path: Path) -> Named:
     step = step if type(step) is int else None
     if type(held.get("callbacks")) is not dict:
         return Named(step=step, finding=f"{file.name} has no callbacks in it")
-    return Named(frozenset(PurePath(name).name for name in _paths(held["callbacks"])), step)
+    return Named(frozenset(PurePath(name).name for name in _checkpoint_paths(held["callbacks"])), step)
 
 
-def _paths(callbacks: dict[Any, Any]) -> Iterator[str]:
+def _checkpoint_paths(callbacks: dict[Any, Any]) -> Iterator[str]:
     for state in callbacks.values():
         for key in _PATHS if type(state) is dict else ():
             if type(state.get(key)) is str and state[key]:

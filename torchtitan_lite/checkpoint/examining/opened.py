@@ -22,15 +22,15 @@ from torchtitan_lite.checkpoint.examining.lightning_checkpoint import (
     contents_of,
     is_lightning_file,
     is_lightning_folder,
+    lightning_step_of,
 )
-from torchtitan_lite.checkpoint.examining.lightning_checkpoint import step_of as lightning_step_of
 from torchtitan_lite.checkpoint.examining.transformers_folder import (
     GENERATORS,
     absence_in,
     contents_in,
     description_of,
     has_optimizer,
-    step_of,
+    transformers_step_of,
 )
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
@@ -110,11 +110,11 @@ def open_checkpoint(folder: Place) -> OpenedCheckpoint:
     CheckpointUnreadable or FormatTooNew.
     """
     if folder.is_file() and is_lightning_file(path := on_disk(folder)):
-        return _of_another_library(path, WrittenBy.LIGHTNING, path, contents_of, lightning_step_of)
+        return _opened_of_other_library(path, WrittenBy.LIGHTNING, path, contents_of, lightning_step_of)
     if finding := absence(folder):
         raise CheckpointNotFound(str(folder), None, finding=finding)
     if folder.is_dir() and (description := description_of(path := on_disk(folder))) is not None:
-        return _of_another_library(path, origin_by(description), description, contents_in, step_of)
+        return _opened_of_other_library(path, origin_by(description), description, contents_in, transformers_step_of)
     opened = CheckpointFolder(folder, "size", DTYPES)
     manifest = opened.manifest
     if manifest is None and not folder.is_dir():  # It was removed meanwhile.
@@ -134,14 +134,14 @@ def open_checkpoint(folder: Place) -> OpenedCheckpoint:
         contents,
         manifest,
         sizes,
-        kind=kind_of(contents) if manifest is None else manifest.kind,
+        kind=kind_from_keys(contents) if manifest is None else manifest.kind,
         step=parse_step(on_disk(folder).absolute().name) if manifest is None else manifest.step,
         world_size=(num_writers(sizes) or None) if manifest is None else manifest.world_size,
         created_at=created_at,
     )
 
 
-def _of_another_library(
+def _opened_of_other_library(
     folder: Path,
     origin: WrittenBy,
     description: Path,
@@ -181,7 +181,7 @@ def absence(folder: Place) -> str:
         return "a save into it is under way or was cut off"
     if names & {layout.MANIFEST, layout.METADATA}:
         return ""
-    if description_of(path := on_disk(folder)) is not None or step_of(path.absolute().name) is not None:
+    if description_of(path := on_disk(folder)) is not None or transformers_step_of(path.absolute().name) is not None:
         return absence_in(path)
     if any(map(layout.is_data_file, names)):
         return f"there are files of tensors in it, but no {layout.METADATA}"
@@ -201,7 +201,7 @@ def origin_by(description: Path) -> WrittenBy:
     return WrittenBy.ACCELERATE if description.name == GENERATORS else WrittenBy.TRANSFORMERS
 
 
-def kind_of(keys: Iterable[str]) -> CheckpointKind:
+def kind_from_keys(keys: Iterable[str]) -> CheckpointKind:
     """Return the kind of a checkpoint without a manifest that has these keys."""
     has_optimizer = any(key.startswith("optim") and "." in key for key in keys)
     return CheckpointKind.FULL if has_optimizer else CheckpointKind.WEIGHTS_ONLY

@@ -20,7 +20,7 @@ from torchtitan_lite.checkpoint.examining.inventory import FolderState, ListedCh
 from torchtitan_lite.checkpoint.examining.lightning_checkpoint import META
 from torchtitan_lite.checkpoint.examining.named_best import Named, named_by_lightning, named_by_person, named_by_trainer
 from torchtitan_lite.checkpoint.examining.opened import OF_HUGGING_FACE, WrittenBy, open_checkpoint
-from torchtitan_lite.checkpoint.examining.recorded_digests import record_of
+from torchtitan_lite.checkpoint.examining.recorded_digests import digests_path
 from torchtitan_lite.checkpoint.examining.transformers_folder import GENERATORS, TRAINER_STATE, WEIGHTS
 from torchtitan_lite.checkpoint.examining.verification import look_at, read_through
 from torchtitan_lite.disk.listed_tree import ListedTree
@@ -86,11 +86,13 @@ class OthersOutlook:
         return [verdicts[each.path] for each in found]
 
     def _of_family(self, family: Sequence[OtherCheckpoint], by_person: frozenset[str]) -> list[OtherVerdict]:
-        with_step = sorted((each for each in family if each.step is not None), key=_step)
+        with_step = sorted((each for each in family if each.step is not None), key=_known_step)
         # A run that begins again in the folder of a longer one has lower steps.
-        last_written = max(with_step, key=lambda each: (each.created_at, _step(each)), default=None)
-        highest = _step(with_step[-1]) if with_step else None
-        names, finding = _named([each for each in with_step if each is last_written or each.step == highest])
+        last_written = max(with_step, key=lambda each: (each.created_at, _known_step(each)), default=None)
+        highest = _known_step(with_step[-1]) if with_step else None
+        names, finding = _best_and_last_names(
+            [each for each in with_step if each is last_written or each.step == highest]
+        )
         reasons: dict[int, tuple[str, ...]] = {}
         for each in with_step:
             is_so = {
@@ -99,8 +101,8 @@ class OthersOutlook:
                 NOT_KNOWN: bool(finding),
                 YOUNG: self.now - each.tree.modified_at < self.min_age_seconds,
             }
-            own = [*reasons.get(_step(each), ()), *(reason for reason, applies in is_so.items() if applies)]
-            reasons[_step(each)] = tuple(dict.fromkeys(own))
+            own = [*reasons.get(_known_step(each), ()), *(reason for reason, applies in is_so.items() if applies)]
+            reasons[_known_step(each)] = tuple(dict.fromkeys(own))
         verdicts = self._judge(with_step, reasons, {}, {})
         if any(each.goes for each in verdicts):
             verdicts = self._judge(with_step, reasons, *self._read_from_the_latest(with_step))
@@ -120,7 +122,7 @@ class OthersOutlook:
         sound = {each.path: each for each in family if each.path not in damaged}
         infos = [
             CheckpointInfo(
-                *(_step(each), each.path, each.kind or CheckpointKind.FULL, each.created_at, each.nbytes),
+                *(_known_step(each), each.path, each.kind or CheckpointKind.FULL, each.created_at, each.nbytes),
                 has_nan=has_nan.get(each.path, False),
             )
             for each in sound.values()
@@ -155,7 +157,7 @@ class OthersOutlook:
 
     def _read(self, other: OtherCheckpoint) -> tuple[str, bool]:
         try:
-            looked = look_at(other.path, record_of(other.path))
+            looked = look_at(other.path, digests_path(other.path))
             with self.progress(f"Reading {other.name}", other.nbytes) as advance:
                 read = read_through(looked, advance)
         except (TorchtitanLiteError, OSError) as error:
@@ -171,13 +173,13 @@ def _with_kinds(family: Sequence[OtherCheckpoint]) -> list[OtherCheckpoint]:
     return [dataclasses.replace(each, kind=CheckpointKind.FULL) for each in family]
 
 
-def _named(latest: Sequence[OtherCheckpoint]) -> tuple[frozenset[str], str]:
+def _best_and_last_names(latest: Sequence[OtherCheckpoint]) -> tuple[frozenset[str], str]:
     """Return the names that `latest` have for the best and the last, and why they are not known."""
     names = frozenset(name for each in latest for name in each.named.names)
     return names, next((each.named.finding for each in latest if each.named.finding), "")
 
 
-def _step(other: OtherCheckpoint) -> int:
+def _known_step(other: OtherCheckpoint) -> int:
     assert other.step is not None, "only those with a step are judged"
     return other.step
 
@@ -254,10 +256,10 @@ def _other(root: Path, entry: ListedCheckpoint) -> OtherCheckpoint:
         else:
             # Before anything is read: what was looked at is what may be removed.
             is_file = path.is_file()
-            listed = ListedTree.of_files(root, [path.name, record_of(path).name]) if is_file else None
+            listed = ListedTree.of_files(root, [path.name, digests_path(path).name]) if is_file else None
             listed = listed or ListedTree.of_folder(path)
-            known = {*open_checkpoint(path).contents.files, record_of(path).name}
-            if unknown := sorted(_unknown(listed, known, entry.origin)):
+            known = {*open_checkpoint(path).contents.files, digests_path(path).name}
+            if unknown := sorted(_unknown_files(listed, known, entry.origin)):
                 finding = f"{unknown[0]} is not known to belong to it"
             named = named_by_lightning(path) if entry.origin is WrittenBy.LIGHTNING else named_by_trainer(path)
             tree = tree if finding else listed
@@ -270,7 +272,7 @@ def _other(root: Path, entry: ListedCheckpoint) -> OtherCheckpoint:
     return OtherCheckpoint(path, entry.origin, step, entry.kind, entry.created_at, nbytes, tree, named, finding)
 
 
-def _unknown(tree: ListedTree, known: AbstractSet[str], origin: WrittenBy | None) -> Iterator[str]:
+def _unknown_files(tree: ListedTree, known: AbstractSet[str], origin: WrittenBy | None) -> Iterator[str]:
     """Yield the files and folders in `tree` that do not belong to a checkpoint that `origin` wrote."""
     own = {layout.METADATA, META} if origin is WrittenBy.LIGHTNING else {layout.METADATA}
     folders = {""}

@@ -17,7 +17,7 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.place import Place, on_disk
 
 
-def identity_of(folder: Place) -> Identity | None:
+def checkpoint_identity(folder: Place) -> Identity | None:
     """Return what differs once another checkpoint has the name `folder`; None if there is no checkpoint.
 
     A checkpoint may be a single file.
@@ -42,32 +42,32 @@ def identity_of(folder: Place) -> Identity | None:
 
 def refuse_if_gone(folder: Place, identity: Identity | None) -> None:
     """Raise `CheckpointNotFound` if the checkpoint in `folder` is not the one of `identity` any more."""
-    if identity is None or differs(identity_of(folder), identity):
+    if identity is None or differs(checkpoint_identity(folder), identity):
         raise CheckpointNotFound(str(folder), None, finding="it was removed or replaced while it was read")
 
 
 @contextmanager
 def reporting_removal(*folders: Place) -> Iterator[None]:
     """In place of an error of reading, raise `CheckpointNotFound` if one of `folders` was removed or replaced."""
-    before = {folder: identity_of(folder) for folder in folders}
+    before = {folder: checkpoint_identity(folder) for folder in folders}
     try:
         yield
     except (CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe, FileNotFoundError):
-        _refuse(before)
+        _refuse_gone(before)
         raise
 
 
 @contextmanager
 def present(*folders: Place) -> Iterator[None]:
     """Raise `CheckpointNotFound` if one of `folders` was removed or replaced, also where nothing failed meanwhile."""
-    before = {folder: identity_of(folder) for folder in folders}
+    before = {folder: checkpoint_identity(folder) for folder in folders}
     with reporting_removal(*folders):
         yield
     # Parts of two checkpoints may have been read.
-    _refuse(before)
+    _refuse_gone(before)
 
 
-def _refuse(before: dict[Place, Identity | None]) -> None:
+def _refuse_gone(before: dict[Place, Identity | None]) -> None:
     for folder, identity in before.items():
         if identity is not None:
             refuse_if_gone(folder, identity)

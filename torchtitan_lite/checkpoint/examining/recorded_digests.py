@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpoint.examining.file_digests import OnBytes, digests_of
-from torchtitan_lite.checkpoint.examining.transformers_folder import step_of
+from torchtitan_lite.checkpoint.examining.transformers_folder import transformers_step_of
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import DISK, Durable, temporary_name
@@ -76,7 +76,7 @@ class RecordedDigests:
         return cls(manifest.files, manifest.created_at)
 
 
-def record_of(place: Path) -> Path:
+def digests_path(place: Path) -> Path:
     """Return where the record of the checkpoint at `place` is unless its owner wants it elsewhere."""
     return place.with_name(f"{place.name}.{layout.DIGESTS}") if place.is_file() else place / layout.DIGESTS
 
@@ -90,7 +90,7 @@ def files_in(folder: Path, below: str = "") -> Iterator[tuple[str, os.stat_resul
     with os.scandir(folder / below) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
-                if not below and step_of(entry.name) is not None:
+                if not below and transformers_step_of(entry.name) is not None:
                     continue  # A checkpoint of its own.
                 yield from files_in(folder, f"{below}{entry.name}/")
             elif entry.name not in own:

@@ -11,7 +11,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 from torchtitan_lite.checkpoint.examining.inventory import FolderState, ListedCheckpoint
-from torchtitan_lite.config.job_config import Checkpoint, flat
+from torchtitan_lite.config.job_config import Checkpoint, flat_config
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.retention import Verdict, build_retention, judge
@@ -23,7 +23,7 @@ _KEYS = [each.name for each in dataclasses.fields(Checkpoint) if each.name.start
 def keep_keys(entries: Iterable[ListedCheckpoint]) -> dict[str, Any]:
     """Return the `keep_` keys of the latest full checkpoint that are not at their defaults, by name."""
     full = [entry for entry in entries if entry.state is FolderState.COMMITTED and entry.kind is CheckpointKind.FULL]
-    today = flat(full[-1].config) if full else {}
+    today = flat_config(full[-1].config) if full else {}
     found = {key: today[f"checkpoint.{key}"] for key in _KEYS if f"checkpoint.{key}" in today}
     return {key: value for key, value in found.items() if value != getattr(_DEFAULTS, key)}
 

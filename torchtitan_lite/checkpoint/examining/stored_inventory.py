@@ -16,9 +16,9 @@ from torchtitan_lite.bucket.store import BucketStore
 from torchtitan_lite.checkpoint.examining.inventory import (
     FolderState,
     ListedCheckpoint,
-    in_order,
     in_short,
     managed,
+    sorted_entries,
     with_abandoned,
 )
 from torchtitan_lite.disk.in_threads import in_threads
@@ -47,29 +47,29 @@ def stored_inventory(store: BucketStore) -> tuple[Head, list[ListedCheckpoint]]:
     """Return the head of `store`, and what is in its folder, by ascending step. Raises OSError."""
     while True:
         head = store.head()
-        found = _found(store, head)
+        found = _stored_entries(store, head)
         # Else parts of what was committed or removed since then were not seen.
         if store.head().entries == head.entries:
-            return head, in_order(with_abandoned(found))
+            return head, sorted_entries(with_abandoned(found))
 
 
-def _found(store: BucketStore, head: Head) -> list[ListedCheckpoint]:
+def _stored_entries(store: BucketStore, head: Head) -> list[ListedCheckpoint]:
     objects = naming.attempts_in(store.objects.list(naming.CHECKPOINTS))
     found: dict[str, ListedCheckpoint] = {}
 
     def read(entry: Entry) -> None:
-        found[entry.name] = _entry(store, entry, objects.get(entry.name, AttemptObjects()))
+        found[entry.name] = _attempt_entry(store, entry, objects.get(entry.name, AttemptObjects()))
 
     # What is set aside or being removed, and whose objects are gone, was removed.
     entries = [entry for entry in head.entries if entry.status is Status.KEPT or entry.name in objects]
     in_threads(entries, min(_AT_A_TIME, len(entries)), lambda: read)
     known = {entry.name for entry in head.entries}
     for name in objects.keys() - known:
-        found[name] = _rest(name, objects[name], FolderState.HALF_WRITTEN, _HALF_WRITTEN)
+        found[name] = _unusable_attempt(name, objects[name], FolderState.HALF_WRITTEN, _HALF_WRITTEN)
     return list(found.values())
 
 
-def _entry(store: BucketStore, entry: Entry, objects: AttemptObjects) -> ListedCheckpoint:
+def _attempt_entry(store: BucketStore, entry: Entry, objects: AttemptObjects) -> ListedCheckpoint:
     place, is_kept = store.place_of(entry.name), entry.status is Status.KEPT
     state, finding = _STATES[entry.status], "; ".join(entry.findings) or _FINDINGS.get(entry.status, "")
     try:
@@ -85,10 +85,10 @@ def _entry(store: BucketStore, entry: Entry, objects: AttemptObjects) -> ListedC
         if is_kept and (findings := size_findings(sizes, objects.sizes)):
             state, finding = FolderState.DAMAGED, in_short(findings)
         return replace(managed(place, manifest, state, finding), has_name_of_step=is_kept)
-    return replace(_rest(entry.name, objects, state, finding), has_name_of_step=is_kept)
+    return replace(_unusable_attempt(entry.name, objects, state, finding), has_name_of_step=is_kept)
 
 
-def _rest(name: str, objects: AttemptObjects, state: FolderState, finding: str) -> ListedCheckpoint:
+def _unusable_attempt(name: str, objects: AttemptObjects, state: FolderState, finding: str) -> ListedCheckpoint:
     step, _ = naming.parse_attempt(name) or (None, "")
     nbytes = sum(size for file, size in objects.sizes.items() if file != layout.MANIFEST)
     return ListedCheckpoint(

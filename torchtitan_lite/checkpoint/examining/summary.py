@@ -43,7 +43,7 @@ class Row:
     """Of all of them."""
 
 
-def parts_of(contents: Contents) -> list[StatePart]:
+def state_parts(contents: Contents) -> list[StatePart]:
     """Return the parts in the order in which they are stored."""
     parts: dict[str, StatePart] = {}
     for key, tensor in contents.tensors.items():

@@ -115,7 +115,7 @@ class TensorStream:
         tensor = self.contents.tensors[key]
         itemsize = tensor.dtype.itemsize
         most = most_elements or max(1, SLICE_BYTES // itemsize)
-        room = _memory(min(most, math.prod(tensor.shape)) * itemsize)
+        room = _new_buffer(min(most, math.prod(tensor.shape)) * itemsize)
         for cut in cuts(tensor.shape, most) if within is None else cuts_of(within, most):
             data = room[: cut.numel * itemsize]
             self.read(key, cut, data)
@@ -130,16 +130,16 @@ class TensorStream:
             self._parts, self._key = self._parts_of(key), key
         itemsize = self.contents.tensors[key].dtype.itemsize
         if len(self._scratch) < len(into):
-            self._scratch = _memory(len(into))
+            self._scratch = _new_buffer(len(into))
         whole = np.frombuffer(into, f"V{itemsize}").reshape(cut.sizes)
         wanted = list(self._wanted(cut))
         pieces: dict[str, list[Piece]] = {}
         copies: list[tuple[_Elements, memoryview]] = []
         scratch = self._scratch
         for part, first, inside, sizes in wanted:
-            target = whole[_box(first, sizes)]
+            target = whole[_box_index(first, sizes)]
             if part.held is not None:
-                target[...] = part.held[_box(inside, sizes)]
+                target[...] = part.held[_box_index(inside, sizes)]
             elif part.strides is not None:
                 at = part.at + sum(map(int.__mul__, inside, part.strides)) * itemsize
                 self._read_spans(part.file, at, part.strides, target)
@@ -273,7 +273,7 @@ def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _memory(num_bytes: int) -> memoryview:
+def _new_buffer(num_bytes: int) -> memoryview:
     return np.empty(num_bytes, np.uint8).data
 
 
@@ -281,7 +281,7 @@ def _minus(a: Shape, b: Shape) -> Shape:
     return tuple(map(int.__sub__, a, b))
 
 
-def _box(offsets: Shape, sizes: Shape) -> tuple[Any, ...]:
+def _box_index(offsets: Shape, sizes: Shape) -> tuple[Any, ...]:
     """Return the index of a box; with an ellipsis, because numpy returns no view of a scalar without one."""
     return (..., *(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)))
 
@@ -325,7 +325,7 @@ class EachBlockOnce:
         straight: list[Piece] = []
         edges: list[tuple[int, Piece]] = []
         for piece in pieces:
-            _split(piece, record.size, straight, edges)
+            _split_by_block(piece, record.size, straight, edges)
         missing = {number for number, _ in edges} - {number for name, number in self._kept if name == file}
         fresh = {number: self._room(number, record.size) for number in sorted(missing)}
         straight += [Piece(number * BLOCK_BYTES, memoryview(room)) for number, room in fresh.items()]
@@ -350,7 +350,7 @@ class EachBlockOnce:
             self._kept.popitem(last=False)
 
 
-def _split(piece: Piece, size: int, straight: list[Piece], edges: list[tuple[int, Piece]]) -> None:
+def _split_by_block(piece: Piece, size: int, straight: list[Piece], edges: list[tuple[int, Piece]]) -> None:
     """Add the whole blocks of `piece` to `straight`, and the parts of others to `edges`, with the block's number."""
     at, into = piece
     if at + len(into) > size:  # Past the end of the file: reading it must fail.

@@ -36,7 +36,7 @@ WEIGHTS = re.compile(r".*\.safetensors|(pytorch_model|adapter_model).*\.bin")
 _SHARD = re.compile(r"(.+)-[0-9]+-of-[0-9]+(\.safetensors|\.bin)")
 
 
-def step_of(name: str) -> int | None:
+def transformers_step_of(name: str) -> int | None:
     """Return the step of the checkpoint called `name`, or its number as accelerate counts; None for other names."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
@@ -54,7 +54,7 @@ def description_of(folder: Path) -> Path | None:
 def absence_in(folder: Path) -> str:
     """Return why `folder`, with the name of a step, is no complete checkpoint; the empty string if it may be one."""
     name = folder.absolute().name
-    if step_of(name) is None:
+    if transformers_step_of(name) is None:
         return ""
     if not (folder / TRAINER_STATE).is_file() and not (folder / GENERATORS).is_file():
         last, library = (GENERATORS, "accelerate") if "_" in name else (TRAINER_STATE, "transformers")

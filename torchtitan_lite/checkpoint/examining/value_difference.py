@@ -94,7 +94,7 @@ def _of_elements(a: memoryview, b: memoryview, dtype_a: str, dtype_b: str) -> Va
         return EQUAL
     if dtype_a == dtype_b and dtype_a in _WIDE:
         return _of_integers(a, b, dtype_a)
-    x, y = _numbers(a, dtype_a), _numbers(b, dtype_b)
+    x, y = _as_doubles(a, dtype_a), _as_doubles(b, dtype_b)
     differ = (x != y) & ~(x.isnan() & y.isnan())
     distances = (x[differ] - y[differ]).abs()
     return ValueDifference(False, float(distances.max()) if len(distances) else 0.0, len(distances))
@@ -108,7 +108,7 @@ def _of_integers(a: memoryview, b: memoryview, dtype: str) -> ValueDifference:
     return ValueDifference(False, float((larger - smaller).max(initial=0)), int(differ.sum()))
 
 
-def _numbers(data: memoryview, dtype: str) -> torch.Tensor:
+def _as_doubles(data: memoryview, dtype: str) -> torch.Tensor:
     """Return the elements as float64 or complex128."""
     import torch  # seconds, and only where bytes differ
 

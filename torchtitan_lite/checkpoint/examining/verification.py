@@ -22,7 +22,7 @@ from torchtitan_lite.checkpoint.examining.file_digests import FileDigests, Findi
 from torchtitan_lite.checkpoint.examining.item_checksums import CheckedItems, PlacedItem, check_items
 from torchtitan_lite.checkpoint.examining.lightning_checkpoint import contents_of
 from torchtitan_lite.checkpoint.examining.opened import absence
-from torchtitan_lite.checkpoint.examining.presence import identity_of, refuse_if_gone
+from torchtitan_lite.checkpoint.examining.presence import checkpoint_identity, refuse_if_gone
 from torchtitan_lite.checkpoint.examining.recorded_digests import RecordedDigests
 from torchtitan_lite.checkpoint.examining.transformers_folder import contents_in, description_of
 from torchtitan_lite.checkpoint.format.contents import Contents, Item
@@ -120,7 +120,7 @@ def look_at(folder: Place, record: Path | None = None) -> Looked:
     Without a manifest, it is also compared with `record`, if that is there. Of Lightning it may be a single file.
     Raises `CheckpointNotFound` if there is no checkpoint, or none any more; `FormatTooNew`; `CheckpointUnreadable`.
     """
-    identity = identity_of(folder)
+    identity = checkpoint_identity(folder)
     if identity is None or (absence(folder) and not folder.is_file()):
         raise CheckpointNotFound(str(folder), None, finding=absence(folder))
     try:
@@ -145,7 +145,7 @@ def read_through(
     """Read every byte of the files in `looked.sizes` and compare it. Raises as `look_at` does."""
     files, records = files_of(looked.folder), looked.records
     with_digests = {file: records[file] for file in looked.sizes if file in records and records[file].blocks}
-    items = list(_items(looked, looked.sizes.keys() - with_digests.keys()))
+    items = list(_placed_items(looked, looked.sizes.keys() - with_digests.keys()))
     try:
         digests = FileDigests(files, with_digests, looked.contents, on_bytes)
         findings = digests.compare(make_reader or files.thread_reader)
@@ -200,7 +200,7 @@ def _looked(looked: Looked, record: Path | None) -> Looked:
         if manifest is None and record is not None:
             recorded = RecordedDigests.read(record, on_disk(place))
         looked = dataclasses.replace(looked, manifest=manifest, recorded=recorded)
-        contents = _contents(place, manifest)
+        contents = _described_contents(place, manifest)
         contents.check_names()
     except (CheckpointDamaged, CheckpointUnsafe) as error:
         return dataclasses.replace(looked, findings=(finding_of(folder, error),))
@@ -218,7 +218,7 @@ def _looked(looked: Looked, record: Path | None) -> Looked:
     return dataclasses.replace(looked, contents=contents, findings=tuple(findings), sizes=sizes, unknown=unknown)
 
 
-def _contents(place: Place, manifest: Manifest | None) -> Contents:
+def _described_contents(place: Place, manifest: Manifest | None) -> Contents:
     """Return what `manifest` describes; on disk and without one, what another library wrote."""
     if manifest is not None:
         return Contents.of_manifest(manifest, str(place))
@@ -289,7 +289,7 @@ def _of_added_metadata(folder: Path) -> list[Finding]:
     return [Finding(layout.METADATA, "it does not describe this checkpoint: add it again with add-metadata")]
 
 
-def _items(looked: Looked, files: AbstractSet[str]) -> list[PlacedItem]:
+def _placed_items(looked: Looked, files: AbstractSet[str]) -> list[PlacedItem]:
     """Return the items in `files`, as far as they are inside: others are findings already."""
     if looked.contents is None or not files:
         return []
@@ -328,16 +328,16 @@ def check_set_aside(aside: SetAside, advance: Callable[[int], object]) -> None:
     place, manifest, files = aside.folder, aside.manifest, files_of(aside.folder)
     sizes = recorded_sizes(manifest.files)
     findings = [files.size_finding(name, size) for name, size in sorted(sizes.items())]
-    _refuse(aside, findings)
+    _raise_first_finding(aside, findings)
     if aside.why == CORRUPT:
         reader = files.reader()
         # They have these sizes.
         records = RecordsOfRanks(manifest, str(place), reader, files.path_of, lambda names: sizes)
         for name, record in sorted(RecordedFiles(manifest, records).items()):
-            _refuse(aside, [_digest_finding(reader, files.path_of(name), record, advance)])
+            _raise_first_finding(aside, [_digest_finding(reader, files.path_of(name), record, advance)])
 
 
-def _refuse(aside: SetAside, findings: list[str]) -> None:
+def _raise_first_finding(aside: SetAside, findings: list[str]) -> None:
     if finding := next(filter(None, findings), ""):
         raise CheckpointDamaged(str(aside.folder), finding)
 

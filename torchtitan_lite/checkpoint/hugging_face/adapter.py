@@ -20,10 +20,10 @@ from torchtitan_lite.checkpoint.hugging_face.card import adapter_card
 from torchtitan_lite.checkpoint.hugging_face.writing import (
     CARD,
     PlannedExport,
-    facts_of,
     json_bytes,
     listed,
     new_tensors,
+    tensor_summary,
 )
 from torchtitan_lite.errors import ConfigError
 
@@ -60,7 +60,7 @@ def plan_adapter(
     keys = [each for each in model_keys(contents, opened.manifest) if each.key in contents.tensors]
     names = {each.name: saved for each in keys if (saved := saved_name(each.name, adapter, config.get("bias", "none")))}
     if not any(_is_of_adapter(each, adapter) for each in names):
-        raise ConfigError(f"{opened.folder} has no tensor of the adapter {adapter!r}{_others(keys)}")
+        raise ConfigError(f"{opened.folder} has no tensor of the adapter {adapter!r}{_other_adapters(keys)}")
     if odd := [each for each in names if not each.startswith(_PREFIX)]:
         raise ConfigError(
             f"{odd[0]}: expected a name that begins with {_PREFIX}: give the manager the model that get_peft_model "
@@ -71,7 +71,7 @@ def plan_adapter(
     chosen = [each for each in keys if each.name in names]
     tensors = new_tensors(contents, {each.key: names[each.name] for each in chosen}, dtype)
     stream = TensorStream(opened.folder, contents, opened.manifest.files if opened.manifest is not None else {})
-    facts = {"method": str(kind), **facts_of(contents, chosen, tensors)}
+    facts = {"method": str(kind), **tensor_summary(contents, chosen, tensors)}
     files = {
         CONFIG: json_bytes({**config, "inference_mode": True}),
         CARD: adapter_card(name, opened, stream, facts),
@@ -109,7 +109,7 @@ def _is_of_adapter(name: str, adapter: str) -> bool:
     return path[-1] == adapter or (len(path) > 2 and path[-2] == adapter)
 
 
-def _others(keys: Iterable[ModelKey]) -> str:
+def _other_adapters(keys: Iterable[ModelKey]) -> str:
     """Return what adapters there seem to be, as a part of a sentence."""
     found = set()
     for each in keys:

@@ -58,14 +58,14 @@ def model_card(
     kind = "AutoModelForCausalLM" if writes_text else "AutoModel"
     example = _WITH_TOKENIZER if TOKENIZER in model.files and writes_text else _WITHOUT_TOKENIZER
     head = ["library_name: transformers", *(["pipeline_tag: text-generation"] if writes_text else [])]
-    settings = _settings(opened.config) if of_trainer else {}
-    rows = {**_progress(opened, stream), **facts, **settings, **_origin(opened)}
+    settings = _run_settings(opened.config) if of_trainer else {}
+    rows = {**_progress(opened, stream), **facts, **settings, **_origin_rows(opened)}
     return _card(name, head, example.replace("{kind}", kind), rows)
 
 
 def adapter_card(name: str, opened: OpenedCheckpoint, stream: Stream, facts: Mapping[str, str]) -> bytes:
     """Return the card of the adapter `name`, made of `opened`."""
-    return _card(name, ["library_name: peft"], _ADAPTER, {**_progress(opened, stream), **facts, **_origin(opened)})
+    return _card(name, ["library_name: peft"], _ADAPTER, {**_progress(opened, stream), **facts, **_origin_rows(opened)})
 
 
 def _card(name: str, head: list[str], example: str, facts: Mapping[str, str]) -> bytes:
@@ -88,7 +88,7 @@ def _progress(opened: OpenedCheckpoint, stream: Stream) -> dict[str, str]:
     return facts
 
 
-def _settings(config: Mapping[str, Any]) -> dict[str, str]:
+def _run_settings(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the settings of the run that shaped the weights."""
     training, optimizer, schedule = (config.get(name, {}) for name in ("training", "optimizer", "lr_scheduler"))
     job = config.get("job", {})
@@ -101,8 +101,10 @@ def _settings(config: Mapping[str, Any]) -> dict[str, str]:
         "sequences in a rank's batch": training.get("batch_size"),
         "sequences in a step": training.get("global_batch_size"),
         "compute dtype": training.get("mixed_precision_param"),
-        "optimizer": _listed(optimizer.get("name"), optimizer, of_optimizer),
-        "schedule": _listed(schedule.get("decay_type"), schedule, ("warmup_steps", "decay_ratio", "min_lr_factor")),
+        "optimizer": _listed_settings(optimizer.get("name"), optimizer, of_optimizer),
+        "schedule": _listed_settings(
+            schedule.get("decay_type"), schedule, ("warmup_steps", "decay_ratio", "min_lr_factor")
+        ),
         "steps of the run": training.get("steps"),
         "gradient clipping": training.get("max_norm"),
         "seed": training.get("seed"),
@@ -110,12 +112,12 @@ def _settings(config: Mapping[str, Any]) -> dict[str, str]:
     return {key: str(value) for key, value in found.items() if value not in (None, "", -1)}
 
 
-def _listed(name: Any, section: Mapping[str, Any], keys: tuple[str, ...]) -> str:
+def _listed_settings(name: Any, section: Mapping[str, Any], keys: tuple[str, ...]) -> str:
     given = [f"{key} {section[key]}" for key in keys if section.get(key) is not None]
     return ", ".join([str(name), *given]) if name else ""
 
 
-def _origin(opened: OpenedCheckpoint) -> dict[str, str]:
+def _origin_rows(opened: OpenedCheckpoint) -> dict[str, str]:
     """Return what wrote the checkpoint, and when."""
     manifest = opened.manifest
     facts = {"saved": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(opened.created_at))}

@@ -74,11 +74,13 @@ class HuggingFaceExport:
         Reads a record and sizes of files.
         """
         folder = self._folder(checkpoint.step)
-        record = _record(folder)
+        record = _export_record(folder)
         if {key: record.get(key) for key in ("run_id", "dtype")} != self._identity(checkpoint):
             return False
         files = record.get("files")
-        return isinstance(files, dict) and all(_size(folder / str(name)) == size for name, size in files.items())
+        return isinstance(files, dict) and all(
+            _size_or_none(folder / str(name)) == size for name, size in files.items()
+        )
 
     def write(self, step: int) -> None:
         """Write the export of the committed checkpoint of `step`, durable on return. **Collective**.
@@ -126,7 +128,7 @@ class HuggingFaceExport:
             DISK.remove_tree(whole)
 
     def _refuse_foreign(self, out: Path) -> None:
-        if os.path.lexists(out) and not _record(out):
+        if os.path.lexists(out) and not _export_record(out):
             raise ConfigError(f"checkpoint.hf_folder: {out} is there, and no run wrote it. Move it away.")
 
     def _write_share(self, step: int, place: Path) -> PlannedExport:
@@ -204,7 +206,7 @@ def build_last_export(
     return HuggingFaceExport(config, model, folders, context)
 
 
-def _record(folder: Path) -> dict[str, Any]:
+def _export_record(folder: Path) -> dict[str, Any]:
     """Return the record in `folder`; empty if there is none that can be read."""
     try:
         record = json.loads((folder / RECORD).read_bytes())
@@ -213,7 +215,7 @@ def _record(folder: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def _size(path: Path) -> int | None:
+def _size_or_none(path: Path) -> int | None:
     try:
         return path.stat().st_size
     except OSError:

@@ -8,7 +8,7 @@ the rest:
         write_shards(planned, folder, [*planned.shards][rank::ranks])    # any rank, into the coordinator's folder
         write_rest(planned, folder)                                      # the coordinator, after all of them
 
-`write` does all of it in one process. Every tensor is read, cast and reordered in slices.
+`write_model` does all of it in one process. Every tensor is read, cast and reordered in slices.
 """
 
 from __future__ import annotations
@@ -79,21 +79,21 @@ def plan(
     safetensors_files.require_library()
     contents = opened.contents
     keys = [each for each in model_keys(contents, opened.manifest) if each.name not in model.left_out]
-    if finding := misfit(model, contents, keys):
+    if finding := model_mismatch(model, contents, keys):
         raise ConfigError(f"{opened.folder} does not have the weights of the model that is described: {finding}")
     stream = stream_of(opened, model, keys)
     tensors = new_tensors(contents, {each.key: model.places[each.name].name for each in keys}, dtype)
     shards = safetensors_files.sharded(tensors, max_shard_bytes or safetensors_files.SHARD_BYTES)
     main = _main_dtype(tensors)
     config = {key: value for key, value in model.config.items() if key not in _DTYPES}
-    card = model_card(name, opened, stream, model, facts_of(contents, keys, tensors), of_trainer=of_trainer)
+    card = model_card(name, opened, stream, model, tensor_summary(contents, keys, tensors), of_trainer=of_trainer)
     files = {CONFIG: json_bytes({**config, **dict.fromkeys(_DTYPES, main)}), **model.files, CARD: card}
     if len(shards) > 1:
         files[safetensors_files.INDEX] = safetensors_files.index_of(shards)
     return PlannedExport(shards, files, stream)
 
 
-def misfit(model: DescribedModel, contents: Contents, keys: Sequence[ModelKey]) -> str:
+def model_mismatch(model: DescribedModel, contents: Contents, keys: Sequence[ModelKey]) -> str:
     """Return, in a few words, where `keys` of `contents` are not the tensors of `model`; "" if they are."""
     found = {each.name: each.key for each in keys}
     missing = [name for name in model.places if name not in found]
@@ -132,7 +132,7 @@ def new_tensors(contents: Contents, names: Mapping[str, str], dtype: str) -> lis
     return tensors
 
 
-def facts_of(contents: Contents, keys: Iterable[ModelKey], tensors: Sequence[TensorToWrite]) -> dict[str, str]:
+def tensor_summary(contents: Contents, keys: Iterable[ModelKey], tensors: Sequence[TensorToWrite]) -> dict[str, str]:
     """Return what the card says of the tensors: how many parameters, of which dtypes."""
     before = Counter(str(contents.tensors[each.key].dtype) for each in keys)
     after = Counter(tensor.dtype for tensor in tensors)
@@ -143,7 +143,7 @@ def facts_of(contents: Contents, keys: Iterable[ModelKey], tensors: Sequence[Ten
     }
 
 
-def write(
+def write_model(
     opened: OpenedCheckpoint,
     model: DescribedModel,
     out: Path,

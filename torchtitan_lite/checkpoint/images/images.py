@@ -36,7 +36,7 @@ from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.errors import RanksDiffer
 from torchtitan_lite.events import ImageMissed
-from torchtitan_lite.host_memory import free_bytes, host_id, oom_kills
+from torchtitan_lite.host_memory import free_memory_bytes, host_id, oom_kills
 from torchtitan_lite.log import counted, logger, readable_bytes
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 
@@ -208,7 +208,7 @@ class Images:
         """Return what `num_arenas` needs to know of all ranks. **Collective**."""
         have = sum(slot.arena.num_bytes for slot in self.stager.pool.slots if slot.arena is not None)
         return self._peers.gather(
-            Room(host_id(), num_bytes, have, free_bytes(), reserve_bytes(), self.tier.replica_bytes, oom_kills())
+            Room(host_id(), num_bytes, have, free_memory_bytes(), reserve_bytes(), self.tier.replica_bytes, oom_kills())
         )
 
     def report(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtitan_lite.host_memory import figures, free_bytes, number
+from torchtitan_lite.host_memory import figures, free_memory_bytes, parse_number
 
 # One holds the image that all ranks have, one is being written or digested, and one is for the next copy.
 MAX_ARENAS = 3
@@ -33,7 +33,7 @@ class Room(NamedTuple):
     """Of one arena; negative if unknown."""
     have_bytes: int
     """Of the arenas that it has."""
-    free_bytes: int
+    free_memory_bytes: int
     reserve_bytes: int = 0
     """What training takes of that, at its peak."""
     replica_bytes: int = 0
@@ -86,7 +86,7 @@ def _full(ranks: Sequence[Room], count: int, foreign: Mapping[str, int]) -> str:
 def is_short(root: Path = Path("/")) -> bool:
     """Return whether the next step could need more memory than is free: it needs as much as the steps before it."""
     _, growth = _own_bytes(root)
-    return growth > free_bytes(root)
+    return growth > free_memory_bytes(root)
 
 
 def reserve_bytes(root: Path = Path("/")) -> int:
@@ -98,5 +98,5 @@ def reserve_bytes(root: Path = Path("/")) -> int:
 def _own_bytes(root: Path) -> tuple[int, int]:
     """Return the most that this process had, and how much less it has now; 0 where the system does not say."""
     found = figures(root / "proc/self/status")
-    peak, now = (1024 * (number(found.get(name, "")) or 0) for name in ("VmHWM:", "VmRSS:"))
+    peak, now = (1024 * (parse_number(found.get(name, "")) or 0) for name in ("VmHWM:", "VmRSS:"))
     return peak, max(0, peak - now)

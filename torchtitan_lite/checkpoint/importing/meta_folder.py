@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, Shape, StoredTensor
-from torchtitan_lite.checkpoint.importing.source import WeightsSource, is_strided, read_json, tensors_in
+from torchtitan_lite.checkpoint.importing.source import WeightsSource, is_strided, read_json, tensors_in_file
 from torchtitan_lite.checkpoint.untrusted.stock_item import Layout
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, ConfigError
 from torchtitan_lite.log import counted
@@ -53,12 +53,12 @@ def read_meta_folder(path: Path) -> MetaFolder:
         if missing:
             raise CheckpointDamaged(str(path), f"consolidated.{missing[0]:02}.pth is missing. Download it")
         files = [numbers[number] for number in sorted(numbers)]
-        return MetaFolder(path, read_json(path / PARAMS), files, [tensors_in(file)[0] for file in files])
+        return MetaFolder(path, read_json(path / PARAMS), files, [tensors_in_file(file)[0] for file in files])
     except OSError as error:
         raise CheckpointUnreadable(str(path), f"{type(error).__name__}: {error}") from error
 
 
-def joined(folder: MetaFolder, shapes: Mapping[str, Shape]) -> WeightsSource:
+def joined_weights(folder: MetaFolder, shapes: Mapping[str, Shape]) -> WeightsSource:
     """Return the tensors of `folder` as one source, each of the shape in `shapes`, if that has it.
 
     Raises ConfigError if the parts of a tensor do not make it up.

@@ -74,7 +74,7 @@ def write_seed(
     cut_into_files(state.tensors, num_files)
     with new_output.new_folder(out) as folder, progress(f"Importing to {out.name}", 2 * total) as advance:
         written = write_checkpoint(folder, state, num_files, stream, advance)
-        DISK.write_file(folder / layout.MANIFEST, _manifest(state, written, extra).to_readable_json())
+        DISK.write_file(folder / layout.MANIFEST, _seed_manifest(state, written, extra).to_readable_json())
         # By the reader that a run uses, before the folder has its name.
         found = open_checkpoint(folder)
         if found.contents.tensors.keys() != state.tensors.keys() or found.kind is not CheckpointKind.FULL:
@@ -101,7 +101,7 @@ def _state(weights: Sequence[Weight], stream: Stream, dtype: str) -> NewState:
     return NewState(tensors, {}, {f"{_MODEL}.{name}": (_MODEL, name) for name, _ in weights})
 
 
-def _manifest(state: NewState, written: Written, extra: dict[str, Any]) -> Manifest:
+def _seed_manifest(state: NewState, written: Written, extra: dict[str, Any]) -> Manifest:
     names = [str(path[1]) for path in state.paths.values()]
     model = branch_of("dict", names, [None] * len(names))
     return Manifest(

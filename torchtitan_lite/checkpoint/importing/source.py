@@ -65,9 +65,9 @@ def open_source(path: Path) -> WeightsSource:
     """
     try:
         if path.is_dir():
-            return _of_folder(path)
+            return _source_of_folder(path)
         if path.exists():
-            return _of_file(path)
+            return _source_of_file(path)
     except CheckpointNotFound:
         raise  # It is an OSError, too.
     except OSError as error:
@@ -86,15 +86,15 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointDamaged(str(path), f"it is not JSON as expected: {error!s:.200}") from None
 
 
-def _of_file(path: Path) -> WeightsSource:
+def _source_of_file(path: Path) -> WeightsSource:
     if path.name in (layout.METADATA, layout.MANIFEST) or layout.is_data_file(path.name):
         raise ConfigError(f"{path} is a file of a checkpoint: {_name_the_checkpoint(path.parent)}")
     if path.name in _ADAPTERS:
         raise _adapter(path.parent)
     if path.suffix == SAFETENSORS:
-        return _joined(path, "a safetensors file", [path])
+        return _joined_source(path, "a safetensors file", [path])
     if path.suffix in SAVED:
-        return _joined(path, "a file of torch.save", [path])
+        return _joined_source(path, "a file of torch.save", [path])
     if path.suffix == ".json":
         raise ConfigError(f"{path} holds no weights: name the folder that it is in, {path.parent}")
     if path.suffix == ".gguf":
@@ -103,22 +103,22 @@ def _of_file(path: Path) -> WeightsSource:
     raise ConfigError(f"{path} is no file of weights that is known: expected a folder, or one of {expected}")
 
 
-def _of_folder(path: Path) -> WeightsSource:
+def _source_of_folder(path: Path) -> WeightsSource:
     names = sorted(entry.name for entry in path.iterdir())
     if layout.METADATA in names:
         raise ConfigError(f"{path} is a checkpoint already: {_name_the_checkpoint(path)}")
     for single, index in zip(_SINGLE, _INDEXES, strict=True):
         if index in names:
-            return _joined(path, "a folder of Hugging Face's", _listed(path, index, names))
+            return _joined_source(path, "a folder of Hugging Face's", _indexed_files(path, index, names))
         if single in names:
-            return _joined(path, "a folder of Hugging Face's", [path / single])
+            return _joined_source(path, "a folder of Hugging Face's", [path / single])
     if any(name in names for name in _ADAPTERS):
         raise _adapter(path)
     files = [name for name in names if name.endswith((SAFETENSORS, *SAVED))]
     if any(name.startswith(_ZERO) for name in files):
         raise ConfigError(f"{path} is {FROM_DEEPSPEED}")
     if len(files) == 1:
-        return _joined(path, "a folder of weights", [path / files[0]])
+        return _joined_source(path, "a folder of weights", [path / files[0]])
     if files:
         there = ", ".join(files[:4]) + (" ..." if len(files) > 4 else "")
         raise ConfigError(f"{path} holds several files of weights and no index of them ({there}): name one of them")
@@ -143,7 +143,7 @@ def _name_the_checkpoint(folder: Path) -> str:
     return f"start a run from it with --checkpoint.initial_load_path={folder}, without initial_load_in_hf"
 
 
-def _listed(path: Path, index: str, names: Sequence[str]) -> list[Path]:
+def _indexed_files(path: Path, index: str, names: Sequence[str]) -> list[Path]:
     """Return the files that the index names. Raise CheckpointDamaged if some are missing."""
     places = read_json(path / index).get("weight_map")
     if not isinstance(places, dict) or not places or not all(type(file) is str for file in places.values()):
@@ -160,7 +160,7 @@ def _listed(path: Path, index: str, names: Sequence[str]) -> list[Path]:
     return [path / file for file in files]
 
 
-def _joined(path: Path, kind: str, files: Sequence[Path]) -> WeightsSource:
+def _joined_source(path: Path, kind: str, files: Sequence[Path]) -> WeightsSource:
     """Return the tensors of all `files` as one source. Raises CheckpointDamaged if two have the same name."""
     tensors: dict[str, StoredTensor] = {}
     strides: dict[str, Shape] = {}
@@ -168,7 +168,7 @@ def _joined(path: Path, kind: str, files: Sequence[Path]) -> WeightsSource:
     notes: list[str] = []
     for file in files:
         real = str(file.resolve())
-        found, note = tensors_in(file)
+        found, note = tensors_in_file(file)
         notes += [note] if note else []
         sizes[real] = file.stat().st_size * (1 if file.suffix == SAFETENSORS else _MOST_SHARED)
         for name, place in found.items():
@@ -184,7 +184,7 @@ def _joined(path: Path, kind: str, files: Sequence[Path]) -> WeightsSource:
     return WeightsSource(path, kind, contents, strides, read_json(config) if config.is_file() else {}, notes)
 
 
-def tensors_in(file: Path) -> tuple[Mapping[str, Layout], str]:
+def tensors_in_file(file: Path) -> tuple[Mapping[str, Layout], str]:
     """Return the place of each tensor in `file`, by name, and a fact about them that its user should see, or ""."""
     if file.suffix == SAFETENSORS:
         held = read_header(file)
@@ -226,9 +226,9 @@ def read_saved(path: Path) -> Saved:
     if root is None:
         what = "one tensor" if file.layout(file.root) is not None else "no mapping of names to tensors"
         raise ConfigError(f"{path} holds {what}: save model.state_dict() with torch.save")
-    inner = {name: found for name, value in root.items() if (found := _tensors(file, value))}
+    inner = {name: found for name, value in root.items() if (found := _tensors_in_mapping(file, value))}
     usual = [name for name in _USUAL if name in inner]
-    direct = _tensors(file, root)
+    direct = _tensors_in_mapping(file, root)
     if len(usual) == 1 or (not direct and len(inner) == 1):
         entry = usual[0] if usual else next(iter(inner))
         if _SHAPES in root and any(0 in place.shape for place in inner[entry].values()):
@@ -243,7 +243,7 @@ def read_saved(path: Path) -> Saved:
     raise ConfigError(f"{path} holds {what} ({there}): save the state dict of the model alone with torch.save")
 
 
-def _tensors(file: SavedFile, value: Any) -> dict[str, Layout]:
+def _tensors_in_mapping(file: SavedFile, value: Any) -> dict[str, Layout]:
     entries = file.mapping(value) or {}
     return {name: found for name, each in entries.items() if (found := file.layout(each)) is not None}
 

@@ -53,7 +53,7 @@ def as_model(contents: Contents, places: Mapping[str, tuple[str, Shape]], copies
         elif _name(found.dtype) not in _WEIGHTS:
             odd.append(f"{source} is {_name(found.dtype)}, and only floating-point weights can be read")
         weights.append(Weight(name, source))
-    unexpected, notes = _others(contents, {*copies, *(weight.source for weight in weights)})
+    unexpected, notes = _other_tensors(contents, {*copies, *(weight.source for weight in weights)})
     findings = [f"missing: {_listed(missing)}"] if missing else []
     findings += [f"unexpected: {_listed(unexpected)}"] if unexpected else []
     findings += [_listed(odd, "; ")] if odd else []
@@ -99,7 +99,7 @@ def as_mapped(contents: Contents, names: Mapping[str, Any]) -> ChosenWeights:
         raise ConfigError('the name map: expected {"name in the model": "name in the source"}, and "" with a list')
     if missing := [source for source in (*pairs.values(), *left_out) if source not in contents.tensors]:
         raise ConfigError(f"{contents.path} does not have {_listed(missing)}, which the name map names")
-    unexpected, notes = _others(contents, {*pairs.values(), *left_out})
+    unexpected, notes = _other_tensors(contents, {*pairs.values(), *left_out})
     if unexpected:
         raise ConfigError(
             f'the name map has nothing for {_listed(unexpected)} of {contents.path}; list what to leave out under ""'
@@ -126,7 +126,7 @@ def _renamed(rename: Rename, source: str) -> str | None:
     return name
 
 
-def _others(contents: Contents, taken: set[str]) -> tuple[list[str], list[str]]:
+def _other_tensors(contents: Contents, taken: set[str]) -> tuple[list[str], list[str]]:
     """Return the tensors that are not `taken` and no model computes, and notes about those that one computes."""
     others = [name for name in contents.tensors if name not in taken]
     computed = [name for name in others if is_computed(name, contents.tensors[name])]

@@ -52,7 +52,7 @@ class Distances(NamedTuple):
         return ", ".join(named) + (f" and {more} more" if more > 0 else "")
 
 
-def joint(per_rank: list[list[Distance]]) -> list[Distances]:
+def joint_distances(per_rank: list[list[Distance]]) -> list[Distances]:
     """Return for each rank what all of them found."""
     found = sorted((each for of_rank in per_rank for each in of_rank), key=lambda each: -each.relative)
     keys, far = {each.key for each in found}, {each.key for each in found if is_far(each)}

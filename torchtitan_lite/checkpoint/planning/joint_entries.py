@@ -122,7 +122,7 @@ def agreeing(lowest: PlanEntry, places: Sequence[Place]) -> tuple[list[Place], l
         section.is_decided[at] = 1  # And is given to no rank.
         if not entry.is_lowest_ranks and not odd:
             rank, second = places[0][0].ranks[0], section.ranks[0]
-            odd.append(f"{lowest.key} ({_shown(lowest)} on rank {rank}, {_shown(entry)} on rank {second})")
+            odd.append(f"{lowest.key} ({_shown_entry(lowest)} on rank {rank}, {_shown_entry(entry)} on rank {second})")
     return agreeing, odd
 
 
@@ -131,5 +131,5 @@ def is_mixed(entries: Sequence[PlanEntry]) -> bool:
     return len(entries) > 1 and any(each.sizes for each in entries) and any(not each.sizes for each in entries)
 
 
-def _shown(entry: PlanEntry) -> str:
+def _shown_entry(entry: PlanEntry) -> str:
     return f"{list(entry.shape)} of torch.{entry.dtype}"

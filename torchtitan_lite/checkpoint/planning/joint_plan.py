@@ -34,7 +34,7 @@ from torchtitan_lite.checkpoint.planning.outline import Digest, Outline
 from torchtitan_lite.checkpoint.planning.plan_answers import Asked, KeptEntries, PlanAnswer
 from torchtitan_lite.checkpoint.planning.shared_items import Member, Patterns
 from torchtitan_lite.checkpoint.planning.spread import Holders, Numbers, Placed, Spread
-from torchtitan_lite.checkpoint.state.optimizer_state import SETTINGS, STATE, split_key
+from torchtitan_lite.checkpoint.state.optimizer_state import SETTINGS, STATE, split_state_key
 from torchtitan_lite.errors import RanksDiffer
 
 _SHOWN = 4
@@ -371,7 +371,7 @@ def odd_holder(optimizers: Sequence[HeldBy], has_part: Callable[[str, int], bool
         ranks = {at: next((rank for rank in optimizers[at][0] if has_part(name, rank)), None) for at in of_settings}
         found = sorted((rank, at) for at, rank in ranks.items() if rank is not None)
         for rank, at in found[1:]:
-            if text := _difference(
+            if text := _state_difference(
                 name, found[0][0], states[found[0][1]].get(name, {}), rank, states[at].get(name, {})
             ):
                 return text
@@ -398,7 +398,7 @@ def odd_settings(optimizers: Sequence[HeldBy]) -> tuple[dict[str, int], set[str]
     return odd, surplus
 
 
-def _difference(name: str, rank: int, one: Entries, other_rank: int, other: Entries) -> str:
+def _state_difference(name: str, rank: int, one: Entries, other_rank: int, other: Entries) -> str:
     for key in [*one, *other]:
         where = ".".join(filter(None, ("optimizer", STATE, name, key)))
         if (key in one) != (key in other):
@@ -420,6 +420,6 @@ def _states_in(optimizer: Branch, names: Collection[str]) -> dict[str, dict[str,
     for key, child in zip(map(str, optimizer.keys), optimizer.children, strict=True):
         kind, _, rest = key.partition(".")
         if kind == STATE:
-            name, own = (rest, "") if rest in names else split_key(rest, names)
+            name, own = (rest, "") if rest in names else split_state_key(rest, names)
             states.setdefault(name, {})[own] = child
     return states

@@ -22,7 +22,7 @@ from torchtitan_lite.checkpoint.format.description import PlacedObject
 from torchtitan_lite.checkpoint.format.kinds import difference
 from torchtitan_lite.checkpoint.format.plain_value import NotPlain, encode
 from torchtitan_lite.checkpoint.format.torch_item import CALL_OF_BYTES, OBJECT_GRAIN, SafePickle, object_item
-from torchtitan_lite.checkpoint.state.optimizer_state import tensors_in
+from torchtitan_lite.checkpoint.state.optimizer_state import nested_tensors
 from torchtitan_lite.checkpoint.untrusted.safe_load import UnsafeItem, load_item
 from torchtitan_lite.disk.digest import text_digest
 from torchtitan_lite.store.described import DESCRIPTION_RATIO
@@ -82,7 +82,7 @@ class ObjectItems:
         try:
             plain = encode(value)
         except NotPlain:
-            if any(isinstance(tensor, DTensor) for tensor in tensors_in(value)):
+            if any(isinstance(tensor, DTensor) for tensor in nested_tensors(value)):
                 raise TypeError(
                     f"{key} is a {type(value).__name__} with DTensors in it, which one rank saves as a whole, so that "
                     "the other ranks would get its shards. Return a list or a dict of them from state_dict"

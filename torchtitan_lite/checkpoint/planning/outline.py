@@ -91,7 +91,7 @@ def entries_of(
     `lowest` has the numbers of those that only the lowest rank may write.
     """
     meshes: dict[Any, int] = {}
-    entries = [_entry(item, number in lowest, flat, meshes) for number, item in enumerate(items)]
+    entries = [_plan_entry(item, number in lowest, flat, meshes) for number, item in enumerate(items)]
     return entries, [MeshPlace(tuple(mesh.shape), tuple(mesh.get_coordinate() or ())) for mesh in meshes]
 
 
@@ -111,7 +111,7 @@ def outlined(entries: Sequence[PlanEntry], meshes: Sequence[MeshPlace], structur
         of_section = entries[numbers.start : numbers.stop]
         used = {entry.mesh for entry in of_section}
         shapes = {number: mesh.shape for number, mesh in enumerate(meshes) if number in used}
-        sections.append(add({"meshes": shapes, "entries": [_shortened(entry) for entry in of_section]}))
+        sections.append(add({"meshes": shapes, "entries": [_shortened_entry(entry) for entry in of_section]}))
     root = encode(structure)
     containers: tuple[Digest, ...] = ()
     if len(structure.children) <= _MOST_NAMES:
@@ -156,14 +156,14 @@ def _by_name(keys: Sequence[str]) -> list[range]:
     return ranges
 
 
-def _shortened(entry: PlanEntry) -> tuple[Any, ...]:
+def _shortened_entry(entry: PlanEntry) -> tuple[Any, ...]:
     """Return the fields of `entry` without those at the end that say nothing."""
     if not entry.dtype:
         return entry[:1]
     return entry if entry.sizes else entry[:4] if entry.mesh < 0 else entry[:6]
 
 
-def _entry(item: WriteItem, is_lowest_ranks: bool, flat: State, meshes: dict[Any, int]) -> PlanEntry:
+def _plan_entry(item: WriteItem, is_lowest_ranks: bool, flat: State, meshes: dict[Any, int]) -> PlanEntry:
     key, data = item.index.fqn, item.tensor_data
     if data is None:
         return PlanEntry(key)

@@ -62,7 +62,7 @@ class Divided:
         own = [item for item in self.own if item.tensor_data is not None]
         places = placed.places[len(items) - len(own) :]
         tensors = {
-            item.index.fqn: _entry(item, layout.data_file(rank, 0), place.data_at)
+            item.index.fqn: _table_entry(item, layout.data_file(rank, 0), place.data_at)
             for item, place in zip(own, places, strict=True)
         }
         objects = {item.index.fqn for item in self.own if item.tensor_data is None}
@@ -72,7 +72,7 @@ class Divided:
 def divided(items: Sequence[WriteItem], flat: State, structure: Branch, states: Collection[str], rank: int) -> Divided:
     """Divide the `items` of this `rank`: its own are below its number in one of the `states`, and whole."""
     name = f"rank{rank}"
-    roots = [key for key in structure.keys if key in states and _has(structure, key, name)]
+    roots = [key for key in structure.keys if key in states and _has_child(structure, key, name)]
     # Another state may have a name that begins like the entry of a rank.
     names = [*map(str, structure.keys)]
     roots = [key for key in roots if not any(each.startswith(f"{key}.rank") for each in names)]
@@ -87,11 +87,11 @@ def divided(items: Sequence[WriteItem], flat: State, structure: Branch, states: 
     if any(isinstance(flat[item.index.fqn], DTensor) for item in own):
         return Divided([*items], structure, [], branch_of(structure.kind, [], []))
     children = [
-        _kept(child, name, keeps=False) if key in roots and child is not None else child
+        _filtered_branch(child, name, keeps=False) if key in roots and child is not None else child
         for key, child in zip(structure.keys, structure.children, strict=True)
     ]
     own_children = [
-        _kept(child, name, keeps=True)
+        _filtered_branch(child, name, keeps=True)
         for key, child in zip(structure.keys, structure.children, strict=True)
         if key in roots and child is not None
     ]
@@ -103,18 +103,18 @@ def divided(items: Sequence[WriteItem], flat: State, structure: Branch, states: 
     )
 
 
-def _has(structure: Branch, key: Any, name: str) -> bool:
+def _has_child(structure: Branch, key: Any, name: str) -> bool:
     child = structure.children[list(structure.keys).index(key)]
     return child is not None and name in child.keys
 
 
-def _kept(branch: Branch, name: str, *, keeps: bool) -> Branch:
+def _filtered_branch(branch: Branch, name: str, *, keeps: bool) -> Branch:
     """Return `branch` with the entry `name` only, or with all others."""
     chosen = [(key, child) for key, child in zip(branch.keys, branch.children, strict=True) if (key == name) == keeps]
     return branch_of(branch.kind, [key for key, _ in chosen], [child for _, child in chosen])
 
 
-def _entry(item: WriteItem, file: str, at: int) -> dict[str, Any]:
+def _table_entry(item: WriteItem, file: str, at: int) -> dict[str, Any]:
     data = item.tensor_data
     assert data is not None
     sizes = list(data.chunk.sizes)

@@ -211,14 +211,14 @@ def _flattened(state: State, check: Callable[[], None] | None) -> tuple[State, B
 
 @torch.no_grad()  # Where `local_of` returns the memory itself.
 def _examined(flat: State, structure: Branch, last: _Examined | None) -> _Examined:
-    """Return what is examined of `flat`: `last` itself, if that is the same. Raises as `_entry`."""
+    """Return what is examined of `flat`: `last` itself, if that is the same. Raises as `_plan_dependencies`."""
     if last is not None and structure == last.structure and _are_entries_of(flat, last.entries):
         return last
-    return _Examined(structure, [_entry(key, value) for key, value in flat.items()])
+    return _Examined(structure, [_plan_dependencies(key, value) for key, value in flat.items()])
 
 
 def _are_entries_of(flat: State, entries: Sequence[tuple[Any, ...]]) -> bool:
-    """Return whether `entries` are those of `flat`, without making those of plain tensors. Raises as `_entry`."""
+    """Return whether `entries` are those of `flat`, without making those of plain tensors. It raises, too."""
     plain, strided = _PLAIN_TENSORS, torch.strided
     for (key, value), entry in zip(flat.items(), entries, strict=True):
         is_same = (
@@ -230,7 +230,7 @@ def _are_entries_of(flat: State, entries: Sequence[tuple[Any, ...]]) -> bool:
             and value.shape == entry[2]
             and key == entry[0]
         )
-        if not is_same and _entry(key, value) != entry:
+        if not is_same and _plan_dependencies(key, value) != entry:
             return False
     return True
 
@@ -245,7 +245,7 @@ def _prove(state: State, flat: State, structure: Branch) -> None:
         raise TypeError(f"{finding} in a checkpoint. Return dicts and lists of tensors and numbers from state_dict")
 
 
-def _entry(key: str, value: Any) -> tuple[Any, ...]:
+def _plan_dependencies(key: str, value: Any) -> tuple[Any, ...]:
     """Return the name of an entry and what of it the plan depends on.
 
     Raises TypeError for a tensor whose elements cannot be written as they lie in memory.
@@ -282,10 +282,10 @@ def _local_items(flat: State) -> list[WriteItem]:
     """Return what DCP would write of `flat`, where the memory has it."""
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(flat)
-    return [_placed(item, flat[item.index.fqn]) for item in planner.create_local_plan().items]
+    return [_placed_item(item, flat[item.index.fqn]) for item in planner.create_local_plan().items]
 
 
-def _placed(item: WriteItem, value: Any) -> WriteItem:
+def _placed_item(item: WriteItem, value: Any) -> WriteItem:
     """Return `item` with the chunk that `value` has in memory. Raises ValueError if its placement contradicts that."""
     if not isinstance(value, DTensor) or knows_its_parts(value):
         return item

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.format.shards import knows_its_parts, local_of, parts_of
-from torchtitan_lite.checkpoint.planning.distances import Distance, joint, relative, squares
+from torchtitan_lite.checkpoint.planning.distances import Distance, joint_distances, relative, squares
 from torchtitan_lite.checkpoint.planning.shared_items import SharedItems
 from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.disk.in_threads import in_threads
@@ -151,7 +151,7 @@ class RankComparison:
         complete = [] if is_complete else self._digests_of_all(flat)
         for at, group in enumerate(self._groups):
             compared = [*_stacked(flat, group.small), *self._sampled(flat, group.shared, group.large)]
-            digest = xxhash.xxh3_64(_joined(compared).numpy().data)
+            digest = xxhash.xxh3_64(_joined_bytes(compared).numpy().data)
             if complete:
                 digest.update(complete[at].to_bytes(8, "big"))
             # Two bits shorter, so that its negative, too, is above `_NONE`.
@@ -210,7 +210,7 @@ class RankComparison:
 
         def digests() -> Holdings:
             found = {
-                (group.shared.group, at): (key, _digest(_memory(flat, key, offsets)))
+                (group.shared.group, at): (key, _elements_digest(_part_memory(flat, key, offsets)))
                 for group in self._groups
                 if group.shared.group in groups
                 for at, (key, offsets) in enumerate(group.items)
@@ -223,16 +223,20 @@ class RankComparison:
         """Find out which items differ, and how much. **Collective**."""
         only_samples = self._has_warned
         tensors = self._by_place(flat, only_samples=only_samples)
-        digests = self._peers.together(lambda: {place: _digest(tensor) for place, (_, tensor) in tensors.items()})
+        digests = self._peers.together(
+            lambda: {place: _elements_digest(tensor) for place, (_, tensor) in tensors.items()}
+        )
         suspicious = self._peers.scatter_answers(digests, _that_differ)
         differing = {place: tensors[place] for place in sorted(suspicious)}
         if not self._peers.max_over_ranks(len(differing))[0]:
             # Digests were of another moment: a loop changed the state meanwhile.
             return None
-        samples = {place: (key, _sample(tensor, PIECE_BYTES // 256)) for place, (key, tensor) in differing.items()}
-        found = self._peers.scatter_answers(self._distances(samples), joint)
+        samples = {
+            place: (key, _sampled_elements(tensor, PIECE_BYTES // 256)) for place, (key, tensor) in differing.items()
+        }
+        found = self._peers.scatter_answers(self._distances(samples), joint_distances)
         if not found.is_far and not only_samples:
-            found = self._peers.scatter_answers(self._distances(differing), joint)
+            found = self._peers.scatter_answers(self._distances(differing), joint_distances)
         self.takes_lowest = True
         since = self._since(differing)
         if found.is_far:
@@ -253,7 +257,9 @@ class RankComparison:
         found: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
         for shared, items, *_ in self._groups:
             chosen = self._chosen(items) if only_samples else range(len(items))
-            tensors = self._sampled(flat, shared, items) if only_samples else [_memory(flat, *item) for item in items]
+            tensors = (
+                self._sampled(flat, shared, items) if only_samples else [_part_memory(flat, *item) for item in items]
+            )
             found |= {(shared.group, at): (items[at][0], tensor) for at, tensor in zip(chosen, tensors, strict=True)}
         return found
 
@@ -268,7 +274,7 @@ class RankComparison:
         for (group, _), (key, tensor) in tensors.items():
             shared = groups[group]
             total = [0.0, 0.0, 0.0]
-            for piece in _pieces(tensor):
+            for piece in _host_pieces(tensor):
                 theirs = self._peers.pass_on(piece, shared.previous, shared.next)
                 if shared.previous is not None:
                     total = [a + b for a, b in zip(total, squares(piece, theirs, tensor.dtype), strict=True)]
@@ -285,7 +291,7 @@ class RankComparison:
         """Return a digest a group, of all that this rank shares."""
         digests = []
         for group in self._groups:
-            of_items = _digests([_memory(flat, *item) for item in group.items])
+            of_items = _elements_digests([_part_memory(flat, *item) for item in group.items])
             digests.append(xxhash.xxh3_64_intdigest(b"".join(each.to_bytes(8, "big") for each in of_items)))
         return digests
 
@@ -296,7 +302,7 @@ class RankComparison:
     def _sampled(self, flat: State, shared: SharedItems, items: Sequence[_Item]) -> list[torch.Tensor]:
         chosen = self._chosen(items)
         num_bytes = shared.sample_bytes // max(1, len(chosen))
-        return [_sample(_memory(flat, *items[at]), num_bytes) for at in chosen]
+        return [_sampled_elements(_part_memory(flat, *items[at]), num_bytes) for at in chosen]
 
     def _forget(self) -> None:
         """Wait for no thread, in a child that was just forked: it belongs to its parent."""
@@ -323,14 +329,14 @@ def _stacked(flat: State, small: Sequence[Sequence[_Item]]) -> Iterator[torch.Te
     for items in small:
         values = [flat[key] for key, _ in items]
         if not {*map(type, values)} <= {torch.Tensor, torch.nn.Parameter}:
-            values = [_memory(flat, *item) for item in items]
+            values = [_part_memory(flat, *item) for item in items]
         devices = [value.device for value in values]
         for device in dict.fromkeys(devices):
             of_device = [value for value, its in zip(values, devices, strict=True) if its == device]
             yield torch.stack(of_device).resolve_conj().resolve_neg()
 
 
-def _memory(flat: State, key: str, offsets: tuple[int, ...]) -> torch.Tensor:
+def _part_memory(flat: State, key: str, offsets: tuple[int, ...]) -> torch.Tensor:
     """Return this rank's part of the tensor `key` that begins at `offsets`."""
     value = flat[key]
     if not isinstance(value, DTensor):
@@ -354,7 +360,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LINE_BYTES = 64
 
 
-def _sample(memory: torch.Tensor, num_bytes: int) -> torch.Tensor:
+def _sampled_elements(memory: torch.Tensor, num_bytes: int) -> torch.Tensor:
     """Return elements of `memory` at even distances, about `num_bytes` of them and at least one.
 
     Where it is contiguous, as many next to each as a line of the processor's cache has: they cost nothing more.
@@ -372,7 +378,7 @@ def _sample(memory: torch.Tensor, num_bytes: int) -> torch.Tensor:
     return torch.take(memory.view(word), at).view(memory.dtype)
 
 
-def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _joined_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the bytes of `tensors`, one after another, in the host's memory."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -384,28 +390,28 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _host_pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the bytes of `tensor` in pieces in the host's memory."""
     for piece in torch.split(_as_bytes(tensor), PIECE_BYTES):
         yield piece.cpu()
 
 
-def _digest(tensor: torch.Tensor) -> int:
+def _elements_digest(tensor: torch.Tensor) -> int:
     """Return a digest of the elements of `tensor`."""
     if not tensor.is_cuda:
         return xxhash.xxh3_64_intdigest(_as_bytes(tensor).numpy().data)  # At once, a twentieth faster.
     digest = xxhash.xxh3_64()
-    for piece in _pieces(tensor):
+    for piece in _host_pieces(tensor):
         digest.update(piece.numpy().data)
     return digest.intdigest()
 
 
-def _digests(tensors: Sequence[torch.Tensor]) -> list[int]:
+def _elements_digests(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the digest of each of `tensors`, several at a time."""
     digests = [0] * len(tensors)
 
     def digest(at: int) -> None:
-        digests[at] = _digest(tensors[at])
+        digests[at] = _elements_digest(tensors[at])
 
     in_threads(range(len(tensors)), min(DIGESTING_THREADS, cores_of_rank()), lambda: digest)
     return digests
@@ -443,7 +449,7 @@ def disagreement(per_rank: Sequence[Holdings]) -> str:
     for place, by_digest in holders.items():
         if len(by_digest) > 1:
             found[_minority(list(by_digest.values()))].append(names[place])
-    return "; ".join(_in_words(odd, rest, named, per_rank) for (odd, rest), named in sorted(found.items()))
+    return "; ".join(_disagreement_text(odd, rest, named, per_rank) for (odd, rest), named in sorted(found.items()))
 
 
 def _minority(alike: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -454,7 +460,9 @@ def _minority(alike: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], tuple[in
     return tuple(sorted(rank for ranks in others for rank in ranks)), tuple(sorted(most))
 
 
-def _in_words(odd: Sequence[int], rest: Sequence[int], names: Sequence[str], per_rank: Sequence[Holdings]) -> str:
+def _disagreement_text(
+    odd: Sequence[int], rest: Sequence[int], names: Sequence[str], per_rank: Sequence[Holdings]
+) -> str:
     ranks = ", ".join(f"rank {rank} on {per_rank[rank][0]}" for rank in odd)
     more = f" and {counted(len(names) - _SHOWN, 'other tensor')}" if len(names) > _SHOWN else ""
     what = ", ".join(names[:_SHOWN]) + more

@@ -66,7 +66,7 @@ class Replicas:
         if peers.world_size == 1:
             return
         sections = self._sections(state, flat)
-        summaries = peers.gather({name: _summary(digests) for name, digests in sections.items()})
+        summaries = peers.gather({name: _joint_digest(digests) for name, digests in sections.items()})
         mine: dict[str, str] = {}
         is_suspicious = False
         for name in sorted({name for of_rank in summaries for name in of_rank}):
@@ -112,9 +112,9 @@ class Replicas:
             if not is_compared_apart and key not in self._may_differ:
                 section = sections[key.partition(".")[0] if is_full else _WEIGHTS]
                 if isinstance(value, torch.Tensor):
-                    section |= {_label(key, part): _digest(part.memory) for part in parts_of(key, value)}
+                    section |= {_shard_label(key, part): _value_digest(part.memory) for part in parts_of(key, value)}
                 else:
-                    section[key] = _digest(value)
+                    section[key] = _value_digest(value)
         return sections
 
     def _sameness(self, state: State) -> Callable[[str], bool]:
@@ -139,7 +139,7 @@ def _is_full(state: State) -> bool:
     return isinstance(state.get("model"), Mapping)
 
 
-def _summary(digests: Mapping[str, str]) -> str:
+def _joint_digest(digests: Mapping[str, str]) -> str:
     return text_digest(part for pair in digests.items() for part in (pair[0].encode(), b"\0", pair[1].encode()))
 
 
@@ -156,13 +156,13 @@ def _parts_of_shards(flat: State, keys: Collection[str]) -> dict[str, str]:
     for key in keys:
         value = flat.get(key)
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-            of = [other for other in shards.get(value.shape, ()) if _is_copy(key, other)]
+            of = [other for other in shards.get(value.shape, ()) if _is_key_of_copy(key, other)]
             if of:
                 found[key] = f"{key} has the shape {list(value.shape)} of one rank's shard of {of[0]}"
     return found
 
 
-def _is_copy(key: str, original: str) -> bool:
+def _is_key_of_copy(key: str, original: str) -> bool:
     own, name = key.rpartition(".")[2], original.partition(".")[2]
     return own.isdecimal() or _NOT_IN_NAMES.sub("", key).endswith(_NOT_IN_NAMES.sub("", name))
 
@@ -185,12 +185,12 @@ def _different(
     return [(different, part), *(({}, part) for _ in per_rank[1:])]
 
 
-def _label(key: str, part: LocalShard) -> str:
+def _shard_label(key: str, part: LocalShard) -> str:
     """Return a label that differs between the shards of a tensor, and is the same for its replicas."""
     return f"{key} at {list(part.offsets)}" if any(part.offsets) else key
 
 
-def _digest(value: Any) -> str:
+def _value_digest(value: Any) -> str:
     """Return a text that is the same for equal values on every rank; for a value that cannot be pickled, its type's."""
     if type(value) in (bool, int, float, type(None)):
         # The fast way for thousands of them, the settings of every parameter.

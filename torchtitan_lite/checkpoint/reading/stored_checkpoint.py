@@ -32,7 +32,7 @@ from torchtitan_lite.checkpoint.reading.own_plan import ALL, OwnPlanner, OwnRead
 from torchtitan_lite.checkpoint.reading.shared_reads import SharedReads
 from torchtitan_lite.checkpoint.reading.stored_model import StoredModel
 from torchtitan_lite.checkpoint.reading.stored_optimizer import StoredOptimizer
-from torchtitan_lite.checkpoint.state.optimizer_state import OF_OPTIMIZERS, ParameterSlot, tensors_in
+from torchtitan_lite.checkpoint.state.optimizer_state import OF_OPTIMIZERS, ParameterSlot, nested_tensors
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.distributed import dcp
 from torchtitan_lite.distributed.peers import Peers
@@ -301,7 +301,7 @@ def _placement_error(
     for key, value in chain(model.items(), ((name, slot.like) for name, slot in slots.items()), states):
         if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
             continue
-        for tensor in tensors_in(value):
+        for tensor in nested_tensors(value):
             if isinstance(tensor, DTensor):
                 try:
                     list(parts_of(key, tensor))

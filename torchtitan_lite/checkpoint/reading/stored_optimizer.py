@@ -19,8 +19,8 @@ from torchtitan_lite.checkpoint.format.structure import Branch
 from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled, at_path, entries
 from torchtitan_lite.checkpoint.reading.listed_groups import ListedGroups
 from torchtitan_lite.checkpoint.reading.load_rules import LoadRules
-from torchtitan_lite.checkpoint.state.optimizer_state import LAYOUTS, SETTINGS, STATE, ParameterSlot, split_key
-from torchtitan_lite.checkpoint.state.shared_memory import SHARED, joined
+from torchtitan_lite.checkpoint.state.optimizer_state import LAYOUTS, SETTINGS, STATE, ParameterSlot, split_state_key
+from torchtitan_lite.checkpoint.state.shared_memory import SHARED, join_targets
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 """Settings that schedulers add to a parameter group."""
@@ -96,7 +96,7 @@ class StoredOptimizer:
                     targets[leaf.key] = tensor and torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         for entry, leaves in self._entries.items():
             if _is(SHARED, entry) and leaves:
-                joined(targets, self._object(leaves[0]))
+                join_targets(targets, self._object(leaves[0]))
         return targets
 
     def assembled(self, slots: Mapping[str, ParameterSlot], read: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,7 +139,9 @@ class StoredOptimizer:
     @cached_property
     def _with_settings(self) -> set[str]:
         known = set(self._names.values())
-        return {split_key(key.removeprefix(f"{SETTINGS}."), known)[0] for key in self._entries if _is(SETTINGS, key)}
+        return {
+            split_state_key(key.removeprefix(f"{SETTINGS}."), known)[0] for key in self._entries if _is(SETTINGS, key)
+        }
 
     def _by_parameter(self, slots: Mapping[str, ParameterSlot]) -> tuple[Entries, Entries, Entries]:
         if self._sorted is None:
@@ -230,7 +232,7 @@ class StoredOptimizer:
         return values[0] if values and isinstance(values[0], str) else ""
 
     def _is_wanted(self, key: str) -> bool:
-        stored, _ = split_key(key.removeprefix(f"optimizer.{STATE}."), set(self._names.values()))
+        stored, _ = split_state_key(key.removeprefix(f"optimizer.{STATE}."), set(self._names.values()))
         return any(self._rules.wants(fqn) for fqn in self._rules.renamed([stored]))
 
 
@@ -250,7 +252,7 @@ def _sort_in(found: Entries, rest: str, leaves: list[Leaf], known: set[str], con
                 key = keys.get(str(leaf.path[0]), leaf.path[0])
                 below.setdefault(key, []).append(Leaf(leaf.key, leaf.path[1:]))
         return
-    name, key = split_key(rest, known)
+    name, key = split_state_key(rest, known)
     head, *inner = key.split(".")
     found.setdefault(name, {}).setdefault(head, [])
     # If torch flattened nested containers, their keys are part of the entry's name.

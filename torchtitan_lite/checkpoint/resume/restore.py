@@ -30,7 +30,7 @@ from torchtitan_lite.checkpoint.state.optimizer_state import ParameterSlot
 from torchtitan_lite.checkpoint.state.rng import RNG, RngState
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, OptimizerWrapper, Stateful
 from torchtitan_lite.collection import no_collection
-from torchtitan_lite.config.drift import Rule, compare
+from torchtitan_lite.config.drift import Rule, compare_configs
 from torchtitan_lite.config.job_config import Checkpoint, JobConfig
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable, CheckpointUnsafe
@@ -54,7 +54,9 @@ def refuse_early(config: JobConfig, peers: Peers) -> None:
     except (CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe):
         return  # The load meets it again, and reports it in an event.
     if source is not None and not source.model_only and source.recorded.config:
-        refused = [f"  {change}" for change in compare(source.recorded.config, config) if change.rule is Rule.REFUSED]
+        refused = [
+            f"  {change}" for change in compare_configs(source.recorded.config, config) if change.rule is Rule.REFUSED
+        ]
         if refused:
             raise CheckpointMismatch(str(source.path), "\n".join(refused))
 
@@ -284,7 +286,7 @@ class Restore:
             step=self._source.step,
             keys=keys,
             keys_are_refused=strict,
-            changes=compare(recorded.config, self._config) if everything and recorded.config else (),
+            changes=compare_configs(recorded.config, self._config) if everything and recorded.config else (),
             topology_before=recorded.topology,
             topology_now=self._topology,
             refused_states=refused_states,

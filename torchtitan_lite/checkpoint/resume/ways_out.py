@@ -15,7 +15,7 @@ import torch
 
 from torchtitan_lite.checkpoint.format.key_report import SHOWN, KeyReport
 from torchtitan_lite.checkpoint.format.shards import local_of
-from torchtitan_lite.checkpoint.state.optimizer_state import SETTINGS, STATE, split_key
+from torchtitan_lite.checkpoint.state.optimizer_state import SETTINGS, STATE, split_state_key
 
 
 def ways_out(
@@ -65,7 +65,7 @@ def other_groups(keys: KeyReport, model: Collection[str], in_optimizer: Collecti
     with_settings = [key.removeprefix(settings) for key in keys.missing if key.startswith(settings)]
     new = [fqn for fqn in with_settings if fqn in model and fqn not in keys.missing]
     of_state = [key.removeprefix(state) for key in keys.unexpected if key.startswith(state)]
-    known = dict.fromkeys(split_key(rest, model)[0] for rest in of_state)
+    known = dict.fromkeys(split_state_key(rest, model)[0] for rest in of_state)
     lost = [fqn for fqn in known if fqn in model and fqn not in in_optimizer]
     sentences = []
     if new:

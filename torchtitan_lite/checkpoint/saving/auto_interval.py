@@ -15,7 +15,14 @@ from statistics import median
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.saving.in_flight import InFlightSave
 from torchtitan_lite.checkpoint.schedule.failures import Past, mtbf_hours, prior_hours
-from torchtitan_lite.checkpoint.schedule.optimum import Caps, Choice, Conflict, SaveCost, choose, most_lost_seconds
+from torchtitan_lite.checkpoint.schedule.optimum import (
+    Caps,
+    Choice,
+    Conflict,
+    SaveCost,
+    choose_interval,
+    most_lost_seconds,
+)
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.events import IntervalChosen
@@ -64,7 +71,7 @@ class AutoInterval:
         if self._cost is None or not self._peers.is_coordinator:
             return
         hours = self._mtbf((self._clock() - self._began) / 3600)
-        choice = choose(self._cost, hours * 3600, self._caps)
+        choice = choose_interval(self._cost, hours * 3600, self._caps)
         self._seconds = choice.seconds
         if self._is_noticeable(choice):
             self._log(choice, self._cost, hours)
@@ -100,7 +107,7 @@ class AutoInterval:
             hours,
         )
         if choice.conflict is not None and (self._logged is None or self._logged.conflict is not choice.conflict):
-            logger.warning("%s", _in_words(choice, choice.conflict, cost, self._caps))
+            logger.warning("%s", _conflict_text(choice, choice.conflict, cost, self._caps))
 
 
 class FixedInterval:
@@ -132,14 +139,14 @@ def _build_mtbf(config: Checkpoint, peers: Peers, past: Callable[[], Past]) -> C
 
     def estimated(hours: float) -> float:
         if not found:
-            found.append(_known(past))
+            found.append(_known_past(past))
         before = found[0]
         return mtbf_hours(Past(before.hours + hours, before.unclean_ends), prior_hours(peers.world_size))
 
     return estimated
 
 
-def _known(past: Callable[[], Past]) -> Past:
+def _known_past(past: Callable[[], Past]) -> Past:
     """Return what `past` returns; where it fails, nothing, with a warning: the other ranks wait for this one."""
     try:
         found = past()
@@ -152,7 +159,7 @@ def _known(past: Callable[[], Past]) -> Past:
     return Past()
 
 
-def _in_words(choice: Choice, conflict: Conflict, cost: SaveCost, caps: Caps) -> str:
+def _conflict_text(choice: Choice, conflict: Conflict, cost: SaveCost, caps: Caps) -> str:
     if conflict is Conflict.OVERHEAD_EXCEEDED:
         return (
             f"checkpoint.max_lost_seconds = {caps.max_lost_seconds:g} wins over checkpoint.max_overhead = "

@@ -58,7 +58,7 @@ def _write_live(new: NewFile, data: FileData, link: Link) -> FileRecord:
             far: list[Part] = []
             for run in data.fill_in_a_row(buffer, begin, end):
                 if ring.reaches(run.tensor):
-                    far += _parts_of(run, ring)
+                    far += _device_parts(run, ring)
                 else:
                     run.copy()
             if far:
@@ -68,7 +68,7 @@ def _write_live(new: NewFile, data: FileData, link: Link) -> FileRecord:
         return new.write(Bounced(data.num_bytes, fill))
 
 
-def _parts_of(run: TensorBytes, ring: DeviceRing) -> Iterator[Part]:
+def _device_parts(run: TensorBytes, ring: DeviceRing) -> Iterator[Part]:
     """Yield the memory on a device of the bytes of `run`, with the part of its room for each."""
     for piece, at in row_major_pieces(run.tensor, run.begin, run.end):
         first, last = max(run.begin, at), min(run.end, at + piece.nbytes)

@@ -94,7 +94,7 @@ class InFlightSave:
     @property
     def failed(self) -> bool:
         """Whether the save in flight has failed, as far as this rank knows. Any rank."""
-        return self._save is not None and _failed(self._save.pending.durable)
+        return self._save is not None and _has_failed(self._save.pending.durable)
 
     @property
     def is_writing(self) -> bool:
@@ -248,7 +248,7 @@ class InFlightSave:
         try:
             if not self._peers.is_coordinator:
                 return
-            if _failed(save.pending.durable):
+            if _has_failed(save.pending.durable):
                 # After a lost lease the staging folder may be another job's.
                 if target.found.place and not isinstance(save.pending.durable.exception(), LeaseLost):
                     self._housekeeping.remove_failed_save(target.step, target.store, target.found.place)
@@ -281,7 +281,7 @@ class InFlightSave:
 
     def _emit_at_once(self, save: _Save) -> None:
         with self._emitting:
-            if save.is_awaited or _failed(save.pending.durable):
+            if save.is_awaited or _has_failed(save.pending.durable):
                 return
             if (committed := save.pending.durable.result()) is not None:
                 self._emit_committed(save, committed)
@@ -309,7 +309,7 @@ class InFlightSave:
         self._emit(SaveFailure(save.pending.step, reason=failure.cause, in_a_row=self._failed_in_a_row))
 
 
-def _failed(durable: Future[CheckpointInfo | None]) -> bool:
+def _has_failed(durable: Future[CheckpointInfo | None]) -> bool:
     return durable.done() and durable.exception() is not None
 
 

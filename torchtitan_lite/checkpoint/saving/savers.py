@@ -240,7 +240,7 @@ class CopyingSaver(StateSaver):
         return self._copies.content(file, target)
 
     def _run(self, commit: Callable[[], CheckpointInfo | None]) -> Future[CheckpointInfo | None]:
-        self._under_way = durable = _in_thread(commit)
+        self._under_way = durable = _run_in_thread(commit)
         durable.add_done_callback(self._note_over)
         return durable
 
@@ -328,10 +328,10 @@ def _at_once(work: Callable[[], T]) -> Future[T]:
     try:
         return _done(work())
     except CheckpointError as error:
-        return _failed(error)
+        return _failed_future(error)
 
 
-def _in_thread(work: Callable[[], T]) -> Future[T]:
+def _run_in_thread(work: Callable[[], T]) -> Future[T]:
     """Return the outcome of `work`, which a daemon thread runs: one that hangs does not keep the process alive."""
     future: Future[T] = Future()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -355,7 +355,7 @@ def refused(step: int, error: Exception) -> PendingSave:
     """Return a save that failed on every rank before it touched the disk."""
     if not isinstance(error, SaveFailed | LeaseLost):
         error = SaveFailed(step, f"{type(error).__name__}: {error}")
-    return PendingSave(step, _done(None), _failed(error))
+    return PendingSave(step, _done(None), _failed_future(error))
 
 
 def _done(value: T) -> Future[T]:
@@ -364,7 +364,7 @@ def _done(value: T) -> Future[T]:
     return future
 
 
-def _failed(error: CheckpointError) -> Future[Any]:
+def _failed_future(error: CheckpointError) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_exception(error)
     return future

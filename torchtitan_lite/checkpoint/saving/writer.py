@@ -109,7 +109,7 @@ class SaveOfRanks:
         found = [self._details.received(rank, details) for rank, details in sent.items()]
         objects = [placed for each in found for placed in each.objects]
         nan_in = sorted({key for each in found for key in each.nan_in})
-        files = files_of(by_rank, len(results))
+        files = written_files(by_rank, len(results))
         target.fence()  # The staging folder may belong to another job by now.
         faults.point("metadata", step=target.step)
         if by_rank:
@@ -146,7 +146,7 @@ class SaveOfRanks:
         plan, began = content.plan, time.perf_counter()
         record = content.write(target.store.new_file(place, plan.file_name))
         # From the copy and in the saver's thread, where there is one: no step waits for it.
-        digests = _shares(plan, content.tensors()) if target.origin.tensor_digests else {}
+        digests = _written_shares(plan, content.tensors()) if target.origin.tensor_digests else {}
         objects, own, of_rank = content.objects, plan.own, None
         if own is not None:
             text = own.record(record, objects).to_json()
@@ -207,7 +207,7 @@ def received(results: Sequence[Sequence[Any] | None]) -> dict[int, WrittenFile]:
     return {rank: WrittenFile(*file) for rank, file in enumerate(results) if file is not None}
 
 
-def files_of(by_rank: Mapping[int, WrittenFile], world_size: int) -> Files:
+def written_files(by_rank: Mapping[int, WrittenFile], world_size: int) -> Files:
     """Return the files that the ranks wrote: in columns if the ranks have records; all have one, or none has."""
     if all(file.record_size is None for file in by_rank.values()):
         return {layout.data_file(rank, 0): FileRecord(file.size, file.blocks) for rank, file in by_rank.items()}
@@ -271,7 +271,7 @@ def _tensor_digests(shares: Sequence[Mapping[str, TensorDigest]], description: D
     return found
 
 
-def _shares(plan: RankPlan, written: Sequence[torch.Tensor]) -> dict[str, TensorDigest]:
+def _written_shares(plan: RankPlan, written: Sequence[torch.Tensor]) -> dict[str, TensorDigest]:
     shares: dict[str, TensorDigest] = {}
     for item, tensor in zip(plan.items, written, strict=True):
         assert item.tensor_data is not None
@@ -316,10 +316,13 @@ def names_with_nan(items: Sequence[WriteItem], tensors: Sequence[torch.Tensor], 
                 weights.append(number)
             elif item.index.fqn.startswith(OPTIMIZER) and tensors[number].dim():
                 moments.append(number)
-    return [*_found(items, tensors, weights, torch.isnan), *_found(items, tensors, moments, _is_not_finite)]
+    return [
+        *_keys_of_wrong_tensors(items, tensors, weights, torch.isnan),
+        *_keys_of_wrong_tensors(items, tensors, moments, _is_not_finite),
+    ]
 
 
-def _found(
+def _keys_of_wrong_tensors(
     items: Sequence[WriteItem],
     tensors: Sequence[torch.Tensor],
     numbers: Sequence[int],
@@ -327,7 +330,7 @@ def _found(
 ) -> dict[str, None]:
     samples: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = {}
     for number in numbers[:: -(-len(numbers) // _MAX_TENSORS) or 1]:
-        for part in _parts(tensors[number].detach()):
+        for part in _sampled_parts(tensors[number].detach()):
             samples.setdefault((part.dtype, part.device), []).append((items[number].index.fqn, part))
     found: dict[str, None] = {}
     for of_a_kind in samples.values():
@@ -341,7 +344,7 @@ def _is_not_finite(tensor: torch.Tensor) -> torch.Tensor:
     return ~tensor.isfinite()
 
 
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+def _sampled_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return all of `tensor`, or both ends of a large one."""
     if tensor.numel() <= _MAX_ELEMENTS:
         return [tensor] if tensor.numel() else []

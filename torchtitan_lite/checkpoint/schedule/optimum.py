@@ -90,7 +90,7 @@ def most_lost_seconds(interval: float, cost: SaveCost) -> float:
     return cost.blocked_seconds + interval + STEPS_LATE * cost.step_seconds + cost.save_seconds
 
 
-def choose(cost: SaveCost, mtbf_seconds: float, caps: Caps) -> Choice:
+def choose_interval(cost: SaveCost, mtbf_seconds: float, caps: Caps) -> Choice:
     """Return the interval for saves of this cost: the optimum within the caps, never below the time of a save."""
     seconds, reason, conflict = optimum_seconds(cost.seconds, mtbf_seconds), Reason.OPTIMUM, None
     affordable = cost.seconds / caps.max_overhead

@@ -32,7 +32,7 @@ class PreemptionWatch:
     """Records the first of `signals` that arrives, and ends the process `grace_seconds` after it with exit code 1."""
 
     def __init__(self, signals: Sequence[str], grace_seconds: float) -> None:
-        self.numbers: Sequence[int] = [_number(name) for name in signals]
+        self.numbers: Sequence[int] = [_signal_number(name) for name in signals]
         self._grace_seconds = grace_seconds
         self._received = 0
         self._deadline: float | None = None
@@ -111,7 +111,7 @@ def _is_interactive() -> bool:
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
-def _number(name: str) -> int:
+def _signal_number(name: str) -> int:
     try:
         number = signal.Signals[name]
         if number in (signal.SIGKILL, signal.SIGSTOP):

@@ -161,7 +161,7 @@ def _copy_now(data: FileData, arena: StagingArena, numbers: Sequence[int]) -> No
         tensor, begin, end, place = piece
         copy_bytes(tensor, begin, end, arena.address + place.data_at + begin)
 
-    in_threads(_pieces(data, numbers), THREADS, lambda: copy)
+    in_threads(_copy_pieces(data, numbers), THREADS, lambda: copy)
 
 
 def _enqueue_copies(data: FileData, arena: StagingArena, numbers: Sequence[int]) -> None:
@@ -183,7 +183,7 @@ def _nothing_to_wait_for() -> None:
     """Do nothing: the copies are complete."""
 
 
-def _pieces(data: FileData, numbers: Sequence[int]) -> Iterator[tuple[torch.Tensor, int, int, TensorPlace]]:
+def _copy_pieces(data: FileData, numbers: Sequence[int]) -> Iterator[tuple[torch.Tensor, int, int, TensorPlace]]:
     for number in numbers:
         tensor, place = data.tensors[number], data.layout.places[number]
         for begin in range(0, place.data_bytes, _PIECE_BYTES):

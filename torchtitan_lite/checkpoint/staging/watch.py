@@ -29,11 +29,11 @@ _PIECE_BYTES = 4 << 20
 
 def watch(data: FileData, names: Sequence[str]) -> Compare:
     """Digest every tensor now, and return a function that compares the staged copies with these digests."""
-    before = [_digest(tensor) for tensor in data.tensors]
+    before = [_memory_digest(tensor) for tensor in data.tensors]
 
     def compare(staged: StagedCopy) -> None:
         staged.wait()
-        after = [_digest(tensor) for tensor in staged.tensors()]
+        after = [_memory_digest(tensor) for tensor in staged.tensors()]
         changed = [name for name, one, other in zip(names, before, after, strict=True) if one != other]
         if changed:
             more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
@@ -57,7 +57,7 @@ def build_staging_watch(config: Checkpoint) -> StagingWatch:
     return watch if "staging" in config.digest_tensors else DO_NOT_WATCH
 
 
-def _digest(tensor: torch.Tensor) -> int:
+def _memory_digest(tensor: torch.Tensor) -> int:
     state = xxhash.xxh3_64()
     num_bytes = tensor.numel() * tensor.element_size()
     buffer = bytearray(min(num_bytes, _PIECE_BYTES))

@@ -57,7 +57,7 @@ _METHODS = ("state_dict", "load_state_dict")
 def check_arguments(dataloader: Any, states: Any, job_config: Any) -> None:
     """Raise ConfigError if one of these is not what its parameter takes."""
     if not isinstance(job_config, JobConfig):
-        raise ConfigError(f"job_config: expected a JobConfig, found {_kind(job_config)}.{OF_CONSTRUCTOR.hint}")
+        raise ConfigError(f"job_config: expected a JobConfig, found {_typed(job_config)}.{OF_CONSTRUCTOR.hint}")
     _refuse_small(dataloader, states, OF_CONSTRUCTOR)
     for name, each in {"dataloader": dataloader, **(states or {})}.items():
         for stream in (each, getattr(each, "dataset", None)):
@@ -70,12 +70,12 @@ def check_policies(save_policy: object, retention: object) -> None:
     """Raise ConfigError unless each is None or a policy, which would show only at a save."""
     if save_policy is not None and not isinstance(save_policy, SavePolicy):
         raise ConfigError(
-            f"save_policy: expected a SavePolicy, found {_kind(save_policy)}. Derive its class from SavePolicy of "
+            f"save_policy: expected a SavePolicy, found {_typed(save_policy)}. Derive its class from SavePolicy of "
             "torchtitan_lite.checkpoint, and give an object of it."
         )
     if retention is not None and (isinstance(retention, type) or not callable(getattr(retention, "rulings", None))):
         raise ConfigError(
-            f"retention: expected an object with a method rulings, found {_kind(retention)}. RetentionPolicy of "
+            f"retention: expected an object with a method rulings, found {_typed(retention)}. RetentionPolicy of "
             "torchtitan_lite.checkpoint describes it."
         )
 
@@ -97,7 +97,7 @@ def refuse_swapped(model: object, folder: object) -> None:
     """Raise ConfigError if `load_model` was given the model as the folder."""
     if isinstance(folder, nn.Module):
         raise ConfigError(
-            f"load_model: expected a model and then a folder, found {_kind(model)} and then {_kind(folder)}. Call "
+            f"load_model: expected a model and then a folder, found {_typed(model)} and then {_typed(folder)}. Call "
             "load_model(model, 'outputs/checkpoint')."
         )
 
@@ -147,10 +147,10 @@ def model_parts(given: object, spelt: Spelling = OF_CONSTRUCTOR) -> list[nn.Modu
     """
     if isinstance(given, Mapping) and not isinstance(given, nn.Module):
         raise ConfigError(
-            f"{spelt.model}: expected a module or a list of modules, found {_kind(given)}. Put several models into an "
+            f"{spelt.model}: expected a module or a list of modules, found {_typed(given)}. Put several models into an "
             "nn.ModuleDict, and give their optimizers as a list."
         )
-    parts = _listed(spelt.model, "a module or a list of modules", given, nn.Module, spelt)
+    parts = _argument_as_list(spelt.model, "a module or a list of modules", given, nn.Module, spelt)
     if not parts:
         raise ConfigError(f"{spelt.model}: expected a module or a list of modules, found none.{spelt.hint}")
     for at, part in enumerate(parts):
@@ -173,7 +173,7 @@ def _refuse_pieces(parts: Sequence[nn.Module]) -> None:
 def optimizers(given: object, spelt: Spelling = OF_CONSTRUCTOR) -> list[Optimizer]:
     """Return the optimizers: those of `torch.optim`, and objects with a state and parameter groups like theirs."""
     what = "an optimizer, a list of them or None"
-    found = [] if given is None else _listed(spelt.optimizer, what, given, Optimizer, spelt)
+    found = [] if given is None else _argument_as_list(spelt.optimizer, what, given, Optimizer, spelt)
     for at, each in enumerate(found):
         name = _one_of(spelt.optimizer, at, given, found)
         is_one = all(hasattr(each, name) for name in ("state_dict", "load_state_dict", "param_groups", "step"))
@@ -190,7 +190,11 @@ def optimizers(given: object, spelt: Spelling = OF_CONSTRUCTOR) -> list[Optimize
 def lr_schedulers(given: object, spelt: Spelling = OF_CONSTRUCTOR) -> list[LRScheduler]:
     """Return the schedulers: those of `torch.optim.lr_scheduler`, and objects with a state and a `step` method."""
     what = "a scheduler, a list of them or None"
-    found = [] if given is None else _listed(spelt.lr_scheduler, what, given, LRScheduler | ReduceLROnPlateau, spelt)
+    found = (
+        []
+        if given is None
+        else _argument_as_list(spelt.lr_scheduler, what, given, LRScheduler | ReduceLROnPlateau, spelt)
+    )
     for at, each in enumerate(found):
         is_one = all(hasattr(each, name) for name in ("state_dict", "load_state_dict", "step"))
         if isinstance(each, nn.Module | Optimizer) or not is_one:
@@ -200,9 +204,9 @@ def lr_schedulers(given: object, spelt: Spelling = OF_CONSTRUCTOR) -> list[LRSch
 
 def refuse_without_state(given: object) -> None:
     """Raise ConfigError if `PerRank` was given neither a state nor a plain dict."""
-    if not (isinstance(given, dict) or _is_stateful(given)):
+    if not (isinstance(given, dict) or _has_state_methods(given)):
         raise ConfigError(
-            f"PerRank: {_kind(given)} has no state_dict and load_state_dict. Put it into an object that has both, or "
+            f"PerRank: {_typed(given)} has no state_dict and load_state_dict. Put it into an object that has both, or "
             "into a plain dict."
         )
 
@@ -214,8 +218,10 @@ def _refuse_small(dataloader: Any, states: Any, spelt: Spelling) -> None:
 
 def _refuse_dataloader(dataloader: Any, spelt: Spelling) -> None:
     if isinstance(dataloader, (*_IN_ANOTHER_PLACE, Mapping, list, tuple)):
-        raise ConfigError(f"dataloader: expected one that has a state, or None, found {_kind(dataloader)}.{spelt.hint}")
-    if dataloader is None or _is_stateful(dataloader):
+        raise ConfigError(
+            f"dataloader: expected one that has a state, or None, found {_typed(dataloader)}.{spelt.hint}"
+        )
+    if dataloader is None or _has_state_methods(dataloader):
         return
     instead = (
         "Use torchdata's StatefulDataLoader, which takes the same arguments, and give "
@@ -225,7 +231,7 @@ def _refuse_dataloader(dataloader: Any, spelt: Spelling) -> None:
         else "Give it state_dict and load_state_dict"
     )
     raise ConfigError(
-        f"dataloader: {_kind(dataloader)} has no state, so a resume would begin the data again from their start. "
+        f"dataloader: {_typed(dataloader)} has no state, so a resume would begin the data again from their start. "
         f"{instead}; or give None, if the data may begin again."
     )
 
@@ -234,25 +240,25 @@ def _refuse_states(states: Any, spelt: Spelling) -> None:
     if states is None:
         return
     if not isinstance(states, Mapping):
-        raise ConfigError(f"states: expected a dict of names and states, found {_kind(states)}.{spelt.hint}")
+        raise ConfigError(f"states: expected a dict of names and states, found {_typed(states)}.{spelt.hint}")
     for name, state in states.items():
         if not isinstance(name, str):
             raise ConfigError(f"states: expected strings as names, found {name!r}. Give the state a name.")
-        if isinstance(state, dict) and not _is_stateful(state):
+        if isinstance(state, dict) and not _has_state_methods(state):
             _refuse_states_within(name, state)
-        elif not _is_stateful(state):
+        elif not _has_state_methods(state):
             fix = f"a dict, which is saved and restored in place: {{{name!r}: {{'value': ...}}}}"
             raise ConfigError(
-                f"states: {name!r} is {_kind(state)}, which has no state_dict and load_state_dict. "
+                f"states: {name!r} is {_typed(state)}, which has no state_dict and load_state_dict. "
                 f"Put it into {fix if isinstance(state, _VALUES) else 'an object that has both'}."
             )
 
 
 def _refuse_states_within(name: str, state: dict[Any, Any]) -> None:
     for key, value in state.items():
-        if _is_stateful(value):
+        if _has_state_methods(value):
             raise ConfigError(
-                f"states: {name!r} is a dict with {_kind(value)} under {key!r}, whose own state would not be saved. "
+                f"states: {name!r} is a dict with {_typed(value)} under {key!r}, whose own state would not be saved. "
                 f"Give it as a state of its own: {{{f'{name}_{key}'!r}: ...}}."
             )
 
@@ -295,16 +301,16 @@ def _check_exclusions(excluded: Sequence[str], states: Mapping[str, Any]) -> Non
             )
 
 
-def _is_stateful(value: Any) -> bool:
+def _has_state_methods(value: Any) -> bool:
     return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in _METHODS)
 
 
-def _kind(value: Any) -> str:
+def _typed(value: Any) -> str:
     name = value.__name__ if isinstance(value, type) else type(value).__name__
     return f"the class {name}" if isinstance(value, type) else f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
-def _listed(name: str, what: str, given: object, one: Any, spelt: Spelling) -> list[Any]:
+def _argument_as_list(name: str, what: str, given: object, one: Any, spelt: Spelling) -> list[Any]:
     if isinstance(given, one) or hasattr(given, "state_dict"):
         return [given]
     if isinstance(given, str | bytes | Mapping) or not (isinstance(given, Sequence) or hasattr(given, "__iter__")):
@@ -317,4 +323,4 @@ def _one_of(name: str, at: int, given: object, found: Sequence[object]) -> str:
 
 
 def _wrong(name: str, expected: str, found: object, spelt: Spelling) -> ConfigError:
-    return ConfigError(f"{name}: expected {expected}, found {_kind(found)}.{spelt.hint}")
+    return ConfigError(f"{name}: expected {expected}, found {_typed(found)}.{spelt.hint}")

@@ -225,10 +225,10 @@ EXPORT_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16":
 
 def weights_only(model_state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Return the model's state by bare FQN, floating-point tensors cast to `dtype`, all else unchanged. Any rank."""
-    return {fqn: _cast(fqn, value, dtype) for fqn, value in model_state.items()}
+    return {fqn: _cast_value(fqn, value, dtype) for fqn, value in model_state.items()}
 
 
-def _cast(fqn: str, value: Any, dtype: torch.dtype) -> Any:
+def _cast_value(fqn: str, value: Any, dtype: torch.dtype) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.detach() if is_extra(fqn, value) or not value.is_floating_point() else value.detach().to(dtype)

@@ -59,7 +59,7 @@ def named_parameters(parts: Sequence[nn.Module]) -> dict[torch.Tensor, tuple[str
     return names
 
 
-def reshard(parts: Sequence[nn.Module]) -> None:
+def reshard_modules(parts: Sequence[nn.Module]) -> None:
     """Have modules of `fully_shard` hold their sharded parameters, which are those of the optimizers, again.
 
     After a forward pass without a backward pass, as of an evaluation, or after `unshard`, they may hold unsharded ones.

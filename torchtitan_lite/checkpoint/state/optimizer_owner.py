@@ -30,8 +30,8 @@ from torchtitan_lite.checkpoint.state.optimizer_state import (
     Group,
     OptimizerState,
     flat_layouts,
+    nested_tensors,
     refuse_unsharded,
-    tensors_in,
 )
 from torchtitan_lite.checkpoint.state.shared_memory import SHARED, NamedTensor, may_share, shared_pairs, tensors_below
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
@@ -89,7 +89,8 @@ class PlainOwner:
         names = self._numbered(own)
         states = {names[number]: state for number, state in own["state"].items() if number in names}
         groups = [
-            Group([names[number] for number in group["params"]], _settings(group)) for group in own["param_groups"]
+            Group([names[number] for number in group["params"]], _group_settings(group))
+            for group in own["param_groups"]
         ]
         rest = {
             GLOBAL: {key: state for key, state in own["state"].items() if key not in names},
@@ -101,14 +102,14 @@ class PlainOwner:
     def layouts(self, state: OptimizerState) -> dict[str, Any]:
         likes = self.likes()
         if any(isinstance(like, DTensor) for like in likes.values()):
-            for tensor in tensors_in(state.rest):
+            for tensor in nested_tensors(state.rest):
                 if tensor.numel() > 1 and not isinstance(tensor, DTensor):
                     raise TypeError(
                         f"{type(self.optimizer).__name__} has a tensor of shape {list(tensor.shape)} that belongs to "
                         "no parameter, while its parameters are sharded: its value may differ between ranks. "
                         "Keep it in the state of a parameter."
                     )
-        is_rare = may_share(chain(_tensors(state), likes.values()))
+        is_rare = may_share(chain(_state_tensors(state), likes.values()))
         shared = shared_pairs(self._held(state), likes) if is_rare else {}
         return dict(flat_layouts(state, likes)) | {f"{SHARED}.{name}": pairs for name, pairs in shared.items()}
 
@@ -188,12 +189,12 @@ class Fsdp1Owner:
         states = self._cleaned(own["state"])
         in_another_order = set(clean_names(self._module, fsdp1.names_in_another_order(self._module)).values())
         for name, state in states.items():
-            if name in in_another_order and any(tensor.dim() > 0 for tensor in tensors_in(state)):
+            if name in in_another_order and any(tensor.dim() > 0 for tensor in nested_tensors(state)):
                 raise ConfigError(
                     f"optimizer.state.{name}: its parameter is in another memory format, such as channels_last, and "
                     "FSDP1 loads the state of such a parameter in the wrong order. Make the parameter contiguous."
                 )
-            if any(tensor.dim() > 0 and tensor.numel() == 0 for tensor in tensors_in(state)):
+            if any(tensor.dim() > 0 and tensor.numel() == 0 for tensor in nested_tensors(state)):
                 raise ConfigError(
                     f"optimizer.state.{name}: its parameter has no elements, and FSDP1 loads no state of such a "
                     "parameter. Leave it out of the optimizer, or use fully_shard."
@@ -201,7 +202,7 @@ class Fsdp1Owner:
         groups = []
         for group in own["param_groups"]:
             names = clean_names(self._module, group["params"])
-            groups.append(Group([names[raw] for raw in group["params"]], _settings(group)))
+            groups.append(Group([names[raw] for raw in group["params"]], _group_settings(group)))
         return OptimizerState(states, groups)
 
     def layouts(self, state: OptimizerState) -> dict[str, Any]:
@@ -292,7 +293,7 @@ def parameters_of(optimizer: Any) -> Iterator[torch.Tensor]:
 
 def _on_devices_of(value: Any, live: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
-        there = next(tensors_in(live), None)
+        there = next(nested_tensors(live), None)
         return value.to(there.device if there is not None else device if value.dim() else value.device)
     if isinstance(value, dict):
         of_key = live.get if isinstance(live, Mapping) else lambda _: None
@@ -302,20 +303,20 @@ def _on_devices_of(value: Any, live: Any, device: torch.device) -> Any:
     return value
 
 
-def _tensors(state: OptimizerState) -> Iterator[torch.Tensor]:
+def _state_tensors(state: OptimizerState) -> Iterator[torch.Tensor]:
     """Yield all tensors of `state`, a setting that is a tensor once for each group."""
     for own in state.states.values():
         for value in own.values():
             if isinstance(value, torch.Tensor):
                 yield value
             else:
-                yield from tensors_in(value)
+                yield from nested_tensors(value)
     for group in state.groups:
-        yield from tensors_in(group.settings)
-    yield from tensors_in(state.rest)
+        yield from nested_tensors(group.settings)
+    yield from nested_tensors(state.rest)
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+def _group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     for key in group:
         if not isinstance(key, str) or "." in key:
             raise ConfigError(

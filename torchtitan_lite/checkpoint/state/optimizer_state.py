@@ -82,7 +82,7 @@ class ParameterSlot:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def flat(state: OptimizerState) -> Iterator[tuple[str, Any]]:
+def flat_optimizer_state(state: OptimizerState) -> Iterator[tuple[str, Any]]:
     """Yield the flat keys and values of `state`, except of `state.rest`."""
     for name, own in state.states.items():
         odd = {}
@@ -112,7 +112,7 @@ def flat_layouts(state: OptimizerState, like: Mapping[str, torch.Tensor]) -> Ite
                 # Almost all tensors: the rest would take a millisecond for every 100 of them, at each save.
                 continue
             where = f"optimizer.{STATE}.{name}.{key}"
-            for tensor in tensors_in(value):
+            for tensor in nested_tensors(value):
                 _refuse_local(where, tensor, like[name])
                 if isinstance(tensor, DTensor) and tensor is not value:
                     raise ConfigError(
@@ -130,7 +130,7 @@ def refuse_unsharded(states: Mapping[str, Mapping[Any, Any]], like: Mapping[str,
     """Raise `CheckpointMismatch` for stored tensors in lists or dicts whose parameter is sharded now."""
     for name, own in states.items():
         for key, value in own.items() if isinstance(like.get(name), DTensor) else ():
-            if isinstance(value, torch.Tensor) or all(each.numel() <= 1 for each in tensors_in(value)):
+            if isinstance(value, torch.Tensor) or all(each.numel() <= 1 for each in nested_tensors(value)):
                 continue
             raise CheckpointMismatch(
                 "the optimizer's state dict",
@@ -149,12 +149,12 @@ def by_name(flat_state: Mapping[str, Any], names: Collection[str]) -> tuple[dict
         if kind == STATE and rest in names:
             states.setdefault(rest, {}).update(value)
         elif kind in (STATE, SETTINGS):
-            name, own_key = split_key(rest, names)
+            name, own_key = split_state_key(rest, names)
             (states if kind == STATE else settings).setdefault(name, {})[own_key] = value
     return states, settings
 
 
-def split_key(rest: str, names: Collection[str]) -> tuple[str, str]:
+def split_state_key(rest: str, names: Collection[str]) -> tuple[str, str]:
     """Return the parameter's name and the key in `<name>.<key>`; the name is one of `names` if one fits."""
     name, _, key = rest.rpartition(".")
     at = len(name)
@@ -163,16 +163,16 @@ def split_key(rest: str, names: Collection[str]) -> tuple[str, str]:
     return (rest[:at], rest[at + 1 :]) if at > 0 else (name, key)
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def nested_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for inner in value.values():
-            yield from tensors_in(inner)
+            yield from nested_tensors(inner)
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from tensors_in(inner)
+            yield from nested_tensors(inner)
 
 
 def _refuse_local(where: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
@@ -223,13 +223,13 @@ def orders_in(value: Any, like: torch.Tensor) -> str:
     if isinstance(like, DTensor):
         return ""
     found = []
-    for path, tensor in _tensors(value, ""):
+    for path, tensor in _tensors_with_paths(value, ""):
         if tensor.dim() < 2 or tensor.layout is not torch.strided:
             continue
         is_like = tensor.shape == like.shape
         if tensor.stride() == like.stride() if is_like else tensor.is_contiguous():
             continue
-        if (order := _order(tensor)) and not {*path} & {"=", ";"}:
+        if (order := _dim_order(tensor)) and not {*path} & {"=", ";"}:
             found.append(f"{path}={','.join(map(str, order))}")
     return ORDERS + ";".join(found) if found else ""
 
@@ -245,7 +245,7 @@ def order_of(orders: str, path: Path, dims: int) -> list[int]:
     return []
 
 
-def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_with_paths(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the plain tensors in nested dicts and lists, with their paths. Tuples are stored with their strides."""
     if isinstance(value, torch.Tensor):
         if not isinstance(value, DTensor):
@@ -253,10 +253,10 @@ def _tensors(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, Mapping | list):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, inner in items:
-            yield from _tensors(inner, f"{path}.{key}" if path else f"{key}")
+            yield from _tensors_with_paths(inner, f"{path}.{key}" if path else f"{key}")
 
 
-def _order(tensor: torch.Tensor) -> list[int]:
+def _dim_order(tensor: torch.Tensor) -> list[int]:
     """Return the dimensions of `tensor`, the outermost in memory first; empty if it has gaps or overlaps."""
     sizes, strides = tensor.shape, tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))

@@ -87,7 +87,7 @@ def try_load(
     that is not `left_out`.
     """
     tensors = [each for module in modules for each in saved_tensors(module).values()]
-    before, generators = _contents(modules, left_out), RngState().state_dict()
+    before, generators = _tensor_contents(modules, left_out), RngState().state_dict()
     try:
         with versions_kept([*tensors, *map(local_of, tensors)]):
             load()
@@ -100,7 +100,7 @@ def try_load(
         ) from error
     finally:
         RngState().load_state_dict(generators)
-    after = _contents(modules, left_out)
+    after = _tensor_contents(modules, left_out)
     if changed := [name for name, content in before.items() if after.get(name) != content]:
         raise ConfigError(
             f"{state}: load_state_dict changes {listed(changed)} when it gets what state_dict returned "
@@ -109,17 +109,17 @@ def try_load(
         )
 
 
-def _contents(modules: Sequence[nn.Module], left_out: Collection[str]) -> dict[str, tuple[object, ...]]:
+def _tensor_contents(modules: Sequence[nn.Module], left_out: Collection[str]) -> dict[str, tuple[object, ...]]:
     """Return what each saved tensor holds, as a digest, and of a trained one which object it is, for its optimizer."""
     return {
-        name: (id(tensor) if tensor.requires_grad else 0, tensor.shape, tensor.dtype, _digest(tensor))
+        name: (id(tensor) if tensor.requires_grad else 0, tensor.shape, tensor.dtype, _local_digest(tensor))
         for module in modules
         for name, tensor in saved_tensors(module).items()
         if name not in left_out
     }
 
 
-def _digest(tensor: torch.Tensor) -> int:
+def _local_digest(tensor: torch.Tensor) -> int:
     memory = local_of(tensor).detach()
     if not is_plain(memory) or memory.layout is not torch.strided or memory.is_quantized or memory.is_meta:
         return 0  # The save refuses most of these, by name.

@@ -40,30 +40,30 @@ class PerRank:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state under the rank's number."""
-        rank, num_ranks = _place()
-        return {_RANKS: num_ranks, _name(rank): self._state.state_dict()}
+        rank, num_ranks = _rank_and_world_size()
+        return {_RANKS: num_ranks, _rank_name(rank): self._state.state_dict()}
 
     def is_of_another_rank(self, key: str) -> bool:
         """Return whether this rank need not read the saved entry `key`."""
-        return key.partition(".")[0] not in (_RANKS, _name(_place()[0]))
+        return key.partition(".")[0] not in (_RANKS, _rank_name(_rank_and_world_size()[0]))
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Raise what `load_state_dict` would raise: ConfigError, or the refusal of `state`. Changes nothing."""
         if self._has_own(state_dict):
             check = getattr(self._state, "check_state", None)
             if check is not None:
-                check(_own(state_dict))
+                check(_own_state(state_dict))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load into `state` what this rank saved. Raises as `check_state` does."""
         if self._has_own(state_dict):
             forget_iterator(self._state)
-            self._state.load_state_dict(_own(state_dict))
+            self._state.load_state_dict(_own_state(state_dict))
         self._warn_of_other_ranks(int(state_dict.get(_RANKS, 0)))
 
     def _has_own(self, state_dict: Mapping[str, Any]) -> bool:
         """Return whether this rank saved a state. Raises ConfigError if it did not and must have."""
-        rank, num_ranks = _place()
+        rank, num_ranks = _rank_and_world_size()
         saved = int(state_dict.get(_RANKS, 0))
         if rank < saved:
             return True
@@ -78,7 +78,7 @@ class PerRank:
         return False
 
     def _warn_of_other_ranks(self, saved: int) -> None:
-        rank, num_ranks = _place()
+        rank, num_ranks = _rank_and_world_size()
         if rank > 0 or saved == num_ranks:
             return
         what = f"{self._kind} of {counted(saved, 'rank')} is loaded by {num_ranks}"
@@ -88,20 +88,20 @@ class PerRank:
             logger.warning("%s: %s from scratch", what, _those_from(saved, num_ranks, "begins", "begin"))
 
 
-def _own(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def _own_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     # A checkpoint stores nothing of an empty mapping.
-    return dict(state_dict.get(_name(_place()[0]), {}))
+    return dict(state_dict.get(_rank_name(_rank_and_world_size()[0]), {}))
 
 
 def _those_from(first: int, end: int, does: str, do: str) -> str:
     return f"rank {first} {does}" if end - first == 1 else f"ranks {first} to {end - 1} {do}"
 
 
-def _name(rank: int) -> str:
+def _rank_name(rank: int) -> str:
     return f"rank{rank}"
 
 
-def _place() -> tuple[int, int]:
+def _rank_and_world_size() -> tuple[int, int]:
     """Return this rank and the number of ranks."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()

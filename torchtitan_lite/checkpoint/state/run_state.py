@@ -60,7 +60,7 @@ class RunState:
         self.model = ModelWrapper(parts, trained_only=trained_only)
         self.optimizers = arguments.optimizers(optimizers)
         self.optimizer = OptimizerWrapper(self.model.parts, self.optimizers, modules)
-        self.small = _small_states(dataloader, arguments.lr_schedulers(lr_schedulers), further, self.optimizer)
+        self.small = _named_states(dataloader, arguments.lr_schedulers(lr_schedulers), further, self.optimizer)
         self._modules = modules
         watched = {"model": parts} | {name: [module] for name, module in modules.items()}
         self._further = frozenset(further)
@@ -147,7 +147,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return not can_say or bool(local.isfinite().all())
 
 
-def _small_states(
+def _named_states(
     dataloader: Stateful | None,
     lr_schedulers: Sequence[LRScheduler],
     states: Mapping[str, Stateful],

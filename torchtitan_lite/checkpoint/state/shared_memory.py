@@ -73,27 +73,27 @@ def shared_pairs(held: Iterable[NamedTensor], parameters: Mapping[str, torch.Ten
     first: dict[int, tuple[NamedTensor, int]] = {}
     pairs: dict[str, list[tuple[str, str]]] = {}
     for entry in held:
-        place = _place(entry.tensor)
+        place = _memory_range(entry.tensor)
         if place is None:
             continue
         begin, end = place
         before, before_end = first.setdefault(begin, (entry, end))
         if before is entry:
             continue
-        if not (before.owner and entry.owner and end == before_end and _is_same(entry.tensor, before.tensor)):
+        if not (before.owner and entry.owner and end == before_end and _has_same_layout(entry.tensor, before.tensor)):
             raise _overlap(entry.key, before.key)
         pairs.setdefault(entry.owner, []).append((entry.key, before.key))
     _refuse_overlaps(first, parameters)
     return {owner: tuple(found) for owner, found in pairs.items()}
 
 
-def joined(targets: dict[str, Any], pairs: object) -> None:
+def join_targets(targets: dict[str, Any], pairs: object) -> None:
     """Put one tensor in place of two in `targets`, by flat key, for each of the stored `pairs` that fits."""
     for pair in pairs if isinstance(pairs, tuple) else ():
         if not (isinstance(pair, tuple) and len(pair) == 2):
             continue
         key, first = (targets.get(f"optimizer.{name}") for name in pair)
-        if isinstance(key, torch.Tensor) and isinstance(first, torch.Tensor) and _is_alike(key, first):
+        if isinstance(key, torch.Tensor) and isinstance(first, torch.Tensor) and _has_same_form(key, first):
             targets[f"optimizer.{pair[0]}"] = first
 
 
@@ -106,7 +106,7 @@ def _refuse_overlaps(first: Mapping[int, tuple[NamedTensor, int]], parameters: M
             raise _overlap(entry.key, last_key)
         last_end, last_key = end, entry.key
     for name, parameter in parameters.items():
-        place = _place(parameter)
+        place = _memory_range(parameter)
         at = bisect_right(begins, place[1] - 1) if place is not None else 0
         if place is not None and at > 0:
             entry, end = first[begins[at - 1]]
@@ -114,7 +114,7 @@ def _refuse_overlaps(first: Mapping[int, tuple[NamedTensor, int]], parameters: M
                 raise _overlap(entry.key, f"the parameter {name}")
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, int] | None:
+def _memory_range(tensor: torch.Tensor) -> tuple[int, int] | None:
     """Return the first byte of `tensor` and the one behind it; None if it has none, or gaps between its elements."""
     local = local_of(tensor)
     if local.layout is not torch.strided or local.numel() == 0:
@@ -129,15 +129,15 @@ def _place(tensor: torch.Tensor) -> tuple[int, int] | None:
     return (begin, begin + local.numel() * local.itemsize) if begin else None
 
 
-def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if not _is_alike(a, b):
+def _has_same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if not _has_same_form(a, b):
         return False
     if isinstance(a, DTensor) and isinstance(b, DTensor):
         a, b = local_of(a), local_of(b)
     return a.stride() == b.stride() and a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
 
 
-def _is_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _has_same_form(a: torch.Tensor, b: torch.Tensor) -> bool:
     if (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device) or isinstance(a, DTensor) != isinstance(b, DTensor):
         return False
     return not (isinstance(a, DTensor) and isinstance(b, DTensor)) or (

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from torchtitan_lite.checkpoint.state.fsdp1 import is_fsdp1
 from torchtitan_lite.checkpoint.state.model import ModelWrapper
-from torchtitan_lite.checkpoint.state.names import clean_names, named_parameters, reshard
+from torchtitan_lite.checkpoint.state.names import clean_names, named_parameters, reshard_modules
 from torchtitan_lite.checkpoint.state.optimizer_owner import (
     Fsdp1Owner,
     Owner,
@@ -27,7 +27,7 @@ from torchtitan_lite.checkpoint.state.optimizer_state import (
     PARAMETERS,
     ParameterSlot,
     by_name,
-    flat,
+    flat_optimizer_state,
 )
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
@@ -143,7 +143,7 @@ class LRSchedulerWrapper:
         """Return the state that each scheduler loads, and the number of each."""
         own_states = self._own_states()
         given = _distributed(state_dict, own_states)
-        numbers = _matched_schedule(
+        numbers = _matched_schedulers(
             given, [own | {PARAMETERS: names} for own, names in zip(own_states, self._own_names(), strict=True)]
         )
         return [
@@ -188,7 +188,7 @@ def _distributed(state_dict: Mapping[str, Any], own_states: Sequence[Mapping[str
     raise _mismatch(f"it has the states of {len(states)} schedulers that differ, and this run has {len(own_states)}.")
 
 
-def _matched_schedule(stored: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> list[int]:
+def _matched_schedulers(stored: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return for each of `own` the number of the state in `stored` whose optimizer has a parameter of its own.
 
     Several schedulers of one optimizer are matched by class, then in order. What is left is matched in order, as of
@@ -272,7 +272,7 @@ class OptimizerWrapper:
         of_optimizers: dict[str, Any] = {}
         for number, owner in zip(self._numbers, self._owners, strict=True):
             state = owner.read()
-            whole |= dict(flat(state)) | owner.layouts(state)
+            whole |= dict(flat_optimizer_state(state)) | owner.layouts(state)
             if state.rest:
                 (names,) = self.names_of([owner.optimizer])
                 of_optimizers[number] = dict(state.rest) | {PARAMETERS: dict.fromkeys(names, True)}
@@ -305,7 +305,7 @@ class OptimizerWrapper:
         Settings (`param_groups.*`) that are not in it do not change.
         """
         of_optimizers = state_dict.get(OF_OPTIMIZERS, {})
-        self._numbers = _matched(of_optimizers, self.names_of(self._optimizers))
+        self._numbers = _matched_optimizers(of_optimizers, self.names_of(self._optimizers))
         for number, owner in zip(self._numbers, self._owners, strict=True):
             own = owner.read()
             names = {name for group in own.groups for name in group.names}
@@ -344,7 +344,7 @@ class OptimizerWrapper:
 
     def _refresh_names(self) -> None:
         """Read the names of the present parameters: a model may change after the manager was made."""
-        reshard(self._parts)
+        reshard_modules(self._parts)
         self._names.clear()
         self._names.update(named_parameters(self._parts))
         of_model = {name for names in self._names.values() for name in names} if self._modules else set()
@@ -377,7 +377,7 @@ def _owner(
     return WholeOwner(optimizer)
 
 
-def _matched(stored: Mapping[str, Mapping[str, Any]], own: Sequence[Sequence[str]]) -> list[str]:
+def _matched_optimizers(stored: Mapping[str, Mapping[str, Any]], own: Sequence[Sequence[str]]) -> list[str]:
     """Return for each of `own`, the names of parameters, the number of the optimizer in `stored` that has one of them.
 
     The rest are numbered in order, as those of older checkpoints, which have no names.

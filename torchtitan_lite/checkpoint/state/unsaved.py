@@ -76,7 +76,7 @@ class UnsavedWatch:
                 # A class of another library may not even have views; what it holds is in its attributes.
                 local = local_of(each).detach()
                 if is_plain(local) and local.layout is torch.strided and not local.is_meta and local.numel():
-                    yield f"model.{name}{attribute}", _sample(local, _SAMPLED_PARAMETER)
+                    yield f"model.{name}{attribute}", _first_elements(local, _SAMPLED_PARAMETER)
         for state, parts in self._modules.items():
             for part in parts:
                 for path, module in part.named_modules():
@@ -93,10 +93,10 @@ def _of_buffers(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
     for key in names:
         buffer = buffers.get(key)
         if type(buffer) is torch.Tensor and buffer.layout is torch.strided and not buffer.is_meta and buffer.numel():
-            yield f"{name}.{key}", _sample(buffer, _SAMPLED)
+            yield f"{name}.{key}", _first_elements(buffer, _SAMPLED)
 
 
-def _sample(tensor: torch.Tensor, most: int) -> tuple[torch.dtype, torch.Size, list[int]]:
+def _first_elements(tensor: torch.Tensor, most: int) -> tuple[torch.dtype, torch.Size, list[int]]:
     """Return dtype, shape and the first elements, `most` at most: as bytes, because NaN is not equal to itself."""
     sample = tensor.detach().reshape(-1)[:most].resolve_conj().resolve_neg().cpu().contiguous()
     return tensor.dtype, tensor.shape, sample.view(torch.uint8).tolist()
@@ -198,10 +198,10 @@ def _attributes(state: Any) -> dict[str, list[Any]]:
     own = getattr(state, "__dict__", {}).items()
     if isinstance(state, nn.Module):
         own = [(key, value) for key, value in own if not key.startswith("_") and key != "training"]
-    return {key: _values(value) for key, value in own}
+    return {key: _watched_values(value) for key, value in own}
 
 
-def _values(attribute: Any) -> list[Any]:
+def _watched_values(attribute: Any) -> list[Any]:
     values: list[Any] = []
     left = [attribute]
     while left and len(values) < _MAX_PARTS:

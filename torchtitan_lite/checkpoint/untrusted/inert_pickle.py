@@ -1,6 +1,6 @@
 """Parse a pickle without unpickling it.
 
-`parse` runs no code that a pickle names: it imports nothing, calls nothing and sets no attributes. A class
+`parse_pickle` runs no code that a pickle names: it imports nothing, calls nothing and sets no attributes. A class
 or function becomes a `PickledName` if the caller's table has exactly that module and name; otherwise the pickle is
 refused. A call, or a new instance, becomes an inert `Instance` with its arguments and its state. So the
 result is at most as large as the pickle, and the caller decides what it means. Operations that the
@@ -68,7 +68,7 @@ Judge = Callable[[PickledName, tuple[Any, ...]], None]
 """Raises `InertPickleError` for a call that the caller refuses."""
 
 
-def parse(data: bytes, table: Table, judge: Judge = lambda kind, args: None) -> Any:
+def parse_pickle(data: bytes, table: Table, judge: Judge = lambda kind, args: None) -> Any:
     """Return the value that the pickle `data` describes, made of JSON's types, tuples, `Instance`s and `PickledName`s.
 
     The constants of `table` occur in it, too. Runs nothing. Raises `InertPickleError`, naming what was found.
@@ -212,11 +212,11 @@ class _Machine:
 
     def append(self) -> None:
         item = self._stack.pop()
-        _list(self._stack[-1]).append(item)
+        _appendable_list(self._stack[-1]).append(item)
 
     def appends(self) -> None:
         items = self._marked()
-        _list(self._stack[-1]).extend(items)
+        _appendable_list(self._stack[-1]).extend(items)
 
     def set_item(self) -> None:
         key, value = self._stack[-2:]
@@ -299,7 +299,7 @@ def _is_small_tuple(key: Any) -> bool:
     return visited > 0
 
 
-def _list(value: Any) -> list[Any]:
+def _appendable_list(value: Any) -> list[Any]:
     if type(value) is Instance:
         if value.items is None:
             value.items = []

@@ -15,7 +15,13 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.checkpoint.untrusted.inert_pickle import AnyName, InertPickleError, Instance, PickledName, parse
+from torchtitan_lite.checkpoint.untrusted.inert_pickle import (
+    AnyName,
+    InertPickleError,
+    Instance,
+    PickledName,
+    parse_pickle,
+)
 
 
 class UnsafeItem(ValueError):
@@ -49,7 +55,7 @@ def _inspect(data: bytes) -> list[Any]:
         if sum(entry.file_size for entry in entries) > len(data):
             raise UnsafeItem("its entries are larger than the item")
         pickles = [entry.filename for entry in entries if entry.filename.endswith(".pkl")]
-        return [parse(archive.read(name), AnyName(), _judge) for name in pickles]
+        return [parse_pickle(archive.read(name), AnyName(), _judge) for name in pickles]
 
 
 def _bytes_held(value: Any) -> bytes | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, Item, StoredObject, StoredTensor
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES, Dtype
-from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Instance, PickledName, parse
+from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Instance, PickledName, parse_pickle
 from torchtitan_lite.errors import CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.described import read_description
@@ -62,12 +62,12 @@ def read_metadata(folder: Path, dtypes: Mapping[str, Any] = DTYPES) -> Contents:
     path = folder / layout.METADATA
     data = read_description(path, _ENDING)
     try:
-        return _contents(parse(data, _TABLE), str(folder), dtypes)
+        return _metadata_contents(parse_pickle(data, _TABLE), str(folder), dtypes)
     except (InertPickleError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise CheckpointUnsafe(str(path), f"it is not metadata as DCP writes it: {error!s:.300}") from None
 
 
-def _contents(metadata: Any, path: str, dtypes: Mapping[str, Any]) -> Contents:
+def _metadata_contents(metadata: Any, path: str, dtypes: Mapping[str, Any]) -> Contents:
     fields = _fields(metadata, METADATA)
     storage = _storage(_dict(fields["storage_data"]), path)
     tensors: dict[str, StoredTensor] = {}
@@ -79,12 +79,12 @@ def _contents(metadata: Any, path: str, dtypes: Mapping[str, Any]) -> Contents:
         if described.kind is OBJECT:
             objects[key] = StoredObject(item=storage[key, None])
             continue
-        tensors[key] = _tensor(key, _fields(described, TENSOR), storage, dtypes)
+        tensors[key] = _tensor_of_metadata(key, _fields(described, TENSOR), storage, dtypes)
         # A pickle can refer to the same list many times, so a short one could describe a huge number of chunks.
         num_chunks += len(tensors[key].chunks)
         if num_chunks > len(storage):
             raise InertPickleError("it has more chunks than places for them")
-    return Contents(path, tensors, objects, _paths(fields.get("planner_data")), described_in=layout.METADATA)
+    return Contents(path, tensors, objects, _planner_paths(fields.get("planner_data")), described_in=layout.METADATA)
 
 
 def _storage(described: Mapping[Any, Any], path: str) -> dict[tuple[str, tuple[int, ...] | None], Item]:
@@ -98,11 +98,11 @@ def _storage(described: Mapping[Any, Any], path: str) -> dict[tuple[str, tuple[i
         if (type(file), type(offset), type(length)) != (str, int, int):
             raise InertPickleError("a place is not a file, an offset and a length")
         offsets = where.get("offset")
-        places[_text(where["fqn"]), None if offsets is None else _size(offsets)] = Item(file, offset, length)
+        places[_key_text(where["fqn"]), None if offsets is None else _torch_size(offsets)] = Item(file, offset, length)
     return places
 
 
-def _tensor(
+def _tensor_of_metadata(
     key: str,
     fields: Mapping[str, Any],
     storage: Mapping[tuple[str, tuple[int, ...] | None], Item],
@@ -120,15 +120,15 @@ def _tensor(
         raise InertPickleError(f"{key} has no list of chunks, or it has more chunks than places for them")
     for chunk in listed:
         where = _fields(chunk, CHUNK)
-        offsets = _size(where["offsets"])
+        offsets = _torch_size(where["offsets"])
         if (key, offsets) not in storage:
             raise InertPickleError(f"it has no place for a chunk of {key}")
         item = storage[key, offsets]
-        chunks.append(Chunk(item.file, None, offsets, _size(where["sizes"]), item))
-    return StoredTensor(dtypes[dtype.name], _size(fields["size"]), chunks)
+        chunks.append(Chunk(item.file, None, offsets, _torch_size(where["sizes"]), item))
+    return StoredTensor(dtypes[dtype.name], _torch_size(fields["size"]), chunks)
 
 
-def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]]:
+def _planner_paths(planner_data: Any) -> dict[str, tuple[str | int, ...]]:
     """Return the paths that DCP's own planner stores; none if another planner stored something else."""
     if type(planner_data) is not dict:
         return {}
@@ -154,7 +154,7 @@ def _dict(value: Any) -> dict[Any, Any]:
     return value
 
 
-def _size(value: Any) -> tuple[int, ...]:
+def _torch_size(value: Any) -> tuple[int, ...]:
     if type(value) is not Instance or value.kind is not SIZE or len(value.args) != 1:
         raise InertPickleError(f"expected a torch.Size, found a {type(value).__name__}")
     [sizes] = value.args
@@ -163,7 +163,7 @@ def _size(value: Any) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _text(value: Any) -> str:
+def _key_text(value: Any) -> str:
     if type(value) is not str:
         raise InertPickleError("a key is not a string")
     return value

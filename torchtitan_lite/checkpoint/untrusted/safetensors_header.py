@@ -59,12 +59,12 @@ def read_header(path: Path) -> dict[str, StoredWeight]:
             )
         text = os.pread(fd, length, _LENGTH_BYTES)
     try:
-        return _tensors(_parsed(text), _LENGTH_BYTES + length, size)
+        return _header_tensors(_parsed_header(text), _LENGTH_BYTES + length, size)
     except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(str(path), f"its header is not that of a safetensors file: {error!s:.300}") from None
 
 
-def _parsed(text: bytes) -> Mapping[str, Any]:
+def _parsed_header(text: bytes) -> Mapping[str, Any]:
     if not text.startswith(b"{"):
         raise ValueError("it does not begin with a brace")
     document = json.loads(text, object_pairs_hook=_without_repetition)
@@ -81,14 +81,14 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _tensors(document: Mapping[str, Any], begin: int, size: int) -> dict[str, StoredWeight]:
+def _header_tensors(document: Mapping[str, Any], begin: int, size: int) -> dict[str, StoredWeight]:
     """Return the tensors whose elements make up bytes [begin, size) of the file. Raises ValueError if they do not."""
     ranges: list[tuple[int, int, str]] = []
     found: dict[str, StoredWeight] = {}
     for name, entry in document.items():
         if name == _METADATA:
             continue
-        dtype, shape, (first, end) = _entry(name, entry)
+        dtype, shape, (first, end) = _header_entry(name, entry)
         if end - first != math.prod(shape) * dtype.itemsize:
             raise ValueError(
                 f"{name[:100]} is {dtype} {list(shape)[:8]}, of {math.prod(shape) * dtype.itemsize} bytes, and has "
@@ -109,7 +109,7 @@ def _tensors(document: Mapping[str, Any], begin: int, size: int) -> dict[str, St
     return found
 
 
-def _entry(name: str, entry: Any) -> tuple[Dtype, Shape, tuple[int, int]]:
+def _header_entry(name: str, entry: Any) -> tuple[Dtype, Shape, tuple[int, int]]:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name[:100]}: expected dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]

@@ -19,7 +19,7 @@ from torchtitan_lite.checkpoint.untrusted.inert_pickle import (
     Instance,
     PickledName,
     Table,
-    parse,
+    parse_pickle,
 )
 from torchtitan_lite.checkpoint.untrusted.stock_item import (
     TABLE,
@@ -69,7 +69,7 @@ class SavedFile:
         self.path = path
         with opened(path.resolve()) as fd:
             self._num_bytes = os.fstat(fd).st_size
-            read = _reading(fd, self._num_bytes)
+            read = _bounded_read(fd, self._num_bytes)
             self._refuse_other_formats(read)
             try:
                 self._entries = directory(read, self._num_bytes, _MOST_DIRECTORY_BYTES)
@@ -85,7 +85,7 @@ class SavedFile:
                     str(path), f"it is not a complete file of torch.save ({error!s:.100}). Download or copy it again"
                 ) from None
         try:
-            self.root = parse(pickled, _KNOWN if table is None else table)
+            self.root = parse_pickle(pickled, _KNOWN if table is None else table)
         except InertPickleError as error:
             raise CheckpointUnsafe(
                 str(path), f"{error!s:.300}. A file of weights alone is made by torch.save(model.state_dict(), FILE)"
@@ -148,6 +148,6 @@ class SavedFile:
         return folder
 
 
-def _reading(fd: int, size: int) -> Read:
+def _bounded_read(fd: int, size: int) -> Read:
     """Return a `read` of the file that is open as `fd`, which allocates no more than it has."""
     return lambda offset, count: os.pread(fd, min(count, size - offset), offset) if 0 <= offset < size else b""

@@ -16,7 +16,13 @@ from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.format.contents import Shape
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES, Dtype
-from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, Instance, Persistent, PickledName, parse
+from torchtitan_lite.checkpoint.untrusted.inert_pickle import (
+    InertPickleError,
+    Instance,
+    Persistent,
+    PickledName,
+    parse_pickle,
+)
 
 Read = Callable[[int, int], bytes]
 """Returns bytes [offset, offset + count) of the item; fewer only at its end."""
@@ -109,7 +115,7 @@ def _locate(read: Read, num_bytes: int, dtypes: Mapping[str, Any]) -> Layout | N
     order = entries.get(f"{folder}byteorder")
     if sys.byteorder != "little" or (order is not None and content(read, order) != b"little"):
         return None
-    described = parse(content(read, entries[pickled]), TABLE)
+    described = parse_pickle(content(read, entries[pickled]), TABLE)
     tensor = described_tensor(described)
     if tensor is None:
         return None
@@ -151,12 +157,12 @@ def directory(read: Read, num_bytes: int, most_bytes: int = _MAX_DIRECTORY_BYTES
         # Two readers could take different ones of them.
         if name in entries:
             raise ValueError("two entries have the same name")
-        entries[name] = _entry(fields, directory[name_end:extra_end])
+        entries[name] = _archive_entry(fields, directory[name_end:extra_end])
         at = extra_end + fields[12]
     return entries
 
 
-def _entry(fields: tuple[Any, ...], extra: bytes) -> StockEntry:
+def _archive_entry(fields: tuple[Any, ...], extra: bytes) -> StockEntry:
     packed, unpacked, header = fields[8], fields[9], fields[16]
     wide = _zip64_field(extra)
     # The zip64 field has only those values that do not fit into 32 bits, in this order.

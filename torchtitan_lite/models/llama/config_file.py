@@ -49,19 +49,19 @@ def args_of_params(params: Mapping[str, Any], vocab_size: int = 0) -> ModelArgs:
         raise ConfigError(
             f"{PARAMS}: the Llama of this package has no mixture of experts and no vision: it cannot be read"
         )
-    dim, heads = _whole(params, "dim"), _whole(params, "n_heads")
+    dim, heads = _positive_integer(params, "dim"), _positive_integer(params, "n_heads")
     in_params = params.get("vocab_size", -1)
     args = ModelArgs(
         dim=dim,
-        n_layers=_whole(params, "n_layers", most=MOST_LAYERS),
+        n_layers=_positive_integer(params, "n_layers", most=MOST_LAYERS),
         n_heads=heads,
-        n_kv_heads=_whole(params, "n_kv_heads", heads),
-        vocab_size=vocab_size if in_params == -1 else _whole(params, "vocab_size"),
-        multiple_of=_whole(params, "multiple_of", 256),
+        n_kv_heads=_positive_integer(params, "n_kv_heads", heads),
+        vocab_size=vocab_size if in_params == -1 else _positive_integer(params, "vocab_size"),
+        multiple_of=_positive_integer(params, "multiple_of", 256),
         ffn_dim_multiplier=_positive(params, "ffn_dim_multiplier", 1.0),
         norm_eps=_positive(params, "norm_eps", 1e-5),
         rope_theta=_positive(params, "rope_theta", 10000.0),
-        rope_scaling=_scaling(params, dim),
+        rope_scaling=_meta_rope_scaling(params, dim),
         tie_word_embeddings=bool(params.get(TIED)),  # Meta's own files never say it.
     )
     if args.dim % args.n_heads or args.n_heads % args.n_kv_heads:
@@ -83,14 +83,14 @@ def fitting_flavor(args: ModelArgs) -> str:
     return next((name for name, flavor in FLAVORS.items() if comparable(flavor) == comparable(args)), "")
 
 
-def _scaling(params: Mapping[str, Any], dim: int) -> RopeScaling | None:
+def _meta_rope_scaling(params: Mapping[str, Any], dim: int) -> RopeScaling | None:
     if not params.get("use_scaled_rope"):
         return None
     usual = _FACTOR_OF_3_1 if dim >= _SMALLEST_OF_3_1 else _FACTOR_OF_3_2
     return RopeScaling(factor=_positive(params, FACTOR, usual))
 
 
-def _whole(params: Mapping[str, Any], name: str, default: int | None = None, most: int = 1 << 40) -> int:
+def _positive_integer(params: Mapping[str, Any], name: str, default: int | None = None, most: int = 1 << 40) -> int:
     found = params.get(name)
     if found is None and default is not None:
         return default

@@ -70,8 +70,8 @@ def describe(
         "max_position_embeddings": _length(args),
         "rms_norm_eps": args.norm_eps,
         "rope_theta": args.rope_theta,
-        "rope_parameters": {"rope_theta": args.rope_theta, **_scaling(args)},
-        **({"rope_scaling": _scaling(args)} if args.rope_scaling is not None else {}),
+        "rope_parameters": {"rope_theta": args.rope_theta, **_rope_scaling_config(args)},
+        **({"rope_scaling": _rope_scaling_config(args)} if args.rope_scaling is not None else {}),
         "attention_bias": False,
         "attention_dropout": 0.0,
         "mlp_bias": False,
@@ -89,7 +89,7 @@ def generation_config(bos: int | None, eos: int | Sequence[int] | None) -> bytes
     return (json.dumps(settings, indent=2) + "\n").encode()
 
 
-def _scaling(args: ModelArgs) -> dict[str, Any]:
+def _rope_scaling_config(args: ModelArgs) -> dict[str, Any]:
     """Return how the rotary embedding is scaled, in the words of transformers."""
     scaling = args.rope_scaling
     if scaling is None:
@@ -167,7 +167,7 @@ def args_of(config: Mapping[str, Any]) -> ModelArgs:
         n_kv_heads=kv_heads,
         vocab_size=_count(config, "vocab_size"),
         hidden_dim=_count(config, "intermediate_size"),
-        norm_eps=_number(config, "rms_norm_eps", _NORM_EPS),
+        norm_eps=_positive_number(config, "rms_norm_eps", _NORM_EPS),
         rope_theta=_rope_theta(config),
         rope_scaling=_rope_scaling(config),
         tie_word_embeddings=bool(config.get(TIED)),
@@ -178,7 +178,7 @@ def args_of(config: Mapping[str, Any]) -> ModelArgs:
 def _rope_theta(config: Mapping[str, Any]) -> float:
     """Return the base of the rotary embedding."""
     parameters = _rope(config)
-    return _number(parameters if "rope_theta" in parameters else config, "rope_theta", _ROPE_THETA)
+    return _positive_number(parameters if "rope_theta" in parameters else config, "rope_theta", _ROPE_THETA)
 
 
 def _rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
@@ -193,9 +193,9 @@ def _rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
             f"default and {_LLAMA3}: it cannot be read"
         )
     return RopeScaling(
-        factor=_number(parameters, "factor"),
-        low_freq_factor=_number(parameters, "low_freq_factor"),
-        high_freq_factor=_number(parameters, "high_freq_factor"),
+        factor=_positive_number(parameters, "factor"),
+        low_freq_factor=_positive_number(parameters, "low_freq_factor"),
+        high_freq_factor=_positive_number(parameters, "high_freq_factor"),
         original_length=_count(parameters, "original_max_position_embeddings"),
     )
 
@@ -216,7 +216,7 @@ def _count(config: Mapping[str, Any], name: str, default: int | None = None, mos
     return found
 
 
-def _number(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
+def _positive_number(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
     found = config.get(name)
     if found is None and default is not None:
         return default

@@ -103,23 +103,23 @@ def open_llama(path: Path) -> OpenedLlama:
             "--names same for the model of a training loop of your own"
         )
     _refuse_quantized(source)
-    with _named(path, "; a training loop of your own can take it with --names same"):
+    with _naming_file(path, "; a training loop of your own can take it with --names same"):
         args = args_of(source.config)
     places = places_of(args)
     head_dims = {place.name: place.rotary_head_dim for place in places.values() if place.rotary_head_dim}
     theirs = {name: (place.name, place.shape) for name, place in places.items()}
-    return _opened(source, args, theirs, head_dims, (HEAD, places[EMBEDDING].name), states_tying=True)
+    return _opened_llama(source, args, theirs, head_dims, (HEAD, places[EMBEDDING].name), states_tying=True)
 
 
 def _of_meta(path: Path) -> OpenedLlama:
     """Return the Llama in Meta's layout at `path`; its names and the order of its rows are ours."""
     folder = meta_folder.read_meta_folder(path)
-    with _named(path):
+    with _naming_file(path):
         args = args_of_params(folder.params, folder.vocab_size)
     shapes = {name: place.shape for name, place in places_of(args).items()}
-    source = meta_folder.joined(folder, shapes | {OUTPUT: shapes[EMBEDDING]})
+    source = meta_folder.joined_weights(folder, shapes | {OUTPUT: shapes[EMBEDDING]})
     ours = {name: (name, shape) for name, shape in shapes.items()}
-    opened = _opened(source, args, ours, {}, (OUTPUT, EMBEDDING), states_tying=TIED in folder.params)
+    opened = _opened_llama(source, args, ours, {}, (OUTPUT, EMBEDDING), states_tying=TIED in folder.params)
     if args.rope_scaling is not None and FACTOR not in folder.params:
         opened.chosen.notes.append(
             f"{folder.path.name} states no factor of its rotary scaling: {args.rope_scaling.factor:g} taken"
@@ -127,7 +127,7 @@ def _of_meta(path: Path) -> OpenedLlama:
     return opened
 
 
-def _opened(
+def _opened_llama(
     source: WeightsSource,
     args: ModelArgs,
     places: dict[str, tuple[str, Shape]],
@@ -164,7 +164,7 @@ def _refuse_wrong_tying(opened: OpenedLlama) -> None:
 
 
 @contextlib.contextmanager
-def _named(path: Path, hint: str = "") -> Iterator[None]:
+def _naming_file(path: Path, hint: str = "") -> Iterator[None]:
     """Let a ConfigError in the block name `path`, and end with `hint`."""
     try:
         yield
