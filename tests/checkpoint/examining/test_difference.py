@@ -297,10 +297,10 @@ def test_a_checkpoint_that_is_removed_or_replaced_meanwhile_is_no_damage(tmp_pat
 def test_equal_checkpoints_are_compared_without_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"
-        "from torchtitan_lite.checkpoint.examining.difference import compare\n"
+        "from torchtitan_lite.checkpoint.examining.difference import compare_checkpoints\n"
         "from torchtitan_lite.checkpoint.examining.opened import open_checkpoint\n"
         "a, b = (open_checkpoint(Path(folder)) for folder in sys.argv[1:])\n"
-        "found = compare(a, b)\n"
+        "found = compare_checkpoints(a, b)\n"
         "assert 'numpy' not in sys.modules and 'torch' not in sys.modules\n"
         "from torchtitan_lite.checkpoint.examining.value_difference import compare_values\n"
         "assert all(value.is_bitwise_equal for _, value in compare_values(a, b, found.comparable))\n"

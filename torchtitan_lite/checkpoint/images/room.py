@@ -33,7 +33,7 @@ class Room(NamedTuple):
     """Of one arena; negative if unknown."""
     have_bytes: int
     """Of the arenas that it has."""
-    free_memory_bytes: int
+    free_bytes: int
     reserve_bytes: int = 0
     """What training takes of that, at its peak."""
     replica_bytes: int = 0
