@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan_lite.checkpoint.schedule.failures import Past, mtbf_hours
 from torchtitan_lite.checkpoint.schedule.interval import (
     BEGINNING,
     EverySeconds,
@@ -34,7 +33,14 @@ from torchtitan_lite.checkpoint.schedule.interval import (
     SavePolicy,
     Tick,
 )
-from torchtitan_lite.checkpoint.schedule.optimum import Caps, SaveCost, choose_interval, optimum_seconds
+from torchtitan_lite.checkpoint.schedule.optimum import (
+    Caps,
+    Past,
+    SaveCost,
+    choose_interval,
+    mtbf_hours,
+    optimum_seconds,
+)
 
 Floats = NDArray[np.float64]
 

@@ -97,7 +97,7 @@ WITHOUT_TORCH = (
     "checkpoint.reading.folder",
     *(f"checkpoint.images.{name}" for name in ("assembled", "belonging", "card", "commits", "files", "room", "tier")),
     "checkpoint.staging.mark",
-    *(f"checkpoint.examining.{name}" for name in ("opened", "inventory", "retention_outlook", "summary")),
+    *(f"checkpoint.examining.{name}" for name in ("opened", "inventory", "summary")),
     *(f"checkpoint.examining.{name}" for name in ("verification", "file_digests", "item_checksums", "findings")),
     *(f"checkpoint.examining.{name}" for name in ("difference", "object_digests", "presence")),
     *("checkpoint.hugging_face.description", "models.llama.args", "models.llama.hugging_face"),
@@ -107,10 +107,7 @@ WITHOUT_TORCH = (
     *("cli.verify", "cli.verify_result", "cli.diff"),
     *("preflight", "data.batch_size"),
     *("report", "cli.report", "hangs"),
-    *(
-        f"cli.{name}"
-        for name in ("app", "cells", "exit_codes", "inspect_step", "ls", "memory", "screen", "target", "words")
-    ),
+    *(f"cli.{name}" for name in ("app", "exit_codes", "inspect_step", "ls", "memory", "screen", "target", "words")),
 )
 UNKNOWN_TO_CHECKPOINT = ("models", "data", "trainer", "metrics", "optim", "divergence", "parallelisms")
 TENSORBOARD = ("tensorboard", "torch.utils.tensorboard", "tensorboardX")
@@ -313,7 +310,7 @@ def test_only_distributed_calls_a_collective() -> None:
 
 @pytest.mark.parametrize(
     "policies",
-    ["checkpoint.schedule.interval", "checkpoint.schedule.optimum", "checkpoint.schedule.failures", "store.retention"],
+    ["checkpoint.schedule.interval", "checkpoint.schedule.optimum", "store.retention"],
 )
 def test_policies_read_no_clock(policies: str) -> None:
     findings = [

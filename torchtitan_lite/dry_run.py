@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,3 +33,18 @@ def report_start(manager: CheckpointManager, config: JobConfig, check_weights: C
         export = ", but its weights would be exported" if config.checkpoint.export_folder else ""
         logger.info("Nothing is left to train after step %d%s", report.step, export)
     return 1 if report is not None and report.refusals else 0
+
+
+# The configuration that a dry run builds its objects by: nothing that matters only to objects that compute.
+
+
+def as_built(config: JobConfig) -> JobConfig:
+    """Return `config`; of a dry run, without compilation, fused kernels and, with simulated ranks, CPU offload."""
+    if not config.checkpoint.dry_run:
+        return config
+    # Offloading needs an accelerator, which the machine of simulated ranks may lack and those of real ones must have.
+    offloads = config.training.enable_cpu_offload and not config.comm.simulated_ranks
+    training = dataclasses.replace(config.training, compile=False, enable_cpu_offload=offloads)
+    # Not fused: torch has no fused kernels for the meta device.
+    optimizer = dataclasses.replace(config.optimizer, implementation="foreach")
+    return dataclasses.replace(config, training=training, optimizer=optimizer)

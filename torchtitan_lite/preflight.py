@@ -10,7 +10,7 @@ from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.data.batch_size import global_batch_size
 from torchtitan_lite.data.tokenizer import BYTES, tokenizer_file
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.models.llama.chosen import build_model_args
+from torchtitan_lite.models.llama.config_file import build_model_args
 from torchtitan_lite.parallelisms.parallel_dims import build_parallel_dims
 
 

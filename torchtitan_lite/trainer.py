@@ -28,7 +28,6 @@ from torchtitan_lite.checkpoint.state.rng import seed_all
 from torchtitan_lite.checkpoint.state.stateful import Stateful
 from torchtitan_lite.checkpoint.state.train_state import TrainState
 from torchtitan_lite.collection import no_collection
-from torchtitan_lite.config.dry_run import as_built
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.data.batch_size import global_batch_size
 from torchtitan_lite.data.loader import Loader, build_dataloader
@@ -40,7 +39,7 @@ from torchtitan_lite.distributed.process_group import World, shorten_timeouts
 from torchtitan_lite.distributed.reduce import broadcast_from_first, max_over_ranks, mean_over_ranks
 from torchtitan_lite.distributed.simulated import build_peers
 from torchtitan_lite.divergence import DivergenceCheck, build_divergence_check
-from torchtitan_lite.dry_run import report_start
+from torchtitan_lite.dry_run import as_built, report_start
 from torchtitan_lite.errors import TrainingDiverged
 from torchtitan_lite.events import Diverged, Finished, Resumed
 from torchtitan_lite.log import logger
@@ -49,7 +48,7 @@ from torchtitan_lite.metrics.profiling import Profiler
 from torchtitan_lite.metrics.run_metrics import EVENTS_FILE, RunMetrics
 from torchtitan_lite.metrics.sample_trace import SampleTrace
 from torchtitan_lite.models.llama.args import settings_of
-from torchtitan_lite.models.llama.chosen import build_model_args
+from torchtitan_lite.models.llama.config_file import build_model_args
 from torchtitan_lite.models.llama.hugging_face import describe
 from torchtitan_lite.models.llama.model import Transformer, flops_per_token, num_params
 from torchtitan_lite.optim import (

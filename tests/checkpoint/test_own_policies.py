@@ -28,7 +28,7 @@ from torchtitan_lite.checkpoint import (
     SavePolicy,
     Tick,
 )
-from torchtitan_lite.checkpoint.schedule.failures import Past
+from torchtitan_lite.checkpoint.schedule.optimum import Past
 from torchtitan_lite.errors import ConfigError
 
 DEADLINE_SECONDS = 3.0

@@ -12,7 +12,7 @@ import pytest
 from tests.cli.command import on_a_terminal, plain
 from tests.cli.folders import add_step
 from torchtitan_lite.cli import screen as module
-from torchtitan_lite.cli.cells import bar, folded
+from torchtitan_lite.cli.inspect_step import bar, folded
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.words import age, size
 from torchtitan_lite.log import counted

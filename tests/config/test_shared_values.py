@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from torchtitan_lite.config.drift import _OF_A_HOST, _PATHS, shared_values
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig, Metrics, Model, Profiling, Training
 from torchtitan_lite.config.keys import KEYS
-from torchtitan_lite.config.shared_values import _OF_A_HOST, _PATHS, shared_values
 
 
 def test_hosts_may_have_their_files_elsewhere_and_trace_what_they_like() -> None:

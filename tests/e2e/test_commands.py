@@ -10,7 +10,7 @@ from tests.checkpoint.one_file import as_one_file
 from tests.e2e.jobs import run, start
 from torchtitan_lite.config.job_config import Model
 from torchtitan_lite.data.tokenizer import ByteTokenizer
-from torchtitan_lite.models.llama.chosen import build_model_args
+from torchtitan_lite.models.llama.config_file import build_model_args
 from torchtitan_lite.models.llama.model import Transformer
 
 

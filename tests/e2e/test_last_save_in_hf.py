@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from torchtitan_lite.checkpoint import load_model
 from torchtitan_lite.data.tokenizer import ByteTokenizer
 from torchtitan_lite.config.job_config import Model
-from torchtitan_lite.models.llama.chosen import build_model_args
+from torchtitan_lite.models.llama.config_file import build_model_args
 from torchtitan_lite.models.llama.model import Transformer
 folder = {folder!r}
 theirs = AutoModelForCausalLM.from_pretrained(folder + "/hf/step-2")

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from torchtitan_lite.hangs.bound import Bound, Stillness
+from torchtitan_lite.hangs.own_rank import Bound, Stillness
 
 
 def after(setting: object, *seconds: float) -> float:

@@ -13,7 +13,7 @@ import torch
 from tests.disks import fill, small_disk
 from tests.logged import logged_warnings
 from torchtitan_lite.accounts import LEDGER_FILE, read_accounts
-from torchtitan_lite.checkpoint.schedule.failures import Past
+from torchtitan_lite.checkpoint.schedule.optimum import Past
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig, Metrics
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.events import Finished, Resumed

@@ -5,8 +5,14 @@ import pytest
 import torch
 
 from torchtitan_lite.metrics.goodput import Goodput
-from torchtitan_lite.metrics.memory import build_memory_monitor
-from torchtitan_lite.metrics.report import epoch_tags, peak_flops, step_line, throughput_tags, time_tags
+from torchtitan_lite.metrics.report import (
+    build_memory_monitor,
+    epoch_tags,
+    peak_flops,
+    step_line,
+    throughput_tags,
+    time_tags,
+)
 from torchtitan_lite.metrics.run_clock import RunClock
 from torchtitan_lite.metrics.run_metrics import StepTimer
 

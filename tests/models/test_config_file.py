@@ -12,8 +12,7 @@ import pytest
 from torchtitan_lite.config.job_config import Model
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.llama.args import FLAVORS, ModelArgs, RopeScaling, args_of_settings, settings_of
-from torchtitan_lite.models.llama.chosen import build_model_args
-from torchtitan_lite.models.llama.config_file import args_in, args_of_params, fitting_flavor
+from torchtitan_lite.models.llama.config_file import args_in, args_of_params, build_model_args, fitting_flavor
 from torchtitan_lite.models.llama.hugging_face import args_of, describe
 
 LLAMA_3_8B = {

@@ -10,7 +10,7 @@ import torch
 from torchtitan_lite.config.job_config import Model
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.llama.args import FLAVORS
-from torchtitan_lite.models.llama.chosen import build_model_args
+from torchtitan_lite.models.llama.config_file import build_model_args
 from torchtitan_lite.models.llama.model import Transformer, flops_per_token, num_params
 
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.manager import CheckpointManager
     from torchtitan_lite.checkpoint.reading.reader import CheckpointReader
     from torchtitan_lite.checkpoint.resume.evaluation import load_model
-    from torchtitan_lite.checkpoint.schedule.failures import Past
     from torchtitan_lite.checkpoint.schedule.interval import AnyOf, AtStep, EverySeconds, EverySteps, SavePolicy, Tick
+    from torchtitan_lite.checkpoint.schedule.optimum import Past
     from torchtitan_lite.checkpoint.seams import Seams
     from torchtitan_lite.checkpoint.state.per_rank import PerRank
     from torchtitan_lite.checkpoint.state.stateful import Stateful
@@ -75,7 +75,7 @@ _HOMES = {
     "KeepEvery": "torchtitan_lite.store.retention",
     "KeepFor": "torchtitan_lite.store.retention",
     "KeepLatest": "torchtitan_lite.store.retention",
-    "Past": "torchtitan_lite.checkpoint.schedule.failures",
+    "Past": "torchtitan_lite.checkpoint.schedule.optimum",
     "PerRank": "torchtitan_lite.checkpoint.state.per_rank",
     "Place": "torchtitan_lite.checkpoint.hugging_face.described",
     "RetentionPolicy": "torchtitan_lite.store.retention",

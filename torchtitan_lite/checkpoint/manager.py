@@ -44,21 +44,20 @@ from torchtitan_lite.checkpoint.run_end import LastFormat, RunEnd, build_last_sa
 from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.checkpoint.saving.auto_interval import build_auto_interval
 from torchtitan_lite.checkpoint.saving.companion import heard_by, protected_by, sources_of
-from torchtitan_lite.checkpoint.saving.decider import SaveDecider
-from torchtitan_lite.checkpoint.saving.departure import Departure
+from torchtitan_lite.checkpoint.saving.decider import Departure, SaveDecider
 from torchtitan_lite.checkpoint.saving.in_flight import build_in_flight
 from torchtitan_lite.checkpoint.saving.maker import SaveMaker, Savers
 from torchtitan_lite.checkpoint.saving.savers import SyncSaver, build_saver
 from torchtitan_lite.checkpoint.saving.target import Origin, build_origin
-from torchtitan_lite.checkpoint.schedule.failures import Past
 from torchtitan_lite.checkpoint.schedule.interval import SavePolicy, build_save_policy
+from torchtitan_lite.checkpoint.schedule.optimum import Past
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
 from torchtitan_lite.checkpoint.seams import Seams
 from torchtitan_lite.checkpoint.state import arguments
-from torchtitan_lite.checkpoint.state.measured import Metrics, check_metrics
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.checkpoint.state.stateful import Stateful
 from torchtitan_lite.checkpoint.state.step_hooks import StepHooks
+from torchtitan_lite.checkpoint.state.train_state import Metrics, check_metrics
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.config.own_loop import loop_config, refuse_replaced
 from torchtitan_lite.disk.forks import forget_in_children

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchtitan_lite.checkpoint.saving.savers import Saver
-from torchtitan_lite.checkpoint.schedule.failures import Past
 from torchtitan_lite.checkpoint.schedule.interval import SavePolicy
+from torchtitan_lite.checkpoint.schedule.optimum import Past
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.distributed.step_consensus import StepConsensus

@@ -134,7 +134,7 @@ class AddMetadata:
 
     def run(self, screen: Screen) -> ExitCode:
         folder = on_disk(resolve(self.step).folder, "; write a copy: convert {place} OUT --layout dcp")
-        from torchtitan_lite.checkpoint.converting.adding_metadata import add_metadata
+        from torchtitan_lite.checkpoint.converting.rewriting import add_metadata
         from torchtitan_lite.checkpoint.reading.derived_metadata import lacks_metadata
         from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 

@@ -24,7 +24,7 @@ from torchtitan_lite.data.tokenizer import BYTES, Tokenizer, build_tokenizer
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointUnsafe, ConfigError
 from torchtitan_lite.models.llama.args import ModelArgs, RopeScaling, args_of_settings
-from torchtitan_lite.models.llama.chosen import build_model_args
+from torchtitan_lite.models.llama.config_file import build_model_args
 from torchtitan_lite.models.llama.hugging_face import (
     GENERATION,
     MOST_LAYERS,

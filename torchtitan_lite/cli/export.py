@@ -73,7 +73,7 @@ class Export:
         out = new_place(self.out, is_step=self.format == "dcp")
         target = resolve_any(self.step)
 
-        from torchtitan_lite.checkpoint.converting.weights_of_others import weights_alone
+        from torchtitan_lite.checkpoint.converting.exporting import weights_alone
         from torchtitan_lite.checkpoint.examining.opened import OF_HUGGING_FACE, open_checkpoint
         from torchtitan_lite.checkpoint.examining.presence import reporting_removal
 

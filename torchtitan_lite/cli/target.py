@@ -14,16 +14,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.examining.lightning_checkpoint import (
+from torchtitan_lite.bucket import naming
+from torchtitan_lite.checkpoint.examining.opened import absence
+from torchtitan_lite.checkpoint.examining.transformers_folder import (
+    description_of,
     is_lightning_file,
     is_lightning_folder,
     lightning_step_of,
+    transformers_step_of,
 )
-from torchtitan_lite.checkpoint.examining.opened import absence
-from torchtitan_lite.checkpoint.examining.transformers_folder import description_of, transformers_step_of
 from torchtitan_lite.checkpoint.resume.wrong_folder import last_step
-from torchtitan_lite.cli.spelt_address import LATEST, SpeltAddress
-from torchtitan_lite.config.address import is_address
+from torchtitan_lite.config.address import Address, is_address, parse_address
 from torchtitan_lite.errors import AllCheckpointsDamaged, CheckpointNotFound, ConfigError
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing, is_checkpoint
@@ -236,3 +237,45 @@ def _latest(root: str, store: StoresCheckpoints, committed: Sequence[CheckpointI
     if damaged := store.damaged():
         raise AllCheckpointsDamaged(root, {step: error.summary for step, error in damaged.items()})
     raise CheckpointNotFound(root, None, finding="there is no complete checkpoint in it")
+
+
+# What a person means by an address: a folder of checkpoints in an object store, or one of them.
+#
+# A step is spelt s3://bucket/run:10, s3://bucket/run/step-10, or with the name that its prefix has there. Nothing is
+# sent.
+
+
+LATEST = "latest"
+
+
+@dataclass(frozen=True)
+class SpeltAddress:
+    """A folder, and which checkpoint in it; without a step or a name, the latest or all of them."""
+
+    folder: Address
+    step: int | None = None
+    name: str = ""
+    """Of the prefix of one save of a step."""
+    is_latest: bool = False
+
+    @property
+    def is_step(self) -> bool:
+        """Return whether it names one checkpoint, not its folder."""
+        return self.step is not None or bool(self.name) or self.is_latest
+
+    @classmethod
+    def of(cls, spelling: str) -> SpeltAddress:
+        """Return what `spelling` means. Raises ConfigError for what is no address of a folder."""
+        folder, colon, number = spelling.rpartition(":")
+        # Not in the part with the bucket, where a number would be a port, or a secret.
+        if colon and "/" in folder.partition("://")[2]:
+            if number == LATEST:
+                return cls(parse_address(folder), is_latest=True)
+            if number.isascii() and number.isdecimal():
+                return cls(parse_address(folder), int(number))
+        folder, _, name = spelling.removesuffix("/").rpartition("/")
+        if (step := layout.parse_step(name)) is not None:
+            return cls(parse_address(folder), step)
+        if naming.parse_attempt(name) is not None:
+            return cls(parse_address(folder), name=name)
+        return cls(parse_address(spelling))

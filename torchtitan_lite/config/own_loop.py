@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.config.address import is_in_object_store
-from torchtitan_lite.config.folders import refuse_unknown_address
+from torchtitan_lite.config.checks import refuse_unknown_address
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
 from torchtitan_lite.config.keys import KEYS, meaning_of, nearest_key
 from torchtitan_lite.config.kinds import command_line_text

@@ -19,8 +19,8 @@ import torch
 import xxhash
 
 from torchtitan_lite import __version__
+from torchtitan_lite.config.drift import shared_values
 from torchtitan_lite.config.job_config import JobConfig
-from torchtitan_lite.config.shared_values import shared_values
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.distributed.tried_torch import minor_version
 from torchtitan_lite.errors import FolderNotShared, HostsDiffer

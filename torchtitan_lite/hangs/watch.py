@@ -20,8 +20,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from torchtitan_lite.disk.helper import Helper
 from torchtitan_lite.hangs import process
-from torchtitan_lite.hangs.bound import Bound
-from torchtitan_lite.hangs.own_rank import BOUND_MS, COUNT, IS_PAUSED, STEP, WORDS_BYTES, dump_signal, map_words
+from torchtitan_lite.hangs.own_rank import BOUND_MS, COUNT, IS_PAUSED, STEP, WORDS_BYTES, Bound, dump_signal, map_words
 from torchtitan_lite.log import logger
 
 _BACKLOG = 4096

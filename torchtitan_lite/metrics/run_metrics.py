@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import torchtitan_lite
-from torchtitan_lite.checkpoint.schedule.failures import Past
+from torchtitan_lite.checkpoint.schedule.optimum import Past
 from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.distributed.process_group import World
@@ -42,10 +42,16 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.metrics.goodput import Goodput
 from torchtitan_lite.metrics.ledger import Ledger
 from torchtitan_lite.metrics.logger import EventLog, MetricsLogger
-from torchtitan_lite.metrics.memory import build_memory_monitor
 from torchtitan_lite.metrics.progress_bar import build_progress_bars
 from torchtitan_lite.metrics.prometheus import PrometheusFile
-from torchtitan_lite.metrics.report import epoch_tags, peak_flops, step_line, throughput_tags, time_tags
+from torchtitan_lite.metrics.report import (
+    build_memory_monitor,
+    epoch_tags,
+    peak_flops,
+    step_line,
+    throughput_tags,
+    time_tags,
+)
 from torchtitan_lite.metrics.run_clock import RunClock
 from torchtitan_lite.metrics.wandb_run import WandbRun, import_wandb
 

@@ -22,7 +22,7 @@ from tests.checkpoint.small_run import SmallRun, Tiny, same
 from tests.cli.command import CLI, command
 from tests.ranks import Ranks, on_two_ranks
 from tests.store.crashing import Crash, Cut, contents
-from torchtitan_lite.checkpoint.converting.adding_metadata import add_metadata
+from torchtitan_lite.checkpoint.converting.rewriting import add_metadata
 from torchtitan_lite.checkpoint.examining.verification import look_at, read_through
 from torchtitan_lite.checkpoint.format.metadata_file import metadata_head
 from torchtitan_lite.checkpoint.format.tensor_table import TensorTable

@@ -15,7 +15,7 @@ from tests.cli.command import command
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.resume.evaluation import load_model
 from torchtitan_lite.config.job_config import Model
-from torchtitan_lite.models.llama.chosen import build_model_args
+from torchtitan_lite.models.llama.config_file import build_model_args
 from torchtitan_lite.models.llama.model import Transformer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -16,7 +16,7 @@ from torchtitan_lite.checkpoint.hugging_face.writing import write_model
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.config.job_config import Model
 from torchtitan_lite.models.llama.args import ModelArgs
-from torchtitan_lite.models.llama.chosen import build_model_args
+from torchtitan_lite.models.llama.config_file import build_model_args
 from torchtitan_lite.models.llama.hugging_face import describe
 from torchtitan_lite.models.llama.imported import unseen
 from torchtitan_lite.models.llama.model import Transformer

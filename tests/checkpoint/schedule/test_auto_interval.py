@@ -18,8 +18,8 @@ from tests.checkpoint.sharded_run import same_everywhere, sharded_run
 from tests.checkpoint.small_run import SmallRun
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.saving.auto_interval import AutoInterval
-from torchtitan_lite.checkpoint.schedule.failures import Past
 from torchtitan_lite.checkpoint.schedule.interval import EveryAutoSeconds, Tick, build_save_policy
+from torchtitan_lite.checkpoint.schedule.optimum import Past
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import ConfigError
 

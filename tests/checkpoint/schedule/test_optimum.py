@@ -10,15 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from torchtitan_lite.checkpoint.schedule.failures import Past, mtbf_hours, prior_hours
 from torchtitan_lite.checkpoint.schedule.optimum import (
     Caps,
     Conflict,
+    Past,
     Reason,
     SaveCost,
     choose_interval,
     most_lost_seconds,
+    mtbf_hours,
     optimum_seconds,
+    prior_hours,
 )
 
 NO_CAPS = Caps()

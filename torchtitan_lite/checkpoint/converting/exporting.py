@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -10,13 +11,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan_lite.checkpoint.converting import new_output, safetensors_files
-from torchtitan_lite.checkpoint.converting.casting import cast_between
 from torchtitan_lite.checkpoint.converting.model_part import ModelKey, chosen, model_keys
 from torchtitan_lite.checkpoint.converting.new_file import Advance, Elements
-from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint
+from torchtitan_lite.checkpoint.converting.new_state import cast_between
+from torchtitan_lite.checkpoint.examining.opened import OF_HUGGING_FACE, OpenedCheckpoint, WrittenBy
 from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
+from torchtitan_lite.checkpoint.examining.transformers_folder import WEIGHTS
 from torchtitan_lite.checkpoint.format.contents import Contents, StoredTensor
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
+from torchtitan_lite.checkpoint.format.structure import Path as KeyPath
 from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled
 from torchtitan_lite.errors import ConfigError
 
@@ -191,3 +194,58 @@ def dtype_after(stored: StoredTensor, dtype: str) -> str:
 
 def _name(stored: StoredTensor) -> str:
     return str(stored.dtype).removeprefix("torch.")
+
+
+# The weights in a checkpoint of transformers, accelerate or Lightning, as far as they can be read without a pickle.
+#
+# Their names are the model's own: those in the safetensors files, or below `state_dict` in Lightning's folders of DCP.
+
+
+_LIGHTNING_MODEL = "state_dict"
+
+
+def weights_alone(opened: OpenedCheckpoint) -> OpenedCheckpoint:
+    """Return `opened` with nothing but weights if one of these libraries wrote it, and unchanged otherwise.
+
+    Raises ConfigError where they are in a pickle, or in a folder below.
+    """
+    contents, folder = opened.contents, opened.folder
+    if opened.origin is WrittenBy.LIGHTNING:
+        if folder.is_file():
+            raise _in_pickle(opened, folder.name)
+        paths = {key: contents.paths.get(key, (key,)) for key in contents}
+        below = {key: path[1:] for key, path in paths.items() if path[0] == _LIGHTNING_MODEL and len(path) > 1}
+        return _only(opened, below)
+    if opened.origin in OF_HUGGING_FACE:
+        bare = [key for key, tensor in contents.tensors.items() if not any(chunk.item for chunk in tensor.chunks)]
+        if not bare:
+            raise _elsewhere(opened)
+        return _only(opened, {key: (key,) for key in bare})
+    return opened
+
+
+def _only(opened: OpenedCheckpoint, paths: dict[str, KeyPath]) -> OpenedCheckpoint:
+    """Return `opened` with the keys in `paths`, which are their paths in the state of the model."""
+    contents = dataclasses.replace(
+        opened.contents,
+        tensors={key: tensor for key, tensor in opened.contents.tensors.items() if key in paths},
+        objects={key: stored for key, stored in opened.contents.objects.items() if key in paths},
+        paths=paths,
+    )
+    return dataclasses.replace(opened, contents=contents)
+
+
+def _elsewhere(opened: OpenedCheckpoint) -> ConfigError:
+    folders = sorted({file.partition("/")[0] for file in opened.contents.files if "/" in file})
+    if folders:
+        names = " and ".join(folders)
+        return ConfigError(f"{opened.folder} has its tensors in {names}: name the folder with the weights, as STEP")
+    pickled = sorted(filter(WEIGHTS.fullmatch, opened.contents.files))
+    return _in_pickle(opened, pickled[0] if pickled else "no safetensors file")
+
+
+def _in_pickle(opened: OpenedCheckpoint, name: str) -> ConfigError:
+    return ConfigError(
+        f"{opened.folder}: expected weights in safetensors files or a folder of DCP, found {name}, and export reads no "
+        "pickle: try import-weights, which takes plain tensors out of one without running it"
+    )

@@ -14,15 +14,11 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from torchtitan_lite.checkpoint.examining.lightning_checkpoint import (
-    is_half_written,
-    is_lightning_file,
-    is_lightning_folder,
-    lightning_step_of,
-)
 from torchtitan_lite.checkpoint.examining.opened import (
     POSITIONS_OF_TORCHTITAN,
     WrittenBy,
@@ -34,11 +30,16 @@ from torchtitan_lite.checkpoint.examining.recorded_digests import files_in
 from torchtitan_lite.checkpoint.examining.transformers_folder import (
     absence_in,
     description_of,
+    is_half_written,
+    is_lightning_file,
+    is_lightning_folder,
+    lightning_step_of,
     transformers_step_of,
     weights_in,
 )
+from torchtitan_lite.config.job_config import Checkpoint, flat_config
 from torchtitan_lite.disk.plain_file import read_plain, size_finding
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe, UnknownFormat
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe, ConfigError, UnknownFormat
 from torchtitan_lite.log import counted
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.described import read_description
@@ -48,6 +49,7 @@ from torchtitan_lite.store.listing import Listing, is_folder
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.manifest_fields import DCP_METADATA
 from torchtitan_lite.store.place import Place
+from torchtitan_lite.store.retention import Verdict, build_retention, judge
 from torchtitan_lite.store.verified import Verified, verified, verified_in
 
 _FINDINGS_BYTES = 1 << 20
@@ -376,3 +378,32 @@ def _abandon_reason(abandoner: Lineage) -> str:
     """Return why a checkpoint with this lineage abandons others."""
     begun = abandoner.began_at
     return "its run counts from step 1 again" if begun is None else f"rolled back to step {begun}"
+
+
+# What the run that saved last would remove from its folder, by the `keep_` keys in its latest checkpoint.
+#
+# A running job may have other keys by now, and it also keeps what it loaded or saved itself; so this is an outlook.
+
+
+_DEFAULTS = Checkpoint()
+_KEYS = [each.name for each in dataclasses.fields(Checkpoint) if each.name.startswith("keep_")]
+
+
+def keep_keys(entries: Iterable[ListedCheckpoint]) -> dict[str, Any]:
+    """Return the `keep_` keys of the latest full checkpoint that are not at their defaults, by name."""
+    full = [entry for entry in entries if entry.state is FolderState.COMMITTED and entry.kind is CheckpointKind.FULL]
+    today = flat_config(full[-1].config) if full else {}
+    found = {key: today[f"checkpoint.{key}"] for key in _KEYS if f"checkpoint.{key}" in today}
+    return {key: value for key, value in found.items() if value != getattr(_DEFAULTS, key)}
+
+
+def outlook(
+    entries: Iterable[ListedCheckpoint], keys: dict[str, Any], pinned: AbstractSet[int], now: float
+) -> dict[int, Verdict]:
+    """Return what retention by `keys` would do with each committed checkpoint, by step; nothing for invalid keys."""
+    try:
+        policy = build_retention(Checkpoint(**keys))
+    except (ConfigError, TypeError, ValueError):
+        return {}
+    committed = [entry.info for entry in entries if entry.info is not None]
+    return {verdict.info.step: verdict for verdict in judge(policy, committed, pinned=pinned, now=now)}

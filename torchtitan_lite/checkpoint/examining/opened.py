@@ -18,18 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.checkpoint.examining.lightning_checkpoint import (
-    contents_of,
-    is_lightning_file,
-    is_lightning_folder,
-    lightning_step_of,
-)
 from torchtitan_lite.checkpoint.examining.transformers_folder import (
     GENERATORS,
     absence_in,
     contents_in,
+    contents_of,
     description_of,
     has_optimizer,
+    is_lightning_file,
+    is_lightning_folder,
+    lightning_step_of,
     transformers_step_of,
 )
 from torchtitan_lite.checkpoint.format.contents import Contents

@@ -20,11 +20,10 @@ from pathlib import Path
 
 from torchtitan_lite.checkpoint.examining.file_digests import FileDigests, Finding, OnBytes
 from torchtitan_lite.checkpoint.examining.item_checksums import CheckedItems, PlacedItem, check_items
-from torchtitan_lite.checkpoint.examining.lightning_checkpoint import contents_of
 from torchtitan_lite.checkpoint.examining.opened import absence
 from torchtitan_lite.checkpoint.examining.presence import checkpoint_identity, refuse_if_gone
 from torchtitan_lite.checkpoint.examining.recorded_digests import RecordedDigests
-from torchtitan_lite.checkpoint.examining.transformers_folder import contents_in, description_of
+from torchtitan_lite.checkpoint.examining.transformers_folder import contents_in, contents_of, description_of
 from torchtitan_lite.checkpoint.format.contents import Contents, Item
 from torchtitan_lite.checkpoint.reading.complete_manifest import complete_manifest
 from torchtitan_lite.checkpoint.reading.files import Identity, StoredFiles, files_of

@@ -24,9 +24,9 @@ from torchtitan_lite.checkpoint.resume.load_source import choose_source
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.resume.verify_resume import verify
 from torchtitan_lite.checkpoint.resume.ways_out import built_otherwise, other_groups, ways_out
-from torchtitan_lite.checkpoint.state.begun_loader import forget_iterator
 from torchtitan_lite.checkpoint.state.model import tensors_of
 from torchtitan_lite.checkpoint.state.optimizer_state import ParameterSlot
+from torchtitan_lite.checkpoint.state.per_rank import forget_iterator
 from torchtitan_lite.checkpoint.state.rng import RNG, RngState
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, OptimizerWrapper, Stateful
 from torchtitan_lite.collection import no_collection

@@ -14,14 +14,16 @@ from statistics import median
 
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.saving.in_flight import InFlightSave
-from torchtitan_lite.checkpoint.schedule.failures import Past, mtbf_hours, prior_hours
 from torchtitan_lite.checkpoint.schedule.optimum import (
     Caps,
     Choice,
     Conflict,
+    Past,
     SaveCost,
     choose_interval,
     most_lost_seconds,
+    mtbf_hours,
+    prior_hours,
 )
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.peers import Peers

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from torchtitan_lite.checkpoint.state import arguments
-from torchtitan_lite.checkpoint.state.begun_loader import forget_iterator
 from torchtitan_lite.checkpoint.state.stateful import Stateful, as_stateful
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted, logger
@@ -106,3 +105,15 @@ def _rank_and_world_size() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
+
+
+# A `Loader` of torchdata.nodes whose state was read before a load.
+#
+# To read its state makes an iterator, which its next iteration returns, whatever `load_state_dict` was given in
+# between. A load has to read the state of a run first, to know its form.
+
+
+def forget_iterator(loader: Any) -> None:
+    """Have a `Loader` of torchdata.nodes take its next `load_state_dict`; do nothing to other objects."""
+    if any(kind.__module__ == "torchdata.nodes.loader" for kind in type(loader).__mro__):
+        loader._it, loader._iter_for_state_dict = None, False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, SupportsFloat, TypeVar
 
 import torch
 
@@ -115,3 +115,34 @@ def _padded(values: list[T], filler: T) -> list[T]:
     """Return `values`, padded with `filler` to a length that is a power of two and at least `_MIN_LENGTH`."""
     length = max(_MIN_LENGTH, 1 << (len(values) - 1).bit_length()) if values else _MIN_LENGTH
     return values + [filler] * (length - len(values))
+
+
+# What a loop measured at a step, as its checkpoint records it: for `checkpoint.keep_best_k`, and for people.
+
+
+Metrics = Mapping[str, SupportsFloat]
+"""By name, numbers or tensors of one element."""
+
+
+def check_metrics(metrics: Metrics) -> None:
+    """Raise ConfigError unless each metric has a name and is a number or a tensor of one element; reads no tensor."""
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(
+            f"metrics: expected numbers by name, such as {{'loss': 0.5}}, found {type(metrics).__name__}."
+        )
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not name or not name.isprintable():
+            raise ConfigError(f"metrics: expected a name for each metric, found {name!r:.100}.")
+        if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
+            raise ConfigError(f"metrics[{name!r:.100}]: expected a number, found {type(value).__name__}.")
+        if isinstance(value, torch.Tensor) and value.numel() != 1:
+            shape = list(value.shape)
+            raise ConfigError(f"metrics[{name!r:.100}]: expected a tensor of one element, found the shape {shape}.")
+
+
+def finite(metrics: Metrics) -> dict[str, float]:
+    """Return the metrics as plain numbers, without those that are NaN or infinite: JSON has no such numbers."""
+    # Of a tensor with a graph, such as a loss, torch warns against float().
+    plain = {name: each.detach() if isinstance(each, torch.Tensor) else each for name, each in metrics.items()}
+    numbers = {name: float(value) for name, value in plain.items()}
+    return {name: number for name, number in numbers.items() if math.isfinite(number)}

@@ -7,9 +7,8 @@ from pathlib import PurePath
 from typing import Literal, get_args
 
 from torchtitan_lite.config.address import is_in_object_store
-from torchtitan_lite.config.checks import at_least, choice, not_negative
+from torchtitan_lite.config.checks import at_least, choice, not_negative, refuse_address, refuse_unknown_address
 from torchtitan_lite.config.field_types import check_types
-from torchtitan_lite.config.folders import refuse_address, refuse_unknown_address
 from torchtitan_lite.config.sections.training import DtypeName
 from torchtitan_lite.errors import ConfigError
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from torchtitan_lite.config.checks import at_least
+from torchtitan_lite.config.checks import at_least, refuse_address
 from torchtitan_lite.config.field_types import check_types
-from torchtitan_lite.config.folders import refuse_address
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted
 

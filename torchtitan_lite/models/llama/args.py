@@ -1,8 +1,8 @@
 """The sizes of Llama 3.
 
 A `ModelArgs` determines every parameter's name and shape. `FLAVORS` holds the published sizes and `debugmodel`, which
-two CPU cores can train. Vocabulary and sequence length depend on the data, so chosen.py adds them. No flavor ties its
-embeddings, also not the 1B, where the published model does; a model from a file ties them if the file says so.
+two CPU cores can train. Vocabulary and sequence length depend on the data, so config_file.py adds them. No flavor ties
+its embeddings, also not the 1B, where the published model does; a model from a file ties them if the file says so.
 """
 
 from __future__ import annotations
