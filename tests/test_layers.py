@@ -100,14 +100,14 @@ WITHOUT_TORCH = (
     *(f"checkpoint.examining.{name}" for name in ("opened", "inventory", "summary")),
     *(f"checkpoint.examining.{name}" for name in ("verification", "file_digests", "item_checksums", "findings")),
     *(f"checkpoint.examining.{name}" for name in ("difference", "object_digests", "presence")),
-    *("checkpoint.hugging_face.description", "models.llama.args", "models.llama.hugging_face"),
+    *("checkpoint.hugging_face.known_model", "models.llama.args", "models.llama.hugging_face"),
     "models.llama.config_file",
     *(f"metrics.{name}" for name in ("ledger", "run_clock")),
     "accounts",
     *("cli.verify", "cli.verify_result", "cli.diff"),
     *("preflight", "data.batch_size"),
     *("report", "cli.report", "hangs"),
-    *(f"cli.{name}" for name in ("app", "exit_codes", "inspect_step", "ls", "memory", "screen", "target", "words")),
+    *(f"cli.{name}" for name in ("app", "exit_codes", "inspect_step", "ls", "memory", "named_checkpoint", "screen", "words")),
 )
 UNKNOWN_TO_CHECKPOINT = ("models", "data", "trainer", "metrics", "optim", "divergence", "parallelisms")
 TENSORBOARD = ("tensorboard", "torch.utils.tensorboard", "tensorboardX")
@@ -144,7 +144,7 @@ NO_EVENTS = {
     "store.store": ("committed",),
     "bucket.saves": ("committed",),
     "checkpoint.examining.inventory": ("committed", "quarantined"),
-    "report.saves": ("purged", "quarantined"),
+    "report.saved_steps": ("purged", "quarantined"),
     "cli.ls": ("uploaded",),
     "cli.upload": ("uploaded",),
 }

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel
+from torchtitan_lite.checkpoint.hugging_face.known_model import HuggingFaceModel
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.resume.initial_import import ImportWeights
 from torchtitan_lite.checkpoint.resume.restore import refuse_early

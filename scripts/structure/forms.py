@@ -15,7 +15,7 @@ HELPERS = {
 PROTOCOLS = {
     "lines between a trainer and its helpers: pickles, with descriptors": ("disk.helper",),
     "requests to a keeper: JSON, with descriptors": ("keeper.messages",),
-    "links of the watchers of a job to that of rank 0": ("hangs.process", "distributed.job_link"),
+    "links of the watchers of a job to that of rank 0": ("hangs.watcher", "distributed.job_link"),
     "replicas of images between hosts": (
         "checkpoint.replicas.host_replicas",
         "checkpoint.replicas.process",

@@ -10,7 +10,7 @@ import pytest
 from tests.bucket.stored import add, held
 from tests.cli.command import command
 from torchtitan_lite.report.run import RUNNING, read_run
-from torchtitan_lite.report.saves import Fate
+from torchtitan_lite.report.saved_steps import Fate
 from torchtitan_lite.report.starts import UNKNOWN
 
 

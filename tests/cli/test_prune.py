@@ -20,7 +20,7 @@ from tests.forked import REPO
 from tests.store import filled
 from tests.store.crashing import Crash, Cut
 from tests.store.filled import contents, fill, names, save
-from torchtitan_lite.cli import writing
+from torchtitan_lite.cli import writing_verbs
 from torchtitan_lite.cli.app import main, parse_verb
 from torchtitan_lite.cli.prune import Prune
 from torchtitan_lite.cli.screen import Screen
@@ -270,7 +270,7 @@ def test_a_job_of_another_host_that_is_silent_is_noted_and_then_taken_over(
     elsewhere = dataclasses.replace(Holder.this_process("was killed", 0.0), space="another host")
     (tmp_path / "writer.lock").write_bytes(elsewhere.to_bytes(1, 0.0))
     slept: list[float] = []
-    monkeypatch.setattr(writing.time, "sleep", slept.append)
+    monkeypatch.setattr(writing_verbs.time, "sleep", slept.append)
     code, _, err = said("prune", tmp_path, "--keep-latest", 1)
     waits, takes_over = [line for line in err.splitlines() if line.startswith("note: ")]
     assert waits == f"note: a silent job has {tmp_path}; waiting up to 30 s to see whether it lives"

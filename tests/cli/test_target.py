@@ -8,7 +8,7 @@ import pytest
 
 from tests.cli.command import command
 from tests.cli.folders import add_step, damaged, half_written, of_newer_format, without_manifest
-from torchtitan_lite.cli.target import resolve
+from torchtitan_lite.cli.named_checkpoint import resolve
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind

@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from torchtitan_lite.metrics.goodput import Goodput
-from torchtitan_lite.metrics.report import (
+from torchtitan_lite.metrics.run_clock import RunClock
+from torchtitan_lite.metrics.run_metrics import StepTimer
+from torchtitan_lite.metrics.step_line import (
     build_memory_monitor,
     epoch_tags,
     peak_flops,
@@ -13,8 +15,6 @@ from torchtitan_lite.metrics.report import (
     throughput_tags,
     time_tags,
 )
-from torchtitan_lite.metrics.run_clock import RunClock
-from torchtitan_lite.metrics.run_metrics import StepTimer
 
 
 def clock_that_shows(*times: float) -> Callable[[], float]:

@@ -142,7 +142,7 @@ def test_two_runs_are_next_to_each_other(folder: Path, tmp_path: Path) -> None:
 
 def test_a_thousand_ranks_are_a_grid(tmp_path: Path) -> None:
     from torchtitan_lite.report.marks import shard_figure
-    from torchtitan_lite.report.saves import shard_map
+    from torchtitan_lite.report.saved_steps import shard_map
 
     for num_ranks, num_cells in ((1000, 1000), (5000, 1667)):
         sizes = {f"__{rank}_0.distcp": 1000 + rank for rank in range(num_ranks)}

@@ -12,7 +12,7 @@ from typing import Annotated
 from torchtitan_lite.checkpoint.examining.verification import check_set_aside
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.writing import holding, recover_with_notes, store_to_write
+from torchtitan_lite.cli.writing_verbs import holding, recover_with_notes, store_to_write
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import ConfigError

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from torchtitan_lite.checkpoint.converting.model_part import ModelKey, model_keys
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint
-from torchtitan_lite.checkpoint.hugging_face.described import Place
-from torchtitan_lite.checkpoint.hugging_face.description import HuggingFaceModel
+from torchtitan_lite.checkpoint.hugging_face.known_model import HuggingFaceModel
+from torchtitan_lite.checkpoint.hugging_face.model_files import Place
 from torchtitan_lite.checkpoint.hugging_face.writing import listed, model_mismatch, stream_of
 from torchtitan_lite.cli.name_map import NameMap, read_name_map
 from torchtitan_lite.config.sections.training import Model

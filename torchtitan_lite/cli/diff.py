@@ -10,8 +10,8 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated, Any
 
 from torchtitan_lite.cli.exit_codes import ExitCode
+from torchtitan_lite.cli.named_checkpoint import resolve_any
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import resolve_any
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted

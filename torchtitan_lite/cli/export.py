@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from torchtitan_lite.cli.exit_codes import ExitCode
+from torchtitan_lite.cli.named_checkpoint import resolve_any
 from torchtitan_lite.cli.new_place import new_place
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import resolve_any
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted, readable_bytes

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.name_map import read_name_map
+from torchtitan_lite.cli.named_checkpoint import local
 from torchtitan_lite.cli.new_place import new_place
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import local
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted, readable_bytes
@@ -108,8 +108,8 @@ def _import_llama(source: Path, out: Path, form: Form, screen: Screen) -> tuple[
 def _import_named(source: Path, out: Path, names: Any, form: Form, screen: Screen) -> Imported:
     """Write all tensors for a model that is not known here, under the names of a map or their own."""
     from torchtitan_lite.checkpoint.importing.seed import write_seed
-    from torchtitan_lite.checkpoint.importing.source import open_source
     from torchtitan_lite.checkpoint.importing.wanted import as_mapped, as_renamed
+    from torchtitan_lite.checkpoint.importing.weights_source import open_source
 
     opened = open_source(source)
     if isinstance(names, dict):

@@ -23,8 +23,8 @@ from torchtitan_lite.checkpoint.examining.summary import (
 )
 from torchtitan_lite.checkpoint.format.contents import StoredTensor
 from torchtitan_lite.cli.exit_codes import ExitCode
+from torchtitan_lite.cli.named_checkpoint import resolve_any
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import resolve_any
 from torchtitan_lite.cli.words import age, count_text, size
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.config.job_config import JobConfig, flat_config

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from torchtitan_lite.checkpoint.examining.inventory import USABLE, ListedCheckpoint, inventory, keep_keys, outlook
 from torchtitan_lite.checkpoint.examining.opened import WrittenBy
 from torchtitan_lite.cli.exit_codes import ExitCode
+from torchtitan_lite.cli.named_checkpoint import SpeltAddress, folder_of_checkpoints, names_step, none_in
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import SpeltAddress, folder_of_checkpoints, names_step, none_in
 from torchtitan_lite.cli.words import age, size
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.config.argument_parser import Positional

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from torchtitan_lite.checkpoint.images.card import Card
 from torchtitan_lite.checkpoint.staging.mark import UnusableMark, read_mark
 from torchtitan_lite.cli.exit_codes import ExitCode
+from torchtitan_lite.cli.named_checkpoint import folder_of_checkpoints, local, names_step
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import folder_of_checkpoints, local, names_step
 from torchtitan_lite.cli.words import age, size
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.distributed.environment import runtime_folder

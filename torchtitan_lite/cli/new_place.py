@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchtitan_lite.cli.target import IN_DUMP_FOLDER
+from torchtitan_lite.cli.named_checkpoint import IN_DUMP_FOLDER
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.store import layout

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from torchtitan_lite.cli.exit_codes import ExitCode
+from torchtitan_lite.cli.named_checkpoint import resolve
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import resolve
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import CheckpointError, CheckpointNotFound
 from torchtitan_lite.store import layout

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.writing import (
+from torchtitan_lite.cli.writing_verbs import (
     has_only_others,
     holding,
     recover_with_notes,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from torchtitan_lite.cli.exit_codes import ExitCode
+from torchtitan_lite.cli.named_checkpoint import local
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import local
 from torchtitan_lite.cli.words import size
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.disk import durable

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Annotated
 
 from torchtitan_lite.cli.exit_codes import ExitCode
+from torchtitan_lite.cli.named_checkpoint import folder_of_checkpoints, names_step
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import folder_of_checkpoints, names_step
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.config.checks import not_negative

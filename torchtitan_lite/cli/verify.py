@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from torchtitan_lite.checkpoint.examining.opened import absence
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.cli.exit_codes import ExitCode, sentence_of
-from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import (
+from torchtitan_lite.cli.named_checkpoint import (
     SpeltAddress,
     folder_of_checkpoints,
     is_one,
@@ -22,6 +21,7 @@ from torchtitan_lite.cli.target import (
     of_other_libraries,
     resolve_any,
 )
+from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.verify_result import DAMAGED, GONE, UNKNOWN, UNREADABLE, VerifyResult, rendered
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.config.argument_parser import Option, Positional

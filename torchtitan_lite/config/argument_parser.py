@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NoReturn, get_args, get_type_hints
 
-from torchtitan_lite.config.kinds import ValueKind
+from torchtitan_lite.config.value_kinds import ValueKind
 from torchtitan_lite.errors import ConfigError
 
 Hint = Callable[[object], str]

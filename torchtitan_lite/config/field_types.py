@@ -13,7 +13,7 @@ from dataclasses import fields
 from functools import cache
 from typing import Any, get_type_hints
 
-from torchtitan_lite.config.kinds import ValueKind, value_text
+from torchtitan_lite.config.value_kinds import ValueKind, value_text
 from torchtitan_lite.errors import ConfigError
 
 

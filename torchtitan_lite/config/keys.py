@@ -14,8 +14,8 @@ from typing import get_type_hints
 
 from torchtitan_lite.config.aliases import ALIASES, FORMER_SECTIONS_OF_PARALLELISM
 from torchtitan_lite.config.job_config import JobConfig
-from torchtitan_lite.config.kinds import ValueKind
 from torchtitan_lite.config.unsupported import CONVERSION, SECTIONS_OF_CONVERSION, UNSUPPORTED
+from torchtitan_lite.config.value_kinds import ValueKind
 from torchtitan_lite.errors import ConfigError
 
 

@@ -11,8 +11,8 @@ from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.config.checks import refuse_unknown_address
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
 from torchtitan_lite.config.keys import KEYS, meaning_of, nearest_key
-from torchtitan_lite.config.kinds import command_line_text
 from torchtitan_lite.config.unsupported import UNSUPPORTED, refuse_unsupported_value
+from torchtitan_lite.config.value_kinds import command_line_text
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from torchtitan_lite.config.aliases import ALIASES
 from torchtitan_lite.config.argument_parser import doc_strings
 from torchtitan_lite.config.keys import KEYS, SECTIONS
-from torchtitan_lite.config.kinds import ValueKind
 from torchtitan_lite.config.unsupported import UNSUPPORTED, Unsupported
+from torchtitan_lite.config.value_kinds import ValueKind
 
 _INTRODUCTION = """\
 # Config reference

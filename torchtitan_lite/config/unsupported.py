@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchtitan_lite.config.kinds import ValueKind, command_line_text
+from torchtitan_lite.config.value_kinds import ValueKind, command_line_text
 from torchtitan_lite.errors import ConfigError
 
 

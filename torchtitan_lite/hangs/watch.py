@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Literal, Protocol, TypeVar
 
 from torchtitan_lite.disk.helper import Helper
-from torchtitan_lite.hangs import process
+from torchtitan_lite.hangs import watcher
 from torchtitan_lite.hangs.own_rank import BOUND_MS, COUNT, IS_PAUSED, STEP, WORDS_BYTES, Bound, dump_signal, map_words
 from torchtitan_lite.log import logger
 
@@ -73,7 +73,7 @@ class HangWatch(Helper):
         gives_up_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__("Watcher", process.__name__, place.ignored_signals)
+        super().__init__("Watcher", watcher.__name__, place.ignored_signals)
         self._bound = Bound(setting)
         self._ranks = ranks
         self._place = place
@@ -86,7 +86,7 @@ class HangWatch(Helper):
         self._fds: list[int] = []
         self._listening: socket.socket | None = None
         """At which the watcher of rank 0 listens: of this process, because another watcher may take its place."""
-        self._orders: process.Orders | None = None
+        self._orders: watcher.Orders | None = None
         self._num_deaths = 0
         self._needs_another = False
 
@@ -131,7 +131,7 @@ class HangWatch(Helper):
         )
         address = self._place.address if self._ranks.world_size > 1 else ""
         events = str(self._place.events) if self._place.events is not None else ""
-        self._orders = process.Orders(self._ranks.rank, os.getpid(), address, port, secret, events)
+        self._orders = watcher.Orders(self._ranks.rank, os.getpid(), address, port, secret, events)
         self._prepare()
         self._start_process()
         return self

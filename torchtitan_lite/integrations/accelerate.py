@@ -16,7 +16,7 @@ import torch
 from torchtitan_lite.checkpoint import CheckpointManager, PerRank
 from torchtitan_lite.checkpoint.state.rng import RngState
 from torchtitan_lite.errors import ConfigError, ExtraMissing
-from torchtitan_lite.integrations.leaving import warn_of_another_version
+from torchtitan_lite.integrations.loop_exit import warn_of_another_version
 
 try:
     from accelerate import Accelerator, skip_first_batches

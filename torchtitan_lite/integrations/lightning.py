@@ -29,8 +29,8 @@ from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.config.own_loop import loop_config
 from torchtitan_lite.errors import ConfigError, ExtraMissing
-from torchtitan_lite.integrations.leaving import leave, warn_of_another_version
 from torchtitan_lite.integrations.lightning_state import DataState, LoopState, PartsState
+from torchtitan_lite.integrations.loop_exit import leave, warn_of_another_version
 from torchtitan_lite.log import logger
 
 __all__ = ["Checkpoints"]

@@ -28,7 +28,7 @@ from torchtitan_lite.checkpoint.untrusted.inert_pickle import InertPickleError, 
 from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import ConfigError, ExtraMissing
-from torchtitan_lite.integrations.leaving import leave, warn_of_another_version
+from torchtitan_lite.integrations.loop_exit import leave, warn_of_another_version
 from torchtitan_lite.store import layout
 
 try:

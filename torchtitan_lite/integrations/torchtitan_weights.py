@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torchtitan.components.checkpointer import ModelWrapper
 
-from torchtitan_lite.checkpoint.state.model import EXPORT_DTYPES
+from torchtitan_lite.checkpoint.state.model_wrapper import EXPORT_DTYPES
 from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.distributed.peers import Peers

@@ -30,7 +30,7 @@ from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import ConfigError, ExtraMissing
 from torchtitan_lite.events import ignore
 from torchtitan_lite.integrations.accelerate import for_accelerator, refuse_untried
-from torchtitan_lite.integrations.leaving import leave, warn_of_another_version
+from torchtitan_lite.integrations.loop_exit import leave, warn_of_another_version
 from torchtitan_lite.stores import open_store
 
 try:

@@ -44,7 +44,8 @@ from torchtitan_lite.metrics.ledger import Ledger
 from torchtitan_lite.metrics.logger import EventLog, MetricsLogger
 from torchtitan_lite.metrics.progress_bar import build_progress_bars
 from torchtitan_lite.metrics.prometheus import PrometheusFile
-from torchtitan_lite.metrics.report import (
+from torchtitan_lite.metrics.run_clock import RunClock
+from torchtitan_lite.metrics.step_line import (
     build_memory_monitor,
     epoch_tags,
     peak_flops,
@@ -52,7 +53,6 @@ from torchtitan_lite.metrics.report import (
     throughput_tags,
     time_tags,
 )
-from torchtitan_lite.metrics.run_clock import RunClock
 from torchtitan_lite.metrics.wandb_run import WandbRun, import_wandb
 
 EVENTS_FILE = "events.jsonl"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from torchtitan_lite.report import svg
 from torchtitan_lite.report.run import Run
-from torchtitan_lite.report.saves import Fate, Save, ShardMap
+from torchtitan_lite.report.saved_steps import Fate, Save, ShardMap
 from torchtitan_lite.report.scales import Scale, nice_scale, rate_text, seconds_text, share_text, short_step, size_text
 from torchtitan_lite.report.starts import ReportedStart
 from torchtitan_lite.report.svg import Figure

@@ -16,7 +16,7 @@ from torchtitan_lite.report import curves, marks
 from torchtitan_lite.report.changes import differences, shown_on_page
 from torchtitan_lite.report.lines import GOODPUT, TOKENS_PER_SECOND, number_or_nan
 from torchtitan_lite.report.run import Run
-from torchtitan_lite.report.saves import Save
+from torchtitan_lite.report.saved_steps import Save
 from torchtitan_lite.report.scales import (
     moment_text,
     number_text,

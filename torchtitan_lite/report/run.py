@@ -20,7 +20,7 @@ from torchtitan_lite.events import Uploaded
 from torchtitan_lite.log import logger
 from torchtitan_lite.report.changes import KeyChange, changes_by_start, configs_of, without_secret_values
 from torchtitan_lite.report.lines import Logged, read_events, read_logged, read_records
-from torchtitan_lite.report.saves import Fate, Save, ShardMap, read_shards, saves_of
+from torchtitan_lite.report.saved_steps import Fate, Save, ShardMap, read_shards, saves_of
 from torchtitan_lite.report.starts import CUT, UNKNOWN, ReportedStart, starts_of
 from torchtitan_lite.report.time_parts import TimeParts, steps_per_line, time_parts
 from torchtitan_lite.store.holder import HolderSeen

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torchtitan_lite import accounts
 from torchtitan_lite.report.lines import GOODPUT, Logged, number_or_nan
-from torchtitan_lite.report.saves import Save
+from torchtitan_lite.report.saved_steps import Save
 from torchtitan_lite.report.starts import ReportedStart
 
 LABELS = {

@@ -24,8 +24,8 @@ from tests.examples import examples
 from tests.store.filled import flip
 from torchtitan_lite.checkpoint.converting import safetensors_files
 from torchtitan_lite.checkpoint.converting.dcp_folder import NewTensor, cut_into_files, write_checkpoint
-from torchtitan_lite.checkpoint.converting.new_file import Elements, read_back, write_new
 from torchtitan_lite.checkpoint.converting.new_state import NewState, cast_between
+from torchtitan_lite.checkpoint.converting.streamed_file import Elements, read_back, write_new
 from torchtitan_lite.checkpoint.converting.torch_file import Tensor, write_state
 from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.checkpoint.devices.late_link import LateLink
 from tests.checkpoint.reading.stored_boxes import numbers
 from tests.examples import examples
-from torchtitan_lite.checkpoint.devices.ring import SLOT_BYTES, DeviceRing
+from torchtitan_lite.checkpoint.devices.buffer_ring import SLOT_BYTES, DeviceRing
 
 
 @st.composite

@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torchtitan_lite.checkpoint.importing.source import open_source
+from torchtitan_lite.checkpoint.importing.weights_source import open_source
 from torchtitan_lite.checkpoint.untrusted.safetensors_header import read_header
 from torchtitan_lite.errors import (
     CheckpointDamaged,

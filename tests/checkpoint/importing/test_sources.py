@@ -26,8 +26,8 @@ from tests.checkpoint.importing.sources import (
 )
 from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
 from torchtitan_lite.checkpoint.importing.seed import Form, write_seed
-from torchtitan_lite.checkpoint.importing.source import open_source
 from torchtitan_lite.checkpoint.importing.wanted import as_renamed
+from torchtitan_lite.checkpoint.importing.weights_source import open_source
 from torchtitan_lite.checkpoint.resume.evaluation import load_model
 from torchtitan_lite.checkpoint.resume.load_source import is_seed
 from torchtitan_lite.errors import CheckpointDamaged, ConfigError

@@ -19,8 +19,8 @@ from tests.checkpoint.small_run import same
 from tests.checkpoint.with_manifest import add_manifest
 from tests.disk.pieces import forget
 from tests.store.filled import flip
-from torchtitan_lite.checkpoint.devices import ring as device_ring
-from torchtitan_lite.checkpoint.devices.ring import SLOT_BYTES
+from torchtitan_lite.checkpoint.devices import buffer_ring as device_ring
+from torchtitan_lite.checkpoint.devices.buffer_ring import SLOT_BYTES
 from torchtitan_lite.checkpoint.reading import reader, regions
 from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, RankReads, Region
 from torchtitan_lite.disk import block_reader

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from torchtitan_lite.checkpoint.devices.buffer_ring import DeviceRing
 from torchtitan_lite.checkpoint.devices.link import build_link
-from torchtitan_lite.checkpoint.devices.ring import DeviceRing
 from torchtitan_lite.checkpoint.format.contents import Chunk, Item
 from torchtitan_lite.checkpoint.reading import regions
 from torchtitan_lite.checkpoint.reading.regions import StoredBox, contiguous_strides, staged, straight, whole

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.checkpoint.small_run import Tiny, same
-from torchtitan_lite.checkpoint.state.model import EXPORT_DTYPES, weights_only
+from torchtitan_lite.checkpoint.state.model_wrapper import EXPORT_DTYPES, weights_only
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper
 from torchtitan_lite.config.job_config import DtypeName
 

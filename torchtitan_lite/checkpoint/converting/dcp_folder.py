@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from torchtitan_lite.checkpoint.converting.new_file import Advance, Elements, Part, read_back, write_new
 from torchtitan_lite.checkpoint.converting.new_state import NewObject, NewState, NewTensor
+from torchtitan_lite.checkpoint.converting.streamed_file import Advance, Elements, Part, read_back, write_new
 from torchtitan_lite.checkpoint.examining.cut import Cut, number_of
 from torchtitan_lite.checkpoint.examining.tensor_stream import Stream
 from torchtitan_lite.checkpoint.format.file_data import FileLayout

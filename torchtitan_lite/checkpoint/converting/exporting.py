@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from torchtitan_lite.checkpoint.converting import new_output, safetensors_files
 from torchtitan_lite.checkpoint.converting.model_part import ModelKey, chosen, model_keys
-from torchtitan_lite.checkpoint.converting.new_file import Advance, Elements
 from torchtitan_lite.checkpoint.converting.new_state import cast_between
+from torchtitan_lite.checkpoint.converting.streamed_file import Advance, Elements
 from torchtitan_lite.checkpoint.examining.opened import OF_HUGGING_FACE, OpenedCheckpoint, WrittenBy
 from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
 from torchtitan_lite.checkpoint.examining.transformers_folder import WEIGHTS
@@ -119,7 +119,7 @@ def _to_torch(
     stream: TensorStream,
     advance: Advance,
 ) -> list[str]:
-    from torchtitan_lite.checkpoint.converting.reader import Reader
+    from torchtitan_lite.checkpoint.converting.old_layout import Reader
     from torchtitan_lite.checkpoint.converting.torch_file import Tensor, write_state
     from torchtitan_lite.checkpoint.format.torch_contents import DTYPES as OF_TORCH
 
@@ -163,7 +163,7 @@ def _to_dcp(
 ) -> list[str]:
     from torchtitan_lite.checkpoint.converting.dcp_folder import write_checkpoint
     from torchtitan_lite.checkpoint.converting.layouts import as_weights
-    from torchtitan_lite.checkpoint.converting.reader import Reader
+    from torchtitan_lite.checkpoint.converting.old_layout import Reader
     from torchtitan_lite.checkpoint.format.torch_contents import DTYPES as OF_TORCH
 
     state = as_weights(Reader(opened, stream), keys)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.converting.model_part import MODEL, ModelKey, model_keys
 from torchtitan_lite.checkpoint.converting.new_state import NewObject, NewState
-from torchtitan_lite.checkpoint.converting.reader import Reader
+from torchtitan_lite.checkpoint.converting.old_layout import Reader
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, kind_from_keys
 from torchtitan_lite.checkpoint.format import plain_value
 from torchtitan_lite.checkpoint.format.structure import Path

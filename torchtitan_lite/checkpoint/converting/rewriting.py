@@ -23,9 +23,9 @@ from torchtitan_lite.checkpoint.converting import new_output
 from torchtitan_lite.checkpoint.converting.dcp_folder import Written, cut_into_files, write_checkpoint
 from torchtitan_lite.checkpoint.converting.exporting import Progress
 from torchtitan_lite.checkpoint.converting.layouts import Relaid, as_nested, as_our_layout, as_stored, as_torchtitan
-from torchtitan_lite.checkpoint.converting.new_file import Advance, read_back
 from torchtitan_lite.checkpoint.converting.new_state import NewState
-from torchtitan_lite.checkpoint.converting.reader import Reader
+from torchtitan_lite.checkpoint.converting.old_layout import Reader
+from torchtitan_lite.checkpoint.converting.streamed_file import Advance, read_back
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, WrittenBy, open_checkpoint
 from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
 from torchtitan_lite.checkpoint.reading.derived_metadata import metadata_of

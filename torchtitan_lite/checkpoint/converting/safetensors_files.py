@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtitan_lite.checkpoint.converting.new_file import Advance, Elements, read_back, write_new
+from torchtitan_lite.checkpoint.converting.streamed_file import Advance, Elements, read_back, write_new
 from torchtitan_lite.checkpoint.examining.tensor_stream import Stream
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError, ExtraMissing, TorchtitanLiteError

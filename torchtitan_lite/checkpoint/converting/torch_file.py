@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.storage import UntypedStorage
 
-from torchtitan_lite.checkpoint.converting.new_file import Advance, Elements, Part, read_back, size_of, write_new
+from torchtitan_lite.checkpoint.converting.streamed_file import Advance, Elements, Part, read_back, size_of, write_new
 from torchtitan_lite.checkpoint.examining.tensor_stream import Stream
 from torchtitan_lite.checkpoint.format.torch_item import ALIGNMENT
 from torchtitan_lite.errors import TorchtitanLiteError

@@ -16,7 +16,7 @@ from torchtitan_lite.checkpoint.converting.model_part import ModelKey, model_key
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint
 from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
 from torchtitan_lite.checkpoint.format.contents import Contents
-from torchtitan_lite.checkpoint.hugging_face.card import adapter_card
+from torchtitan_lite.checkpoint.hugging_face.model_card import adapter_card
 from torchtitan_lite.checkpoint.hugging_face.writing import (
     CARD,
     PlannedExport,

@@ -19,7 +19,7 @@ from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.converting import new_output, safetensors_files
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, open_checkpoint
-from torchtitan_lite.checkpoint.hugging_face.described import DescribedModel
+from torchtitan_lite.checkpoint.hugging_face.model_files import DescribedModel
 from torchtitan_lite.checkpoint.hugging_face.writing import PlannedExport, listed, plan, write_rest, write_shards
 from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.checkpoint.state.run_state import RunState

@@ -24,13 +24,13 @@ from typing import Any
 from torchtitan_lite.checkpoint.converting import new_output, safetensors_files
 from torchtitan_lite.checkpoint.converting.exporting import Exported, Progress, dtype_after, elements_of
 from torchtitan_lite.checkpoint.converting.model_part import ModelKey, model_keys
-from torchtitan_lite.checkpoint.converting.new_file import Advance
 from torchtitan_lite.checkpoint.converting.safetensors_files import TensorToWrite
+from torchtitan_lite.checkpoint.converting.streamed_file import Advance
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint
 from torchtitan_lite.checkpoint.examining.tensor_stream import Stream, TensorStream
 from torchtitan_lite.checkpoint.format.contents import Contents
-from torchtitan_lite.checkpoint.hugging_face.card import model_card
-from torchtitan_lite.checkpoint.hugging_face.described import DescribedModel
+from torchtitan_lite.checkpoint.hugging_face.model_card import model_card
+from torchtitan_lite.checkpoint.hugging_face.model_files import DescribedModel
 from torchtitan_lite.checkpoint.hugging_face.rotary_rows import ReorderedStream
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError

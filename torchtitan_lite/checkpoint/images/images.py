@@ -30,8 +30,8 @@ from torchtitan_lite.checkpoint.images.room import (
 from torchtitan_lite.checkpoint.images.tier import Tier
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.saving.target import Origin
+from torchtitan_lite.checkpoint.staging.changed_tensors import build_staging_watch
 from torchtitan_lite.checkpoint.staging.slots import NO_STEP
-from torchtitan_lite.checkpoint.staging.watch import build_staging_watch
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.errors import RanksDiffer

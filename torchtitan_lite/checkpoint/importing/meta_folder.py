@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, Shape, StoredTensor
-from torchtitan_lite.checkpoint.importing.source import WeightsSource, is_strided, read_json, tensors_in_file
+from torchtitan_lite.checkpoint.importing.weights_source import WeightsSource, is_strided, read_json, tensors_in_file
 from torchtitan_lite.checkpoint.untrusted.stock_item import Layout
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, ConfigError
 from torchtitan_lite.log import counted

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from torchtitan_lite.checkpoint.devices.buffer_ring import DeviceRing
 from torchtitan_lite.checkpoint.devices.link import Link, build_link
-from torchtitan_lite.checkpoint.devices.ring import DeviceRing
 from torchtitan_lite.checkpoint.format.contents import Chunk, Item, Shape
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES, to_metadata
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, Verify

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchtitan_lite.checkpoint.devices.ring import DeviceRing
+from torchtitan_lite.checkpoint.devices.buffer_ring import DeviceRing
 from torchtitan_lite.checkpoint.format.contents import Chunk, Shape
 from torchtitan_lite.disk.read_requests import GAP_BYTES, Piece
 

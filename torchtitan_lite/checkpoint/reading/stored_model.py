@@ -17,7 +17,7 @@ from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.key_report import KeyReport, TensorLike, compare_tensors, merged
 from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled, entries
 from torchtitan_lite.checkpoint.reading.load_rules import LoadRules
-from torchtitan_lite.checkpoint.state.model import is_extra, tensors_of
+from torchtitan_lite.checkpoint.state.model_wrapper import is_extra, tensors_of
 from torchtitan_lite.checkpoint.state.names import EXTRA_STATE, is_extra_name
 
 

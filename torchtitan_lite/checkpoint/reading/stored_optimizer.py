@@ -20,7 +20,7 @@ from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled, at_path,
 from torchtitan_lite.checkpoint.reading.listed_groups import ListedGroups
 from torchtitan_lite.checkpoint.reading.load_rules import LoadRules
 from torchtitan_lite.checkpoint.state.optimizer_state import LAYOUTS, SETTINGS, STATE, ParameterSlot, split_state_key
-from torchtitan_lite.checkpoint.state.shared_memory import SHARED, join_targets
+from torchtitan_lite.checkpoint.state.shared_storage import SHARED, join_targets
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 """Settings that schedulers add to a parameter group."""

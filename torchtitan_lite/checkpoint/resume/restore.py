@@ -24,7 +24,7 @@ from torchtitan_lite.checkpoint.resume.load_source import choose_source
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.resume.verify_resume import verify
 from torchtitan_lite.checkpoint.resume.ways_out import built_otherwise, other_groups, ways_out
-from torchtitan_lite.checkpoint.state.model import tensors_of
+from torchtitan_lite.checkpoint.state.model_wrapper import tensors_of
 from torchtitan_lite.checkpoint.state.optimizer_state import ParameterSlot
 from torchtitan_lite.checkpoint.state.per_rank import forget_iterator
 from torchtitan_lite.checkpoint.state.rng import RNG, RngState

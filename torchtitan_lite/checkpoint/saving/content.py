@@ -9,15 +9,15 @@ from contextlib import suppress
 import torch
 
 from torchtitan_lite import faults
+from torchtitan_lite.checkpoint.devices.buffer_ring import DeviceRing, Part
 from torchtitan_lite.checkpoint.devices.link import Link, build_link
-from torchtitan_lite.checkpoint.devices.ring import DeviceRing, Part
 from torchtitan_lite.checkpoint.format.file_data import FileData, TensorBytes, row_major_pieces
 from torchtitan_lite.checkpoint.planning.rank_file import RankFile
 from torchtitan_lite.checkpoint.saving.companion import Companion, CopyOfSave
 from torchtitan_lite.checkpoint.saving.target import RankContent, SaveTarget
+from torchtitan_lite.checkpoint.staging.changed_tensors import StagingWatch
 from torchtitan_lite.checkpoint.staging.slots import ArenaSlot
 from torchtitan_lite.checkpoint.staging.stager import Copying, StagedCopy
-from torchtitan_lite.checkpoint.staging.watch import StagingWatch
 from torchtitan_lite.disk.block_writer import Bounced, InPlace
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.new_file import NewFile

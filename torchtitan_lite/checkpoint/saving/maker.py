@@ -19,7 +19,7 @@ from torchtitan_lite.checkpoint.saving.in_flight import InFlightSave
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver, SavesStates, refused
 from torchtitan_lite.checkpoint.saving.target import Origin, SaveTarget
 from torchtitan_lite.checkpoint.schedule.interval import BEGINNING, AtRisk, Tick
-from torchtitan_lite.checkpoint.state.model import EXPORT_DTYPES, weights_only
+from torchtitan_lite.checkpoint.state.model_wrapper import EXPORT_DTYPES, weights_only
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.checkpoint.state.train_state import Metrics, finite
 from torchtitan_lite.distributed.missing_ranks import naming_missing_ranks

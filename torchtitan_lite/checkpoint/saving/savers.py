@@ -28,8 +28,8 @@ from torchtitan_lite.checkpoint.saving.companion import Companion, note_agreed
 from torchtitan_lite.checkpoint.saving.content import Copies, WriteStaged, live_content, write_in_place
 from torchtitan_lite.checkpoint.saving.target import RankContent, SaveTarget
 from torchtitan_lite.checkpoint.saving.writer import commit
+from torchtitan_lite.checkpoint.staging.changed_tensors import DO_NOT_WATCH, StagingWatch, build_staging_watch
 from torchtitan_lite.checkpoint.staging.stager import Copying, StagedCopy
-from torchtitan_lite.checkpoint.staging.watch import DO_NOT_WATCH, StagingWatch, build_staging_watch
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.background import lower_io

@@ -33,7 +33,7 @@ from torchtitan_lite.checkpoint.state.optimizer_state import (
     nested_tensors,
     refuse_unsharded,
 )
-from torchtitan_lite.checkpoint.state.shared_memory import SHARED, NamedTensor, may_share, shared_pairs, tensors_below
+from torchtitan_lite.checkpoint.state.shared_storage import SHARED, NamedTensor, may_share, shared_pairs, tensors_below
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 
 _NOT_SETTINGS = ("params", "param_names")

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchtitan_lite.checkpoint.state.fsdp1 import is_fsdp1
-from torchtitan_lite.checkpoint.state.model import ModelWrapper
+from torchtitan_lite.checkpoint.state.model_wrapper import ModelWrapper
 from torchtitan_lite.checkpoint.state.names import clean_names, named_parameters, reshard_modules
 from torchtitan_lite.checkpoint.state.optimizer_owner import (
     Fsdp1Owner,

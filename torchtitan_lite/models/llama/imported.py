@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.converting.exporting import Progress
-from torchtitan_lite.checkpoint.converting.new_file import Advance
+from torchtitan_lite.checkpoint.converting.streamed_file import Advance
 from torchtitan_lite.checkpoint.examining.tensor_stream import Stream
 from torchtitan_lite.checkpoint.format.contents import Shape
 from torchtitan_lite.checkpoint.hugging_face.rotary_rows import ReorderedStream
 from torchtitan_lite.checkpoint.importing import meta_folder
 from torchtitan_lite.checkpoint.importing.seed import Form, Imported, write_seed
-from torchtitan_lite.checkpoint.importing.source import CONFIG, WeightsSource, open_source
 from torchtitan_lite.checkpoint.importing.wanted import ChosenWeights, as_model
+from torchtitan_lite.checkpoint.importing.weights_source import CONFIG, WeightsSource, open_source
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.llama.args import ModelArgs
 from torchtitan_lite.models.llama.config_file import FACTOR, PARAMS, args_of_params

@@ -14,7 +14,7 @@ from typing import Any
 import torchtitan_lite
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, WrittenBy
 from torchtitan_lite.checkpoint.examining.tensor_stream import Stream
-from torchtitan_lite.checkpoint.hugging_face.described import DescribedModel
+from torchtitan_lite.checkpoint.hugging_face.model_files import DescribedModel
 
 TOKENIZER = "tokenizer.json"
 _WRITE_TEXT = ("ForCausalLM", "LMHeadModel")

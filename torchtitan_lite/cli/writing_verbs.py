@@ -13,8 +13,14 @@ from pathlib import Path
 
 from torchtitan_lite.checkpoint.examining.inventory import FolderState, inventory
 from torchtitan_lite.checkpoint.examining.opened import WrittenBy
+from torchtitan_lite.cli.named_checkpoint import (
+    SpeltAddress,
+    folder_of_checkpoints,
+    is_one,
+    names_step,
+    of_other_libraries,
+)
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.target import SpeltAddress, folder_of_checkpoints, is_one, names_step, of_other_libraries
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError
 from torchtitan_lite.store.lease import LeaseClock

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_lite.checkpoint.hugging_face.described import Place
+from torchtitan_lite.checkpoint.hugging_face.model_files import Place
 
 if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.context import RunContext
