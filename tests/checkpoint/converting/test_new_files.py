@@ -23,8 +23,9 @@ from tests.checkpoint.with_manifest import add_manifest
 from tests.examples import examples
 from tests.store.filled import flip
 from torchtitan_lite.checkpoint.converting import safetensors_files
+from torchtitan_lite.checkpoint.converting.casting import cast_between
 from torchtitan_lite.checkpoint.converting.dcp_folder import NewTensor, cut_into_files, write_checkpoint
-from torchtitan_lite.checkpoint.converting.new_state import NewState, cast_between
+from torchtitan_lite.checkpoint.converting.new_state import NewState
 from torchtitan_lite.checkpoint.converting.streamed_file import Elements, read_back, write_new
 from torchtitan_lite.checkpoint.converting.torch_file import Tensor, write_state
 from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream

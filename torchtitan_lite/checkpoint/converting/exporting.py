@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan_lite.checkpoint.converting import new_output, safetensors_files
+from torchtitan_lite.checkpoint.converting.casting import cast_between
 from torchtitan_lite.checkpoint.converting.model_part import ModelKey, chosen, model_keys
-from torchtitan_lite.checkpoint.converting.new_state import cast_between
 from torchtitan_lite.checkpoint.converting.streamed_file import Advance, Elements
 from torchtitan_lite.checkpoint.examining.opened import OF_HUGGING_FACE, OpenedCheckpoint, WrittenBy
 from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtitan_lite.checkpoint.converting.new_state import Cast
+from torchtitan_lite.checkpoint.converting.casting import Cast
 from torchtitan_lite.checkpoint.examining.cut import Cut
 from torchtitan_lite.checkpoint.examining.tensor_stream import Stream
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange

@@ -16,9 +16,10 @@ import torch
 
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpoint.converting import new_output
+from torchtitan_lite.checkpoint.converting.casting import cast_between
 from torchtitan_lite.checkpoint.converting.dcp_folder import Written, cut_into_files, write_checkpoint
 from torchtitan_lite.checkpoint.converting.exporting import Progress
-from torchtitan_lite.checkpoint.converting.new_state import NewState, NewTensor, cast_between
+from torchtitan_lite.checkpoint.converting.new_state import NewState, NewTensor
 from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
 from torchtitan_lite.checkpoint.examining.tensor_stream import Stream
 from torchtitan_lite.checkpoint.format.structure import branch_of, encode
