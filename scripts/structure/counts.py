@@ -14,9 +14,9 @@ from scripts.structure.source import FLATS, KINDS, Source, imports_of
 MOST_LINES, MOST_FIELDS = 60, 12
 COMPANIONS = {
     "images": re.compile(r"images?|tiers?"),
-    "uploads": re.compile(r"upload\w*"),
+    "uploads": re.compile(r"uploads?|uploading|uploaders?"),
     "peer copies": re.compile(r"replicas?"),
-    "hang watch": re.compile(r"hangs?|watch\w*"),
+    "hang watch": re.compile(r"hangs?|watchers?"),
     "rank checks": re.compile(r"rank_checks?|replica_checks?"),
 }
 """The words of a name that name what may accompany a run."""
@@ -53,7 +53,7 @@ def rows(sources: Sequence[Source]) -> Iterator[Row]:
     yield "null objects", _listed(null_objects(sources))
     yield "isinstance on types of folders, above the seam", len(folder_questions(sources))
     for companion, rooms in rooms_that_name(sources).items():
-        yield f"rooms that name {companion}", len(rooms)
+        yield f"rooms of the core that name {companion}", f"{len(rooms)} {', '.join(sorted(rooms))}".strip()
     for what, names in (("processes are started", STARTS), ("sockets are opened", SOCKETS)):
         yield f"modules where {what}", len(calling(sources, names))
     yield "kinds of helper processes, by the registry", len(HELPERS)
@@ -139,9 +139,9 @@ def folder_questions(sources: Sequence[Source]) -> list[str]:
 
 
 def rooms_that_name(sources: Sequence[Source]) -> dict[str, set[str]]:
-    """Return the rooms whose modules name each companion, in an import, an attribute or a name."""
+    """Return the rooms of the core whose modules name each companion, in an import, an attribute or a name."""
     found: dict[str, set[str]] = {companion: set() for companion in COMPANIONS}
-    for each in sources:
+    for each in (each for each in sources if each.flat == "core"):
         named = {part for name in _names(each.tree) for part in re.split(r"\W", name)}
         for companion, word in COMPANIONS.items():
             if any(word.fullmatch(part) for name in named for part in (name, *name.split("_"))):

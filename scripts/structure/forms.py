@@ -60,7 +60,7 @@ RECORDS = {
 
 INSIDE = {
     "a plan on its way to ranks and back": ("checkpoint.planning.joint_entries", "checkpoint.planning.outline"),
-    "values that are compared, or digested": ("checkpoint.planning.plan_cache", "checkpoint.planning.replicas"),
+    "values that are compared, or digested": ("checkpoint.planning.plan_cache", "checkpoint.planning.replicated"),
     "a state of each rank, inside a checkpoint's object": ("data.rank_state",),
     "what --json prints": ("cli.inspect_step", "cli.screen"),
 }

@@ -171,7 +171,7 @@ def resume_between(rank: int, cell: RanksCell, folder: Path, runtime: str, loade
                 if not manager.load() or manager.loaded_step != loaded:
                     return Outcome(DIFFERS, f"step {loaded} was not loaded but {manager.loaded_step}")
                 manager.reset()
-                is_image = manager._maker.origin.image_of >= 0
+                is_image = manager._maker.origin.memory_step >= 0
                 different = difference(expected["held"][loaded], snapshot(again), "after the load")
                 resumed = []
                 for number in range(loaded + 1, LAST + 1) if not different and not kind.gets_lowest else ():

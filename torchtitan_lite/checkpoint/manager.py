@@ -30,7 +30,7 @@ from torchtitan_lite.checkpoint.one_folder import refuse_misfits
 from torchtitan_lite.checkpoint.one_opener import OneOpener
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.planning.rank_comparison import RankComparison
-from torchtitan_lite.checkpoint.planning.replicas import build_replicas
+from torchtitan_lite.checkpoint.planning.replicated import build_replicated
 from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.checkpoint.resume.ending import Ended
 from torchtitan_lite.checkpoint.resume.first_save import FirstSave
@@ -123,8 +123,8 @@ class CheckpointManager:
 
         watches = "replicas" in config.digest_tensors
         self._comparison = RankComparison(peers, may_differ=ranks_may_differ, watches=watches)
-        replicas = build_replicas(run.model.parameter_names, run.small)
-        plans = PlanCache(peers, replicas, self._comparison, states_of_ranks=run.states_of_ranks)
+        replicated = build_replicated(run.model.parameter_names, run.small)
+        plans = PlanCache(peers, replicated, self._comparison, states_of_ranks=run.states_of_ranks)
 
         context = RunContext(config, peers, seams.clock or time.monotonic, emit_to(seams.on_event))
         rules = seams.retention or build_retention(config)
@@ -364,7 +364,7 @@ class CheckpointManager:
         """
         if self._opened():
             self._first_save.check()
-            if not self._maker.has_loaded_image:  # Else the arenas are there, and the rest can wait.
+            if not self._maker.is_from_memory:  # Else the arenas are there, and the rest can wait.
                 self._start_processes("reset")
                 self._maker.prepare(self.loaded_step or 0, now=False)
         self._maker.restart_clock()
@@ -545,7 +545,7 @@ class CheckpointManager:
 
     def _continue_from(self, source: LoadSource) -> None:
         self._rollbacks = source.rollbacks
-        self._maker.continue_from(source.lineage, source.loaded, source.on_disk, source.image_of)
+        self._maker.continue_from(source.lineage, source.loaded, source.on_disk, source.memory_step)
         self._in_flight.forget_lineage()
         self.loaded_step = source.continues_at
         if source.is_proof:

@@ -19,7 +19,7 @@ from tests.checkpoint.small_run import target
 from tests.ranks import on_two_ranks
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
-from torchtitan_lite.checkpoint.planning.replicas import Replicas
+from torchtitan_lite.checkpoint.planning.replicated import Replicated
 from torchtitan_lite.checkpoint.saving.savers import SyncSaver
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, OptimizerWrapper
 from torchtitan_lite.distributed.peers import Peers
@@ -121,7 +121,7 @@ def test_replicated_tensors_are_written_once_and_evenly(rank: int, tmp_path: Pat
     }
     store = CheckpointStore(tmp_path / "checkpoint")
     peers = Peers(timedelta(seconds=30))
-    saver = SyncSaver(peers, PlanCache(peers, Replicas(lambda: replicated)))
+    saver = SyncSaver(peers, PlanCache(peers, Replicated(lambda: replicated)))
     pending = saver.save(replicated, target(store, 1))
     pending.durable.result()
     dist.barrier()

@@ -23,7 +23,7 @@ from tests.ranks import Ranks, on_two_ranks
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.planning.rank_comparison import RankComparison
-from torchtitan_lite.checkpoint.planning.replicas import Replicas
+from torchtitan_lite.checkpoint.planning.replicated import Replicated
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import RanksDiffer
 
@@ -483,7 +483,7 @@ def test_a_rank_without_elements_of_a_parameter_needs_no_state_of_it(rank: int, 
 
 def found_late(peers: Peers, tensors: dict[str, Tensor], name: str, rank: int) -> str:
     """Return what is found at step 2, if only then an element of `name` differs on rank 1. **Collective**."""
-    plans = PlanCache(peers, Replicas(lambda: tensors), RankComparison(peers))
+    plans = PlanCache(peers, Replicated(lambda: tensors), RankComparison(peers))
     assert plans.plan({"model": tensors}, lambda: None, step=1).differs is None
     changed = tensors | ({name: tensors[name] + 1} if rank == 1 else {})
     return str(plans.plan({"model": changed}, lambda: None, step=2).differs)

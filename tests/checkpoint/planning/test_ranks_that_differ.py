@@ -22,7 +22,7 @@ from tests.held import Held
 from tests.logged import logged_warnings
 from tests.ranks import Ranks, on_two_ranks
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.planning.replicas import _value_digest
+from torchtitan_lite.checkpoint.planning.replicated import _value_digest
 from torchtitan_lite.checkpoint.state.per_rank import PerRank
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, Stateful
 from torchtitan_lite.checkpoint.state.train_state import TrainState

@@ -42,7 +42,7 @@ class ImageSource(LoadSource):
         return False
 
     @property
-    def image_of(self) -> int:
+    def memory_step(self) -> int:
         return self.loaded.step
 
     @property

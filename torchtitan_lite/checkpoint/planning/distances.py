@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchtitan_lite.checkpoint.planning.replicas import SHOWN
+from torchtitan_lite.checkpoint.planning.replicated import SHOWN
 
 # Far above what reductions in another order leave, and far below what two steps on other data make of optimizer states.
 LIMIT = 1e-2

@@ -43,7 +43,7 @@ from torchtitan_lite.checkpoint.planning.own_entries import Divided, divided
 from torchtitan_lite.checkpoint.planning.plan_answers import PlanAnswer, SectionAnswer
 from torchtitan_lite.checkpoint.planning.rank_comparison import OWN_NAMES, RankComparison
 from torchtitan_lite.checkpoint.planning.rank_file import PlannedSave, RankPlan
-from torchtitan_lite.checkpoint.planning.replicas import Replicas
+from torchtitan_lite.checkpoint.planning.replicated import Replicated
 from torchtitan_lite.checkpoint.planning.shared_items import SharedItems
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.distributed.peers import Peers
@@ -74,7 +74,7 @@ class PlanCache:
     def __init__(
         self,
         peers: Peers,
-        replicas: Replicas | None = None,
+        replicated: Replicated | None = None,
         comparison: RankComparison | None = None,
         *,
         states_of_ranks: Collection[str] = (),
@@ -83,7 +83,7 @@ class PlanCache:
         self._states_of_ranks = states_of_ranks
         """The states of which each rank has its own part, under its number."""
         self._examined: _Examined | None = None
-        self._replicas = replicas or Replicas()
+        self._replicated = replicated or Replicated()
         self._comparison = comparison or RankComparison(peers)
         self._contradiction: RanksDiffer | None = None
         """What the present plan leaves out: tensors of another shape than the lowest rank's of the same name."""
@@ -158,7 +158,7 @@ class PlanCache:
     ) -> RanksDiffer | None:
         """Compare the ranks; where they differ, plan again so that all comes from the lowest. **Collective**."""
         if not self._is_compared:
-            self._replicas.compare(state, flat, self._peers, self._odd_containers)
+            self._replicated.compare(state, flat, self._peers, self._odd_containers)
             self._is_compared = True
         took_lowest = self._comparison.takes_lowest
         differs = self._comparison.settle(flat, reported, step)
@@ -181,7 +181,7 @@ class PlanCache:
         try:
             states = self._states_of_ranks if has_record else ()
             parts = divided(_local_items(flat), flat, structure, states, rank)
-            entries, meshes = entries_of(parts.joint, self._replicas.of_lowest_rank(state, parts.joint), flat)
+            entries, meshes = entries_of(parts.joint, self._replicated.of_lowest_rank(state, parts.joint), flat)
             own = outlined(entries, meshes, parts.structure)
         except Exception as error:
             failure = error

@@ -98,7 +98,7 @@ class LoadSource:
         return not (self.initial or self.recorded.has_nan or self.recorded.ranks_differ)
 
     @property
-    def image_of(self) -> int:
+    def memory_step(self) -> int:
         """The step of the image in memory that it is; -1 if its bytes are on disk."""
         return -1
 

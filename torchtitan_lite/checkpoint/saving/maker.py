@@ -81,16 +81,16 @@ class SaveMaker:
         return Tick(step, self._trained.seconds)
 
     @property
-    def has_loaded_image(self) -> bool:
+    def is_from_memory(self) -> bool:
         """Return whether this start resumed from an image in memory. Any rank."""
-        return self.origin.image_of >= 0
+        return self.origin.memory_step >= 0
 
-    def continue_from(self, lineage: Lineage, loaded: Tick, on_disk: Tick, image_of: int) -> None:
+    def continue_from(self, lineage: Lineage, loaded: Tick, on_disk: Tick, memory_step: int) -> None:
         """Record `lineage` in what is saved from now on: a state of it, of the moment `loaded`, was. Any rank.
 
-        `on_disk` is the latest moment that the disk has: what lies between is owed. `image_of` as in `Origin`.
+        `on_disk` is the latest moment that the disk has: what lies between is owed. `memory_step` as in `Origin`.
         """
-        self.origin = dataclasses.replace(self.origin, lineage=lineage, image_of=image_of)
+        self.origin = dataclasses.replace(self.origin, lineage=lineage, memory_step=memory_step)
         self._trained.continue_from(loaded.seconds)
         self.last = self._begun = self._on_disk = on_disk
 
@@ -141,7 +141,7 @@ class SaveMaker:
 
         Durable; raises as `full`.
         """
-        if self.origin.image_of == step and not self.origin.start and not self.is_saved(step, loaded=step):
+        if self.origin.memory_step == step and not self.origin.start and not self.is_saved(step, loaded=step):
             self.full(step)
 
     def is_saved(self, step: int, *, loaded: int | None) -> bool:

@@ -35,7 +35,7 @@ class Origin:
     """What the run measured at the step that is saved, all finite."""
     start: str = ""
     """The id of this start of the job, with which images in memory are compared; empty if it keeps none."""
-    image_of: int = -1
+    memory_step: int = -1
     """The step of the image in memory that this start resumed from; -1 if it loaded from disk, or nothing."""
     trained_seconds: float = 0.0
     """That the run had trained, in all its starts, when the state was made."""

@@ -242,9 +242,9 @@ def _extra(
     }
     # Only a start that keeps images records these: later ones compare images with them.
     of_start = {TRAINED_SECONDS: origin.trained_seconds} if origin.start else {}
-    of_image = {RESUMED_FROM_MEMORY: origin.image_of} if origin.image_of >= 0 else {}
+    of_memory = {RESUMED_FROM_MEMORY: origin.memory_step} if origin.memory_step >= 0 else {}
     recorded = {"topology": origin.topology, "config": origin.config, "tensor_digests": tensor_digests}
-    return recorded | {name: value for name, value in optional.items() if value} | of_start | of_image
+    return recorded | {name: value for name, value in optional.items() if value} | of_start | of_memory
 
 
 def _warn_of_nan(step: int, nan_in: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """A state that differs between ranks, saved for each rank.
 
-A checkpoint has one entry for each name, and one rank writes it (replicas.py). `PerRank` gives the
+A checkpoint has one entry for each name, and one rank writes it (replicated.py). `PerRank` gives the
 state of each rank its own name, with the rank's number in it. Only the number says whose state it is: a
 rank loads what the rank of the same number saved, whatever part of the work that rank had.
 """

@@ -44,7 +44,7 @@ def _none() -> Collection[str]:
     return ()
 
 
-class Replicas:
+class Replicated:
     """Compares values across ranks, except the model's `parameters` (FQNs) and the keys that `may_differ`."""
 
     def __init__(self, parameters: Callable[[], Collection[str]] = _none, may_differ: Collection[str] = ()) -> None:
@@ -128,10 +128,10 @@ class Replicas:
         )
 
 
-def build_replicas(parameters: Callable[[], Collection[str]], states: Mapping[str, object]) -> Replicas:
-    """Return the `Replicas` of a run. `states` may name entries in `may_differ_between_ranks`."""
+def build_replicated(parameters: Callable[[], Collection[str]], states: Mapping[str, object]) -> Replicated:
+    """Return the `Replicated` of a run. `states` may name entries in `may_differ_between_ranks`."""
     may_differ = [f"{name}.{key}" for name, s in states.items() for key in getattr(s, "may_differ_between_ranks", ())]
-    return Replicas(parameters, may_differ)
+    return Replicated(parameters, may_differ)
 
 
 def _is_full(state: State) -> bool:
