@@ -9,31 +9,18 @@ changes nothing.
 from __future__ import annotations
 
 import itertools
-import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from torchtitan_lite.bucket import naming
 from torchtitan_lite.bucket.head import Head
 from torchtitan_lite.bucket.head_text import WrongDigest, parse, to_text
 from torchtitan_lite.bucket.objects import Condition, ConditionFailed, Objects, StoreUnavailable
 from torchtitan_lite.errors import FolderUnusable
+from torchtitan_lite.store.lease import LeaseClock
 
 DEADLINE_SECONDS = 120.0
 """For one change with all its repetitions. Two deadlines of a request, so one that hung may be repeated."""
-
-
-class BucketClock(NamedTuple):
-    """How a store waits and reads the time."""
-
-    sleep: Callable[[float], None] = time.sleep
-    monotonic: Callable[[], float] = time.monotonic
-    now: Callable[[], float] = time.time
-    """Returns Unix seconds."""
-    wait: Callable[[threading.Event, float], bool] = threading.Event.wait
-    """Waits between two beats of a holder; returns whether it shall stop."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +36,7 @@ class FoundHead:
 class HeadFile:
     """The head of the folder of `objects`. Any thread."""
 
-    def __init__(self, objects: Objects, clock: BucketClock) -> None:
+    def __init__(self, objects: Objects, clock: LeaseClock) -> None:
         self.path = f"{objects.address}/{naming.HEAD}"
         self._objects = objects
         self._clock = clock

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 
 from torchtitan_lite.bucket.garbage import KEPT_SECONDS, Inventory, remove, remove_beats, store_time
 from torchtitan_lite.bucket.head import Entry, Head, Status
-from torchtitan_lite.bucket.head_file import BucketClock, HeadFile
+from torchtitan_lite.bucket.head_file import HeadFile
 from torchtitan_lite.bucket.identity import id_of, make_id
 from torchtitan_lite.bucket.lease import BucketLease, HeldHead
 from torchtitan_lite.bucket.manifests import AttemptManifests, size_findings
@@ -41,12 +41,13 @@ from torchtitan_lite.errors import (
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.holder import HolderSeen
+from torchtitan_lite.store.lease import LeaseClock
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.place import ObjectPlace
 from torchtitan_lite.store.protocol import nothing
 
 
-def open_bucket(folder: str, clock: BucketClock | None = None) -> BucketStore:
+def open_bucket(folder: str, clock: LeaseClock | None = None) -> BucketStore:
     """Return the store at the address `folder`. Sends nothing. Raises ConfigError, and `ExtraMissing`."""
     return BucketStore(connect(parse(folder)), clock=clock)
 
@@ -61,11 +62,11 @@ class BucketStore:
         self,
         objects: Objects,
         *,
-        clock: BucketClock | None = None,
+        clock: LeaseClock | None = None,
         probe: Callable[[Objects], None] = probe,
     ) -> None:
         self._objects = objects
-        self._clock = clock or BucketClock()
+        self._clock = clock or LeaseClock()
         self._probe = probe
         self._file = HeadFile(objects, self._clock)
         self._manifests = AttemptManifests(objects)

@@ -17,6 +17,7 @@ from torchtitan_lite.disk.block_writer import FileSource
 from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
 from torchtitan_lite.store.holder import HolderSeen
+from torchtitan_lite.store.lease import Lease
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.place import Place
 from torchtitan_lite.store.rollbacks import Rollback
@@ -24,31 +25,6 @@ from torchtitan_lite.store.rollbacks import Rollback
 
 def nothing() -> None:
     """Do nothing."""
-
-
-class HoldsFolder(Protocol):
-    """The right of one job to write a folder. **Coordinator only**, where nothing else is said."""
-
-    def take(self) -> None:
-        """Take the folder, and keep it until `release`; again, do nothing. Raises `FolderInUse`, OSError."""
-
-    @property
-    def token(self) -> str:
-        """What no other holder has. Between `take` and `release`."""
-        ...
-
-    def is_visible(self, token: str) -> bool:
-        """Return whether this host sees that the folder is held with `token`. **Any rank**; changes nothing.
-
-        May raise OSError where that cannot be known.
-        """
-        ...
-
-    def check(self) -> None:
-        """Raise `LeaseLost` unless the folder is still ours. Any thread, between `take` and `release`."""
-
-    def release(self) -> None:
-        """Give the folder up, if it is still ours. Idempotent."""
 
 
 class KeepsPins(Protocol):
@@ -157,7 +133,7 @@ class StoresCheckpoints(Protocol):
         """Return the lock that orders commits of this process and removals in the background."""
         ...
 
-    def lease(self, run_id: str, timeout_seconds: float) -> HoldsFolder:
+    def lease(self, run_id: str, timeout_seconds: float) -> Lease:
         """Return the lease of this folder, not yet taken. Any rank."""
         ...
 

@@ -39,7 +39,7 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.folder_id import folder_id
 from torchtitan_lite.store.holder import HolderSeen
 from torchtitan_lite.store.known_manifests import KnownManifests
-from torchtitan_lite.store.lease import Lease, LeaseClock
+from torchtitan_lite.store.lease import FolderLease, LeaseClock
 from torchtitan_lite.store.lineage import without_abandoned
 from torchtitan_lite.store.listing import Listing, is_folder, is_unmanaged
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
@@ -139,9 +139,9 @@ class CheckpointStore:
 
         return ShelfOnDisk(self, self.root, self._durable)
 
-    def lease(self, run_id: str, timeout_seconds: float) -> Lease:
+    def lease(self, run_id: str, timeout_seconds: float) -> FolderLease:
         """Return the lease of this folder, not yet taken. Any rank."""
-        return Lease(
+        return FolderLease(
             self.root,
             run_id=run_id,
             timeout_seconds=timeout_seconds,
