@@ -25,7 +25,7 @@ from torchtitan_lite.bucket.recovery import highest_beat, rebuilt
 from torchtitan_lite.errors import CheckpointError, FolderInUse, LeaseLost
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.holder import Holder
-from torchtitan_lite.store.lease import Lease, LeaseClock, Seen
+from torchtitan_lite.store.lease import Lease, LeaseClock, LockSeen
 
 BEAT_SECONDS = 10.0
 """A request each; rare enough to cost nothing, in money either."""
@@ -98,11 +98,11 @@ class BucketLease(Lease):
     def _prepare(self) -> None:
         make_id(self._objects, self._probe)
 
-    def _look(self) -> Seen:
+    def _look(self) -> LockSeen:
         found = self._file.look()
         if (head := found.head) is None:
             epoch, beat = highest_beat(self._objects)
-            return Seen(found, None, "an unknown job", Sign(epoch, "", beat, ()), is_free=beat is None)
+            return LockSeen(found, None, "an unknown job", Sign(epoch, "", beat, ()), is_free=beat is None)
         holder, beat = head.holder, None
         if holder is not None:
             with suppress(FileNotFoundError):
@@ -110,9 +110,9 @@ class BucketLease(Lease):
         sign = Sign(head.epoch, "" if holder is None else holder.token, beat, head.entries)
         # By its own beats or by ours, whichever is slower: the two jobs may have different settings.
         silence_seconds = BEATS_OF_SILENCE * head.beat_seconds
-        return Seen(found, holder, head.holder_name, sign, holder is None, silence_seconds)
+        return LockSeen(found, holder, head.holder_name, sign, holder is None, silence_seconds)
 
-    def _swap(self, seen: Seen, mine: Holder) -> bool:
+    def _swap(self, seen: LockSeen, mine: Holder) -> bool:
         """Return True once the head was swapped for one that names us. Raise FolderInUse if another job was faster.
 
         A head that is lost or damaged is made again from the manifests.

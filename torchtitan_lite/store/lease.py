@@ -48,7 +48,7 @@ class LeaseClock(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Seen:
+class LockSeen:
     """What a lock says to a job that wants its folder."""
 
     found: Any
@@ -157,7 +157,7 @@ class Lease(ABC):
 
     def _contend(self, mine: Holder) -> None:
         """Make the lock ours. Raises FolderInUse."""
-        watched: Seen | None = None
+        watched: LockSeen | None = None
         for look in itertools.count():
             # Not the time that a look took: where the lock hung, it hung for the holder, too.
             waited = look * self._beat_seconds / 2
@@ -205,10 +205,10 @@ class Lease(ABC):
         """Make the folder fit for a lock."""
 
     @abstractmethod
-    def _look(self) -> Seen: ...
+    def _look(self) -> LockSeen: ...
 
     @abstractmethod
-    def _swap(self, seen: Seen, mine: Holder) -> bool:
+    def _swap(self, seen: LockSeen, mine: Holder) -> bool:
         """Return whether the lock was still as `seen`, and is now ours."""
 
     @abstractmethod
@@ -269,11 +269,11 @@ class FolderLease(Lease):
     def _prepare(self) -> None:
         self._durable.make_dir(self._path.parent)
 
-    def _look(self) -> Seen:
+    def _look(self) -> LockSeen:
         found = self._file.read()
-        return Seen(found, Holder.parse(found or b""), _name_of(found), found, is_free=found is None)
+        return LockSeen(found, Holder.parse(found or b""), _name_of(found), found, is_free=found is None)
 
-    def _swap(self, seen: Seen, mine: Holder) -> bool:
+    def _swap(self, seen: LockSeen, mine: Holder) -> bool:
         data = mine.to_bytes(0, self._clock.now())
         if seen.found is None:
             is_ours = self._file.create(data, mine.token)
