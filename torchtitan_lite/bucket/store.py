@@ -42,9 +42,9 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.holder import HolderSeen
 from torchtitan_lite.store.lease import LeaseClock
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
+from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
 from torchtitan_lite.store.place import ObjectPlace
-from torchtitan_lite.store.protocol import nothing
+from torchtitan_lite.store.protocol import StoresCheckpoints, nothing
 
 
 def open_bucket(folder: str, clock: LeaseClock | None = None) -> BucketStore:
@@ -52,11 +52,13 @@ def open_bucket(folder: str, clock: LeaseClock | None = None) -> BucketStore:
     return BucketStore(connect(parse(folder)), clock=clock)
 
 
-class BucketStore:
+class BucketStore(StoresCheckpoints):
     """The checkpoints in the folder of `objects`, which need not exist yet. Errors of the store are raised as OSError.
 
     What changes something is for the holder of the lease that was made here, and raises CheckpointError without it.
     """
+
+    root = None
 
     def __init__(
         self,
@@ -75,25 +77,17 @@ class BucketStore:
 
     @property
     def address(self) -> str:
-        """The folder as people write it."""
         return self._objects.address
 
     @property
     def identity(self) -> str:
-        """The same for every spelling of this folder, in this process."""
         return self._objects.address
 
     @property
-    def root(self) -> None:
-        """None: it is no folder on a disk."""
-
-    @property
     def writes_atomically(self) -> bool:
-        """Return True: an object is there or not."""
-        return True
+        return True  # An object is there or not.
 
     def place_of(self, name: str) -> ObjectPlace:
-        """Return the place of the checkpoint, or of the save, that is called `name` here. Any rank."""
         return ObjectPlace(self.address, name)
 
     @property
@@ -119,7 +113,6 @@ class BucketStore:
         return BucketShelf(self, self._objects, self._held)
 
     def lease(self, run_id: str, timeout_seconds: float) -> BucketLease:
-        """Return the lease of this folder, not yet taken. What this store changes then needs it. Any rank."""
         lease = BucketLease(
             self._objects,
             self._file,
@@ -140,7 +133,6 @@ class BucketStore:
             return HolderSeen(holder, math.inf)
 
     def folder_id(self, *, make: bool) -> str:
-        """Return the id of this folder, which `make` gives it if it has none; empty without one. Raises OSError."""
         return make_id(self._objects, self._probe) if make else id_of(self._objects)
 
     def head(self) -> Head:
@@ -148,19 +140,12 @@ class BucketStore:
         return self._file.look().head or rebuilt(self._objects)
 
     def listed(self) -> list[CheckpointInfo]:
-        """Return the same as `intact`: one head has all."""
-        return self.intact()
+        return self.intact()  # One head has all.
 
     def committed(self) -> list[CheckpointInfo]:
-        """Return every committed checkpoint that no other one abandons, by ascending step.
-
-        Raises FormatTooNew for a newer format. Where the head is lost or damaged, returns what the next start will find
-        in the manifests.
-        """
-        return self.intact()
+        return self.intact()  # What is abandoned loses its place with the commit that abandons it.
 
     def intact(self) -> list[CheckpointInfo]:
-        """Return the same as `committed`: what is abandoned loses its place with the commit that abandons it."""
         while True:
             kept = self.head().kept
             infos = self._manifests.intact(kept)
@@ -169,39 +154,9 @@ class BucketStore:
                 return infos
 
     def unmanaged(self) -> list[ObjectPlace]:
-        """Return nothing: what has no entry in the head is no checkpoint."""
-        return []
-
-    def latest(self, kind: CheckpointKind = CheckpointKind.FULL) -> CheckpointInfo | None:
-        """Return the committed checkpoint of `kind` with the highest step; None if there is none.
-
-        Logs a warning for each damaged one of a higher step.
-        """
-        latest = next((info for info in reversed(self.committed()) if info.kind is kind), None)
-        for step, error in self._errors_by_step().items():
-            if latest is None or step > latest.step:
-                logger.warning("Skipped step %d: %s", step, error)
-        return latest
-
-    def damaged(self) -> dict[int, CheckpointDamaged]:
-        """Return what is wrong with each step whose manifest is damaged, missing, or not what was committed."""
-        errors = self._errors_by_step()
-        return {step: error for step, error in errors.items() if isinstance(error, CheckpointDamaged)}
-
-    def unreadable(self) -> dict[int, CheckpointUnreadable]:
-        """Return the error of each step whose manifest could not be read, by step.
-
-        Nothing is known of these checkpoints.
-        """
-        errors = self._errors_by_step()
-        return {step: error for step, error in errors.items() if isinstance(error, CheckpointUnreadable)}
+        return []  # What has no entry in the head is no checkpoint.
 
     def get(self, step: int) -> CheckpointInfo:
-        """Return the committed checkpoint of `step`.
-
-        Raises CheckpointNotFound (also where another checkpoint abandons it), CheckpointDamaged, CheckpointUnreadable
-        or FormatTooNew.
-        """
         entry = self.head().kept_of(step)
         if entry is None:
             raise CheckpointNotFound(self.address, step, [info.step for info in self.committed()])
@@ -214,11 +169,6 @@ class BucketStore:
         return self.get(step)
 
     def check_sizes(self, info: CheckpointInfo) -> list[str]:
-        """Return what is wrong with the sizes of the files of `info`, one sentence each; empty if nothing is.
-
-        Changes nothing and reads nothing but the manifest. Raises FormatTooNew, and CheckpointUnreadable where the
-        store does not answer.
-        """
         name = info.path.name
         try:
             if (sizes := self._manifests.known_sizes(name)) is None:
@@ -244,30 +194,22 @@ class BucketStore:
         """
 
     def missing_bytes(self, wanted_bytes: int) -> int:
-        """Return 0: an object store has room."""
-        return 0
+        return 0  # An object store has room.
 
     def has_room(self, needed_bytes: int) -> bool:
-        """Return True: an object store has room."""
-        return True
+        return True  # As above.
 
     def begin(self, step: int) -> str:
-        """Return the name of a new save of `step`, for `new_file`. **Coordinator only**. Sends nothing."""
         return self._saves.begin(step)
 
     def resume(self, step: int, place: str) -> dict[str, int] | None:
-        """Continue the save of `step` that an earlier holder began at `place`. **Coordinator only**."""
         return self._saves.resume(step, place)
 
     def new_file(self, place: str, name: str) -> ObjectToUpload:
-        """Return the file `name` of the save that `begin` gave the name `place`. **Any rank**."""
         return ObjectToUpload(self.address, f"{place}/{name}")
 
     def send(self, place: str, name: str, source: FileSource) -> None:
-        """Write the file `name` of the save `place` from `source`, durably. **Coordinator only**.
-
-        Of a large one the parts that the store has already are not sent again, where `s3_parts` can do that.
-        """
+        # Of a large one the parts that the store has already are not sent again, where `s3_parts` can do that.
         new = self.new_file(place, name)
         if self._parts is not None and source.num_bytes > PART_BYTES:
             self._parts.upload(new.key, source)
@@ -275,7 +217,6 @@ class BucketStore:
             new.write(source)
 
     def remove_cut(self, kept: str) -> None:
-        """Remove the parts of files that were cut, but those of the save `kept`; "" for none. **Coordinator only**."""
         if self._parts is not None:
             self._parts.remove_all_but(kept)
 
@@ -284,7 +225,6 @@ class BucketStore:
         return parts_of(self.address)
 
     def add_metadata(self, place: str, data: bytes) -> None:
-        """Write DCP's `.metadata` of the save that `begin` gave the name `place`. **Coordinator only**."""
         self._saves.add_metadata(place, data)
 
     def commit(
@@ -308,17 +248,9 @@ class BucketStore:
         return self._saves.commit(place, manifest)
 
     def remove_staging(self, step: int, place: str) -> None:
-        """Remove what the failed save `place` of `step` left. **Coordinator only**.
-
-        No rank writes into it any more. What may be committed after all stays.
-        """
         self._saves.remove(place)
 
     def discard(self, info: CheckpointInfo) -> list[ObjectPlace]:
-        """Make the checkpoint of `info` absent for every reader, durably. **Coordinator only**.
-
-        Returns what is left of it, for `empty`: nothing if it is gone, pinned, or replaced by now.
-        """
         name = info.path.name
         was_kept: list[str] = []
 
@@ -332,15 +264,10 @@ class BucketStore:
         return [self.place_of(name)] if was_kept and is_retired else []
 
     def empty(self, trash: Sequence[ObjectPlace]) -> None:
-        """Remove what was discarded. **Coordinator only**; may run alongside anything but `recover`."""
         for place in trash:
             self._held.delete(place.name)
 
     def quarantine(self, step: int, findings: Sequence[str]) -> ObjectPlace:
-        """Set the damaged checkpoint of `step` aside with `findings`, durably, and return its place.
-
-        **Coordinator only**, after every rank has agreed. Nothing reads, counts or removes it there.
-        """
         if (entry := self._held.read().kept_of(step)) is None:
             raise CheckpointNotFound(self.address, step, [info.step for info in self.committed()])
         place = self.place_of(entry.name)
@@ -350,10 +277,6 @@ class BucketStore:
         return place
 
     def recover(self) -> list[ObjectPlace]:
-        """Finish or remove everything that cut saves and removals left. **Coordinator only**, before the first load.
-
-        Returns what was removed. Unknown names stay untouched.
-        """
         head, inventory = self._held.read(), Inventory.of(self._objects)
         retired = [entry.name for entry in head.entries if entry.status is Status.RETIRED]
         leftovers = [*(name for name in retired if name in inventory.latest), *self._strays(head, inventory)]
@@ -366,11 +289,10 @@ class BucketStore:
             self._held.change(lambda head: head.without(gone))
         return [self.place_of(name) for name in removed]
 
-    def _errors_by_step(self) -> dict[int, CheckpointDamaged | CheckpointUnreadable]:
-        """Return what is wrong with each checkpoint that the head lists, by step."""
+    def errors_by_step(self, above: int = -1) -> dict[int, CheckpointDamaged | CheckpointUnreadable]:
         while True:
             kept = self.head().kept
-            errors = {entry.step: error for entry in kept if (error := self._error_of(entry)) is not None}
+            errors = {each.step: error for each in kept if each.step > above and (error := self._error_of(each))}
             if not errors or self.head().kept == kept:
                 return errors
 

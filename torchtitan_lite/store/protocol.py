@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from torchtitan_lite.disk.block_writer import FileSource
 from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
+from torchtitan_lite.log import logger
 from torchtitan_lite.store.holder import HolderSeen
 from torchtitan_lite.store.lease import Lease
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
@@ -95,6 +96,9 @@ class Shelf(Protocol):
 class StoresCheckpoints(Protocol):
     """One folder of checkpoints. What changes it is **coordinator only**, where nothing else is said."""
 
+    root: Path | None
+    """The folder, if it is one on a disk, where other programs and hosts may see it differently; else None."""
+
     @property
     def address(self) -> str:
         """The folder as people write it."""
@@ -103,11 +107,6 @@ class StoresCheckpoints(Protocol):
     @property
     def identity(self) -> str:
         """The same for every spelling of this folder, in this process."""
-        ...
-
-    @property
-    def root(self) -> Path | None:
-        """The folder, if it is one on a disk, where other programs and hosts may see it differently; else None."""
         ...
 
     @property
@@ -134,7 +133,7 @@ class StoresCheckpoints(Protocol):
         ...
 
     def lease(self, run_id: str, timeout_seconds: float) -> Lease:
-        """Return the lease of this folder, not yet taken. Any rank."""
+        """Return the lease of this folder, not yet taken. Any rank. In an object store each change needs it."""
         ...
 
     def seen_holder(self) -> HolderSeen | None:
@@ -142,43 +141,69 @@ class StoresCheckpoints(Protocol):
         ...
 
     def folder_id(self, *, make: bool) -> str:
-        """Return the id of this folder, which `make` gives it if it has none; empty without one."""
+        """Return the id of this folder, which `make` gives it if it has none; empty without one. Raises OSError."""
         ...
 
     def committed(self) -> list[CheckpointInfo]:
-        """Return every committed checkpoint that no other one abandons, by ascending step. Raises `FormatTooNew`."""
+        """Return every committed checkpoint that no other one abandons, by ascending step. Raises `FormatTooNew`.
+
+        Where the head of a bucket is lost or damaged, returns what the next start will find in the manifests.
+        """
         ...
 
     def listed(self) -> list[CheckpointInfo]:
-        """Return the same as `intact`, for the holder of the lease: without another look at what it knows."""
+        """Return the same as `intact`, for the holder of the lease: without another look at what it knows.
+
+        No other job has renamed anything since.
+        """
         ...
 
     def intact(self) -> list[CheckpointInfo]:
-        """Return the same as `committed`, plus abandoned checkpoints that have their name still."""
+        """Return the same as `committed`, plus abandoned checkpoints that could not be renamed yet."""
         ...
 
     def unmanaged(self) -> Sequence[Place]:
-        """Return the places of checkpoints that have no manifest of ours, by ascending step."""
+        """Return the places of checkpoints that have no manifest of ours, as torchtitan's own, by ascending step."""
         ...
 
     def latest(self, kind: CheckpointKind = CheckpointKind.FULL) -> CheckpointInfo | None:
-        """Return the committed checkpoint of `kind` with the highest step; warn of damaged ones of a higher step."""
-        ...
+        """Return the committed checkpoint of `kind` with the highest step; None if there is none.
+
+        Logs a warning for each damaged one of a higher step.
+        """
+        latest = next((info for info in reversed(self.committed()) if info.kind is kind), None)
+        for step, error in self.errors_by_step(above=-1 if latest is None else latest.step).items():
+            logger.warning("Skipped step %d: %s", step, error)
+        return latest
 
     def damaged(self) -> dict[int, CheckpointDamaged]:
-        """Return what is wrong with each step that has no intact checkpoint, by step."""
-        ...
+        """Return what is wrong with each step whose manifests are damaged and that has no intact one, by step."""
+        errors = self.errors_by_step()
+        return {step: error for step, error in errors.items() if isinstance(error, CheckpointDamaged)}
 
     def unreadable(self) -> dict[int, CheckpointUnreadable]:
-        """Return the error of each step of which nothing could be read, by step."""
+        """Return the error of each step whose manifest could not be read, by step: nothing is known of these."""
+        errors = self.errors_by_step()
+        return {step: error for step, error in errors.items() if isinstance(error, CheckpointUnreadable)}
+
+    def errors_by_step(self, above: int = -1) -> dict[int, CheckpointDamaged | CheckpointUnreadable]:
+        """Return what is wrong with each step higher than `above` that has no intact checkpoint, by step."""
         ...
 
     def get(self, step: int) -> CheckpointInfo:
-        """Return the committed checkpoint of `step`. Raises `CheckpointNotFound` and what was found wrong with it."""
+        """Return the committed checkpoint of `step`.
+
+        Raises CheckpointNotFound (also where another checkpoint abandons it), CheckpointDamaged, CheckpointUnreadable
+        or FormatTooNew.
+        """
         ...
 
     def check_sizes(self, info: CheckpointInfo) -> list[str]:
-        """Return what is wrong with the sizes of the files of `info`, one sentence each."""
+        """Return what is wrong with the sizes of the files of `info`, one sentence each; empty if nothing is.
+
+        Changes nothing and opens no file but the manifest. Raises FormatTooNew, and CheckpointUnreadable where that
+        fails.
+        """
         ...
 
     def preflight(
@@ -190,11 +215,12 @@ class StoresCheckpoints(Protocol):
     ) -> None:
         """Raise `SaveFailed` unless there is room for a save of `step` with `needed_bytes`, while training waits.
 
+        Where there is too little room, removes what cut saves left and calls `make_room`; no save may be under way.
         Calls `fence`, which raises if the folder belongs to another job, if a save would remove what that job wrote.
         """
 
     def missing_bytes(self, wanted_bytes: int) -> int:
-        """Return how many more bytes must be free so that `wanted_bytes` are."""
+        """Return how many more bytes must be free so that `wanted_bytes` are; 0 if they are."""
         ...
 
     def has_room(self, needed_bytes: int) -> bool:
@@ -240,19 +266,31 @@ class StoresCheckpoints(Protocol):
         ...
 
     def remove_staging(self, step: int, place: str) -> None:
-        """Remove what the failed save `place` of `step` left, when no rank writes into it any more."""
+        """Remove what the failed save `place` of `step` left, when no rank writes into it any more.
+
+        What may be committed after all stays.
+        """
 
     def discard(self, info: CheckpointInfo) -> Sequence[Any]:
-        """Make `info` absent for every reader, durably; return what is left of it, for `empty`."""
+        """Make `info` absent for every reader, durably.
+
+        Returns what is left of it, for `empty`: nothing if it is gone, pinned in a bucket, or replaced by now.
+        """
         ...
 
     def empty(self, trash: Sequence[Any]) -> None:
         """Remove what was discarded; may run alongside anything but `recover`."""
 
     def quarantine(self, step: int, findings: Sequence[str]) -> Place:
-        """Set the damaged checkpoint of `step` aside, durably, with `findings`; return its new place."""
+        """Set the damaged checkpoint of `step` aside, durably, with `findings`; return its new place.
+
+        After every rank has agreed. Nothing reads, counts or removes it there.
+        """
         ...
 
     def recover(self) -> Sequence[Any]:
-        """Finish or remove everything that cut saves and removals left; return it. Before the first load."""
+        """Finish or remove everything that cut saves and removals left. Before the first load.
+
+        Returns what was renamed back, by its new name, and what was removed. Unknown names stay untouched.
+        """
         ...
