@@ -31,7 +31,7 @@ RECORDS = {
         "checkpoint.format.torch_item",
         "checkpoint.planning.object_items",
     ),
-    "head.json of a bucket": ("bucket.head_text",),
+    "head.json of a bucket": ("bucket.head_file",),
     "the lock of a folder": ("store.holder",),
     "pins": ("store.pins",),
     "rollbacks": ("store.rollbacks",),

@@ -4,6 +4,10 @@ For every reader and after any crash a step is a complete checkpoint or absent: 
 one swap of the head is the commit, the removal, the roll-back. Objects of a checkpoint are written once, under a name
 that no other save has, before the swap, and deleted after a swap. A swap is refused to a job that was fenced off. What
 an interrupted save left is in no head, and `recover` removes it.
+
+A checkpoint that was set aside becomes the one of its step again by one swap, too, which sets the branch aside that
+abandons one: a cut leaves the state before it or after. A step is retired only if it is not pinned in the version of
+the head that is replaced; so once a pin has been written, no job removes the step, and no lock is needed.
 """
 
 from __future__ import annotations
@@ -11,24 +15,22 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 from torchtitan_lite.bucket.garbage import KEPT_SECONDS, Inventory, remove, remove_beats, store_time
 from torchtitan_lite.bucket.head import Entry, Head, Status
 from torchtitan_lite.bucket.head_file import HeadFile
 from torchtitan_lite.bucket.identity import id_of, make_id
 from torchtitan_lite.bucket.lease import BucketLease, HeldHead
-from torchtitan_lite.bucket.manifests import AttemptManifests, size_findings
+from torchtitan_lite.bucket.manifests import AttemptManifests, read_manifest, size_findings
 from torchtitan_lite.bucket.naming import beat_key
 from torchtitan_lite.bucket.objects import Objects
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.bucket.probe import probe
-from torchtitan_lite.bucket.records import BucketPins, BucketRollbacks
 from torchtitan_lite.bucket.recovery import rebuilt
 from torchtitan_lite.bucket.s3_parts import S3Parts, parts_of
 from torchtitan_lite.bucket.saves import BucketSaves
-from torchtitan_lite.bucket.set_aside import BucketShelf
 from torchtitan_lite.bucket.upload import PART_BYTES, ObjectToUpload
 from torchtitan_lite.config.address import parse
 from torchtitan_lite.disk.block_writer import FileSource
@@ -39,12 +41,13 @@ from torchtitan_lite.errors import (
     SaveFailed,
 )
 from torchtitan_lite.log import logger
-from torchtitan_lite.store import layout
+from torchtitan_lite.store import layout, rollbacks
 from torchtitan_lite.store.holder import HolderSeen
 from torchtitan_lite.store.lease import LeaseClock
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
-from torchtitan_lite.store.place import ObjectPlace
-from torchtitan_lite.store.protocol import StoresCheckpoints, nothing
+from torchtitan_lite.store.place import ObjectPlace, Place
+from torchtitan_lite.store.protocol import ABANDONED, CORRUPT, SetAside, StoresCheckpoints, nothing
+from torchtitan_lite.store.set_aside import branch_in_the_way
 
 
 def open_bucket(folder: str, clock: LeaseClock | None = None) -> BucketStore:
@@ -319,3 +322,98 @@ class BucketStore(StoresCheckpoints):
         kept_seconds = KEPT_SECONDS if lease is None else max(KEPT_SECONDS, lease.timeout_seconds)
         now = store_time(self._objects, beat_key(claim.epoch), f"{claim.token} looks at the time\n".encode())
         return inventory.strays(known, now - kept_seconds)
+
+
+_WHY = {Status.CORRUPT: CORRUPT, Status.ABANDONED: ABANDONED}
+
+
+class BucketShelf:
+    """What was set aside in the folder of `store`, whose head is `held`; see `Shelf`. **The caller holds the lease**."""
+
+    def __init__(self, store: StoresCheckpoints, objects: Objects, held: HeldHead) -> None:
+        self._store, self._objects, self._held = store, objects, held
+
+    def find(self, name: str) -> SetAside:
+        head = self._held.read()
+        entry = head.find(name)
+        if entry is None or entry.status not in _WHY:
+            there = ", ".join(entry.name for entry in head.entries if entry.status in _WHY)
+            finding = (
+                f"it is not set aside as damaged or abandoned ({self._store.address} has {there or 'nothing that is'})"
+            )
+            raise CheckpointNotFound(f"{self._store.address}/{name}", None, finding=finding)
+        place = ObjectPlace(self._objects.address, name)
+        manifest, _ = read_manifest(self._objects, place, entry.step, entry.digest)
+        return SetAside(place, entry.step, _WHY[entry.status], manifest)
+
+    def in_the_way(self, aside: SetAside) -> Place | None:
+        entry = self._held.read().kept_of(aside.step)
+        return None if entry is None else self._store.place_of(entry.name)
+
+    def bring_back(self, aside: SetAside, fence: Callable[[], object] = nothing) -> Sequence[Place]:
+        fence()
+        branch = {info.path.name for info in branch_in_the_way(self._store, aside)}
+
+        def brought_back(head: Head) -> Head:
+            return head.with_brought_back(aside.folder.name, branch)
+
+        self._held.change(brought_back)
+        try:
+            # It is undamaged: these findings are no longer true.
+            self._objects.delete([f"{aside.folder.name}/{layout.FINDINGS}"])
+        except OSError as error:
+            logger.warning("Could not delete %s/%s: %s", aside.folder, layout.FINDINGS, error)
+        return [self._store.place_of(name) for name in sorted(branch)]
+
+
+class BucketPins:
+    """The pinned steps in the head `file`. Every method raises OSError if they cannot be known."""
+
+    def __init__(self, file: HeadFile) -> None:
+        self.path = file.path
+        self._file = file
+
+    def read(self) -> frozenset[int]:
+        """Return the pinned steps; none in a new folder."""
+        try:
+            return self._file.read()[0].pinned
+        except FileNotFoundError:
+            return frozenset()
+
+    @contextmanager
+    def unchanged(self) -> Iterator[frozenset[int]]:
+        """Yield the pinned steps. One that is pinned in the block is not retired by a swap in it."""
+        yield self.read()
+
+    @contextmanager
+    def changing(self) -> Iterator[set[int]]:
+        """Yield the pinned steps, to be changed in the block; then write them, if they are others.
+
+        Raises FileNotFoundError in a folder without a head, and OSError: then they may be written or not.
+        """
+        # Without the lease: people pin while a job trains. That job's next swap reads them again.
+        before = self._file.read()[0].pinned
+        steps = set(before)
+        yield steps
+        self._file.change(lambda head: head.with_pins(steps - before, before - steps))
+
+
+class BucketRollbacks:
+    """The record in the folder of `objects`."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+
+    def read(self) -> tuple[rollbacks.Rollback, ...]:
+        """Return the rollbacks, the first one first. Raises `CheckpointUnreadable`, and CheckpointError as `parse`."""
+        path = f"{self._objects.address}/{layout.ROLLBACKS}"
+        try:
+            return rollbacks.parse(self._objects.get(layout.ROLLBACKS)[0], path)
+        except FileNotFoundError:
+            return ()
+        except OSError as error:
+            raise CheckpointUnreadable(path, str(error)) from error
+
+    def write(self, found: Sequence[rollbacks.Rollback]) -> None:
+        """Replace the record. **Coordinator only**, under the lease. Raises OSError."""
+        self._objects.put(layout.ROLLBACKS, rollbacks.to_json(found))

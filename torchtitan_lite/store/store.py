@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -36,7 +37,6 @@ from torchtitan_lite.errors import (
 )
 from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.folder_id import folder_id
 from torchtitan_lite.store.holder import HolderSeen
 from torchtitan_lite.store.known_manifests import KnownManifests
 from torchtitan_lite.store.lease import FolderLease, LeaseClock
@@ -385,3 +385,28 @@ def _size(path: Path, step: int) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         raise SaveFailed(step, f"{path} is missing") from None
+
+
+_ID = re.compile(rb"([0-9a-f]{32})\n")
+
+
+def folder_id(root: Path, durable: Durable, *, make: bool) -> str:
+    """Return the id of the folder `root`; with `make` give it one if it has none, else return the empty string.
+
+    It is random, in a file there, so that a folder that was made again has another one. A path and an inode come back;
+    what remembers a folder outside of it, such as an image in memory, compares this id.
+
+    **Coordinator only**, under the lease if it may make one. Raises OSError.
+    """
+    path = root / layout.FOLDER_ID
+    try:
+        found = _ID.fullmatch(read_plain(path, 64))
+    except (FileNotFoundError, NotADirectoryError, CheckpointUnsafe):
+        found = None
+    if found is not None:
+        return found[1].decode()
+    if not make:
+        return ""
+    new = secrets.token_hex(16)
+    durable.write_atomically(path, f"{new}\n".encode())
+    return new
