@@ -328,7 +328,7 @@ _WHY = {Status.CORRUPT: CORRUPT, Status.ABANDONED: ABANDONED}
 
 
 class BucketShelf:
-    """What was set aside in the folder of `store`, whose head is `held`; see `Shelf`. **The caller holds the lease**."""
+    """What was set aside in `store`, whose head is `held`; see `Shelf`. **The caller holds the lease**."""
 
     def __init__(self, store: StoresCheckpoints, objects: Objects, held: HeldHead) -> None:
         self._store, self._objects, self._held = store, objects, held
