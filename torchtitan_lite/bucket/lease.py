@@ -18,9 +18,8 @@ from torchtitan_lite.bucket import naming
 from torchtitan_lite.bucket.garbage import delete_attempt
 from torchtitan_lite.bucket.head import Entry, Head
 from torchtitan_lite.bucket.head_file import FoundHead, HeadFile
-from torchtitan_lite.bucket.identity import make_id
+from torchtitan_lite.bucket.identity import make_id, probe
 from torchtitan_lite.bucket.objects import Condition, ConditionFailed, Objects, StoreUnavailable
-from torchtitan_lite.bucket.probe import probe
 from torchtitan_lite.bucket.recovery import highest_beat, rebuilt
 from torchtitan_lite.errors import CheckpointError, FolderInUse, LeaseLost
 from torchtitan_lite.log import logger

@@ -21,13 +21,12 @@ from contextlib import AbstractContextManager, contextmanager
 from torchtitan_lite.bucket.garbage import KEPT_SECONDS, Inventory, remove, remove_beats, store_time
 from torchtitan_lite.bucket.head import Entry, Head, Status
 from torchtitan_lite.bucket.head_file import HeadFile
-from torchtitan_lite.bucket.identity import id_of, make_id
+from torchtitan_lite.bucket.identity import id_of, make_id, probe
 from torchtitan_lite.bucket.lease import BucketLease, HeldHead
 from torchtitan_lite.bucket.manifests import AttemptManifests, read_manifest, size_findings
 from torchtitan_lite.bucket.naming import beat_key
 from torchtitan_lite.bucket.objects import Objects
 from torchtitan_lite.bucket.obstore_objects import connect
-from torchtitan_lite.bucket.probe import probe
 from torchtitan_lite.bucket.recovery import rebuilt
 from torchtitan_lite.bucket.s3_parts import S3Parts, parts_of
 from torchtitan_lite.bucket.saves import BucketSaves
@@ -233,15 +232,10 @@ class BucketStore(StoresCheckpoints):
     def commit(
         self, step: int, manifest: Manifest, fence: Callable[[], object] = nothing, *, place: str
     ) -> CheckpointInfo:
-        """Make the save `place` of `step` visible. **Coordinator only**.
+        """Make the save `place` of `step` visible. **Coordinator only**, after every rank has written its files.
 
-        Every rank has written its files by now.
-
-        `fence` raises if the folder belongs to another job by now; after it raised, nothing is changed. Raises
-        LeaseLost, with or without a fence, SaveFailed if the files are not those of the manifest, OSError if the store
-        fails: the checkpoint of `step` is then the old one, and `remove_staging` may follow. Also raises SaveFailed if
-        the store does not say what became of the commit: it is the old one or the new one then, complete. A replaced
-        checkpoint that cannot be removed after the commit is a warning.
+        Raises LeaseLost with or without a fence. After an OSError the checkpoint of `step` is the old one. Also raises
+        SaveFailed if the store does not say what became of the commit: it is the old one or the new one then, complete.
         """
         fence()
         run_id = manifest.lineage.run_id

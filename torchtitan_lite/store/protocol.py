@@ -260,8 +260,12 @@ class StoresCheckpoints(Protocol):
     ) -> CheckpointInfo:
         """Commit the save `place` of `step`, durably, after every rank has written its files.
 
-        `fence` raises if the folder belongs to another job by now; then nothing is changed. Raises `SaveFailed`,
-        OSError. The checkpoint of `step` is then the old one or the new one, complete.
+        `fence` raises if the folder belongs to another job by now. It is called first, and on a disk again right before
+        each rename that leads to the commit; after it raised, nothing is changed, and its error is raised here. Raises
+        SaveFailed if the files are not those of the manifest, OSError if the disk or the store fails, LeaseLost. The
+        checkpoint of `step` is then the old one or the new one, complete, and `remove_staging` may follow (not after
+        `fence` raised: what is staged may be another job's by then). A replaced checkpoint that cannot be removed after
+        the commit is a warning.
         """
         ...
 

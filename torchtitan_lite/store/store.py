@@ -248,15 +248,7 @@ class CheckpointStore(StoresCheckpoints):
     def commit(
         self, step: int, manifest: Manifest, fence: Callable[[], object] = nothing, *, place: str
     ) -> CheckpointInfo:
-        """Turn the save `place` into `step-N`, durably. **Coordinator only**, after every rank has synced its files.
-
-        `fence` raises if the folder belongs to another job by now. It is called first, and again right before each
-        rename that leads to the commit; after it raised, nothing is renamed, and its error is raised here. Raises
-        SaveFailed if the staged files are not those of the manifest, OSError if the disk fails. The checkpoint of
-        `step` is then the old one or the new one, complete, and `remove_staging` may follow (not after `fence` raised:
-        the staging folder may be another job's by then). A replaced checkpoint that cannot be removed after the commit
-        is a warning.
-        """
+        """Turn the save `place` into `step-N`, durably. **Coordinator only**, after every rank has synced its files."""
         # First, because sealing removes files from the staging folder, which may be another job's by now.
         fence()
         staging = self.root / place
