@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -26,9 +25,10 @@ from torchtitan_lite.bucket.objects import Condition, ConditionFailed, Objects, 
 from torchtitan_lite.errors import FolderUnusable
 from torchtitan_lite.store.format_version import FORMAT, check_format, unknown_fields
 from torchtitan_lite.store.holder import Holder
+from torchtitan_lite.store.json_record import json_object
 from torchtitan_lite.store.lease import LeaseClock
-from torchtitan_lite.store.manifest import CheckpointKind, seal
-from torchtitan_lite.store.manifest_fields import number, refuse_constant, value_of
+from torchtitan_lite.store.manifest import CheckpointKind, compact_json, seal
+from torchtitan_lite.store.manifest_fields import number, value_of
 
 DEADLINE_SECONDS = 120.0
 """For one change with all its repetitions. Two deadlines of a request, so one that hung may be repeated."""
@@ -144,8 +144,8 @@ def to_text(head: Head) -> bytes:
         "beat_seconds": float(head.beat_seconds),
         "pinned": sorted(head.pinned),
     }
-    texts = [f'"{name}": {_dump(value)}' for name, value in lines.items()]
-    entries = ",\n".join(_dump(_entry_json(entry)) for entry in head.entries)
+    texts = [f'"{name}": {compact_json(value)}' for name, value in lines.items()]
+    entries = ",\n".join(compact_json(_entry_json(entry)) for entry in head.entries)
     return seal(("{\n" + ",\n".join([*texts, f'"checkpoints": [\n{entries}\n]'])).encode())
 
 
@@ -157,9 +157,7 @@ def parse(data: bytes, path: str) -> Head:
     text, _, _ = data.rpartition(_DIGEST)
     if not text or seal(text) != data:
         raise WrongDigest("its last line is not its digest")
-    document = json.loads(data, parse_constant=refuse_constant)
-    if not isinstance(document, dict):
-        raise ValueError("expected a JSON object")
+    document = json_object(data)
     check_format(document, path)
     return Head(
         epoch=number(document, "epoch", 0),
@@ -206,7 +204,7 @@ def _holder(document: dict[str, Any]) -> Holder | None:
     found = document.get("holder")
     if found is None:
         return None
-    if (holder := Holder.parse(_dump(found).encode())) is None:
+    if (holder := Holder.parse(compact_json(found).encode())) is None:
         raise ValueError(f"holder: expected a process, found {found!r:.100}")
     return holder
 
@@ -222,7 +220,3 @@ def _steps(found: list[Any]) -> list[int]:
     if not all(type(step) is int and 0 <= step < 1 << 63 for step in found):
         raise ValueError(f"pinned: expected steps, found {found!r:.40}")
     return found
-
-
-def _dump(value: Any) -> str:
-    return json.dumps(value, allow_nan=False, separators=(",", ":"))

@@ -13,7 +13,6 @@ the head that is replaced; so once a pin has been written, no job removes the st
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -42,6 +41,7 @@ from torchtitan_lite.errors import (
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout, rollbacks
 from torchtitan_lite.store.holder import HolderSeen
+from torchtitan_lite.store.json_record import json_bytes
 from torchtitan_lite.store.lease import LeaseClock
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
 from torchtitan_lite.store.place import ObjectPlace, Place
@@ -301,9 +301,9 @@ class BucketStore(StoresCheckpoints):
         return None
 
     def _write_findings(self, place: ObjectPlace, step: int, findings: Sequence[str]) -> None:
-        text = json.dumps({"step": step, "findings": list(findings)}, indent=2) + "\n"
+        text = json_bytes({"step": step, "findings": list(findings)}, indent=2)
         try:
-            self._objects.put(f"{place.name}/{layout.FINDINGS}", text.encode())
+            self._objects.put(f"{place.name}/{layout.FINDINGS}", text)
         except OSError as error:
             logger.warning("Could not write %s/%s: %s", place, layout.FINDINGS, error)
 
