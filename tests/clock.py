@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from torchtitan_lite.bucket.head_file import BucketClock
+from torchtitan_lite.store.lease import LeaseClock
 
 
 class Clock:
@@ -32,9 +32,9 @@ class Clock:
         self._during(seconds)
 
     @property
-    def of_a_bucket(self) -> BucketClock:
+    def of_a_bucket(self) -> LeaseClock:
         """For a store; its hearts beat once and stop."""
-        return BucketClock(self.sleep, self, self, _stop)
+        return LeaseClock(self.sleep, self, self, _stop)
 
 
 def _stop(event: threading.Event, seconds: float) -> bool:

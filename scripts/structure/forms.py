@@ -26,18 +26,19 @@ PROTOCOLS = {
 """What processes say to one another, with the modules that open sockets or pickle what is sent."""
 
 RECORDS = {
-    "manifest.json and the record of a rank": ("store.manifest", "store.files_of_ranks"),
+    "lines of JSON under a digest: manifest.json, the record of a rank, head.json of a bucket": (
+        "store.manifest",
+        "store.files_of_ranks",
+    ),
     ".metadata and the items of a data file, as DCP has them": (
         "checkpoint.format.torch_item",
         "checkpoint.planning.object_items",
     ),
-    "head.json of a bucket": ("bucket.head_text",),
     "the lock of a folder": ("store.holder",),
-    "pins": ("store.pins",),
-    "rollbacks": ("store.rollbacks",),
-    "findings of what was set aside": ("store.retired", "bucket.store"),
-    "digests of files that verify --record keeps": ("store.verified",),
-    "what was uploaded": ("uploading.record",),
+    "one JSON object in a file: pins, rollbacks, uploads, what verify found, why a checkpoint was set aside": (
+        "store.json_record",
+        "store.verified",
+    ),
     "the card of an image in memory": ("checkpoint.images.card",),
     "lines of JSON: metrics, events, samples, the ledger": ("disk.json_lines", "metrics.ledger"),
     "config.json of a run": ("config.manager",),

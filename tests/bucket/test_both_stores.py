@@ -26,10 +26,11 @@ from torchtitan_lite.errors import (
 from torchtitan_lite.events import ignore
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.housekeeping import Housekeeping
+from torchtitan_lite.store.lease import Lease
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.place import ObjectPlace
-from torchtitan_lite.store.protocol import HoldsFolder, StoresCheckpoints
+from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.retention import KeepLatest
 from torchtitan_lite.stores import open_store
 
@@ -41,7 +42,7 @@ class Folder:
     """A folder of checkpoints, and what a fault can do to its files."""
 
     address: str
-    leases: list[HoldsFolder] = field(default_factory=list)
+    leases: list[Lease] = field(default_factory=list)
 
     def open(self) -> StoresCheckpoints:
         """Return a store that knows nothing of the others."""

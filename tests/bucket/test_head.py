@@ -9,7 +9,7 @@ import pytest
 
 from tests.store.filled import later_format
 from torchtitan_lite.bucket.head import Entry, Head, Status
-from torchtitan_lite.bucket.head_text import WrongDigest, parse, to_text
+from torchtitan_lite.bucket.head_file import WrongDigest, parse, to_text
 from torchtitan_lite.errors import FormatTooNew, FormatTooOld
 from torchtitan_lite.store.holder import Holder
 from torchtitan_lite.store.manifest import CheckpointKind, seal

@@ -12,12 +12,13 @@ from tests.bucket.memory_objects import Bucket, Fate, MemoryObjects, Request
 from tests.bucket.saving import new_job, new_store, no_probe, pin, save, started, write
 from tests.clock import Clock
 from torchtitan_lite.bucket.head import Head
-from torchtitan_lite.bucket.head_file import BucketClock, HeadFile
+from torchtitan_lite.bucket.head_file import HeadFile
 from torchtitan_lite.bucket.lease import BucketLease
 from torchtitan_lite.bucket.naming import HEAD, beat_key
 from torchtitan_lite.bucket.objects import ConditionFailed, Objects, StoreUnavailable
 from torchtitan_lite.errors import FolderInUse, FolderUnusable, LeaseLost
 from torchtitan_lite.store.holder import Holder
+from torchtitan_lite.store.lease import LeaseClock
 
 
 def held_elsewhere(bucket: Bucket, beat_seconds: float = 10.0) -> Head:
@@ -25,7 +26,7 @@ def held_elsewhere(bucket: Bucket, beat_seconds: float = 10.0) -> Head:
     mine = Holder.this_process("theirs", 1e9)
     theirs = replace(mine, host="elsewhere", space="another boot", pid=mine.pid + 1)
     head = Head().taken_by(theirs, beat_seconds)
-    HeadFile(MemoryObjects(bucket), BucketClock()).write(head, None)
+    HeadFile(MemoryObjects(bucket), LeaseClock()).write(head, None)
     bucket.put(beat_key(1), b"beat 1")
     return head
 
@@ -41,7 +42,7 @@ def lease_of(
 
 
 def head_of(bucket: Bucket) -> Head:
-    return HeadFile(MemoryObjects(bucket), BucketClock()).read()[0]
+    return HeadFile(MemoryObjects(bucket), LeaseClock()).read()[0]
 
 
 def test_a_new_folder_is_taken_at_once(bucket: Bucket) -> None:
@@ -68,7 +69,7 @@ def test_a_folder_that_was_given_up_is_taken_at_once(bucket: Bucket) -> None:
 
 def test_a_folder_of_a_process_that_has_ended_is_taken_at_once(bucket: Bucket) -> None:
     ended = replace(Holder.this_process("theirs", 1e9), started=1)
-    HeadFile(MemoryObjects(bucket), BucketClock()).write(Head().taken_by(ended, 10.0), None)
+    HeadFile(MemoryObjects(bucket), LeaseClock()).write(Head().taken_by(ended, 10.0), None)
     lease, time, _ = lease_of(bucket)
     lease.take()
     assert time.slept == [] and head_of(bucket).epoch == 2
@@ -94,7 +95,7 @@ def test_a_holder_that_beats_keeps_its_folder(bucket: Bucket) -> None:
 def test_a_holder_that_commits_lives(bucket: Bucket) -> None:
     """Its heartbeat may be what hangs."""
     held_elsewhere(bucket)
-    file = HeadFile(MemoryObjects(bucket), BucketClock())
+    file = HeadFile(MemoryObjects(bucket), LeaseClock())
     other = started(Bucket())
     save(other.store, 5)
     committed = other.store.head().entries
@@ -132,7 +133,7 @@ def test_a_start_waits_for_three_beats_of_the_holder(bucket: Bucket) -> None:
 
 def test_a_folder_that_is_given_up_meanwhile_is_taken(bucket: Bucket) -> None:
     held_elsewhere(bucket)
-    file = HeadFile(MemoryObjects(bucket), BucketClock())
+    file = HeadFile(MemoryObjects(bucket), LeaseClock())
     lease, time, _ = lease_of(bucket, lambda seconds: file.change(lambda head: head.released()))
     lease.take()
     assert len(time.slept) == 1
@@ -141,7 +142,7 @@ def test_a_folder_that_is_given_up_meanwhile_is_taken(bucket: Bucket) -> None:
 def test_a_folder_that_another_start_takes_meanwhile_is_in_use(bucket: Bucket) -> None:
     held_elsewhere(bucket)
     other = replace(Holder.this_process("third", 1e9), host="third", space="third boot")
-    file = HeadFile(MemoryObjects(bucket), BucketClock())
+    file = HeadFile(MemoryObjects(bucket), LeaseClock())
     lease, _, _ = lease_of(bucket, lambda seconds: file.change(lambda head: head.taken_by(other, 10.0)))
     with pytest.raises(FolderInUse, match="in use by run third"):
         lease.take()

@@ -9,8 +9,8 @@ import pytest
 from tests.bucket import proxy as proxies
 from tests.bucket.proxy import Proxy, Request, where
 from tests.examples import mostly_slow
+from torchtitan_lite.bucket.identity import probe
 from torchtitan_lite.bucket.obstore_objects import ObstoreObjects, connect
-from torchtitan_lite.bucket.probe import probe
 from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.errors import FolderUnusable
 

@@ -38,8 +38,9 @@ from torchtitan_lite.errors import (
     SaveFailed,
 )
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.lease import Lease
 from torchtitan_lite.store.manifest import Manifest
-from torchtitan_lite.store.protocol import HoldsFolder, KeepsPins, StoresCheckpoints
+from torchtitan_lite.store.protocol import KeepsPins, StoresCheckpoints
 
 OTHERS = {"notes.txt": b"mine", "step-5/__0_0.distcp": b"theirs", "step-007.0123456789abcdef/x": b"", "beat-x": b""}
 
@@ -50,7 +51,7 @@ def steps(job: Job) -> list[int]:
 
 def test_it_is_what_a_run_asks_of_its_folder(job: Job) -> None:
     store: StoresCheckpoints = job.store
-    lease: HoldsFolder = job.lease
+    lease: Lease = job.lease
     pins: KeepsPins = store.pins
     assert store.identity == store.address == "s3://bucket/run"
     assert lease.token and pins.read() == frozenset()

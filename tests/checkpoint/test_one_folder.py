@@ -21,7 +21,7 @@ from torchtitan_lite.config.own_loop import loop_config
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.disk.mounts import mount_of
 from torchtitan_lite.errors import FolderNotShared
-from torchtitan_lite.store.lease import Lease
+from torchtitan_lite.store.lease import FolderLease
 from torchtitan_lite.store.store import CheckpointStore
 
 HOST = platform.node()
@@ -116,7 +116,7 @@ def test_a_folder_in_a_store_is_known_as_one(tmp_path: Path, key: str, on_disk: 
 
 
 def test_a_view_that_is_late_is_waited_for(tmp_path: Path) -> None:
-    here, elsewhere = Lease(tmp_path / "here", run_id="r"), Lease(tmp_path / "elsewhere", run_id="r")
+    here, elsewhere = FolderLease(tmp_path / "here", run_id="r"), FolderLease(tmp_path / "elsewhere", run_id="r")
     here.take()
     seconds = [0.0]
 

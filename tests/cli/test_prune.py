@@ -247,8 +247,8 @@ def test_a_malformed_file_of_pins_is_named_and_nothing_goes(tmp_path: Path, said
 def test_a_job_that_holds_the_folder_is_named_and_nothing_goes(tmp_path: Path, said: Said) -> None:
     fill(tmp_path, 1, 2)
     holds = (
-        "import sys; from pathlib import Path; from torchtitan_lite.store.lease import Lease\n"
-        "lease = Lease(Path(sys.argv[1]), run_id='trains', heartbeat_seconds=0.1); lease.take()\n"
+        "import sys; from pathlib import Path; from torchtitan_lite.store.lease import FolderLease\n"
+        "lease = FolderLease(Path(sys.argv[1]), run_id='trains', heartbeat_seconds=0.1); lease.take()\n"
         "print('held', flush=True); sys.stdin.read(); lease.release()"
     )
     command = [sys.executable, "-c", holds, str(tmp_path)]

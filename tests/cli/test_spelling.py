@@ -43,7 +43,7 @@ def test_a_relative_folder_stays_relative(
     def in_use(root: Path, **_: Any) -> None:
         raise FolderInUse(str(root), "run trains")
 
-    monkeypatch.setattr("torchtitan_lite.store.store.Lease", in_use)
+    monkeypatch.setattr("torchtitan_lite.store.store.FolderLease", in_use)
     code, out, err = said(*argv)
     assert code and out == ""
     assert named in err and str(tmp_path) not in err
@@ -63,7 +63,7 @@ def test_the_note_of_a_wait_names_the_folder_as_given(
 
     fill(tmp_path / "run", 1, 2)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("torchtitan_lite.store.store.Lease", SilentJob)
+    monkeypatch.setattr("torchtitan_lite.store.store.FolderLease", SilentJob)
     _, _, err = said("prune", "run", "--keep-latest", 1)
     assert err.splitlines()[0] == "note: a silent job has run; waiting up to 30 s to see whether it lives"
 

@@ -36,6 +36,15 @@ def test_a_write_that_is_cut_before_its_end_leaves_the_old_contents(tmp_path: Pa
     assert (path.read_bytes(), names(tmp_path)) == (b"newer", ["metrics.jsonl"])
 
 
+def test_a_link_in_the_place_of_the_temporary_file_is_not_followed(tmp_path: Path) -> None:
+    (outside := tmp_path / "outside").write_bytes(b"untouched")
+    (folder := tmp_path / "folder").mkdir()
+    (folder / ".pins.json.tmp").symlink_to(outside)
+    durable.write_atomically(folder / "pins.json", b"new")
+    assert (outside.read_bytes(), (folder / "pins.json").read_bytes()) == (b"untouched", b"new")
+    assert names(folder) == ["pins.json"]
+
+
 def test_writing_into_a_missing_folder_raises(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
         durable.write_atomically(tmp_path / "nowhere" / "file", b"")

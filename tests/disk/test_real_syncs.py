@@ -19,7 +19,7 @@ from tests.store.filled import begun, manifest_of, without_token
 from torchtitan_lite.disk.block_writer import Bounced, FileSource, write_blocks
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import Durable
-from torchtitan_lite.store.lease import Lease
+from torchtitan_lite.store.lease import FolderLease
 from torchtitan_lite.store.manifest import CheckpointInfo
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -251,7 +251,7 @@ def test_a_recovery_syncs_what_it_found_before_it_removes_anything_for_it(root: 
 
 
 def test_the_lock_file_is_complete_on_the_disk_before_it_has_its_name(root: Path, syncs: Syncs) -> None:
-    lease = Lease(root / "checkpoint", run_id="ours")
+    lease = FolderLease(root / "checkpoint", run_id="ours")
     lease.take()
     num_bytes = (root / "checkpoint" / "writer.lock").stat().st_size
     lease.release()

@@ -15,9 +15,8 @@ import pytest
 
 from tests.keeper.listening import listening
 from torchtitan_lite.errors import KeeperUnavailable
-from torchtitan_lite.keeper import messages, place
-from torchtitan_lite.keeper.client import Keeper
-from torchtitan_lite.keeper.place import socket_path
+from torchtitan_lite.keeper import client, messages
+from torchtitan_lite.keeper.client import Keeper, socket_path
 
 Image = tuple[int, int]
 Reply = tuple[bytes, Sequence[int]]
@@ -281,9 +280,9 @@ def test_hosts_that_share_a_folder_have_sockets_of_their_own(
     asking: Keeper, path: Path, runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "boot_id").write_bytes(b"another")
-    monkeypatch.setattr(place, "_BOOT_ID", tmp_path / "boot_id")
+    monkeypatch.setattr(client, "_BOOT_ID", tmp_path / "boot_id")
     assert socket_path(tmp_path, runtime) != path
-    monkeypatch.setattr(place, "_BOOT_ID", tmp_path / "missing")
+    monkeypatch.setattr(client, "_BOOT_ID", tmp_path / "missing")
     assert socket_path(tmp_path, runtime) != path
 
 

@@ -12,8 +12,7 @@ import pytest
 from tests.descriptors import opened
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.keeper import messages
-from torchtitan_lite.keeper.client import Keeper
-from torchtitan_lite.keeper.place import socket_path
+from torchtitan_lite.keeper.client import Keeper, socket_path
 
 Image = tuple[int, int]
 OTHER_USER = 65534

@@ -19,8 +19,7 @@ from tests.descriptors import opened
 from tests.keepers import has_ended, keepers_in
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.keeper import process
-from torchtitan_lite.keeper.client import Keeper
-from torchtitan_lite.keeper.place import socket_path
+from torchtitan_lite.keeper.client import Keeper, socket_path
 
 Image = tuple[int, int]
 MIB = 1 << 20

@@ -23,7 +23,7 @@ from tests.store.crashing import Crash, Cut
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.errors import FolderInUse, LeaseLost
 from torchtitan_lite.store.holder import Holder
-from torchtitan_lite.store.lease import Lease, LeaseClock
+from torchtitan_lite.store.lease import FolderLease, Lease, LeaseClock
 from torchtitan_lite.store.store import CheckpointStore
 
 BEAT_SECONDS = 0.02
@@ -31,7 +31,7 @@ PROCESS = f"""
 import os, sys
 from pathlib import Path
 from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.store.lease import Lease
+from torchtitan_lite.store.lease import FolderLease
 
 def release_in_a_fork(lease):
     pid = os.fork()
@@ -46,7 +46,7 @@ for line in sys.stdin:
     try:
         if command == "take":
             seconds = float(arguments[1]) if len(arguments) > 1 else 30
-            lease = Lease(
+            lease = FolderLease(
                 Path(arguments[0]), run_id="theirs", timeout_seconds=seconds, heartbeat_seconds={BEAT_SECONDS}
             )
             lease.take()
@@ -123,7 +123,7 @@ def new_lease(root: Path) -> Iterator[Callable[..., Lease]]:
         def new(**settings: object) -> Lease:
             defaults = {"run_id": "ours", "timeout_seconds": 3, "heartbeat_seconds": 1}
             settings["clock"] = LeaseClock(settings.pop("sleep", lambda seconds: None), settings.pop("now", time.time))
-            lease = Lease(root, **(defaults | settings))  # type: ignore[arg-type]  # a few of many parameters
+            lease = FolderLease(root, **(defaults | settings))  # type: ignore[arg-type]  # a few of many parameters
             stack.callback(lease.release)
             return lease
 
@@ -191,7 +191,7 @@ def test_a_folder_is_refused_while_its_holder_lives_and_the_message_names_the_ho
     assert process.do(f"take {root}") == "done"
     holder = holder_of(root)
     with pytest.raises(FolderInUse) as refused:
-        Lease(root, run_id="ours", heartbeat_seconds=BEAT_SECONDS).take()
+        FolderLease(root, run_id="ours", heartbeat_seconds=BEAT_SECONDS).take()
     assert holder is not None
     message = str(refused.value)
     for part in (str(root), "run theirs", f"process {process.pid} on {holder.host}", "since 2", "--job.dump_folder"):

@@ -1,39 +1,37 @@
-"""`head.json` in an object store: read, and replaced on condition.
+"""`head.json` in an object store: its text, read, and replaced on condition.
 
 A swap names the version that it was computed from, so it is carried out upon exactly that one or refused. An answer may
 be lost after the swap was carried out, and a client that repeats the request then reports a refusal. So after every
 failure the head is read again, and the change is made once more of what is there: a change that is in it already
 changes nothing.
+
+The text is plain JSON, a line for each checkpoint, the last line the digest of everything before it. So damage differs
+from what another version of this package writes: the first has a wrong digest and can be rebuilt, the second must not
+be touched.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import threading
-import time
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any
 
 from torchtitan_lite.bucket import naming
-from torchtitan_lite.bucket.head import Head
-from torchtitan_lite.bucket.head_text import WrongDigest, parse, to_text
+from torchtitan_lite.bucket.head import Entry, Head, Status
 from torchtitan_lite.bucket.objects import Condition, ConditionFailed, Objects, StoreUnavailable
 from torchtitan_lite.errors import FolderUnusable
+from torchtitan_lite.store.format_version import FORMAT, check_format, unknown_fields
+from torchtitan_lite.store.holder import Holder
+from torchtitan_lite.store.json_record import json_object
+from torchtitan_lite.store.lease import LeaseClock
+from torchtitan_lite.store.manifest import CheckpointKind, compact_json, seal
+from torchtitan_lite.store.manifest_fields import number, value_of
 
 DEADLINE_SECONDS = 120.0
 """For one change with all its repetitions. Two deadlines of a request, so one that hung may be repeated."""
-
-
-class BucketClock(NamedTuple):
-    """How a store waits and reads the time."""
-
-    sleep: Callable[[float], None] = time.sleep
-    monotonic: Callable[[], float] = time.monotonic
-    now: Callable[[], float] = time.time
-    """Returns Unix seconds."""
-    wait: Callable[[threading.Event, float], bool] = threading.Event.wait
-    """Waits between two beats of a holder; returns whether it shall stop."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class FoundHead:
 class HeadFile:
     """The head of the folder of `objects`. Any thread."""
 
-    def __init__(self, objects: Objects, clock: BucketClock) -> None:
+    def __init__(self, objects: Objects, clock: LeaseClock) -> None:
         self.path = f"{objects.address}/{naming.HEAD}"
         self._objects = objects
         self._clock = clock
@@ -124,3 +122,101 @@ class HeadFile:
 def _pauses() -> Iterator[float]:
     """Yield the seconds to wait before each repetition."""
     yield from itertools.chain((0.0, 0.1, 0.5, 2.0), itertools.repeat(5.0))
+
+
+_FIELDS = frozenset({"epoch", "change", "holder", "beat_seconds", "pinned", "checkpoints", "digest"})
+_FIELDS_OF_ENTRY = frozenset({"step", "attempt", "kind", "run_id", "digest", "status", "findings"})
+_DIGEST = b',\n"digest": "'
+
+
+class WrongDigest(ValueError):
+    """The text does not end with its own digest."""
+
+
+def to_text(head: Head) -> bytes:
+    """Return the contents of head.json; equal heads give equal bytes."""
+    lines = {
+        **FORMAT,
+        **head.unknown,
+        "epoch": head.epoch,
+        "change": head.change,
+        "holder": None if head.holder is None else dataclasses.asdict(head.holder),
+        "beat_seconds": float(head.beat_seconds),
+        "pinned": sorted(head.pinned),
+    }
+    texts = [f'"{name}": {compact_json(value)}' for name, value in lines.items()]
+    entries = ",\n".join(compact_json(_entry_json(entry)) for entry in head.entries)
+    return seal(("{\n" + ",\n".join([*texts, f'"checkpoints": [\n{entries}\n]'])).encode())
+
+
+def parse(data: bytes, path: str) -> Head:
+    """Return the head in `data`, the contents of `path`.
+
+    Raises WrongDigest if it was changed or cut, FormatTooNew, FormatTooOld, and ValueError that names a wrong field.
+    """
+    text, _, _ = data.rpartition(_DIGEST)
+    if not text or seal(text) != data:
+        raise WrongDigest("its last line is not its digest")
+    document = json_object(data)
+    check_format(document, path)
+    return Head(
+        epoch=number(document, "epoch", 0),
+        change=number(document, "change", 0),
+        holder=_holder(document),
+        beat_seconds=_beat_seconds(document),
+        pinned=frozenset(_steps(value_of(document, "pinned", list))),
+        entries=tuple(_entry(each) for each in value_of(document, "checkpoints", list)),
+        unknown=unknown_fields(document, _FIELDS),
+    )
+
+
+def _entry_json(entry: Entry) -> dict[str, Any]:
+    document = {
+        "step": entry.step,
+        "attempt": entry.attempt,
+        "kind": entry.kind.value,
+        "run_id": entry.run_id,
+        "digest": entry.digest,
+        "status": entry.status.value,
+    }
+    return document | ({"findings": list(entry.findings)} if entry.findings else {}) | dict(entry.unknown)
+
+
+def _entry(document: Any) -> Entry:
+    if not isinstance(document, dict):
+        raise ValueError(f"checkpoints: expected objects, found {document!r:.40}")
+    attempt = value_of(document, "attempt", str)
+    if not naming.is_attempt(attempt):
+        raise ValueError(f"attempt: expected 16 hex digits, found {attempt!r:.40}")
+    return Entry(
+        step=number(document, "step", 0),
+        attempt=attempt,
+        kind=CheckpointKind(value_of(document, "kind", str)),
+        run_id=value_of(document, "run_id", str),
+        digest=value_of(document, "digest", str),
+        status=Status(value_of(document, "status", str)),
+        findings=tuple(str(each) for each in document.get("findings", ())),
+        unknown=unknown_fields(document, _FIELDS_OF_ENTRY),
+    )
+
+
+def _holder(document: dict[str, Any]) -> Holder | None:
+    found = document.get("holder")
+    if found is None:
+        return None
+    if (holder := Holder.parse(compact_json(found).encode())) is None:
+        raise ValueError(f"holder: expected a process, found {found!r:.100}")
+    return holder
+
+
+def _beat_seconds(document: dict[str, Any]) -> float:
+    found = value_of(document, "beat_seconds", float)
+    if not 0 <= found < math.inf:
+        raise ValueError(f"beat_seconds: expected seconds, found {found}")
+    return found
+
+
+def _steps(found: list[Any]) -> list[int]:
+    if not all(type(step) is int and 0 <= step < 1 << 63 for step in found):
+        raise ValueError(f"pinned: expected steps, found {found!r:.40}")
+    return found

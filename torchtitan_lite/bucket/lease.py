@@ -2,34 +2,29 @@
 
 The folder is held by the job that its head names, with an epoch that no earlier holder had. Taking it is a swap of the
 head, and so is everything that a holder makes visible; so a holder that was fenced off cannot, however long it was
-stopped. That it lives is shown by an object of its epoch which it writes again and again. Another start watches by its
-own clock whether that changes: no two clocks are ever compared, and time in which the store did not answer does not
-count.
+stopped. That it lives is shown by an object of its epoch which it writes again and again.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-import os
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, suppress
 from typing import NamedTuple
 
 from torchtitan_lite import faults
 from torchtitan_lite.bucket import naming
 from torchtitan_lite.bucket.garbage import delete_attempt
 from torchtitan_lite.bucket.head import Entry, Head
-from torchtitan_lite.bucket.head_file import BucketClock, FoundHead, HeadFile
-from torchtitan_lite.bucket.identity import make_id
+from torchtitan_lite.bucket.head_file import FoundHead, HeadFile
+from torchtitan_lite.bucket.identity import make_id, probe
 from torchtitan_lite.bucket.objects import Condition, ConditionFailed, Objects, StoreUnavailable
-from torchtitan_lite.bucket.probe import probe
 from torchtitan_lite.bucket.recovery import highest_beat, rebuilt
 from torchtitan_lite.errors import CheckpointError, FolderInUse, LeaseLost
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.holder import Holder
+from torchtitan_lite.store.lease import Lease, LeaseClock, LockSeen
 
 BEAT_SECONDS = 10.0
 """A request each; rare enough to cost nothing, in money either."""
@@ -56,42 +51,8 @@ class Sign(NamedTuple):
     entries: tuple[Entry, ...]
 
 
-@dataclass(frozen=True)
-class Standing:
-    """How it stands with a folder that another start wants."""
-
-    found: FoundHead
-    sign: Sign
-
-    @property
-    def holder(self) -> Holder | None:
-        """Return the job that holds it, as far as known."""
-        return None if self.found.head is None else self.found.head.holder
-
-    @property
-    def holder_name(self) -> str:
-        """Return the job that may hold it, in words."""
-        return "an unknown job" if self.found.head is None else self.found.head.holder_name
-
-    def is_free_for(self, mine: Holder) -> bool:
-        """Return whether no job writes the folder, for certain."""
-        if self.found.head is None:
-            return self.sign.beat is None
-        # The older store of this very process was dropped without close(), as in notebooks; its claim is outdated then.
-        holder = self.holder
-        return holder is None or holder.has_ended() or holder.is_same_process_as(mine)
-
-    def patience_seconds(self, timeout_seconds: float) -> float:
-        """Return how long the holder must be silent, by its own beats or by ours, whichever is slower."""
-        beat_seconds = 0.0 if self.found.head is None else self.found.head.beat_seconds
-        return max(timeout_seconds, BEATS_OF_SILENCE * beat_seconds)
-
-
-class BucketLease:
-    """The right to write the folder of `objects`. **Coordinator only**.
-
-    `timeout_seconds`: how long a holder must be silent before another job takes over, if nothing else is known of it.
-    """
+class BucketLease(Lease):
+    """The lease of the folder of `objects`, in whose head `file` the holder stands."""
 
     def __init__(
         self,
@@ -100,56 +61,25 @@ class BucketLease:
         *,
         run_id: str,
         timeout_seconds: float = BEATS_OF_SILENCE * BEAT_SECONDS,
-        clock: BucketClock | None = None,
+        clock: LeaseClock | None = None,
         probe: Callable[[Objects], None] = probe,
     ) -> None:
+        beat_seconds = min(BEAT_SECONDS, timeout_seconds / BEATS_OF_SILENCE)
+        super().__init__(objects.address, run_id, timeout_seconds, beat_seconds, clock)
         self._objects = objects
         self._file = file
-        self._run_id = run_id
-        self._timeout_seconds = timeout_seconds
-        self._beat_seconds = min(BEAT_SECONDS, timeout_seconds / BEATS_OF_SILENCE)
-        self._clock = clock or BucketClock()
         self._probe = probe
-        self._heart: _BucketHeart | None = None
-
-    def take(self) -> None:
-        """Take the folder and show that this job lives until `release`; do nothing if this lease has it already.
-
-        Takes over at once from a process that is known to have ended, and from this very process; from any other holder
-        after its silence. Blocks for that long. A head that is lost or damaged is made again from the manifests, after
-        the same silence. Raises FolderInUse as soon as the holder shows that it lives, FolderUnusable where the store
-        ignores conditions, and OSError.
-        """
-        if self._heart is not None:
-            return
-        make_id(self._objects, self._probe)
-        mine = Holder.this_process(self._run_id, self._clock.now())
-        epoch = self._contend(mine)
-        self._heart = _BucketHeart(self._objects, mine, epoch, self._beat_seconds, self._clock)
-        self._heart.start()
+        self._epoch = 0
+        self.not_renewed = f"Could not show in {objects.address} that this job lives"
+        self.not_released = f"Could not give {file.path} up"
 
     @property
     def claim(self) -> Claim | None:
         """What the holder shows with each change; None unless between `take` and `release`."""
         heart = self._heart
-        return None if heart is None else Claim(heart.epoch, heart.holder.token)
-
-    @property
-    def token(self) -> str:
-        """The random token in the head. Between `take` and `release`."""
-        assert self._heart is not None, "token before take()"
-        return self._heart.holder.token
-
-    @property
-    def timeout_seconds(self) -> float:
-        """How long a holder must be silent before another job takes over."""
-        return self._timeout_seconds
+        return None if heart is None else Claim(self._epoch, heart.holder.token)
 
     def is_visible(self, token: str) -> bool:
-        """Return whether this host reads a head with `token`. **Any rank**; changes nothing.
-
-        Raises OSError where the store does not let this host read: it is no other folder then.
-        """
         try:
             holder = self._file.read()[0].holder
         except (FileNotFoundError, CheckpointError):
@@ -157,81 +87,57 @@ class BucketLease:
         return holder is not None and holder.token == token
 
     def check(self) -> None:
-        """Raise LeaseLost unless the folder is still ours, OSError if that could not be read. Any thread.
-
-        Between `take` and `release`. No commit relies on it: it finds out early.
-        """
+        """Raise LeaseLost unless the folder is still ours. No commit relies on it: it finds out early."""
         assert self.claim is not None, "check() before take()"
         try:
             refuse_others(self._file.read()[0], self.claim, self._objects.address)
         except FileNotFoundError:
             raise head_is_gone(self._objects.address) from None
 
-    def release(self) -> None:
-        """Give the folder up, if it is still ours; a head that stays is a warning. Idempotent."""
-        heart, self._heart = self._heart, None
-        # A forked child has this object, too, but holds nothing.
-        if heart is None or heart.holder.pid != os.getpid():
-            return
-        heart.stop()
-        claim = Claim(heart.epoch, heart.holder.token)
-        try:
-            self._file.change(lambda head: head.released() if head.is_held_by(*claim) else head)
-        except (OSError, CheckpointError) as error:
-            logger.warning("Could not give %s up: %s; the next job sees that this one ended", self._file.path, error)
+    def _prepare(self) -> None:
+        make_id(self._objects, self._probe)
 
-    def _contend(self, mine: Holder) -> int:
-        """Make the folder ours; return its epoch. Raises FolderInUse."""
-        watched: Sign | None = None
-        waited, lost = 0.0, 0
-        while True:
-            standing = self._look()
-            is_free = standing.is_free_for(mine)
-            if is_free or (standing.sign == watched and waited >= standing.patience_seconds(self._timeout_seconds)):
-                if (epoch := self._succeed(standing, mine)) is not None:
-                    self._log_succession(standing, mine, waited)
-                    return epoch
-                lost += 1
-                watched = watched or standing.sign
-                if lost < _MOST_SWAPS:
-                    continue
-            if watched is None:
-                watched = standing.sign
-                self._log_waiting(standing)
-            elif standing.sign != watched or lost >= _MOST_SWAPS:
-                raise FolderInUse(self._objects.address, standing.holder_name)
-            self._clock.sleep(self._beat_seconds / 2)
-            # Not the time that a look took: where the store hung, it hung for the holder, too.
-            waited += self._beat_seconds / 2
-
-    def _look(self) -> Standing:
+    def _look(self) -> LockSeen:
         found = self._file.look()
-        if found.head is None:
+        if (head := found.head) is None:
             epoch, beat = highest_beat(self._objects)
-            return Standing(found, Sign(epoch, "", beat, ()))
-        head, holder = found.head, found.head.holder
-        return Standing(found, Sign(head.epoch, holder.token if holder else "", self._beat_of(head), head.entries))
+            return LockSeen(found, None, "an unknown job", Sign(epoch, "", beat, ()), is_free=beat is None)
+        holder, beat = head.holder, None
+        if holder is not None:
+            with suppress(FileNotFoundError):
+                beat = self._objects.head(naming.beat_key(head.epoch)).condition
+        sign = Sign(head.epoch, "" if holder is None else holder.token, beat, head.entries)
+        # By its own beats or by ours, whichever is slower: the two jobs may have different settings.
+        silence_seconds = BEATS_OF_SILENCE * head.beat_seconds
+        return LockSeen(found, holder, head.holder_name, sign, holder is None, silence_seconds)
 
-    def _beat_of(self, head: Head) -> Condition | None:
-        if head.holder is None:
-            return None
-        try:
-            return self._objects.head(naming.beat_key(head.epoch)).condition
-        except FileNotFoundError:
-            return None
+    def _swap(self, seen: LockSeen, mine: Holder) -> bool:
+        """Return True once the head was swapped for one that names us. Raise FolderInUse if another job was faster.
 
-    def _succeed(self, standing: Standing, mine: Holder) -> int | None:
-        """Return our epoch after the head was swapped for one that names us; None if another version is there."""
-        found = standing.found
+        A head that is lost or damaged is made again from the manifests.
+        """
+        there = seen
+        for _ in range(_MOST_SWAPS):
+            if self._swap_once(there.found, mine):
+                return True
+            there = self._look()
+            if there.sign != seen.sign and not there.is_free_for(mine):
+                break
+        raise FolderInUse(self._objects.address, there.holder_name)
+
+    def _make_sure(self, mine: Holder) -> None:
+        """Do nothing: every job sees the same head."""
+
+    def _swap_once(self, found: FoundHead, mine: Holder) -> bool:
         head = (found.head or self._made_again(found)).taken_by(mine, self._beat_seconds)
+        self._epoch = head.epoch
         try:
             self._file.write(head, found.condition)
         except (ConditionFailed, FileNotFoundError, StoreUnavailable):
             # It may be ours for all that: the answer was lost, or the client tried again after it was.
             there = self._file.look().head
-            if there is None or not there.is_held_by(head.epoch, mine.token):
-                return None
-        return head.epoch
+            return there is not None and there.is_held_by(head.epoch, mine.token)
+        return True
 
     def _made_again(self, found: FoundHead) -> Head:
         head = rebuilt(self._objects)
@@ -245,21 +151,16 @@ class BucketLease:
             )
         return head
 
-    def _log_succession(self, standing: Standing, mine: Holder, waited: float) -> None:
-        holder, address = standing.holder, self._objects.address
-        if holder is not None and standing.is_free_for(mine):
-            how = "which has ended" if holder.has_ended() else "of this very process"
-            logger.info("Taking over %s from %s, %s", address, holder, how)
-        elif waited:
-            logger.warning("Taking over %s from %s: no sign of life for %g s", address, standing.holder_name, waited)
+    def _beat(self, holder: Holder, number: int) -> bool:
+        faults.point("heartbeat")
+        # Each one differs from the last, or the store would give it the same version.
+        text = f"{holder.token} {number + 1} {int(self._clock.now())}\n"
+        self._objects.put(naming.beat_key(self._epoch), text.encode())
+        return True
 
-    def _log_waiting(self, standing: Standing) -> None:
-        logger.info(
-            "%s is in use by %s. Waiting up to %g s to see whether it lives",
-            self._objects.address,
-            standing.holder_name,
-            standing.patience_seconds(self._timeout_seconds),
-        )
+    def _give_up(self, holder: Holder) -> None:
+        epoch = self._epoch
+        self._file.change(lambda head: head.released() if head.is_held_by(epoch, holder.token) else head)
 
 
 def refuse_others(head: Head, claim: Claim, address: str) -> None:
@@ -271,47 +172,6 @@ def refuse_others(head: Head, claim: Claim, address: str) -> None:
 def head_is_gone(address: str) -> LeaseLost:
     """Return the error of a holder whose head is not there any more."""
     return LeaseLost(address, _GONE)
-
-
-class _BucketHeart:
-    """Writes the beat of `epoch` at once and then every `seconds`, from a thread."""
-
-    def __init__(self, objects: Objects, holder: Holder, epoch: int, seconds: float, clock: BucketClock) -> None:
-        self.holder = holder
-        self.epoch = epoch
-        self._objects = objects
-        self._seconds = seconds
-        self._clock = clock
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"heartbeat of {objects.address}", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop the beats. One that hangs in the store is not waited for: it can do no harm."""
-        self._stopped.set()
-        self._thread.join(self._seconds)
-
-    def _run(self) -> None:
-        is_failing = False
-        for number in itertools.count(1):
-            try:
-                self._beat(number)
-                is_failing = False
-            except OSError as error:
-                # One failed beat does not lose the folder: another start waits for several, and a swap decides.
-                if not is_failing:
-                    logger.warning("Could not show in %s that this job lives: %s", self._objects.address, error)
-                is_failing = True
-            if self._clock.wait(self._stopped, self._seconds):
-                return
-
-    def _beat(self, number: int) -> None:
-        faults.point("heartbeat")
-        # Each one differs from the last, or the store would give it the same version.
-        text = f"{self.holder.token} {number} {int(self._clock.now())}\n"
-        self._objects.put(naming.beat_key(self.epoch), text.encode())
 
 
 @functools.cache

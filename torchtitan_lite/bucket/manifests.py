@@ -7,7 +7,6 @@ needs it gets the error, all others one warning. Any thread.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -20,13 +19,11 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import recorded_sizes
 from torchtitan_lite.store.known_manifests import describe
-from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
+from torchtitan_lite.store.manifest import CheckpointInfo, Manifest, last_digest_of
 from torchtitan_lite.store.place import ObjectPlace
 
 _AT_A_TIME = 16
 """Requests: each takes tens of milliseconds, even the smallest."""
-_LAST_LINE = re.compile(rb'\n"digest": "([0-9a-f]{32})"\n}\n')
-_LAST_LINE_BYTES = len('\n"digest": ""\n}\n') + 32
 
 
 class _ReadManifest(NamedTuple):
@@ -128,12 +125,6 @@ def size_findings(expected: Mapping[str, int], found: Mapping[str, int]) -> list
         for name, size in sorted(expected.items())
         if found.get(name) != size
     ]
-
-
-def last_digest_of(data: bytes) -> str:
-    """Return the digest in the last line of the manifest `data`; the empty string if it has none."""
-    match = _LAST_LINE.fullmatch(data, max(0, len(data) - _LAST_LINE_BYTES))
-    return match[1].decode() if match is not None else ""
 
 
 def _parsed(objects: Objects, place: ObjectPlace, step: int, digest: str) -> tuple[Manifest, str]:

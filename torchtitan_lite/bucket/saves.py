@@ -16,7 +16,7 @@ from torchtitan_lite.bucket import naming
 from torchtitan_lite.bucket.garbage import delete_attempt
 from torchtitan_lite.bucket.head import Entry, Head, Status
 from torchtitan_lite.bucket.lease import Claim, HeldHead
-from torchtitan_lite.bucket.manifests import AttemptManifests, last_digest_of, size_findings
+from torchtitan_lite.bucket.manifests import AttemptManifests, size_findings
 from torchtitan_lite.bucket.objects import ObjectPath, Objects
 from torchtitan_lite.bucket.recovery import ATTEMPT, EPOCH
 from torchtitan_lite.disk.digest import FileRecord
@@ -24,7 +24,7 @@ from torchtitan_lite.errors import CheckpointError, SaveFailed
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import recorded_sizes
-from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
+from torchtitan_lite.store.manifest import CheckpointInfo, Manifest, last_digest_of
 from torchtitan_lite.store.manifest_fields import DCP_METADATA
 from torchtitan_lite.store.place import ObjectPlace
 

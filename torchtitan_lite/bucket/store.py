@@ -4,31 +4,31 @@ For every reader and after any crash a step is a complete checkpoint or absent: 
 one swap of the head is the commit, the removal, the roll-back. Objects of a checkpoint are written once, under a name
 that no other save has, before the swap, and deleted after a swap. A swap is refused to a job that was fenced off. What
 an interrupted save left is in no head, and `recover` removes it.
+
+A checkpoint that was set aside becomes the one of its step again by one swap, too, which sets the branch aside that
+abandons one: a cut leaves the state before it or after. A step is retired only if it is not pinned in the version of
+the head that is replaced; so once a pin has been written, no job removes the step, and no lock is needed.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 from torchtitan_lite.bucket.garbage import KEPT_SECONDS, Inventory, remove, remove_beats, store_time
 from torchtitan_lite.bucket.head import Entry, Head, Status
-from torchtitan_lite.bucket.head_file import BucketClock, HeadFile
-from torchtitan_lite.bucket.identity import id_of, make_id
+from torchtitan_lite.bucket.head_file import HeadFile
+from torchtitan_lite.bucket.identity import id_of, make_id, probe
 from torchtitan_lite.bucket.lease import BucketLease, HeldHead
-from torchtitan_lite.bucket.manifests import AttemptManifests, size_findings
+from torchtitan_lite.bucket.manifests import AttemptManifests, read_manifest, size_findings
 from torchtitan_lite.bucket.naming import beat_key
 from torchtitan_lite.bucket.objects import Objects
 from torchtitan_lite.bucket.obstore_objects import connect
-from torchtitan_lite.bucket.probe import probe
-from torchtitan_lite.bucket.records import BucketPins, BucketRollbacks
 from torchtitan_lite.bucket.recovery import rebuilt
 from torchtitan_lite.bucket.s3_parts import S3Parts, parts_of
 from torchtitan_lite.bucket.saves import BucketSaves
-from torchtitan_lite.bucket.set_aside import BucketShelf
 from torchtitan_lite.bucket.upload import PART_BYTES, ObjectToUpload
 from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.block_writer import FileSource
@@ -39,33 +39,38 @@ from torchtitan_lite.errors import (
     SaveFailed,
 )
 from torchtitan_lite.log import logger
-from torchtitan_lite.store import layout
+from torchtitan_lite.store import layout, rollbacks
 from torchtitan_lite.store.holder import HolderSeen
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
-from torchtitan_lite.store.place import ObjectPlace
-from torchtitan_lite.store.protocol import nothing
+from torchtitan_lite.store.json_record import json_bytes
+from torchtitan_lite.store.lease import LeaseClock
+from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
+from torchtitan_lite.store.place import ObjectPlace, Place
+from torchtitan_lite.store.protocol import ABANDONED, CORRUPT, SetAside, StoresCheckpoints, nothing
+from torchtitan_lite.store.set_aside import branch_in_the_way
 
 
-def open_bucket(folder: str, clock: BucketClock | None = None) -> BucketStore:
+def open_bucket(folder: str, clock: LeaseClock | None = None) -> BucketStore:
     """Return the store at the address `folder`. Sends nothing. Raises ConfigError, and `ExtraMissing`."""
     return BucketStore(connect(parse_address(folder)), clock=clock)
 
 
-class BucketStore:
+class BucketStore(StoresCheckpoints):
     """The checkpoints in the folder of `objects`, which need not exist yet. Errors of the store are raised as OSError.
 
     What changes something is for the holder of the lease that was made here, and raises CheckpointError without it.
     """
 
+    root = None
+
     def __init__(
         self,
         objects: Objects,
         *,
-        clock: BucketClock | None = None,
+        clock: LeaseClock | None = None,
         probe: Callable[[Objects], None] = probe,
     ) -> None:
         self._objects = objects
-        self._clock = clock or BucketClock()
+        self._clock = clock or LeaseClock()
         self._probe = probe
         self._file = HeadFile(objects, self._clock)
         self._manifests = AttemptManifests(objects)
@@ -74,25 +79,17 @@ class BucketStore:
 
     @property
     def address(self) -> str:
-        """The folder as people write it."""
         return self._objects.address
 
     @property
     def identity(self) -> str:
-        """The same for every spelling of this folder, in this process."""
         return self._objects.address
 
     @property
-    def root(self) -> None:
-        """None: it is no folder on a disk."""
-
-    @property
     def writes_atomically(self) -> bool:
-        """Return True: an object is there or not."""
-        return True
+        return True  # An object is there or not.
 
     def place_of(self, name: str) -> ObjectPlace:
-        """Return the place of the checkpoint, or of the save, that is called `name` here. Any rank."""
         return ObjectPlace(self.address, name)
 
     @property
@@ -118,7 +115,6 @@ class BucketStore:
         return BucketShelf(self, self._objects, self._held)
 
     def lease(self, run_id: str, timeout_seconds: float) -> BucketLease:
-        """Return the lease of this folder, not yet taken. What this store changes then needs it. Any rank."""
         lease = BucketLease(
             self._objects,
             self._file,
@@ -139,7 +135,6 @@ class BucketStore:
             return HolderSeen(holder, math.inf)
 
     def folder_id(self, *, make: bool) -> str:
-        """Return the id of this folder, which `make` gives it if it has none; empty without one. Raises OSError."""
         return make_id(self._objects, self._probe) if make else id_of(self._objects)
 
     def head(self) -> Head:
@@ -147,19 +142,12 @@ class BucketStore:
         return self._file.look().head or rebuilt(self._objects)
 
     def listed(self) -> list[CheckpointInfo]:
-        """Return the same as `intact`: one head has all."""
-        return self.intact()
+        return self.intact()  # One head has all.
 
     def committed(self) -> list[CheckpointInfo]:
-        """Return every committed checkpoint that no other one abandons, by ascending step.
-
-        Raises FormatTooNew for a newer format. Where the head is lost or damaged, returns what the next start will find
-        in the manifests.
-        """
-        return self.intact()
+        return self.intact()  # What is abandoned loses its place with the commit that abandons it.
 
     def intact(self) -> list[CheckpointInfo]:
-        """Return the same as `committed`: what is abandoned loses its place with the commit that abandons it."""
         while True:
             kept = self.head().kept
             infos = self._manifests.intact(kept)
@@ -168,39 +156,9 @@ class BucketStore:
                 return infos
 
     def unmanaged(self) -> list[ObjectPlace]:
-        """Return nothing: what has no entry in the head is no checkpoint."""
-        return []
-
-    def latest(self, kind: CheckpointKind = CheckpointKind.FULL) -> CheckpointInfo | None:
-        """Return the committed checkpoint of `kind` with the highest step; None if there is none.
-
-        Logs a warning for each damaged one of a higher step.
-        """
-        latest = next((info for info in reversed(self.committed()) if info.kind is kind), None)
-        for step, error in self._errors_by_step().items():
-            if latest is None or step > latest.step:
-                logger.warning("Skipped step %d: %s", step, error)
-        return latest
-
-    def damaged(self) -> dict[int, CheckpointDamaged]:
-        """Return what is wrong with each step whose manifest is damaged, missing, or not what was committed."""
-        errors = self._errors_by_step()
-        return {step: error for step, error in errors.items() if isinstance(error, CheckpointDamaged)}
-
-    def unreadable(self) -> dict[int, CheckpointUnreadable]:
-        """Return the error of each step whose manifest could not be read, by step.
-
-        Nothing is known of these checkpoints.
-        """
-        errors = self._errors_by_step()
-        return {step: error for step, error in errors.items() if isinstance(error, CheckpointUnreadable)}
+        return []  # What has no entry in the head is no checkpoint.
 
     def get(self, step: int) -> CheckpointInfo:
-        """Return the committed checkpoint of `step`.
-
-        Raises CheckpointNotFound (also where another checkpoint abandons it), CheckpointDamaged, CheckpointUnreadable
-        or FormatTooNew.
-        """
         entry = self.head().kept_of(step)
         if entry is None:
             raise CheckpointNotFound(self.address, step, [info.step for info in self.committed()])
@@ -213,11 +171,6 @@ class BucketStore:
         return self.get(step)
 
     def check_sizes(self, info: CheckpointInfo) -> list[str]:
-        """Return what is wrong with the sizes of the files of `info`, one sentence each; empty if nothing is.
-
-        Changes nothing and reads nothing but the manifest. Raises FormatTooNew, and CheckpointUnreadable where the
-        store does not answer.
-        """
         name = info.path.name
         try:
             if (sizes := self._manifests.known_sizes(name)) is None:
@@ -243,30 +196,22 @@ class BucketStore:
         """
 
     def missing_bytes(self, wanted_bytes: int) -> int:
-        """Return 0: an object store has room."""
-        return 0
+        return 0  # An object store has room.
 
     def has_room(self, needed_bytes: int) -> bool:
-        """Return True: an object store has room."""
-        return True
+        return True  # As above.
 
     def begin(self, step: int) -> str:
-        """Return the name of a new save of `step`, for `new_file`. **Coordinator only**. Sends nothing."""
         return self._saves.begin(step)
 
     def resume(self, step: int, place: str) -> dict[str, int] | None:
-        """Continue the save of `step` that an earlier holder began at `place`. **Coordinator only**."""
         return self._saves.resume(step, place)
 
     def new_file(self, place: str, name: str) -> ObjectToUpload:
-        """Return the file `name` of the save that `begin` gave the name `place`. **Any rank**."""
         return ObjectToUpload(self.address, f"{place}/{name}")
 
     def send(self, place: str, name: str, source: FileSource) -> None:
-        """Write the file `name` of the save `place` from `source`, durably. **Coordinator only**.
-
-        Of a large one the parts that the store has already are not sent again, where `s3_parts` can do that.
-        """
+        # Of a large one the parts that the store has already are not sent again, where `s3_parts` can do that.
         new = self.new_file(place, name)
         if self._parts is not None and source.num_bytes > PART_BYTES:
             self._parts.upload(new.key, source)
@@ -274,7 +219,6 @@ class BucketStore:
             new.write(source)
 
     def remove_cut(self, kept: str) -> None:
-        """Remove the parts of files that were cut, but those of the save `kept`; "" for none. **Coordinator only**."""
         if self._parts is not None:
             self._parts.remove_all_but(kept)
 
@@ -283,21 +227,15 @@ class BucketStore:
         return parts_of(self.address)
 
     def add_metadata(self, place: str, data: bytes) -> None:
-        """Write DCP's `.metadata` of the save that `begin` gave the name `place`. **Coordinator only**."""
         self._saves.add_metadata(place, data)
 
     def commit(
         self, step: int, manifest: Manifest, fence: Callable[[], object] = nothing, *, place: str
     ) -> CheckpointInfo:
-        """Make the save `place` of `step` visible. **Coordinator only**.
+        """Make the save `place` of `step` visible. **Coordinator only**, after every rank has written its files.
 
-        Every rank has written its files by now.
-
-        `fence` raises if the folder belongs to another job by now; after it raised, nothing is changed. Raises
-        LeaseLost, with or without a fence, SaveFailed if the files are not those of the manifest, OSError if the store
-        fails: the checkpoint of `step` is then the old one, and `remove_staging` may follow. Also raises SaveFailed if
-        the store does not say what became of the commit: it is the old one or the new one then, complete. A replaced
-        checkpoint that cannot be removed after the commit is a warning.
+        Raises LeaseLost with or without a fence. After an OSError the checkpoint of `step` is the old one. Also raises
+        SaveFailed if the store does not say what became of the commit: it is the old one or the new one then, complete.
         """
         fence()
         run_id = manifest.lineage.run_id
@@ -307,17 +245,9 @@ class BucketStore:
         return self._saves.commit(place, manifest)
 
     def remove_staging(self, step: int, place: str) -> None:
-        """Remove what the failed save `place` of `step` left. **Coordinator only**.
-
-        No rank writes into it any more. What may be committed after all stays.
-        """
         self._saves.remove(place)
 
     def discard(self, info: CheckpointInfo) -> list[ObjectPlace]:
-        """Make the checkpoint of `info` absent for every reader, durably. **Coordinator only**.
-
-        Returns what is left of it, for `empty`: nothing if it is gone, pinned, or replaced by now.
-        """
         name = info.path.name
         was_kept: list[str] = []
 
@@ -331,15 +261,10 @@ class BucketStore:
         return [self.place_of(name)] if was_kept and is_retired else []
 
     def empty(self, trash: Sequence[ObjectPlace]) -> None:
-        """Remove what was discarded. **Coordinator only**; may run alongside anything but `recover`."""
         for place in trash:
             self._held.delete(place.name)
 
     def quarantine(self, step: int, findings: Sequence[str]) -> ObjectPlace:
-        """Set the damaged checkpoint of `step` aside with `findings`, durably, and return its place.
-
-        **Coordinator only**, after every rank has agreed. Nothing reads, counts or removes it there.
-        """
         if (entry := self._held.read().kept_of(step)) is None:
             raise CheckpointNotFound(self.address, step, [info.step for info in self.committed()])
         place = self.place_of(entry.name)
@@ -349,10 +274,6 @@ class BucketStore:
         return place
 
     def recover(self) -> list[ObjectPlace]:
-        """Finish or remove everything that cut saves and removals left. **Coordinator only**, before the first load.
-
-        Returns what was removed. Unknown names stay untouched.
-        """
         head, inventory = self._held.read(), Inventory.of(self._objects)
         retired = [entry.name for entry in head.entries if entry.status is Status.RETIRED]
         leftovers = [*(name for name in retired if name in inventory.latest), *self._strays(head, inventory)]
@@ -365,11 +286,10 @@ class BucketStore:
             self._held.change(lambda head: head.without(gone))
         return [self.place_of(name) for name in removed]
 
-    def _errors_by_step(self) -> dict[int, CheckpointDamaged | CheckpointUnreadable]:
-        """Return what is wrong with each checkpoint that the head lists, by step."""
+    def errors_by_step(self, above: int = -1) -> dict[int, CheckpointDamaged | CheckpointUnreadable]:
         while True:
             kept = self.head().kept
-            errors = {entry.step: error for entry in kept if (error := self._error_of(entry)) is not None}
+            errors = {each.step: error for each in kept if each.step > above and (error := self._error_of(each))}
             if not errors or self.head().kept == kept:
                 return errors
 
@@ -381,9 +301,9 @@ class BucketStore:
         return None
 
     def _write_findings(self, place: ObjectPlace, step: int, findings: Sequence[str]) -> None:
-        text = json.dumps({"step": step, "findings": list(findings)}, indent=2) + "\n"
+        text = json_bytes({"step": step, "findings": list(findings)}, indent=2)
         try:
-            self._objects.put(f"{place.name}/{layout.FINDINGS}", text.encode())
+            self._objects.put(f"{place.name}/{layout.FINDINGS}", text)
         except OSError as error:
             logger.warning("Could not write %s/%s: %s", place, layout.FINDINGS, error)
 
@@ -396,3 +316,98 @@ class BucketStore:
         kept_seconds = KEPT_SECONDS if lease is None else max(KEPT_SECONDS, lease.timeout_seconds)
         now = store_time(self._objects, beat_key(claim.epoch), f"{claim.token} looks at the time\n".encode())
         return inventory.strays(known, now - kept_seconds)
+
+
+_WHY = {Status.CORRUPT: CORRUPT, Status.ABANDONED: ABANDONED}
+
+
+class BucketShelf:
+    """What was set aside in `store`, whose head is `held`; see `Shelf`. **The caller holds the lease**."""
+
+    def __init__(self, store: StoresCheckpoints, objects: Objects, held: HeldHead) -> None:
+        self._store, self._objects, self._held = store, objects, held
+
+    def find(self, name: str) -> SetAside:
+        head = self._held.read()
+        entry = head.find(name)
+        if entry is None or entry.status not in _WHY:
+            there = ", ".join(entry.name for entry in head.entries if entry.status in _WHY)
+            finding = (
+                f"it is not set aside as damaged or abandoned ({self._store.address} has {there or 'nothing that is'})"
+            )
+            raise CheckpointNotFound(f"{self._store.address}/{name}", None, finding=finding)
+        place = ObjectPlace(self._objects.address, name)
+        manifest, _ = read_manifest(self._objects, place, entry.step, entry.digest)
+        return SetAside(place, entry.step, _WHY[entry.status], manifest)
+
+    def in_the_way(self, aside: SetAside) -> Place | None:
+        entry = self._held.read().kept_of(aside.step)
+        return None if entry is None else self._store.place_of(entry.name)
+
+    def bring_back(self, aside: SetAside, fence: Callable[[], object] = nothing) -> Sequence[Place]:
+        fence()
+        branch = {info.path.name for info in branch_in_the_way(self._store, aside)}
+
+        def brought_back(head: Head) -> Head:
+            return head.with_brought_back(aside.folder.name, branch)
+
+        self._held.change(brought_back)
+        try:
+            # It is undamaged: these findings are no longer true.
+            self._objects.delete([f"{aside.folder.name}/{layout.FINDINGS}"])
+        except OSError as error:
+            logger.warning("Could not delete %s/%s: %s", aside.folder, layout.FINDINGS, error)
+        return [self._store.place_of(name) for name in sorted(branch)]
+
+
+class BucketPins:
+    """The pinned steps in the head `file`. Every method raises OSError if they cannot be known."""
+
+    def __init__(self, file: HeadFile) -> None:
+        self.path = file.path
+        self._file = file
+
+    def read(self) -> frozenset[int]:
+        """Return the pinned steps; none in a new folder."""
+        try:
+            return self._file.read()[0].pinned
+        except FileNotFoundError:
+            return frozenset()
+
+    @contextmanager
+    def unchanged(self) -> Iterator[frozenset[int]]:
+        """Yield the pinned steps. One that is pinned in the block is not retired by a swap in it."""
+        yield self.read()
+
+    @contextmanager
+    def changing(self) -> Iterator[set[int]]:
+        """Yield the pinned steps, to be changed in the block; then write them, if they are others.
+
+        Raises FileNotFoundError in a folder without a head, and OSError: then they may be written or not.
+        """
+        # Without the lease: people pin while a job trains. That job's next swap reads them again.
+        before = self._file.read()[0].pinned
+        steps = set(before)
+        yield steps
+        self._file.change(lambda head: head.with_pins(steps - before, before - steps))
+
+
+class BucketRollbacks:
+    """The record in the folder of `objects`."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+
+    def read(self) -> tuple[rollbacks.Rollback, ...]:
+        """Return the rollbacks, the first one first. Raises `CheckpointUnreadable`, and CheckpointError as `parse`."""
+        path = f"{self._objects.address}/{layout.ROLLBACKS}"
+        try:
+            return rollbacks.parse(self._objects.get(layout.ROLLBACKS)[0], path)
+        except FileNotFoundError:
+            return ()
+        except OSError as error:
+            raise CheckpointUnreadable(path, str(error)) from error
+
+    def write(self, found: Sequence[rollbacks.Rollback]) -> None:
+        """Replace the record. **Coordinator only**, under the lease. Raises OSError."""
+        self._objects.put(layout.ROLLBACKS, rollbacks.to_json(found))

@@ -23,9 +23,9 @@ from torchtitan_lite.cli.named_checkpoint import (
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError
-from torchtitan_lite.store.lease import LeaseClock
+from torchtitan_lite.store.lease import Lease, LeaseClock
 from torchtitan_lite.store.listing import is_checkpoint
-from torchtitan_lite.store.protocol import HoldsFolder, StoresCheckpoints
+from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.store import CheckpointStore
 
 _LOOKS_OF_A_LIVE_JOB = 4
@@ -41,13 +41,12 @@ def store_to_write(spelling: str, screen: Screen) -> StoresCheckpoints:
     if not is_address(spelling):
         root = folder_to_write(spelling).absolute()
         return CheckpointStore(root, clock=LeaseClock(_sleep(str(root), screen, _LOOKS_OF_A_LIVE_JOB)))
-    from torchtitan_lite.bucket.head_file import BucketClock  # Its client is an extra, and takes its time.
-    from torchtitan_lite.bucket.store import open_bucket  # As above.
+    from torchtitan_lite.bucket.store import open_bucket  # Its client is an extra, and takes its time.
 
     address = SpeltAddress.of(spelling)
     if address.is_step:
         raise ConfigError(f"{spelling} is one checkpoint: name the folder of checkpoints, {address.folder}")
-    return open_bucket(str(address.folder), BucketClock(_sleep(str(address.folder), screen, looks=1)))
+    return open_bucket(str(address.folder), LeaseClock(_sleep(str(address.folder), screen, looks=1)))
 
 
 def folder_to_write(spelling: str) -> Path:
@@ -90,7 +89,7 @@ def recover_with_notes(store: StoresCheckpoints, screen: Screen) -> None:
 
 
 @contextmanager
-def holding(store: StoresCheckpoints, verb: str) -> Iterator[HoldsFolder]:
+def holding(store: StoresCheckpoints, verb: str) -> Iterator[Lease]:
     """Hold the lease of `store` in the block. Raises FolderInUse."""
     lease = store.lease(f"torchtitan-lite {verb}", _TIMEOUT_SECONDS)
     lease.take()

@@ -119,6 +119,9 @@ class Durable:
     def write_atomically(self, path: Path, data: bytes) -> None:
         """Replace the contents of `path` by `data`, durably; a reader sees the old ones or the new ones, complete."""
         temporary = path.with_name(temporary_name(path.name))
+        if os.path.lexists(temporary):
+            # Opening it would follow a link that leads out of the folder.
+            self.remove_file(temporary)
         self.write_file(temporary, data)
         self.replace(temporary, path)
         self.fsync_dir(path.parent)

@@ -132,12 +132,13 @@ class KnownManifests:
         self._forget_purged(listing)
         return sorted(known.values(), key=attrgetter("step"))
 
-    def errors_by_step(self) -> dict[int, CheckpointDamaged | CheckpointUnreadable]:
-        """Return what is wrong with each step that has checkpoints but no intact one, by step."""
+    def errors_by_step(self, above: int) -> dict[int, CheckpointDamaged | CheckpointUnreadable]:
+        """Return what is wrong with each step higher than `above` that has checkpoints but no intact one, by step."""
         found: dict[int, CheckpointDamaged | CheckpointUnreadable] = {}
         for step, places in Listing(self._root).places().items():
             try:
-                self.find(step, places)
+                if step > above:
+                    self.find(step, places)
             except (CheckpointDamaged, CheckpointUnreadable) as error:
                 found[step] = error
         return found
@@ -152,13 +153,6 @@ class KnownManifests:
         except OSError as error:
             raise CheckpointUnreadable(str(info.path), f"{type(error).__name__}: {error}") from error
         return [finding for finding in findings if finding]
-
-    def warn_of_damage(self, step: int, places: Sequence[Path]) -> None:
-        """Log a warning if there is a checkpoint of `step` in `places`, and none is intact."""
-        try:
-            self.find(step, places)
-        except (CheckpointDamaged, CheckpointUnreadable) as error:
-            logger.warning("Skipped step %d: %s", step, error)
 
     def _sizes(self, info: CheckpointInfo) -> Mapping[str, int]:
         """Return the sizes in bytes of the files of `info`, by name, as its manifest has them.

@@ -1,9 +1,14 @@
-"""One job at a time writes a folder.
+"""One job at a time writes a folder: `Lease`, and that of a folder on a disk.
 
-A job holds the folder while the folder's lock file has its token, and renews the file by a heartbeat from a thread. Of
-all jobs that flock reaches exactly one can take the file (`disk/lock_file.py`). Where flock does not reach other hosts,
-a job that took the file of a silent holder looks again after a heartbeat, and a job that lost finds out in `check`. Not
-covered: a process that is stopped for all of the time-out between `check` and the rename that follows it.
+A job holds the folder while the folder's lock names it, and shows that it lives by a beat, again and again, from a
+thread. Another start watches by its own clock whether the lock changes: no two clocks are ever compared, and time in
+which the lock did not answer does not count. What a lock is, how it changes hands and how a beat gets into it is the
+part of the subclasses: `FolderLease` here, `BucketLease` for an object store.
+
+On a disk the lock is a file. Of all jobs that flock reaches exactly one can take it (`disk/lock_file.py`). Where flock
+does not reach other hosts, a job that took the file of a silent holder looks again after a heartbeat, and a job that
+lost finds out in `check`. Not covered: a process that is stopped for all of the time-out between `check` and the rename
+that follows it.
 """
 
 from __future__ import annotations
@@ -12,14 +17,16 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchtitan_lite import faults
 from torchtitan_lite.disk.durable import DISK, Durable
 from torchtitan_lite.disk.lock_file import LockFile
-from torchtitan_lite.errors import FolderInUse, LeaseLost
+from torchtitan_lite.errors import CheckpointError, FolderInUse, LeaseLost
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.holder import Holder
@@ -29,21 +36,199 @@ HEARTBEAT_SECONDS = 2.0
 
 
 class LeaseClock(NamedTuple):
-    """How a lease waits and reads the time."""
+    """How a lease, or a store with answers that may be lost, waits and reads the time."""
 
     sleep: Callable[[float], None] = time.sleep
     """Waits between two looks."""
     now: Callable[[], float] = time.time
     """Returns Unix seconds."""
+    monotonic: Callable[[], float] = time.monotonic
+    wait: Callable[[threading.Event, float], bool] = threading.Event.wait
+    """Waits between two beats of a holder; returns whether it shall stop."""
 
 
-class Lease:
-    """The right to write the folder `root`, which need not exist yet. **Coordinator only**.
+@dataclass(frozen=True)
+class LockSeen:
+    """What a lock says to a job that wants its folder."""
 
-    `timeout_seconds`: how long a holder must be silent before another job takes over, if nothing else is known of
-    it; several times its `heartbeat_seconds`. `make_room` removes what cut saves left in the folder and returns
-    whether there was anything; it is called only if the disk is too full for a lock file, and when no other job can
-    take the folder.
+    found: Any
+    """What was read, for the swap."""
+    holder: Holder | None
+    """The job that holds it, as far as known."""
+    holder_name: str
+    """The job that may hold it, in words."""
+    sign: object
+    """What changes while a holder lives."""
+    is_free: bool
+    """Whether no job holds it, for certain."""
+    silence_seconds: float = 0.0
+    """How long the holder must be silent, at least, by its own beats."""
+
+    def is_free_for(self, mine: Holder) -> bool:
+        """Return whether no job writes the folder, for certain."""
+        # No wait: the process has ended, or it is this one, whose older manager was dropped without close(), as in
+        # notebooks. The fence stops that manager if it is used again.
+        holder = self.holder
+        return self.is_free or (holder is not None and (holder.has_ended() or holder.is_same_process_as(mine)))
+
+
+class _Heart(NamedTuple):
+    """The thread that shows that `holder` lives."""
+
+    holder: Holder
+    thread: threading.Thread
+    stopped: threading.Event
+
+
+class Lease(ABC):
+    """The right of one job to write the folder `address`. **Coordinator only**, where nothing else is said.
+
+    `timeout_seconds`: how long a holder must be silent before another job takes over, if nothing else is known of it;
+    several times `beat_seconds`.
+    """
+
+    not_renewed: str
+    """What is logged for a beat that failed, before its error."""
+    not_released: str
+    """The same for a lock that stays."""
+
+    def __init__(
+        self, address: str, run_id: str, timeout_seconds: float, beat_seconds: float, clock: LeaseClock | None
+    ) -> None:
+        self.timeout_seconds = timeout_seconds
+        self._address = address
+        self._run_id = run_id
+        self._beat_seconds = beat_seconds
+        self._clock = clock or LeaseClock()
+        self._heart: _Heart | None = None
+
+    def take(self) -> None:
+        """Take the folder and show that this job lives until `release`; do nothing if this lease has it already.
+
+        Takes over at once from a process that is known to have ended, and from this very process, whose old lease
+        nothing will close any more; from any other holder after its silence. Blocks for that long, and for twice that
+        long where other jobs keep taking it. Raises FolderInUse as soon as the holder shows that it lives, and OSError;
+        FolderUnusable where an object store ignores conditions.
+        """
+        if self._heart is not None:
+            return
+        self._prepare()
+        mine = Holder.this_process(self._run_id, self._clock.now())
+        self._contend(mine)
+        stopped = threading.Event()
+        name = f"heartbeat of {self._address}"
+        thread = threading.Thread(target=self._show_life, args=(mine, stopped), name=name, daemon=True)
+        self._heart = _Heart(mine, thread, stopped)
+        thread.start()
+
+    @property
+    def token(self) -> str:
+        """What no other holder has. Between `take` and `release`."""
+        assert self._heart is not None, "token before take()"
+        return self._heart.holder.token
+
+    @abstractmethod
+    def is_visible(self, token: str) -> bool:
+        """Return whether this host sees that the folder is held with `token`. **Any rank**; changes nothing.
+
+        Raises OSError where an object store does not let this host read: it is no other folder then.
+        """
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise LeaseLost unless the folder is still ours, OSError if that could not be read.
+
+        Any thread, between `take` and `release`. Call it right before what only the holder may do.
+        """
+
+    def release(self) -> None:
+        """Give the folder up, if it is still ours; a lock that stays is a warning. Idempotent."""
+        heart, self._heart = self._heart, None
+        # A forked child has this object, too, but holds nothing.
+        if heart is None or heart.holder.pid != os.getpid():
+            return
+        heart.stopped.set()
+        # A beat that hangs is not waited for: it can do no harm.
+        heart.thread.join(self._beat_seconds)
+        try:
+            self._give_up(heart.holder)
+        except (OSError, CheckpointError) as error:
+            logger.warning("%s: %s; the next job sees that this one ended", self.not_released, error)
+
+    def _contend(self, mine: Holder) -> None:
+        """Make the lock ours. Raises FolderInUse."""
+        watched: LockSeen | None = None
+        for look in itertools.count():
+            # Not the time that a look took: where the lock hung, it hung for the holder, too.
+            waited = look * self._beat_seconds / 2
+            seen = self._look()
+            patience = max(self.timeout_seconds, seen.silence_seconds)
+            if seen.is_free_for(mine):
+                if self._swap(seen, mine):
+                    if (holder := seen.holder) is not None:
+                        how = "which has ended" if holder.has_ended() else "of this very process"
+                        logger.info("Taking over %s from %s, %s", self._address, holder, how)
+                    return
+            elif watched is None:
+                watched = seen
+                waits = "%s is in use by %s. Waiting up to %g s to see whether it lives"
+                logger.info(waits, self._address, seen.holder_name, patience)
+            elif seen.sign != watched.sign:
+                raise FolderInUse(self._address, seen.holder_name)
+            elif waited >= patience and self._swap(seen, mine):
+                silent = "Taking over %s from %s: no sign of life for %g s"
+                logger.warning(silent, self._address, seen.holder_name, waited)
+                self._make_sure(mine)
+                return
+            if waited >= 2 * patience:
+                raise FolderInUse(self._address, self._look().holder_name)
+            self._clock.sleep(self._beat_seconds / 2)
+
+    def _show_life(self, holder: Holder, stopped: threading.Event) -> None:
+        is_failing = False
+        for number in itertools.count():
+            try:
+                if not self._beat(holder, number):
+                    return
+                is_failing = False
+            except OSError as error:
+                # One failed beat does not lose the folder: another start waits for several, and `check` or a swap
+                # decides.
+                if not is_failing:
+                    logger.warning("%s: %s", self.not_renewed, error)
+                is_failing = True
+            if self._clock.wait(stopped, self._beat_seconds):
+                return
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Make the folder fit for a lock."""
+
+    @abstractmethod
+    def _look(self) -> LockSeen: ...
+
+    @abstractmethod
+    def _swap(self, seen: LockSeen, mine: Holder) -> bool:
+        """Return whether the lock was still as `seen`, and is now ours."""
+
+    @abstractmethod
+    def _make_sure(self, mine: Holder) -> None:
+        """Raise FolderInUse if a job that cannot see this one's lock took over from the same silent holder."""
+
+    @abstractmethod
+    def _beat(self, holder: Holder, number: int) -> bool:
+        """Show that `holder` lives, for the time `number`, from 0 on; return False if the lock is another job's."""
+
+    @abstractmethod
+    def _give_up(self, holder: Holder) -> None:
+        """Make the lock free if it names `holder`."""
+
+
+class FolderLease(Lease):
+    """The lease of the folder `root` on a disk, which need not exist yet.
+
+    `make_room` removes what cut saves left in the folder and returns whether there was anything; it is called only if
+    the disk is too full for a lock file, and when no other job can take the folder.
     """
 
     def __init__(
@@ -57,182 +242,68 @@ class Lease:
         clock: LeaseClock | None = None,
         make_room: Callable[[], bool] = bool,
     ) -> None:
+        super().__init__(str(root), run_id, timeout_seconds, heartbeat_seconds, clock)
         self._path = Path(root) / layout.LOCK
-        self._run_id = run_id
-        self._timeout_seconds = timeout_seconds
-        self._heartbeat_seconds = heartbeat_seconds
         self._durable = durable
         # A file, not a kernel lock: that ends with its process, but other hosts of a network file system may not see
         # it. A file works everywhere and needs no common clock, because a job only watches whether it changes.
         self._file = LockFile(self._path, durable, make_room)
-        self._sleep, self._now = clock or LeaseClock()
-        self._heart: _Heart | None = None
-
-    def take(self) -> None:
-        """Take the folder and renew the lock file until `release`; do nothing if this lease has it already.
-
-        Takes over at once from a process that is known to have ended, and from this very process, whose old lease
-        nothing will close any more; from any other holder after `timeout_seconds` of silence. Blocks for that long, and
-        for twice that long where other jobs keep taking it. Raises FolderInUse as soon as the holder renews its lock
-        file, OSError if the folder cannot be written.
-        """
-        if self._heart is not None:
-            return
-        self._durable.make_dir(self._path.parent)
-        mine = Holder.this_process(self._run_id, self._now())
-        self._contend(mine)
-        self._file.remove_temporaries()
-        self._heart = _Heart(self._path, self._file, mine, self._heartbeat_seconds, self._now)
-        self._heart.start()
-
-    @property
-    def token(self) -> str:
-        """The random token in the lock file. Between `take` and `release`."""
-        assert self._heart is not None, "token before take()"
-        return self._heart.holder.token
+        self.not_renewed = f"Could not renew {self._path}; trying again"
+        self.not_released = f"Could not remove {self._path}"
 
     def is_visible(self, token: str) -> bool:
-        """Return whether the lock file that this host sees has `token`. **Any rank**; changes nothing."""
         try:
             # A network file system asks the server again for a folder that is opened, not for a name in it.
             os.scandir(self._path.parent).close()
-            holder = Holder.parse(self._file.read() or b"")
+            holder = self._look().holder
         except OSError:
             return False
         return holder is not None and holder.token == token
 
     def check(self) -> None:
-        """Raise LeaseLost unless the folder is still ours, OSError if that could not be read.
-
-        Any thread, between `take` and `release`. Call it right before what only the holder may do.
-        """
         assert self._heart is not None, "check() before take()"
         found = self._file.read()
         if not _is_of(self._heart.holder, found):
-            raise LeaseLost(str(self._path.parent), "" if found is None else _name_of(found))
+            raise LeaseLost(self._address, "" if found is None else _name_of(found))
 
-    def release(self) -> None:
-        """Give the folder up, if it is still ours; a lock file that stays is a warning. Idempotent."""
-        heart, self._heart = self._heart, None
-        # A forked child has this object, too, but holds nothing.
-        if heart is None or heart.holder.pid != os.getpid():
-            return
-        heart.stop()
-        try:
-            self._file.remove(lambda found: _is_of(heart.holder, found))
-        except OSError as error:
-            logger.warning("Could not remove %s: %s; the next job sees that this one ended", self._path, error)
+    def _prepare(self) -> None:
+        self._durable.make_dir(self._path.parent)
 
-    def _contend(self, mine: Holder) -> None:
-        """Make the lock file ours. Raises FolderInUse."""
-        watched: bytes | None = None
-        found: bytes | None = None
-        for waited in self._looks():
-            found = self._file.read()
-            holder = Holder.parse(found or b"")
-            if found is None:
-                if self._file.create(mine.to_bytes(0, self._now()), mine.token):
-                    return
-            elif _is_of(mine, found):
-                # A network file system reported an error for a request that it had carried out.
-                return
-            # No wait: the process has ended, or it is this one, whose older manager was dropped without close(), as in
-            # notebooks. The fence stops that manager if it is used again.
-            elif holder is not None and (holder.has_ended() or holder.is_same_process_as(mine)):
-                if self._succeed(found, mine):
-                    how = "which has ended" if holder.has_ended() else "of this very process"
-                    logger.info("Taking over %s from %s, %s", self._path.parent, holder, how)
-                    return
-            elif watched is None:
-                watched = found
-                self._log_waiting(found)
-            # The holder lives: each heartbeat changes the contents.
-            elif found != watched:
-                break
-            elif waited >= self._timeout_seconds and self._succeed(found, mine):
-                logger.warning(
-                    "Taking over %s from %s: no sign of life for %g s",
-                    self._path.parent,
-                    _name_of(found),
-                    waited,
-                )
-                self._make_sure(mine)
-                return
-        raise FolderInUse(str(self._path.parent), _name_of(self._file.read() or found))
+    def _look(self) -> LockSeen:
+        found = self._file.read()
+        return LockSeen(found, Holder.parse(found or b""), _name_of(found), found, is_free=found is None)
 
-    def _looks(self) -> Iterator[float]:
-        """Yield the seconds waited so far, at each look.
-
-        A disk that hangs during a look does not make the holder silent: that time does not count.
-        """
-        interval = self._heartbeat_seconds / 2
-        for look in itertools.count():
-            yield look * interval
-            if look * interval >= 2 * self._timeout_seconds:
-                return
-            self._sleep(interval)
-
-    def _succeed(self, seen: bytes, mine: Holder) -> bool:
-        """Return whether the lock file still had the contents `seen`, and is now ours."""
-        return self._file.replace(seen, mine.to_bytes(0, self._now()), mine.token)
+    def _swap(self, seen: LockSeen, mine: Holder) -> bool:
+        data = mine.to_bytes(0, self._clock.now())
+        if seen.found is None:
+            is_ours = self._file.create(data, mine.token)
+        else:
+            is_ours = self._file.replace(seen.found, data, mine.token)
+        # A network file system may report an error for a request that it has carried out.
+        if not is_ours and not _is_of(mine, self._file.read()):
+            return False
+        self._file.remove_temporaries()
+        return True
 
     def _make_sure(self, mine: Holder) -> None:
-        """Raise FolderInUse if a job on a host whose locks are invisible here took over after us."""
-        self._sleep(self._heartbeat_seconds)
+        # A job on a host whose locks are invisible here may have taken over after us.
+        self._clock.sleep(self._beat_seconds)
         found = self._file.read()
         if not _is_of(mine, found):
-            raise FolderInUse(str(self._path.parent), _name_of(found))
+            raise FolderInUse(self._address, _name_of(found))
 
-    def _log_waiting(self, found: bytes) -> None:
-        logger.info(
-            "%s is in use by %s. Waiting up to %g s to see whether it lives",
-            self._path.parent,
-            _name_of(found),
-            self._timeout_seconds,
-        )
-
-
-class _Heart:
-    """Renews the lock file `path` of `holder` every `seconds`, from a thread."""
-
-    def __init__(self, path: Path, file: LockFile, holder: Holder, seconds: float, now: Callable[[], float]) -> None:
-        self.holder = holder
-        self._path = path
-        self._file = file
-        self._seconds = seconds
-        self._now = now
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"heartbeat of {path}", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop the heartbeat. A beat that hangs in the disk is not waited for: it can do no harm."""
-        self._stopped.set()
-        self._thread.join(self._seconds)
-
-    def _run(self) -> None:
-        failing = False
-        for number in itertools.count(1):
-            if self._stopped.wait(self._seconds):
-                return
-            try:
-                if not self._beat(number):
-                    logger.warning("%s is no longer this job's; it names %s", self._path, _name_of(self._file.read()))
-                    return
-                failing = False
-            except OSError as error:
-                # One failed beat does not lose the folder: several beats fit into the time-out, and `check` decides.
-                if not failing:
-                    logger.warning("Could not renew %s; trying again: %s", self._path, error)
-                failing = True
-
-    def _beat(self, number: int) -> bool:
-        """Return whether the lock file is ours, after writing beat `number` into it."""
+    def _beat(self, holder: Holder, number: int) -> bool:
+        if number == 0:
+            return True  # It was written with the lock file.
         faults.point("heartbeat", path=self._path)
-        data = self.holder.to_bytes(number, self._now())
-        return self._file.renew(lambda found: _is_of(self.holder, found), data)
+        data = holder.to_bytes(number, self._clock.now())
+        if self._file.renew(lambda found: _is_of(holder, found), data):
+            return True
+        logger.warning("%s is no longer this job's; it names %s", self._path, _name_of(self._file.read()))
+        return False
+
+    def _give_up(self, holder: Holder) -> None:
+        self._file.remove(lambda found: _is_of(holder, found))
 
 
 def _is_of(holder: Holder, data: bytes | None) -> bool:

@@ -142,7 +142,7 @@ class Table(Mapping[str, Any]):
     def text(self) -> bytes:
         """Return the JSON text, on one line."""
         if self._text is None:
-            self._text = _dump(self._made).encode()
+            self._text = compact_json(self._made).encode()
         return self._text
 
     @staticmethod
@@ -203,16 +203,16 @@ class Manifest:
         """Return the contents of manifest.json, a line for each field; equal manifests give equal bytes."""
         files, of_ranks = in_columns(self.files)
         lines = {
-            **{name: _dump(value) for name, value in {**FORMAT, **self.unknown}.items()},
-            "step": _dump(self.step),
-            "kind": _dump(self.kind.value),
-            "created_at": _dump(float(self.created_at)),
-            "world_size": _dump(self.world_size),
-            "versions": _dump(self.versions),
-            "lineage": _dump(self.lineage.to_json()),
+            **{name: compact_json(value) for name, value in {**FORMAT, **self.unknown}.items()},
+            "step": compact_json(self.step),
+            "kind": compact_json(self.kind.value),
+            "created_at": compact_json(float(self.created_at)),
+            "world_size": compact_json(self.world_size),
+            "versions": compact_json(self.versions),
+            "lineage": compact_json(self.lineage.to_json()),
             "files": f"{{{','.join(_file_json(name, record) for name, record in sorted(files.items()))}}}",
             "files_of_ranks": of_ranks.to_json(),
-            "extra": _dump(self.extra),
+            "extra": compact_json(self.extra),
         }
         tables = {"objects": self.objects, "tensors": self.tensors, "structure": self.structure}
         encoded = [f'"{name}": {line}'.encode() for name, line in lines.items()]
@@ -274,8 +274,12 @@ def damage_to(path: str, error: Exception) -> CheckpointDamaged:
 
 def last_digest(fd: int) -> str:
     """Return the digest in the last line of the manifest that is open as `fd`; the empty string if it has none."""
-    end = os.pread(fd, _LAST_LINE_BYTES, max(0, os.fstat(fd).st_size - _LAST_LINE_BYTES))
-    match = _LAST_LINE.fullmatch(end)
+    return last_digest_of(os.pread(fd, _LAST_LINE_BYTES, max(0, os.fstat(fd).st_size - _LAST_LINE_BYTES)))
+
+
+def last_digest_of(data: bytes) -> str:
+    """Return the digest in the last line of the manifest `data`; the empty string if it has none."""
+    match = _LAST_LINE.fullmatch(data, max(0, len(data) - _LAST_LINE_BYTES))
     return match[1].decode() if match is not None else ""
 
 
@@ -293,7 +297,8 @@ def _is_sealed(data: bytes) -> bool:
     return match is not None
 
 
-def _dump(value: Any) -> str:
+def compact_json(value: Any) -> str:
+    """Return `value` as JSON without blanks. Raise ValueError for NaN and the infinities."""
     return json.dumps(value, allow_nan=False, separators=(",", ":"))
 
 

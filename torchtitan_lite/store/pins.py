@@ -8,7 +8,6 @@ cannot be read, or is not what this module writes, may hold any pin: callers the
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from torchtitan_lite.disk.folder_lock import locked
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointUnsafe, PinsUnreadable
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.json_record import json_bytes, json_object
 
 VERSION = 1
 _LIMIT_BYTES = 1 << 20
@@ -68,16 +68,13 @@ class Pins:
             steps = set(before)
             yield steps
             if steps != before:
-                self._durable.write_atomically(self.path, _to_json(steps))
-
-
-def _to_json(steps: set[int]) -> bytes:
-    return (json.dumps({"version": VERSION, "pinned": sorted(steps)}) + "\n").encode()
+                document = {"version": VERSION, "pinned": sorted(steps)}
+                self._durable.write_atomically(self.path, json_bytes(document))
 
 
 def _parse(data: bytes) -> frozenset[int]:
-    document = json.loads(data)
-    if not isinstance(document, dict) or document.get("version") != VERSION:
+    document = json_object(data)
+    if document.get("version") != VERSION:
         raise ValueError(f'expected a JSON object with "version": {VERSION}')
     steps = document.get("pinned")
     if not isinstance(steps, list) or not all(type(step) is int and step in _STEPS for step in steps):

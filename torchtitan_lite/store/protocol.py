@@ -16,7 +16,9 @@ from typing import Any, Protocol
 from torchtitan_lite.disk.block_writer import FileSource
 from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
+from torchtitan_lite.log import logger
 from torchtitan_lite.store.holder import HolderSeen
+from torchtitan_lite.store.lease import Lease
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.place import Place
 from torchtitan_lite.store.rollbacks import Rollback
@@ -24,31 +26,6 @@ from torchtitan_lite.store.rollbacks import Rollback
 
 def nothing() -> None:
     """Do nothing."""
-
-
-class HoldsFolder(Protocol):
-    """The right of one job to write a folder. **Coordinator only**, where nothing else is said."""
-
-    def take(self) -> None:
-        """Take the folder, and keep it until `release`; again, do nothing. Raises `FolderInUse`, OSError."""
-
-    @property
-    def token(self) -> str:
-        """What no other holder has. Between `take` and `release`."""
-        ...
-
-    def is_visible(self, token: str) -> bool:
-        """Return whether this host sees that the folder is held with `token`. **Any rank**; changes nothing.
-
-        May raise OSError where that cannot be known.
-        """
-        ...
-
-    def check(self) -> None:
-        """Raise `LeaseLost` unless the folder is still ours. Any thread, between `take` and `release`."""
-
-    def release(self) -> None:
-        """Give the folder up, if it is still ours. Idempotent."""
 
 
 class KeepsPins(Protocol):
@@ -119,6 +96,9 @@ class Shelf(Protocol):
 class StoresCheckpoints(Protocol):
     """One folder of checkpoints. What changes it is **coordinator only**, where nothing else is said."""
 
+    root: Path | None
+    """The folder, if it is one on a disk, where other programs and hosts may see it differently; else None."""
+
     @property
     def address(self) -> str:
         """The folder as people write it."""
@@ -127,11 +107,6 @@ class StoresCheckpoints(Protocol):
     @property
     def identity(self) -> str:
         """The same for every spelling of this folder, in this process."""
-        ...
-
-    @property
-    def root(self) -> Path | None:
-        """The folder, if it is one on a disk, where other programs and hosts may see it differently; else None."""
         ...
 
     @property
@@ -157,8 +132,8 @@ class StoresCheckpoints(Protocol):
         """Return the lock that orders commits of this process and removals in the background."""
         ...
 
-    def lease(self, run_id: str, timeout_seconds: float) -> HoldsFolder:
-        """Return the lease of this folder, not yet taken. Any rank."""
+    def lease(self, run_id: str, timeout_seconds: float) -> Lease:
+        """Return the lease of this folder, not yet taken. Any rank. In an object store each change needs it."""
         ...
 
     def seen_holder(self) -> HolderSeen | None:
@@ -166,43 +141,69 @@ class StoresCheckpoints(Protocol):
         ...
 
     def folder_id(self, *, make: bool) -> str:
-        """Return the id of this folder, which `make` gives it if it has none; empty without one."""
+        """Return the id of this folder, which `make` gives it if it has none; empty without one. Raises OSError."""
         ...
 
     def committed(self) -> list[CheckpointInfo]:
-        """Return every committed checkpoint that no other one abandons, by ascending step. Raises `FormatTooNew`."""
+        """Return every committed checkpoint that no other one abandons, by ascending step. Raises `FormatTooNew`.
+
+        Where the head of a bucket is lost or damaged, returns what the next start will find in the manifests.
+        """
         ...
 
     def listed(self) -> list[CheckpointInfo]:
-        """Return the same as `intact`, for the holder of the lease: without another look at what it knows."""
+        """Return the same as `intact`, for the holder of the lease: without another look at what it knows.
+
+        No other job has renamed anything since.
+        """
         ...
 
     def intact(self) -> list[CheckpointInfo]:
-        """Return the same as `committed`, plus abandoned checkpoints that have their name still."""
+        """Return the same as `committed`, plus abandoned checkpoints that could not be renamed yet."""
         ...
 
     def unmanaged(self) -> Sequence[Place]:
-        """Return the places of checkpoints that have no manifest of ours, by ascending step."""
+        """Return the places of checkpoints that have no manifest of ours, as torchtitan's own, by ascending step."""
         ...
 
     def latest(self, kind: CheckpointKind = CheckpointKind.FULL) -> CheckpointInfo | None:
-        """Return the committed checkpoint of `kind` with the highest step; warn of damaged ones of a higher step."""
-        ...
+        """Return the committed checkpoint of `kind` with the highest step; None if there is none.
+
+        Logs a warning for each damaged one of a higher step.
+        """
+        latest = next((info for info in reversed(self.committed()) if info.kind is kind), None)
+        for step, error in self.errors_by_step(above=-1 if latest is None else latest.step).items():
+            logger.warning("Skipped step %d: %s", step, error)
+        return latest
 
     def damaged(self) -> dict[int, CheckpointDamaged]:
-        """Return what is wrong with each step that has no intact checkpoint, by step."""
-        ...
+        """Return what is wrong with each step whose manifests are damaged and that has no intact one, by step."""
+        errors = self.errors_by_step()
+        return {step: error for step, error in errors.items() if isinstance(error, CheckpointDamaged)}
 
     def unreadable(self) -> dict[int, CheckpointUnreadable]:
-        """Return the error of each step of which nothing could be read, by step."""
+        """Return the error of each step whose manifest could not be read, by step: nothing is known of these."""
+        errors = self.errors_by_step()
+        return {step: error for step, error in errors.items() if isinstance(error, CheckpointUnreadable)}
+
+    def errors_by_step(self, above: int = -1) -> dict[int, CheckpointDamaged | CheckpointUnreadable]:
+        """Return what is wrong with each step higher than `above` that has no intact checkpoint, by step."""
         ...
 
     def get(self, step: int) -> CheckpointInfo:
-        """Return the committed checkpoint of `step`. Raises `CheckpointNotFound` and what was found wrong with it."""
+        """Return the committed checkpoint of `step`.
+
+        Raises CheckpointNotFound (also where another checkpoint abandons it), CheckpointDamaged, CheckpointUnreadable
+        or FormatTooNew.
+        """
         ...
 
     def check_sizes(self, info: CheckpointInfo) -> list[str]:
-        """Return what is wrong with the sizes of the files of `info`, one sentence each."""
+        """Return what is wrong with the sizes of the files of `info`, one sentence each; empty if nothing is.
+
+        Changes nothing and opens no file but the manifest. Raises FormatTooNew, and CheckpointUnreadable where that
+        fails.
+        """
         ...
 
     def preflight(
@@ -214,11 +215,12 @@ class StoresCheckpoints(Protocol):
     ) -> None:
         """Raise `SaveFailed` unless there is room for a save of `step` with `needed_bytes`, while training waits.
 
+        Where there is too little room, removes what cut saves left and calls `make_room`; no save may be under way.
         Calls `fence`, which raises if the folder belongs to another job, if a save would remove what that job wrote.
         """
 
     def missing_bytes(self, wanted_bytes: int) -> int:
-        """Return how many more bytes must be free so that `wanted_bytes` are."""
+        """Return how many more bytes must be free so that `wanted_bytes` are; 0 if they are."""
         ...
 
     def has_room(self, needed_bytes: int) -> bool:
@@ -258,25 +260,41 @@ class StoresCheckpoints(Protocol):
     ) -> CheckpointInfo:
         """Commit the save `place` of `step`, durably, after every rank has written its files.
 
-        `fence` raises if the folder belongs to another job by now; then nothing is changed. Raises `SaveFailed`,
-        OSError. The checkpoint of `step` is then the old one or the new one, complete.
+        `fence` raises if the folder belongs to another job by now. It is called first, and on a disk again right before
+        each rename that leads to the commit; after it raised, nothing is changed, and its error is raised here. Raises
+        SaveFailed if the files are not those of the manifest, OSError if the disk or the store fails, LeaseLost. The
+        checkpoint of `step` is then the old one or the new one, complete, and `remove_staging` may follow (not after
+        `fence` raised: what is staged may be another job's by then). A replaced checkpoint that cannot be removed after
+        the commit is a warning.
         """
         ...
 
     def remove_staging(self, step: int, place: str) -> None:
-        """Remove what the failed save `place` of `step` left, when no rank writes into it any more."""
+        """Remove what the failed save `place` of `step` left, when no rank writes into it any more.
+
+        What may be committed after all stays.
+        """
 
     def discard(self, info: CheckpointInfo) -> Sequence[Any]:
-        """Make `info` absent for every reader, durably; return what is left of it, for `empty`."""
+        """Make `info` absent for every reader, durably.
+
+        Returns what is left of it, for `empty`: nothing if it is gone, pinned in a bucket, or replaced by now.
+        """
         ...
 
     def empty(self, trash: Sequence[Any]) -> None:
         """Remove what was discarded; may run alongside anything but `recover`."""
 
     def quarantine(self, step: int, findings: Sequence[str]) -> Place:
-        """Set the damaged checkpoint of `step` aside, durably, with `findings`; return its new place."""
+        """Set the damaged checkpoint of `step` aside, durably, with `findings`; return its new place.
+
+        After every rank has agreed. Nothing reads, counts or removes it there.
+        """
         ...
 
     def recover(self) -> Sequence[Any]:
-        """Finish or remove everything that cut saves and removals left; return it. Before the first load."""
+        """Finish or remove everything that cut saves and removals left. Before the first load.
+
+        Returns what was renamed back, by its new name, and what was removed. Unknown names stay untouched.
+        """
         ...

@@ -7,7 +7,6 @@ record, and the manifest has the digest of that. A rank reads the records of the
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +18,9 @@ from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.errors import CheckpointDamaged
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.described import allowed_description_bytes
+from torchtitan_lite.store.json_record import json_object
 from torchtitan_lite.store.manifest import Manifest, Table
-from torchtitan_lite.store.manifest_fields import bare, kind_of, value_of
+from torchtitan_lite.store.manifest_fields import bare, value_of
 
 FROM_RANKS = 256
 """With fewer ranks all is in the manifest, and a load reads no further file for each (docs/design.md has figures)."""
@@ -57,9 +57,7 @@ class RankRecord:
     @classmethod
     def parse(cls, data: bytes) -> RankRecord:
         """Return the record in `data`. Raise ValueError for anything else."""
-        document = json.loads(data)
-        if not isinstance(document, dict):
-            raise ValueError(f"expected a JSON object, found {kind_of(document)}")
+        document = json_object(data)
         tables = (Table(value_of(document, name, dict)) for name in ("objects", "tensors", "structure"))
         return cls(bytes.fromhex(value_of(document, "blocks", str)), *tables)
 

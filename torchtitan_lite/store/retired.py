@@ -8,7 +8,6 @@ the checkpoint loses its name.
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.json_record import json_bytes
 from torchtitan_lite.store.known_manifests import KnownManifests
 from torchtitan_lite.store.listing import Listing, is_folder
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
@@ -65,11 +65,11 @@ class RetiredCheckpoints:
         self._durable.fsync_dir(self.root)
         logger.warning("Step %d is damaged and is now %s", step, aside)
         try:
-            text = json.dumps({"step": step, "findings": list(findings)}, indent=2) + "\n"
+            text = json_bytes({"step": step, "findings": list(findings)}, indent=2)
             if os.path.lexists(aside / layout.FINDINGS):
                 # It may be a link that leads out of the folder, or a pipe without a reader.
                 self._durable.remove_file(aside / layout.FINDINGS)
-            self._durable.write_file(aside / layout.FINDINGS, text.encode())
+            self._durable.write_file(aside / layout.FINDINGS, text)
             self._durable.fsync_dir(aside)
         except OSError as error:
             logger.warning("Could not write %s: %s", aside / layout.FINDINGS, error)

@@ -8,7 +8,6 @@ checkpoint was saved rolls back once more. Pure values, and the file on disk.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -19,6 +18,7 @@ from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointError, CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.format_version import FORMAT, check_format, unknown_fields
+from torchtitan_lite.store.json_record import json_bytes, json_object
 from torchtitan_lite.store.lineage import Lineage, OfARun
 from torchtitan_lite.store.manifest_fields import number, value_of
 
@@ -150,15 +150,13 @@ def to_json(rollbacks: Sequence[Rollback]) -> bytes:
     for each in rollbacks:
         entry = asdict(each) | {"left": each.left.to_json()}
         found.append(entry | entry.pop("unknown"))
-    return (json.dumps({**FORMAT, "rollbacks": found}) + "\n").encode()
+    return json_bytes({**FORMAT, "rollbacks": found})
 
 
 def parse(data: bytes, path: str) -> tuple[Rollback, ...]:
     """Return the rollbacks in `data`, read at `path`. Raises CheckpointError, `UnknownFormat` for another version."""
     try:
-        document = json.loads(data)
-        if not isinstance(document, dict):
-            raise ValueError("expected a JSON object")
+        document = json_object(data)
         check_format({"format_version": 1} | document if "version" in document else document, path)
         return tuple(map(_rollback, value_of(document, "rollbacks", list)))
     except (ValueError, RecursionError) as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -36,10 +37,9 @@ from torchtitan_lite.errors import (
 )
 from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.folder_id import folder_id
 from torchtitan_lite.store.holder import HolderSeen
 from torchtitan_lite.store.known_manifests import KnownManifests
-from torchtitan_lite.store.lease import Lease, LeaseClock
+from torchtitan_lite.store.lease import FolderLease, LeaseClock
 from torchtitan_lite.store.lineage import without_abandoned
 from torchtitan_lite.store.listing import Listing, is_folder, is_unmanaged
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
@@ -72,7 +72,7 @@ _MOST_LOOKS = 900
 """Sizes of files that a commit asks the file system for: of more ranks only the names are looked at."""
 
 
-class CheckpointStore:
+class CheckpointStore(StoresCheckpoints):
     """The checkpoints in the folder `root`, which need not exist yet. Errors of the disk are raised as OSError."""
 
     def __init__(
@@ -86,7 +86,7 @@ class CheckpointStore:
         clock: LeaseClock | None = None,
     ) -> None:
         # A save in a thread must survive a change of the working directory.
-        self.root = Path(root).absolute()
+        self.root: Path = Path(root).absolute()
         self._durable = durable
         self._look_seconds = look_seconds
         self._begun: set[str] = set()
@@ -108,21 +108,17 @@ class CheckpointStore:
 
     @property
     def address(self) -> str:
-        """The folder as people write it."""
         return str(self.root)
 
     @property
     def identity(self) -> str:
-        """The same for every spelling of this folder, in this process."""
         return str(self.root.resolve())
 
     @property
     def writes_atomically(self) -> bool:
-        """Return False: a file that is cut is there in part."""
-        return False
+        return False  # A file that is cut is there in part.
 
     def place_of(self, name: str) -> Path:
-        """Return the place of the checkpoint, or of the save, that is called `name` here. Any rank."""
         return self.root / name
 
     @property
@@ -139,9 +135,8 @@ class CheckpointStore:
 
         return ShelfOnDisk(self, self.root, self._durable)
 
-    def lease(self, run_id: str, timeout_seconds: float) -> Lease:
-        """Return the lease of this folder, not yet taken. Any rank."""
-        return Lease(
+    def lease(self, run_id: str, timeout_seconds: float) -> FolderLease:
+        return FolderLease(
             self.root,
             run_id=run_id,
             timeout_seconds=timeout_seconds,
@@ -156,65 +151,25 @@ class CheckpointStore:
             return None
 
     def folder_id(self, *, make: bool) -> str:
-        """Return the id of this folder, which `make` gives it if it has none; empty without one. Raises OSError."""
         return folder_id(self.root, self._durable, make=make)
 
     def committed(self) -> list[CheckpointInfo]:
-        """Return every committed checkpoint that no other one abandons, by ascending step.
-
-        Raises FormatTooNew for a newer format.
-        """
         return without_abandoned(self.intact())
 
     def listed(self) -> list[CheckpointInfo]:
-        """Return the same as `intact`, without another look at what this process knows by its name.
-
-        For the holder of the lease: no other job has renamed anything since.
-        """
         with self.exclusive:  # A commit meanwhile would be forgotten.
             return self._manifests.listed()
 
     def intact(self) -> list[CheckpointInfo]:
-        """Return the same as `committed`, plus abandoned checkpoints that could not be renamed yet."""
         return self._manifests.intact()
 
     def unmanaged(self) -> list[Path]:
-        """Return the folders named step-N that have checkpoint files but no manifest, by ascending step.
-
-        torchtitan's own checkpoints are such folders.
-        """
         return [folder for step in Listing(self.root).places() if is_unmanaged(folder := self._final(step))]
 
-    def latest(self, kind: CheckpointKind = CheckpointKind.FULL) -> CheckpointInfo | None:
-        """Return the committed checkpoint of `kind` with the highest step; None if there is none.
-
-        Logs a warning for each damaged one of a higher step.
-        """
-        latest = next((info for info in reversed(self.committed()) if info.kind is kind), None)
-        for step, places in Listing(self.root).places().items():
-            if latest is None or step > latest.step:
-                self._manifests.warn_of_damage(step, places)
-        return latest
-
-    def damaged(self) -> dict[int, CheckpointDamaged]:
-        """Return what is wrong with each step whose manifests are damaged and that has no intact one, by step."""
-        errors = self._manifests.errors_by_step()
-        return {step: error for step, error in errors.items() if isinstance(error, CheckpointDamaged)}
-
-    def unreadable(self) -> dict[int, CheckpointUnreadable]:
-        """Return the error of each step whose manifest could not be read, by step.
-
-        Nothing is known of these checkpoints.
-        """
-        errors = self._manifests.errors_by_step()
-        return {step: error for step, error in errors.items() if isinstance(error, CheckpointUnreadable)}
+    def errors_by_step(self, above: int = -1) -> dict[int, CheckpointDamaged | CheckpointUnreadable]:
+        return self._manifests.errors_by_step(above)
 
     def get(self, step: int) -> CheckpointInfo:
-        """Return the committed checkpoint of `step`.
-
-        Raises CheckpointNotFound (also where another checkpoint abandons it), CheckpointDamaged, CheckpointUnreadable
-        or FormatTooNew.
-        """
         info = self._manifests.find(step, Listing(self.root).places().get(step, []))
         committed = self.committed()
         if info is None or info not in committed:
@@ -222,11 +177,6 @@ class CheckpointStore:
         return info
 
     def check_sizes(self, info: CheckpointInfo) -> list[str]:
-        """Return what is wrong with the sizes of the files of `info`, one sentence each; empty if nothing is.
-
-        Changes nothing and opens no file but the manifest. Raises FormatTooNew, and CheckpointUnreadable for an I/O
-        error.
-        """
         return self._manifests.check_sizes(info)
 
     def preflight(
@@ -236,12 +186,6 @@ class CheckpointStore:
         make_room: Callable[[], object] = nothing,
         fence: Callable[[], object] = nothing,
     ) -> None:
-        """Check that there is room for a save of `step` with `needed_bytes`. **Coordinator only**.
-
-        `fence` raises if the folder belongs to another job by now. No save may be under way. Where there is too little
-        room, removes what cut saves left and calls `make_room`. Raises SaveFailed if that is not enough; the save has
-        not begun then.
-        """
         # First: making room, and then staging, remove what another job's save has staged.
         fence()
         if self._free_bytes(self.root) < needed_bytes:
@@ -256,15 +200,12 @@ class CheckpointStore:
                 )
 
     def missing_bytes(self, wanted_bytes: int) -> int:
-        """Return how many more bytes must be free so that `wanted_bytes` are; 0 if they are."""
         return max(0, wanted_bytes - self._free_bytes(self.root)) if wanted_bytes else 0
 
     def has_room(self, needed_bytes: int) -> bool:
-        """Return whether `needed_bytes` may still be written."""
         return self._free_bytes(self.root) >= needed_bytes
 
     def begin(self, step: int) -> str:
-        """Make an empty place for a save of `step`; return its name, for `new_file`. **Coordinator only**."""
         # Never a name that was used: the client of a network file system may still lead it to the folder that had it,
         # which is a committed checkpoint by now.
         place = layout.staging_dir(step, secrets.token_hex(4))
@@ -273,30 +214,25 @@ class CheckpointStore:
         return place
 
     def resume(self, step: int, place: str) -> dict[str, int] | None:
-        """Continue the save of `step` that an earlier holder began at `place`. **Coordinator only**."""
         folder = self.root / place
         if layout.parse_staging(place) != step or not is_folder(folder):
             return None
         return sizes_of(folder, [entry.name for entry in os.scandir(folder)])
 
     def new_file(self, place: str, name: str) -> NewFileOnDisk:
-        """Return the file `name` of the save that `begin` gave the name `place`. **Any rank**."""
         look_seconds = 0.0 if place in self._begun else self._look_seconds
         return NewFileOnDisk(self.root / place / name, look_seconds, self._durable)
 
     def send(self, place: str, name: str, source: FileSource) -> None:
-        """Write the file `name` of the save `place` from `source`, durably. **Coordinator only**."""
         self.new_file(place, name).write(source)
 
     def remove_cut(self, kept: str) -> None:
         """Do nothing: what was cut is in the folder of its save."""
 
     def add_metadata(self, place: str, data: bytes) -> None:
-        """Write DCP's `.metadata` of the save that `begin` gave the name `place`. **Coordinator only**."""
         self._durable.write_file(self.root / place / layout.METADATA, data)
 
     def remove_staging(self, step: int, place: str) -> None:
-        """Remove what the save `place` of `step` left. **Coordinator only**, when no rank writes into it any more."""
         staging = self.root / place
         if layout.parse_staging(place) != step:
             return
@@ -312,15 +248,7 @@ class CheckpointStore:
     def commit(
         self, step: int, manifest: Manifest, fence: Callable[[], object] = nothing, *, place: str
     ) -> CheckpointInfo:
-        """Turn the save `place` into `step-N`, durably. **Coordinator only**, after every rank has synced its files.
-
-        `fence` raises if the folder belongs to another job by now. It is called first, and again right before each
-        rename that leads to the commit; after it raised, nothing is renamed, and its error is raised here. Raises
-        SaveFailed if the staged files are not those of the manifest, OSError if the disk fails. The checkpoint of
-        `step` is then the old one or the new one, complete, and `remove_staging` may follow (not after `fence` raised:
-        the staging folder may be another job's by then). A replaced checkpoint that cannot be removed after the commit
-        is a warning.
-        """
+        """Turn the save `place` into `step-N`, durably. **Coordinator only**, after every rank has synced its files."""
         # First, because sealing removes files from the staging folder, which may be another job's by now.
         fence()
         staging = self.root / place
@@ -338,33 +266,19 @@ class CheckpointStore:
         return info
 
     def discard(self, info: CheckpointInfo) -> list[Path]:
-        """Make the checkpoint of `info` absent for every reader, durably. **Coordinator only**.
-
-        Returns what is left of it, for `empty`: nothing if it is gone, or another checkpoint is in its place by now.
-        """
         with self.exclusive:
             if self._manifests.find_intact(info.step, [on_disk(info.path)]) != info:
                 return []
             return self._retired.discard(info)
 
     def empty(self, trash: Sequence[Path]) -> None:
-        """Remove what was discarded. **Coordinator only**; may run alongside anything but `recover`."""
         for path in trash:
             self._retired.remove(path)
 
     def quarantine(self, step: int, findings: Sequence[str]) -> Path:
-        """Rename the damaged checkpoint of `step` to `step-N.corrupt`, durably, and return its new path.
-
-        **Coordinator only**, after every rank has agreed. Writes `findings` into the folder if the disk allows it.
-        Nothing reads, counts or removes it there.
-        """
         return self._retired.quarantine(step, findings)
 
     def recover(self) -> list[Path]:
-        """Finish or remove everything that cut saves and removals left. **Coordinator only**, before the first load.
-
-        Returns what was renamed back, by its new name, and what was removed. Unknown names stay untouched.
-        """
         return self._retired.recover()
 
     def _seal(self, step: int, manifest: Manifest, staging: Path) -> tuple[Manifest, bytes]:
@@ -463,3 +377,28 @@ def _size(path: Path, step: int) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         raise SaveFailed(step, f"{path} is missing") from None
+
+
+_ID = re.compile(rb"([0-9a-f]{32})\n")
+
+
+def folder_id(root: Path, durable: Durable, *, make: bool) -> str:
+    """Return the id of the folder `root`; with `make` give it one if it has none, else return the empty string.
+
+    It is random, in a file there, so that a folder that was made again has another one. A path and an inode come back;
+    what remembers a folder outside of it, such as an image in memory, compares this id.
+
+    **Coordinator only**, under the lease if it may make one. Raises OSError.
+    """
+    path = root / layout.FOLDER_ID
+    try:
+        found = _ID.fullmatch(read_plain(path, 64))
+    except (FileNotFoundError, NotADirectoryError, CheckpointUnsafe):
+        found = None
+    if found is not None:
+        return found[1].decode()
+    if not make:
+        return ""
+    new = secrets.token_hex(16)
+    durable.write_atomically(path, f"{new}\n".encode())
+    return new

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.disk.digest import text_digest
-from torchtitan_lite.disk.durable import DISK, Durable, temporary_name
+from torchtitan_lite.disk.durable import DISK, Durable
 from torchtitan_lite.disk.folder_lock import locked
 from torchtitan_lite.disk.plain_file import opened, read_plain
 from torchtitan_lite.errors import CheckpointUnsafe
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.json_record import json_object
 from torchtitan_lite.store.manifest import last_digest
-from torchtitan_lite.store.manifest_fields import file_name, number, refuse_constant, seconds, value_of
+from torchtitan_lite.store.manifest_fields import file_name, number, seconds, value_of
 
 SIZES = "sizes"
 """Depth of a verification: manifest, sizes, coverage of the tensors."""
@@ -98,9 +99,6 @@ def record(folder: Path, entry: Verified, durable: Durable = DISK) -> None:
         if before is not None and before.identity == entry.identity and before.depth == FULL and _is_light(entry):
             return
         entries[folder.name] = entry
-        if os.path.lexists(temporary := root / temporary_name(layout.VERIFIED)):
-            # Opening it would follow a link that leads out of the folder.
-            durable.remove_file(temporary)
         durable.write_atomically(root / layout.VERIFIED, _text(entries))
 
 
@@ -116,10 +114,7 @@ def _text(entries: dict[str, Verified]) -> bytes:
 
 def _parsed(data: bytes) -> dict[str, Verified]:
     """Return the entries in `data`. Raise ValueError if it is not what `_text` makes."""
-    document = json.loads(data, parse_constant=refuse_constant)
-    if not isinstance(document, dict):
-        raise ValueError("expected a JSON object")
-    entries: dict[str, Any] = value_of(document, "verified", dict)
+    entries: dict[str, Any] = value_of(json_object(data), "verified", dict)
     return {file_name(name): _entry(value_of(entries, name, dict)) for name in entries}
 
 

@@ -7,20 +7,19 @@ reading it yields values of the right types, or none.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.disk.durable import DISK, Durable, temporary_name
+from torchtitan_lite.disk.durable import DISK, Durable
 from torchtitan_lite.disk.folder_lock import locked
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointUnsafe
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.format_version import FORMAT, check_format, unknown_fields
-from torchtitan_lite.store.manifest_fields import file_name, number, refuse_constant, seconds, value_of
+from torchtitan_lite.store.json_record import json_bytes, json_object
+from torchtitan_lite.store.manifest_fields import file_name, number, seconds, value_of
 from torchtitan_lite.uploading.choice import Save
 
 _MOST_BYTES = 16 << 20
@@ -83,16 +82,13 @@ def write(root: Path, record: Record, durable: Durable = DISK) -> None:
         # What a later version added stays.
         entries[record.address] = entries.get(record.address, {}) | _document(record)
         document = {**FORMAT, **unknown_fields(found, {_ENTRIES}), _ENTRIES: [*entries.values()]}
-        if os.path.lexists(temporary := root / temporary_name(layout.UPLOADS)):
-            # Opening it would follow a link that leads out of the folder.
-            durable.remove_file(temporary)
-        durable.write_atomically(root / layout.UPLOADS, (json.dumps(document, indent=1) + "\n").encode())
+        durable.write_atomically(root / layout.UPLOADS, json_bytes(document, indent=1))
 
 
 def _read(root: Path) -> dict[str, Any]:
     """Return what the file holds. Raises ValueError where that is no such record, and as `read_all`."""
     path = root / layout.UPLOADS
-    document = _object(json.loads(read_plain(path, _MOST_BYTES), parse_constant=refuse_constant))
+    document = json_object(read_plain(path, _MOST_BYTES))
     check_format({"format_version": 1} | document if _ENTRIES in document else document, str(path))
     return document
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.checkpoint.format.nests import nests
+from torchtitan_lite.checkpoint.format.contents import KeyPaths, key_paths
 from torchtitan_lite.checkpoint.format.flattening import flatten
-from torchtitan_lite.checkpoint.format.key_paths import KeyPaths, key_paths
 from torchtitan_lite.checkpoint.format.structure import branch_of, paths_of
 
 

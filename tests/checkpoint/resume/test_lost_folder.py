@@ -13,7 +13,7 @@ from tests.checkpoint.small_run import SmallRun
 from tests.store import filled
 from torchtitan_lite.errors import LeaseLost
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.lease import Lease
+from torchtitan_lite.store.lease import FolderLease
 from torchtitan_lite.store.store import CheckpointStore
 
 THEIRS = "__0_9.distcp"
@@ -25,7 +25,7 @@ class OtherJob:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._lease = Lease(root, run_id="other")  # Of the same process, so that it need not wait.
+        self._lease = FolderLease(root, run_id="other")  # Of the same process, so that it need not wait.
 
     def take_over(self) -> None:
         self._lease.take()
