@@ -17,7 +17,7 @@ from tests.checkpoint.small_run import Events
 from tests.logged import logged_warnings
 from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.checkpoint.context import RunContext
-from torchtitan_lite.checkpoint.images.belonging import ImageKey
+from torchtitan_lite.checkpoint.images.card import ImageKey
 from torchtitan_lite.checkpoint.images.image_source import ImageSource
 from torchtitan_lite.checkpoint.images.image_sources import ImageSources
 from torchtitan_lite.checkpoint.images.tier import build_tier

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torchtitan_lite.checkpoint.format.completed import joined_structures, joined_tables
 from torchtitan_lite.checkpoint.format.description import PlacedObject, table_of_objects
-from torchtitan_lite.checkpoint.images.card import Card
+from torchtitan_lite.checkpoint.images.card import Card, CardRun, CardTables, ImageKey
 from torchtitan_lite.checkpoint.images.commits import Commit
 from torchtitan_lite.checkpoint.images.tier import Tier
 from torchtitan_lite.checkpoint.planning.rank_file import RankPlan
@@ -42,25 +42,26 @@ class Image:
         """Return the card of this image, whose digests are `record`, as one of `tier` among those of all ranks."""
         tables = [each for each in (self.plan.description, self.plan.own) if each is not None]
         return Card(
+            key=ImageKey(self.step, tier.start, self.copy),
             rank=tier.rank,
             world_size=world_size,
-            step=self.step,
-            copy=self.copy,
-            start=tier.start,
-            folder_id=tier.folder_id,
-            lineage=self.origin.lineage,
-            latest=tier.latest,
-            before=tier.commits[:-1],
+            run=CardRun(
+                folder_id=tier.folder_id,
+                lineage=self.origin.lineage,
+                trained_seconds=self.origin.trained_seconds,
+                topology=self.origin.topology,
+                versions=versions(),
+                config=self.origin.config,
+            ),
+            commits=tier.commits,
             created_at=self.created_at,
-            trained_seconds=self.origin.trained_seconds,
-            topology=self.origin.topology,
-            versions=versions(),
-            config=self.origin.config,
             file=self.plan.file_name if record.size else "",
             record=record,
-            objects=table_of_objects(self.objects),
-            tensors=joined_tables([each.tensors for each in tables]) if tables else None,
-            structure=joined_structures([each.structure for each in tables]) if tables else None,
+            tables=CardTables(
+                table_of_objects(self.objects),
+                joined_tables([each.tensors for each in tables]) if tables else None,
+                joined_structures([each.structure for each in tables]) if tables else None,
+            ),
         )
 
 
@@ -86,9 +87,8 @@ def renew_card(mark: Mark, commits: tuple[Commit, ...], rank: int, written: Writ
     try:
         known = written or _written_in(mark)
         if known is not None:
-            latest, before = commits[-1] if commits else None, commits[:-1]
-            card = dataclasses.replace(known.card, latest=latest, before=before)
-            mark.set(card.step, known.num_bytes, card.to_bytes())
+            card = dataclasses.replace(known.card, commits=commits)
+            mark.set(card.key.step, known.num_bytes, card.to_bytes())
     except (ValueError, OSError) as error:
         logger.warning("An image in memory of rank %d is given up: %s", rank, error)
         mark.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchtitan_lite.checkpoint.images.belonging import ImageKey
+from torchtitan_lite.checkpoint.images.card import ImageKey
 from torchtitan_lite.checkpoint.reading.folder import Verify
 from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.checkpoint.schedule.interval import Tick

@@ -148,7 +148,7 @@ class Marker:
 
         if not self._pool.validate(staged.slot, staged.number, write):
             return False
-        if card.latest != self._tier.latest:  # A save was committed meanwhile.
+        if card.commits[-1:] != self._tier.commits[-1:]:  # A save was committed meanwhile.
             self.renew_cards()
         self._replicas.send(staged.slot, image.copy)
         with self._lock:

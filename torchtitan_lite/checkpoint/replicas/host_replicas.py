@@ -14,8 +14,7 @@ import threading
 from collections.abc import Sequence
 
 from torchtitan_lite.checkpoint.context import RunContext
-from torchtitan_lite.checkpoint.images.belonging import ImageKey
-from torchtitan_lite.checkpoint.images.card import Card
+from torchtitan_lite.checkpoint.images.card import Card, ImageKey
 from torchtitan_lite.checkpoint.images.pool import Pool
 from torchtitan_lite.checkpoint.images.room import Room, has_no_room_for_replicas
 from torchtitan_lite.checkpoint.images.tier import Tier
@@ -99,7 +98,7 @@ class HostReplicas:
         # All ranks have loaded it, or none.
         if self._process is not None and slot is not None and marked is not None:
             card = Card.parse(marked.card)
-            self._begin(ImageKey(card.step, card.start, card.copy))
+            self._begin(card.key)
             with self._lock:
                 self._order(slot)
 

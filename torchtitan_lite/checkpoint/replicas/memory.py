@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from torchtitan_lite.checkpoint.images.belonging import ImageFacts, ImageKey, is_replica, replica_name
-from torchtitan_lite.checkpoint.images.card import Card
+from torchtitan_lite.checkpoint.images.belonging import ImageFacts, is_replica, replica_name
+from torchtitan_lite.checkpoint.images.card import Card, ImageKey
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
 from torchtitan_lite.disk.digest import digest_blocks
 from torchtitan_lite.disk.shared_memory import map_shared
@@ -81,13 +81,13 @@ class ReplicaMemory:
         record = place.card.record
         if digest_blocks(place.view[: record.size]) != record.blocks:
             return "its bytes do not have their digests"
-        place.mark.set(place.card.step, place.num_bytes, card)
+        place.mark.set(place.card.key.step, place.num_bytes, card)
         try:
             self._keeper.keep(place.name, (place.arena_fd, place.mark.fd))
         except KeeperUnavailable as error:
             place.mark.clear()
             return str(error)
-        place.key = ImageFacts.of_card(place.card).key
+        place.key = place.card.key
         return ""
 
     def release(self, place: ReplicaPlace) -> None:

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan_lite import log
-from torchtitan_lite.checkpoint.images.belonging import ImageKey
-from torchtitan_lite.checkpoint.images.card import Card
+from torchtitan_lite.checkpoint.images.card import Card, ImageKey
 from torchtitan_lite.checkpoint.replicas.memory import ReplicaMemory
 from torchtitan_lite.checkpoint.staging.mark import CARD_MOST_BYTES, Marked, read_mark
 from torchtitan_lite.disk.background import give_way

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchtitan_lite.checkpoint.images.belonging import ImageKey
+from torchtitan_lite.checkpoint.images.card import ImageKey
 
 _PATIENCE = 3
 """Images that this rank may stage while it has not begun to send the one that is due."""
