@@ -19,7 +19,8 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, FileRecord, block_digest
+from torchtitan_lite.disk.block_reader import CheckedFile
+from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.piece_table import PieceTable
 from torchtitan_lite.disk.read_requests import REQUEST_BYTES, Piece, Segment, scatter, segments
 from torchtitan_lite.disk.reads_blocks import ReadsBlocks
@@ -40,7 +41,7 @@ _HAS_BYTES, _IS_LAST = 1, 2
 """Bits of the status at the end of a message: its bytes are right; after it each rank reads for itself."""
 
 
-class RelayedReader:
+class RelayedReader(ReadsBlocks):
     """Reads with `own`, and with the ranks in `relay`, which make the same calls in the same order. Not thread-safe.
 
     What is not passed on it reads with `alone`, which may share with ranks of this host.
@@ -82,10 +83,6 @@ class RelayedReader:
             self._read_again(path, record, request)
         self._read_rest(path, record, rest)
 
-    def verify(self, path: Path, record: FileRecord, blocks: Sequence[int]) -> None:
-        """Check the digest of each of `blocks`. Not passed on."""
-        self._own.verify(path, record, blocks)
-
     def leave(self) -> None:
         """End it: from now on the others read for themselves. Once, after the last `read`; raises nothing."""
         if not self._is_over:
@@ -120,6 +117,7 @@ class RelayedReader:
         size, position = self._relay.size, self._relay.position
         owners = [(number + self._turn) % size for number in range(len(requests))]
         self._turn += len(requests)
+        checked = CheckedFile(path, record, record.size)
         own = [request for request, owner in zip(requests, owners, strict=True) if owner == position]
         missing: list[Segment] = []
         failure: Exception | None = None
@@ -134,7 +132,8 @@ class RelayedReader:
                     message = self._forwarded.free(request)
                 message.send = self._relay.pass_on(owner, message.tensor)
                 self._pace.num_bytes += message.length
-                if not message.status & _HAS_BYTES or (owner != position and not _is_right(message, request, record)):
+                has_bytes = bool(message.status & _HAS_BYTES)
+                if not has_bytes or (owner != position and any(checked.wrong(request.begin, message.data))):
                     missing.append(request)
                 else:
                     failure = failure or _filled(request, message)
@@ -286,14 +285,3 @@ def _filled(request: Segment, message: _Message) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-def _is_right(message: _Message, request: Segment, record: FileRecord) -> bool:
-    """Return whether each block in `message` has the digest in `record`."""
-    data = message.data
-    for block in range(request.begin, request.end, BLOCK_BYTES):
-        at = block // BLOCK_BYTES * DIGEST_BYTES
-        end = min(block + BLOCK_BYTES, request.end)
-        if block_digest(data[block - request.begin : end - request.begin]) != record.blocks[at : at + DIGEST_BYTES]:
-            return False
-    return True

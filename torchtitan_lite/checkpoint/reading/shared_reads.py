@@ -19,7 +19,7 @@ import xxhash
 from torchtitan_lite.checkpoint.reading.reader import RankReads
 from torchtitan_lite.checkpoint.reading.relayed_reads import RelayedReader
 from torchtitan_lite.disk.reads_blocks import ReadsBlocks
-from torchtitan_lite.distributed.host_exchange import MOST_RANKS, Alone, Exchanges, HostExchange, made, opened
+from torchtitan_lite.distributed.host_exchange import MOST_RANKS, Exchanges, HostExchange, made, opened
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.distributed.relay import Relay
 from torchtitan_lite.host_memory import host_id
@@ -57,7 +57,7 @@ class SharedReads:
     def __init__(self, wanted: RankReads, peers: Peers) -> None:
         self._wanted = wanted
         self._peers = peers
-        self._exchange: Exchanges = Alone()
+        self._exchange = Exchanges()
         self._relayed: RelayedReader | None = None
 
     def leave(self) -> None:
@@ -85,7 +85,7 @@ class SharedReads:
         try:
             yield exchange
         finally:
-            self._exchange = Alone()
+            self._exchange = Exchanges()
             exchange.close()
 
     @cached_property
