@@ -15,9 +15,8 @@ from torchtitan_lite.checkpoint.images.assembled import assembled
 from torchtitan_lite.checkpoint.images.belonging import ImageFacts
 from torchtitan_lite.checkpoint.images.card import Card, ImageKey
 from torchtitan_lite.checkpoint.images.commits import Commit, commit_of
-from torchtitan_lite.checkpoint.images.from_memory import prefer_memory
 from torchtitan_lite.checkpoint.images.held_images import Complete, HeldImages
-from torchtitan_lite.checkpoint.images.image_source import ImageSource
+from torchtitan_lite.checkpoint.images.image_sources import ImageSource, prefer_memory
 from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.checkpoint.resume.load_source import choose_source
 from torchtitan_lite.config.job_config import Checkpoint

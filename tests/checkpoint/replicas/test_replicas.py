@@ -18,10 +18,8 @@ from torchtitan_lite.checkpoint.images.belonging import is_replica
 from torchtitan_lite.checkpoint.images.card import Card, ImageKey
 from torchtitan_lite.checkpoint.images.fetched import Move, moves
 from torchtitan_lite.checkpoint.images.room import Room, has_no_room_for_replicas
-from torchtitan_lite.checkpoint.replicas.memory import ReplicaMemory
-from torchtitan_lite.checkpoint.replicas.process import Order, Outcome, ReplicaJob, ReplicaProcess
-from torchtitan_lite.checkpoint.replicas.ring import ReplicaHost, in_words, own_address, partners
-from torchtitan_lite.checkpoint.replicas.turns import Turns
+from torchtitan_lite.checkpoint.replicas.host_replicas import ReplicaHost, Turns, in_words, own_address, partners
+from torchtitan_lite.checkpoint.replicas.process import Order, Outcome, ReplicaJob, ReplicaMemory, ReplicaProcess
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.keeper.client import Keeper
