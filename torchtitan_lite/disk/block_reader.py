@@ -92,7 +92,7 @@ class CheckedFile:
                 yield block, end
 
     def check(self, begin: int, end: int, found: bytes, times: str = "") -> None:
-        """Raise `DamagedRange` unless `found` is the digest of the block [begin, end); it was read so many `times`."""
+        """Raise `DamagedRange` unless `found` is the digest of the block [begin, end); `times` ends the finding."""
         if found != self.expected(begin):
             finding = f"expected a block with the digest {self.expected(begin).hex()}, found {found.hex()}{times}"
             raise DamagedRange(self.path, begin, end, finding)

@@ -18,7 +18,7 @@ from torchtitan_lite.disk.block_reader import CheckedFile, DamagedRange
 from torchtitan_lite.disk.digest import BlockDigest, FileRecord, block_digest
 from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.disk.piece_table import PieceTable
-from torchtitan_lite.disk.read_requests import Piece, Segment, by_block, in_order, on_host, scatter
+from torchtitan_lite.disk.read_requests import Piece, Segment, by_block, in_order, scatter
 from torchtitan_lite.disk.reads_blocks import ReadsBlocks
 from torchtitan_lite.disk.shared_memory import address_of, map_shared
 
@@ -84,14 +84,11 @@ def _fill_from(parts: Mapping[int, bytes], path: Path, pieces: Sequence[Piece], 
             raise DamagedRange(path, at, at + count, ELSEWHERE)
         return part[at - begin : at - begin + count]
 
-    for piece in pieces:
-        if len(piece.into):
-            data = memoryview(bytes_at(piece.at, len(piece.into)))
-            for _, into in on_host([piece], piece.at, data):
-                into[:] = data
-    if table is not None:
-        for at, address, count in zip(table.begins, table.addresses, table.counts, strict=True):
-            _small_copy(address, bytes_at(at, count), count)
+    small = () if table is None else map(Piece.of_memory, table.begins, table.addresses, table.counts)
+    for piece in (*pieces, *small):
+        if count := len(piece.into):
+            data = memoryview(bytes_at(piece.at, count))
+            scatter(Segment(piece.at, piece.at + count, [piece], []), piece.at, data)
 
 
 class _Mapping:

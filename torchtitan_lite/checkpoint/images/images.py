@@ -1,7 +1,7 @@
 """The images of a rank: copies of the state in memory that a later start can resume from.
 
 Every copy that an asynchronous save makes becomes one, and with `memory_interval` also copies that no disk write
-follows. Here is when such a copy is made, on all ranks alike, and in which memory; marker.py makes an image of it. If
+follows. Here is when such a copy is made, on all ranks alike, and in which memory; a `Marker` makes an image of it. If
 too many images in a row fail on a rank, all ranks stop to stage them: they find out in the same exchange.
 
 `FormerImages` are those that a start resumed from, where their memory cannot take its own: the files have other sizes
@@ -20,9 +20,8 @@ from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.devices.page_lock import wait_for_unlocking
 from torchtitan_lite.checkpoint.format.flattening import State
-from torchtitan_lite.checkpoint.images.image import Image
+from torchtitan_lite.checkpoint.images.image import Image, Marker
 from torchtitan_lite.checkpoint.images.image_stager import ImageStager
-from torchtitan_lite.checkpoint.images.marker import Marker
 from torchtitan_lite.checkpoint.images.pool import Pool
 from torchtitan_lite.checkpoint.images.replicates import Replicates
 from torchtitan_lite.checkpoint.images.room import (
