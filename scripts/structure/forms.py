@@ -19,7 +19,6 @@ PROTOCOLS = {
     "replicas of images between hosts": (
         "checkpoint.replicas.host_replicas",
         "checkpoint.replicas.process",
-        "checkpoint.replicas.ring",
     ),
     "objects of all ranks to the coordinator and back": ("distributed.exchange", "distributed.host_tree"),
 }

@@ -106,10 +106,10 @@ class _Image:
             "name": self.name,
             "memory_bytes": self.memory_bytes,
             "bytes": self.num_bytes,
-            "step": card.step if card else None,
+            "step": card.key.step if card else None,
             "rank": card.rank if card else None,
             "world_size": card.world_size if card else None,
-            "run": card.lineage.run_id if card else None,
+            "run": card.run.lineage.run_id if card else None,
             "created_at": card.created_at if card else None,
             "finding": self.finding,
         }
@@ -174,7 +174,7 @@ class _HeldHere:
         if card is None:
             return "", "", size(image.memory_bytes), "", image.finding
         rank = f"{card.rank} of {card.world_size}"
-        return str(card.step), rank, size(image.num_bytes), age(self.now - card.created_at), card.lineage.run_id
+        return str(card.key.step), rank, size(image.num_bytes), age(self.now - card.created_at), card.run.lineage.run_id
 
 
 def _hold_memory(root: Path, screen: Screen) -> ExitCode:
@@ -208,7 +208,7 @@ def _root(spelling: str) -> Path:
 
 def _listing_order(image: _Image) -> tuple[bool, int, int, str]:
     card = image.card
-    return (card is None, -card.step, card.rank, image.name) if card else (True, 0, 0, image.name)
+    return (card is None, -card.key.step, card.rank, image.name) if card else (True, 0, 0, image.name)
 
 
 def _processes(pids: Sequence[int]) -> str:

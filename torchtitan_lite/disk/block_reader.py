@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import TypeVar
 
 from torchtitan_lite import faults
 from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, BlockDigest, FileRecord, block_digest
@@ -37,6 +38,7 @@ from torchtitan_lite.disk.read_requests import (
     scatter,
     segments,
 )
+from torchtitan_lite.disk.reads_blocks import ReadsBlocks
 from torchtitan_lite.disk.request_memory import request_memory
 from torchtitan_lite.errors import CheckpointUnreadable
 from torchtitan_lite.log import counted, logger
@@ -48,6 +50,7 @@ THREADS = 3
 PAUSES_SECONDS = (0.1, 1.0, 4.0)
 """Before each further try of a request, after which an I/O error is raised: a server may be away for a moment."""
 
+T = TypeVar("T")
 
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 
@@ -60,8 +63,73 @@ class DamagedRange(ValueError):
         super().__init__(f"{path}, bytes {begin} to {end}: {finding}")
 
 
+class CheckedFile:
+    """The file `path` of `size` bytes, each block of which has the digest in `record`; without digests all is right.
+
+    Raises `DamagedRange` if `record` has another size. Whoever reads the file fetches its bytes, and asks here.
+    """
+
+    def __init__(self, path: Path, record: FileRecord | None, size: int) -> None:
+        if record is not None and size != record.size:
+            raise DamagedRange(path, min(size, record.size), record.size, f"it has {size} bytes")
+        self.path, self.size = path, size
+        self.blocks = record.blocks if record is not None else b""
+
+    def requests(self, pieces: Sequence[Piece], table: PieceTable | None) -> Iterator[Segment]:
+        """Yield the requests for `pieces` and those of `table`: of whole blocks if these have digests."""
+        return segments(pieces, self.size, bool(self.blocks), table)
+
+    def expected(self, begin: int) -> bytes:
+        """Return the digest of the block that has the byte `begin`; empty without digests."""
+        at = begin // BLOCK_BYTES * DIGEST_BYTES
+        return self.blocks[at : at + DIGEST_BYTES]
+
+    def wrong(self, begin: int, data: memoryview) -> Iterator[tuple[int, int]]:
+        """Yield begin and end of each block of `data`, the file from the block at `begin` on, that is wrong."""
+        for block in range(begin, begin + len(data), BLOCK_BYTES) if self.blocks else ():
+            end = min(block + BLOCK_BYTES, begin + len(data))
+            if block_digest(data[block - begin : end - begin]) != self.expected(block):
+                yield block, end
+
+    def check(self, begin: int, end: int, found: bytes, times: str = "") -> None:
+        """Raise `DamagedRange` unless `found` is the digest of the block [begin, end); `times` ends the finding."""
+        if found != self.expected(begin):
+            finding = f"expected a block with the digest {self.expected(begin).hex()}, found {found.hex()}{times}"
+            raise DamagedRange(self.path, begin, end, finding)
+
+    def check_again(self, begin: int, data: memoryview) -> None:
+        """Raise `DamagedRange` unless `data`, the block at `begin`, is right now that it was read a second time."""
+        end = begin + len(data)
+        self.check(begin, end, block_digest(data), ", twice")
+        logger.warning("%s: bytes %d to %d were right only when read again", self.path, begin, end)
+
+
+def run(requests: Sequence[T], make_worker: Callable[[], Callable[[T], None]], threads: int) -> None:
+    """Give each of `requests` to one of up to `threads` workers; raise the worst of their errors.
+
+    An error of a disk or a store outweighs damage, which may be another symptom of the same failure.
+    """
+    failures: list[Exception] = []
+
+    def make() -> Callable[[T], None]:
+        work = make_worker()
+
+        def attempt(request: T) -> None:
+            try:
+                if not failures:
+                    work(request)
+            except Exception as error:
+                failures.append(error)
+
+        return attempt
+
+    in_threads(requests, max(1, min(threads, len(requests))), make)
+    if failures:
+        raise next((error for error in failures if not isinstance(error, DamagedRange)), failures[0])
+
+
 @dataclass
-class BlockReader:
+class BlockReader(ReadsBlocks):
     """Reads files with `threads` threads; `direct` bypasses the page cache where that is faster."""
 
     threads: int = THREADS
@@ -73,19 +141,10 @@ class BlockReader:
     def read(
         self, path: Path, record: FileRecord | None, pieces: Sequence[Piece], table: PieceTable | None = None
     ) -> None:
-        """Fill each of `pieces`, and those of `table`, with its bytes of `path`, checked if `record` has digests.
-
-        Raises `DamagedRange` if the bytes are proven wrong or missing, `CheckpointUnreadable` for an I/O error, and
-        `CheckpointUnsafe` if `path` is no regular file.
-        """
-        blocks = record.blocks if record is not None else b""
         with self._file(path, record) as file:
-            requests = list(segments(pieces, file.size, bool(blocks), table))
-            self._run(requests, lambda segment, buffers: file.read(segment, blocks, buffers))
-
-    def verify(self, path: Path, record: FileRecord, blocks: Sequence[int]) -> None:
-        """Check the digest of each of `blocks`, which ascend. Raises as `read` does."""
-        self.read(path, record, [Piece(min(block * BLOCK_BYTES, record.size), memoryview(b"")) for block in blocks])
+            requests = list(file.checked.requests(pieces, table))
+            free = self._free_buffers(max(1, min(self.threads, len(requests))))
+            run(requests, lambda: partial(file.read, free.pop()), self.threads)
 
     @contextmanager
     def _file(self, path: Path, record: FileRecord | None) -> Iterator[_OpenFile]:
@@ -96,15 +155,14 @@ class BlockReader:
 
             fd = _with_retries(path, reopened, self.pause)
             size = os.fstat(fd).st_size
-            if record is not None and size != record.size:
-                raise DamagedRange(path, min(size, record.size), record.size, f"it has {size} bytes")
+            checked = CheckedFile(path, record, size)
             # Also where it reads through the page cache: what is wrong there is read again past it.
             again = self._open_direct(path, stack) if O_DIRECT else None
             direct = again if self.direct else None
             cached = stack.enter_context(look_into_cache(fd, size)) if direct is not None else None
             ahead = _nothing if self.direct else _fetching(fd)
             yield _OpenFile(
-                path, size, fd, direct if cached is not None else None, again, cached, ahead, reopened, self.pause
+                checked, path, fd, direct if cached is not None else None, again, cached, ahead, reopened, self.pause
             )
 
     def _open_direct(self, path: Path, stack: ExitStack) -> int | None:
@@ -114,33 +172,12 @@ class BlockReader:
             _log_refusal(path, error)
             return None
 
-    def _run(self, requests: Sequence[Segment], read: Callable[[Segment, _Buffers], None]) -> None:
-        """Call `read` with each of `requests`, in several threads; raise the worst of their errors.
-
-        An I/O error outweighs damage, which may be another symptom of the same failure.
-        """
-        count = max(1, min(self.threads, len(requests)))
+    def _free_buffers(self, count: int) -> list[_Buffers]:
         # Not in a forked child.
         self._buffers = [each for each in self._buffers if each.process == os.getpid()]
         while len(self._buffers) < count:
             self._buffers.append(_Buffers())
-        free, failures = self._buffers[:count], list[Exception]()
-
-        def make_worker() -> Callable[[Segment], None]:
-            buffers = free.pop()
-
-            def work(segment: Segment) -> None:
-                try:
-                    if not failures:
-                        read(segment, buffers)
-                except Exception as error:
-                    failures.append(error)
-
-            return work
-
-        in_threads(requests, count, make_worker)
-        if failures:
-            raise next((error for error in failures if not isinstance(error, DamagedRange)), failures[0])
+        return self._buffers[:count]
 
 
 class _Buffers:
@@ -158,8 +195,8 @@ class _Buffers:
 class _OpenFile:
     """An open file; `direct` becomes None when the system refuses direct I/O, or after an I/O error."""
 
+    checked: CheckedFile
     path: Path
-    size: int
     fd: int
     direct: int | None
     again: int | None
@@ -172,26 +209,25 @@ class _OpenFile:
     pause: Callable[[float], None]
     is_reopened: bool = False
 
-    def read(self, segment: Segment, blocks: bytes, buffers: _Buffers) -> None:
-        """Fill the pieces of `segment`, checked against the digests `blocks` unless these are empty."""
-        if segment.end > self.size:
-            raise DamagedRange(self.path, self.size, segment.end, f"the file ends after {self.size} bytes")
+    def read(self, buffers: _Buffers, segment: Segment) -> None:
+        """Fill the pieces of `segment`."""
+        size = self.checked.size
+        if segment.end > size:
+            raise DamagedRange(self.path, size, segment.end, f"the file ends after {size} bytes")
         # Through a buffer: a direct read into the tensor itself was tried and is not faster. A tensor lies on small
         # pages, which makes the request slow, and its bytes are then hashed from memory, not from the cache.
         if self.direct is not None and self.cached is not None and not self.cached(segment.begin, segment.end):
-            self._read_through_bounce(segment, blocks, buffers, self.direct)
+            self._read_through_bounce(segment, buffers, self.direct)
             return
         self.ahead(segment.begin, segment.end - segment.begin)
         for part in by_block(segment):
             pieces = in_order(part)
             if pieces is None:
-                self._read_through_bounce(part, blocks, buffers, None)
+                self._read_through_bounce(part, buffers, None)
             else:
-                self._read_straight(part, pieces, blocks, buffers)
+                self._read_straight(part, pieces, buffers)
 
-    def _read_straight(
-        self, part: Segment, pieces: list[tuple[int, memoryview]], blocks: bytes, buffers: _Buffers
-    ) -> None:
+    def _read_straight(self, part: Segment, pieces: list[tuple[int, memoryview]], buffers: _Buffers) -> None:
         """Read `part`, within one block, straight into `pieces`; bytes between them go into scratch memory."""
         places: list[memoryview] = []
         at, unused = part.begin, 0
@@ -203,10 +239,10 @@ class _OpenFile:
             places.append(into)
             at = begin + len(into)
         places = [place for place in places if place]
-        if not blocks:
+        if not self.checked.blocks:
             self._fill(places, part.begin)
-        elif self._filled_and_digested(places, part.begin) != _digest_of(part.begin, blocks):
-            self._read_again(part.begin, part.end, blocks, buffers)
+        elif self._filled_and_digested(places, part.begin) != self.checked.expected(part.begin):
+            self._read_again(part.begin, part.end, buffers)
             scatter(part, part.begin, buffers.scratch, buffers.scratch_address)
 
     def _filled_and_digested(self, places: list[memoryview], at: int) -> bytes:
@@ -222,27 +258,20 @@ class _OpenFile:
                 at += len(place)
         return digest.digest()
 
-    def _read_through_bounce(self, segment: Segment, blocks: bytes, buffers: _Buffers, direct: int | None) -> None:
+    def _read_through_bounce(self, segment: Segment, buffers: _Buffers, direct: int | None) -> None:
         begin = segment.begin - segment.begin % ALIGNMENT
         self._fill_aligned(buffers.bounce, begin, segment.end, direct)
         # Before anything is in its place: what is wrong never goes to a GPU.
-        for block in range(segment.begin, segment.end, BLOCK_BYTES) if blocks else ():
-            end = min(block + BLOCK_BYTES, segment.end)
-            data = buffers.bounce[block - begin : end - begin]
-            if block_digest(data) != _digest_of(block, blocks):
-                self._read_again(block, end, blocks, buffers)
-                data[:] = buffers.scratch[: end - block]
+        data = buffers.bounce[segment.begin - begin : segment.end - begin]
+        for block, end in self.checked.wrong(segment.begin, data):
+            self._read_again(block, end, buffers)
+            buffers.bounce[block - begin : end - begin] = buffers.scratch[: end - block]
         scatter(segment, begin, buffers.bounce, buffers.address)
 
-    def _read_again(self, begin: int, end: int, blocks: bytes, buffers: _Buffers) -> None:
+    def _read_again(self, begin: int, end: int, buffers: _Buffers) -> None:
         """Read a block again, into the scratch memory. Raises `DamagedRange` if its digest is wrong again."""
         self._fill_aligned(buffers.scratch, begin, end, self.again)
-        found = block_digest(buffers.scratch[: end - begin])
-        expected = _digest_of(begin, blocks)
-        if found != expected:
-            finding = f"expected a block with the digest {expected.hex()}, found {found.hex()}, twice"
-            raise DamagedRange(self.path, begin, end, finding)
-        logger.warning("%s: bytes %d to %d were right only when read again", self.path, begin, end)
+        self.checked.check_again(begin, buffers.scratch[: end - begin])
 
     def _fill_aligned(self, memory: memoryview, begin: int, end: int, direct: int | None) -> None:
         """Read bytes [begin, end) of the file to the start of `memory`; both begin at a multiple of `ALIGNMENT`."""
@@ -283,11 +312,6 @@ class _OpenFile:
         """Read through another descriptor from now on: one of a server that was away may never work again."""
         self.fd, self.is_reopened = self.reopened(), True
         self.direct = self.again = None
-
-
-def _digest_of(begin: int, blocks: bytes) -> bytes:
-    at = begin // BLOCK_BYTES * DIGEST_BYTES
-    return blocks[at : at + DIGEST_BYTES]
 
 
 def _nothing(begin: int, num_bytes: int) -> None:

@@ -14,11 +14,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from torchtitan_lite.disk.block_reader import DamagedRange
-from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, BlockDigest, FileRecord, block_digest
+from torchtitan_lite.disk.block_reader import CheckedFile, DamagedRange
+from torchtitan_lite.disk.digest import BlockDigest, FileRecord, block_digest
 from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.disk.piece_table import PieceTable
-from torchtitan_lite.disk.read_requests import Piece, Segment, by_block, in_order, on_host, segments
+from torchtitan_lite.disk.read_requests import Piece, Segment, by_block, in_order, scatter
+from torchtitan_lite.disk.reads_blocks import ReadsBlocks
 from torchtitan_lite.disk.shared_memory import address_of, map_shared
 
 THREADS = min(8, max(2, len(os.sched_getaffinity(0)) // 2)) if hasattr(os, "sched_getaffinity") else 2
@@ -30,7 +31,7 @@ _LARGE_COPY = 32 << 10
 """Bytes from which a copy releases the GIL."""
 
 
-class MappedReader:
+class MappedReader(ReadsBlocks):
     """Reads the files of `images`: the descriptor of each by its name. They stay the caller's; `close` unmaps them.
 
     No process may cut a file while it is read: that would end this one with SIGBUS. Of the other files there may be
@@ -46,23 +47,15 @@ class MappedReader:
     def read(
         self, path: Path, record: FileRecord | None, pieces: Sequence[Piece], table: PieceTable | None = None
     ) -> None:
-        """Fill each of `pieces`, and those of `table`, with its bytes of the file with the name of `path`.
-
-        They are checked if `record` has digests. Raises `DamagedRange` if they are wrong or missing.
-        """
+        """Fill `pieces` from the file with the name of `path`; see `ReadsBlocks`."""
         if path.name not in self._images and path.name in self.borrowed:
             _fill_from(self.borrowed[path.name], path, pieces, table)
             return
         mapping = self._mapping(path, record)
-        size = mapping.size if record is None else record.size
-        blocks = record.blocks if record is not None else b""
-        requests = list(segments(pieces, size, bool(blocks), table))
-        copy = _Copy(path, mapping, size, blocks)
+        checked = CheckedFile(path, record, mapping.size if record is None else record.size)
+        requests = list(checked.requests(pieces, table))
+        copy = _Copy(mapping, checked)
         in_threads(requests, max(1, min(self._threads, len(requests))), lambda: copy.fill)
-
-    def verify(self, path: Path, record: FileRecord, blocks: Sequence[int]) -> None:
-        """Check the digest of each of `blocks`, which ascend. Raises as `read` does."""
-        self.read(path, record, [Piece(min(block * BLOCK_BYTES, record.size), memoryview(b"")) for block in blocks])
 
     def close(self) -> None:
         """Unmap all files. Idempotent; no thread may be reading."""
@@ -91,14 +84,11 @@ def _fill_from(parts: Mapping[int, bytes], path: Path, pieces: Sequence[Piece], 
             raise DamagedRange(path, at, at + count, ELSEWHERE)
         return part[at - begin : at - begin + count]
 
-    for piece in pieces:
-        if len(piece.into):
-            data = memoryview(bytes_at(piece.at, len(piece.into)))
-            for _, into in on_host([piece], piece.at, data):
-                into[:] = data
-    if table is not None:
-        for at, address, count in zip(table.begins, table.addresses, table.counts, strict=True):
-            _small_copy(address, bytes_at(at, count), count)
+    small = () if table is None else map(Piece.of_memory, table.begins, table.addresses, table.counts)
+    for piece in (*pieces, *small):
+        if count := len(piece.into):
+            data = memoryview(bytes_at(piece.at, count))
+            scatter(Segment(piece.at, piece.at + count, [piece], []), piece.at, data)
 
 
 class _Mapping:
@@ -113,23 +103,24 @@ class _Mapping:
 
 
 class _Copy:
-    """Copies parts of a mapped file, whose digests are `blocks`; without digests nothing is checked."""
+    """Copies parts of a mapped file, with its digests in `checked`."""
 
-    def __init__(self, path: Path, mapping: _Mapping, size: int, blocks: bytes) -> None:
-        self._path, self._mapping, self._size, self._blocks = path, mapping, size, blocks
+    def __init__(self, mapping: _Mapping, checked: CheckedFile) -> None:
+        self._mapping, self._checked = mapping, checked
 
     def fill(self, segment: Segment) -> None:
         """Fill the pieces of `segment`. Any thread."""
-        if segment.end > self._size:
-            raise DamagedRange(self._path, self._size, segment.end, f"the file ends after {self._size} bytes")
+        checked, mapping = self._checked, self._mapping
+        if segment.end > checked.size:
+            raise DamagedRange(checked.path, checked.size, segment.end, f"the file ends after {checked.size} bytes")
         for part in by_block(segment):
             pieces = in_order(part)
-            if pieces is not None and self._blocks:
-                self._check(part, self._copied_and_digested(part, pieces))
+            if pieces is not None and checked.blocks:
+                checked.check(part.begin, part.end, self._copied_and_digested(part, pieces))
                 continue
-            if self._blocks:
-                self._check(part, block_digest(self._mapping.view[part.begin : part.end]))
-            self._scatter(part)
+            if checked.blocks:
+                checked.check(part.begin, part.end, block_digest(mapping.view[part.begin : part.end]))
+            scatter(part, 0, mapping.memory, mapping.address)
 
     def _copied_and_digested(self, part: Segment, pieces: Sequence[tuple[int, memoryview]]) -> bytes:
         """Fill `pieces`, which are in order, and return the digest of all bytes of `part`."""
@@ -148,22 +139,6 @@ class _Copy:
         if done < part.end:
             digest.update(view[done : part.end])
         return digest.digest()
-
-    def _scatter(self, part: Segment) -> None:
-        address = self._mapping.address
-        for span in part.spans:
-            span.fill(address, 0)
-        for at, into in on_host(part.pieces, 0, self._mapping.memory):
-            if into:
-                target = ctypes.addressof(ctypes.c_char.from_buffer(into))
-                _copier(len(into))(target, address + at, len(into))
-
-    def _check(self, part: Segment, found: bytes) -> None:
-        at = part.begin // BLOCK_BYTES * DIGEST_BYTES
-        expected = self._blocks[at : at + DIGEST_BYTES]
-        if found != expected:
-            finding = f"expected a block with the digest {expected.hex()}, found {found.hex()}"
-            raise DamagedRange(self._path, part.begin, part.end, finding)
 
 
 def _copier(num_bytes: int) -> Callable[[int, int, int], object]:

@@ -161,18 +161,22 @@ def on_host(pieces: Sequence[Piece], begin: int, data: memoryview) -> Iterator[t
         elsewhere[0][0].ring.copy(elsewhere)
 
 
-def scatter(segment: Segment, begin: int, data: memoryview, address: int) -> None:
-    """Copy to the pieces of `segment` their bytes of `data`, at `address`, which begins with byte `begin` of the file.
+def scatter(segment: Segment, begin: int, data: memoryview, address: int | None = None) -> None:
+    """Copy to the pieces of `segment` their bytes of `data`, which begins with byte `begin` of the file.
 
-    Any thread.
+    It is at `address`; None: in memory that has none here, as that of a client's bytes. Any thread.
     """
-    for span in segment.spans:
-        span.fill(address, begin)
+    if address is None and segment.spans:
+        copy = (ctypes.c_char * len(data)).from_buffer_copy(data)
+        data, address = memoryview(copy).cast("B"), ctypes.addressof(copy)
+    if address is not None:
+        for span in segment.spans:
+            span.fill(address, begin)
     for at, into in on_host(segment.pieces, begin, data):
         count = len(into)
         if count == 0:
             continue
-        if count < _LARGE_COPY:
+        if address is None or count < _LARGE_COPY:
             into[:] = data[at - begin : at - begin + count]
         else:
             ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(into)), address + at - begin, count)

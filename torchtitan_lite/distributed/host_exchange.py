@@ -38,19 +38,19 @@ MOST_RANKS = (_HEADER_BYTES // 8 - _FIRST_SLOT - SLOTS * _WORDS) // SLOTS
 """Of one exchange: the header has a word for each of them and each slot."""
 
 
-class Exchanges(Protocol):
-    """What passes bytes between ranks."""
+class Exchanges:
+    """What passes bytes between ranks; this one knows no other rank, and passes nothing."""
 
     def reserve(self, count: int) -> int:
         """Return the number of the first of `count` requests, which are made in the same order on all ranks."""
-        ...
+        return 0
 
     def take(self, number: int, key: str) -> memoryview | None:
         """Return a copy of the bytes of request `number`; None if this rank is to make it. Any thread.
 
         `key` names the request: nothing else is returned for it.
         """
-        ...
+        return None
 
     def offer(self, number: int, key: str, data: memoryview) -> None:
         """Offer the bytes of request `number`, if it is this rank's. Any thread; may wait for the others."""
@@ -79,25 +79,6 @@ class ReadsAlike(Protocol):
     def exchange(self) -> AbstractContextManager[Exchanges]:
         """Return the exchange of this rank with those ranks, for the time of the block."""
         ...
-
-
-class Alone:
-    """Passes nothing."""
-
-    def reserve(self, count: int) -> int:
-        return 0
-
-    def take(self, number: int, key: str) -> memoryview | None:
-        return None
-
-    def offer(self, number: int, key: str, data: memoryview) -> None:
-        pass
-
-    def release(self, number: int) -> None:
-        pass
-
-    def leave(self) -> None:
-        pass
 
 
 class Ring:
@@ -161,7 +142,7 @@ class Ring:
         os.close(self.fd)
 
 
-class HostExchange:
+class HostExchange(Exchanges):
     """The exchange between `rings`, one for each rank by position; this rank's is at `position`."""
 
     def __init__(self, rings: Sequence[Ring], position: int, patience_seconds: float = PATIENCE_SECONDS) -> None:

@@ -21,7 +21,7 @@ from tests.examples import mostly_exhaustive
 from tests.ranks import Ranks, on_two_ranks
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
-from torchtitan_lite.checkpoint.resume.verify_resume import verify
+from torchtitan_lite.checkpoint.resume.restore import verify
 from torchtitan_lite.checkpoint.state.train_state import TrainState
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointMismatch, SaveFailed

@@ -80,7 +80,7 @@ def held_by_rank(run_root: Path, runtime: Path) -> dict[tuple[int, int], Card]:
             size = os.fstat(each.arena_fd).st_size
             with mmap.mmap(each.arena_fd, size) as memory, memoryview(memory)[: marked.num_bytes] as view:
                 assert card.record == FileRecord.of(view)
-            assert card.step == marked.step
+            assert card.key.step == marked.step
             found[card.rank, marked.step] = card
         each.close()
     return found

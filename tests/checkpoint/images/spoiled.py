@@ -79,7 +79,7 @@ def other_record(held: HeldMemory, marked: Marked) -> None:
 
 def other_commit(held: HeldMemory, marked: Marked) -> None:
     """Let the card know another manifest of the latest step on disk."""
-    _change_card(held, marked, lambda card: dataclasses.replace(card, latest=Commit(3, "f" * 32)))
+    _change_card(held, marked, lambda card: dataclasses.replace(card, commits=(Commit(3, "f" * 32),)))
 
 
 def other_version(held: HeldMemory, marked: Marked) -> None:

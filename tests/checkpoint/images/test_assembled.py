@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.images.cards import CARD
+from tests.checkpoint.images.cards import CARD, changed
 from torchtitan_lite.checkpoint.images.assembled import assembled, same_contents
 from torchtitan_lite.checkpoint.images.card import Card
 from torchtitan_lite.disk.digest import FileRecord
@@ -15,22 +15,22 @@ from torchtitan_lite.errors import CheckpointDamaged
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table
 
-FIRST = dataclasses.replace(CARD, rank=0, file="__0_0.distcp", objects=Table({"train_state.n": {"value": 1}}))
-SECOND = dataclasses.replace(CARD, tensors=None, structure=None, latest=None)
+FIRST = changed(CARD, rank=0, file="__0_0.distcp", objects=Table({"train_state.n": {"value": 1}}))
+SECOND = changed(CARD, tensors=None, structure=None, commits=())
 
 
 def second(**changes: Any) -> Card:
-    return dataclasses.replace(SECOND, **changes)
+    return changed(SECOND, **changes)
 
 
 def test_the_cards_of_all_ranks_are_a_manifest_that_is_read_back() -> None:
     manifest = assembled([SECOND, FIRST])
     found = Manifest.parse(manifest.to_json())
     assert found.to_json() == manifest.to_json()
-    assert (found.step, found.kind, found.world_size, found.lineage) == (7, CheckpointKind.FULL, 2, FIRST.lineage)
+    assert (found.step, found.kind, found.world_size, found.lineage) == (7, CheckpointKind.FULL, 2, FIRST.run.lineage)
     assert found.files == {"__0_0.distcp": FIRST.record, "__1_0.distcp": SECOND.record}
     assert dict(found.objects) == {"train_state.n": {"value": 1}, "train_state.step": {"value": 7}}
-    assert dict(found.tensors) == dict(CARD.tensors or {})
+    assert dict(found.tensors) == dict(CARD.tables.tensors or {})
     assert found.extra == {
         "topology": "2 ranks",
         "config": {"training": {"steps": 10}},
@@ -44,9 +44,9 @@ def test_the_objects_of_all_ranks_are_put_together_as_they_were_written() -> Non
     manifest = Manifest.parse(assembled([FIRST, spaced]).to_json())
     assert dict(manifest.objects) == {"train_state.n": {"value": 1}, "a": {"value": "},{"}, "b": {}}
     for empty in (Table(), Table.of_text(b" { } ", "card")):
-        assert dict(assembled([FIRST, second(objects=empty)]).objects) == dict(FIRST.objects)
-    only = Table.of_text(FIRST.objects.text, "card")
-    assert assembled([dataclasses.replace(FIRST, objects=only), second(objects=Table())]).objects is only
+        assert dict(assembled([FIRST, second(objects=empty)]).objects) == dict(FIRST.tables.objects)
+    only = Table.of_text(FIRST.tables.objects.text, "card")
+    assert assembled([changed(FIRST, objects=only), second(objects=Table())]).objects is only
     assert only.unparsed is not None, "a million objects of one rank are not parsed to be copied"
 
 
@@ -54,7 +54,7 @@ def test_objects_that_are_no_table_are_refused_here_or_when_they_are_read() -> N
     broken = Table.of_text(b'{"a": 1}', "card")
     with pytest.raises(CheckpointDamaged, match="a: expected dict"):
         assembled([FIRST, second(objects=broken)])
-    manifest = assembled([dataclasses.replace(FIRST, objects=broken), second(objects=Table())])
+    manifest = assembled([changed(FIRST, objects=broken), second(objects=Table())])
     with pytest.raises(CheckpointDamaged, match="a: expected dict"):
         dict(Manifest.parse(manifest.to_json()).objects)
 
@@ -76,8 +76,8 @@ def test_a_rank_without_tensors_has_no_file() -> None:
         ([FIRST, second(lineage=Lineage("r2"))], "it is of run r2"),
         ([FIRST, second(file="__0_0.distcp")], "is not the name of its file"),
         ([FIRST, second(file="")], "has no name"),
-        ([FIRST, second(objects=FIRST.objects)], "'train_state.n' is an object of another rank"),
-        ([dataclasses.replace(FIRST, tensors=None), SECOND], "no tables"),
+        ([FIRST, second(objects=FIRST.tables.objects)], "'train_state.n' is an object of another rank"),
+        ([changed(FIRST, tensors=None), SECOND], "no tables"),
     ],
 )
 def test_cards_that_do_not_fit_together_are_refused_by_name(cards: list[Card], finding: str) -> None:

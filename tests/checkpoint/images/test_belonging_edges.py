@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.images.cards import CARD
+from tests.checkpoint.images.cards import CARD, changed
 from torchtitan_lite.checkpoint.images.belonging import ChosenOnDisk, ImageFacts, OnDisk, why_not
 from torchtitan_lite.checkpoint.images.commits import Commit
 from torchtitan_lite.store.lineage import Lineage
@@ -111,9 +111,8 @@ def test_a_wanted_step_that_is_not_on_disk_is_not_in_memory_either() -> None:
     ],
 )
 def test_the_rule_gets_all_that_it_needs_of_a_card(config: dict[str, Any], counts_again: bool) -> None:
-    card = dataclasses.replace(
-        CARD, before=(Commit(2, "2" * 32),), config=config, lineage=Lineage("r1", branch_point=4)
-    )
+    commits = (Commit(2, "2" * 32), *CARD.commits)
+    card = changed(CARD, commits=commits, config=config, lineage=Lineage("r1", branch_point=4))
     assert ImageFacts.of_card(card) == ImageFacts(
         rank=1,
         world_size=2,

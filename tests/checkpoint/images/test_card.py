@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.images.cards import CARD
+from tests.checkpoint.images.cards import CARD, changed
 from torchtitan_lite.checkpoint.images.card import Card
 from torchtitan_lite.checkpoint.images.commits import Commit
 from torchtitan_lite.disk.digest import FileRecord
@@ -16,28 +16,26 @@ from torchtitan_lite.store.manifest import Table
 
 
 def card(**changes: Any) -> Card:
-    return dataclasses.replace(CARD, tensors=None, structure=None, objects=Table({}), **changes)
+    return changed(CARD, tensors=None, structure=None, objects=Table({}), **changes)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"rank": 0, "world_size": 1, "step": 0, "file": "", "record": FileRecord(0)},
-        {"latest": Commit(0, "")},
-        {"latest": None},
-        {"latest": Commit(5, "d", 1 << 62, "r1"), "before": tuple(Commit(step, "d", step) for step in range(4))},
-        {"start": "s" * 64, "folder_id": "", "latest": Commit(5, "d" * 64)},
+        {"commits": (Commit(0, ""),)},
+        {"commits": ()},
+        {"commits": (*(Commit(step, "d", step) for step in range(4)), Commit(5, "d", 1 << 62, "r1"))},
+        {"start": "s" * 64, "folder_id": "", "commits": (Commit(5, "d" * 64),)},
         {"versions": {}, "config": {"a": {"b": [1, None, "é"]}}, "topology": "", "created_at": 0.0},
         {"record": FileRecord.of(bytes((2 << 20) + 1))},
     ],
 )
 def test_a_card_at_its_limits_is_read_as_it_was_written(changes: dict[str, Any]) -> None:
     found = Card.parse(card(**changes).to_bytes())
-    assert dataclasses.replace(found, objects=Table({})) == dataclasses.replace(card(**changes), objects=found.objects)
-    commits = [changes.get("latest"), *changes.get("before", ())]
-    for commit, again in zip(commits, [found.latest, *found.before], strict=True):
-        if commit is not None and again is not None:
-            assert dataclasses.astuple(again) == dataclasses.astuple(commit)
+    assert changed(found, objects=Table({})) == changed(card(**changes), objects=found.tables.objects)
+    for commit, again in zip(card(**changes).commits, found.commits, strict=True):
+        assert dataclasses.astuple(again) == dataclasses.astuple(commit)
 
 
 def test_a_card_from_before_the_first_release_is_named_as_such() -> None:
@@ -51,7 +49,7 @@ def test_a_field_that_a_later_version_added_to_a_card_is_ignored_and_kept() -> N
     later = CARD.to_bytes().replace(b'"format_version":7,', b'"format_version":8,"mood":"good",')
     found = Card.parse(later)
     assert dataclasses.replace(found, unknown={}) == Card.parse(CARD.to_bytes())
-    assert Card.parse(dataclasses.replace(found, step=0).to_bytes()).unknown == found.unknown
+    assert Card.parse(changed(found, step=0).to_bytes()).unknown == found.unknown
     assert found.unknown == {"format_version": 8, "oldest_reader": 7, "mood": "good"}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.images.spoiled import steps_in
-from torchtitan_lite.checkpoint.images.former_images import FormerImages, step_in
+from torchtitan_lite.checkpoint.images.images import FormerImages, step_in
 from torchtitan_lite.checkpoint.images.pool import NO_STEP, Pool
 from torchtitan_lite.checkpoint.images.tier import Tier, build_tier
 from torchtitan_lite.checkpoint.staging.arena import StagingArena

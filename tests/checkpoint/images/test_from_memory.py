@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.images.cards import CARD
+from tests.checkpoint.images.cards import CARD, changed
 from tests.store import filled
 from torchtitan_lite.checkpoint.images.assembled import assembled
-from torchtitan_lite.checkpoint.images.belonging import ImageFacts, ImageKey
-from torchtitan_lite.checkpoint.images.card import Card
+from torchtitan_lite.checkpoint.images.belonging import ImageFacts
+from torchtitan_lite.checkpoint.images.card import Card, ImageKey
 from torchtitan_lite.checkpoint.images.commits import Commit, commit_of
-from torchtitan_lite.checkpoint.images.from_memory import prefer_memory
 from torchtitan_lite.checkpoint.images.held_images import Complete, HeldImages
-from torchtitan_lite.checkpoint.images.image_source import ImageSource
+from torchtitan_lite.checkpoint.images.image_sources import ImageSource, prefer_memory
 from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.checkpoint.resume.load_source import choose_source
 from torchtitan_lite.config.job_config import Checkpoint
@@ -41,26 +40,26 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 def card(store: CheckpointStore, step: int, **changes: Any) -> Card:
     """Return the card of a run of one rank, made before the first checkpoint of `store`."""
-    common = {"rank": 0, "world_size": 1, "step": step, "file": FILE, "latest": None, "lineage": Lineage("r1")}
-    return dataclasses.replace(CARD, **{**common, "folder_id": store.folder_id(make=False), **changes})
+    common = {"rank": 0, "world_size": 1, "step": step, "file": FILE, "commits": (), "lineage": Lineage("r1")}
+    return changed(CARD, **{**common, "folder_id": store.folder_id(make=False), **changes})
 
 
 def images(*cards: Card) -> HeldImages:
     """Return what a look finds, of images with these cards."""
     found = HeldImages(None, "now", Peers(timedelta(seconds=60)))
-    for each in sorted(cards, key=lambda each: -each.step):
-        key = ImageKey(each.step, each.start, each.copy)
-        found.complete.append(Complete(key, ImageFacts.of_card(each), assembled([each]), is_spread=False))
+    for each in sorted(cards, key=lambda each: -each.key.step):
+        found.complete.append(Complete(each.key, ImageFacts.of_card(each), assembled([each]), is_spread=False))
     return found
 
 
 def commit(store: CheckpointStore, of: Card, *, data: bytes = b"abc", full: bool = True) -> Commit:
     """Commit the checkpoint that an image with the card `of` would become."""
-    staging = filled.staged(store, of.step, data)
+    staging = filled.staged(store, of.key.step, data)
     manifest = assembled([of])
     files = {FILE: FileRecord.of(data), ".metadata": FileRecord.of(b"of dcp")}
     kind = CheckpointKind.FULL if full else CheckpointKind.WEIGHTS_ONLY
-    found = commit_of(store.commit(of.step, dataclasses.replace(manifest, files=files, kind=kind), place=staging.name))
+    manifest = dataclasses.replace(manifest, files=files, kind=kind)
+    found = commit_of(store.commit(of.key.step, manifest, place=staging.name))
     assert found is not None
     return found
 
@@ -89,7 +88,7 @@ def test_before_the_first_checkpoint_the_latest_image_is_the_last_resort(store: 
 
 def test_an_image_continues_from_the_checkpoint_that_it_knows(store: CheckpointStore) -> None:
     latest = commit(store, card(store, 5))
-    source = preferred(images(card(store, 7, latest=latest, lineage=Lineage("r1", parent_step=3))), store)
+    source = preferred(images(card(store, 7, commits=(latest,), lineage=Lineage("r1", parent_step=3))), store)
     assert isinstance(source, ImageSource)
     assert (source.step, source.lineage.parent_step, source.lineage.abandons) == (7, 5, ())
     assert not source.is_last_resort, "the disk has a checkpoint, too"
@@ -99,7 +98,7 @@ def test_without_images_or_with_load_only_the_choice_is_that_of_the_disk(store: 
     assert preferred(images(), store) is None
     assert preferred(images(card(store, 7)), store, load_only=True) is None
     latest = commit(store, card(store, 5))
-    for found, options in ((images(), {}), (images(card(store, 7, latest=latest)), {"load_only": True})):
+    for found, options in ((images(), {}), (images(card(store, 7, commits=(latest,))), {"load_only": True})):
         source = preferred(found, store, **options)
         assert source is not None
         assert (source.step, type(source)) == (5, LoadSource)
@@ -118,7 +117,7 @@ def test_a_damaged_image_gives_way_to_the_one_before(store: CheckpointStore) -> 
 def test_an_image_of_the_step_on_disk_counts_only_if_it_has_the_same_bytes(store: CheckpointStore, data: bytes) -> None:
     of = card(store, 7)
     latest = commit(store, of, data=data)
-    source = preferred(images(dataclasses.replace(of, latest=latest)), store)
+    source = preferred(images(changed(of, commits=(latest,))), store)
     assert source is not None and source.step == 7
     assert (isinstance(source, ImageSource)) == (data == b"abc")
     if isinstance(source, ImageSource):
@@ -130,7 +129,7 @@ def test_of_a_step_whose_manifest_is_unreadable_the_image_does_not_count(store: 
     latest = commit(store, of)
     chosen = choose_source(store, -1, Checkpoint())
     (store.root / "step-7" / "manifest.json").write_bytes(b"{")
-    found = images(dataclasses.replace(of, latest=latest))
+    found = images(changed(of, commits=(latest,)))
     assert prefer_memory(found, store, chosen, -1, Checkpoint(), is_exact=False) is chosen
 
 
@@ -153,7 +152,7 @@ def test_the_start_that_made_the_latest_checkpoint_is_known_from_its_manifest(st
 def test_a_step_that_is_wanted_exactly_is_that_step(store: CheckpointStore, wanted: int, in_memory: bool) -> None:
     commit(store, card(store, 5))
     latest = commit(store, card(store, 7))
-    source = preferred(images(card(store, 7, latest=latest)), store, wanted, is_exact=True)
+    source = preferred(images(card(store, 7, commits=(latest,))), store, wanted, is_exact=True)
     assert source is not None
     assert (source.step, isinstance(source, ImageSource)) == (wanted, in_memory)
     assert source.lineage.branch_point == wanted
@@ -174,7 +173,8 @@ COUNTS_AGAIN = {"exclude_from_loading": ("train_state", "lr_scheduler", "dataloa
 
 def test_an_image_of_a_run_that_counts_again_is_the_last_resort_and_of_its_own_count(store: CheckpointStore) -> None:
     latest = commit(store, card(store, 5))
-    again = card(store, 3, latest=latest, config={"checkpoint": {"exclude_from_loading": ["train_state"]}}, start="b2")
+    config = {"checkpoint": {"exclude_from_loading": ["train_state"]}}
+    again = card(store, 3, commits=(latest,), config=config, start="b2")
     source = preferred(images(again), store, **COUNTS_AGAIN)
     assert isinstance(source, ImageSource)
     assert source.is_last_resort and source.lineage.counts_again
@@ -187,7 +187,7 @@ def test_a_branch_continues_from_memory_unless_its_very_first_step_is_wanted(
     store: CheckpointStore, is_exact: bool, in_memory: bool
 ) -> None:
     latest = commit(store, card(store, 5))
-    on_branch = card(store, 7, latest=latest, lineage=Lineage("r2", branch_point=5))
+    on_branch = card(store, 7, commits=(latest,), lineage=Lineage("r2", branch_point=5))
     source = preferred(images(on_branch), store, 5, is_exact=is_exact)
     assert source is not None
     assert (isinstance(source, ImageSource)) == in_memory

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import os
 import shutil
@@ -16,12 +15,11 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.images.cards import CARD
+from tests.checkpoint.images.cards import CARD, changed
 from tests.descriptors import num_open, num_open_of, wait_for_open
 from tests.keepers import names_at
 from tests.ranks import on_two_ranks
-from torchtitan_lite.checkpoint.images.belonging import ImageKey
-from torchtitan_lite.checkpoint.images.card import Card
+from torchtitan_lite.checkpoint.images.card import Card, ImageKey
 from torchtitan_lite.checkpoint.images.held_images import HeldImages
 from torchtitan_lite.checkpoint.images.tier import TakenOver
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
@@ -47,7 +45,7 @@ MEMORIES = ("arena", "torchtitan_lite-staging", "torchtitan_lite-mark")
 def card(step: int, rank: int = 0, *, world_size: int = 1, **changes: Any) -> Card:
     own = {"file": f"__{rank}_0.distcp", "objects": Table({f"state.{rank}": {"value": 1}})}
     tables = {} if rank == 0 else {"tensors": None, "structure": None}
-    return dataclasses.replace(CARD, step=step, rank=rank, world_size=world_size, **{**own, **tables, **changes})
+    return changed(CARD, step=step, rank=rank, world_size=world_size, **{**own, **tables, **changes})
 
 
 def keep(
@@ -62,8 +60,8 @@ def keep(
     os.pwrite(arena, DATA[:size], 0)
     mark = Mark()
     if of is not None:
-        mark.set(**{"step": of.step, "num_bytes": num_bytes, "card": of.to_bytes(), **marked})
-        name = name or f"{of.start}.{of.rank}.{of.step}"
+        mark.set(**{"step": of.key.step, "num_bytes": num_bytes, "card": of.to_bytes(), **marked})
+        name = name or f"{of.key.start}.{of.rank}.{of.key.step}"
     if size == 4097:
         fcntl.fcntl(arena, fcntl.F_ADD_SEALS, SEAL_WRITE)
     keeper.keep(name, (arena, mark.fd))

@@ -53,9 +53,9 @@ def test_every_step_leaves_an_image_and_the_last_two_or_three_are_held(tmp_path:
     cards = held(run.root, memory_tier)
     assert set(cards) == {4, 5, 6}
     card = cards[6]
-    assert (card.rank, card.world_size, card.start != "", card.latest) == (0, 1, True, None)
-    assert card.folder_id == CheckpointStore(run.root).folder_id(make=False)
-    assert card.tensors is not None and "model.first.weight" in card.tensors
+    assert (card.rank, card.world_size, card.key.start != "", card.commits) == (0, 1, True, ())
+    assert card.run.folder_id == CheckpointStore(run.root).folder_id(make=False)
+    assert card.tables.tensors is not None and "model.first.weight" in card.tables.tensors
     run.manager.close()
     assert set(held(run.root, memory_tier)) == {4, 5, 6}, "they outlive the manager"
 
@@ -68,8 +68,7 @@ def test_an_image_has_the_bytes_of_the_file_of_a_save(tmp_path: Path, memory_tie
     card = held(run.root, memory_tier)[4]
     assert card.record == FileRecord.of((saved.path / card.file).read_bytes())
     step(run)
-    known = held(run.root, memory_tier)[5].latest
-    assert known is not None
+    (known,) = held(run.root, memory_tier)[5].commits
     assert known.step == 4
     assert f'"digest": "{known.digest}"'.encode() in (saved.path / "manifest.json").read_bytes()[-64:]
 
@@ -80,11 +79,11 @@ def test_an_image_knows_its_run_and_the_last_checkpoints_on_disk(tmp_path: Path,
     step(run)
     cards = held(run.root, memory_tier)
     card, manifest = cards[7], Manifest.of_folder(run.root / "step-6")
-    assert manifest is not None and card.latest is not None
-    assert ([commit.step for commit in card.before], card.latest.step) == ([2, 4], 6)
-    assert (card.versions, card.config) == (manifest.versions, manifest.extra["config"])
-    assert card.versions and card.config
-    assert card.copy == cards[6].copy + 1 > 1, "copies of one step differ by it"
+    assert manifest is not None
+    assert [commit.step for commit in card.commits] == [2, 4, 6]
+    assert (card.run.versions, card.run.config) == (manifest.versions, manifest.extra["config"])
+    assert card.run.versions and card.run.config
+    assert card.key.copy == cards[6].key.copy + 1 > 1, "copies of one step differ by it"
 
 
 def test_a_run_that_rolled_back_drops_the_images_of_later_steps_and_resumes_from_those_of_its_branch(
@@ -96,7 +95,7 @@ def test_a_run_that_rolled_back_drops_the_images_of_later_steps_and_resumes_from
     for _ in range(2):
         step(run)
     cards = held(run.root, memory_tier)
-    assert set(cards) >= {5, 6} and cards[6].lineage.ancestors[0][0] == 4
+    assert set(cards) >= {5, 6} and cards[6].run.lineage.ancestors[0][0] == 4
     run.manager.close()
     again = start(tmp_path, 0, interval=4)
     assert (again.train_state.step, again.events.figures("loaded")["origin"]) == (6, "memory")
@@ -105,7 +104,7 @@ def test_a_run_that_rolled_back_drops_the_images_of_later_steps_and_resumes_from
     again.manager.close()
     assert again.committed() == [4, 8]
     lineage = json.loads((again.root / "step-8" / "manifest.json").read_text())["lineage"]
-    assert lineage["ancestors"][0][0] == 4 and lineage["run_id"] == cards[6].lineage.run_id
+    assert lineage["ancestors"][0][0] == 4 and lineage["run_id"] == cards[6].run.lineage.run_id
 
 
 @pytest.mark.usefixtures("digests")
@@ -364,8 +363,8 @@ def test_both_ranks_have_the_images_of_the_same_steps_of_one_run(rank: int, tmp_
         assert same_everywhere(sorted(held_by_rank(run.root, runtime)))
         cards = held_by_rank(run.root, runtime)
         assert {(card_rank, at) for card_rank, at in cards} == {(r, at) for r in (0, 1) for at in (3, 4, 5)}
-        assert len({(card.lineage.run_id, card.start, card.folder_id) for card in cards.values()}) == 1
-        assert cards[0, 5].tensors is not None and cards[1, 5].tensors is None
+        assert len({(card.run.lineage.run_id, card.key.start, card.run.folder_id) for card in cards.values()}) == 1
+        assert cards[0, 5].tables.tensors is not None and cards[1, 5].tables.tensors is None
         step(run, last=True)
 
 

@@ -139,8 +139,7 @@ def test_a_card_that_is_renewed_knows_another_commit_and_is_as_it_was_otherwise(
         renew_card(mark, commits, 0)
         found = read_mark(mark.fd)
         assert found is not None and (found.step, found.num_bytes) == (7, 3)
-        latest = commits[-1] if commits else None
-        expected = dataclasses.replace(Card.parse(before), latest=latest, before=commits[:-1])
+        expected = dataclasses.replace(Card.parse(before), commits=commits)
         assert found.card == expected.to_bytes()
     mark.set(7, 3, b"none")
     renew_card(mark, (), 0)

@@ -168,23 +168,23 @@ def test_the_latest_commit_is_that_of_the_load_then_that_of_the_run(tier: Tier, 
     manifest = info.path / "manifest.json"
     hidden = manifest.rename(info.path / "hidden")
     tier.note_committed(info)
-    assert tier.latest == Commit(5, "d"), "one whose manifest cannot be read"
+    assert tier.commits == (Commit(5, "d"),), "one whose manifest cannot be read"
     hidden.rename(manifest)
     tier.note_committed(info)
-    assert tier.latest == commit_of(info) and tier.latest is not None
-    assert tier.latest.step == 7
-    assert f'"digest": "{tier.latest.digest}"'.encode() in manifest.read_bytes()[-64:]
+    latest = tier.commits[-1]
+    assert latest == commit_of(info) and latest.step == 7
+    assert f'"digest": "{latest.digest}"'.encode() in manifest.read_bytes()[-64:]
 
 
 def test_of_the_commits_of_a_folder_the_last_few_are_known_and_none_that_a_rollback_abandons(tier: Tier) -> None:
     several = [Commit(step, "d") for step in (2, 4, 6, 7, 8)]
     tier.note_commits(several)
-    assert tier.latest == several[-1]
+    assert tier.commits[-1] == several[-1]
     info = committed(tier.keeper.folder)
     tier.note_committed(info)
     assert tier.commits == (*several[:3], commit_of(info))
     tier.note_commits([])
-    assert tier.latest is None
+    assert tier.commits == ()
     tier.note_commits(several[:MOST_COMMITS])
     tier.note_committed(dataclasses.replace(info, step=9))
     assert [commit.step for commit in tier.commits] == [4, 6, 7, 9]

@@ -17,9 +17,8 @@ from tests.checkpoint.small_run import Events
 from tests.logged import logged_warnings
 from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.checkpoint.context import RunContext
-from torchtitan_lite.checkpoint.images.belonging import ImageKey
-from torchtitan_lite.checkpoint.images.image_source import ImageSource
-from torchtitan_lite.checkpoint.images.image_sources import ImageSources
+from torchtitan_lite.checkpoint.images.card import ImageKey
+from torchtitan_lite.checkpoint.images.image_sources import ImageSource, ImageSources
 from torchtitan_lite.checkpoint.images.tier import build_tier
 from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.checkpoint.resume.fallback import Candidates

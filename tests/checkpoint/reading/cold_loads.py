@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint import CheckpointManager
-from torchtitan_lite.checkpoint.reading import relayed_reads, shared_reads
+from torchtitan_lite.checkpoint.reading import shared_reads
 from torchtitan_lite.checkpoint.reading.folder import Verify
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.distributed.peers import Peers
@@ -63,7 +63,7 @@ def load(
     `ranks_of_host` ranks are of one host; after `tried` bytes of reads over hosts it is decided whether to continue.
     """
     shared_reads.host_id = lambda: f"host {rank // ranks_of_host}"
-    relayed_reads.TRIED_BYTES = tried or relayed_reads.TRIED_BYTES
+    shared_reads.TRIED_BYTES = tried or shared_reads.TRIED_BYTES
     target, peers = empty(layout), Peers(timeout)
     stored = StoredCheckpoint(step, peers, verify=verify)
     stored.report({"weight": target}, {})

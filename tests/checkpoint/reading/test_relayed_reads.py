@@ -13,9 +13,8 @@ import torch
 
 from tests.checkpoint.reading.cold_loads import NUM_BYTES, TIMEOUT, cold_step, load
 from tests.ranks import Ranks
-from torchtitan_lite.checkpoint.reading import relayed_reads
-from torchtitan_lite.checkpoint.reading.relayed_reads import RelayedReader
-from torchtitan_lite.checkpoint.reading.shared_reads import Sharing
+from torchtitan_lite.checkpoint.reading import shared_reads
+from torchtitan_lite.checkpoint.reading.shared_reads import RelayedReader, Sharing
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.piece_table import PieceTable
@@ -147,7 +146,7 @@ def read_all(
     known = {folder / name: FileRecord.of(data) for name, data in CONTENTS.items()}
     reader = own.get(rank, Counting)()
     ticks = count(step=1000 if slow else 0)
-    relayed_reads.TRIED_BYTES, relayed_reads.LEAST_BYTES = MIB, 0
+    shared_reads.TRIED_BYTES, shared_reads.LEAST_BYTES = MIB, 0
     relay = Relay(Peers(timedelta(seconds=60)), [2, 0, 3, 1])
     together = RelayedReader(reader, reader, relay, lambda: float(next(ticks)))
     errors = []
@@ -216,14 +215,14 @@ def read_slowly(rank: int, folder: Path, breaks: bool = False) -> int:
         path.write_bytes(data)
     peers, reader = Peers(timedelta(seconds=60)), Counting()
     peers.raise_together(None)
-    relayed_reads.TRIED_BYTES, relayed_reads.LEAST_BYTES = 32 * MIB, MIB
-    make = relayed_reads.request_memory
+    shared_reads.TRIED_BYTES, shared_reads.LEAST_BYTES = 32 * MIB, MIB
+    make = shared_reads.request_memory
     if breaks and rank == 2:
-        relayed_reads.request_memory = no_memory
+        shared_reads.request_memory = no_memory
     try:
         together = RelayedReader(reader, reader, Relay(peers, [0, 1, 2, 3]), lambda: reader.num_bytes / 5e7)
     finally:
-        relayed_reads.request_memory = make
+        shared_reads.request_memory = make
     found = bytearray(len(data))
     together.read(path, FileRecord.of(data), [Piece(0, memoryview(found))])
     together.leave()

@@ -9,7 +9,7 @@ import pytest
 from tests.checkpoint.reading.cold_loads import NUM_BYTES, TIMEOUT, cold_step, load
 from tests.ranks import Ranks
 from torchtitan_lite.checkpoint.reading import shared_reads
-from torchtitan_lite.distributed.host_exchange import Alone
+from torchtitan_lite.distributed.host_exchange import HostExchange
 from torchtitan_lite.distributed.peers import Peers
 
 
@@ -41,4 +41,4 @@ def test_small_reads_ask_nothing_of_other_ranks(four_ranks: Ranks, tmp_path: Pat
 def small_is_shared(rank: int, folder: Path) -> bool:
     reads = shared_reads.SharedReads(shared_reads.RankReads(), Peers(TIMEOUT))
     with reads.exchange() as exchange:
-        return reads.is_shared() or not isinstance(exchange, Alone)
+        return reads.is_shared() or isinstance(exchange, HostExchange)

@@ -7,22 +7,19 @@ import queue
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.checkpoint.images.cards import CARD
-from torchtitan_lite.checkpoint.images.belonging import ImageFacts, ImageKey, is_replica
-from torchtitan_lite.checkpoint.images.card import Card
+from tests.checkpoint.images.cards import CARD, changed
+from torchtitan_lite.checkpoint.images.belonging import is_replica
+from torchtitan_lite.checkpoint.images.card import Card, ImageKey
 from torchtitan_lite.checkpoint.images.fetched import Move, moves
 from torchtitan_lite.checkpoint.images.room import Room, has_no_room_for_replicas
-from torchtitan_lite.checkpoint.replicas.memory import ReplicaMemory
-from torchtitan_lite.checkpoint.replicas.process import Order, Outcome, ReplicaJob, ReplicaProcess
-from torchtitan_lite.checkpoint.replicas.ring import ReplicaHost, in_words, own_address, partners
-from torchtitan_lite.checkpoint.replicas.turns import Turns
+from torchtitan_lite.checkpoint.replicas.host_replicas import ReplicaHost, Turns, in_words, own_address, partners
+from torchtitan_lite.checkpoint.replicas.process import Order, Outcome, ReplicaJob, ReplicaMemory, ReplicaProcess
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.keeper.client import Keeper
@@ -169,7 +166,7 @@ class Sender:
         """Send the image of `card`; return how to wait for what comes of it."""
         arena, mark = os.memfd_create("arena"), Mark()
         os.write(arena, data)
-        mark.set(card.step, len(data), card.to_bytes())
+        mark.set(card.key.step, len(data), card.to_bytes())
         self._number += 1
         self.processes[0].send(Order(self._number, keeps), (arena, mark.fd))
         os.close(arena)
@@ -201,7 +198,7 @@ def sender(tmp_path: Path, memory_tier: Path) -> Iterator[Sender]:
 
 
 def image(step: int, data: bytes = DATA) -> Card:
-    return replace(CARD, step=step, rank=0, copy=step, file="__0_0.distcp", record=FileRecord.of(data))
+    return changed(CARD, step=step, rank=0, copy=step, file="__0_0.distcp", record=FileRecord.of(data))
 
 
 def test_an_image_arrives_is_verified_and_outlives_both_processes(sender: Sender) -> None:
@@ -215,10 +212,10 @@ def test_an_image_arrives_is_verified_and_outlives_both_processes(sender: Sender
 
 def test_the_image_that_is_to_be_kept_stays_while_later_ones_arrive(sender: Sender) -> None:
     sender.send(image(2), DATA)
-    two = ImageFacts.of_card(image(2)).key
+    two = image(2).key
     assert sender.send(image(4, DATA[::-1]), DATA[::-1], two).num_bytes == len(DATA)
     assert sender.replicas() == {2: DATA, 4: DATA[::-1]}
-    assert sender.send(image(6), DATA, ImageFacts.of_card(image(4)).key).num_bytes == len(DATA)
+    assert sender.send(image(6), DATA, image(4).key).num_bytes == len(DATA)
     assert sender.replicas() == {4: DATA[::-1], 6: DATA}, "two places are enough"
 
 
@@ -231,7 +228,7 @@ def test_the_image_that_is_to_be_kept_stays_while_later_ones_arrive(sender: Send
     ],
 )
 def test_what_is_damaged_or_not_expected_is_no_replica(sender: Sender, change: dict[str, object], finding: str) -> None:
-    assert finding in sender.send(replace(image(2), **change), DATA).finding  # type: ignore[arg-type]
+    assert finding in sender.send(changed(image(2), **change), DATA).finding
     assert sender.replicas() == {}
     assert sender.send(image(4), DATA).finding == ""
 
@@ -244,7 +241,7 @@ def test_a_process_that_dies_costs_a_replica_and_another_one_takes_over(sender: 
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert sender.send(image(4), DATA).finding
     assert sender.processes[1].start(), "it listens at the same port"
-    assert sender.send(image(6), DATA, ImageFacts.of_card(image(2)).key).num_bytes == len(DATA)
+    assert sender.send(image(6), DATA, image(2).key).num_bytes == len(DATA)
     assert sender.replicas() == {2: DATA, 6: DATA}, "the new process found what the one before kept"
 
 

@@ -8,7 +8,7 @@ import pytest
 import xxhash
 
 from tests.checkpoint.images.cards import CARD
-from torchtitan_lite.checkpoint.images.card import Card
+from torchtitan_lite.checkpoint.images.card import Card, CardTables
 from torchtitan_lite.checkpoint.staging.mark import (
     _FIELDS,
     _MAGIC,
@@ -26,16 +26,14 @@ from torchtitan_lite.store.manifest import Table
 
 def test_a_card_is_read_as_it_was_written() -> None:
     found = Card.parse(CARD.to_bytes())
-    tables = ("objects", "tensors", "structure")
-    without = {name: None for name in tables if name != "objects"} | {"objects": Table()}
-    assert dataclasses.replace(found, **without) == dataclasses.replace(CARD, **without)
-    for name in tables:
-        assert dict(getattr(found, name)) == dict(getattr(CARD, name))
+    assert dataclasses.replace(found, tables=CARD.tables) == CARD
+    for table, expected in zip(found.tables, CARD.tables, strict=True):
+        assert dict(table) == dict(expected)
 
 
 def test_a_card_of_another_rank_than_the_coordinator_has_no_tables() -> None:
-    found = Card.parse(dataclasses.replace(CARD, tensors=None, structure=None, latest=None).to_bytes())
-    assert (found.tensors, found.structure, found.latest) == (None, None, None)
+    found = Card.parse(dataclasses.replace(CARD, tables=CardTables(Table()), commits=()).to_bytes())
+    assert (found.tables.tensors, found.tables.structure, found.commits) == (None, None, ())
 
 
 @pytest.mark.parametrize(

@@ -30,24 +30,25 @@ def assembled(cards: Sequence[Card]) -> Manifest:
         raise ValueError(f"expected the cards of ranks 0 to {first.world_size - 1}, found those of {found:.200}")
     for card in by_rank:
         _check(card, first)
-    if first.tensors is None or first.structure is None or not first.structure:
+    if first.tables.tensors is None or not first.tables.structure:
         raise ValueError("the card of rank 0 has no tables of tensors and containers")
+    having = [card.tables for card in by_rank]
     return Manifest(
-        step=first.step,
+        step=first.key.step,
         kind=CheckpointKind.FULL,
         created_at=first.created_at,
         world_size=first.world_size,
-        versions=dict(first.versions),
+        versions=dict(first.run.versions),
         files={card.file: card.record for card in by_rank if card.file},
-        lineage=first.lineage,
-        tensors=joined_tables([card.tensors for card in by_rank if card.tensors is not None]),
+        lineage=first.run.lineage,
+        tensors=joined_tables([tables.tensors for tables in having if tables.tensors is not None]),
         objects=_objects(by_rank),
-        structure=joined_structures([card.structure for card in by_rank if card.structure is not None]),
+        structure=joined_structures([tables.structure for tables in having if tables.structure is not None]),
         extra={
-            "topology": first.topology,
-            "config": dict(first.config),
-            "start": first.start,
-            TRAINED_SECONDS: first.trained_seconds,
+            "topology": first.run.topology,
+            "config": dict(first.run.config),
+            "start": first.key.start,
+            TRAINED_SECONDS: first.run.trained_seconds,
         },
     )
 
@@ -66,27 +67,34 @@ def _objects(by_rank: Sequence[Card]) -> Table:
 
     There may be a million. Their text is put together as it is, and parsed only to find those that are there twice.
     """
-    having = [card for card in by_rank if card.objects]
+    having = [card for card in by_rank if card.tables.objects]
     if len(having) < 2:
-        return having[0].objects if having else Table()
+        return having[0].tables.objects if having else Table()
     keys: set[str] = set()
     for card in having:
         with no_collection():
-            own = set(card.objects)
+            own = set(card.tables.objects)
         if not keys.isdisjoint(own):
             raise ValueError(f"rank {card.rank}: {min(keys & own)!r:.100} is an object of another rank, too")
         keys |= own
-    inside = (card.objects.text.strip()[1:-1] for card in having)
+    inside = (card.tables.objects.text.strip()[1:-1] for card in having)
     return Table.of_text(b"{" + b",".join(inside) + b"}", "card")
 
 
 def _check(card: Card, first: Card) -> None:
     """Raise ValueError unless `card` is of the same step of the same start as `first`, the card of rank 0."""
-    for name in ("step", "copy", "start", "world_size", "folder_id", "topology"):
-        if (found := getattr(card, name)) != (expected := getattr(first, name)):
+    run, of_first = card.run, first.run
+    for name, found, expected in (
+        *zip(card.key._fields, card.key, first.key, strict=True),
+        ("world_size", card.world_size, first.world_size),
+        ("folder_id", run.folder_id, of_first.folder_id),
+        ("topology", run.topology, of_first.topology),
+    ):
+        if found != expected:
             raise ValueError(f"rank {card.rank}: {name}: expected {expected!r:.80}, found {found!r:.80}")
-    if (card.lineage.run_id, card.lineage.branch_point) != (first.lineage.run_id, first.lineage.branch_point):
-        raise ValueError(f"rank {card.rank}: it is of run {card.lineage.run_id}, rank 0 of {first.lineage.run_id}")
+    lineage, of_first_rank = run.lineage, of_first.lineage
+    if (lineage.run_id, lineage.branch_point) != (of_first_rank.run_id, of_first_rank.branch_point):
+        raise ValueError(f"rank {card.rank}: it is of run {lineage.run_id}, rank 0 of {of_first_rank.run_id}")
     if card.file and layout.rank_of(card.file) != card.rank:
         raise ValueError(f"rank {card.rank}: {card.file!r:.80} is not the name of its file")
     if not card.file and card.record.size:

@@ -8,23 +8,14 @@ caller has made sure that no process writes into the image any more.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
-from torchtitan_lite.checkpoint.images.card import Card
+from torchtitan_lite.checkpoint.images.card import Card, ImageKey
 from torchtitan_lite.checkpoint.images.commits import Commit
 
 _REPLICA = ".replica."
-
-
-class ImageKey(NamedTuple):
-    """The images of one copy of the state of one start, of all ranks; a start may make several copies of a step."""
-
-    step: int
-    start: str
-    """The id of the start that made them."""
-    copy: int
-    """Which of the copies that it made."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +46,16 @@ class ImageFacts:
     def of_card(cls, card: Card) -> ImageFacts:
         """Return what matters of `card`."""
         return cls(
+            **card.key._asdict(),
             rank=card.rank,
             world_size=card.world_size,
-            step=card.step,
-            start=card.start,
-            folder_id=card.folder_id,
-            run_id=card.lineage.run_id,
-            branch_point=card.lineage.branch_point,
-            latest=card.latest,
-            before=card.before,
-            topology=card.topology,
-            copy=card.copy,
-            counts_again=_excludes_step_counter(card),
+            folder_id=card.run.folder_id,
+            run_id=card.run.lineage.run_id,
+            branch_point=card.run.lineage.branch_point,
+            latest=card.commits[-1] if card.commits else None,
+            before=card.commits[:-1],
+            topology=card.run.topology,
+            counts_again=_excludes_step_counter(card.run.config),
         )
 
 
@@ -184,8 +173,8 @@ def _why_not_again(image: ImageFacts, chosen: ChosenOnDisk, disk: OnDisk) -> str
     return "" if image.branch_point == chosen.branch_point else "it is of another branch that counts its steps again"
 
 
-def _excludes_step_counter(card: Card) -> bool:
-    section = card.config.get("checkpoint")
+def _excludes_step_counter(config: Mapping[str, Any]) -> bool:
+    section = config.get("checkpoint")
     excluded = section.get("exclude_from_loading") if isinstance(section, dict) else None
     return isinstance(excluded, list) and "train_state" in excluded
 

@@ -10,7 +10,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.images.commits import MOST_COMMITS, Commit
 from torchtitan_lite.disk.digest import DIGEST_BYTES, FileRecord, num_blocks
@@ -22,69 +22,85 @@ from torchtitan_lite.store.manifest_fields import file_name, number, refuse_cons
 _ID_LETTERS = 64
 
 
+class ImageKey(NamedTuple):
+    """The images of one copy of the state of one start, of all ranks; a start may make several copies of a step."""
+
+    step: int
+    start: str
+    """The id of the start of the job that made them."""
+    copy: int
+    """Which of the copies that it made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardRun:
+    """What the run was, the same on all ranks."""
+
+    folder_id: str
+    """The id of the folder of checkpoints."""
+    lineage: Lineage
+    trained_seconds: float
+    """That the run had trained, in all its starts."""
+    topology: str
+    versions: Mapping[str, str]
+    config: Mapping[str, Any]
+
+
+class CardTables(NamedTuple):
+    """What of the manifest's tables a card has."""
+
+    objects: Table
+    """The rank's part."""
+    tensors: Table | None = None
+    """All of it, on the coordinator; with it, or on another rank alone, the entries of its record."""
+    structure: Table | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Card:
     """What one rank knows of one image."""
 
+    key: ImageKey
     rank: int
     world_size: int
-    step: int
-    start: str
-    """The id of the start of the job that staged it; the same on all of its ranks."""
-    folder_id: str
-    """The id of the folder of checkpoints."""
-    lineage: Lineage
-    copy: int = 0
-    """Which copy of a state this is, among all that the start staged; the same on all of its ranks."""
-    latest: Commit | None
-    """The latest full checkpoint in the folder when the image was staged, as far as that start knew; None for none."""
-    before: tuple[Commit, ...] = ()
-    """The full checkpoints before that one, by ascending step; a few."""
+    run: CardRun
+    commits: tuple[Commit, ...]
+    """The latest full checkpoints in the folder when the image was staged, as far as its start knew: a few, by step;
+    empty for none."""
     created_at: float
     """Unix seconds."""
-    trained_seconds: float = 0.0
-    """That the run had trained, in all its starts."""
-    topology: str
-    versions: Mapping[str, str] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
     file: str
     """The name of the rank's file; empty if it has none."""
     record: FileRecord
     """Size and digests of that file: its bytes are the first ones of the arena."""
-    objects: Table
-    """The rank's part of the manifest's table."""
-    tensors: Table | None = None
-    """The manifest's tables, on the coordinator; with them, or on another rank alone, the entries of its record."""
-    structure: Table | None = None
+    tables: CardTables
     unknown: Mapping[str, Any] = field(default_factory=dict)
     """Fields that a later version added."""
 
     def to_bytes(self) -> bytes:
         """Return the card as four lines of JSON: fields, objects, tensors, containers."""
-        lineage, tables = self.lineage.to_json(), Table.texts(self.objects, self.tensors, self.structure)
-        fields = {
-            **FORMAT,
-            **self.unknown,
+        text = json.dumps({**FORMAT, **self.unknown, **self._fields()}, allow_nan=False, separators=(",", ":"))
+        return b"\n".join([text.encode(), *Table.texts(*self.tables)])
+
+    def _fields(self) -> dict[str, Any]:
+        run, commits = self.run, [dataclasses.asdict(commit) for commit in self.commits]
+        return {
             "rank": self.rank,
             "world_size": self.world_size,
-            "step": self.step,
-            "copy": self.copy,
-            "start": self.start,
-            "folder_id": self.folder_id,
-            "lineage": lineage,
-            "latest": None if self.latest is None else dataclasses.asdict(self.latest),
-            "before": [dataclasses.asdict(commit) for commit in self.before],
+            **self.key._asdict(),
+            "folder_id": run.folder_id,
+            "lineage": run.lineage.to_json(),
+            "latest": commits[-1] if commits else None,
+            "before": commits[:-1],
             "created_at": float(self.created_at),
-            "trained_seconds": float(self.trained_seconds),
-            "topology": self.topology,
-            "versions": dict(self.versions),
-            "config": dict(self.config),
+            "trained_seconds": float(run.trained_seconds),
+            "topology": run.topology,
+            "versions": dict(run.versions),
+            "config": dict(run.config),
             "file": self.file,
             "size": self.record.size,
             "blocks": self.record.blocks.hex(),
         }
-        text = json.dumps(fields, allow_nan=False, separators=(",", ":"))
-        return b"\n".join([text.encode(), *tables])
 
     @classmethod
     def parse(cls, data: bytes) -> Card:
@@ -100,34 +116,31 @@ class Card:
         if len(blocks) != DIGEST_BYTES * num_blocks(size):
             raise ValueError(f"expected the digests of {num_blocks(size)} blocks, found {len(blocks)} bytes")
         name = value_of(document, "file", str)
-        latest = document.get("latest")
         rank, world_size = number(document, "rank", 0), number(document, "world_size", 1)
         if rank >= world_size:
             raise ValueError(f"rank {rank} of {world_size}")
-        before = value_of(document, "before", list)
+        before, latest = value_of(document, "before", list), document.get("latest")
         versions = value_of(document, "versions", dict)
-        return cls(
+        tensors, structure = (Table.of_text(line, "card") if line else None for line in lines[2:])
+        card = cls(
+            key=ImageKey(number(document, "step", 0), _id(document, "start"), number(document, "copy", 0)),
             rank=rank,
             world_size=world_size,
-            step=number(document, "step", 0),
-            copy=number(document, "copy", 0),
-            start=_id(document, "start"),
-            folder_id=_id(document, "folder_id"),
-            lineage=Lineage.from_json(value_of(document, "lineage", dict)),
-            latest=None if latest is None else _commit(latest),
-            before=tuple(map(_commit, before[-MOST_COMMITS:])),
+            run=CardRun(
+                folder_id=_id(document, "folder_id"),
+                lineage=Lineage.from_json(value_of(document, "lineage", dict)),
+                trained_seconds=max(0.0, seconds(document, "trained_seconds")),
+                topology=value_of(document, "topology", str),
+                versions={each: value_of(versions, each, str) for each in versions},
+                config=value_of(document, "config", dict),
+            ),
+            commits=tuple(map(_commit, [*before[-MOST_COMMITS:], *([] if latest is None else [latest])])),
             created_at=value_of(document, "created_at", float),
-            trained_seconds=max(0.0, seconds(document, "trained_seconds")),
-            topology=value_of(document, "topology", str),
-            versions={each: value_of(versions, each, str) for each in versions},
-            config=value_of(document, "config", dict),
             file=file_name(name) if name else "",
             record=FileRecord(size, blocks),
-            objects=Table.of_text(lines[1], "card"),
-            tensors=Table.of_text(lines[2], "card") if lines[2] else None,
-            structure=Table.of_text(lines[3], "card") if lines[3] else None,
-            unknown=unknown_fields(document, {*cls.__dataclass_fields__, "size", "blocks"}),
+            tables=CardTables(Table.of_text(lines[1], "card"), tensors, structure),
         )
+        return dataclasses.replace(card, unknown=unknown_fields(document, {*card._fields()}))
 
 
 def _commit(value: Any) -> Commit:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan_lite.checkpoint.images.assembled import assembled
-from torchtitan_lite.checkpoint.images.belonging import ImageFacts, ImageKey, is_replica
-from torchtitan_lite.checkpoint.images.card import Card
+from torchtitan_lite.checkpoint.images.belonging import ImageFacts, is_replica
+from torchtitan_lite.checkpoint.images.card import Card, ImageKey
 from torchtitan_lite.checkpoint.images.fetched import Fetched, fetched, moves
 from torchtitan_lite.checkpoint.images.files import FilesInMemory
 from torchtitan_lite.checkpoint.images.tier import TakenOver
@@ -363,7 +363,7 @@ def _clear(held: HeldMemory) -> None:
 
 
 def _check(card: Card, marked: Marked, arena_bytes: int) -> None:
-    if card.step != marked.step:
-        raise ValueError(f"its mark is of step {marked.step}, its card of step {card.step}")
+    if card.key.step != marked.step:
+        raise ValueError(f"its mark is of step {marked.step}, its card of step {card.key.step}")
     if not card.record.size <= marked.num_bytes <= arena_bytes:
         raise ValueError(f"it has {arena_bytes} bytes, its mark says {marked.num_bytes}, its card {card.record.size}")

@@ -77,11 +77,6 @@ class Tier:
         self._lock = threading.Lock()
         self._starting: threading.Thread | None = None
 
-    @property
-    def latest(self) -> Commit | None:
-        """Return the latest full checkpoint in the folder, as far as this rank knows."""
-        return self.commits[-1] if self.commits else None
-
     def begin(self, start: str, folder_id: str) -> None:
         """Note what all ranks agreed on. Call it once, before a load."""
         self.start, self.folder_id = start, folder_id

@@ -1,121 +1,63 @@
 """This rank's reads, planned by itself.
 
-Reading goes through `dcp.load`, on each rank by itself: each rank knows what it needs.
+Each rank knows what it needs, and plans before any rank reads data, so that a mismatch on one ends the load on all.
+
+A model may have tens of thousands of tensors of a few KiB, and then a load takes longer in Python than on the disk. So
+those that one rank reads completely and as they are stored are not planned one by one, but in columns: for each the
+load notes where it is in the file and in memory, and the disk's side copies it there. What is not small, not complete
+or not in plain memory goes through regions, with the same result.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
 from torchtitan_lite.checkpoint.format.contents import Shape, StoredTensor
 from torchtitan_lite.checkpoint.format.shards import parts_of
+from torchtitan_lite.checkpoint.format.tensor_table import TensorKind, TensorTable
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
-from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, RankReads, Region
-from torchtitan_lite.checkpoint.reading.small_tensors import small_tensors
+from torchtitan_lite.checkpoint.reading.reader import RankReads, Region
 from torchtitan_lite.collection import no_collection
-from torchtitan_lite.disk.reads_blocks import ReadsBlocks
+from torchtitan_lite.disk.piece_table import PieceTable
 from torchtitan_lite.errors import CheckpointMismatch
 
-ALL = "all"
-"""The one entry of the state that is given to `dcp.load`: a flat state."""
+SMALL_BYTES = 32 << 10
+"""Up to this size, planning and reading a tensor by itself takes longer than one more copy of it."""
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
-class OwnReader(CheckpointReader):
-    """A `CheckpointReader` for `OwnPlanner`, which takes the contents from the folder instead of DCP's metadata.
+@no_collection()
+def planned(state: dict[str, Any], folder: CheckpointFolder) -> RankReads:
+    """Return the reads of the checkpoint in `folder` into the flat `state`. Any rank.
 
-    `when_read` is called once it has read what is wanted, or failed.
+    Raises `CheckpointMismatch` for a tensor of another shape.
     """
-
-    def __init__(self, folder: CheckpointFolder, blocks: ReadsBlocks, when_read: Callable[[], object] = bool) -> None:
-        super().__init__(folder, blocks=blocks)
-        self._when_read = when_read
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        try:
-            return super().read_data(plan, planner)
-        finally:
-            self._when_read()
-
-    def read_metadata(self) -> Metadata:
-        return Metadata(state_dict_metadata={})
-
-
-class OwnPlanner(LoadPlanner):
-    """Plans the reads of this rank into a flat state.
-
-    It plans before DCP calls it, so that a mismatch on one rank can end the load before any rank reads data. It gives
-    DCP an empty plan, and puts its own reads into it when it comes back.
-    """
-
-    def __init__(self, folder: CheckpointFolder) -> None:
-        self._folder = folder
-        self.wanted = RankReads()
-        """What `plan` has planned."""
-        self.state: dict[str, Any] = {}
-        """The flat state that is read into."""
-
-    @no_collection()
-    def plan(self, state: dict[str, Any]) -> None:
-        """Plan the reads into `state`. Any rank. Raises `CheckpointMismatch` for a tensor of another shape."""
-        self.state = state
-        contents = self._folder.contents
-        small, others = small_tensors(state, contents.table)
-        self.wanted = RankReads(small=small)
-        regions = self.wanted.regions
-        for key, target in others.items():
-            if key in contents.objects:
-                self.wanted.objects.append((key, partial(state.__setitem__, key)))
-                continue
-            stored = contents.tensors[key]
-            if tuple(target.shape) != stored.shape:
-                found = f"shape {list(stored.shape)} in the checkpoint, {list(target.shape)} expected"
-                raise CheckpointMismatch(str(self._folder.path), f"  {key}: {found}")
-            if len(stored.chunks) == 1 and not isinstance(target, DTensor):
-                regions.append(Region(key, stored.chunks[0], stored.chunks[0].offsets, target.detach()))
-            else:
-                regions += self._regions_of(key, stored, target)
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Do nothing: `plan` has the state."""
-
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan([])
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return dataclasses.replace(central_plan, storage_data=self.wanted)
-
-    def _regions_of(self, key: str, stored: StoredTensor, target: torch.Tensor) -> Iterator[Region]:
-        """Yield the regions of `stored` that fill the memory of `target`. Raises `CheckpointMismatch` for a misfit."""
+    contents = folder.contents
+    small, others = small_tensors(state, contents.table)
+    wanted = RankReads(small=small)
+    for key, target in others.items():
+        if key in contents.objects:
+            wanted.objects.append((key, partial(state.__setitem__, key)))
+            continue
+        stored = contents.tensors[key]
+        if tuple(target.shape) != stored.shape:
+            found = f"shape {list(stored.shape)} in the checkpoint, {list(target.shape)} expected"
+            raise CheckpointMismatch(str(folder.path), f"  {key}: {found}")
+        if len(stored.chunks) == 1 and not isinstance(target, DTensor):
+            wanted.regions.append(Region(key, stored.chunks[0], stored.chunks[0].offsets, target.detach()))
+            continue
         try:
             parts = list(parts_of(key, target))
         except ValueError as error:
-            raise CheckpointMismatch(str(self._folder.path), f"  {error}") from None
+            raise CheckpointMismatch(str(folder.path), f"  {error}") from None
         for offsets, memory in parts:
-            yield from overlaps(key, stored, offsets, memory)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise AssertionError("there are no items in our own plan")
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        raise AssertionError("there are no items in our own plan")
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        raise AssertionError("there are no items in our own plan")
+            wanted.regions += overlaps(key, stored, offsets, memory)
+    return wanted
 
 
 def overlaps(key: str, stored: StoredTensor, offsets: Shape, local: torch.Tensor) -> Iterator[Region]:
@@ -138,3 +80,39 @@ def overlaps(key: str, stored: StoredTensor, offsets: Shape, local: torch.Tensor
         yield Region(
             key, chunk, tuple(begin - stored for begin, stored in zip(begins, chunk.offsets, strict=True)), target
         )
+
+
+def small_tensors(state: Mapping[str, Any], table: TensorTable) -> tuple[dict[str, PieceTable], dict[str, Any]]:
+    """Return where the small tensors of `state` are, by file, and all other entries of `state`.
+
+    The tensors must outlive the pieces: they hold addresses in their memory.
+    """
+    kinds, places = table.kinds, table.places
+    # Complex tensors may be lazy conjugates: the bytes in their memory are not their elements.
+    columns: dict[TensorKind, tuple[list[int], list[int]]] = {
+        kind: ([], []) for kind in table.places_by_kind if 0 < kind.nbytes <= SMALL_BYTES and not kind.dtype.is_complex
+    }
+    others: dict[str, Any] = {}
+    strided = torch.strided
+    for key, target in state.items():
+        kind = kinds.get(key)
+        if (
+            kind in columns
+            and type(target) in _PLAIN_TENSORS
+            and target.dtype is kind.dtype
+            and target.is_cpu
+            and target.layout is strided
+            and target.is_contiguous()
+            and target.shape == kind.shape
+            and not target.is_neg()
+        ):
+            begins, addresses = columns[kind]
+            begins.append(places[key])
+            addresses.append(target.data_ptr())
+        else:
+            others[key] = target
+    tables: dict[str, PieceTable] = {}
+    for kind, (begins, addresses) in columns.items():
+        if begins:
+            tables.setdefault(kind.file, PieceTable()).add(begins, addresses, kind.nbytes)
+    return tables, others

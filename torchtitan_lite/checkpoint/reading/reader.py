@@ -108,11 +108,8 @@ class CheckpointReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan needs: the `RankReads` in its storage data, else its items."""
-        if isinstance(plan.storage_data, RankReads):
-            self.read(plan.storage_data)
-        else:
-            self._read_items(plan.items, planner)
+        """Read the items of `plan`."""
+        self._read_items(plan.items, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future

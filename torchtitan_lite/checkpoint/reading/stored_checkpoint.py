@@ -28,14 +28,15 @@ from torchtitan_lite.checkpoint.reading.files import Files
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, Verify
 from torchtitan_lite.checkpoint.reading.listed_groups import read_listed_groups
 from torchtitan_lite.checkpoint.reading.load_rules import EVERYTHING, LoadRules
-from torchtitan_lite.checkpoint.reading.own_plan import ALL, OwnPlanner, OwnReader
+from torchtitan_lite.checkpoint.reading.own_plan import planned
+from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, RankReads
 from torchtitan_lite.checkpoint.reading.shared_reads import SharedReads
 from torchtitan_lite.checkpoint.reading.stored_model import StoredModel
 from torchtitan_lite.checkpoint.reading.stored_optimizer import StoredOptimizer
 from torchtitan_lite.checkpoint.state.optimizer_state import OF_OPTIMIZERS, ParameterSlot, nested_tensors
 from torchtitan_lite.collection import no_collection
-from torchtitan_lite.distributed import dcp
 from torchtitan_lite.distributed.peers import Peers
+from torchtitan_lite.distributed.worst_failure import together_or_worst
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.place import Place
@@ -80,7 +81,7 @@ class StoredCheckpoint:
 
         If they are not what was committed, or cannot be read, on one rank, it raises the error on every rank.
         """
-        reader = OwnReader(self._folder, blocks=self._blocks)
+        reader = CheckpointReader(self._folder, blocks=self._blocks)
         self._peers.together(lambda: reader.verify_rest(self._peers.rank, self._peers.world_size))
 
     def keys(self, prefix: str) -> list[str]:
@@ -224,21 +225,27 @@ class StoredCheckpoint:
 
         If `make` fails on one rank, for lack of memory for example, every rank raises its error, and none reads.
         """
-        planner, failure = OwnPlanner(self._folder), None
-        try:
-            planner.plan(make())
-        except Exception as error:
-            failure = error
-        dcp.raise_worst(failure, self._peers, str(self.path))
-        shared = SharedReads(planner.wanted, self._peers)
+        path = str(self.path)
+
+        def plan() -> tuple[State, RankReads]:
+            state = make()
+            return state, planned(state, self._folder)
+
+        state, wanted = together_or_worst(plan, self._peers, path)
+        shared = SharedReads(wanted, self._peers)
+
+        def read() -> None:
+            try:
+                CheckpointReader(self._folder, blocks=blocks).read(wanted)
+            finally:
+                shared.leave()
+
         is_alone = self._folder.verify == "full_alone"
         with (
             nullcontext(self._blocks) if is_alone else self._folder.files.shared_reader(self._blocks, shared) as blocks
         ):
-            reader = OwnReader(self._folder, blocks, shared.leave)
-            # All of it is one entry of the state dict, because DCP takes long for each entry.
-            dcp.load({ALL: planner.state}, reader, planner, self._peers, str(self.path))
-        return planner.state
+            together_or_worst(read, self._peers, path)
+        return state
 
     @cached_property
     def _keys_by_state(self) -> Mapping[str, Sequence[str]]:

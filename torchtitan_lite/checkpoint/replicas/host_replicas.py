@@ -2,26 +2,28 @@
 
 All ranks replicate the same steps: one at a time, the latest when the one before is complete. That it is, they find out
 in the exchange that each image needs anyway: `numbers` go in, `agree` takes what comes out. Until a later step is
-complete everywhere, each rank keeps its own image of that step, and its partner the replica.
+complete everywhere, each rank keeps its own image of that step, and its partner the replica. The hosts form a ring, and
+each rank sends to one of the next host.
 """
 
 from __future__ import annotations
 
+import fcntl
+import ipaddress
 import platform
 import secrets
 import socket
+import struct
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torchtitan_lite.checkpoint.context import RunContext
-from torchtitan_lite.checkpoint.images.belonging import ImageKey
-from torchtitan_lite.checkpoint.images.card import Card
+from torchtitan_lite.checkpoint.images.card import Card, ImageKey
 from torchtitan_lite.checkpoint.images.pool import Pool
 from torchtitan_lite.checkpoint.images.room import Room, has_no_room_for_replicas
 from torchtitan_lite.checkpoint.images.tier import Tier
 from torchtitan_lite.checkpoint.replicas.process import Order, Outcome, ReplicaJob, ReplicaProcess
-from torchtitan_lite.checkpoint.replicas.ring import ReplicaHost, in_words, own_address, partners
-from torchtitan_lite.checkpoint.replicas.turns import Turns
 from torchtitan_lite.checkpoint.staging.mark import read_mark
 from torchtitan_lite.checkpoint.staging.slots import ArenaSlot
 from torchtitan_lite.distributed.environment import master_address, replica_interface, runtime_folder
@@ -99,7 +101,7 @@ class HostReplicas:
         # All ranks have loaded it, or none.
         if self._process is not None and slot is not None and marked is not None:
             card = Card.parse(marked.card)
-            self._begin(ImageKey(card.step, card.start, card.copy))
+            self._begin(card.key)
             with self._lock:
                 self._order(slot)
 
@@ -207,3 +209,113 @@ def _finding(places: Sequence[ReplicaHost], to: Sequence[int], found: Sequence[R
             "images, two of another host). Unset checkpoint.memory_replicas, or give the job more memory"
         )
     return ""
+
+
+_PATIENCE = 3
+"""Images that this rank may stage while it has not begun to send the one that is due."""
+
+
+class Turns:
+    """Which image all ranks replicate, as this rank knows: the same on all, because only the exchange changes it."""
+
+    def __init__(self) -> None:
+        self.complete: ImageKey | None = None
+        """The latest image whose replicas are complete everywhere."""
+        self.due: ImageKey | None = None
+        """The one that all ranks replicate now; None for none."""
+        self.is_sent = self.has_failed = False
+        """How far this rank is with it."""
+        self._waited = 0
+
+    def begin(self, key: ImageKey) -> None:
+        """Make `key` due, after the exchange in which all ranks were done with the one before."""
+        self.due, self.is_sent, self.has_failed, self._waited = key, False, False, 0
+
+    def numbers(self, *, is_sending: bool) -> tuple[int, int]:
+        """Return whether this rank still lacks the replica that is due, and whether it will not have one."""
+        lacks = self.due is not None and not self.is_sent
+        if lacks and not is_sending:
+            # An image that was never complete here would hold up all ranks for good.
+            self._waited += 1
+            self.has_failed |= self._waited > _PATIENCE
+        return lacks, self.has_failed
+
+    def agree(self, lacks: int, has_failed: int) -> None:
+        """Note the maximum over all ranks of their numbers."""
+        if self.due is not None and not lacks:
+            self.complete, self.due = self.due, None
+        elif has_failed:
+            # Another rank may still send it; all begin the next one together.
+            self.due = None
+
+
+_SIOCGIFADDR = 0x8915
+_IFNAMSIZ = 16
+_ANY_PORT = 9
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True)
+class ReplicaHost:
+    """Where a rank receives replicas."""
+
+    host: str
+    """The same for all ranks that share the memory of a host."""
+    name: str
+    """The host's, for people."""
+    address: str
+    """By which other hosts reach it; empty if this is not known."""
+    port: int
+    secret: bytes = b""
+    """Of this start of the job; the coordinator's counts."""
+
+
+def partners(hosts: Sequence[str]) -> list[int]:
+    """Return, by rank, the rank that keeps its replicas, given the host of each rank: never one of the same host.
+
+    The hosts are in the order of their first ranks; empty if there is only one.
+    """
+    by_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(rank)
+    if len(by_host) < 2:
+        return []
+    ring = [*by_host.values()]
+    to = {
+        rank: following[number % len(following)]
+        for own, following in zip(ring, [*ring[1:], ring[0]], strict=True)
+        for number, rank in enumerate(own)
+    }
+    return [to[rank] for rank in range(len(hosts))]
+
+
+def in_words(places: Sequence[ReplicaHost]) -> str:
+    """Return the ring as people read it: host-1 -> host-2 -> host-1."""
+    names = [*{place.host: place.name for place in places}.values()]
+    shown = names if len(names) <= _MOST_NAMED else [*names[: _MOST_NAMED - 1], f"{len(names) - _MOST_NAMED + 1} more"]
+    return " -> ".join([*shown, names[0]])
+
+
+def own_address(interface: str, master: str) -> str:
+    """Return the address of the network `interface`, or of the one that leads to `master`; empty if there is none.
+
+    An address of the loopback is none that another host could reach.
+    """
+    try:
+        found = _address_of(interface) if interface else _address_towards(master)
+    except OSError:
+        return ""
+    return "" if ipaddress.ip_address(found.partition("%")[0]).is_loopback else found
+
+
+def _address_of(interface: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", interface.encode()[: _IFNAMSIZ - 1])
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+
+
+def _address_towards(master: str) -> str:
+    family, kind, _, _, address = socket.getaddrinfo(master, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # Sends nothing, but chooses a route.
+        return str(probe.getsockname()[0])

@@ -1,14 +1,13 @@
-"""Errors of DCP become errors of this package: the worst one of any rank."""
+"""The worst failure of any rank is raised on all, as an error of this package."""
 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
 
 import pytest
 
-from torchtitan_lite.distributed import dcp
 from torchtitan_lite.distributed.peers import Peers
+from torchtitan_lite.distributed.worst_failure import raise_worst, together_or_worst
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
 
 DAMAGED = CheckpointDamaged("step-4", "a byte is wrong")
@@ -30,7 +29,7 @@ class Ranks(Peers):
 def raised_by_a_load(*failures: Exception) -> BaseException:
     """Return the error of a load on rank 0 when rank 0, rank 1, ... have `failures`."""
     with pytest.raises(Exception) as caught:
-        dcp.raise_worst(failures[0], Ranks(*failures), "step-4")
+        raise_worst(failures[0], Ranks(*failures), "step-4")
     return caught.value
 
 
@@ -55,10 +54,17 @@ def test_a_load_that_failed_with_an_unknown_error_on_any_rank_proves_no_damage()
     assert "rank 0: CheckpointDamaged" in str(error) and "rank 1: MemoryError: no memory" in str(error)
 
 
-def test_a_failure_of_dcp_itself_is_one_of_our_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: Any, **settings: Any) -> None:
+def test_a_failure_that_is_none_of_ours_becomes_one() -> None:
+    def fail() -> None:
         raise RuntimeError("Connection reset by peer")
 
-    monkeypatch.setattr(dcp, "dcp_load", fail)
     with pytest.raises(CheckpointUnreadable, match="RuntimeError: Connection reset by peer"):
-        dcp.load({}, None, None, Peers(timedelta(seconds=1)), "step-4")  # type: ignore[arg-type]  # none is used
+        together_or_worst(fail, Peers(timedelta(seconds=1)), "step-4")
+
+
+def test_an_interrupt_of_the_only_process_stays_one() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        together_or_worst(interrupt, Peers(timedelta(seconds=1)), "step-4")
