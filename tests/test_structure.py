@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -99,6 +100,20 @@ def test_lines_names_and_records_are_counted() -> None:
     assert [*counts.null_objects([one])] == ["NoImages"] and [*counts.functions(one)] == [("f", 2)]
     up = Source("store.two", "from torchtitan_lite.keeper.one import f\n")
     assert counts.imports_up([one, up]) == ["store.two -> keeper.one"]
+
+
+def test_a_save_and_a_load_are_read_in_an_hour() -> None:
+    """The walk at the top of the design: its files are there, with what it names in them, and they are few."""
+    design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    walk = design.partition("## Read a save and a load\n")[2].partition("\n## ")[0]
+    stops = re.findall(r"^\d+\. `([\w/]+\.py)`: (.*)$", walk, re.MULTILINE)
+    texts = [(ROOT / path).read_text(encoding="utf-8") for path, _ in stops]
+    assert 0 < len(stops) <= 12
+    assert sum(len(text.splitlines()) for text in texts) <= 2500
+    for (path, words), text in zip(stops, texts, strict=True):
+        for name in re.findall(r"`([\w.]+)`", words):
+            found = [re.search(rf"^ *(class|def) {part}\b", text, re.MULTILINE) for part in name.split(".")]
+            assert all(found), f"{path} has no {name}"
 
 
 def test_whatever_leaves_a_process_is_in_the_registry() -> None:

@@ -35,8 +35,8 @@ from torchtitan_lite.checkpoint.images.room import (
 from torchtitan_lite.checkpoint.images.tier import Tier
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.saving.target import Origin
-from torchtitan_lite.checkpoint.staging.changed_tensors import build_staging_watch
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
+from torchtitan_lite.checkpoint.staging.changed_tensors import build_staging_watch
 from torchtitan_lite.checkpoint.staging.mark import UnusableMark, read_mark
 from torchtitan_lite.checkpoint.staging.slots import NO_STEP
 from torchtitan_lite.collection import no_collection
