@@ -42,11 +42,11 @@ import torch, safetensors, numpy
 def peak(): return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 before = peak()
 from torchtitan_lite.cli.app import main
-from torchtitan_lite.checkpoint.converting import exporting
-if "hf" in sys.argv: import torchtitan_lite.checkpoint.hugging_face.writing, torchtitan_lite.cli.described_model
-if "torch" in sys.argv or "dcp" in sys.argv: import torchtitan_lite.checkpoint.converting.layouts
-if "dcp" in sys.argv: import torchtitan_lite.checkpoint.converting.dcp_folder
-if "torch" in sys.argv: import torchtitan_lite.checkpoint.converting.torch_file
+from torchtitan_lite.converting import exporting
+if "hf" in sys.argv: import torchtitan_lite.hugging_face.writing, torchtitan_lite.cli.described_model
+if "torch" in sys.argv or "dcp" in sys.argv: import torchtitan_lite.converting.layouts
+if "dcp" in sys.argv: import torchtitan_lite.converting.dcp_folder
+if "torch" in sys.argv: import torchtitan_lite.converting.torch_file
 begun = time.perf_counter()
 code = main(sys.argv[1:])
 sys.stderr.write(f"{code} {time.perf_counter() - begun} {peak() - before}")

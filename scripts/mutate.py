@@ -36,7 +36,8 @@ from mutation.reach import Reach, Test, test_files
 from mutation.tree import LOADED, Run, Tree
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("torchtitan_lite/disk", "torchtitan_lite/store", "torchtitan_lite/checkpoint", "torchtitan_lite/keeper")
+ROOMS = ("disk", "store", "checkpoint", "memory", "examining", "converting", "importing", "hugging_face")
+FOLDERS = tuple(f"torchtitan_lite/{room}" for room in ROOMS)
 TESTS = ("tests/disk", "tests/store", "tests/checkpoint", "tests/keeper", "tests/resharding", "tests/e2e")
 TESTS += ("tests/test_faults.py",)
 FIRST_FILES = 3
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "folders", nargs="*", default=FOLDERS, help="folders to change (disk, store, checkpoint and keeper)"
+        "folders", nargs="*", default=FOLDERS, help="folders to change (those of checkpoints and what is below)"
     )
     parser.add_argument("--count", type=int, default=100, help="mutants drawn in each folder (100); 0: all")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draw (0)")

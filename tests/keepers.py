@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.keeper.client import Keeper
+from torchtitan_lite.memory.keeper.client import Keeper
 
 _IN_MEMORY = Path("/dev/shm")
 END_SECONDS = 30.0

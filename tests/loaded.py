@@ -15,7 +15,7 @@ import torch.distributed.checkpoint.state_dict  # noqa: E402
 import torch.distributed.fsdp  # noqa: E402
 import torch.distributed.tensor.parallel  # noqa: E402, F401
 
-import torchtitan_lite.checkpoint.images.run_images  # noqa: E402  # a run imports it where it is on
+import torchtitan_lite.memory.images.run_images  # noqa: E402  # a run imports it where it is on
 import torchtitan_lite.trainer  # noqa: E402, F401
 from tests.disks import wait_for_no_server  # noqa: E402
 from torchtitan_lite.collection import freeze_imported  # noqa: E402

@@ -57,7 +57,7 @@ from pathlib import Path
 
 def spawn():
     root = str(Path(__file__).parents[2])
-    code = f"import sys; sys.path.append({root!r}); from torchtitan_lite.keeper.process import main; main()"
+    code = f"import sys; sys.path.append({root!r}); from torchtitan_lite.memory.keeper.process import main; main()"
     return subprocess.run([sys.executable, "-I", "-S", "-c", code]).returncode
 """
 PROCESS = """
@@ -65,7 +65,7 @@ def main():
     raise SystemExit(7)
 """
 STARTS = """
-from torchtitan_lite.keeper.starting import spawn
+from torchtitan_lite.memory.keeper.starting import spawn
 
 def test_the_process_ends_with_its_code():
     assert spawn() == 7
@@ -74,7 +74,7 @@ def test_the_process_ends_with_its_code():
 
 @pytest.mark.slow  # Like the other one it runs the tool, in about three seconds.
 def test_a_mutant_in_a_process_that_is_not_traced_is_tried_with_the_tests_that_start_it(tmp_path: Path) -> None:
-    files = {"torchtitan_lite/keeper/starting.py": STARTING, "torchtitan_lite/keeper/process.py": PROCESS}
+    files = {"torchtitan_lite/memory/keeper/starting.py": STARTING, "torchtitan_lite/memory/keeper/process.py": PROCESS}
     mutants = _mutants_of(tmp_path, {**files, "tests/test_starts.py": STARTS})
 
     in_process = [mutant for mutant in mutants if mutant["file"].endswith("process.py")]

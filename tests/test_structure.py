@@ -6,7 +6,6 @@ import ast
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -77,10 +76,9 @@ def importers_of(room: str) -> set[str]:
 
 
 def test_images_are_in_one_room_and_without_them_none_of_it_is_imported() -> None:
-    images, replicas = f"{PACKAGE}.checkpoint.images", f"{PACKAGE}.checkpoint.replicas"
+    images, replicas = f"{PACKAGE}.memory.images", f"{PACKAGE}.memory.replicas"
     assert importers_of(images) == {images, replicas, f"{PACKAGE}.cli"}, "the tool shows what is kept"
     assert importers_of(replicas) == {replicas}
-    assert not (Path(ROOT) / PACKAGE / "checkpoint" / "memory").exists()
 
 
 def test_each_module_stands_in_a_flat_and_its_lines_are_counted_once() -> None:
@@ -93,13 +91,13 @@ def test_lines_names_and_records_are_counted() -> None:
     text = (
         '"""Text."""\n\nimport os  # comment\n\nclass NoImages:\n    """Two\n    lines."""\n\ndef f(x):\n    return x\n'
     )
-    one, other = Source("keeper.one", text), Source("store.one", text)
+    one, other = Source("memory.keeper.one", text), Source("store.one", text)
     assert one.lines == {"docstring": 3, "blank": 3, "import": 1, "code": 3}
     assert (one.flat, other.flat) == ("extras", "core")
     assert counts.names_twice([one, other]) == {"classes": ["NoImages"], "modules": ["one"], "functions": ["f"]}
     assert [*counts.null_objects([one])] == ["NoImages"] and [*counts.functions(one)] == [("f", 2)]
-    up = Source("store.two", "from torchtitan_lite.keeper.one import f\n")
-    assert counts.imports_up([one, up]) == ["store.two -> keeper.one"]
+    up = Source("store.two", "from torchtitan_lite.memory.keeper.one import f\n")
+    assert counts.imports_up([one, up]) == ["store.two -> memory.keeper.one"]
 
 
 def test_a_save_and_a_load_are_read_in_an_hour() -> None:

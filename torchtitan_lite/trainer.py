@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.hugging_face.known_model import HuggingFaceModel
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.resume.initial_import import ImportWeights
 from torchtitan_lite.checkpoint.resume.restore import refuse_early
@@ -42,6 +41,7 @@ from torchtitan_lite.divergence import DivergenceCheck, build_divergence_check
 from torchtitan_lite.dry_run import as_built, report_start
 from torchtitan_lite.errors import TrainingDiverged
 from torchtitan_lite.events import Diverged, Finished, Resumed
+from torchtitan_lite.hugging_face.known_model import HuggingFaceModel
 from torchtitan_lite.log import logger
 from torchtitan_lite.metrics.announcement import announce, write_config
 from torchtitan_lite.metrics.profiling import Profiler

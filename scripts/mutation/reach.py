@@ -21,7 +21,7 @@ from mutation.tree import Tree
 PACKAGE = "torchtitan_lite"
 LIMIT_SECONDS = 900.0
 """For one traced test; the slowest take minutes."""
-STARTS_UNTRACED = f"{PACKAGE}/keeper/starting.py"
+STARTS_UNTRACED = f"{PACKAGE}/memory/keeper/starting.py"
 """The modules next to it run in an interpreter without site-packages too, which records no lines: a test that executes
 this one counts for all of them."""
 HEAVY_SECONDS = 0.5

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 HELPERS = {
     "a worker of a rank, a sender of replicas, an uploader, a watcher (each a Helper)": ("disk.helper",),
-    "the keeper, which outlives the trainer": ("keeper.process",),
+    "the keeper, which outlives the trainer": ("memory.keeper.process",),
 }
 """Kinds of processes, with the modules that start them."""
 
 PROTOCOLS = {
     "lines between a trainer and its helpers: pickles, with descriptors": ("disk.helper",),
-    "requests to a keeper: JSON, with descriptors": ("keeper.messages",),
+    "requests to a keeper: JSON, with descriptors": ("memory.keeper.messages",),
     "links of the watchers of a job to that of rank 0": ("hangs.watcher", "distributed.job_link"),
     "replicas of images between hosts": (
-        "checkpoint.replicas.host_replicas",
-        "checkpoint.replicas.process",
+        "memory.replicas.host_replicas",
+        "memory.replicas.process",
     ),
     "objects of all ranks to the coordinator and back": ("distributed.exchange", "distributed.host_tree"),
 }
@@ -38,20 +38,20 @@ RECORDS = {
         "store.json_record",
         "store.verified",
     ),
-    "the card of an image in memory": ("checkpoint.images.card",),
+    "the card of an image in memory": ("memory.images.card",),
     "lines of JSON: metrics, events, samples, the ledger": ("disk.json_lines", "metrics.ledger"),
     "config.json of a run": ("config.manager",),
     "the token file of a corpus": ("data.token_corpus",),
     "what Hugging Face's libraries read, with the record of an export": (
-        "checkpoint.converting.safetensors_files",
-        "checkpoint.hugging_face.last_export",
-        "checkpoint.hugging_face.writing",
+        "converting.safetensors_files",
+        "hugging_face.last_export",
+        "hugging_face.writing",
         "data.byte_tokenizer_files",
         "data.tokenizer",
         "models.llama.hugging_face",
     ),
     "what another trainer reads: torchtitan's positions, optimizer groups, the Trainer's mark": (
-        "checkpoint.converting.layouts",
+        "converting.layouts",
         "integrations.transformers",
     ),
     "torch's picture of a device's memory": ("metrics.profiling",),

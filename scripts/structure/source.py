@@ -9,40 +9,45 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 PACKAGE = "torchtitan_lite"
-FLATS = {
+FLATS: dict[str, tuple[tuple[str, ...], ...]] = {
+    # What saves and loads a run.
     "core": (
-        *(
-            "checkpoint",
-            "store",
-            "stores",
-            "bucket",
-            "disk",
-            "distributed",
-            "config",
-            "errors",
-            "events",
-            "event_lines",
-            "accounts",
-            "faults",
-        ),
-        *("log", "host_memory", "collection", "torch_private", "__init__"),
+        ("__init__", "errors", "log", "host_memory", "collection"),
+        ("events", "faults", "torch_private"),
+        ("event_lines", "accounts", "config", "disk"),
+        ("store",),
+        ("distributed", "checkpoint.schedule", "checkpoint.format"),
+        ("bucket", "checkpoint.context", "checkpoint.state", "checkpoint.devices"),
+        ("stores", "checkpoint.untrusted", "checkpoint.staging"),
+        ("checkpoint.run_folders", "checkpoint.planning", "checkpoint.reading"),
+        ("checkpoint.saving", "checkpoint.resume"),
+        ("checkpoint.seams",),
+        ("checkpoint",),
     ),
+    # What may accompany a run, and what reads or makes checkpoints without one.
     "extras": (
-        *("checkpoint.images", "checkpoint.replicas", "keeper"),
-        *("uploading", "checkpoint.uploads", "hangs", "report", "integrations"),
+        ("memory", "memory.keeper", "uploading", "examining", "hangs"),
+        ("converting",),
+        ("uploads", "hugging_face", "importing", "memory.images"),
+        ("memory.replicas",),
+        ("checkpoint.companions",),
     ),
+    # Loops that train: ours, and those of other libraries.
     "trainer": (
-        *("trainer", "train", "preflight", "data", "models", "parallelisms", "optim", "divergence", "metrics"),
+        ("models", "data", "divergence", "optim", "metrics", "parallelisms", "dry_run"),
+        ("preflight",),
+        ("trainer", "integrations"),
+        ("train",),
     ),
-    "tools": (
-        *("cli", "checkpoint.examining", "checkpoint.converting", "checkpoint.importing", "checkpoint.hugging_face"),
-        "dry_run",
-    ),
+    # What a person calls.
+    "tools": (("report",), ("cli",)),
 }
-"""The rooms and modules of each flat; the longest name that fits a module is its own."""
+"""The rooms and modules of each flat, floor by floor: a module imports only from floors below its own. The longest name
+that fits a module is its own."""
 KINDS = ("code", "docstring", "comment", "import", "blank")
 
 
@@ -68,8 +73,8 @@ class Source:
         """Return the name of its flat. Raises ValueError if no list has it."""
         fitting = [
             (len(part), flat)
-            for flat, parts in FLATS.items()
-            for part in parts
+            for flat, floors in FLATS.items()
+            for part in chain(*floors)
             if self.name == part or self.name.startswith(f"{part}.")
         ]
         if not fitting:

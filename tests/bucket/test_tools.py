@@ -14,9 +14,9 @@ from tests.bucket.stored import GOLDEN, add, cut, flip, held, remove, write
 from tests.cli.command import CLI, Ended, command, on_a_terminal, plain
 from torchtitan_lite.bucket import naming
 from torchtitan_lite.bucket.store import BucketStore, open_bucket
-from torchtitan_lite.checkpoint.examining.presence import present, refuse_if_gone
 from torchtitan_lite.cli.named_checkpoint import resolve
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound
+from torchtitan_lite.examining.presence import present, refuse_if_gone
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind, seal

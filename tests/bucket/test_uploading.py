@@ -19,11 +19,11 @@ from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.bucket.s3_parts import AT_A_TIME, parts_of
 from torchtitan_lite.bucket.store import open_bucket
 from torchtitan_lite.bucket.upload import PART_BYTES
-from torchtitan_lite.checkpoint.uploads import Uploads
 from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.store import layout
 from torchtitan_lite.uploading import record
 from torchtitan_lite.uploading.uploader import UploadJob, upload_all
+from torchtitan_lite.uploads import Uploads
 
 ROOT = Path(__file__).parents[2]
 CUT = """

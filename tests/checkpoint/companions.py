@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from torchtitan_lite.checkpoint.images.run_images import KeptImages
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.uploads import Uploads
+from torchtitan_lite.memory.images.run_images import KeptImages
 from torchtitan_lite.uploading.process import UploadProcess
+from torchtitan_lite.uploads import Uploads
 
 
 def kept(manager: CheckpointManager) -> KeptImages | None:

@@ -23,12 +23,12 @@ from tests.disks import injected
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint import CheckpointManager, HuggingFaceModel, Place
 from torchtitan_lite.checkpoint.context import RunContext
-from torchtitan_lite.checkpoint.hugging_face.last_export import HuggingFaceExport, share_of
 from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.config.own_loop import loop_config
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import ConfigError, SaveFailed
 from torchtitan_lite.events import ignore
+from torchtitan_lite.hugging_face.last_export import HuggingFaceExport, share_of
 
 PLACES = {
     "0.weight": Place("first.weight", (4, 2)),

@@ -19,8 +19,8 @@ from tests.checkpoint.small_run import SmallRun, same
 from tests.cli.conftest import Said
 from tests.store.filled import flip
 from torchtitan_lite.checkpoint import CheckpointManager
-from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
 from torchtitan_lite.checkpoint.state.stateful import OptimizerWrapper
+from torchtitan_lite.examining.opened import open_checkpoint
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.store import CheckpointStore
 

@@ -226,7 +226,7 @@ def test_a_tolerance_that_is_none_is_wrong_usage(atol: str, step: Path, call: Sa
 def test_a_checkpoint_that_is_removed_meanwhile_is_one_sentence(
     step: Path, tmp_path: Path, call: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchtitan_lite.checkpoint.examining import difference
+    from torchtitan_lite.examining import difference
 
     def purge_and_compare(a: Any, b: Any) -> Any:
         found = compare(a, b)

@@ -25,8 +25,8 @@ from tests.checkpoint.small_run import SmallRun
 from tests.cli.conftest import Said
 from tests.cli.folders import of_newer_format
 from tests.store.filled import flip
-from torchtitan_lite.checkpoint.converting import exporting
 from torchtitan_lite.cli.export import num_bytes
+from torchtitan_lite.converting import exporting
 from torchtitan_lite.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

@@ -27,9 +27,9 @@ from tests.checkpoint.only_once import load_and_close
 from tests.cli.command import ROOT, command, on_a_terminal, plain
 from tests.cli.conftest import Said
 from tests.examples import mostly_exhaustive
-from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.resume.evaluation import load_model
+from torchtitan_lite.examining.opened import open_checkpoint
 from torchtitan_lite.models.llama.model import Transformer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -216,7 +216,7 @@ def test_one_sentence_and_an_exit_code_for_every_refusal(tmp_path: Path) -> None
 
 KILLED = """
 import os, signal, sys
-from torchtitan_lite.checkpoint.converting import dcp_folder
+from torchtitan_lite.converting import dcp_folder
 def die(*arguments): os.kill(os.getpid(), signal.SIGKILL)
 setattr(dcp_folder, sys.argv[1], die)
 from torchtitan_lite.cli.app import main

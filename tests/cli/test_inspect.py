@@ -13,9 +13,9 @@ from tests.checkpoint.reading.foreign_folders import of_0_3, of_2024, save_plain
 from tests.checkpoint.small_run import SmallRun
 from tests.cli.command import command, on_a_terminal, plain
 from tests.cli.folders import GOLDEN, add_step, damaged
-from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
 from torchtitan_lite.cli.inspect_step import changed_settings
 from torchtitan_lite.config.job_config import JobConfig
+from torchtitan_lite.examining.opened import open_checkpoint
 from torchtitan_lite.store.lineage import Lineage
 
 GOLDEN_FORMATS = sorted((GOLDEN.parents[3]).glob("format-*/*/checkpoint/step-*"))

@@ -13,8 +13,8 @@ from tests.checkpoint.reading.foreign_folders import of_0_3, of_2024, save_plain
 from tests.checkpoint.small_run import SmallRun
 from tests.cli.command import command, on_a_terminal, plain
 from tests.cli.folders import add_step, damaged, half_written, of_newer_format, without_manifest
-from torchtitan_lite.checkpoint.examining.inventory import inventory
-from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
+from torchtitan_lite.examining.inventory import inventory
+from torchtitan_lite.examining.opened import open_checkpoint
 from torchtitan_lite.store.holder import Holder
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind

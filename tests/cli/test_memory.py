@@ -18,7 +18,7 @@ from tests.checkpoint.images.cards import CARD, changed
 from tests.cli.conftest import Said
 from tests.keepers import END_SECONDS, keepers_in
 from torchtitan_lite.checkpoint.staging.mark import Mark
-from torchtitan_lite.keeper.client import Keeper
+from torchtitan_lite.memory.keeper.client import Keeper
 from torchtitan_lite.store.lineage import Lineage
 
 SHOWN = changed(CARD, step=40, lineage=Lineage("602ceef5"), topology="dp_shard 2")

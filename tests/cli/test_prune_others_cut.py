@@ -14,11 +14,11 @@ from tests.cli.other_libraries import MAKERS, of_trainer, of_trainer_with_fsdp
 from tests.cli.pruned_others import made
 from tests.store.crashing import Crash, Cut
 from tests.store.filled import contents
-from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
 from torchtitan_lite.cli.prune_others import PruneOthers
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.errors import CheckpointNotFound
+from torchtitan_lite.examining.opened import open_checkpoint
 from torchtitan_lite.store.retention import KeepLatest
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

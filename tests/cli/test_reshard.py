@@ -14,10 +14,10 @@ from tests.checkpoint.reading.foreign_folders import of_0_3
 from tests.checkpoint.small_run import SmallRun, same
 from tests.cli.conftest import Said
 from tests.store.filled import flip
-from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, open_checkpoint
-from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
 from torchtitan_lite.checkpoint.format.structure import encode
 from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.examining.opened import OpenedCheckpoint, open_checkpoint
+from torchtitan_lite.examining.tensor_stream import TensorStream
 from torchtitan_lite.log import counted
 from torchtitan_lite.store.manifest import Manifest
 

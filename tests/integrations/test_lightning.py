@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from tests.e2e.jobs import free_port
 from tests.integrations.killed import all_losses, run_until_it_ends, twice
 from tests.integrations.served import ROOT, Ended, Served, continues, served, with_project
-from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.examining.opened import open_checkpoint
 
 pytestmark = [
     pytest.mark.skipif(not find_spec("lightning"), reason="lightning is not installed"),

@@ -25,8 +25,8 @@ from tests.integrations.served import Ended, Served, served
 from tests.integrations.titan_place import SMALL, with_data
 from tests.processes import children, send, wait_until
 from tests.titan_packages import environment, needs_torchtitan
-from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
 from torchtitan_lite.cli.app import main as cli
+from torchtitan_lite.examining.opened import open_checkpoint
 from torchtitan_lite.store.manifest import Manifest
 
 pytestmark = needs_torchtitan

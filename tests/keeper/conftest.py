@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.keeper.client import Keeper
+from torchtitan_lite.memory.keeper.client import Keeper
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from torchtitan_lite.keeper import messages
+from torchtitan_lite.memory.keeper import messages
 
 
 @contextmanager

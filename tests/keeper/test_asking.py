@@ -15,8 +15,8 @@ import pytest
 from tests.descriptors import num_open, wait_for_open
 from tests.keeper.listening import listening
 from torchtitan_lite.errors import KeeperUnavailable
-from torchtitan_lite.keeper import messages
-from torchtitan_lite.keeper.client import Keeper, socket_path
+from torchtitan_lite.memory.keeper import messages
+from torchtitan_lite.memory.keeper.client import Keeper, socket_path
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.descriptors import num_open_of
 from tests.examples import examples
-from torchtitan_lite.keeper import messages
-from torchtitan_lite.keeper.process import EMPTY_SECONDS, KeeperContents
+from torchtitan_lite.memory.keeper import messages
+from torchtitan_lite.memory.keeper.process import EMPTY_SECONDS, KeeperContents
 
 TTL_SECONDS = 10.0
 NAMES, MEMBERS, STARTS = st.sampled_from("abc"), st.sampled_from("mno"), st.sampled_from("st")

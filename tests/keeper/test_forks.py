@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked import Forked
-from torchtitan_lite.keeper.client import Keeper
+from torchtitan_lite.memory.keeper.client import Keeper
 
 pytestmark = pytest.mark.slow(reason="forks hundreds of processes during eight starts")
 

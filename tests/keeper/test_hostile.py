@@ -15,8 +15,8 @@ import pytest
 
 from tests.keeper.listening import listening
 from torchtitan_lite.errors import KeeperUnavailable
-from torchtitan_lite.keeper import client, messages
-from torchtitan_lite.keeper.client import Keeper, socket_path
+from torchtitan_lite.memory.keeper import client, messages
+from torchtitan_lite.memory.keeper.client import Keeper, socket_path
 
 Image = tuple[int, int]
 Reply = tuple[bytes, Sequence[int]]
@@ -111,7 +111,7 @@ def test_a_keeper_of_another_version_is_neither_used_nor_replaced(asking: Keeper
 def test_a_silent_keeper_costs_no_more_than_a_bounded_wait(
     asking: Keeper, path: Path, image: Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtitan_lite.keeper.client.ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr("torchtitan_lite.memory.keeper.client.ANSWER_SECONDS", 0.05)
     with messages.new_socket() as listener:
         listener.bind(str(path))
         listener.listen(1)
@@ -124,7 +124,7 @@ def test_a_silent_keeper_costs_no_more_than_a_bounded_wait(
 def test_a_keeper_that_answers_for_ever_costs_no_more_than_one_bounded_wait(
     asking: Keeper, path: Path, image: Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtitan_lite.keeper.client.ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr("torchtitan_lite.memory.keeper.client.ANSWER_SECONDS", 0.05)
     before = open_fds()
     silence = threading.Event()
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.descriptors import opened
 from torchtitan_lite.errors import KeeperUnavailable
-from torchtitan_lite.keeper import messages
-from torchtitan_lite.keeper.client import Keeper, socket_path
+from torchtitan_lite.memory.keeper import messages
+from torchtitan_lite.memory.keeper.client import Keeper, socket_path
 
 Image = tuple[int, int]
 OTHER_USER = 65534

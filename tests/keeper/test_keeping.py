@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lite.errors import KeeperUnavailable
-from torchtitan_lite.keeper.client import Keeper
+from torchtitan_lite.memory.keeper.client import Keeper
 
 Image = tuple[int, int]
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.descriptors import num_open, wait_for_open
 from tests.keepers import has_ended
-from torchtitan_lite.keeper.client import Keeper
+from torchtitan_lite.memory.keeper.client import Keeper
 
 
 @pytest.mark.parametrize("leave", [Keeper.leave, Keeper.finish])

@@ -18,8 +18,8 @@ import pytest
 from tests.descriptors import opened
 from tests.keepers import has_ended, keepers_in
 from torchtitan_lite.errors import KeeperUnavailable
-from torchtitan_lite.keeper import process
-from torchtitan_lite.keeper.client import Keeper, socket_path
+from torchtitan_lite.memory.keeper import process
+from torchtitan_lite.memory.keeper.client import Keeper, socket_path
 
 Image = tuple[int, int]
 MIB = 1 << 20
@@ -291,7 +291,7 @@ def test_a_stopped_keeper_is_unavailable_and_continues_later(
     os.kill(pid, signal.SIGSTOP)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr("torchtitan_lite.keeper.client.ANSWER_SECONDS", 0.05)
+            patch.setattr("torchtitan_lite.memory.keeper.client.ANSWER_SECONDS", 0.05)
             for act in (keeper.held, keeper.finish, lambda: keeper.keep("a", image)):
                 with pytest.raises(
                     KeeperUnavailable, match=rf"keeper \(process {pid}\) did not answer within 0\.05 s: "
@@ -415,7 +415,7 @@ def test_it_ends_with_the_pid_namespace_it_was_started_in(runtime: Path, tmp_pat
     if not may_make_pid_namespaces():
         pytest.skip("this user may not make a PID namespace")
     code = (
-        "import sys; from pathlib import Path; from torchtitan_lite.keeper.client import Keeper\n"
+        "import sys; from pathlib import Path; from torchtitan_lite.memory.keeper.client import Keeper\n"
         "keeper = Keeper(Path(sys.argv[1]), 600.0, runtime=Path(sys.argv[2]))\n"
         "keeper.start(); keeper.join('first'); print('started', flush=True); sys.stdin.read()"
     )

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.keeper import messages, process
-from torchtitan_lite.keeper.client import Keeper
-from torchtitan_lite.keeper.process import Answer
+from torchtitan_lite.memory.keeper import messages, process
+from torchtitan_lite.memory.keeper.client import Keeper
+from torchtitan_lite.memory.keeper.process import Answer
 
 
 def test_a_keeper_raises_its_own_limit_and_leaves_that_of_its_starter(runtime: Path, tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.descriptors import num_open, wait_for_open
-from torchtitan_lite.keeper import messages
-from torchtitan_lite.keeper.messages import BadMessage
+from torchtitan_lite.memory.keeper import messages
+from torchtitan_lite.memory.keeper.messages import BadMessage
 
 Pair = tuple[socket.socket, socket.socket]
 

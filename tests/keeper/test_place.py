@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lite.errors import KeeperUnavailable
-from torchtitan_lite.keeper import messages
-from torchtitan_lite.keeper.client import make_private, refuse_shared, socket_path
+from torchtitan_lite.memory.keeper import messages
+from torchtitan_lite.memory.keeper.client import make_private, refuse_shared, socket_path
 
 NAME_BYTES = len("/torchtitan_lite/") + 32
 """What is added to the user's folder."""

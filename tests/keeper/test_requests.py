@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.descriptors import num_open, opened, wait_for_no_more, wait_for_open
-from torchtitan_lite.keeper import messages
-from torchtitan_lite.keeper.messages import MAX_ENTRIES, MAX_TTL_SECONDS, BadMessage
-from torchtitan_lite.keeper.process import Answer, KeeperContents
+from torchtitan_lite.memory.keeper import messages
+from torchtitan_lite.memory.keeper.messages import MAX_ENTRIES, MAX_TTL_SECONDS, BadMessage
+from torchtitan_lite.memory.keeper.process import Answer, KeeperContents
 
 TTL_SECONDS = 10.0
 

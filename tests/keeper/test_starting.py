@@ -13,8 +13,8 @@ import pytest
 
 from tests.descriptors import num_open, wait_for_open
 from torchtitan_lite.errors import KeeperUnavailable
-from torchtitan_lite.keeper import starting
-from torchtitan_lite.keeper.starting import refuse_system
+from torchtitan_lite.memory.keeper import starting
+from torchtitan_lite.memory.keeper.starting import refuse_system
 
 
 def child(act: Callable[[], object]) -> int:

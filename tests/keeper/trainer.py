@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from torchtitan_lite.keeper.client import Keeper
+from torchtitan_lite.memory.keeper.client import Keeper
 
 IMAGE_BYTES = 64 << 20
 GROWTH_BYTES = 8 << 20

@@ -13,8 +13,8 @@ from tests.examples import mostly_slow
 from tests.store import filled
 from tests.store.crashing import Contents, Crash, Cut, contents
 from tests.store.filled import fill, flip, names, save
-from torchtitan_lite.checkpoint.examining.verification import check_set_aside
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, FormatTooNew
+from torchtitan_lite.examining.verification import check_set_aside
 from torchtitan_lite.store.set_aside import names_of, refuse_harm
 from torchtitan_lite.store.store import CheckpointStore
 

@@ -12,8 +12,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchtitan_lite.checkpoint.hugging_face.known_model import HuggingFaceModel
-    from torchtitan_lite.checkpoint.hugging_face.model_files import Place
     from torchtitan_lite.checkpoint.manager import CheckpointManager
     from torchtitan_lite.checkpoint.reading.reader import CheckpointReader
     from torchtitan_lite.checkpoint.resume.evaluation import load_model
@@ -23,6 +21,8 @@ if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.state.per_rank import PerRank
     from torchtitan_lite.checkpoint.state.stateful import Stateful
     from torchtitan_lite.checkpoint.state.train_state import TrainState
+    from torchtitan_lite.hugging_face.known_model import HuggingFaceModel
+    from torchtitan_lite.hugging_face.model_files import Place
     from torchtitan_lite.store.manifest import CheckpointInfo
     from torchtitan_lite.store.retention import (
         KeepAny,
@@ -69,7 +69,7 @@ _HOMES = {
     "CheckpointReader": "torchtitan_lite.checkpoint.reading.reader",
     "EverySeconds": "torchtitan_lite.checkpoint.schedule.interval",
     "EverySteps": "torchtitan_lite.checkpoint.schedule.interval",
-    "HuggingFaceModel": "torchtitan_lite.checkpoint.hugging_face.known_model",
+    "HuggingFaceModel": "torchtitan_lite.hugging_face.known_model",
     "KeepAny": "torchtitan_lite.store.retention",
     "KeepBest": "torchtitan_lite.store.retention",
     "KeepEvery": "torchtitan_lite.store.retention",
@@ -77,7 +77,7 @@ _HOMES = {
     "KeepLatest": "torchtitan_lite.store.retention",
     "Past": "torchtitan_lite.checkpoint.schedule.optimum",
     "PerRank": "torchtitan_lite.checkpoint.state.per_rank",
-    "Place": "torchtitan_lite.checkpoint.hugging_face.model_files",
+    "Place": "torchtitan_lite.hugging_face.model_files",
     "RetentionPolicy": "torchtitan_lite.store.retention",
     "Ruling": "torchtitan_lite.store.retention",
     "SavePolicy": "torchtitan_lite.checkpoint.schedule.interval",

@@ -31,8 +31,8 @@ def images(store: StoresCheckpoints, plans: PlanCache, context: RunContext) -> l
     # What a keeper holds is compared with the folder on its host's disk; a bucket belongs to no host.
     if not (_saves(config) and config.memory_ttl_seconds) or memory_is_off() or store.root is None:
         return []
-    from torchtitan_lite.checkpoint.images.run_images import build_run_images
-    from torchtitan_lite.checkpoint.replicas.host_replicas import HostReplicas
+    from torchtitan_lite.memory.images.run_images import build_run_images
+    from torchtitan_lite.memory.replicas.host_replicas import HostReplicas
 
     return [build_run_images(store, store.root, plans, context, HostReplicas)]
 
@@ -42,7 +42,7 @@ def _uploads(folders: RunFolders, retention: RetentionPolicy | None, context: Ru
     config, source = context.config, folders.checkpoints
     if folders.uploads is None or not config.enable_checkpoint or source.root is None:
         return []
-    from torchtitan_lite.checkpoint.uploads import UploadFolder, Uploads
+    from torchtitan_lite.uploads import UploadFolder, Uploads
 
     if not _saves(config):
         return [UploadFolder(folders.uploads)]

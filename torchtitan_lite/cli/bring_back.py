@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from torchtitan_lite.checkpoint.examining.verification import check_set_aside
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.writing_verbs import holding, recover_with_notes, store_to_write
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.examining.verification import check_set_aside
 from torchtitan_lite.log import readable_bytes
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.protocol import SetAside

@@ -46,9 +46,9 @@ class Convert:
         out = new_place(self.out, is_step=True)
         target = resolve(self.step)
 
-        from torchtitan_lite.checkpoint.converting.rewriting import convert
-        from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
-        from torchtitan_lite.checkpoint.examining.presence import reporting_removal
+        from torchtitan_lite.converting.rewriting import convert
+        from torchtitan_lite.examining.opened import open_checkpoint
+        from torchtitan_lite.examining.presence import reporting_removal
 
         with reporting_removal(target.folder):
             layout = "dcp, nested" if self.optimizer == "nested" else self.layout
@@ -100,9 +100,9 @@ class Reshard:
         out = new_place(self.out, is_step=True)
         target = resolve(self.step)
 
-        from torchtitan_lite.checkpoint.converting.rewriting import reshard_checkpoint
-        from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
-        from torchtitan_lite.checkpoint.examining.presence import reporting_removal
+        from torchtitan_lite.converting.rewriting import reshard_checkpoint
+        from torchtitan_lite.examining.opened import open_checkpoint
+        from torchtitan_lite.examining.presence import reporting_removal
 
         with reporting_removal(target.folder):
             done = reshard_checkpoint(open_checkpoint(target.folder), out, self.files, screen.progress)
@@ -134,9 +134,9 @@ class AddMetadata:
 
     def run(self, screen: Screen) -> ExitCode:
         folder = on_disk(resolve(self.step).folder, "; write a copy: convert {place} OUT --layout dcp")
-        from torchtitan_lite.checkpoint.converting.rewriting import add_metadata
         from torchtitan_lite.checkpoint.reading.derived_metadata import lacks_metadata
         from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
+        from torchtitan_lite.converting.rewriting import add_metadata
 
         if not lacks_metadata(CheckpointFolder(folder)):
             if not (folder / layout.METADATA).is_file():

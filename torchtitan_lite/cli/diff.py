@@ -20,9 +20,9 @@ from torchtitan_lite.store.manifest_fields import topology_in_words
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
-    from torchtitan_lite.checkpoint.examining.difference import Difference
-    from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint
-    from torchtitan_lite.checkpoint.examining.value_difference import ValueDifference
+    from torchtitan_lite.examining.difference import Difference
+    from torchtitan_lite.examining.opened import OpenedCheckpoint
+    from torchtitan_lite.examining.value_difference import ValueDifference
 
 _SHOWN = 12
 """Lines under each heading."""
@@ -57,9 +57,9 @@ class Diff:
         if not self.atol >= 0 or math.isinf(self.atol):
             raise ConfigError(f"--atol: expected a number of at least 0, found {self.atol}")
         a, b = resolve_any(self.a).folder, resolve_any(self.b).folder
-        from torchtitan_lite.checkpoint.examining.difference import compare_checkpoints
-        from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
-        from torchtitan_lite.checkpoint.examining.presence import present
+        from torchtitan_lite.examining.difference import compare_checkpoints
+        from torchtitan_lite.examining.opened import open_checkpoint
+        from torchtitan_lite.examining.presence import present
 
         with present(a, b):
             opened_a, opened_b = open_checkpoint(a), open_checkpoint(b)
@@ -114,7 +114,7 @@ class _Result:
 
 
 def _compare_values(result: _Result, screen: Screen) -> None:
-    from torchtitan_lite.checkpoint.examining.value_difference import compare_values
+    from torchtitan_lite.examining.value_difference import compare_values
 
     keys = [key for key in result.difference.comparable if key not in result.difference.known_equal]
     num_bytes = sum(checkpoint.contents.tensors[key].nbytes for key in keys for checkpoint in (result.a, result.b))

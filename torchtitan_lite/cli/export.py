@@ -17,8 +17,8 @@ from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.store.place import Place
 
 if TYPE_CHECKING:
-    from torchtitan_lite.checkpoint.converting.exporting import Exported
-    from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint
+    from torchtitan_lite.converting.exporting import Exported
+    from torchtitan_lite.examining.opened import OpenedCheckpoint
 
 _FORMATS_OF = {
     **dict.fromkeys(("names", "name_map", "tokenizer", "no_tokenizer"), ("hf",)),
@@ -73,9 +73,9 @@ class Export:
         out = new_place(self.out, is_step=self.format == "dcp")
         target = resolve_any(self.step)
 
-        from torchtitan_lite.checkpoint.converting.exporting import weights_alone
-        from torchtitan_lite.checkpoint.examining.opened import OF_HUGGING_FACE, open_checkpoint
-        from torchtitan_lite.checkpoint.examining.presence import reporting_removal
+        from torchtitan_lite.converting.exporting import weights_alone
+        from torchtitan_lite.examining.opened import OF_HUGGING_FACE, open_checkpoint
+        from torchtitan_lite.examining.presence import reporting_removal
 
         with reporting_removal(target.folder):
             opened = open_checkpoint(target.folder)
@@ -102,14 +102,14 @@ class Export:
             return self._adapter(opened, out, screen)
         if self.format == "hf":
             return self._model(opened, out, most, screen)
-        from torchtitan_lite.checkpoint.converting.exporting import ExportRequest, export
+        from torchtitan_lite.converting.exporting import ExportRequest, export
 
         wanted = ExportRequest(self.format, self.dtype, most, self.include, self.exclude)
         return export(opened, out, wanted, screen.progress)
 
     def _model(self, opened: OpenedCheckpoint, out: Path, most: int | None, screen: Screen) -> Exported:
-        from torchtitan_lite.checkpoint.hugging_face.writing import write_model
         from torchtitan_lite.cli.described_model import Given, described_checkpoint
+        from torchtitan_lite.hugging_face.writing import write_model
 
         given = Given(self.config, self.names, self.name_map, self.tokenizer, self.no_tokenizer)
         of = described_checkpoint(opened, given)
@@ -126,9 +126,9 @@ class Export:
         )
 
     def _adapter(self, opened: OpenedCheckpoint, out: Path, screen: Screen) -> Exported:
-        from torchtitan_lite.checkpoint.hugging_face import adapter
-        from torchtitan_lite.checkpoint.hugging_face.writing import listed, write_planned
         from torchtitan_lite.cli.described_model import read_config
+        from torchtitan_lite.hugging_face import adapter
+        from torchtitan_lite.hugging_face.writing import listed, write_planned
 
         if not self.config:
             raise ConfigError(

@@ -22,7 +22,7 @@ from torchtitan_lite.store.store import CheckpointStore
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from torchtitan_lite.checkpoint.importing.seed import Form, Imported
+    from torchtitan_lite.importing.seed import Form, Imported
     from torchtitan_lite.models.llama.args import ModelArgs
 
 _TOKENIZER = "tokenizer.json"
@@ -59,7 +59,7 @@ class ImportWeights:
         source, out = local(self.source, "import-weights"), new_place(self.out, is_step=True)
         names = read_name_map(self.name_map) if self.name_map else None
 
-        from torchtitan_lite.checkpoint.importing.seed import Form, refuse_out
+        from torchtitan_lite.importing.seed import Form, refuse_out
 
         refuse_out(out)
         _refuse_folder_of_a_run(out)
@@ -107,9 +107,9 @@ def _import_llama(source: Path, out: Path, form: Form, screen: Screen) -> tuple[
 
 def _import_named(source: Path, out: Path, names: Any, form: Form, screen: Screen) -> Imported:
     """Write all tensors for a model that is not known here, under the names of a map or their own."""
-    from torchtitan_lite.checkpoint.importing.seed import write_seed
-    from torchtitan_lite.checkpoint.importing.wanted import as_mapped, as_renamed
-    from torchtitan_lite.checkpoint.importing.weights_source import open_source
+    from torchtitan_lite.importing.seed import write_seed
+    from torchtitan_lite.importing.wanted import as_mapped, as_renamed
+    from torchtitan_lite.importing.weights_source import open_source
 
     opened = open_source(source)
     if isinstance(names, dict):

@@ -11,16 +11,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
-from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, WrittenBy, open_checkpoint
-from torchtitan_lite.checkpoint.examining.summary import (
-    Row,
-    StatePart,
-    bytes_by_file,
-    matching,
-    part_name,
-    rows_of,
-    state_parts,
-)
 from torchtitan_lite.checkpoint.format.contents import StoredTensor
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.named_checkpoint import resolve_any
@@ -29,6 +19,16 @@ from torchtitan_lite.cli.words import age, count_text, size
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.config.job_config import JobConfig, flat_config
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.examining.opened import OpenedCheckpoint, WrittenBy, open_checkpoint
+from torchtitan_lite.examining.summary import (
+    Row,
+    StatePart,
+    bytes_by_file,
+    matching,
+    part_name,
+    rows_of,
+    state_parts,
+)
 from torchtitan_lite.log import counted
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind

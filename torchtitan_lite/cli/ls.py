@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from torchtitan_lite.checkpoint.examining.inventory import USABLE, ListedCheckpoint, inventory, keep_keys, outlook
-from torchtitan_lite.checkpoint.examining.opened import WrittenBy
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.named_checkpoint import SpeltAddress, folder_of_checkpoints, names_step, none_in
 from torchtitan_lite.cli.screen import Screen
@@ -18,6 +16,8 @@ from torchtitan_lite.cli.words import age, size
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError, PinsUnreadable, UnknownFormat
+from torchtitan_lite.examining.inventory import USABLE, ListedCheckpoint, inventory, keep_keys, outlook
+from torchtitan_lite.examining.opened import WrittenBy
 from torchtitan_lite.log import counted
 from torchtitan_lite.store.holder import Holder
 from torchtitan_lite.store.listing import is_checkpoint
@@ -291,7 +291,7 @@ def _listing_on_disk(root: Path) -> _Found:
 def _listing_in_store(spelling: str) -> _Found:
     # Its client is an extra, and takes its time.
     from torchtitan_lite.bucket.store import open_bucket
-    from torchtitan_lite.checkpoint.examining.stored_inventory import stored_inventory
+    from torchtitan_lite.examining.stored_inventory import stored_inventory
 
     store = open_bucket(str(SpeltAddress.of(spelling).folder))
     head, entries = stored_inventory(store)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from torchtitan_lite.checkpoint.images.card import Card
 from torchtitan_lite.checkpoint.staging.mark import UnusableMark, read_mark
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.named_checkpoint import folder_of_checkpoints, local, names_step
@@ -24,8 +23,9 @@ from torchtitan_lite.cli.words import age, size
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.distributed.environment import runtime_folder
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError, FolderInUse, UnknownFormat
-from torchtitan_lite.keeper.client import HeldMemory, Keeper, KeeperDescription
 from torchtitan_lite.log import counted
+from torchtitan_lite.memory.images.card import Card
+from torchtitan_lite.memory.keeper.client import HeldMemory, Keeper, KeeperDescription
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_lite.bucket import naming
-from torchtitan_lite.checkpoint.examining.opened import absence
-from torchtitan_lite.checkpoint.examining.transformers_folder import (
+from torchtitan_lite.checkpoint.resume.wrong_folder import last_step
+from torchtitan_lite.config.address import Address, is_address, parse_address
+from torchtitan_lite.errors import AllCheckpointsDamaged, CheckpointNotFound, ConfigError
+from torchtitan_lite.examining.opened import absence
+from torchtitan_lite.examining.transformers_folder import (
     description_of,
     is_lightning_file,
     is_lightning_folder,
     lightning_step_of,
     transformers_step_of,
 )
-from torchtitan_lite.checkpoint.resume.wrong_folder import last_step
-from torchtitan_lite.config.address import Address, is_address, parse_address
-from torchtitan_lite.errors import AllCheckpointsDamaged, CheckpointNotFound, ConfigError
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing, is_checkpoint
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_lite.checkpoint.examining import others_outlook
-from torchtitan_lite.checkpoint.examining.others_outlook import OthersOutlook, OtherVerdict
 from torchtitan_lite.cli.exit_codes import ExitCode, sentence_of
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.disk.durable import DISK, Durable
+from torchtitan_lite.examining import others_outlook
+from torchtitan_lite.examining.others_outlook import OthersOutlook, OtherVerdict
 from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.store import retention
 from torchtitan_lite.store.retention import RetentionPolicy

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from torchtitan_lite.checkpoint.examining.opened import absence
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.cli.exit_codes import ExitCode, sentence_of
 from torchtitan_lite.cli.named_checkpoint import (
@@ -33,6 +32,7 @@ from torchtitan_lite.errors import (
     ConfigError,
     UnknownFormat,
 )
+from torchtitan_lite.examining.opened import absence
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing, is_checkpoint
 from torchtitan_lite.store.place import Place, on_disk
@@ -40,9 +40,9 @@ from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.store.verified import FULL, SIZES, Verified, identity_of, record
 
 if TYPE_CHECKING:
-    from torchtitan_lite.checkpoint.examining.file_digests import OnBytes
     from torchtitan_lite.checkpoint.format.contents import Contents
     from torchtitan_lite.disk.listed_tree import FileState
+    from torchtitan_lite.examining.file_digests import OnBytes
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,8 @@ def _is_one(folder: Path) -> bool:
 
 
 def _looked_at(folder: Place, is_single: bool, records: DigestRecords) -> VerifyResult:
-    from torchtitan_lite.checkpoint.examining.recorded_digests import states_of
-    from torchtitan_lite.checkpoint.examining.verification import finding_of, look_at
+    from torchtitan_lite.examining.recorded_digests import states_of
+    from torchtitan_lite.examining.verification import finding_of, look_at
 
     result = VerifyResult(folder)
     with _set_apart(result, is_single):
@@ -170,7 +170,7 @@ def _looked_at(folder: Place, is_single: bool, records: DigestRecords) -> Verify
 
 
 def _read_checkpoints(results: Sequence[VerifyResult], is_single: bool, records: DigestRecords, screen: Screen) -> None:
-    from torchtitan_lite.checkpoint.examining.verification import read_through
+    from torchtitan_lite.examining.verification import read_through
 
     total = sum(result.looked.nbytes for result in results if result.looked is not None)
     total += sum(state.size for result in results for state in (result.before or {}).values())
@@ -209,7 +209,7 @@ class _set_apart(contextlib.AbstractContextManager[None]):
 
 def _record_result(result: VerifyResult, full: bool, screen: Screen) -> None:
     """Write the result where `ls` finds it. A result that cannot be written is a note."""
-    from torchtitan_lite.checkpoint.examining import presence
+    from torchtitan_lite.examining import presence
 
     looked = result.looked
     if not result.folder.is_dir():
@@ -263,7 +263,7 @@ class DigestRecords:
 
     def of(self, folder: Path) -> Path:
         """Return where the record of the checkpoint in `folder` is."""
-        from torchtitan_lite.checkpoint.examining.recorded_digests import digests_path
+        from torchtitan_lite.examining.recorded_digests import digests_path
 
         return self.elsewhere or digests_path(folder)
 
@@ -286,7 +286,7 @@ class DigestRecords:
             if self.elsewhere is not None:
                 _refuse_place(path, folder)
             if (self.again or not path.exists()) and not os.access(path.parent, os.W_OK):
-                from torchtitan_lite.checkpoint.examining.recorded_digests import unwritable
+                from torchtitan_lite.examining.recorded_digests import unwritable
 
                 raise unwritable(path, "it is read-only" if path.parent.is_dir() else "it does not exist")
 
@@ -295,8 +295,8 @@ class DigestRecords:
 
         Raises what `take_digests` and `RecordedDigests.write` raise.
         """
-        from torchtitan_lite.checkpoint.examining.opened import kind_from_keys
-        from torchtitan_lite.checkpoint.examining.recorded_digests import take_digests
+        from torchtitan_lite.examining.opened import kind_from_keys
+        from torchtitan_lite.examining.recorded_digests import take_digests
 
         path = self.of(folder)
         step = layout.parse_step(folder.absolute().name)
@@ -306,7 +306,7 @@ class DigestRecords:
 
 def _refuse_place(record: Path, folder: Path) -> None:
     """Raise ConfigError if `record` is in the checkpoint in `folder`, or is something else than a record."""
-    from torchtitan_lite.checkpoint.examining.recorded_digests import RecordedDigests
+    from torchtitan_lite.examining.recorded_digests import RecordedDigests
 
     if record.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(f"--record-to {record} is in the checkpoint: name a file elsewhere, or use --record")

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.examining.inventory import FolderState, inventory
-from torchtitan_lite.checkpoint.examining.opened import WrittenBy
 from torchtitan_lite.cli.named_checkpoint import (
     SpeltAddress,
     folder_of_checkpoints,
@@ -23,6 +21,8 @@ from torchtitan_lite.cli.named_checkpoint import (
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError
+from torchtitan_lite.examining.inventory import FolderState, inventory
+from torchtitan_lite.examining.opened import WrittenBy
 from torchtitan_lite.store.lease import Lease, LeaseClock
 from torchtitan_lite.store.listing import is_checkpoint
 from torchtitan_lite.store.protocol import StoresCheckpoints

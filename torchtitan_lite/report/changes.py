@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_lite.checkpoint.examining.inventory import ListedCheckpoint
 from torchtitan_lite.config.drift import Rule, rule_of
 from torchtitan_lite.config.job_config import flat_config
+from torchtitan_lite.examining.inventory import ListedCheckpoint
 from torchtitan_lite.report.lines import number_or_nan
 from torchtitan_lite.report.starts import ReportedStart
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.accounts import CLEAN_ENDS, FAILED, read_accounts
-from torchtitan_lite.checkpoint.examining.inventory import USABLE, ListedCheckpoint, inventory
 from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.errors import CheckpointError, CheckpointNotFound, TorchtitanLiteError
 from torchtitan_lite.event_lines import Recorded
 from torchtitan_lite.events import Uploaded
+from torchtitan_lite.examining.inventory import USABLE, ListedCheckpoint, inventory
 from torchtitan_lite.log import logger
 from torchtitan_lite.report.changes import KeyChange, changes_by_start, configs_of, without_secret_values
 from torchtitan_lite.report.lines import Logged, read_events, read_logged, read_records
@@ -194,7 +194,7 @@ def _folder_on_disk(root: Path) -> SeenFolder:
 def _folder_in_store(address: str) -> SeenFolder:
     # Its client is an extra, and takes its time.
     from torchtitan_lite.bucket.store import open_bucket
-    from torchtitan_lite.checkpoint.examining.stored_inventory import stored_inventory
+    from torchtitan_lite.examining.stored_inventory import stored_inventory
 
     store = open_bucket(address)
     _, entries = stored_inventory(store)

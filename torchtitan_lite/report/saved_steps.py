@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_lite.checkpoint.examining.inventory import FolderState, ListedCheckpoint
-from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
-from torchtitan_lite.checkpoint.examining.summary import bytes_by_file
 from torchtitan_lite.errors import TorchtitanLiteError
 from torchtitan_lite.events import Committed, Event, Purged, Quarantined, SaveFailure, SaveStarted
+from torchtitan_lite.examining.inventory import FolderState, ListedCheckpoint
+from torchtitan_lite.examining.opened import open_checkpoint
+from torchtitan_lite.examining.summary import bytes_by_file
 from torchtitan_lite.report.lines import known
 from torchtitan_lite.report.starts import ReportedStart
 from torchtitan_lite.store import layout

@@ -22,14 +22,14 @@ from tests.checkpoint.small_run import SmallRun, Tiny, same
 from tests.cli.command import CLI, command
 from tests.ranks import Ranks, on_two_ranks
 from tests.store.crashing import Crash, Cut, contents
-from torchtitan_lite.checkpoint.converting.rewriting import add_metadata
-from torchtitan_lite.checkpoint.examining.verification import look_at, read_through
 from torchtitan_lite.checkpoint.format.metadata_file import metadata_head
 from torchtitan_lite.checkpoint.format.tensor_table import TensorTable
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
-from torchtitan_lite.checkpoint.images.assembled import same_contents
-from torchtitan_lite.checkpoint.images.commits import commit_of, rests_in
+from torchtitan_lite.converting.rewriting import add_metadata
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError
+from torchtitan_lite.examining.verification import look_at, read_through
+from torchtitan_lite.memory.images.assembled import same_contents
+from torchtitan_lite.memory.images.commits import commit_of, rests_in
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest, Table
 from torchtitan_lite.store.store import CheckpointStore

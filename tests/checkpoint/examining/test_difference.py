@@ -17,13 +17,13 @@ from tests.checkpoint.reading.foreign_folders import save_plain
 from tests.checkpoint.small_run import SmallRun
 from tests.checkpoint.with_manifest import add_manifest
 from tests.store.filled import manifest_of
-from torchtitan_lite.checkpoint.examining.difference import Difference, compare_checkpoints, digest_of
-from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, open_checkpoint
-from torchtitan_lite.checkpoint.examining.presence import present
-from torchtitan_lite.checkpoint.examining.value_difference import EQUAL, ValueDifference, compare_values
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnreadable
+from torchtitan_lite.examining.difference import Difference, compare_checkpoints, digest_of
+from torchtitan_lite.examining.opened import OpenedCheckpoint, open_checkpoint
+from torchtitan_lite.examining.presence import present
+from torchtitan_lite.examining.value_difference import EQUAL, ValueDifference, compare_values
 from torchtitan_lite.store.manifest import Table
 
 ROOT = Path(__file__).parents[3]
@@ -297,12 +297,12 @@ def test_a_checkpoint_that_is_removed_or_replaced_meanwhile_is_no_damage(tmp_pat
 def test_equal_checkpoints_are_compared_without_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"
-        "from torchtitan_lite.checkpoint.examining.difference import compare_checkpoints\n"
-        "from torchtitan_lite.checkpoint.examining.opened import open_checkpoint\n"
+        "from torchtitan_lite.examining.difference import compare_checkpoints\n"
+        "from torchtitan_lite.examining.opened import open_checkpoint\n"
         "a, b = (open_checkpoint(Path(folder)) for folder in sys.argv[1:])\n"
         "found = compare_checkpoints(a, b)\n"
         "assert 'numpy' not in sys.modules and 'torch' not in sys.modules\n"
-        "from torchtitan_lite.checkpoint.examining.value_difference import compare_values\n"
+        "from torchtitan_lite.examining.value_difference import compare_values\n"
         "assert all(value.is_bitwise_equal for _, value in compare_values(a, b, found.comparable))\n"
         "sys.exit('torch' in sys.modules)"
     )

@@ -12,10 +12,10 @@ import pytest
 from tests.checkpoint.reading.memory import peak_above_before
 from tests.checkpoint.small_run import SmallRun
 from tests.checkpoint.untrusted.hostile_folders import CASES, DATA, MANIFEST, METADATA, PLAIN_CASES, WARMING
-from torchtitan_lite.checkpoint.examining.difference import compare_checkpoints
-from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
-from torchtitan_lite.checkpoint.examining.verification import look_at, read_through
 from torchtitan_lite.errors import CheckpointError
+from torchtitan_lite.examining.difference import compare_checkpoints
+from torchtitan_lite.examining.opened import open_checkpoint
+from torchtitan_lite.examining.verification import look_at, read_through
 
 MAKERS = {**CASES, **PLAIN_CASES}
 HARMLESS = {f"many: {what}" for what in ("abandons of one step", "as many abandons as fit", "as many lists as fit")}

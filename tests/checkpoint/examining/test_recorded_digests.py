@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.store.filled import flip
-from torchtitan_lite.checkpoint.examining.recorded_digests import RecordedDigests, states_of, take_digests
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe
+from torchtitan_lite.examining.recorded_digests import RecordedDigests, states_of, take_digests
 from torchtitan_lite.store.manifest import CheckpointKind
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from torchtitan_lite.checkpoint.examining.summary import bytes_by_file, matching, rows_of, state_parts
 from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, Item, StoredObject, StoredTensor
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
+from torchtitan_lite.examining.summary import bytes_by_file, matching, rows_of, state_parts
 
 
 def tensor(*shape: int, dtype: str = "float32", files: tuple[str, ...] = ("__0_0.distcp",)) -> StoredTensor:

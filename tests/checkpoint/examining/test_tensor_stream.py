@@ -20,11 +20,11 @@ from tests.checkpoint.reading.tensor_layouts import bits, every_tensor
 from tests.checkpoint.with_manifest import add_manifest
 from tests.examples import examples
 from tests.store.filled import flip
-from torchtitan_lite.checkpoint.examining import tensor_stream
-from torchtitan_lite.checkpoint.examining.cut import cuts
-from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
+from torchtitan_lite.examining import tensor_stream
+from torchtitan_lite.examining.cut import cuts
+from torchtitan_lite.examining.tensor_stream import TensorStream
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

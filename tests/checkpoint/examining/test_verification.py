@@ -26,14 +26,14 @@ from tests.checkpoint.reading.foreign_folders import save_plain
 from tests.checkpoint.with_manifest import add_manifest, tensors_at
 from tests.examples import examples
 from tests.store.filled import flip
-from torchtitan_lite.checkpoint.examining import file_digests
-from torchtitan_lite.checkpoint.examining.file_digests import Finding
-from torchtitan_lite.checkpoint.examining.verification import look_at, read_through
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.checkpoint.untrusted.stock_item import locate
 from torchtitan_lite.disk.block_reader import BlockReader
 from torchtitan_lite.disk.digest import BLOCK_BYTES
 from torchtitan_lite.errors import CheckpointNotFound, CheckpointUnreadable, FormatTooNew
+from torchtitan_lite.examining import file_digests
+from torchtitan_lite.examining.file_digests import Finding
+from torchtitan_lite.examining.verification import look_at, read_through
 from torchtitan_lite.store.manifest import Manifest, seal
 
 ROOT = Path(__file__).parents[3]
@@ -320,7 +320,7 @@ def test_an_error_of_the_machine_is_no_damage(tmp_path: Path, monkeypatch: pytes
 
 def test_torch_is_not_imported_and_numpy_only_for_what_has_no_digests(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from torchtitan_lite.checkpoint.examining.verification import *\n"
+        "import sys; from pathlib import Path; from torchtitan_lite.examining.verification import *\n"
         "read_through(look_at(Path(sys.argv[1])))\n"
         "sys.exit(len({'torch', 'numpy'} & set(sys.modules)) + 2 * ('torch' in sys.modules))"
     )

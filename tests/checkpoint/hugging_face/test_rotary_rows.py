@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.checkpoint.reading.foreign_folders import save_plain
-from torchtitan_lite.checkpoint.examining.cut import Cut
-from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
-from torchtitan_lite.checkpoint.examining.tensor_stream import Stream, TensorStream
-from torchtitan_lite.checkpoint.hugging_face.rotary_rows import Order, ReorderedStream
+from torchtitan_lite.examining.cut import Cut
+from torchtitan_lite.examining.opened import open_checkpoint
+from torchtitan_lite.examining.tensor_stream import Stream, TensorStream
+from torchtitan_lite.hugging_face.rotary_rows import Order, ReorderedStream
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -13,13 +13,13 @@ from typing import Any
 from tests.checkpoint.companions import kept
 from tests.checkpoint.small_run import SmallRun
 from torchtitan_lite.checkpoint.format.file_data import FileData
-from torchtitan_lite.checkpoint.images.card import Card
-from torchtitan_lite.checkpoint.images.images import Images
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.copiers import Copied, HostCopier
 from torchtitan_lite.checkpoint.staging.mark import read_mark
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.keeper.client import Keeper
+from torchtitan_lite.memory.images.card import Card
+from torchtitan_lite.memory.images.images import Images
+from torchtitan_lite.memory.keeper.client import Keeper
 
 
 class CopiesOnly:

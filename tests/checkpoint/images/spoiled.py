@@ -10,13 +10,13 @@ from pathlib import Path
 
 import xxhash
 
-from torchtitan_lite.checkpoint.images.card import Card
-from torchtitan_lite.checkpoint.images.commits import Commit
 from torchtitan_lite.checkpoint.staging import mark
 from torchtitan_lite.checkpoint.staging.mark import PAGE_BYTES, Mark, Marked, read_mark
 from torchtitan_lite.distributed.environment import runtime_folder
-from torchtitan_lite.keeper.client import HeldMemory, Keeper
-from torchtitan_lite.keeper.messages import MAX_ENTRIES
+from torchtitan_lite.memory.images.card import Card
+from torchtitan_lite.memory.images.commits import Commit
+from torchtitan_lite.memory.keeper.client import HeldMemory, Keeper
+from torchtitan_lite.memory.keeper.messages import MAX_ENTRIES
 
 
 @contextmanager

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.images.spoiled import steps_in
-from torchtitan_lite.checkpoint.images.images import FormerImages, step_in
-from torchtitan_lite.checkpoint.images.pool import NO_STEP, Pool
-from torchtitan_lite.checkpoint.images.tier import Tier, build_tier
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.mark import Mark
 from torchtitan_lite.distributed.environment import runtime_folder
 from torchtitan_lite.distributed.peers import Peers
+from torchtitan_lite.memory.images.images import FormerImages, step_in
+from torchtitan_lite.memory.images.pool import NO_STEP, Pool
+from torchtitan_lite.memory.images.tier import Tier, build_tier
 
 PEERS = Peers(timedelta(seconds=60))
 SIZE = 4096

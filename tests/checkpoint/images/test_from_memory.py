@@ -11,17 +11,17 @@ import pytest
 
 from tests.checkpoint.images.cards import CARD, changed
 from tests.store import filled
-from torchtitan_lite.checkpoint.images.assembled import assembled
-from torchtitan_lite.checkpoint.images.belonging import ImageFacts
-from torchtitan_lite.checkpoint.images.card import Card, ImageKey
-from torchtitan_lite.checkpoint.images.commits import Commit, commit_of
-from torchtitan_lite.checkpoint.images.held_images import Complete, HeldImages
-from torchtitan_lite.checkpoint.images.image_sources import ImageSource, prefer_memory
 from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.checkpoint.resume.load_source import choose_source
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.distributed.peers import Peers
+from torchtitan_lite.memory.images.assembled import assembled
+from torchtitan_lite.memory.images.belonging import ImageFacts
+from torchtitan_lite.memory.images.card import Card, ImageKey
+from torchtitan_lite.memory.images.commits import Commit, commit_of
+from torchtitan_lite.memory.images.held_images import Complete, HeldImages
+from torchtitan_lite.memory.images.image_sources import ImageSource, prefer_memory
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.manifest_fields import START

@@ -19,12 +19,12 @@ from tests.checkpoint.images.cards import CARD, changed
 from tests.descriptors import num_open, num_open_of, wait_for_open
 from tests.keepers import names_at
 from tests.ranks import on_two_ranks
-from torchtitan_lite.checkpoint.images.card import Card, ImageKey
-from torchtitan_lite.checkpoint.images.held_images import HeldImages
-from torchtitan_lite.checkpoint.images.tier import TakenOver
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
 from torchtitan_lite.distributed.peers import Peers
-from torchtitan_lite.keeper.client import Keeper
+from torchtitan_lite.memory.images.card import Card, ImageKey
+from torchtitan_lite.memory.images.held_images import HeldImages
+from torchtitan_lite.memory.images.tier import TakenOver
+from torchtitan_lite.memory.keeper.client import Keeper
 from torchtitan_lite.store.manifest import Table
 
 DATA = b"abc"
@@ -350,7 +350,7 @@ def test_a_look_says_of_a_keeper_that_is_stopped_which_process_it_is_and_that_th
     keep(keeper, card(5))
     described = keeper.describe()
     assert described is not None
-    monkeypatch.setattr("torchtitan_lite.keeper.client.ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr("torchtitan_lite.memory.keeper.client.ANSWER_SECONDS", 0.05)
     os.kill(described.pid, signal.SIGSTOP)
     try:
         found = look(keeper)

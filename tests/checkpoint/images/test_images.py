@@ -21,13 +21,13 @@ from tests.keepers import has_ended, keepers_in
 from tests.logged import logged_warnings
 from tests.ranks import on_two_ranks
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.images import run_images
-from torchtitan_lite.checkpoint.images.image_stager import ImageStager
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.keeper.client import Keeper
+from torchtitan_lite.memory.images import run_images
+from torchtitan_lite.memory.images.image_stager import ImageStager
+from torchtitan_lite.memory.keeper.client import Keeper
 from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.store import CheckpointStore
 

@@ -11,17 +11,17 @@ import pytest
 
 from tests.checkpoint.images.image_runs import start
 from tests.store.filled import manifest_of
-from torchtitan_lite.checkpoint.images import image_sources
-from torchtitan_lite.checkpoint.images.files import FilesInMemory
-from torchtitan_lite.checkpoint.images.held_images import Complete, HeldImages
-from torchtitan_lite.checkpoint.images.image_sources import lent_parts, verify_images
 from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointDamaged
-from torchtitan_lite.keeper.client import Keeper
+from torchtitan_lite.memory.images import image_sources
+from torchtitan_lite.memory.images.files import FilesInMemory
+from torchtitan_lite.memory.images.held_images import Complete, HeldImages
+from torchtitan_lite.memory.images.image_sources import lent_parts, verify_images
+from torchtitan_lite.memory.keeper.client import Keeper
 from torchtitan_lite.store.lineage import Lineage
 
 DATA = {f"__{rank}_0.distcp": bytes([rank]) * (2_100_000 + rank) for rank in range(3)}

@@ -12,10 +12,10 @@ from tests.checkpoint.images.image_runs import held, images_of, start, step
 from tests.checkpoint.images.spoiled import keeper_of, other_bytes
 from tests.checkpoint.small_run import SmallRun
 from tests.logged import logged_warnings
-from torchtitan_lite.checkpoint.images.card import Card
 from torchtitan_lite.checkpoint.staging.mark import Marked, read_mark
 from torchtitan_lite.distributed.environment import runtime_folder
-from torchtitan_lite.keeper.client import HeldMemory
+from torchtitan_lite.memory.images.card import Card
+from torchtitan_lite.memory.keeper.client import HeldMemory
 
 pytestmark = pytest.mark.usefixtures("memory_tier")
 

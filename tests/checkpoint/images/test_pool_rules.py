@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import pytest
 
-from torchtitan_lite.checkpoint.images.pool import NO_STEP, Pool, choose, is_busy
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.mark import Mark
+from torchtitan_lite.memory.images.pool import NO_STEP, Pool, choose, is_busy
 
 
 class Arena(NamedTuple):

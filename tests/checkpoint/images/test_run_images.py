@@ -13,19 +13,19 @@ from tests.checkpoint.images.cards import CARD
 from tests.checkpoint.images.image_runs import CopiesOnly
 from torchtitan_lite.checkpoint import companions
 from torchtitan_lite.checkpoint.context import RunContext
-from torchtitan_lite.checkpoint.images import run_images
-from torchtitan_lite.checkpoint.images.card import Card
-from torchtitan_lite.checkpoint.images.commits import Commit
-from torchtitan_lite.checkpoint.images.image import renew_card
-from torchtitan_lite.checkpoint.images.image_stager import ImageStager
-from torchtitan_lite.checkpoint.images.run_images import FoundImages, KeptImages
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.saving.target import Origin
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.events import ignore
-from torchtitan_lite.keeper.client import Keeper
+from torchtitan_lite.memory.images import run_images
+from torchtitan_lite.memory.images.card import Card
+from torchtitan_lite.memory.images.commits import Commit
+from torchtitan_lite.memory.images.image import renew_card
+from torchtitan_lite.memory.images.image_stager import ImageStager
+from torchtitan_lite.memory.images.run_images import FoundImages, KeptImages
+from torchtitan_lite.memory.keeper.client import Keeper
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.store import CheckpointStore
 

@@ -13,10 +13,10 @@ from tests.checkpoint.images.spoiled import empty, fill, keeper_of, other_bytes,
 from tests.checkpoint.images.starts import KILLED, run
 from tests.examples import mostly_exhaustive
 from tests.keepers import has_one_keeper_at_most, processes_of
-from torchtitan_lite.checkpoint.images.held_images import HeldImages
 from torchtitan_lite.distributed.environment import runtime_folder
 from torchtitan_lite.distributed.peers import Peers
-from torchtitan_lite.keeper.client import HeldMemory, Keeper
+from torchtitan_lite.memory.images.held_images import HeldImages
+from torchtitan_lite.memory.keeper.client import HeldMemory, Keeper
 
 pytestmark = pytest.mark.usefixtures("memory_tier")
 

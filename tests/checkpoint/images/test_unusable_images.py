@@ -17,9 +17,6 @@ from tests.checkpoint.small_run import Events
 from tests.logged import logged_warnings
 from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.checkpoint.context import RunContext
-from torchtitan_lite.checkpoint.images.card import ImageKey
-from torchtitan_lite.checkpoint.images.image_sources import ImageSource, ImageSources
-from torchtitan_lite.checkpoint.images.tier import build_tier
 from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.checkpoint.resume.fallback import Candidates
 from torchtitan_lite.checkpoint.schedule.interval import BEGINNING
@@ -33,7 +30,10 @@ from torchtitan_lite.errors import (
     CheckpointUnreadable,
     CheckpointUnsafe,
 )
-from torchtitan_lite.keeper.client import Keeper
+from torchtitan_lite.memory.images.card import ImageKey
+from torchtitan_lite.memory.images.image_sources import ImageSource, ImageSources
+from torchtitan_lite.memory.images.tier import build_tier
+from torchtitan_lite.memory.keeper.client import Keeper
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.store import CheckpointStore
 

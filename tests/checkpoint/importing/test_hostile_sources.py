@@ -18,7 +18,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torchtitan_lite.checkpoint.importing.weights_source import open_source
 from torchtitan_lite.checkpoint.untrusted.safetensors_header import read_header
 from torchtitan_lite.errors import (
     CheckpointDamaged,
@@ -27,6 +26,7 @@ from torchtitan_lite.errors import (
     CheckpointUnsafe,
     ConfigError,
 )
+from torchtitan_lite.importing.weights_source import open_source
 
 
 def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[str, Any]:

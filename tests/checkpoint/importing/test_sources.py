@@ -24,13 +24,13 @@ from tests.checkpoint.importing.sources import (
     write_meta,
     write_shards,
 )
-from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
-from torchtitan_lite.checkpoint.importing.seed import Form, write_seed
-from torchtitan_lite.checkpoint.importing.wanted import as_renamed
-from torchtitan_lite.checkpoint.importing.weights_source import open_source
 from torchtitan_lite.checkpoint.resume.evaluation import load_model
 from torchtitan_lite.checkpoint.resume.load_source import is_seed
 from torchtitan_lite.errors import CheckpointDamaged, ConfigError
+from torchtitan_lite.examining.opened import open_checkpoint
+from torchtitan_lite.importing.seed import Form, write_seed
+from torchtitan_lite.importing.wanted import as_renamed
+from torchtitan_lite.importing.weights_source import open_source
 from torchtitan_lite.models.llama.args import RopeScaling
 from torchtitan_lite.models.llama.imported import import_llama, unseen
 from torchtitan_lite.models.llama.model import Transformer

@@ -14,15 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.checkpoint.images.cards import CARD, changed
-from torchtitan_lite.checkpoint.images.belonging import is_replica
-from torchtitan_lite.checkpoint.images.card import Card, ImageKey
-from torchtitan_lite.checkpoint.images.fetched import Move, moves
-from torchtitan_lite.checkpoint.images.room import Room, has_no_room_for_replicas
-from torchtitan_lite.checkpoint.replicas.host_replicas import ReplicaHost, Turns, in_words, own_address, partners
-from torchtitan_lite.checkpoint.replicas.process import Order, Outcome, ReplicaJob, ReplicaMemory, ReplicaProcess
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.keeper.client import Keeper
+from torchtitan_lite.memory.images.belonging import is_replica
+from torchtitan_lite.memory.images.card import Card, ImageKey
+from torchtitan_lite.memory.images.fetched import Move, moves
+from torchtitan_lite.memory.images.room import Room, has_no_room_for_replicas
+from torchtitan_lite.memory.keeper.client import Keeper
+from torchtitan_lite.memory.replicas.host_replicas import ReplicaHost, Turns, in_words, own_address, partners
+from torchtitan_lite.memory.replicas.process import Order, Outcome, ReplicaJob, ReplicaMemory, ReplicaProcess
 
 START = "a1"
 SECRET = b"of this start"

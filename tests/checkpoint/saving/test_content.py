@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from tests.checkpoint.small_run import target
-from torchtitan_lite.checkpoint.images.pool import Pool
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.saving.content import Copies, write_in_place
 from torchtitan_lite.checkpoint.staging.changed_tensors import DO_NOT_WATCH
 from torchtitan_lite.checkpoint.staging.copiers import HostCopier
 from torchtitan_lite.checkpoint.staging.stager import Copying, Stager
 from torchtitan_lite.distributed.peers import Peers
+from torchtitan_lite.memory.images.pool import Pool
 from torchtitan_lite.store.store import CheckpointStore
 
 

@@ -8,7 +8,6 @@ import pytest
 import xxhash
 
 from tests.checkpoint.images.cards import CARD
-from torchtitan_lite.checkpoint.images.card import Card, CardTables
 from torchtitan_lite.checkpoint.staging.mark import (
     _FIELDS,
     _MAGIC,
@@ -21,6 +20,7 @@ from torchtitan_lite.checkpoint.staging.mark import (
     _record_at,
     read_mark,
 )
+from torchtitan_lite.memory.images.card import Card, CardTables
 from torchtitan_lite.store.manifest import Table
 
 

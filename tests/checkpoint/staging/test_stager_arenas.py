@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
-from torchtitan_lite.checkpoint.images.image_stager import ImageStager, build_image_stager
-from torchtitan_lite.checkpoint.images.pool import Pool
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.copiers import Copied, CudaCopier, HostCopier
 from torchtitan_lite.checkpoint.staging.stager import Stager, build_stager
 from torchtitan_lite.disk.request_memory import HUGE_PAGE_BYTES
+from torchtitan_lite.memory.images.image_stager import ImageStager, build_image_stager
+from torchtitan_lite.memory.images.pool import Pool
 
 
 class Failing(HostCopier):

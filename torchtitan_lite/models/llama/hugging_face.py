@@ -10,9 +10,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchtitan_lite.checkpoint.hugging_face.known_model import HuggingFaceModel
-from torchtitan_lite.checkpoint.hugging_face.model_files import Place
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.hugging_face.known_model import HuggingFaceModel
+from torchtitan_lite.hugging_face.model_files import Place
 from torchtitan_lite.models.llama.args import ModelArgs, RopeScaling
 
 _LLAMA3 = "llama3"

@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.converting.exporting import Progress
-from torchtitan_lite.checkpoint.converting.streamed_file import Advance
-from torchtitan_lite.checkpoint.examining.tensor_stream import Stream
 from torchtitan_lite.checkpoint.format.contents import Shape
-from torchtitan_lite.checkpoint.hugging_face.rotary_rows import ReorderedStream
-from torchtitan_lite.checkpoint.importing import meta_folder
-from torchtitan_lite.checkpoint.importing.seed import Form, Imported, write_seed
-from torchtitan_lite.checkpoint.importing.wanted import ChosenWeights, as_model
-from torchtitan_lite.checkpoint.importing.weights_source import CONFIG, WeightsSource, open_source
+from torchtitan_lite.converting.exporting import Progress
+from torchtitan_lite.converting.streamed_file import Advance
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.examining.tensor_stream import Stream
+from torchtitan_lite.hugging_face.rotary_rows import ReorderedStream
+from torchtitan_lite.importing import meta_folder
+from torchtitan_lite.importing.seed import Form, Imported, write_seed
+from torchtitan_lite.importing.wanted import ChosenWeights, as_model
+from torchtitan_lite.importing.weights_source import CONFIG, WeightsSource, open_source
 from torchtitan_lite.models.llama.args import ModelArgs
 from torchtitan_lite.models.llama.config_file import FACTOR, PARAMS, args_of_params
 from torchtitan_lite.models.llama.hugging_face import HEAD, TIED, args_of, places_of

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from torchtitan_lite.checkpoint.examining.tensor_stream import Stream
+from torchtitan_lite.examining.tensor_stream import Stream
 
 OUTPUT = "output.weight"
 EMBEDDING = "tok_embeddings.weight"

@@ -1,0 +1,168 @@
+"""A new checkpoint folder: the files of tensors, DCP's metadata, and our manifest where one is wanted.
+
+The bytes go into the files in the order of the tensors, cut into files of equal size; a tensor on a border is cut
+between two rows. Elements are row-major, whatever they were in the checkpoint that they come from. Objects are all in
+the first file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from torchtitan_lite.checkpoint.format.file_data import FileLayout
+from torchtitan_lite.checkpoint.format.found_runs import with_runs
+from torchtitan_lite.checkpoint.format.metadata_file import PlacedItem, metadata_head, metadata_tail
+from torchtitan_lite.checkpoint.format.tensor_table import TensorTable
+from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
+from torchtitan_lite.checkpoint.format.torch_item import OBJECT_GRAIN
+from torchtitan_lite.converting.new_state import NewObject, NewState, NewTensor
+from torchtitan_lite.converting.streamed_file import Advance, Elements, Part, read_back, write_new
+from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.durable import DISK
+from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
+from torchtitan_lite.examining.cut import Cut, number_of
+from torchtitan_lite.examining.tensor_stream import Stream
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.manifest import Table
+
+
+class NewChunk(NamedTuple):
+    """A chunk of a new tensor in one file."""
+
+    key: str
+    cut: Cut
+    num_bytes: int
+
+
+class Written(NamedTuple):
+    """The files of a new checkpoint, and the tables of our manifest for them."""
+
+    files: dict[str, FileRecord]
+    tensors: dict[str, Any]
+    objects: dict[str, Any]
+
+
+def write_checkpoint(folder: Path, state: NewState, num_files: int, stream: Stream, advance: Advance) -> Written:
+    """Write `state` into `num_files` files in `folder`, with DCP's metadata, and check them.
+
+    Raises ConfigError if the tensors cannot be cut into that many.
+    """
+    files = cut_into_files(state.tensors, num_files)
+    placed: list[PlacedItem] = []
+    written = Written({}, {}, {})
+    for key, tensor in state.tensors.items():
+        name = str(tensor.dtype).removeprefix("torch.")
+        written.tensors[key] = {"dtype": name, "shape": list(tensor.shape), "chunks": []}
+    for number, pieces in enumerate(files):
+        objects = state.objects if number == 0 else {}
+        name = layout.data_file(number, 0)
+        parts = _file_parts(name, pieces, objects, state.tensors, written, placed)
+        written.files[name] = write_new(folder / name, parts, stream, advance)
+    tables = with_runs(written.tensors)
+    metadata = _metadata(state, tables, placed)
+    DISK.write_file(folder / layout.METADATA, metadata)
+    for name, record in written.files.items():
+        read_back(folder / name, record, stream.reader, advance)
+    written.files[layout.METADATA] = FileRecord.of(metadata)
+    _check_dcp_folder(folder, state)
+    return written._replace(tensors=tables)
+
+
+def cut_into_files(tensors: Mapping[str, NewTensor], num_files: int) -> list[list[NewChunk]]:
+    """Return the pieces of each of `num_files` files, in the order of `tensors` and of equal size up to a row.
+
+    Each file gets at least one row that has elements. Raises ConfigError if there are fewer of these than files.
+    """
+    total = sum(tensor.num_bytes for tensor in tensors.values())
+    left = sum(_cut_dim_and_rows(tensor)[1] for tensor in tensors.values() if tensor.num_bytes)
+    if left < num_files and num_files > 1:
+        raise ConfigError(f"the tensors are too small for {num_files} files: ask for at most {max(left, 1)}")
+    files: list[list[NewChunk]] = [[] for _ in range(num_files)]
+    at, number, is_filled = 0, 0, False
+    for key, tensor in tensors.items():
+        dim, rows = _cut_dim_and_rows(tensor)
+        row_bytes = tensor.num_bytes // rows
+        begin = 0
+        while begin < rows:
+            end = rows
+            if row_bytes and (num_after := num_files - number - 1):
+                up_to_border = round((total * (number + 1) // num_files - at) / row_bytes)
+                end = begin + min(max(up_to_border, 0 if is_filled else 1), left - num_after, rows - begin)
+            if end > begin:
+                files[number].append(_piece(key, tensor, dim, begin, end))
+            if row_bytes and end > begin:
+                at, left, is_filled = at + (end - begin) * row_bytes, left - (end - begin), True
+            begin = end
+            if begin < rows:
+                number, is_filled = number + 1, False
+    return files
+
+
+def _cut_dim_and_rows(tensor: NewTensor) -> tuple[int | None, int]:
+    """Return the dimension along which `tensor` is cut, None if it cannot be, and the number of its rows."""
+    dim = next((d for d, size in enumerate(tensor.shape) if size > 1), None)
+    return dim, 1 if dim is None else tensor.shape[dim]
+
+
+def _piece(key: str, tensor: NewTensor, dim: int | None, begin: int, end: int) -> NewChunk:
+    shape = tensor.shape
+    if dim is None:
+        return NewChunk(key, Cut(0, (0,) * len(shape), shape), tensor.num_bytes)
+    offsets = (*(0,) * dim, begin, *(0,) * (len(shape) - dim - 1))
+    sizes = (*shape[:dim], end - begin, *shape[dim + 1 :])
+    first = number_of(offsets, shape) if begin < shape[dim] else 0
+    return NewChunk(key, Cut(first, offsets, sizes), math.prod(sizes) * tensor.dtype.itemsize)
+
+
+def _file_parts(
+    name: str,
+    pieces: Sequence[NewChunk],
+    objects: Mapping[str, NewObject],
+    tensors: Mapping[str, NewTensor],
+    written: Written,
+    placed: list[PlacedItem],
+) -> list[Part]:
+    """Return the parts of the file `name`, and add their places to `written` and `placed`."""
+    layout_of_file = FileLayout([(tensors[piece.key].dtype, piece.cut.sizes) for piece in pieces])
+    parts: list[Part] = []
+    for number, (piece, place) in enumerate(zip(pieces, layout_of_file.places, strict=True)):
+        tensor, cut = tensors[piece.key], piece.cut
+        chunks = written.tensors[piece.key]["chunks"]
+        chunks.append([name, place.data_at, list(cut.offsets), list(cut.sizes)])
+        parts.append(layout_of_file.frames[number].head)
+        if piece.num_bytes:
+            parts.append(Elements(tensor.source, piece.num_bytes, tensor.cast, cut))
+        parts.append(layout_of_file.tails[number])
+    at = layout_of_file.end
+    for key, stored in objects.items():
+        placed.append((key, name, at, len(stored.item)))
+        plain = {"value": stored.plain} if stored.is_plain else {"item": [name, at, len(stored.item)]}
+        written.objects[key] = plain
+        item = stored.item + bytes(-len(stored.item) % OBJECT_GRAIN)
+        parts.append(item)
+        at += len(item)
+    return parts
+
+
+def _metadata(state: NewState, tensors: Mapping[str, Any], placed: Sequence[PlacedItem]) -> bytes:
+    table = TensorTable.parse(Table(tensors), DTYPES)
+    return b"".join([*metadata_head(table, state.objects, state.paths), *metadata_tail(placed)])
+
+
+def _check_dcp_folder(folder: Path, state: NewState) -> None:
+    """Raise unless DCP's own reader finds the keys, dtypes and shapes of `state` in the metadata."""
+    found = FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {
+        key: (each.properties.dtype, tuple(each.size))
+        for key, each in found.items()
+        if isinstance(each, TensorStorageMetadata)
+    }
+    expected = {key: (tensor.dtype, tensor.shape) for key, tensor in state.tensors.items()}
+    if tensors != expected or found.keys() - tensors.keys() != state.objects.keys():
+        raise TorchtitanLiteError(f"{folder.name} was written, but DCP finds other entries in it")

@@ -1,0 +1,251 @@
+"""The weights of a checkpoint in another format, in a file or a folder: streamed, checked, there only when complete."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torchtitan_lite.checkpoint.format.contents import Contents, StoredTensor
+from torchtitan_lite.checkpoint.format.dtypes import DTYPES
+from torchtitan_lite.checkpoint.format.structure import Path as KeyPath
+from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled
+from torchtitan_lite.converting import new_output, safetensors_files
+from torchtitan_lite.converting.casting import cast_between
+from torchtitan_lite.converting.model_part import ModelKey, chosen, model_keys
+from torchtitan_lite.converting.streamed_file import Advance, Elements
+from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.examining.opened import OF_HUGGING_FACE, OpenedCheckpoint, WrittenBy
+from torchtitan_lite.examining.tensor_stream import TensorStream
+from torchtitan_lite.examining.transformers_folder import WEIGHTS
+
+Format = Literal["safetensors", "torch", "dcp"]
+Progress = Callable[[str, int], AbstractContextManager[Advance]]
+"""Begins to show progress: called with what is done, and the bytes to do."""
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What is exported, and how."""
+
+    format: Format = "safetensors"
+    dtype: str = ""
+    """Of floating tensors; "" leaves each as it is."""
+    max_shard_bytes: int | None = None
+    include: str = ""
+    exclude: str = ""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    files: list[str]
+    num_tensors: int
+    num_bytes: int
+    """Of the tensors' elements."""
+
+
+def export(opened: OpenedCheckpoint, out: Path, wanted: ExportRequest, progress: Progress) -> Exported:
+    """Write the weights of `opened` to `out`, which must not exist.
+
+    Raises ConfigError before anything is written if `wanted` does not fit the checkpoint, what the stream raises for a
+    checkpoint that is damaged or cannot be read, and OSError. Whatever it raises, `out` is not there then.
+    """
+    contents = opened.contents
+    keys = chosen(model_keys(contents, opened.manifest), wanted.include, wanted.exclude)
+    stream = TensorStream(opened.folder, contents, opened.manifest.files if opened.manifest is not None else {})
+    tensors = [each for each in keys if each.key in contents.tensors]
+    total = sum(elements_of(contents, each.key, wanted.dtype).num_bytes for each in tensors)
+    if wanted.format != "safetensors":
+        # It imports torch, which takes seconds, which are not to be seen as slow progress.
+        importlib.import_module("torchtitan_lite.converting.layouts")
+
+    with progress(f"Exporting to {out.name}", 2 * total) as advance:
+        if wanted.format == "safetensors":
+            files = _to_safetensors(contents, keys, out, wanted, stream, advance)
+        elif wanted.format == "torch":
+            files = _to_torch(opened, keys, out, wanted, stream, advance)
+        else:
+            files = _to_dcp(opened, keys, out, wanted, total, stream, advance)
+    return Exported(files, len(tensors), total)
+
+
+def _to_safetensors(
+    contents: Contents,
+    keys: Sequence[ModelKey],
+    out: Path,
+    wanted: ExportRequest,
+    stream: TensorStream,
+    advance: Advance,
+) -> list[str]:
+    safetensors_files.require_library()
+    objects = [each.name for each in keys if each.key in contents.objects]
+    if objects:
+        raise ConfigError(
+            f"{objects[0]} is no tensor, and safetensors holds only tensors: use --format torch or dcp, or leave it "
+            f"out with --exclude {objects[0]!r}"
+        )
+    tensors = [
+        safetensors_files.TensorToWrite(
+            each.name,
+            dtype_after(contents.tensors[each.key], wanted.dtype),
+            contents.tensors[each.key].shape,
+            elements_of(contents, each.key, wanted.dtype),
+        )
+        for each in keys
+    ]
+    safetensors_files.refuse_dtypes(tensors)
+    if out.suffix == safetensors_files.SUFFIX:
+        if wanted.max_shard_bytes is not None:
+            raise ConfigError(f"{out} is one file, and --max-shard-size makes several: name a folder as OUT")
+        with new_output.new_file(out) as path:
+            safetensors_files.write_file(path, tensors, stream, advance)
+        return [out.name]
+    most = wanted.max_shard_bytes or safetensors_files.SHARD_BYTES
+    with new_output.new_folder(out) as folder:
+        return safetensors_files.write_folder(folder, tensors, most, stream, advance)
+
+
+def _to_torch(
+    opened: OpenedCheckpoint,
+    keys: Sequence[ModelKey],
+    out: Path,
+    wanted: ExportRequest,
+    stream: TensorStream,
+    advance: Advance,
+) -> list[str]:
+    from torchtitan_lite.checkpoint.format.torch_contents import DTYPES as OF_TORCH
+    from torchtitan_lite.converting.old_layout import Reader
+    from torchtitan_lite.converting.torch_file import Tensor, write_state
+
+    if wanted.max_shard_bytes is not None:
+        raise ConfigError("--max-shard-size is for safetensors and dcp: torch.save makes one file")
+    reader, contents = Reader(opened, stream), opened.contents
+    values: dict[str, Any] = {}
+    leaves: dict[str, list[Leaf]] = {}
+    for each in keys:
+        if each.key in contents.tensors:
+            stored = contents.tensors[each.key]
+            dtype = OF_TORCH[dtype_after(stored, wanted.dtype)]
+            values[each.key] = Tensor(dtype, stored.shape, elements_of(contents, each.key, wanted.dtype))
+        else:
+            values[each.key] = reader.value(each.key)
+        leaves.setdefault(str(each.path[0]), []).append(Leaf(each.key, each.path[1:]))
+    state = {name: _model_entry(contents, name, of_name, values) for name, of_name in leaves.items()}
+    with new_output.new_file(out) as path:
+        write_state(path, state, stream, advance)
+    return [out.name]
+
+
+def _model_entry(contents: Contents, name: str, leaves: Sequence[Leaf], values: Mapping[str, Any]) -> Any:
+    """Return the model's entry `name`, made of `leaves`: usually one tensor."""
+    below = ".".join(map(str, leaves[0].path))
+    key = leaves[0].key.removesuffix(f".{below}") if below else leaves[0].key
+    try:
+        return assembled(contents, key, leaves, values)
+    except KeyError:
+        raise ConfigError(f"--include and --exclude take a part of {name}: take all of it, or nothing") from None
+
+
+def _to_dcp(
+    opened: OpenedCheckpoint,
+    keys: Sequence[ModelKey],
+    out: Path,
+    wanted: ExportRequest,
+    total: int,
+    stream: TensorStream,
+    advance: Advance,
+) -> list[str]:
+    from torchtitan_lite.checkpoint.format.torch_contents import DTYPES as OF_TORCH
+    from torchtitan_lite.converting.dcp_folder import write_checkpoint
+    from torchtitan_lite.converting.layouts import as_weights
+    from torchtitan_lite.converting.old_layout import Reader
+
+    state = as_weights(Reader(opened, stream), keys)
+    tensors = {}
+    for name, tensor in state.tensors.items():
+        stored = opened.contents.tensors[tensor.source]
+        after = dtype_after(stored, wanted.dtype)
+        tensors[name] = tensor._replace(dtype=OF_TORCH[after], cast=cast_between(_name(stored), wanted.dtype))
+    num_files = -(-total // wanted.max_shard_bytes) if wanted.max_shard_bytes else 1
+    with new_output.new_folder(out) as folder:
+        written = write_checkpoint(folder, state._replace(tensors=tensors), max(num_files, 1), stream, advance)
+    return [*written.files]
+
+
+def elements_of(contents: Contents, key: str, dtype: str) -> Elements:
+    """Return the elements of the tensor `key`, cast to `dtype` if it is not empty."""
+    stored = contents.tensors[key]
+    itemsize = DTYPES[dtype_after(stored, dtype)].itemsize
+    num_bytes: int = stored.nbytes // stored.dtype.itemsize * itemsize
+    return Elements(key, num_bytes, cast_between(_name(stored), dtype))
+
+
+def dtype_after(stored: StoredTensor, dtype: str) -> str:
+    """Return the dtype that the tensor has after a cast to `dtype`, which leaves some tensors as they are."""
+    before = _name(stored)
+    return dtype if cast_between(before, dtype) is not None else before
+
+
+def _name(stored: StoredTensor) -> str:
+    return str(stored.dtype).removeprefix("torch.")
+
+
+# The weights in a checkpoint of transformers, accelerate or Lightning, as far as they can be read without a pickle.
+#
+# Their names are the model's own: those in the safetensors files, or below `state_dict` in Lightning's folders of DCP.
+
+
+_LIGHTNING_MODEL = "state_dict"
+
+
+def weights_alone(opened: OpenedCheckpoint) -> OpenedCheckpoint:
+    """Return `opened` with nothing but weights if one of these libraries wrote it, and unchanged otherwise.
+
+    Raises ConfigError where they are in a pickle, or in a folder below.
+    """
+    contents, folder = opened.contents, opened.folder
+    if opened.origin is WrittenBy.LIGHTNING:
+        if folder.is_file():
+            raise _in_pickle(opened, folder.name)
+        paths = {key: contents.paths.get(key, (key,)) for key in contents}
+        below = {key: path[1:] for key, path in paths.items() if path[0] == _LIGHTNING_MODEL and len(path) > 1}
+        return _only(opened, below)
+    if opened.origin in OF_HUGGING_FACE:
+        bare = [key for key, tensor in contents.tensors.items() if not any(chunk.item for chunk in tensor.chunks)]
+        if not bare:
+            raise _elsewhere(opened)
+        return _only(opened, {key: (key,) for key in bare})
+    return opened
+
+
+def _only(opened: OpenedCheckpoint, paths: dict[str, KeyPath]) -> OpenedCheckpoint:
+    """Return `opened` with the keys in `paths`, which are their paths in the state of the model."""
+    contents = dataclasses.replace(
+        opened.contents,
+        tensors={key: tensor for key, tensor in opened.contents.tensors.items() if key in paths},
+        objects={key: stored for key, stored in opened.contents.objects.items() if key in paths},
+        paths=paths,
+    )
+    return dataclasses.replace(opened, contents=contents)
+
+
+def _elsewhere(opened: OpenedCheckpoint) -> ConfigError:
+    folders = sorted({file.partition("/")[0] for file in opened.contents.files if "/" in file})
+    if folders:
+        names = " and ".join(folders)
+        return ConfigError(f"{opened.folder} has its tensors in {names}: name the folder with the weights, as STEP")
+    pickled = sorted(filter(WEIGHTS.fullmatch, opened.contents.files))
+    return _in_pickle(opened, pickled[0] if pickled else "no safetensors file")
+
+
+def _in_pickle(opened: OpenedCheckpoint, name: str) -> ConfigError:
+    return ConfigError(
+        f"{opened.folder}: expected weights in safetensors files or a folder of DCP, found {name}, and export reads no "
+        "pickle: try import-weights, which takes plain tensors out of one without running it"
+    )

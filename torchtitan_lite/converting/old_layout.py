@@ -1,0 +1,71 @@
+"""What a new layout of a checkpoint needs of the old one: its entries, and the values of small ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchtitan_lite.checkpoint.format import plain_value
+from torchtitan_lite.checkpoint.format.structure import Path, paths_of
+from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
+from torchtitan_lite.checkpoint.untrusted.safe_load import UnsafeItem, load_item
+from torchtitan_lite.converting.new_state import NewObject, NewState, NewTensor
+from torchtitan_lite.errors import CheckpointUnsafe
+from torchtitan_lite.examining.opened import OpenedCheckpoint
+from torchtitan_lite.examining.tensor_stream import TensorStream
+
+
+class Reader:
+    """Reads the small things of the checkpoint `opened` that a layout needs."""
+
+    def __init__(self, opened: OpenedCheckpoint, stream: TensorStream) -> None:
+        self.opened, self.contents, self._stream = opened, opened.contents, stream
+
+    def tensor(self, key: str) -> NewTensor:
+        """Return the tensor under `key`, as it is."""
+        stored = self.contents.tensors[key]
+        return NewTensor(DTYPES[str(stored.dtype).removeprefix("torch.")], stored.shape, key)
+
+    def object(self, key: str) -> NewObject:
+        """Return the object under `key`, as it is. Raises CheckpointUnsafe if it holds more than plain data."""
+        stored = self.contents.objects[key]
+        if stored.item is None:
+            return NewObject.of(stored.value)
+        data = self._stream.read_item(stored.item)
+        try:
+            return NewObject(data, plain_value.encode(self._loaded(key, data)))
+        except plain_value.NotPlain:
+            return NewObject(data, is_plain=False)
+
+    def elements(self, key: str) -> bytes:
+        """Return the elements of the small tensor under `key`."""
+        return b"".join(bytes(part.data) for part in self._stream.slices(key))
+
+    def value(self, key: str) -> Any:
+        """Return the object under `key`, or the whole number in the tensor under it; None if there is neither."""
+        if key in self.contents.objects:
+            stored = self.contents.objects[key]
+            return stored.value if stored.item is None else self._loaded(key, self._stream.read_item(stored.item))
+        stored_tensor = self.contents.tensors.get(key)
+        if stored_tensor is not None and stored_tensor.shape in ((), (1,)) and "int" in str(stored_tensor.dtype):
+            [part] = self._stream.slices(key)
+            return int.from_bytes(part.data, "little", signed=True)
+        return None
+
+    def state(self, keys: Mapping[str, tuple[str, Path]]) -> NewState:
+        """Return the entries under the given keys of the checkpoint, each under its new key and path."""
+        tensors = {new: self.tensor(key) for key, (new, _) in keys.items() if key in self.contents.tensors}
+        objects = {new: self.object(key) for key, (new, _) in keys.items() if key in self.contents.objects}
+        return NewState(tensors, objects, dict(keys.values()))
+
+    def paths(self) -> Mapping[str, Path]:
+        """Return the path of each key in the nested state, as DCP has it."""
+        if self.contents.structure is not None:
+            return paths_of(self.contents.structure, tensors=self.contents.tensors)
+        return {key: self.contents.paths.get(key, (key,)) for key in self.contents}
+
+    def _loaded(self, key: str, data: bytes) -> Any:
+        try:
+            return load_item(data)
+        except UnsafeItem as error:
+            raise CheckpointUnsafe(self.contents.path, f"{key}: {error}") from None

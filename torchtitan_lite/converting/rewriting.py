@@ -1,0 +1,350 @@
+"""A complete checkpoint in another layout, or in another number of files.
+
+Elements and small values are copied, never linked: tools that write DCP folders truncate files in place, and a file
+that a sealed checkpoint shares would be lost with the copy. Every block that is read is verified on the way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from torchtitan_lite import __version__
+from torchtitan_lite.checkpoint.reading.derived_metadata import metadata_of
+from torchtitan_lite.checkpoint.reading.files import files_of
+from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
+from torchtitan_lite.converting import new_output
+from torchtitan_lite.converting.dcp_folder import Written, cut_into_files, write_checkpoint
+from torchtitan_lite.converting.exporting import Progress
+from torchtitan_lite.converting.layouts import Relaid, as_nested, as_our_layout, as_stored, as_torchtitan
+from torchtitan_lite.converting.new_state import NewState
+from torchtitan_lite.converting.old_layout import Reader
+from torchtitan_lite.converting.streamed_file import Advance, read_back
+from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
+from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, FileRecord, block_digest
+from torchtitan_lite.disk.durable import DISK, Durable, naming, temporary_name
+from torchtitan_lite.disk.folder_lock import locked
+from torchtitan_lite.disk.held_folder import HeldFolder, held
+from torchtitan_lite.disk.read_requests import Piece
+from torchtitan_lite.disk.reads_blocks import ReadsBlocks
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, TorchtitanLiteError
+from torchtitan_lite.examining.opened import OpenedCheckpoint, WrittenBy, open_checkpoint
+from torchtitan_lite.examining.tensor_stream import TensorStream
+from torchtitan_lite.log import logger
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.manifest import Manifest, Table
+from torchtitan_lite.store.manifest_fields import DCP_METADATA
+
+Layout = Literal["dcp", "dcp, nested", "torchtitan", "ours"]
+"""`dcp, nested` has the optimizer as a list of groups, the others by the names of parameters."""
+
+_SAME = {"dcp": WrittenBy.DCP, "dcp, nested": WrittenBy.DCP, "torchtitan": WrittenBy.TORCHTITAN, "ours": WrittenBy.OURS}
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """What was written."""
+
+    files: list[str]
+    num_tensors: int
+    num_bytes: int
+    """Of all files but the manifest."""
+    left_out: list[str]
+    """What the layout has no place for."""
+
+
+def convert(opened: OpenedCheckpoint, out: Path, to: Layout, progress: Progress, *, dp_ranks: int = 0) -> Rewritten:
+    """Write `opened` to the new folder `out` in the layout `to`. Raises as `export` does.
+
+    What is in an object store in our layout is copied byte for byte, and a copy that was cut is continued.
+    """
+    if to == "ours" and opened.manifest is not None and not opened.folder.is_dir():
+        return _mirrored(opened, opened.manifest, out, progress)
+    if opened.origin is _SAME[to]:
+        raise ConfigError(f"{opened.folder} has this layout already: copy it, or use reshard")
+    reader = _reader(opened)
+    by_layout: dict[Layout, Callable[[Reader], Relaid]] = {
+        "dcp": as_stored,
+        "dcp, nested": as_nested,
+        "torchtitan": lambda given: as_torchtitan(given, dp_ranks),
+        "ours": as_our_layout,
+    }
+    relaid = by_layout[to](reader)
+    num_files = _fitting(relaid.state, _num_data_files(opened))
+    manifest = _new_manifest(opened, relaid, out, reader) if to == "ours" else None
+    return _write_rewritten(opened, out, relaid, num_files, manifest, progress)
+
+
+def reshard_checkpoint(opened: OpenedCheckpoint, out: Path, num_files: int, progress: Progress) -> Rewritten:
+    """Write the same content to `num_files` files in the new folder `out`. Raises as `export` does."""
+    if num_files < 1:
+        raise ConfigError(f"--files {num_files}: expected at least 1")
+    relaid = as_stored(_reader(opened))
+    cut_into_files(relaid.state.tensors, num_files)
+    if opened.manifest is not None:
+        _check_step(opened.manifest.step, out)
+    return _write_rewritten(opened, out, relaid, num_files, opened.manifest, progress)
+
+
+def _mirrored(opened: OpenedCheckpoint, manifest: Manifest, out: Path, progress: Progress) -> Rewritten:
+    _check_step(manifest.step, out)
+    with (
+        new_output.continued_folder(out) as folder,
+        progress(f"Writing {out.name}", 2 * opened.nbytes) as advance,
+        _keeping_what_is_right(folder),
+    ):
+        mirror(opened, manifest, folder, advance)
+    return Rewritten([*manifest.files, layout.MANIFEST], len(manifest.tensors), opened.nbytes, [])
+
+
+@contextmanager
+def _keeping_what_is_right(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        was_removed = isinstance(error.__cause__ or error, FileNotFoundError)
+        if isinstance(error, CheckpointDamaged) or was_removed:
+            # There is nothing to continue from.
+            DISK.remove_tree(folder)
+        else:
+            logger.warning("What was copied stays in %s: the same command continues", folder)
+        raise
+
+
+def _num_data_files(opened: OpenedCheckpoint) -> int:
+    return len([name for name in opened.sizes if layout.is_data_file(name)])
+
+
+def _reader(opened: OpenedCheckpoint) -> Reader:
+    records = opened.manifest.files if opened.manifest is not None else {}
+    return Reader(opened, TensorStream(opened.folder, opened.contents, records))
+
+
+def _write_rewritten(
+    opened: OpenedCheckpoint, out: Path, relaid: Relaid, num_files: int, manifest: Manifest | None, progress: Progress
+) -> Rewritten:
+    state = relaid.state
+    records = opened.manifest.files if opened.manifest is not None else {}
+    stream = TensorStream(opened.folder, opened.contents, records)
+    total = sum(tensor.num_bytes for tensor in state.tensors.values())
+    with new_output.new_folder(out) as folder, progress(f"Writing {out.name}", 2 * total) as advance:
+        written = write_checkpoint(folder, state, num_files, stream, advance)
+        if manifest is not None:
+            data = _of_files(manifest, written, state).to_readable_json()
+            DISK.write_file(folder / layout.MANIFEST, data)
+        _check_rewritten(folder, state)
+    size = sum(record.size for record in written.files.values())
+    names = [*written.files, *([layout.MANIFEST] if manifest is not None else [])]
+    return Rewritten(names, len(state.tensors), size, relaid.left_out)
+
+
+def _check_rewritten(folder: Path, state: NewState) -> None:
+    """Raise unless our own reader finds the complete tables of the new checkpoint, and the same keys in them."""
+    found = open_checkpoint(folder).contents
+    if found.tensors.keys() != state.tensors.keys() or found.objects.keys() != state.objects.keys():
+        raise TorchtitanLiteError(f"{folder.name} was written, but other entries are found in it")
+
+
+def _of_files(manifest: Manifest, written: Written, state: NewState) -> Manifest:
+    """Return `manifest` with the files and tables of the new checkpoint."""
+    if "root" not in manifest.structure:
+        for table in (written.tensors, written.objects):
+            for key, entry in table.items():
+                entry["path"] = list(state.paths[key])
+    return dataclasses.replace(
+        manifest,
+        files=written.files,
+        tensors=Table(written.tensors),
+        objects=Table(written.objects),
+        extra={name: value for name, value in manifest.extra.items() if name != DCP_METADATA},
+    )
+
+
+def _new_manifest(opened: OpenedCheckpoint, relaid: Relaid, out: Path, reader: Reader) -> Manifest:
+    """Return a manifest, without files and tables, for a checkpoint that another tool wrote."""
+    step = opened.step
+    if step is None:
+        found = reader.value("train_state.step")
+        step = layout.parse_step(out.name) if found is None else int(found)
+    _check_step(step or 0, out)
+    versions = {"torchtitan_lite": __version__, "torch": torch.__version__}
+    return Manifest(
+        step=step or 0,
+        kind=relaid.kind,
+        created_at=time.time(),
+        world_size=opened.world_size or 1,
+        versions=versions,
+        files={},
+        extra={"converted_from": opened.origin.value},
+    )
+
+
+def _check_step(step: int, out: Path) -> None:
+    """Raise ConfigError if the name of `out` is that of another step: such a manifest counts as damaged."""
+    named = layout.parse_step(out.name)
+    if named is not None and named != step:
+        raise ConfigError(f"{out} is the name of step {named}, and the checkpoint is of step {step}: name OUT after it")
+
+
+def _fitting(state: NewState, num_files: int) -> int:
+    """Return the largest number of files, at most `num_files`, that the tensors can be cut into."""
+    for count in range(num_files, 1, -1):
+        try:
+            cut_into_files(state.tensors, count)
+        except ConfigError:
+            continue
+        return count
+    return 1
+
+
+# A copy of a checkpoint of ours on a disk: the same files, byte for byte, with the same manifest.
+#
+# A copy that was cut is continued. Its blocks have digests in the manifest, so what lies there is kept where it is
+# right, and only the rest is fetched. The manifest comes last.
+
+
+_SPAN_BYTES = 32 * BLOCK_BYTES
+"""Fetched at a time; in memory, too."""
+
+
+def mirror(opened: OpenedCheckpoint, manifest: Manifest, folder: Path, advance: Advance) -> None:
+    """Write the files of `opened`, and `manifest` as it is there, to `folder`, synced, and check them.
+
+    `folder` may have files of a copy that was cut; others go. Raises CheckpointDamaged, CheckpointUnreadable and the
+    OSError of the disk; what is right in `folder` is taken by the next call.
+    """
+    files = files_of(opened.folder)
+    reader = files.reader()
+    for left in folder.iterdir():
+        if left.name not in manifest.files:
+            DISK.remove_tree(left) if left.is_dir() else DISK.remove_file(left)
+    for name, record in manifest.files.items():
+        try:
+            _mirror_file(files.path_of(name), record, reader, folder / name, advance)
+        except DamagedRange as damage:
+            finding = f"bytes {damage.begin} to {damage.end} of {name}: {damage.finding}"
+            keys = opened.contents.keys_in(name, damage.begin, damage.end)
+            raise CheckpointDamaged(str(opened.folder), finding, keys) from None
+    on_disk = BlockReader()
+    for name, record in manifest.files.items():
+        read_back(folder / name, record, on_disk, advance)
+    with files.opened(layout.MANIFEST) as fd, os.fdopen(fd, "rb", closefd=False) as file:
+        data = file.read()
+    Manifest.parse(data, str(files.path_of(layout.MANIFEST)))  # It has a digest of itself.
+    DISK.write_file(folder / layout.MANIFEST, data)
+    DISK.fsync_dir(folder)
+
+
+def _mirror_file(source: Path, record: FileRecord, reader: ReadsBlocks, to: Path, advance: Advance) -> None:
+    if record.size and not record.blocks:
+        raise DamagedRange(source, 0, record.size, f"there are no digests of it in {layout.MANIFEST}")
+    buffer = memoryview(bytearray(min(_SPAN_BYTES, record.size)))
+    with _open_mirror(to) as fd:
+        DISK.set_size(fd, record.size)
+        for begin in range(0, record.size, _SPAN_BYTES):
+            span = buffer[: min(_SPAN_BYTES, record.size - begin)]
+            _read_span(fd, span, begin)
+            if missing := _missing_blocks(record, begin, span):
+                reader.read(source, record, [Piece(at, block) for at, block in missing])
+                for at, block in missing:
+                    _write_span(fd, block, at)
+            advance(len(span))
+        DISK.fsync_file(fd)
+
+
+def _missing_blocks(record: FileRecord, begin: int, span: memoryview) -> list[tuple[int, memoryview]]:
+    """Return where each block without its digest begins, and its bytes in `span`, those of the file from `begin` on."""
+    missing = []
+    for at in range(0, len(span), BLOCK_BYTES):
+        digest = (begin + at) // BLOCK_BYTES * DIGEST_BYTES
+        block = span[at : at + BLOCK_BYTES]
+        if block_digest(block) != record.blocks[digest : digest + DIGEST_BYTES]:
+            missing.append((begin + at, block))
+    return missing
+
+
+def _read_span(fd: int, into: memoryview, begin: int) -> None:
+    while into:
+        # The file has its size, so this is never the end of it.
+        count = os.preadv(fd, [into], begin)
+        into, begin = into[count:], begin + count
+
+
+def _write_span(fd: int, data: memoryview, begin: int) -> None:
+    while data:
+        written = DISK.write_at(fd, data, begin)
+        data, begin = data[written:], begin + written
+
+
+@contextmanager
+def _open_mirror(path: Path) -> Iterator[int]:
+    """Yield a descriptor of `path`, which may be there already."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    try:
+        with naming(path):
+            yield fd
+    finally:
+        os.close(fd)
+
+
+# DCP's `.metadata` for a checkpoint that was saved without.
+#
+# A kill leaves what was there, and a file under a temporary name, which the next call replaces.
+
+
+def add_metadata(folder: Path, durable: Durable = DISK) -> int:
+    """Write `.metadata` into the checkpoint in `folder`, durably; return its bytes. A cut leaves it without.
+
+    Raises as `CheckpointFolder.manifest`, CheckpointNotFound if a job removed or replaced the checkpoint meanwhile,
+    ConfigError if another process adds the file, and OSError.
+    """
+    # A job may put another checkpoint into the place of this one, which must not get its file.
+    with held(folder) as same:
+        parts = metadata_of(CheckpointFolder(folder, "size"))
+        first = next(parts)  # It reads the manifest.
+        _refuse_if_gone(same)
+        try:
+            with locked(same.path, wait_seconds=0):
+                num_bytes = _write_metadata(same.path, chain([first], parts), durable)
+        except BlockingIOError:
+            raise ConfigError(f"{folder} gets its {layout.METADATA} by another process: wait for it") from None
+        _refuse_if_gone(same)
+        return num_bytes
+
+
+def _refuse_if_gone(same: HeldFolder) -> None:
+    if not same.has_its_name():
+        raise CheckpointNotFound(str(same.folder), None, finding="it was removed or replaced meanwhile")
+
+
+def _write_metadata(folder: Path, parts: Iterable[bytes], durable: Durable) -> int:
+    temporary = folder / temporary_name(layout.METADATA)
+    if os.path.lexists(temporary):
+        # Opening it would follow a link that leads out of the folder.
+        durable.remove_file(temporary)
+    fd, at = durable.create(temporary), 0
+    try:
+        with naming(temporary):
+            for part in parts:
+                left = memoryview(part)
+                while left:
+                    written = durable.write_at(fd, left, at)
+                    left, at = left[written:], at + written
+            durable.fsync_file(fd)
+    except Exception:
+        durable.remove_file(temporary)
+        raise
+    finally:
+        os.close(fd)
+    durable.replace(temporary, folder / layout.METADATA)
+    durable.fsync_dir(folder)
+    return at

@@ -1,0 +1,140 @@
+"""Weights as safetensors: one file, or several with an index.
+
+The header is written here by the format's specification: 8 bytes with its length, JSON with the place of each tensor,
+and the elements without gaps. Tensors with the largest elements come first, so that all of them are aligned. The
+library is needed only to check the result.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchtitan_lite.converting.streamed_file import Advance, Elements, read_back, write_new
+from torchtitan_lite.disk.durable import DISK
+from torchtitan_lite.errors import ConfigError, ExtraMissing, TorchtitanLiteError
+from torchtitan_lite.examining.tensor_stream import Stream
+
+DTYPES = {
+    **{"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"},
+    **{"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8"},
+    **{"uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL"},
+    **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
+}
+"""The format's name of each dtype that every version of the library since 0.4 reads."""
+
+SINGLE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+SHARD_BYTES = 5_000_000_000
+"""The largest file, unless the caller wants another size; what the libraries that read them use."""
+_HEADER_GRAIN = 8
+_MOST_HEADER_BYTES = 100_000_000
+"""The library refuses more."""
+
+
+class TensorToWrite(NamedTuple):
+    """A tensor to write."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    elements: Elements
+
+
+def refuse_dtypes(tensors: Sequence[TensorToWrite]) -> None:
+    """Raise ConfigError, naming the tensors, if the format lacks the dtype of some."""
+    lacking = [f"{tensor.name} ({tensor.dtype})" for tensor in tensors if tensor.dtype not in DTYPES]
+    if lacking:
+        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        raise ConfigError(
+            f"safetensors has no such dtype: {', '.join(lacking[:3])}{more}; use --format torch or dcp, or leave them "
+            "out with --exclude"
+        )
+
+
+def require_library() -> None:
+    """Raise ExtraMissing if the library, which checks the result, is not installed."""
+    try:
+        import safetensors  # noqa: F401  # only whether it is there
+    except ImportError as error:
+        raise ExtraMissing.of(error, "safetensors") from None
+
+
+def sharded(tensors: Sequence[TensorToWrite], most_bytes: int) -> dict[str, list[TensorToWrite]]:
+    """Return the tensors of each file, by its name: at most `most_bytes` in each, or one larger tensor."""
+    shards: list[list[TensorToWrite]] = [[]]
+    room = most_bytes
+    for tensor in tensors:
+        if shards[-1] and tensor.elements.num_bytes > room:
+            shards.append([])
+            room = most_bytes
+        shards[-1].append(tensor)
+        room -= tensor.elements.num_bytes
+    if len(shards) == 1:
+        return {SINGLE_FILE: shards[0]}
+    return {f"model-{at:05}-of-{len(shards):05}{SUFFIX}": shard for at, shard in enumerate(shards, 1)}
+
+
+def write_folder(
+    folder: Path, tensors: Sequence[TensorToWrite], most_bytes: int, stream: Stream, advance: Advance
+) -> list[str]:
+    """Write `tensors` into files in `folder`, and check them; return the names of the files."""
+    shards = sharded(tensors, most_bytes)
+    for name, shard in shards.items():
+        write_file(folder / name, shard, stream, advance)
+    if len(shards) == 1:
+        return [*shards]
+    DISK.write_file(folder / INDEX, index_of(shards))
+    return [*shards, INDEX]
+
+
+def index_of(shards: Mapping[str, Sequence[TensorToWrite]]) -> bytes:
+    """Return the contents of the index of `shards`, by the name of each file."""
+    places = {tensor.name: name for name, shard in shards.items() for tensor in shard}
+    size = sum(tensor.elements.num_bytes for shard in shards.values() for tensor in shard)
+    return (json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2) + "\n").encode()
+
+
+def write_file(path: Path, tensors: Sequence[TensorToWrite], stream: Stream, advance: Advance) -> None:
+    """Write `tensors` into the file `path`, and check it. Raises `TorchtitanLiteError` if the check fails."""
+    ordered = sorted(tensors, key=lambda tensor: (-_itemsize(tensor), tensor.name))
+    record = write_new(path, [_header(ordered), *(tensor.elements for tensor in ordered)], stream, advance)
+    _check_safetensors_file(path, {tensor.name: tensor for tensor in tensors})
+    read_back(path, record, stream.reader, advance)
+
+
+def _header(tensors: Sequence[TensorToWrite]) -> bytes:
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in tensors:
+        end = at + tensor.elements.num_bytes
+        table[tensor.name] = {"dtype": DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _HEADER_GRAIN)
+    if len(text) > _MOST_HEADER_BYTES:
+        raise ConfigError(f"{len(tensors)} tensors are too many for one safetensors file: lower --max-shard-size")
+    return len(text).to_bytes(8, "little") + text
+
+
+def _itemsize(tensor: TensorToWrite) -> int:
+    numel = math.prod(tensor.shape)
+    return tensor.elements.num_bytes // numel if numel else 0
+
+
+def _check_safetensors_file(path: Path, expected: Mapping[str, TensorToWrite]) -> None:
+    """Raise unless the library finds `expected` in the file. Reads no elements."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as file:
+            found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
+            table = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in found.items()}
+    except SafetensorError as error:
+        raise TorchtitanLiteError(f"{path.name} was written, but safetensors does not open it: {error}") from None
+    if table != {name: (DTYPES[tensor.dtype], tensor.shape) for name, tensor in expected.items()}:
+        raise TorchtitanLiteError(f"{path.name} was written, but safetensors finds other tensors in it")

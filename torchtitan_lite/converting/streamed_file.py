@@ -1,0 +1,145 @@
+"""A file that is written in one pass, from start to end, with memory for a few slices.
+
+Its contents are parts in order: bytes, and elements of stored tensors. The length of each is known before, so every
+format that states its offsets first can be written while the tensors are read. Reading, casting and hashing continue
+while earlier bytes are on their way to the disk.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from torchtitan_lite.converting.casting import Cast
+from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
+from torchtitan_lite.disk.block_writer import Bounced, write_blocks
+from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, FileRecord
+from torchtitan_lite.errors import TorchtitanLiteError
+from torchtitan_lite.examining.cut import Cut
+from torchtitan_lite.examining.tensor_stream import Stream
+
+Advance = Callable[[int], None]
+"""Called with the number of bytes done since the last call. Any thread."""
+
+
+_BLOCKS_AT_A_TIME = 64
+_THREADS = 3
+"""One fills its request while the others write. What is cast in a thread is freed to that thread's own memory pool, so
+each further one would keep about 10 MiB."""
+
+
+class Elements(NamedTuple):
+    """Elements of a stored tensor, in row-major order."""
+
+    key: str
+    num_bytes: int
+    """In the new file, after the cast."""
+    cast: Cast | None = None
+    within: Cut | None = None
+    """The cut of the tensor that they are; None for the whole tensor."""
+
+
+Part = bytes | Elements
+
+
+def size_of(part: Part) -> int:
+    """Return the number of bytes of `part`."""
+    return part.num_bytes if isinstance(part, Elements) else len(part)
+
+
+def write_new(path: Path, parts: Sequence[Part], stream: Stream, advance: Advance) -> FileRecord:
+    """Write `parts` to the new file `path`, synced; return its record.
+
+    Raises the OSError of the disk, with a path in it, and what `stream` raises.
+    """
+    contents = _InOrder(_cast_pieces(parts, stream, advance))
+    source = Bounced(sum(map(size_of, parts)), contents.fill)
+    written: list[FileRecord] = []
+    failures: list[BaseException] = []
+
+    def write() -> None:
+        try:
+            written.append(write_blocks(path, source, threads=_THREADS))
+        except BaseException as error:
+            failures.append(error)
+
+    # In a thread of its own: an interrupt of the main thread could hit a worker before its turn, and the others would
+    # wait for it.
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    try:
+        thread.join()
+    except BaseException:
+        contents.stop()
+        raise
+    if failures:
+        raise contents.failure or failures[0]
+    return written[0]
+
+
+def read_back(path: Path, record: FileRecord, reader: BlockReader, advance: Advance) -> None:
+    """Raise unless the disk has the bytes of `path` that were written: those in `record`."""
+    last = len(record.blocks) // DIGEST_BYTES
+    try:
+        for begin in range(0, last, _BLOCKS_AT_A_TIME):
+            blocks = range(begin, min(begin + _BLOCKS_AT_A_TIME, last))
+            reader.verify(path, record, blocks)
+            advance(min(blocks.stop * BLOCK_BYTES, record.size) - begin * BLOCK_BYTES)
+    except DamagedRange as damage:
+        raise TorchtitanLiteError(f"{path.name} was written, but the disk has other bytes: {damage.finding}") from None
+
+
+class _InOrder:
+    """Fills buffers of several threads from `pieces`, one after another in the order of the file."""
+
+    def __init__(self, pieces: Iterator[memoryview]) -> None:
+        self._pieces = pieces
+        self._rest = memoryview(b"")
+        self._next = 0
+        self._turn = threading.Condition()
+        self.failure: BaseException | None = None
+        """What the first thread that failed here raised."""
+
+    def fill(self, buffer: memoryview, begin: int, end: int) -> None:
+        """Write bytes [begin, end) of the file to the start of `buffer`, once all before them are taken."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._next == begin or self.failure is not None)
+            if self.failure is not None:
+                raise self.failure
+            try:
+                self._take(buffer[: end - begin])
+            except BaseException as error:
+                self.failure = error
+                raise
+            finally:
+                self._next = end
+                self._turn.notify_all()
+
+    def stop(self) -> None:
+        """Let every fill from now on fail."""
+        with self._turn:
+            self.failure = self.failure or InterruptedError("the write was stopped")
+            self._turn.notify_all()
+
+    def _take(self, room: memoryview) -> None:
+        while room:
+            if not self._rest:
+                self._rest = next(self._pieces)
+            count = min(len(room), len(self._rest))
+            room[:count] = self._rest[:count]
+            room, self._rest = room[count:], self._rest[count:]
+
+
+def _cast_pieces(parts: Iterable[Part], stream: Stream, advance: Advance) -> Iterator[memoryview]:
+    """Yield the bytes of `parts`; each piece is valid until the next."""
+    for part in parts:
+        if isinstance(part, bytes):
+            yield memoryview(part)
+            continue
+        most = None if part.cast is None else part.cast.most_elements
+        for _, data in stream.slices(part.key, most, part.within):
+            cast = data if part.cast is None else part.cast(data)
+            yield cast
+            advance(len(cast))

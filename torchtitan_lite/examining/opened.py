@@ -1,0 +1,210 @@
+"""Any checkpoint, opened without torch: ours, DCP's or another library's; in an object store only ours.
+
+Nothing is changed, and no tensor is read. Only our manifest records what a checkpoint is. For one without a manifest
+it follows from the names of its entries, its folder and its files; what does not follow is None or empty:
+
+- kind: full if it has the state of an optimizer, else weights-only
+- step: the number in the folder's name
+- ranks: as many as wrote a file
+- time: that of `.metadata`
+- lineage, configuration, topology, versions, digests: unknown
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.checkpoint.format.contents import Contents
+from torchtitan_lite.checkpoint.format.dtypes import DTYPES
+from torchtitan_lite.checkpoint.reading.files import files_of
+from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
+from torchtitan_lite.errors import CheckpointNotFound, CheckpointUnreadable
+from torchtitan_lite.examining.transformers_folder import (
+    GENERATORS,
+    absence_in,
+    contents_in,
+    contents_of,
+    description_of,
+    has_optimizer,
+    is_lightning_file,
+    is_lightning_folder,
+    lightning_step_of,
+    transformers_step_of,
+)
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.manifest import CheckpointKind, Manifest
+from torchtitan_lite.store.place import Place, home_of, on_disk
+
+POSITIONS_OF_TORCHTITAN = "dataloader.dp_rank_"
+"""The prefix of the keys under which torchtitan saves each data-parallel rank's position in the data."""
+
+
+class WrittenBy(enum.Enum):
+    """What wrote a checkpoint, as far as can be seen."""
+
+    OURS = "torchtitan_lite"
+    TORCHTITAN = "torchtitan"
+    """No manifest, and the position of torchtitan's dataloader among its objects."""
+    DCP = "dcp"
+    """Anything else with DCP's metadata, a weights-only checkpoint of torchtitan included."""
+    TRANSFORMERS = "transformers"
+    """A checkpoint of its Trainer, or a model in its safetensors files."""
+    ACCELERATE = "accelerate"
+    """What `save_state` wrote."""
+    LIGHTNING = "lightning"
+    """A file that is not read, or a folder of DCP."""
+
+
+OF_HUGGING_FACE = (WrittenBy.TRANSFORMERS, WrittenBy.ACCELERATE)
+
+
+@dataclass(frozen=True)
+class OpenedCheckpoint:
+    """What is known of the checkpoint in `folder` before any tensor is read."""
+
+    folder: Place
+    origin: WrittenBy
+    contents: Contents
+    """Its tensors and objects, checked: the files can hold them, and have the sizes of the manifest."""
+    manifest: Manifest | None
+    sizes: Mapping[str, int]
+    """Bytes of each file of the checkpoint, by name; the manifest itself is not among them."""
+    kind: CheckpointKind
+    step: int | None
+    world_size: int | None
+    created_at: float
+    """Unix seconds."""
+
+    @property
+    def home(self) -> Place:
+        """The folder of its files; of a checkpoint that is one file, the folder where that is."""
+        return home_of(self.folder)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its files but the manifest."""
+        return sum(self.sizes.values())
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration of the run that saved it, section by section; empty if unknown."""
+        found: dict[str, Any] = self.manifest.extra.get("config", {}) if self.manifest is not None else {}
+        return found
+
+    @property
+    def topology(self) -> str:
+        """The degrees of parallelism of that run, as in "dp_shard 2 x tp 2"; empty if unknown."""
+        return str(self.manifest.extra.get("topology", "")) if self.manifest is not None else ""
+
+
+def open_checkpoint(folder: Place) -> OpenedCheckpoint:
+    """Return the checkpoint in `folder`, on disk or in an object store.
+
+    Raises CheckpointNotFound if there is none or only a part of one, CheckpointDamaged, CheckpointUnsafe,
+    CheckpointUnreadable or FormatTooNew.
+    """
+    if folder.is_file() and is_lightning_file(path := on_disk(folder)):
+        return _opened_of_other_library(path, WrittenBy.LIGHTNING, path, contents_of, lightning_step_of)
+    if finding := absence(folder):
+        raise CheckpointNotFound(str(folder), None, finding=finding)
+    if folder.is_dir() and (description := description_of(path := on_disk(folder))) is not None:
+        return _opened_of_other_library(path, origin_by(description), description, contents_in, transformers_step_of)
+    opened = CheckpointFolder(folder, "size", DTYPES)
+    manifest = opened.manifest
+    if manifest is None and not folder.is_dir():  # It was removed meanwhile.
+        raise CheckpointNotFound(str(folder), None, finding=absence(folder))
+    contents = opened.contents
+    try:
+        names = {*contents.files, layout.METADATA} if manifest is None else {*manifest.files}
+        sizes = dict(sorted(opened.files.sizes_of(names).items()))
+        created_at = (on_disk(folder) / layout.METADATA).lstat().st_mtime if manifest is None else manifest.created_at
+    except OSError as error:
+        raise CheckpointUnreadable(str(folder), f"{type(error).__name__}: {error}") from error
+    is_of_lightning = manifest is None and is_lightning_folder(on_disk(folder))
+    parse_step = lightning_step_of if is_of_lightning else layout.parse_step
+    return OpenedCheckpoint(
+        folder,
+        WrittenBy.LIGHTNING if is_of_lightning else origin_of(manifest, contents.objects),
+        contents,
+        manifest,
+        sizes,
+        kind=kind_from_keys(contents) if manifest is None else manifest.kind,
+        step=parse_step(on_disk(folder).absolute().name) if manifest is None else manifest.step,
+        world_size=(num_writers(sizes) or None) if manifest is None else manifest.world_size,
+        created_at=created_at,
+    )
+
+
+def _opened_of_other_library(
+    folder: Path,
+    origin: WrittenBy,
+    description: Path,
+    contents_in: Callable[[Path], Contents],
+    step_of: Callable[[str], int | None],
+) -> OpenedCheckpoint:
+    try:
+        contents = contents_in(folder)
+        contents.check_names()
+        sizes = dict(sorted(files_of(Path(contents.path)).sizes_of(contents.files).items()))
+        created_at = description.lstat().st_mtime
+    except OSError as error:
+        raise CheckpointUnreadable(str(folder), f"{type(error).__name__}: {error}") from error
+    contents.check(sizes)
+    return OpenedCheckpoint(
+        folder,
+        origin,
+        contents,
+        manifest=None,
+        sizes=sizes,
+        kind=CheckpointKind.FULL
+        if has_optimizer(contents) or origin is WrittenBy.LIGHTNING
+        else CheckpointKind.WEIGHTS_ONLY,
+        step=step_of(folder.absolute().name),
+        world_size=None,
+        created_at=created_at,
+    )
+
+
+def absence(folder: Place) -> str:
+    """Return why there is no complete checkpoint in `folder`, in a few words; the empty string if there may be one."""
+    files = files_of(folder)
+    if (finding := files.absence()) or not folder.is_dir():
+        return finding
+    names = {*files.names}
+    if layout.parse_staging(folder.absolute().name) is not None:
+        return "a save into it is under way or was cut off"
+    if names & {layout.MANIFEST, layout.METADATA}:
+        return ""
+    if description_of(path := on_disk(folder)) is not None or transformers_step_of(path.absolute().name) is not None:
+        return absence_in(path)
+    if any(map(layout.is_data_file, names)):
+        return f"there are files of tensors in it, but no {layout.METADATA}"
+    return f"there is neither {layout.MANIFEST} nor {layout.METADATA} in it"
+
+
+def origin_of(manifest: Manifest | None, objects: Iterable[str]) -> WrittenBy:
+    """Return what wrote the checkpoint with these `objects`."""
+    if manifest is not None:
+        return WrittenBy.OURS
+    is_torchtitan = any(key.startswith(POSITIONS_OF_TORCHTITAN) for key in objects)
+    return WrittenBy.TORCHTITAN if is_torchtitan else WrittenBy.DCP
+
+
+def origin_by(description: Path) -> WrittenBy:
+    """Return which of the two libraries wrote the folder that has this `description`."""
+    return WrittenBy.ACCELERATE if description.name == GENERATORS else WrittenBy.TRANSFORMERS
+
+
+def kind_from_keys(keys: Iterable[str]) -> CheckpointKind:
+    """Return the kind of a checkpoint without a manifest that has these keys."""
+    has_optimizer = any(key.startswith("optim") and "." in key for key in keys)
+    return CheckpointKind.FULL if has_optimizer else CheckpointKind.WEIGHTS_ONLY
+
+
+def num_writers(files: Iterable[str]) -> int:
+    """Return how many ranks wrote the data files among `files`."""
+    return len({rank for name in files if (rank := layout.rank_of(name)) is not None})

@@ -1,0 +1,145 @@
+"""The digests of a checkpoint that another library wrote, a folder or a single file, in one file of ours.
+
+The file has the form of our manifest, without entries in its tables: it lists every file of the checkpoint with size
+and digests. It has a name of its own, in the folder or elsewhere, so that the checkpoint stays the other library's: no
+job resumes from it because of the record, and no rule removes it. What is recorded is what the files had in common
+from `states_of` before the first read to the end of the last one: a file that changes meanwhile is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_lite import __version__
+from torchtitan_lite.disk.block_reader import DamagedRange
+from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.durable import DISK, Durable, temporary_name
+from torchtitan_lite.disk.listed_tree import FileState
+from torchtitan_lite.disk.plain_file import kind_of, read_plain
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe, FolderUnusable
+from torchtitan_lite.examining.file_digests import OnBytes, digests_of
+from torchtitan_lite.examining.transformers_folder import transformers_step_of
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.described import allowed_description_bytes
+from torchtitan_lite.store.files_of_ranks import FilesOfRanks, together
+from torchtitan_lite.store.manifest import CheckpointKind, Manifest
+from torchtitan_lite.store.manifest_fields import file_path
+
+
+@dataclass(frozen=True)
+class RecordedDigests:
+    """Size and digests of each file of a checkpoint, by its path in the folder, as they were at `recorded_at`."""
+
+    files: Mapping[str, FileRecord]
+    recorded_at: float
+    """Unix seconds."""
+
+    def write(self, path: Path, step: int | None, kind: CheckpointKind, durable: Durable = DISK) -> None:
+        """Write it as `path`, in place of one that is there; a crash leaves the one or the other, and a hidden file.
+
+        Raises `FolderUnusable` if the system refuses.
+        """
+        manifest = Manifest(
+            step=step or 0,
+            kind=kind,
+            created_at=self.recorded_at,
+            world_size=1,
+            versions={"torchtitan_lite": __version__},
+            # Not in columns: another library's names of files may look like those of ranks without being any.
+            files=together(dict(self.files), FilesOfRanks([], [], b"")),
+        )
+        try:
+            # Opening what is there would follow a link that leads elsewhere.
+            durable.remove_file(path.with_name(temporary_name(path.name)))
+            durable.write_atomically(path, manifest.to_json())
+        except OSError as error:
+            raise unwritable(path, error.strerror or str(error)) from error
+
+    @classmethod
+    def read(cls, path: Path, folder: Path) -> RecordedDigests | None:
+        """Return what is recorded in `path` of the checkpoint in `folder`; None if there is no such file.
+
+        Raises `CheckpointDamaged`, `CheckpointUnsafe`, `UnknownFormat` and OSError.
+        """
+        if not os.path.lexists(path):
+            return None
+        nbytes = sum(found.st_size for _, found in files_in(folder))
+        try:
+            manifest = Manifest.parse(read_plain(path, allowed_description_bytes(nbytes)), str(path), file_path)
+        except CheckpointDamaged as error:
+            raise CheckpointDamaged(str(folder), error.finding) from None
+        return cls(manifest.files, manifest.created_at)
+
+
+def digests_path(place: Path) -> Path:
+    """Return where the record of the checkpoint at `place` is unless its owner wants it elsewhere."""
+    return place.with_name(f"{place.name}.{layout.DIGESTS}") if place.is_file() else place / layout.DIGESTS
+
+
+def files_in(folder: Path, below: str = "") -> Iterator[tuple[str, os.stat_result]]:
+    """Yield the path and the state of each file of the checkpoint `folder`, but of a record in it. Raises OSError."""
+    if folder.is_file():
+        yield folder.name, folder.lstat()
+        return
+    own = (layout.DIGESTS, temporary_name(layout.DIGESTS)) if not below else ()
+    with os.scandir(folder / below) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                if not below and transformers_step_of(entry.name) is not None:
+                    continue  # A checkpoint of its own.
+                yield from files_in(folder, f"{below}{entry.name}/")
+            elif entry.name not in own:
+                yield f"{below}{entry.name}", entry.stat(follow_symlinks=False)
+
+
+def states_of(folder: Path) -> dict[str, FileState]:
+    """Return the state of each file of the checkpoint in `folder`, by its path in it; not of a record.
+
+    Raises `CheckpointUnsafe` for what is neither a file nor a folder, and `CheckpointUnreadable`.
+    """
+    states = {}
+    try:
+        for name, found in files_in(folder):
+            if not stat.S_ISREG(found.st_mode):
+                path = folder if folder.name == name else folder / name
+                raise CheckpointUnsafe(str(path), f"expected a file, found {kind_of(path)}")
+            states[name] = FileState.of(found)
+    except OSError as error:
+        raise CheckpointUnreadable(str(folder), f"{type(error).__name__}: {error}") from error
+    return states
+
+
+def take_digests(folder: Path, before: Mapping[str, FileState], on_bytes: OnBytes) -> RecordedDigests:
+    """Return the digests of all files of the checkpoint in `folder`, whose states were `before`.
+
+    Raises `CheckpointUnreadable` if one was changed, added or removed since, and for an error of the machine.
+    """
+    try:
+        home = folder.parent if folder.is_file() else folder
+        files = digests_of(home, {name: state.size for name, state in before.items()}, on_bytes)
+    except (DamagedRange, CheckpointUnreadable):
+        _refuse_changes(folder, before)
+        raise
+    _refuse_changes(folder, before)
+    return RecordedDigests(files, time.time())
+
+
+def unwritable(path: Path, cause: str) -> FolderUnusable:
+    """Return the error for a record that cannot be written as `path`."""
+    cause = f"no record can be written there ({cause}): write it elsewhere with --record-to FILE"
+    return FolderUnusable(str(path.parent), cause)
+
+
+def _refuse_changes(folder: Path, before: Mapping[str, FileState]) -> None:
+    now = states_of(folder)
+    changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    if changed:
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        names = f"{', '.join(changed[:3])}{more}"
+        cause = f"written or removed while it was read: {names}. Record it when it is complete"
+        raise CheckpointUnreadable(str(folder), cause)

@@ -1,0 +1,368 @@
+"""The elements of a stored tensor, in the order of the whole tensor, slice by slice.
+
+However a tensor was cut into chunks and files, `slices` yields its elements in row-major order of the whole tensor,
+with memory for two slices and 32 blocks, not for the tensor. Each block is read once, and verified in that pass.
+Exceptions: where more than `KEPT_BLOCKS` chunks are side by side, and in chunks that plain DCP stored in another order
+of dimensions, parts are read several times, then through the page cache; and a chunk in an unusual form of
+`torch.save` is read as a whole. Only this last case imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, Item, Shape
+from torchtitan_lite.checkpoint.reading.files import files_of
+from torchtitan_lite.checkpoint.untrusted.stock_item import locate
+from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
+from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
+from torchtitan_lite.disk.read_requests import Piece, on_host
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe
+from torchtitan_lite.examining.cut import Cut, cuts, cuts_of, is_range, number_of, overlap, row_major
+from torchtitan_lite.store.place import Place
+
+SLICE_BYTES = 8 << 20
+"""The largest slice, unless the caller wants another size; a slice has at least one element."""
+_SPAN_BYTES = 4 << 20
+"""The largest range of a file that is read for elements that are not in a row there."""
+_LONG_STEP_BYTES = 32 << 10
+"""Rows so far apart in a file are read one by one."""
+
+_Elements = npt.NDArray[Any]
+"""Elements as plain bytes, of numpy's type V4 for 4 bytes each."""
+
+
+class Slice(NamedTuple):
+    """Some elements of a tensor, in row-major order."""
+
+    begin: int
+    """The number of the first of them in the whole tensor."""
+    data: memoryview
+    """Their bytes, little-endian; valid until the next slice."""
+
+
+class Stream(Protocol):
+    """What gives the elements of stored tensors: a `TensorStream`, or what reads one in another order."""
+
+    @property
+    def contents(self) -> Contents: ...
+
+    @property
+    def reader(self) -> BlockReader: ...
+
+    def slices(self, key: str, most_elements: int | None = None, within: Cut | None = None) -> Iterator[Slice]: ...
+
+    def read(self, key: str, cut: Cut, into: memoryview) -> None: ...
+
+    def read_item(self, item: Item) -> bytes: ...
+
+
+class _Part(NamedTuple):
+    """A chunk, and the place of its elements."""
+
+    chunk: Chunk
+    begin: int
+    """The number of its first element in the whole tensor."""
+    end: int
+    """The number after that of its last."""
+    file: str
+    at: int
+    """The byte of the file where its first element starts."""
+    strides: Shape | None = None
+    """In elements of the file, if they are not row-major there."""
+    held: _Elements | None = None
+    """The chunk itself, if it could only be read as a whole."""
+
+
+class TensorStream:
+    """Reads the tensors of the checkpoint at `folder` that `contents` describes, verified where `records` has digests.
+
+    `contents` must be checked: chunks cover every tensor exactly once and are inside the files. Any thread, one at a
+    time.
+    """
+
+    def __init__(
+        self,
+        folder: Place,
+        contents: Contents,
+        records: Mapping[str, FileRecord],
+        strides: Mapping[str, Shape] | None = None,
+    ) -> None:
+        """`strides` has those, in elements, of the tensors of one chunk at a known byte that is not row-major there."""
+        self._folder, self._strides = folder, strides or {}
+        self.contents = contents
+        self._files = EachBlockOnce(folder, records)
+        direct = self._files.direct
+        self.reader = direct if isinstance(direct, BlockReader) else BlockReader()
+        """For reads from a disk while this stream lives: it keeps memory for its requests."""
+        self._scratch = memoryview(b"")
+        self._key: str | None = None
+        self._parts: list[_Part] = []
+
+    def slices(self, key: str, most_elements: int | None = None, within: Cut | None = None) -> Iterator[Slice]:
+        """Yield the elements of the tensor `key`, at most `most_elements` at a time, by default `SLICE_BYTES`.
+
+        `within` limits them to one cut of the tensor. Raises `CheckpointDamaged`, naming file, bytes and keys;
+        `CheckpointUnsafe`; and `CheckpointUnreadable`.
+        """
+        tensor = self.contents.tensors[key]
+        itemsize = tensor.dtype.itemsize
+        most = most_elements or max(1, SLICE_BYTES // itemsize)
+        room = _new_buffer(min(most, math.prod(tensor.shape)) * itemsize)
+        for cut in cuts(tensor.shape, most) if within is None else cuts_of(within, most):
+            data = room[: cut.numel * itemsize]
+            self.read(key, cut, data)
+            yield Slice(cut.begin, data)
+
+    def read(self, key: str, cut: Cut, into: memoryview) -> None:
+        """Fill `into` with the elements of `cut` of the tensor `key`. Raises as `slices` does.
+
+        Each block is read once if the cuts of a tensor ascend.
+        """
+        if key != self._key:
+            self._parts, self._key = self._parts_of(key), key
+        itemsize = self.contents.tensors[key].dtype.itemsize
+        if len(self._scratch) < len(into):
+            self._scratch = _new_buffer(len(into))
+        whole = np.frombuffer(into, f"V{itemsize}").reshape(cut.sizes)
+        wanted = list(self._wanted(cut))
+        pieces: dict[str, list[Piece]] = {}
+        copies: list[tuple[_Elements, memoryview]] = []
+        scratch = self._scratch
+        for part, first, inside, sizes in wanted:
+            target = whole[_box_index(first, sizes)]
+            if part.held is not None:
+                target[...] = part.held[_box_index(inside, sizes)]
+            elif part.strides is not None:
+                at = part.at + sum(map(int.__mul__, inside, part.strides)) * itemsize
+                self._read_spans(part.file, at, part.strides, target)
+            else:
+                num_bytes = math.prod(sizes) * itemsize
+                if is_range(sizes, cut.sizes):
+                    begin = number_of(first, cut.sizes) * itemsize
+                    place = into[begin : begin + num_bytes]
+                else:
+                    # Its rows are apart in `into`: read them together, and copy each to its place.
+                    place, scratch = scratch[:num_bytes], scratch[num_bytes:]
+                    copies.append((target, place))
+                at = part.at + number_of(inside, part.chunk.sizes) * itemsize
+                pieces.setdefault(part.file, []).append(Piece(at, place))
+        for file, of_file in pieces.items():
+            self._fill(file, of_file, chunks=len(wanted), again=len(wanted) > KEPT_BLOCKS)
+        for target, place in copies:
+            target[...] = np.frombuffer(place, target.dtype).reshape(target.shape)
+
+    def read_item(self, item: Item) -> bytes:
+        """Return the bytes of `item`. Raises as `slices` does."""
+        data = bytearray(item.length)
+        self._fill(item.file, [Piece(item.offset, memoryview(data))])
+        return bytes(data)
+
+    def _wanted(self, cut: Cut) -> Iterator[tuple[_Part, Shape, Shape, Shape]]:
+        """Yield each part with elements of `cut`: where they begin in the cut and in the chunk, and their sizes."""
+        for part in self._parts:
+            if cut.begin < part.end and part.begin < cut.begin + cut.numel:
+                found = overlap(cut, part.chunk.offsets, part.chunk.sizes)
+                if found is not None:
+                    offsets, sizes = found
+                    yield part, _minus(offsets, cut.offsets), _minus(offsets, part.chunk.offsets), sizes
+
+    def _read_spans(self, file: str, at: int, strides: Shape, target: _Elements) -> None:
+        """Fill `target` with elements of `file` that are `strides` elements apart, the first at byte `at`."""
+        itemsize, sizes = target.dtype.itemsize, target.shape
+        span = (sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True)) + 1) * itemsize
+        long_dims = [dim for dim, size in enumerate(sizes) if size > 1 and strides[dim]]
+        dim = max(long_dims, key=lambda d: strides[d], default=None)
+        step = strides[dim] * itemsize if dim is not None else 0
+        if dim is None or (span <= _SPAN_BYTES and step < _LONG_STEP_BYTES):
+            data = memoryview(bytearray(span))
+            self._fill(file, [Piece(at, data)], again=True)
+            in_bytes = tuple(stride * itemsize for stride in strides)
+            target[...] = np.ndarray(sizes, target.dtype, data, strides=in_bytes)
+            return
+        rows = max(1, _SPAN_BYTES // step) if step < _LONG_STEP_BYTES else 1
+        rows = min(rows, sizes[dim] - 1)
+        for begin in range(0, sizes[dim], rows):
+            part = target[(slice(None),) * dim + (slice(begin, begin + rows),)]
+            self._read_spans(file, at + begin * step, strides, part)
+
+    def _parts_of(self, key: str) -> list[_Part]:
+        tensor = self.contents.tensors[key]
+        parts = []
+        for chunk in tensor.chunks:
+            if 0 in chunk.sizes:
+                continue
+            begin = number_of(chunk.offsets, tensor.shape)
+            last = tuple(offset + size - 1 for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            end = number_of(last, tensor.shape) + 1
+            if chunk.at is not None:
+                parts.append(_Part(chunk, begin, end, chunk.file, chunk.at, self._strides.get(key)))
+            else:
+                parts.append(self._part_of_item(key, chunk, begin, end))
+        return parts
+
+    def _part_of_item(self, key: str, chunk: Chunk, begin: int, end: int) -> _Part:
+        """Return the part of a chunk whose elements only parsing its item finds."""
+        item = chunk.item
+        assert item is not None
+        path = self._files.files.path_of(item.file)
+        try:
+            with self._files.files.opened(item.file) as fd:
+                layout = locate(_reading(fd, item), item.length)
+        except OSError as error:
+            raise CheckpointUnreadable(str(path), f"{type(error).__name__}: {error}") from error
+        if layout is None:
+            return _Part(chunk, begin, end, item.file, item.offset, held=self._held(key, chunk, item))
+        if layout.shape != chunk.sizes or _name(layout.dtype) != _name(self.contents.tensors[key].dtype):
+            raise self._other_item(key, chunk, f"{_name(layout.dtype)} {list(layout.shape)}")
+        is_plain = all(
+            size == 1 or stride == plain
+            for size, stride, plain in zip(layout.shape, layout.strides, row_major(layout.shape), strict=True)
+        )
+        at = item.offset + layout.at
+        return _Part(chunk, begin, end, item.file, at, None if is_plain else layout.strides)
+
+    def _held(self, key: str, chunk: Chunk, item: Item) -> _Elements:
+        """Return the elements of a chunk that only `torch.load` can read."""
+        import torch  # seconds, and hardly ever needed
+
+        from torchtitan_lite.checkpoint.untrusted.safe_load import UnsafeItem, load_item  # as above
+
+        try:
+            tensor = load_item(self.read_item(item))
+        except UnsafeItem as error:
+            raise CheckpointUnsafe(str(self._folder), f"{key} in {item.file}: {error}") from None
+        dtype = self.contents.tensors[key].dtype
+        if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), _name(tensor.dtype)) != (
+            chunk.sizes,
+            _name(dtype),
+        ):
+            found = (
+                f"{_name(tensor.dtype)} {list(tensor.shape)}"
+                if isinstance(tensor, torch.Tensor)
+                else type(tensor).__name__
+            )
+            raise self._other_item(key, chunk, found)
+        plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        elements: _Elements = plain.view(torch.uint8).numpy().view(f"V{dtype.itemsize}").reshape(chunk.sizes)
+        return elements
+
+    def _other_item(self, key: str, chunk: Chunk, found: str) -> CheckpointDamaged:
+        expected = f"{_name(self.contents.tensors[key].dtype)} {list(chunk.sizes)}"
+        finding = f"{key}: {self.contents.described_in} says {expected}, its item is {found}"
+        return CheckpointDamaged(str(self._folder), finding, [key])
+
+    def _fill(self, file: str, pieces: Sequence[Piece], *, chunks: int = 1, again: bool = False) -> None:
+        try:
+            self._files.read(file, pieces, chunks=chunks, again=again)
+        except DamagedRange as damage:
+            finding = f"bytes {damage.begin} to {damage.end} of {file}: {damage.finding}"
+            keys = self.contents.keys_in(file, damage.begin, damage.end)
+            raise CheckpointDamaged(str(self._folder), finding, keys) from None
+
+
+def _name(dtype: Any) -> str:
+    """Return the name of a dtype, torch's or that of contents without torch."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _new_buffer(num_bytes: int) -> memoryview:
+    return np.empty(num_bytes, np.uint8).data
+
+
+def _minus(a: Shape, b: Shape) -> Shape:
+    return tuple(map(int.__sub__, a, b))
+
+
+def _box_index(offsets: Shape, sizes: Shape) -> tuple[Any, ...]:
+    """Return the index of a box; with an ellipsis, because numpy returns no view of a scalar without one."""
+    return (..., *(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)))
+
+
+def _reading(fd: int, item: Item) -> Callable[[int, int], bytes]:
+    return lambda offset, count: os.pread(fd, min(count, item.length - offset), item.offset + offset)
+
+
+# Ranges of files that are read piece by piece, each block of a file once.
+#
+# A block with a digest can only be verified as a whole, but the slices of a tensor begin and end within blocks: without
+# memory, a block would be read for each slice that touches it. So the blocks in which pieces begin and end are kept, a
+# few for each chunk that is being read, and up to `KEPT_BLOCKS`. All others are read straight into their place.
+
+
+KEPT_BLOCKS = 32
+"""Blocks in memory at a time, and so the number of chunks side by side in a tensor's rows that are read only once."""
+
+
+class EachBlockOnce:
+    """Reads files of `folder`, verified where `records` has digests. Not for several threads at a time."""
+
+    def __init__(self, folder: Place, records: Mapping[str, FileRecord]) -> None:
+        self.files, self._records = files_of(folder), records
+        self.direct = self.files.reader()
+        """For other reads meanwhile too: it keeps memory for its requests."""
+        self._cached = self.files.reader(cached=True)
+        self._kept: OrderedDict[tuple[str, int], bytearray] = OrderedDict()
+
+    def read(self, file: str, pieces: Sequence[Piece], *, chunks: int = 1, again: bool = False) -> None:
+        """Fill `pieces` with their bytes of `file`. Raises as `BlockReader.read` does.
+
+        `chunks` is how many are read in turn, piece by piece, in all files. `again` reads through the page cache: for
+        bytes that are probably read several times.
+        """
+        path, record = self.files.path_of(file), self._records.get(file)
+        blocks = self._cached if again else self.direct
+        if record is None or not record.blocks:
+            blocks.read(path, record, pieces)
+            return
+        straight: list[Piece] = []
+        edges: list[tuple[int, Piece]] = []
+        for piece in pieces:
+            _split_by_block(piece, record.size, straight, edges)
+        missing = {number for number, _ in edges} - {number for name, number in self._kept if name == file}
+        fresh = {number: self._room(number, record.size) for number in sorted(missing)}
+        straight += [Piece(number * BLOCK_BYTES, memoryview(room)) for number, room in fresh.items()]
+        if straight:
+            blocks.read(path, record, straight)
+        for number, (at, into) in edges:
+            block = fresh.get(number) or self._kept[file, number]
+            for _, place in on_host([Piece(at, into)], number * BLOCK_BYTES, memoryview(block)):
+                begin = at - number * BLOCK_BYTES
+                place[:] = memoryview(block)[begin : begin + len(place)]
+        self._keep(file, edges, fresh, min(2 * chunks + 2, KEPT_BLOCKS))
+
+    def _room(self, number: int, size: int) -> bytearray:
+        return bytearray(min(BLOCK_BYTES, size - number * BLOCK_BYTES))
+
+    def _keep(self, file: str, edges: Sequence[tuple[int, Piece]], fresh: Mapping[int, bytearray], most: int) -> None:
+        for number, _ in edges:
+            if number in fresh:
+                self._kept[file, number] = fresh[number]
+            self._kept.move_to_end((file, number))
+        while len(self._kept) > most:
+            self._kept.popitem(last=False)
+
+
+def _split_by_block(piece: Piece, size: int, straight: list[Piece], edges: list[tuple[int, Piece]]) -> None:
+    """Add the whole blocks of `piece` to `straight`, and the parts of others to `edges`, with the block's number."""
+    at, into = piece
+    if at + len(into) > size:  # Past the end of the file: reading it must fail.
+        straight.append(piece)
+        return
+    while into:
+        number, within = divmod(at, BLOCK_BYTES)
+        block_bytes = min(BLOCK_BYTES, size - number * BLOCK_BYTES)
+        if within == 0 and len(into) >= block_bytes:
+            count = len(into) if at + len(into) == size else len(into) // BLOCK_BYTES * BLOCK_BYTES
+            straight.append(Piece(at, into[:count]))
+        else:
+            count = min(block_bytes - within, len(into))
+            edges.append((number, Piece(at, into[:count])))
+        at, into = at + count, into[count:]

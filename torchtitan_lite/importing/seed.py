@@ -1,0 +1,118 @@
+"""Imported weights as a seed checkpoint: step 0 with a model alone, as `checkpoint.create_seed_checkpoint` makes it.
+
+It is there when it is complete and was read back, with the digest of every block; any number of ranks begins a run from
+it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from torchtitan_lite import __version__
+from torchtitan_lite.checkpoint.format.structure import branch_of, encode
+from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
+from torchtitan_lite.checkpoint.resume.load_source import new_run
+from torchtitan_lite.converting import new_output
+from torchtitan_lite.converting.casting import cast_between
+from torchtitan_lite.converting.dcp_folder import Written, cut_into_files, write_checkpoint
+from torchtitan_lite.converting.exporting import Progress
+from torchtitan_lite.converting.new_state import NewState, NewTensor
+from torchtitan_lite.disk.durable import DISK
+from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
+from torchtitan_lite.examining.opened import open_checkpoint
+from torchtitan_lite.examining.tensor_stream import Stream
+from torchtitan_lite.importing.wanted import Weight
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table
+
+_FILE_BYTES = 5_000_000_000
+"""The largest file, unless the caller wants another number of files."""
+_MODEL = "model"
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was written."""
+
+    files: list[str]
+    num_tensors: int
+    num_bytes: int
+    """Of the tensors' elements."""
+    notes: list[str]
+    """Facts that the user should see: what was copied, and what was left out."""
+
+
+class Form(NamedTuple):
+    """How the weights are stored."""
+
+    dtype: str = "float32"
+    """Of floating-point tensors; "" leaves each as it is."""
+    num_files: int | None = None
+    """None for files of up to 5 GB."""
+
+
+def write_seed(
+    out: Path, weights: Sequence[Weight], stream: Stream, form: Form, progress: Progress, extra: dict[str, Any]
+) -> Imported:
+    """Write `weights`, read from `stream`, as a seed checkpoint to the new folder `out`.
+
+    `extra` goes into its manifest. Raises ConfigError before anything is written, what the stream raises, and OSError;
+    whatever it raises, `out` is not there then.
+    """
+    refuse_out(out)
+    state = _state(weights, stream, form.dtype)
+    total = sum(tensor.num_bytes for tensor in state.tensors.values())
+    if form.num_files is not None and form.num_files < 1:
+        raise ConfigError(f"--files {form.num_files}: expected at least 1")
+    num_files = form.num_files or max(1, -(-total // _FILE_BYTES))
+    cut_into_files(state.tensors, num_files)
+    with new_output.new_folder(out) as folder, progress(f"Importing to {out.name}", 2 * total) as advance:
+        written = write_checkpoint(folder, state, num_files, stream, advance)
+        DISK.write_file(folder / layout.MANIFEST, _seed_manifest(state, written, extra).to_readable_json())
+        # By the reader that a run uses, before the folder has its name.
+        found = open_checkpoint(folder)
+        if found.contents.tensors.keys() != state.tensors.keys() or found.kind is not CheckpointKind.FULL:
+            raise TorchtitanLiteError(f"{out.name} was written, but other entries are found in it")
+    return Imported([*written.files, layout.MANIFEST], len(state.tensors), total, [])
+
+
+def refuse_out(out: Path) -> None:
+    """Raise ConfigError if the name of `out` is that of a step other than 0: such a manifest counts as damaged."""
+    step = layout.parse_step(out.name)
+    if step:
+        raise ConfigError(f"{out} is the name of step {step}, and imported weights are step 0: name OUT step-0")
+
+
+def _state(weights: Sequence[Weight], stream: Stream, dtype: str) -> NewState:
+    tensors = {}
+    for name, source in weights:
+        before = str(stream.contents.tensors[source].dtype).removeprefix("torch.")
+        if before not in DTYPES:
+            raise ConfigError(f"{source} is {before}, which PyTorch {torch.__version__} does not have")
+        cast = cast_between(before, dtype)
+        after = dtype if cast is not None else before
+        tensors[f"{_MODEL}.{name}"] = NewTensor(DTYPES[after], stream.contents.tensors[source].shape, source, cast)
+    return NewState(tensors, {}, {f"{_MODEL}.{name}": (_MODEL, name) for name, _ in weights})
+
+
+def _seed_manifest(state: NewState, written: Written, extra: dict[str, Any]) -> Manifest:
+    names = [str(path[1]) for path in state.paths.values()]
+    model = branch_of("dict", names, [None] * len(names))
+    return Manifest(
+        step=0,
+        kind=CheckpointKind.FULL,
+        created_at=time.time(),
+        world_size=1,
+        versions={"torchtitan_lite": __version__, "torch": torch.__version__},
+        files=written.files,
+        lineage=new_run(),
+        tensors=Table(written.tensors),
+        structure=Table({"root": encode(branch_of("dict", [_MODEL], [model]))}),
+        extra=extra,
+    )

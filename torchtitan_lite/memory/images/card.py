@@ -1,0 +1,156 @@
+"""The card of an image: what one rank knows of the checkpoint that its image is a file of.
+
+The cards of all ranks hold what a manifest holds, so a start can put one together. The coordinator's has the tables of
+tensors and containers, as the text that a manifest holds; each other rank's has only its own file and objects.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torchtitan_lite.disk.digest import DIGEST_BYTES, FileRecord, num_blocks
+from torchtitan_lite.memory.images.commits import MOST_COMMITS, Commit
+from torchtitan_lite.store.format_version import FORMAT, check_format, unknown_fields
+from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.manifest import Table
+from torchtitan_lite.store.manifest_fields import file_name, number, refuse_constant, seconds, table, value_of
+
+_ID_LETTERS = 64
+
+
+class ImageKey(NamedTuple):
+    """The images of one copy of the state of one start, of all ranks; a start may make several copies of a step."""
+
+    step: int
+    start: str
+    """The id of the start of the job that made them."""
+    copy: int
+    """Which of the copies that it made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardRun:
+    """What the run was, the same on all ranks."""
+
+    folder_id: str
+    """The id of the folder of checkpoints."""
+    lineage: Lineage
+    trained_seconds: float
+    """That the run had trained, in all its starts."""
+    topology: str
+    versions: Mapping[str, str]
+    config: Mapping[str, Any]
+
+
+class CardTables(NamedTuple):
+    """What of the manifest's tables a card has."""
+
+    objects: Table
+    """The rank's part."""
+    tensors: Table | None = None
+    """All of it, on the coordinator; with it, or on another rank alone, the entries of its record."""
+    structure: Table | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """What one rank knows of one image."""
+
+    key: ImageKey
+    rank: int
+    world_size: int
+    run: CardRun
+    commits: tuple[Commit, ...]
+    """The latest full checkpoints in the folder when the image was staged, as far as its start knew: a few, by step;
+    empty for none."""
+    created_at: float
+    """Unix seconds."""
+    file: str
+    """The name of the rank's file; empty if it has none."""
+    record: FileRecord
+    """Size and digests of that file: its bytes are the first ones of the arena."""
+    tables: CardTables
+    unknown: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that a later version added."""
+
+    def to_bytes(self) -> bytes:
+        """Return the card as four lines of JSON: fields, objects, tensors, containers."""
+        text = json.dumps({**FORMAT, **self.unknown, **self._fields()}, allow_nan=False, separators=(",", ":"))
+        return b"\n".join([text.encode(), *Table.texts(*self.tables)])
+
+    def _fields(self) -> dict[str, Any]:
+        run, commits = self.run, [dataclasses.asdict(commit) for commit in self.commits]
+        return {
+            "rank": self.rank,
+            "world_size": self.world_size,
+            **self.key._asdict(),
+            "folder_id": run.folder_id,
+            "lineage": run.lineage.to_json(),
+            "latest": commits[-1] if commits else None,
+            "before": commits[:-1],
+            "created_at": float(self.created_at),
+            "trained_seconds": float(run.trained_seconds),
+            "topology": run.topology,
+            "versions": dict(run.versions),
+            "config": dict(run.config),
+            "file": self.file,
+            "size": self.record.size,
+            "blocks": self.record.blocks.hex(),
+        }
+
+    @classmethod
+    def parse(cls, data: bytes) -> Card:
+        """Return the card in `data`. Raise FormatTooNew, FormatTooOld, and ValueError that names what is wrong."""
+        lines = data.split(b"\n")
+        if len(lines) != 4:
+            raise ValueError(f"expected 4 lines, found {len(lines)}")
+        document = json.loads(lines[0].decode(), parse_constant=refuse_constant)
+        if not isinstance(document, dict):
+            raise ValueError("its first line is not a JSON object")
+        check_format({"format_version": 1} | document, "an image in memory")
+        size, blocks = number(document, "size", 0), bytes.fromhex(value_of(document, "blocks", str))
+        if len(blocks) != DIGEST_BYTES * num_blocks(size):
+            raise ValueError(f"expected the digests of {num_blocks(size)} blocks, found {len(blocks)} bytes")
+        name = value_of(document, "file", str)
+        rank, world_size = number(document, "rank", 0), number(document, "world_size", 1)
+        if rank >= world_size:
+            raise ValueError(f"rank {rank} of {world_size}")
+        before, latest = value_of(document, "before", list), document.get("latest")
+        versions = value_of(document, "versions", dict)
+        tensors, structure = (Table.of_text(line, "card") if line else None for line in lines[2:])
+        card = cls(
+            key=ImageKey(number(document, "step", 0), _id(document, "start"), number(document, "copy", 0)),
+            rank=rank,
+            world_size=world_size,
+            run=CardRun(
+                folder_id=_id(document, "folder_id"),
+                lineage=Lineage.from_json(value_of(document, "lineage", dict)),
+                trained_seconds=max(0.0, seconds(document, "trained_seconds")),
+                topology=value_of(document, "topology", str),
+                versions={each: value_of(versions, each, str) for each in versions},
+                config=value_of(document, "config", dict),
+            ),
+            commits=tuple(map(_commit, [*before[-MOST_COMMITS:], *([] if latest is None else [latest])])),
+            created_at=value_of(document, "created_at", float),
+            file=file_name(name) if name else "",
+            record=FileRecord(size, blocks),
+            tables=CardTables(Table.of_text(lines[1], "card"), tensors, structure),
+        )
+        return dataclasses.replace(card, unknown=unknown_fields(document, {*card._fields()}))
+
+
+def _commit(value: Any) -> Commit:
+    document = table({"commit": value})["commit"]
+    digest = value_of(document, "digest", str)[:_ID_LETTERS]
+    return Commit(number(document, "step", 0), digest, number(document, "written_ns", 0), _id(document, "run_id"))
+
+
+def _id(document: dict[str, Any], name: str) -> str:
+    value = value_of(document, name, str)
+    if len(value) > _ID_LETTERS or not value.isascii():
+        raise ValueError(f"{name}: expected at most {_ID_LETTERS} letters, found {value!r:.80}")
+    return value

@@ -1,0 +1,335 @@
+"""The images that a start finds in memory, as sources of its load: one more kind next to the checkpoints on disk.
+
+A load looks once, takes at most one copy, and then takes the memory over, or closes it. Between the images and what is
+on disk a pure rule (belonging.py) decides for each image, on the coordinator alone: here are the facts that it needs,
+and what a load then takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan_lite.checkpoint.context import RunContext
+from torchtitan_lite.checkpoint.reading.complete_manifest import complete_manifest
+from torchtitan_lite.checkpoint.reading.files import Files, files_of
+from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, Verify
+from torchtitan_lite.checkpoint.reading.source import Choose, LoadSource, RunFacts, Sources
+from torchtitan_lite.checkpoint.resume.load_source import with_exclusions
+from torchtitan_lite.checkpoint.schedule.interval import BEGINNING, Tick
+from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.disk.block_reader import DamagedRange
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
+from torchtitan_lite.events import ImageSkipped
+from torchtitan_lite.log import counted, logger
+from torchtitan_lite.memory.images.assembled import same_contents
+from torchtitan_lite.memory.images.belonging import ChosenOnDisk, OnDisk, why_not
+from torchtitan_lite.memory.images.card import ImageKey
+from torchtitan_lite.memory.images.commits import Commit, commit_of, rests_in
+from torchtitan_lite.memory.images.files import FilesInMemory
+from torchtitan_lite.memory.images.held_images import Complete, HeldImages
+from torchtitan_lite.memory.images.tier import TakenOver, Tier
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.manifest import CheckpointKind, Manifest
+from torchtitan_lite.store.manifest_fields import START, TRAINED_SECONDS
+from torchtitan_lite.store.protocol import StoresCheckpoints
+
+
+class ImageSources(Sources):
+    """What the keepers of all hosts hold for the run of `tier`."""
+
+    def __init__(self, tier: Tier, context: RunContext) -> None:
+        self._tier = tier
+        self._peers = context.peers
+        self._emit = context.emit
+        self._held = HeldImages(None, "", context.peers)
+
+    def look(self, topology: str) -> None:
+        keeper = None if self._tier.is_off else self._tier.keeper
+        self._held = HeldImages(keeper, self._tier.start, self._peers)
+        self._held.look(topology=topology)
+
+    def preferred(
+        self,
+        chosen: LoadSource | None,
+        store: StoresCheckpoints,
+        wanted: int,
+        config: Checkpoint,
+        *,
+        is_exact: bool,
+        choose: Choose,
+    ) -> LoadSource | None:
+        return prefer_memory(self._held, store, chosen, wanted, config, is_exact=is_exact)
+
+    def drop(self, source: LoadSource, error: CheckpointError) -> bool:
+        if not isinstance(source, ImageSource):
+            return False
+        self._held.left_out.add(source.key)
+        found = (getattr(error, name, "") for name in ("summary", "finding", "cause"))
+        finding = next(filter(None, found), "") or str(error)
+        if self._peers.is_coordinator:
+            logger.warning(
+                "The image of step %d in memory is not loaded: %s. Trying what is next", source.step, finding
+            )
+        self._emit(ImageSkipped(source.step, finding=finding))
+        return True
+
+    @contextmanager
+    def opened(self, source: LoadSource, folder: str) -> Iterator[Files | None]:
+        """Yield the files of the images on this host; they are unmapped after the block."""
+        if not isinstance(source, ImageSource):
+            yield None
+            return
+        peers = self._peers
+        manifest = Manifest.parse(source.manifest, f"{source.path}/{layout.MANIFEST}")
+        if source.is_spread:
+            self._fetch(source)
+        files = self._held.files(source.key, manifest, is_spread=source.is_spread)
+        try:
+            if source.is_spread:
+                files.borrow(peers.gather_made(lambda: lent_parts(source, files)))
+            if source.is_last_resort:
+                # What a load has changed, nothing on disk could put right.
+                peers.together(lambda: verify_images(source, files, peers.rank, peers.world_size))
+            yield files
+        except CheckpointMismatch as error:
+            if source.is_copy:
+                raise  # The step on disk does not fit either.
+            raise _of_image(error, source, folder) from None
+        finally:
+            files.close()
+
+    def _fetch(self, source: ImageSource) -> None:
+        try:
+            self._held.fetch(source.key)
+        except OSError as error:
+            raise CheckpointDamaged(str(source.path), f"an image of another host has no room here: {error}") from None
+
+    def taken_over(self, source: LoadSource | None) -> TakenOver | None:
+        """Return what this rank takes over from the start before, after a load of `source`; None for nothing.
+
+        The caller owns the descriptors. The same on every rank whether it is None.
+        """
+        held, self._held = self._held, HeldImages(None, "", self._peers)
+        if not held.are_any:
+            return None
+        return held.shared_out(source.key if isinstance(source, ImageSource) else None)
+
+    def close(self) -> None:
+        """Close the images: no load takes them over. The keeper has them for the next start."""
+        self._held.close()
+        self._held = HeldImages(None, "", self._peers)
+
+
+def _of_image(error: CheckpointMismatch, source: LoadSource, folder: str) -> CheckpointMismatch:
+    """Return `error` about the image `source` of the folder `folder`, with the image's name and how to leave it out."""
+    path = f"the image of step {source.step} in memory" if error.path == str(source.path) else error.path
+    way_out = (
+        f"  It was read from memory. To load from disk, or to begin from scratch if nothing is there, free it: "
+        f"torchtitan-lite memory {folder} --end"
+    )
+    named = CheckpointMismatch(path, f"{error.report}\n{way_out}")
+    named.origin_rank, named.reported_elsewhere = error.origin_rank, error.reported_elsewhere
+    return named
+
+
+MOST_BYTES = 1 << 20
+"""Of one tensor or object that is lent."""
+MOST_BYTES_OF_A_RANK = 64 << 20
+"""Of all together. A rank with more lends nothing: replicated weights come from the disk."""
+
+
+def verify_images(source: LoadSource, files: FilesInMemory, number: int, count: int) -> None:
+    """Verify every byte of this rank's share of `files`. Raise `CheckpointDamaged`."""
+    with _findings(source):
+        files.verify(number, count)
+
+
+def lent_parts(source: LoadSource, files: FilesInMemory) -> dict[str, dict[int, bytes]]:
+    """Return what this rank lends: the small whole tensors and objects of its own file. Raise `CheckpointDamaged`."""
+    contents = CheckpointFolder(source.path, files=files).contents
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    for kind, places in contents.table.places_by_kind.items():
+        if 0 < kind.nbytes <= MOST_BYTES:
+            ranges.setdefault(kind.file, []).extend((at, kind.nbytes) for at in places)
+    for stored in contents.objects.values():
+        if stored.item is not None and 0 < stored.item.length <= MOST_BYTES:
+            ranges.setdefault(stored.item.file, []).append((stored.item.offset, stored.item.length))
+    few = {file: parts for file, parts in ranges.items() if sum(count for _, count in parts) <= MOST_BYTES_OF_A_RANK}
+    with _findings(source):
+        return files.lend(few)
+
+
+@contextmanager
+def _findings(source: LoadSource) -> Iterator[None]:
+    """Raise damage that the block finds as damage of `source`."""
+    try:
+        yield
+    except DamagedRange as error:
+        finding = f"bytes {error.begin} to {error.end} of {error.path.name}: {error.finding}"
+        raise CheckpointDamaged(str(source.path), finding) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSource(LoadSource):
+    """The images of one copy of the state, of all ranks."""
+
+    key: ImageKey
+    manifest: bytes
+    """As the coordinator put it together."""
+    is_spread: bool
+    """Whether each rank has only the images of its own host."""
+    is_last_resort: bool
+    """Whether the disk has no full checkpoint of the run: then all of it is verified before anything is loaded."""
+    is_copy: bool = False
+    """Whether the disk has the same checkpoint."""
+    durable: Tick
+    """The latest step of the run that the disk has, with the seconds of training up to it; zeros for none."""
+
+    @property
+    def continues_at(self) -> int | None:
+        # Where the run counts again, an image is of the new count.
+        return None if self.initial and self.model_only else self.step
+
+    @property
+    def on_disk(self) -> Tick:
+        return self.durable
+
+    @property
+    def is_proof(self) -> bool:
+        return False
+
+    @property
+    def memory_step(self) -> int:
+        return self.loaded.step
+
+    @property
+    def origin(self) -> str:
+        return "memory"
+
+    @property
+    def remark(self) -> str:
+        steps, seconds = self.at_risk
+        lacking = f"; the disk lacks {counted(steps, 'step')} ({seconds:.1f} s of training)" if steps else ""
+        return f" From memory: the images of the start before{lacking}"
+
+    def verify(self, config: Checkpoint) -> Verify:
+        return "full"  # Nothing but its digests shows that an image is complete.
+
+
+def prefer_memory(
+    images: HeldImages,
+    store: StoresCheckpoints,
+    chosen: LoadSource | None,
+    wanted: int,
+    config: Checkpoint,
+    *,
+    is_exact: bool,
+) -> LoadSource | None:
+    """Return the source in memory that goes before `chosen`, which is what the disk has; else `chosen`."""
+    if config.load_only or not images.complete:
+        return chosen
+    disk = _facts(store, chosen, wanted, config, is_exact=is_exact)
+    for each in images.complete:
+        if each.key in images.left_out:
+            continue
+        reason = why_not(each.image, disk) or _difference(each, chosen)
+        if not reason:
+            return _source(each, store, chosen, config)
+        logger.info("The image of step %d in memory is not used: %s", each.key.step, reason)
+    return chosen
+
+
+def _latest_commit(store: StoresCheckpoints) -> tuple[Commit | None, str]:
+    """Return the full checkpoint of `store` with the highest step and the start that made it; None without one."""
+    full = [info for info in store.committed() if info.kind is CheckpointKind.FULL]
+    if not full:
+        return None, ""
+    manifest = files_of(full[-1].path).manifest()
+    return commit_of(full[-1]), manifest.extra.get(START, "") if manifest is not None else ""
+
+
+def _facts(
+    store: StoresCheckpoints, chosen: LoadSource | None, wanted: int, config: Checkpoint, *, is_exact: bool
+) -> OnDisk:
+    latest, start = _latest_commit(store)
+    of_run = chosen is not None and not chosen.initial
+    return OnDisk(
+        folder_id=store.folder_id(make=False),
+        latest=latest,
+        latest_start=start,
+        rests=rests_in(store),
+        abandoned=frozenset(step for info in store.intact() for step, _ in info.lineage.abandons),
+        wanted=wanted,
+        is_exact=is_exact,
+        new_branch=config.new_branch,
+        chosen=ChosenOnDisk(
+            step=chosen.step,
+            run_id=chosen.lineage.run_id,
+            begins_branch=chosen.is_explicit,
+            branch_point=chosen.lineage.branch_point,
+            counts_again=chosen.lineage.counts_again,
+            left=chosen.lineage.ancestors,
+        )
+        if chosen is not None and of_run
+        else None,
+    )
+
+
+def _difference(each: Complete, chosen: LoadSource | None) -> str:
+    """Return why images of the step that is `chosen` on disk are no copy of it; empty for those of other steps."""
+    if chosen is None or not _is_copy(each, chosen):
+        return ""
+    try:
+        manifest = complete_manifest(files_of(chosen.path), chosen.path)
+        if manifest is not None and same_contents(manifest, each.manifest):
+            return ""
+    except (CheckpointError, OSError):
+        pass
+    return "that step on disk has other contents"
+
+
+def _is_copy(each: Complete, chosen: LoadSource) -> bool:
+    """Return whether the images should be a copy of `chosen`: of the same step, unless the run counts again."""
+    return not chosen.initial and not chosen.lineage.counts_again and chosen.step == each.key.step
+
+
+def _source(each: Complete, store: StoresCheckpoints, chosen: LoadSource | None, config: Checkpoint) -> LoadSource:
+    manifest, key = each.manifest, each.key
+    has_other = chosen is not None and not chosen.model_only and not chosen.initial
+    # Next to a run that counts again the disk would not restore all that a load changes.
+    counts_again = chosen is not None and not chosen.initial and chosen.lineage.counts_again
+    offered: dict[str, Any] = {
+        "key": key,
+        "manifest": manifest.to_json(),
+        "is_spread": each.is_spread,
+        "is_last_resort": not has_other or counts_again,
+        "durable": BEGINNING if chosen is None else chosen.loaded,
+    }
+    if chosen is not None and _is_copy(each, chosen):
+        of_disk = {field.name: getattr(chosen, field.name) for field in dataclasses.fields(chosen)}
+        return ImageSource(**of_disk, **offered, is_copy=True)
+    # The run continues as the one that made the image; its latest ancestor on disk is what the disk's choice loads.
+    parent = None if chosen is None else chosen.lineage.parent_step
+    lineage = dataclasses.replace(
+        manifest.lineage,
+        parent_step=parent,
+        abandons=(),
+        counts_again=counts_again,
+        rolls_back_to=None if chosen is None else chosen.lineage.rolls_back_to,
+    )
+    source = ImageSource(
+        store.place_of(layout.step_dir(key.step)),
+        key.step,
+        model_only=False,
+        lineage=lineage,
+        nbytes=manifest.nbytes,
+        recorded=RunFacts(
+            manifest.extra["topology"], manifest.extra["config"], trained_seconds=manifest.extra[TRAINED_SECONDS]
+        ),
+        **offered,
+    )
+    return with_exclusions(source, config)

@@ -1,0 +1,434 @@
+"""The images of a rank: copies of the state in memory that a later start can resume from.
+
+Every copy that an asynchronous save makes becomes one, and with `memory_interval` also copies that no disk write
+follows. Here is when such a copy is made, on all ranks alike, and in which memory; a `Marker` makes an image of it. If
+too many images in a row fail on a rank, all ranks stop to stage them: they find out in the same exchange.
+
+`FormerImages` are those that a start resumed from, where their memory cannot take its own: the files have other sizes
+now. They stay next to the memory for new images, because until one of those is complete, or a save is durable, they are
+all that a second kill leaves of the run.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torchtitan_lite import faults
+from torchtitan_lite.checkpoint.context import RunContext
+from torchtitan_lite.checkpoint.devices.page_lock import wait_for_unlocking
+from torchtitan_lite.checkpoint.format.flattening import State
+from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
+from torchtitan_lite.checkpoint.saving.target import Origin
+from torchtitan_lite.checkpoint.staging.arena import StagingArena
+from torchtitan_lite.checkpoint.staging.changed_tensors import build_staging_watch
+from torchtitan_lite.checkpoint.staging.mark import UnusableMark, read_mark
+from torchtitan_lite.checkpoint.staging.slots import NO_STEP
+from torchtitan_lite.collection import no_collection
+from torchtitan_lite.disk.writer_process import WriterProcess
+from torchtitan_lite.distributed.peers import Peers
+from torchtitan_lite.errors import RanksDiffer
+from torchtitan_lite.events import ImageMissed
+from torchtitan_lite.host_memory import free_memory_bytes, host_id, oom_kills
+from torchtitan_lite.log import counted, logger, readable_bytes
+from torchtitan_lite.memory.images.image import Image, Marker
+from torchtitan_lite.memory.images.image_stager import ImageStager
+from torchtitan_lite.memory.images.pool import Pool
+from torchtitan_lite.memory.images.replicates import Replicates
+from torchtitan_lite.memory.images.room import (
+    MAX_ARENAS,
+    REPLICATED_ARENAS,
+    Room,
+    is_short,
+    num_arenas,
+    reserve_bytes,
+)
+from torchtitan_lite.memory.images.tier import Tier
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
+
+CLOSE_SECONDS = 30.0
+"""How long the digest under way may take when the manager is closed."""
+
+
+class Agreement(NamedTuple):
+    """What a rank reports about its images, and what all agree on: of each number the maximum over the ranks."""
+
+    is_off: int
+    """Whether no image can be made or kept any more."""
+    is_short: int
+    """Whether memory is short."""
+    lacks_replica: int
+    has_no_replica: int
+    """Whether the replica that is due will never be made."""
+    of_pool: tuple[int, ...] = ()
+    """As `Pool.report` has it; whether there is no arena to spare comes first."""
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Agreement | None:
+        """Return what `numbers` say; None if there are none, in a run that makes no images between saves."""
+        if not numbers:
+            return None
+        is_off, is_short, lacks_replica, has_no_replica, *of_pool = numbers
+        return cls(is_off, is_short, lacks_replica, has_no_replica, tuple(of_pool))
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Return the numbers as they travel."""
+        return *self[:4], *self.of_pool
+
+
+class Images:
+    """The images of this rank in the arenas of `stager`, also of steps that no save takes if the config says so.
+
+    `process` digests copies that come without digests. `owns_process`: no saver starts or closes it.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        stager: ImageStager,
+        process: WriterProcess | None,
+        plans: PlanCache,
+        context: RunContext,
+        replicas: Replicates,
+        *,
+        owns_process: bool = False,
+    ) -> None:
+        config = context.config
+        self.tier, self.stager, self.process = tier, stager, process
+        self.timeout_seconds = config.timeout_seconds
+        self._owns_process = owns_process
+        self._plans, self._watch, self._peers = plans, build_staging_watch(config), context.peers
+        self._clock, self._interval, self._emit = context.clock, config.memory_interval, context.emit
+        self._most_arenas = REPLICATED_ARENAS if config.memory_replicas else MAX_ARENAS
+        self._replicas = replicas
+        self.marker = Marker(tier, stager.pool, process, context, replicas)
+        """Makes images of the copies."""
+        self.num_staged = 0
+        """The copies that this start has begun to make: the same number on all ranks."""
+        self._is_off = False
+        self._former = FormerImages(tier)
+        self._has_adopted = False
+        self._last: Image | None = None
+
+    @property
+    def are_made_at_once(self) -> bool:
+        """Return whether the copy of a save becomes an image before its disk write is done; else by its digests.
+
+        It takes digests of its own then: with the copy, which takes up to a third longer, or after it.
+        """
+        return self._interval > 0
+
+    def now(self) -> float:
+        """Return the seconds of the run's clock."""
+        return self._clock()
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the state of `step` is to be copied into memory. The same on all ranks."""
+        return self._interval > 0 and step % self._interval == 0 and not self._is_off
+
+    def adopt(self, pairs: Sequence[tuple[int, int]], num_loaded: int) -> None:
+        """Use the arenas in `pairs` of descriptors (memory, mark), which this owns; the first ones are most useful.
+
+        `num_loaded` have what was loaded. On return the keeper holds them under names of this start. **Collective**.
+        """
+        self.marker.wait(CLOSE_SECONDS)
+        self._former.close()  # A load has descriptors of its own of what it needs.
+        steps = [step_in(mark_fd) for _, mark_fd in pairs]
+        parts, self._former.step = self._peers.max_over_ranks(num_loaded, steps[0] if num_loaded else NO_STEP)
+        # Several files in place of one: none of them has the room for what is to be copied now.
+        is_apart = parts > 1
+        # A job that the kernel killed for memory cannot say so, but the count of its cgroup can: one copy fewer for
+        # each kill.
+        wanted = max(1, self._most_arenas - oom_kills()) if self._interval else 1
+        most = num_loaded if is_apart else max(wanted, num_loaded)
+        for fd in [fd for pair in pairs[most:] for fd in pair]:
+            os.close(fd)
+        arenas = self._peers.together(lambda: self.stager.adopt(pairs[:most]))
+        for arena in arenas:
+            self.tier.keep(arena)
+        self._has_adopted = True
+        if is_apart:
+            return self._former.hold(arenas)
+        of_ranks = self._peers.gather(steps[:most])
+        if self._interval:
+            self.stager.pool.resize(max(map(len, of_ranks)))
+        adopted = [*zip(arenas, steps, strict=False)]
+        self.stager.pool.adopt(adopted, [step for of_rank in of_ranks for step in of_rank])
+
+    def make_room(self, num_bytes: int) -> None:
+        """Find out for how many arenas of `num_bytes` there is memory, -1 for not known. **Collective**."""
+        if self._has_adopted:
+            self._former.take_from(self.stager.pool, num_bytes, self._peers)
+        if self._interval:
+            self._start_process_early()
+        elif not self._former.are_any:
+            return
+        found = self._found(num_bytes)
+        if self._former.are_any and num_arenas(found) < (2 if self._interval else 1):
+            self._former.free()
+            # Again: it may have counted in the limits of another job.
+            found = self._found(num_bytes)
+        if not self._interval:
+            return
+        if self._replicas.begin(found):
+            self._have_slots(REPLICATED_ARENAS)
+            self._replicas.resend(self._former.step)
+        else:
+            self._make(found)
+
+    def _make(self, found: list[Room]) -> None:
+        """Have as many slots as there is memory for, or none of these images; one line says that they are fewer."""
+        number = num_arenas(found)
+        # With two, no image is made while a save is being written, so a failure then loses the steps of one save. With
+        # one there are only the copies that saves make anyway, which become images, too.
+        self._have_slots(number if number > 1 else 1)
+        self._is_off = number < 2
+        if number == MAX_ARENAS or not self._peers.is_coordinator:
+            return
+        every, size = counted(self._interval, "step"), readable_bytes(max(each.arena_bytes for each in found))
+        kills = max(each.oom_kills for each in found)
+        why = f" (the kernel has killed {counted(kills, 'process')} of its cgroup for memory)" if kills else ""
+        if number > 1:
+            logger.info("Images in memory every %s: two copies of the state, not three, of %s each%s", every, size, why)
+        elif any(each.arena_bytes < 0 for each in found):
+            logger.warning("No images in memory every %s: the state cannot be saved. The first save says why", every)
+        else:
+            reason = (
+                f"two copies of the state ({size} on each rank) do not fit into the memory of each host next to "
+                f"training{why}. Unset checkpoint.memory_interval, or give the job more memory"
+            )
+            logger.warning("No images in memory every %s: %s", every, reason)
+
+    def _have_slots(self, number: int) -> None:
+        self.stager.pool.resize(number)
+        self.stager.shrink(number, self.timeout_seconds)
+
+    def _start_process_early(self) -> None:
+        try:
+            self.marker.start_process()
+        except Exception as error:
+            self.marker.note_failed(0, error)  # The first image tries again.
+
+    def _found(self, num_bytes: int) -> list[Room]:
+        """Return what `num_arenas` needs to know of all ranks. **Collective**."""
+        have = sum(slot.arena.num_bytes for slot in self.stager.pool.slots if slot.arena is not None)
+        return self._peers.gather(
+            Room(host_id(), num_bytes, have, free_memory_bytes(), reserve_bytes(), self.tier.replica_bytes, oom_kills())
+        )
+
+    def report(self) -> tuple[int, ...]:
+        """Return what this rank reports to the others with its plan, as numbers of which the maximum counts."""
+        if not self._interval:
+            return ()
+        of_pool = self.stager.pool.report()
+        if of_pool:
+            of_pool = of_pool[0] or self.stager.is_preparing, *of_pool[1:]
+        # Looked at again for each image, because the first steps of a start do not show the last peak.
+        is_short_here = not self._is_off and is_short()
+        # These numbers travel in the all-reduce of the plan, so an image costs no exchange of its own.
+        is_off = self.marker.has_failed or self.tier.is_off
+        return Agreement(is_off, is_short_here, *self._replicas.numbers(), of_pool).numbers
+
+    def agree(self, highest: Sequence[int]) -> bool:
+        """Note the maximum over all ranks of their reports; return whether an image can be staged on all of them."""
+        agreed = Agreement.of(highest)
+        if agreed is None:
+            return True
+        self._replicas.agree(agreed.lacks_replica, agreed.has_no_replica)
+        has_spare = self.stager.pool.agree(agreed.of_pool)
+        if agreed.is_off and not self._is_off:
+            self._end("a rank cannot make or keep them")
+        if agreed.is_short and not self._is_off:
+            self._end("training needs their memory. Unset checkpoint.memory_interval, or give the job more")
+            self._have_slots(1)
+        if self.stager.pool.complete > self._former.step:
+            self._former.free_later()
+        return has_spare and not self._is_off
+
+    def _end(self, reason: str) -> None:
+        """Make no more of these images, as all ranks have agreed."""
+        self._is_off = True
+        if self._peers.is_coordinator:
+            logger.warning("No more images in memory in this start: %s", reason.removesuffix("."))
+
+    def stage(self, step: int, make_state: Callable[[], State], origin: Origin) -> None:
+        """Copy the state of `step` into memory, unless a rank has no arena to spare. **Collective**, main thread."""
+        if len(self.stager.pool.slots) < 2:
+            return self._note_missed(step, "its memory is being made")
+        began = self._clock()
+        state: State = {}
+        failure: Exception | None = None
+        try:
+            faults.point("image", step=step)
+            state = make_state()
+        except Exception as error:
+            failure = error
+        with no_collection():
+            try:
+                # The process again, if it died. With a check the first plan of a start compares the ranks, too.
+                planned = self._plans.plan(
+                    state, self.marker.start_process, failure=failure, numbers=self.report(), step=step
+                )
+                if planned.differs is not None:
+                    return self._end(f"{planned.differs}")
+                if not self.agree(planned.agreed):
+                    # Skipped: a wait for an arena would stop training on all ranks.
+                    return self._note_missed(step, self._why_missed())
+                self._note_staged(step)
+                file = planned.file()
+                check = self._watch(file.data, [item.index.fqn for item in file.plan.items])
+                staged = self.stager.take(file.data, step, digests=True)
+            except RanksDiffer as error:
+                return self._end(f"{error}")
+            except Exception as error:
+                self.marker.note_failed(step, error)
+                return
+        self._last = Image(step, origin, file.plan, file.objects, staged, began, self.num_staged, check)
+        self._last.stall_seconds = self._clock() - began
+        self.marker.mark_later(self._last)
+
+    def note_save(self, step: int, agreed: Sequence[int]) -> None:
+        """Note that a save of `step` is about to stage it. **Collective**, main thread.
+
+        If a rank has no arena to spare, waits until the images under way are complete, and finds out again which one
+        all ranks have: what is then free may be the only image that is complete. A rank with one arena waits, too: a
+        digest of the copy in it may be under way.
+        """
+        found = Agreement.of(agreed)
+        if found is not None and any(found.of_pool[:1]):
+            self.stager.pool.wait_until_unread(self.timeout_seconds)
+            agreed = self._peers.max_over_ranks(*self.report())
+        self.agree(agreed)
+        if len(self.stager.pool.slots) == 1:
+            self.stager.pool.wait_until_unread(self.timeout_seconds)
+        self._note_staged(step)
+
+    def note_staged(self, image: Image) -> None:
+        """Note that the copy of a save is complete. Any thread."""
+        image.stall_seconds = self._clock() - image.began_seconds
+
+    def note_durable(self, info: CheckpointInfo | None) -> None:
+        """Note what a save committed, on the coordinator. Any thread."""
+        if info is not None and info.kind is CheckpointKind.FULL:
+            self.tier.note_committed(info)
+            self.marker.renew_cards()
+        self._former.free()
+
+    def drop_after(self, step: int) -> None:
+        """Drop the images of later steps, while none is being made. Main thread; all ranks, with the same step."""
+        self.stager.pool.drop_after(step)
+        if self._former.step > step:
+            self._former.free_later()
+
+    def wait_for_staging(self) -> None:
+        """Wait until the state may change. Main thread."""
+        image, self._last = self._last, None
+        if image is not None:
+            began = self._clock()
+            image.staged.wait()
+            image.stall_seconds += self._clock() - began
+
+    def wait(self, seconds: float) -> bool:
+        """Wait up to `seconds` until no copy is being digested; return whether that is so. Any thread."""
+        return self.marker.wait(seconds)
+
+    def close(self) -> None:
+        """Wait for the digest under way, and stop. Idempotent."""
+        self.marker.close(CLOSE_SECONDS)
+        self._replicas.close()
+        self._former.close()
+        if self._owns_process and self.process is not None:
+            self.process.close()
+
+    def forget_keeper(self) -> None:
+        """Note that the keeper holds nothing any more, so that `close` of the stager frees the memory."""
+        for slot in self.stager.pool.slots:
+            if slot.arena is not None:
+                slot.arena.is_kept = False
+        self._former.forget_keeper()
+
+    def _why_missed(self) -> str:
+        if self._is_off:
+            return "no more are made"
+        return "its memory is being made" if self.stager.is_preparing else "earlier ones are being read"
+
+    def _note_missed(self, step: int, reason: str) -> None:
+        logger.debug("Step %d gets no image: %s", step, reason)
+        self._emit(ImageMissed(step, reason=reason))
+
+    def _note_staged(self, step: int) -> None:
+        """Note that all ranks are about to stage `step`."""
+        self.num_staged += 1
+        self.stager.pool.note_staged(step)
+        self._replicas.note_staged(step, self.num_staged)
+
+
+class FormerImages:
+    """Arenas of this rank, which `tier` keeps and no copy is made into. Any thread."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._arenas: list[StagingArena] = []
+        self._lock = threading.Lock()
+        self.step = NO_STEP
+        """The step that was loaded from memory; `NO_STEP` for none. The same on all ranks."""
+        self.are_any = False
+        """Whether a rank has one; the same on all ranks, and true also after they have been freed."""
+
+    def hold(self, arenas: Sequence[StagingArena]) -> None:
+        """Own `arenas`."""
+        self.are_any = True
+        with self._lock:
+            self._arenas += arenas
+
+    def take_from(self, pool: Pool, num_bytes: int, peers: Peers) -> None:
+        """Take the arenas with what was loaded out of `pool`, if they have no room for `num_bytes` on some rank.
+
+        Leaves empty slots. **Collective**, main thread.
+        """
+        loaded = [slot for slot in pool.slots if slot.is_valid and slot.step == self.step]
+        arenas = [slot.arena for slot in loaded if slot.arena is not None]
+        if peers.max_over_ranks(any(arena.num_bytes < num_bytes for arena in arenas))[0]:
+            for slot in loaded:
+                slot.is_valid, slot.step, slot.arena = False, NO_STEP, None
+            self.hold(arenas)
+
+    def free(self) -> None:
+        """Free all of them: they are no images any more. Idempotent; takes 0.2 s for each GB."""
+        with self._lock:
+            for arena in self._arenas:
+                self._tier.give_up(arena)
+                arena.close()
+            self._arenas = []
+        wait_for_unlocking()
+
+    def free_later(self) -> None:
+        """Free all of them in a thread. Idempotent."""
+        if self._arenas:
+            threading.Thread(target=self.free, name="former images", daemon=True).start()
+
+    def close(self) -> None:
+        """Close them, and leave those to later starts that the keeper holds. Idempotent."""
+        with self._lock:
+            for arena in self._arenas:
+                arena.close()
+            self._arenas = []
+
+    def forget_keeper(self) -> None:
+        """Free them: the keeper holds nothing any more."""
+        with self._lock:
+            for arena in self._arenas:
+                arena.is_kept = False
+        self.close()
+
+
+def step_in(mark_fd: int) -> int:
+    """Return the step of the valid image that the mark describes; `NO_STEP` for none."""
+    try:
+        found = read_mark(mark_fd)
+    except (UnusableMark, OSError):
+        return NO_STEP
+    return NO_STEP if found is None else found.step
