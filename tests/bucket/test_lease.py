@@ -148,6 +148,21 @@ def test_a_folder_that_another_start_takes_meanwhile_is_in_use(bucket: Bucket) -
         lease.take()
 
 
+def test_a_start_that_loses_the_swap_to_a_job_that_lives_is_refused_at_once(bucket: Bucket) -> None:
+    other = replace(Holder.this_process("third", 1e9), host="third", space="third boot")
+    lease, time, objects = lease_of(bucket)
+
+    def overtake(request: Request) -> None:
+        if request.is_write and request.key == HEAD:
+            objects.before = lambda request: None
+            HeadFile(MemoryObjects(bucket), LeaseClock()).write(Head().taken_by(other, 10.0), None)
+
+    objects.before = overtake
+    with pytest.raises(FolderInUse, match="in use by run third"):
+        lease.take()
+    assert time.slept == [] and head_of(bucket).holder == other
+
+
 def test_time_in_which_the_store_hangs_does_not_count(bucket: Bucket) -> None:
     held_elsewhere(bucket)
     lease, time, objects = lease_of(bucket)

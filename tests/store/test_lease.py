@@ -690,6 +690,33 @@ def test_a_disk_that_fails_while_a_folder_is_taken_raises_its_error_and_leaves_n
     assert names(root) == before
 
 
+@pytest.mark.parametrize("before", ["free", "of a dead process"])
+def test_a_job_whose_request_was_carried_out_and_reported_as_refused_has_the_folder(
+    root: Path, new_lease: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    """A network file system repeats a request whose answer was lost, and reports what the second one met."""
+    link, disk = Path.hardlink_to, Durable()
+    replace = disk.replace
+
+    def link_and_refuse(path: Path, target: Path) -> None:
+        link(path, target)
+        raise FileExistsError(errno.EEXIST, "File exists", str(path))
+
+    def replace_and_refuse(src: Path, dst: Path) -> None:
+        replace(src, dst)
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(src))
+
+    root.mkdir()
+    if before != "free":
+        put(root, here(started=1))
+    monkeypatch.setattr(Path, "hardlink_to", link_and_refuse)
+    disk.replace = replace_and_refuse  # type: ignore[method-assign]  # the only operation that is repeated
+    lease = new_lease(durable=disk, sleep=never)
+    lease.take()
+    lease.check()
+    assert names(root) == ["writer.lock"]
+
+
 def pause(begun: threading.Event, hold: threading.Event) -> None:
     """Set `begun`, and return once `hold` is set."""
     begun.set()
