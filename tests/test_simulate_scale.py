@@ -81,7 +81,7 @@ COVER = """
 import math
 from scale_simulation.plans import box_in, held_by, mesh_of, outlines, state_of
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
-from torchtitan_lite.checkpoint.format.stored_tensor import misfit
+from torchtitan_lite.checkpoint.format.stored_tensor import chunk_mismatch
 from torchtitan_lite.checkpoint.format.tensor_table import TensorTable
 from torchtitan_lite.checkpoint.planning.joint_plan import JointPlan
 from torchtitan_lite.store.manifest import Table
@@ -103,7 +103,7 @@ for layout, ranks in points:
             if tensor.kind != "own" and 0 not in box.sizes:
                 boxes[tensor.fqn].add(box)
     for key, tensor in table.items():
-        assert not misfit(tensor), (layout, key, misfit(tensor))
+        assert not chunk_mismatch(tensor), (layout, key, chunk_mismatch(tensor))
         assert tensor.shape == expected[key].shape
         assert sorted((c.offsets, c.sizes) for c in tensor.chunks) == sorted(map(tuple, boxes[key])), (layout, key)
 print("covered")

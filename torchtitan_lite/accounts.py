@@ -169,7 +169,7 @@ def accounts(records: Iterable[Mapping[str, Any]]) -> Accounts:
     for record in records:
         kind, found = record["record"], starts.get(record["start"])
         if kind == START:
-            starts[record["start"]] = _begun(record)
+            starts[record["start"]] = _begun_start(record)
         elif found is None:
             continue
         elif kind in (LOADED, ROLLED_BACK, BEAT, END):
@@ -177,7 +177,7 @@ def accounts(records: Iterable[Mapping[str, Any]]) -> Accounts:
     return Accounts(tuple(Start(**found) for found in starts.values()))
 
 
-def _begun(record: Mapping[str, Any]) -> dict[str, Any]:
+def _begun_start(record: Mapping[str, Any]) -> dict[str, Any]:
     about = {key: value for key, value in record.items() if key not in ("record", "start", "time")}
     return {"id": record["start"], "began": record["time"], "last_beat": record["time"], "about": about}
 
@@ -218,11 +218,11 @@ def _records(lines: Iterable[bytes]) -> Iterable[dict[str, Any]]:
             record = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(record, dict) and _is_whole(record):
+        if isinstance(record, dict) and _is_complete_record(record):
             yield record
 
 
-def _is_whole(record: Mapping[str, Any]) -> bool:
+def _is_complete_record(record: Mapping[str, Any]) -> bool:
     if not isinstance(record.get("record"), str) or not isinstance(record.get("start"), str):
         return False
     return _is_number(record.get("time")) and isinstance(record.get("step", 0), int)

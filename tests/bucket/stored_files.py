@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from tests.store.filled import manifest_of
-from torchtitan_lite.bucket.s3_parts import parts_of
+from torchtitan_lite.bucket.s3_parts import s3_parts_at
 from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.block_writer import in_memory
 from torchtitan_lite.store import layout
@@ -31,7 +31,7 @@ def _contents(data: bytes) -> dict[str, bytes]:
 
 def uploads_under_way(folder: str) -> list[str]:
     """Return the keys of the uploads below the address `folder` that are not complete."""
-    parts, address = parts_of(folder), parse_address(folder)
+    parts, address = s3_parts_at(folder), parse_address(folder)
     assert parts is not None
     found = parts._client.list_multipart_uploads(Bucket=address.bucket, Prefix=f"{address.prefix}/")
     return [each["Key"] for each in found.get("Uploads", ())]

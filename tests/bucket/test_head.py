@@ -9,7 +9,7 @@ import pytest
 
 from tests.store.filled import later_format
 from torchtitan_lite.bucket.head import Entry, Head, Status
-from torchtitan_lite.bucket.head_file import WrongDigest, parse, to_text
+from torchtitan_lite.bucket.head_file import WrongDigest, head_to_bytes, parse_head
 from torchtitan_lite.errors import FormatTooNew, FormatTooOld
 from torchtitan_lite.store.holder import Holder
 from torchtitan_lite.store.manifest import CheckpointKind, seal
@@ -33,44 +33,44 @@ def head() -> Head:
 
 
 def test_a_head_survives_being_written(head: Head) -> None:
-    assert parse(to_text(head), PATH) == head
+    assert parse_head(head_to_bytes(head), PATH) == head
 
 
 def test_the_head_of_a_new_folder_survives_being_written() -> None:
-    assert parse(to_text(Head()), PATH) == Head()
+    assert parse_head(head_to_bytes(Head()), PATH) == Head()
 
 
 def test_any_changed_byte_is_found(head: Head) -> None:
-    text = to_text(head)
+    text = head_to_bytes(head)
     for at in range(len(text)):
         with pytest.raises(WrongDigest):
-            parse(text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :], PATH)
+            parse_head(text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :], PATH)
 
 
 def test_any_cut_is_found(head: Head) -> None:
-    text = to_text(head)
+    text = head_to_bytes(head)
     for length in range(len(text)):
         with pytest.raises(WrongDigest):
-            parse(text[:length], PATH)
+            parse_head(text[:length], PATH)
 
 
 def test_a_later_version_is_no_damage(head: Head) -> None:
     with pytest.raises(FormatTooNew, match=r"s3://bucket/run/head\.json has format version 99"):
-        parse(later_format(to_text(head)), PATH)
+        parse_head(later_format(head_to_bytes(head)), PATH)
 
 
 def test_a_version_from_before_the_release_is_no_damage(head: Head) -> None:
-    earlier = to_text(head).replace(b'"format_version": 7,\n"oldest_reader": 7', b'"format_version": 1')
+    earlier = head_to_bytes(head).replace(b'"format_version": 7,\n"oldest_reader": 7', b'"format_version": 1')
     with pytest.raises(FormatTooOld, match=r"s3://bucket/run/head\.json has format version 1, from before"):
-        parse(sealed_again(earlier), PATH)
+        parse_head(sealed_again(earlier), PATH)
 
 
 def test_fields_that_a_later_version_added_stay_with_its_version(head: Head) -> None:
-    later = json.loads(to_text(head)) | {"format_version": 8, "mood": "good"}
+    later = json.loads(head_to_bytes(head)) | {"format_version": 8, "mood": "good"}
     later["checkpoints"] = [each | {"weight": 3} for each in later["checkpoints"]]
     del later["digest"]
-    found = parse(seal(json.dumps(later).removesuffix("}").encode()), PATH)
-    again = json.loads(to_text(dataclasses.replace(found, change=found.change + 1)))
+    found = parse_head(seal(json.dumps(later).removesuffix("}").encode()), PATH)
+    again = json.loads(head_to_bytes(dataclasses.replace(found, change=found.change + 1)))
     assert (again["format_version"], again["oldest_reader"], again["mood"]) == (8, 7, "good")
     assert again["checkpoints"] == later["checkpoints"]
 
@@ -87,11 +87,11 @@ def test_fields_that_a_later_version_added_stay_with_its_version(head: Head) -> 
     ],
 )
 def test_a_wrong_field_is_named_and_is_no_damage(head: Head, name: str, value: object) -> None:
-    document = json.loads(to_text(head)) | {name: value}
+    document = json.loads(head_to_bytes(head)) | {name: value}
     del document["digest"]
     text = seal(json.dumps(document).encode().removesuffix(b"}"))
     with pytest.raises(ValueError, match=r"epoch|holder|beat_seconds|pinned|checkpoints|attempt") as raised:
-        parse(text, PATH)
+        parse_head(text, PATH)
     assert not isinstance(raised.value, WrongDigest)
 
 
@@ -104,9 +104,9 @@ def test_ten_thousand_checkpoints_stay_under_four_megabytes() -> None:
         dataclasses.replace(entry(step), step=10**9 + step, attempt="f" * 16, run_id="r" * 32) for step in range(10_000)
     )
     head = Head(10**6, 10**9, Holder.this_process("run0", 1e9), 10.0, frozenset(each.step for each in many), many)
-    text = to_text(head)
+    text = head_to_bytes(head)
     assert len(text) < 4_000_000
-    assert parse(text, PATH) == head
+    assert parse_head(text, PATH) == head
 
 
 def test_a_second_commit_of_a_step_retires_the_first_in_the_same_change() -> None:

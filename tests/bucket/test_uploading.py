@@ -16,7 +16,7 @@ from tests.bucket.stored_files import uploads_under_way, written
 from tests.checkpoint.small_run import SmallRun, same
 from tests.ranks import Ranks
 from torchtitan_lite.bucket.obstore_objects import connect
-from torchtitan_lite.bucket.s3_parts import AT_A_TIME, parts_of
+from torchtitan_lite.bucket.s3_parts import AT_A_TIME, s3_parts_at
 from torchtitan_lite.bucket.store import open_bucket
 from torchtitan_lite.bucket.upload import PART_BYTES
 from torchtitan_lite.config.address import parse_address
@@ -92,7 +92,7 @@ def test_a_gigabyte_that_is_cut_five_times_costs_a_fifth_more_at_most(
 def test_an_upload_that_the_store_has_forgotten_begins_again(folder: str, proxy: Proxy, tmp_path: Path) -> None:
     source = written(tmp_path / "run", 3 * PART_BYTES).root
     cut(source, folder, 2 * PART_BYTES)
-    parts = parts_of(folder)
+    parts = s3_parts_at(folder)
     assert parts is not None
     parts.remove_all_but("")
     assert upload_all(UploadJob(str(source), folder), lambda state: None) == 1

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tests.store.filled import manifest_of
-from torchtitan_lite.checkpoint.format.plain_value import NotPlain, encode
+from torchtitan_lite.checkpoint.format.plain_value import NotPlain, encode_value
 from torchtitan_lite.checkpoint.untrusted.safe_load import load_item
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.checkpoint.untrusted.stock_item import locate
@@ -39,7 +39,7 @@ def add_manifest(folder: Path) -> Manifest:
         assert stored.item is not None
         file, offset, length = stored.item
         try:
-            value = {"value": encode(load_item(files[file][offset : offset + length]))}
+            value = {"value": encode_value(load_item(files[file][offset : offset + length]))}
         except NotPlain:
             value = {"item": [file, offset, length]}
         objects[key] = {"path": _path(contents, key), **value}

@@ -18,7 +18,7 @@ from torchtitan_lite.examining.opened import open_checkpoint
 from torchtitan_lite.store.holder import Holder
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind
-from torchtitan_lite.store.verified import Verified, identity_of, record
+from torchtitan_lite.store.verified import Verified, content_identity, record
 
 
 def listed(root: Path) -> dict[str, dict[str, Any]]:
@@ -126,7 +126,7 @@ def test_marks_of_a_checkpoint(root: Path) -> None:
         add_step(root, step, extra={**keys, **({"nan_in": ["model.w"]} if step == 4 else {})})
     (root / "pins.json").write_text(json.dumps({"version": 1, "pinned": [1]}))
     for step, depth, findings in ((1, "full", 0), (2, "sizes", 0), (3, "full", 2)):
-        identity = identity_of(root / f"step-{step}")
+        identity = content_identity(root / f"step-{step}")
         assert identity is not None
         record(root / f"step-{step}", Verified(identity, verified_at, depth, findings))
     ended = command("ls", root)

@@ -14,7 +14,7 @@ from tests.checkpoint.reading.foreign_folders import of_0_3
 from tests.checkpoint.small_run import SmallRun, same
 from tests.cli.conftest import Said
 from tests.store.filled import flip
-from torchtitan_lite.checkpoint.format.structure import encode
+from torchtitan_lite.checkpoint.format.structure import encode_structure
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.examining.opened import OpenedCheckpoint, open_checkpoint
 from torchtitan_lite.examining.tensor_stream import TensorStream
@@ -52,7 +52,9 @@ def test_the_content_of_a_golden_checkpoint_stays(writers: str, files: int, tmp_
     assert {key: after.contents.objects[key].value for key in values} == values
     assert after.contents.paths == before.contents.paths
     structures = [opened.contents.structure for opened in (before, after)]
-    assert [each and encode(each) for each in structures[:1]] == [each and encode(each) for each in structures[1:]]
+    assert [each and encode_structure(each) for each in structures[:1]] == [
+        each and encode_structure(each) for each in structures[1:]
+    ]
     assert before.manifest is not None
     assert after.manifest is not None
     for name in ("step", "kind", "created_at", "world_size", "lineage", "extra"):

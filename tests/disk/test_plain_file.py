@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.descriptors import num_open, wait_for_open
-from torchtitan_lite.disk.plain_file import is_plain_name, opened, read_plain, sizes_of
+from torchtitan_lite.disk.plain_file import is_plain_name, opened_plain_file, read_plain, sizes_of
 from torchtitan_lite.errors import CheckpointUnsafe
 
 
@@ -69,9 +69,9 @@ def test_a_file_is_read_up_to_its_limit_and_not_beyond(tmp_path: Path) -> None:
 
 
 def test_a_refusal_of_the_system_is_its_own_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), opened(tmp_path / "none"):
+    with pytest.raises(FileNotFoundError), opened_plain_file(tmp_path / "none"):
         pass
-    with pytest.raises(OSError) as caught, opened(tmp_path / ("x" * 300)):
+    with pytest.raises(OSError) as caught, opened_plain_file(tmp_path / ("x" * 300)):
         pass
     assert caught.value.errno == errno.ENAMETOOLONG
 
@@ -80,12 +80,12 @@ def test_a_descriptor_is_closed_however_its_use_ends(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"bytes")
     (tmp_path / "folder").mkdir()
     used: list[int] = []
-    with pytest.raises(KeyboardInterrupt), opened(tmp_path / "file") as fd:
+    with pytest.raises(KeyboardInterrupt), opened_plain_file(tmp_path / "file") as fd:
         used.append(fd)
         raise KeyboardInterrupt
     with pytest.raises(OSError):
         os.fstat(used[0])
     before = num_open()
-    with pytest.raises(CheckpointUnsafe), opened(tmp_path / "folder"):
+    with pytest.raises(CheckpointUnsafe), opened_plain_file(tmp_path / "folder"):
         pass
     wait_for_open(before)

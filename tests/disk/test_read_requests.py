@@ -115,7 +115,7 @@ def test_without_a_look_into_the_page_cache_everything_is_read_through_it(
     path: Path, requests: Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forget(path)
-    monkeypatch.setattr(page_cache, "_libc", lambda: None)
+    monkeypatch.setattr(page_cache, "_libc_with_mincore", lambda: None)
     read(path, [(0, SIZE)], direct=True)
     assert requests.made
     assert not any(request.direct for request in requests.made)
@@ -272,6 +272,6 @@ def test_a_file_that_cannot_be_mapped_is_not_checked(path: Path, monkeypatch: py
         def mmap(self, *arguments: object) -> int | None:
             return ctypes.c_void_p(-1).value
 
-    monkeypatch.setattr(page_cache, "_libc", NoMaps)
+    monkeypatch.setattr(page_cache, "_libc_with_mincore", NoMaps)
     with path.open("rb") as file, look_into_cache(file.fileno(), 10) as has:
         assert has is None

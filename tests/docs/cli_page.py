@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.cli.command import on_a_terminal, plain
 from tests.e2e.jobs import start
 from torchtitan_lite.store.pins import Pins
-from torchtitan_lite.store.verified import Verified, identity_of, record
+from torchtitan_lite.store.verified import Verified, content_identity, record
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 COMMAND = re.compile(r"^    \$ torchtitan-lite (.*)\n((?:    .*\n|\n(?=    [^$]))*)", re.MULTILINE)
@@ -43,7 +43,7 @@ def prepare(folder: Path) -> None:
     with Pins(root).changing() as pinned:
         pinned.add(10)
     step = root / "step-60"
-    identity = identity_of(step)
+    identity = content_identity(step)
     assert identity is not None
     record(step, Verified(identity, (step / "manifest.json").stat().st_mtime, "full", 0))
 

@@ -40,11 +40,11 @@ def test_memory_is_freed_and_answered_where_this_user_may_have_no_more_threads(m
     monkeypatch.setattr("_thread.start_new_thread", refuse)
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     freed = os.memfd_create("arena")
-    process._in_thread(Answer({"names": []}, freed=[freed]), its)
+    process._answer_in_thread(Answer({"names": []}, freed=[freed]), its)
     assert messages.receive(ours)[0]["names"] == []
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(freed)
     ours.close()
     freed = os.memfd_create("arena")
-    process._in_thread(Answer({}, freed=[freed]), its)  # Whoever asked has hung up.
+    process._answer_in_thread(Answer({}, freed=[freed]), its)  # Whoever asked has hung up.
     its.close()

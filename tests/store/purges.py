@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 
 from torchtitan_lite.store.manifest import CheckpointInfo
-from torchtitan_lite.store.retention import RetentionPolicy, judge, presumed_sound
+from torchtitan_lite.store.retention import RetentionPolicy, judge_checkpoints, presumed_sound
 
 
 def to_purge(
@@ -18,5 +18,5 @@ def to_purge(
     is_sound: Callable[[CheckpointInfo], bool] = presumed_sound,
 ) -> list[CheckpointInfo]:
     """Return the checkpoints that go by `judge`, lowest step first."""
-    judged = judge(policy, committed, protected, known_good=known_good, is_sound=is_sound)
+    judged = judge_checkpoints(policy, committed, protected, known_good=known_good, is_sound=is_sound)
     return [verdict.info for verdict in judged if verdict.goes]

@@ -12,7 +12,7 @@ from tests.store.a_manifest import MANIFEST, sealed
 from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, FileRecord, num_blocks
 from torchtitan_lite.errors import CheckpointDamaged
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.files_of_ranks import FilesOfRanks, recorded_sizes, together
+from torchtitan_lite.store.files_of_ranks import FilesOfRanks, recorded_sizes, with_rank_files
 from torchtitan_lite.store.manifest import Manifest
 
 WROTE = st.tuples(st.integers(0, 1 << 62), st.integers(0, 3 * BLOCK_BYTES))
@@ -48,7 +48,7 @@ def test_columns_are_the_files_of_each_rank(by_rank: list[tuple[int, int] | None
 @given(st.lists(st.none() | WROTE, max_size=12))
 def test_a_manifest_with_columns_is_read_back_as_it_was_written(by_rank: list[tuple[int, int] | None]) -> None:
     others = {".metadata": FileRecord.of(b"of dcp")}
-    manifest = dataclasses.replace(MANIFEST, files=together({**others}, in_columns(by_rank)))
+    manifest = dataclasses.replace(MANIFEST, files=with_rank_files({**others}, in_columns(by_rank)))
     again = Manifest.parse(manifest.to_json())
     assert again == manifest
     assert again.to_json() == manifest.to_json()

@@ -107,8 +107,8 @@ def test_a_save_looks_at_few_of_the_checkpoints_that_this_process_knows(
         looked_at.append(folder.name)
         return look(folder)
 
-    look = known_manifests.identity_of
-    monkeypatch.setattr(known_manifests, "identity_of", identity_of)
+    look = known_manifests.manifest_identity
+    monkeypatch.setattr(known_manifests, "manifest_identity", identity_of)
     for step in range(1, 3 * KEPT - 1):
         put(store.root, manifest(step))
     put(store.root, manifest(3 * KEPT - 1, Lineage("run1", abandons=((9999, "another"),))))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from torchtitan_lite.errors import CheckpointDamaged
-from torchtitan_lite.store.known_manifests import describe
+from torchtitan_lite.store.known_manifests import checkpoint_info
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest, seal
 
 
@@ -24,7 +24,7 @@ def text_with(extra: str) -> bytes:
     [("{}", {}), ('{"metrics":{}}', {}), ('{"metrics":{"loss":1.5,"a b":-0.0}}', {"loss": 1.5, "a b": -0.0})],
 )
 def test_metrics_are_those_of_the_manifest(extra: str, metrics: dict[str, Any]) -> None:
-    assert describe(Path("step-1"), Manifest.parse(text_with(extra))).metrics == metrics
+    assert checkpoint_info(Path("step-1"), Manifest.parse(text_with(extra))).metrics == metrics
 
 
 @pytest.mark.parametrize(

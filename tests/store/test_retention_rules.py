@@ -24,7 +24,7 @@ from torchtitan_lite.store.retention import (
     KeepLatest,
     RetentionPolicy,
     build_retention,
-    judge,
+    judge_checkpoints,
 )
 
 HOUR = 3600.0
@@ -223,14 +223,14 @@ TABLE = [
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 def test_each_rule_keeps_what_the_table_says_and_is_named(row: Row) -> None:
-    verdicts = judge(row.policy, row.there, now=NOW, **row.more)
+    verdicts = judge_checkpoints(row.policy, row.there, now=NOW, **row.more)
     assert [verdict.info.step for verdict in verdicts] == sorted(found.step for found in row.there)
     stays = {verdict.info.step: " ".join(verdict.kept_by) for verdict in verdicts if not verdict.goes}
     assert stays == row.stays
 
 
 def test_what_goes_for_space_is_marked() -> None:
-    verdicts = judge(KeepLatest(3), infos(1, 2, 3, 4), missing_bytes=15)
+    verdicts = judge_checkpoints(KeepLatest(3), infos(1, 2, 3, 4), missing_bytes=15)
     assert [(each.goes, each.for_space) for each in verdicts] == [
         (True, False),
         (True, True),
@@ -262,7 +262,7 @@ POLICIES = st.lists(st.one_of(*RULES.values()), max_size=4).map(lambda rules: Ke
 
 
 def kept(policy: RetentionPolicy, there: list[CheckpointInfo], **more: Any) -> set[int]:
-    return {verdict.info.step for verdict in judge(policy, there, now=NOW, **more) if not verdict.goes}
+    return {verdict.info.step for verdict in judge_checkpoints(policy, there, now=NOW, **more) if not verdict.goes}
 
 
 @given(INFOS, st.one_of(RULES["latest"], RULES["every"], RULES["for"]), POLICIES, st.sets(st.integers(0, 40)))
@@ -294,8 +294,8 @@ def test_the_latest_and_the_weights_stay_whatever_the_rules_and_the_disk(
 def test_space_takes_the_oldest_of_what_it_may_and_no_more_than_it_needs(
     there: list[CheckpointInfo], policy: KeepAny, missing_bytes: int
 ) -> None:
-    verdicts = judge(policy, there, now=NOW, missing_bytes=missing_bytes)
-    before = {each.info.step: each for each in judge(policy, there, now=NOW)}
+    verdicts = judge_checkpoints(policy, there, now=NOW, missing_bytes=missing_bytes)
+    before = {each.info.step: each for each in judge_checkpoints(policy, there, now=NOW)}
     taken = [each.info.step for each in verdicts if each.for_space]
     may_go = [step for step, each in before.items() if each.kept_by and {*each.kept_by} <= {"keep_latest_k", "no_rule"}]
     assert taken == may_go[: len(taken)]

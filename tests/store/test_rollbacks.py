@@ -21,7 +21,7 @@ from torchtitan_lite.store.rollbacks import (
     batches_to_skip,
     next_rollback,
     of_run,
-    parse,
+    parse_rollbacks,
     to_json,
     unfinished,
     within,
@@ -150,19 +150,19 @@ def test_what_is_no_record_is_one_error_that_names_the_file(tmp_path: Path) -> N
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_record_or_one_error(data: bytes) -> None:
     try:
-        parse(data, "rollbacks.json")
+        parse_rollbacks(data, "rollbacks.json")
     except CheckpointError as error:
         assert not isinstance(error, CheckpointUnreadable)
 
 
 def test_a_record_from_before_the_first_release_is_named_as_such() -> None:
     with pytest.raises(FormatTooOld, match=r"rollbacks\.json has format version 1, from before the first release"):
-        parse(b'{"version": 1, "rollbacks": []}\n', "folder/rollbacks.json")
+        parse_rollbacks(b'{"version": 1, "rollbacks": []}\n', "folder/rollbacks.json")
 
 
 def test_fields_that_a_later_version_added_to_a_rollback_stay_in_the_record() -> None:
     document = json.loads(to_json([following(7, [])])) | {"format_version": 8}
     document["rollbacks"][0]["mood"] = "good"
-    [found] = parse(json.dumps(document).encode(), "folder/rollbacks.json")
+    [found] = parse_rollbacks(json.dumps(document).encode(), "folder/rollbacks.json")
     assert found.skipped == 7
     assert json.loads(to_json([replace(found, target=6)]))["rollbacks"] == [document["rollbacks"][0] | {"target": 6}]

@@ -23,7 +23,7 @@ from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, FormatTooNew, SaveFailed
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
-from torchtitan_lite.store.store import CheckpointStore, free_bytes
+from torchtitan_lite.store.store import CheckpointStore, free_disk_bytes
 
 
 class Transcript(Durable):
@@ -572,7 +572,7 @@ def test_a_save_without_room_is_refused_with_the_needed_and_the_free_bytes(root:
 
 
 def test_the_free_room_of_a_missing_folder_is_that_of_its_parent(tmp_path: Path) -> None:
-    assert free_bytes(tmp_path / "outputs" / "checkpoint") > 0
+    assert free_disk_bytes(tmp_path / "outputs" / "checkpoint") > 0
     CheckpointStore(tmp_path / "outputs" / "checkpoint").preflight(1, 1)
     with pytest.raises(SaveFailed, match="has room for"):
         CheckpointStore(tmp_path / "outputs" / "checkpoint").preflight(1, 1 << 70)

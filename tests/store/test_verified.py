@@ -13,7 +13,7 @@ from tests.store.filled import commit
 from tests.store.recording import Disk, Recorder, lay_out
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.store import CheckpointStore
-from torchtitan_lite.store.verified import FULL, SIZES, Verified, identity_of, record, verified, verified_in
+from torchtitan_lite.store.verified import FULL, SIZES, Verified, content_identity, record, verified, verified_in
 
 FILE = layout.VERIFIED
 
@@ -23,7 +23,7 @@ def save(root: Path, step: int, data: bytes = b"data") -> Path:
 
 
 def entry_of(folder: Path, num_findings: int = 0, depth: str = FULL) -> Verified:
-    identity = identity_of(folder)
+    identity = content_identity(folder)
     assert identity is not None
     return Verified(identity, 1000.5, depth, num_findings)
 
@@ -36,7 +36,7 @@ def test_a_record_is_read_back(tmp_path: Path) -> None:
 
 def test_the_identity_is_the_digest_in_the_manifest(tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
-    assert identity_of(folder) == json.loads((folder / "manifest.json").read_bytes())["digest"]
+    assert content_identity(folder) == json.loads((folder / "manifest.json").read_bytes())["digest"]
 
 
 def test_a_record_holds_for_a_copy_of_the_folder(tmp_path: Path) -> None:
@@ -61,8 +61,8 @@ def test_a_plain_dcp_checkpoint_is_known_by_its_metadata(tmp_path: Path) -> None
     assert verified(folder, verified_in(tmp_path)) is not None
     (folder / ".metadata").write_bytes(b"of another")
     assert verified(folder, verified_in(tmp_path)) is None
-    assert identity_of(tmp_path) is None
-    assert identity_of(tmp_path / "gone") is None
+    assert content_identity(tmp_path) is None
+    assert content_identity(tmp_path / "gone") is None
 
 
 def test_records_of_other_steps_stay_and_those_of_removed_ones_go(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_a_file_that_another_run_left_where_an_upload_was_cut_is_not_taken(tmp_p
     stale.write_bytes(bytes(size))
     begun = record.Begun((1, info.run_id, info.created_at), place, {"__0_0.distcp": size})
     folder_id = CheckpointStore(other).folder_id(make=True)
-    record.write(run.root, record.Record(str(other), folder_id, begun))
+    record.write_record(run.root, record.Record(str(other), folder_id, begun))
     trained(tmp_path / "run", other, 2)
     shutil.rmtree(tmp_path / "run")
     shutil.rmtree(other / "step-2")
@@ -135,7 +135,7 @@ def test_a_record_with_the_name_of_something_else_removes_nothing(tmp_path: Path
     (other / "precious").mkdir()
     known = record.read(run.root, str(other))
     begun = record.Begun((7, "x", 1.0), "precious")
-    record.write(run.root, record.Record(str(other), known.folder_id, begun, known.stored))
+    record.write_record(run.root, record.Record(str(other), known.folder_id, begun, known.stored))
     trained(tmp_path / "run", other, 3)
     assert (other / "precious").is_dir()
     assert record.read(run.root, str(other)).begun is None
@@ -143,7 +143,7 @@ def test_a_record_with_the_name_of_something_else_removes_nothing(tmp_path: Path
 
 def test_each_folder_has_a_record_of_its_own(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        record.write(tmp_path, record.Record(f"s3://bucket/{name}", name))
+        record.write_record(tmp_path, record.Record(f"s3://bucket/{name}", name))
     assert [record.read(tmp_path, f"s3://bucket/{name}").folder_id for name in ("a", "b")] == ["a", "b"]
     assert record.read(tmp_path, "s3://bucket/c") == record.Record("s3://bucket/c")
     (tmp_path / "uploads.json").write_text("{")
@@ -152,13 +152,13 @@ def test_each_folder_has_a_record_of_its_own(tmp_path: Path) -> None:
 
 def test_fields_that_a_later_version_added_stay_in_the_records(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        record.write(tmp_path, record.Record(f"s3://bucket/{name}", name))
+        record.write_record(tmp_path, record.Record(f"s3://bucket/{name}", name))
     path = tmp_path / "uploads.json"
     later = json.loads(path.read_text()) | {"format_version": 8, "mood": "good"}
     for each in later["uploads"]:
         each["weight"] = 3
     path.write_text(json.dumps(later))
-    record.write(tmp_path, record.Record("s3://bucket/a", "c"))
+    record.write_record(tmp_path, record.Record("s3://bucket/a", "c"))
     later["uploads"][0]["folder_id"] = "c"
     assert json.loads(path.read_text()) == later
 

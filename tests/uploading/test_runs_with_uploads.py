@@ -169,9 +169,9 @@ def test_retention_leaves_the_step_that_is_being_uploaded(tmp_path: Path, other:
         while not run.events.steps("uploaded"):
             run.step()
     # The process that writes it has ended.
-    record.write(run.root, record.Record(str(other), "id", begun))
+    record.write_record(run.root, record.Record(str(other), "id", begun))
     assert uploads_of(run.manager).protected() == {1}
-    record.write(run.root, record.Record(str(other)))
+    record.write_record(run.root, record.Record(str(other)))
     assert uploads_of(run.manager).protected() == frozenset()
 
 

@@ -62,7 +62,7 @@ class Inventory:
         """List the folder."""
         inventory = cls()
         for each in objects.list(""):
-            if (split := naming.split_key(each.key)) is not None:
+            if (split := naming.split_object_key(each.key)) is not None:
                 inventory.latest[split[0]] = max(each.modified, inventory.latest.get(split[0], each.modified))
             elif (epoch := naming.parse_beat(each.key)) is not None:
                 inventory.beats.add(epoch)

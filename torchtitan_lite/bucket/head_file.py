@@ -28,7 +28,7 @@ from torchtitan_lite.store.holder import Holder
 from torchtitan_lite.store.json_record import json_object
 from torchtitan_lite.store.lease import LeaseClock
 from torchtitan_lite.store.manifest import CheckpointKind, compact_json, seal
-from torchtitan_lite.store.manifest_fields import number, value_of
+from torchtitan_lite.store.manifest_fields import integer_field, value_of
 
 DEADLINE_SECONDS = 120.0
 """For one change with all its repetitions. Two deadlines of a request, so one that hung may be repeated."""
@@ -81,7 +81,7 @@ class HeadFile:
 
         Raises OSError; after `ConditionFailed`, too, the head may be written, by a request whose answer was lost.
         """
-        text = to_text(replace(head, change=head.change + 1))
+        text = head_to_bytes(replace(head, change=head.change + 1))
         if condition is None:
             self._objects.put_if_absent(naming.HEAD, text)
         else:
@@ -111,7 +111,7 @@ class HeadFile:
     def _look_once(self) -> FoundHead:
         data, condition = self._objects.get(naming.HEAD)
         try:
-            return FoundHead(parse(data, self.path), condition)
+            return FoundHead(parse_head(data, self.path), condition)
         except WrongDigest:
             return FoundHead(None, condition)
         except (ValueError, RecursionError) as error:
@@ -133,7 +133,7 @@ class WrongDigest(ValueError):
     """The text does not end with its own digest."""
 
 
-def to_text(head: Head) -> bytes:
+def head_to_bytes(head: Head) -> bytes:
     """Return the contents of head.json; equal heads give equal bytes."""
     lines = {
         **FORMAT,
@@ -149,7 +149,7 @@ def to_text(head: Head) -> bytes:
     return seal(("{\n" + ",\n".join([*texts, f'"checkpoints": [\n{entries}\n]'])).encode())
 
 
-def parse(data: bytes, path: str) -> Head:
+def parse_head(data: bytes, path: str) -> Head:
     """Return the head in `data`, the contents of `path`.
 
     Raises WrongDigest if it was changed or cut, FormatTooNew, FormatTooOld, and ValueError that names a wrong field.
@@ -160,12 +160,12 @@ def parse(data: bytes, path: str) -> Head:
     document = json_object(data)
     check_format(document, path)
     return Head(
-        epoch=number(document, "epoch", 0),
-        change=number(document, "change", 0),
+        epoch=integer_field(document, "epoch", 0),
+        change=integer_field(document, "change", 0),
         holder=_holder(document),
         beat_seconds=_beat_seconds(document),
-        pinned=frozenset(_steps(value_of(document, "pinned", list))),
-        entries=tuple(_entry(each) for each in value_of(document, "checkpoints", list)),
+        pinned=frozenset(_pinned_steps(value_of(document, "pinned", list))),
+        entries=tuple(_head_entry(each) for each in value_of(document, "checkpoints", list)),
         unknown=unknown_fields(document, _FIELDS),
     )
 
@@ -182,14 +182,14 @@ def _entry_json(entry: Entry) -> dict[str, Any]:
     return document | ({"findings": list(entry.findings)} if entry.findings else {}) | dict(entry.unknown)
 
 
-def _entry(document: Any) -> Entry:
+def _head_entry(document: Any) -> Entry:
     if not isinstance(document, dict):
         raise ValueError(f"checkpoints: expected objects, found {document!r:.40}")
     attempt = value_of(document, "attempt", str)
     if not naming.is_attempt(attempt):
         raise ValueError(f"attempt: expected 16 hex digits, found {attempt!r:.40}")
     return Entry(
-        step=number(document, "step", 0),
+        step=integer_field(document, "step", 0),
         attempt=attempt,
         kind=CheckpointKind(value_of(document, "kind", str)),
         run_id=value_of(document, "run_id", str),
@@ -216,7 +216,7 @@ def _beat_seconds(document: dict[str, Any]) -> float:
     return found
 
 
-def _steps(found: list[Any]) -> list[int]:
+def _pinned_steps(found: list[Any]) -> list[int]:
     if not all(type(step) is int and 0 <= step < 1 << 63 for step in found):
         raise ValueError(f"pinned: expected steps, found {found!r:.40}")
     return found

@@ -22,7 +22,7 @@ _ID = re.compile(rb"([0-9a-f]{32})\n")
 
 def id_of(objects: Objects) -> str:
     """Return the id of the folder; empty if it has none. Raises OSError."""
-    return _read(objects)[0]
+    return _read_folder_id(objects)[0]
 
 
 def make_id(objects: Objects, probe: Callable[[Objects], None]) -> str:
@@ -30,7 +30,7 @@ def make_id(objects: Objects, probe: Callable[[Objects], None]) -> str:
 
     Raises what `probe` raises, and OSError.
     """
-    found, condition = _read(objects)
+    found, condition = _read_folder_id(objects)
     if found:
         return found
     probe(objects)
@@ -42,10 +42,10 @@ def make_id(objects: Objects, probe: Callable[[Objects], None]) -> str:
             objects.put_if_match(layout.FOLDER_ID, new, condition)
     except ConditionFailed:
         pass  # Another job was faster, or the answer to our first try was lost: what is there counts.
-    return _read(objects)[0]
+    return _read_folder_id(objects)[0]
 
 
-def _read(objects: Objects) -> tuple[str, Condition | None]:
+def _read_folder_id(objects: Objects) -> tuple[str, Condition | None]:
     try:
         data, condition = objects.get(layout.FOLDER_ID)
     except FileNotFoundError:
@@ -86,17 +86,17 @@ def _created(objects: Objects, key: str) -> Condition:
         return objects.put_if_absent(key, b"created")
     except ConditionFailed:
         # The store carried out the first try of the client, but gave an error for it.
-        return _found(objects, key, b"created")
+        return _checked_version(objects, key, b"created")
 
 
 def _replace(objects: Objects, key: str, condition: Condition) -> None:
     try:
         objects.put_if_match(key, b"replaced", condition)
     except ConditionFailed:
-        _found(objects, key, b"replaced")  # Likewise.
+        _checked_version(objects, key, b"replaced")  # Likewise.
 
 
-def _found(objects: Objects, key: str, expected: bytes) -> Condition:
+def _checked_version(objects: Objects, key: str, expected: bytes) -> Condition:
     """Return the version of the object `key`. Raises FolderUnusable unless it has the contents `expected`."""
     with suppress(FileNotFoundError):
         data, condition = objects.get(key)

@@ -18,7 +18,7 @@ from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import recorded_sizes
-from torchtitan_lite.store.known_manifests import describe
+from torchtitan_lite.store.known_manifests import checkpoint_info
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest, last_digest_of
 from torchtitan_lite.store.place import ObjectPlace
 
@@ -50,7 +50,7 @@ class AttemptManifests:
 
     def remember(self, entry: Entry, manifest: Manifest) -> CheckpointInfo:
         """Remember `manifest`, which was just written, as that of `entry`; return what it says."""
-        known = self._known[entry.name] = _known(ObjectPlace(self._objects.address, entry.name), manifest)
+        known = self._known[entry.name] = _known_manifest(ObjectPlace(self._objects.address, entry.name), manifest)
         return known.info
 
     def intact(self, entries: Sequence[Entry]) -> list[CheckpointInfo]:
@@ -82,7 +82,7 @@ class AttemptManifests:
             place = ObjectPlace(self._objects.address, entry.name)
             faults.point("listing", step=entry.step)
             manifest, _ = read_manifest(self._objects, place, entry.step, entry.digest)
-            known = self._known[entry.name] = _known(place, manifest)
+            known = self._known[entry.name] = _known_manifest(place, manifest)
             self._warned.pop(str(place), None)
         return known
 
@@ -104,18 +104,18 @@ def read_manifest(objects: Objects, place: ObjectPlace, step: int, digest: str =
     """
     try:
         try:
-            return _parsed(objects, place, step, digest)
+            return _parsed_manifest(objects, place, step, digest)
         except CheckpointDamaged:
             # Once more, because what was read may have been damaged on its way.
-            return _parsed(objects, place, step, digest)
+            return _parsed_manifest(objects, place, step, digest)
     except FileNotFoundError:
         raise CheckpointDamaged(str(place), f"{layout.MANIFEST} is missing") from None
     except OSError as error:
         raise CheckpointUnreadable(str(place), f"{type(error).__name__}: {error}") from error
 
 
-def _known(place: ObjectPlace, manifest: Manifest) -> _ReadManifest:
-    return _ReadManifest(describe(place, manifest), recorded_sizes(manifest.files))
+def _known_manifest(place: ObjectPlace, manifest: Manifest) -> _ReadManifest:
+    return _ReadManifest(checkpoint_info(place, manifest), recorded_sizes(manifest.files))
 
 
 def size_findings(expected: Mapping[str, int], found: Mapping[str, int]) -> list[str]:
@@ -127,7 +127,7 @@ def size_findings(expected: Mapping[str, int], found: Mapping[str, int]) -> list
     ]
 
 
-def _parsed(objects: Objects, place: ObjectPlace, step: int, digest: str) -> tuple[Manifest, str]:
+def _parsed_manifest(objects: Objects, place: ObjectPlace, step: int, digest: str) -> tuple[Manifest, str]:
     data, _ = objects.get(f"{place.name}/{layout.MANIFEST}")
     try:
         found = last_digest_of(data)

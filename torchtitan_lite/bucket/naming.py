@@ -42,7 +42,7 @@ def is_attempt(text: str) -> bool:
     return _ATTEMPT.fullmatch(text) is not None
 
 
-def split_key(key: str) -> tuple[str, str] | None:
+def split_object_key(key: str) -> tuple[str, str] | None:
     """Return the name of the checkpoint that has the object `key`, and its file there; None for other keys."""
     name, slash, file = key.partition("/")
     return (name, file) if slash and parse_attempt(name) is not None else None
@@ -62,7 +62,7 @@ def attempts_in(listed: Iterable[Listed]) -> dict[str, AttemptObjects]:
     """Return those of the objects `listed` that are of checkpoints, by the name of the checkpoint."""
     found: dict[str, AttemptObjects] = {}
     for each in listed:
-        if (split := split_key(each.key)) is not None:
+        if (split := split_object_key(each.key)) is not None:
             attempt = found.setdefault(split[0], AttemptObjects())
             attempt.sizes[split[1]] = each.size
             attempt.modified = max(attempt.modified, each.modified)

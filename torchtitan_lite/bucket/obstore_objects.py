@@ -49,11 +49,11 @@ def connect(address: Address) -> ObstoreObjects:
     Raises ExtraMissing without `obstore`, ConfigError if the environment does not suffice.
     """
     # The client of a parent has threads that its forked child lacks.
-    return _connected(address, os.getpid())
+    return _connected_objects(address, os.getpid())
 
 
 @functools.cache
-def _connected(address: Address, process: int) -> ObstoreObjects:
+def _connected_objects(address: Address, process: int) -> ObstoreObjects:
     return ObstoreObjects(address)
 
 
@@ -83,7 +83,7 @@ class ObstoreObjects:
     def get(self, key: str) -> tuple[bytes, Condition]:
         with self._translated(key):
             found = self._client.get(self._small, key)
-            return bytes(found.bytes()), _condition(found.meta)
+            return bytes(found.bytes()), _version_condition(found.meta)
 
     def put(self, key: str, data: bytes) -> None:
         with self._translated(key):
@@ -91,12 +91,14 @@ class ObstoreObjects:
 
     def put_if_absent(self, key: str, data: bytes) -> Condition:
         with self._translated(key):
-            return _condition(self._client.put(self._small, key, data, mode="create", use_multipart=False))
+            return _version_condition(self._client.put(self._small, key, data, mode="create", use_multipart=False))
 
     def put_if_match(self, key: str, data: bytes, condition: Condition) -> Condition:
         try:
             with self._translated(key):
-                return _condition(self._client.put(self._small, key, data, mode=dict(condition), use_multipart=False))
+                return _version_condition(
+                    self._client.put(self._small, key, data, mode=dict(condition), use_multipart=False)
+                )
         except FileNotFoundError as error:
             if not is_missing_object(error):
                 raise
@@ -142,7 +144,7 @@ class ObstoreObjects:
     def head(self, key: str) -> Listed:
         with self._translated(key):
             # obstore 0.11 has the complete path in it.
-            return dataclasses.replace(_listed(self._client.head(self._small, key)), key=key)
+            return dataclasses.replace(_listed_object(self._client.head(self._small, key)), key=key)
 
     def list(self, prefix: str) -> Iterator[Listed]:
         # The client lists complete folders only.
@@ -151,7 +153,7 @@ class ObstoreObjects:
             for page in self._client.list(self._small, folder or None, chunk_size=1000):
                 for each in page:
                     if each["path"].startswith(prefix):
-                        yield _listed(each)
+                        yield _listed_object(each)
 
     def delete(self, keys: Iterable[str]) -> None:
         waiting = iter(keys)
@@ -270,9 +272,9 @@ def _refuse_wrong_endpoints(address: Address) -> None:
             raise ConfigError(f"{address}: {name} is no URL of a server: expected https://HOST or https://HOST:PORT.")
 
 
-def _condition(found: Any) -> Condition:
+def _version_condition(found: Any) -> Condition:
     return {name: found[name] for name in ("e_tag", "version") if found.get(name) is not None}
 
 
-def _listed(found: Any) -> Listed:
-    return Listed(found["path"], found["size"], _condition(found), found["last_modified"].timestamp())
+def _listed_object(found: Any) -> Listed:
+    return Listed(found["path"], found["size"], _version_condition(found), found["last_modified"].timestamp())

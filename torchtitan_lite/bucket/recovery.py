@@ -57,7 +57,7 @@ def rebuilt(objects: Objects) -> Head:
     Raises FormatTooNew, FolderUnusable for a manifest that cannot be read, and OSError.
     """
     try:
-        commits = [_found(objects, name, sizes) for name, sizes in _with_manifest(objects)]
+        commits = [_found_commit(objects, name, sizes) for name, sizes in _with_manifest(objects)]
     except CheckpointUnreadable as error:
         path = f"{objects.address}/{naming.HEAD}"
         raise FolderUnusable(path, f"it is lost or damaged, and {error.path} cannot be read: {error.cause}") from error
@@ -82,18 +82,20 @@ def _with_manifest(objects: Objects) -> Iterable[tuple[str, Mapping[str, int]]]:
     return sorted((name, each.sizes) for name, each in found.items() if layout.MANIFEST in each.sizes)
 
 
-def _found(objects: Objects, name: str, sizes: Mapping[str, int]) -> FoundCommit:
+def _found_commit(objects: Objects, name: str, sizes: Mapping[str, int]) -> FoundCommit:
     step, attempt = naming.parse_attempt(name) or (0, "")
     try:
         manifest, digest = read_manifest(objects, ObjectPlace(objects.address, name), step)
     except CheckpointDamaged as error:
         entry = Entry(step, attempt, CheckpointKind.FULL, UNKNOWN.run_id, "").damaged([error.finding])
         return FoundCommit(entry)
-    entry = Entry(step, attempt, manifest.kind, manifest.lineage.run_id, digest, findings=_findings(manifest, sizes))
+    entry = Entry(
+        step, attempt, manifest.kind, manifest.lineage.run_id, digest, findings=_commit_findings(manifest, sizes)
+    )
     return FoundCommit(entry, _epoch_of(manifest), manifest.created_at, manifest.lineage.abandons)
 
 
-def _findings(manifest: Manifest, sizes: Mapping[str, int]) -> tuple[str, ...]:
+def _commit_findings(manifest: Manifest, sizes: Mapping[str, int]) -> tuple[str, ...]:
     if layout.FINDINGS in sizes:
         return (f"it was set aside; {layout.FINDINGS} says why",)
     return tuple(size_findings(recorded_sizes(manifest.files), sizes))

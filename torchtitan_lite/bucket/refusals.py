@@ -42,7 +42,7 @@ class PastTheEnd(OSError):
 def meaning(error: Exception, key: str) -> OSError:
     """Return `error` of the client, about the object with the address `key`, as `Objects` raises it."""
     kind, text = type(error).__name__, str(error)
-    status, code = _found(_STATUS, text), _found(_CODE, text)
+    status, code = _first_group(_STATUS, text), _first_group(_CODE, text)
     word = " ".join(filter(None, (status, code)))
     if any(service in text for service in _METADATA_SERVICES):
         return PermissionError(errno.EACCES, _NO_CREDENTIALS, key)
@@ -93,6 +93,6 @@ def _cause(text: str) -> str:
     return next((words for pattern, words in causes.items() if pattern in text), "the connection failed")
 
 
-def _found(pattern: re.Pattern[str], text: str) -> str:
+def _first_group(pattern: re.Pattern[str], text: str) -> str:
     match = pattern.search(text)
     return match[1] if match is not None else ""

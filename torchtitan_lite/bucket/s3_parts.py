@@ -36,7 +36,7 @@ _ONLY_OBSTORE = (
 """What the other client takes from the environment, and this one does not."""
 
 
-def parts_of(address: str) -> S3Parts | None:
+def s3_parts_at(address: str) -> S3Parts | None:
     """Return what uploads below `address` in parts that stay; None where that is not possible."""
     where = parse_address(address)
     if where.scheme != "s3" or any(map(value_of, _ONLY_OBSTORE)):
@@ -108,7 +108,7 @@ class S3Parts:
         with self._translated(""):
             prefix = f"{self._address.prefix}/"
             for key, upload_id in self._under_way(prefix):
-                found = naming.split_key(key.removeprefix(prefix))
+                found = naming.split_object_key(key.removeprefix(prefix))
                 # Below the folder there may be one of another run.
                 if found is not None and found[0] != kept:
                     where = {"Bucket": self._address.bucket, "Key": key}

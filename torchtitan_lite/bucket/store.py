@@ -27,7 +27,7 @@ from torchtitan_lite.bucket.naming import beat_key
 from torchtitan_lite.bucket.objects import Objects
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.bucket.recovery import rebuilt
-from torchtitan_lite.bucket.s3_parts import S3Parts, parts_of
+from torchtitan_lite.bucket.s3_parts import S3Parts, s3_parts_at
 from torchtitan_lite.bucket.saves import BucketSaves
 from torchtitan_lite.bucket.upload import PART_BYTES, ObjectToUpload
 from torchtitan_lite.config.address import parse_address
@@ -224,7 +224,7 @@ class BucketStore(StoresCheckpoints):
 
     @functools.cached_property
     def _parts(self) -> S3Parts | None:
-        return parts_of(self.address)
+        return s3_parts_at(self.address)
 
     def add_metadata(self, place: str, data: bytes) -> None:
         self._saves.add_metadata(place, data)
@@ -402,7 +402,7 @@ class BucketRollbacks:
         """Return the rollbacks, the first one first. Raises `CheckpointUnreadable`, and CheckpointError as `parse`."""
         path = f"{self._objects.address}/{layout.ROLLBACKS}"
         try:
-            return rollbacks.parse(self._objects.get(layout.ROLLBACKS)[0], path)
+            return rollbacks.parse_rollbacks(self._objects.get(layout.ROLLBACKS)[0], path)
         except FileNotFoundError:
             return ()
         except OSError as error:

@@ -51,7 +51,7 @@ def upload(objects: Objects, key: str, source: FileSource) -> FileRecord:
     part_bytes = part_bytes_of(source.num_bytes)
     at_a_time = max(1, MEMORY_BYTES // part_bytes - 3)
     digests: list[bytes] = []
-    objects.upload(key, _parts(source, part_bytes, path, digests), part_bytes, at_a_time)
+    objects.upload(key, _upload_parts(source, part_bytes, path, digests), part_bytes, at_a_time)
     return source.record or FileRecord(source.num_bytes, b"".join(digests))
 
 
@@ -61,7 +61,7 @@ def part_bytes_of(num_bytes: int) -> int:
     return max(PART_BYTES, blocks * BLOCK_BYTES)
 
 
-def _parts(source: FileSource, part_bytes: int, path: ObjectPath, digests: list[bytes]) -> Iterator[memoryview]:
+def _upload_parts(source: FileSource, part_bytes: int, path: ObjectPath, digests: list[bytes]) -> Iterator[memoryview]:
     """Yield the parts of `source`; append to `digests` those of each part, unless they are known."""
     for begin in range(0, source.num_bytes, part_bytes):
         part = source.kept(begin, min(begin + part_bytes, source.num_bytes))

@@ -13,7 +13,7 @@ from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.disk.mounts import mount_of
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.store.protocol import StoresCheckpoints
-from torchtitan_lite.store.store import recover
+from torchtitan_lite.store.store import recover_with_log
 from torchtitan_lite.stores import look_seconds, open_store, usable
 
 
@@ -69,7 +69,7 @@ class RunFolders:
         faults.point("recover")
         for store in self._stores:
             with usable(store.address):
-                recover(store)
+                recover_with_log(store)
         return [lease.token for lease in self._leases.values()]
 
     def unseen(self, tokens: Sequence[str]) -> list[int]:

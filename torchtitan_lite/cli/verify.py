@@ -37,7 +37,7 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing, is_checkpoint
 from torchtitan_lite.store.place import Place, on_disk
 from torchtitan_lite.store.store import CheckpointStore
-from torchtitan_lite.store.verified import FULL, SIZES, Verified, identity_of, record
+from torchtitan_lite.store.verified import FULL, SIZES, Verified, content_identity, record
 
 if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.format.contents import Contents
@@ -218,7 +218,7 @@ def _record_result(result: VerifyResult, full: bool, screen: Screen) -> None:
     if layout.parse_step(folder.name) is None or result.reason or looked is None or looked.contents is None:
         return
     try:
-        identity = identity_of(folder)
+        identity = content_identity(folder)
         # Another checkpoint may have the name by now.
         if identity is not None and presence.checkpoint_identity(folder) == looked.identity:
             record(folder, Verified(identity, time.time(), FULL if full else SIZES, len(result.findings)))

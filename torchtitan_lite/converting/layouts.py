@@ -166,7 +166,7 @@ def with_flat_groups(state: NewState, reader: Reader) -> NewState:
     objects, tensors, paths = dict(state.objects), dict(state.tensors), dict(state.paths)
     for key, number in numbers.items():
         prefix = f"{_GROUPS}.{number}."
-        names = plain_value.decode(objects[key].plain)
+        names = plain_value.decode_value(objects[key].plain)
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise CheckpointMismatch(
                 reader.contents.path, f"  {key}: expected the names of parameters, found {names!r:.80}"

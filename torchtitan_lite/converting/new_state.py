@@ -41,7 +41,7 @@ class NewObject(NamedTuple):
     @classmethod
     def of(cls, value: Any) -> NewObject:
         """Return `value`, of Python's built-in types, as an object."""
-        return cls(object_item(value), plain_value.encode(value))
+        return cls(object_item(value), plain_value.encode_value(value))
 
 
 class NewState(NamedTuple):

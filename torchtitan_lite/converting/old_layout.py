@@ -33,7 +33,7 @@ class Reader:
             return NewObject.of(stored.value)
         data = self._stream.read_item(stored.item)
         try:
-            return NewObject(data, plain_value.encode(self._loaded(key, data)))
+            return NewObject(data, plain_value.encode_value(self._loaded(key, data)))
         except plain_value.NotPlain:
             return NewObject(data, is_plain=False)
 

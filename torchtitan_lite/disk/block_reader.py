@@ -26,14 +26,14 @@ from torchtitan_lite.disk.durable import O_DIRECT
 from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.disk.page_cache import look_into_cache
 from torchtitan_lite.disk.piece_table import PieceTable
-from torchtitan_lite.disk.plain_file import opened
+from torchtitan_lite.disk.plain_file import opened_plain_file
 from torchtitan_lite.disk.read_requests import (
     REQUEST_BYTES,
     Piece,
     Segment,
     after,
     by_block,
-    in_order,
+    pieces_in_order,
     portions,
     scatter,
     segments,
@@ -151,7 +151,7 @@ class BlockReader(ReadsBlocks):
         with ExitStack() as stack:
 
             def reopened() -> int:
-                return stack.enter_context(opened(path))
+                return stack.enter_context(opened_plain_file(path))
 
             fd = _with_retries(path, reopened, self.pause)
             size = os.fstat(fd).st_size
@@ -160,14 +160,14 @@ class BlockReader(ReadsBlocks):
             again = self._open_direct(path, stack) if O_DIRECT else None
             direct = again if self.direct else None
             cached = stack.enter_context(look_into_cache(fd, size)) if direct is not None else None
-            ahead = _nothing if self.direct else _fetching(fd)
+            ahead = _do_nothing if self.direct else _fetching(fd)
             yield _OpenFile(
                 checked, path, fd, direct if cached is not None else None, again, cached, ahead, reopened, self.pause
             )
 
     def _open_direct(self, path: Path, stack: ExitStack) -> int | None:
         try:
-            return stack.enter_context(opened(path, O_DIRECT))
+            return stack.enter_context(opened_plain_file(path, O_DIRECT))
         except OSError as error:
             _log_refusal(path, error)
             return None
@@ -221,7 +221,7 @@ class _OpenFile:
             return
         self.ahead(segment.begin, segment.end - segment.begin)
         for part in by_block(segment):
-            pieces = in_order(part)
+            pieces = pieces_in_order(part)
             if pieces is None:
                 self._read_through_bounce(part, buffers, None)
             else:
@@ -314,7 +314,7 @@ class _OpenFile:
         self.direct = self.again = None
 
 
-def _nothing(begin: int, num_bytes: int) -> None:
+def _do_nothing(begin: int, num_bytes: int) -> None:
     """Do nothing."""
 
 
@@ -324,7 +324,7 @@ def _fetching(fd: int) -> Callable[[int, int], object]:
     Its guess, from the requests of several threads, made a read take 1.5 times as long.
     """
     if not hasattr(os, "posix_fadvise"):
-        return _nothing
+        return _do_nothing
 
     def ahead(begin: int, num_bytes: int, advice: int = os.POSIX_FADV_WILLNEED) -> None:
         with suppress(OSError):  # Some file systems take no advice.
@@ -365,9 +365,9 @@ def _with_retries(
 
 
 def _log_refusal(path: Path, refusal: OSError) -> None:
-    _log_refusal_once(str(path.parent), refusal.strerror)
+    _log_refused_reads_once(str(path.parent), refusal.strerror)
 
 
 @cache
-def _log_refusal_once(folder: str, refusal: str) -> None:
+def _log_refused_reads_once(folder: str, refusal: str) -> None:
     logger.info("%s: direct I/O is refused here (%s); reading through the page cache", folder, refusal)

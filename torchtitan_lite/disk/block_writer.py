@@ -251,10 +251,10 @@ class _WrittenFile:
                     self._log_refusal(refusal)
 
     def _log_refusal(self, refusal: OSError) -> None:
-        _log_refusal_once(str(self._path.parent.parent), refusal.strerror)
+        _log_refused_writes_once(str(self._path.parent.parent), refusal.strerror)
 
 
 @cache
-def _log_refusal_once(root: str, refusal: str) -> None:
+def _log_refused_writes_once(root: str, refusal: str) -> None:
     # Each save has a folder of its own in `root`.
     logger.info("%s: direct I/O is refused here (%s); writing through the page cache", root, refusal)

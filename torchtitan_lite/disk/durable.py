@@ -46,11 +46,11 @@ class Durable:
 
     def rename(self, src: Path, dst: Path) -> None:
         """Rename `src` to `dst`, atomically; durable once the folder is synced."""
-        _rename(src, dst)
+        _rename_once(src, dst)
 
     def replace(self, src: Path, dst: Path) -> None:
         """Rename the file `src` over `dst`, atomically; durable once the folder is synced."""
-        _rename(src, dst)
+        _rename_once(src, dst)
 
     def exchange(self, a: Path, b: Path) -> bool:
         """Swap the names of `a` and `b` in one atomic step.
@@ -148,7 +148,7 @@ class Durable:
         self.fsync_dir(path.parent)
 
 
-def _rename(src: Path, dst: Path) -> None:
+def _rename_once(src: Path, dst: Path) -> None:
     was = src.lstat() if os.path.lexists(src) else None
     try:
         src.replace(dst)

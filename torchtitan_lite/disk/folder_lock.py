@@ -22,7 +22,7 @@ def locked(folder: Path, wait_seconds: float, sleep: Callable[[float], None] = t
     """Hold the lock of `folder` in the block. Raise BlockingIOError if another process has it for `wait_seconds`."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _lock(fd, folder, wait_seconds, sleep)
+        _wait_for_lock(fd, folder, wait_seconds, sleep)
         yield
     finally:
         # A process that was forked meanwhile has the descriptor, too: closing this one would not end the lock.
@@ -30,7 +30,7 @@ def locked(folder: Path, wait_seconds: float, sleep: Callable[[float], None] = t
         os.close(fd)
 
 
-def _lock(fd: int, folder: Path, wait_seconds: float, sleep: Callable[[float], None]) -> None:
+def _wait_for_lock(fd: int, folder: Path, wait_seconds: float, sleep: Callable[[float], None]) -> None:
     for _ in range(max(1, round(wait_seconds / _POLL_SECONDS))):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

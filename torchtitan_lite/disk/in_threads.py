@@ -49,7 +49,7 @@ def in_threads(items: Iterable[T], threads: int, make_worker: Callable[[], Calla
     for helper in helpers:
         # A helper without an ident has not begun, and will see the failure before it takes an item.
         if helper.ident is not None:
-            _wait_for(helper, failures)
+            _wait_for_helper(helper, failures)
     if failures:
         raise failures[0]
 
@@ -69,7 +69,7 @@ class _Helper(threading.Thread):
             self.ended.set()
 
 
-def _wait_for(helper: _Helper, failures: list[BaseException]) -> None:
+def _wait_for_helper(helper: _Helper, failures: list[BaseException]) -> None:
     """Wait until `helper` has ended, however often the caller is interrupted meanwhile."""
     while True:
         try:

@@ -88,7 +88,7 @@ def whole_lines(data: bytes) -> list[tuple[bytes, dict[str, Any]]]:
     return [
         (line, record)
         for line in data.splitlines(keepends=True)
-        if line.endswith(b"\n") and (record := _object(line)) is not None
+        if line.endswith(b"\n") and (record := _object_in_line(line)) is not None
     ]
 
 
@@ -115,7 +115,7 @@ def _move_aside(path: Path) -> None:
     logger.info("Moved %s of an earlier run to %s", path, free.name)
 
 
-def _object(line: bytes) -> dict[str, Any] | None:
+def _object_in_line(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
     except ValueError:

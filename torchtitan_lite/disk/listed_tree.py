@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torchtitan_lite.disk.durable import DISK, Durable
 from torchtitan_lite.disk.held_folder import held
-from torchtitan_lite.disk.plain_file import kind_of
+from torchtitan_lite.disk.plain_file import file_kind
 from torchtitan_lite.errors import CheckpointUnsafe
 
 
@@ -48,7 +48,7 @@ class ListedTree:
         """Return all of the folder `root`. Raises `CheckpointUnsafe` for a link, a pipe or a device in it; OSError."""
         files: dict[str, FileState] = {}
         folders: dict[str, tuple[int, int]] = {}
-        for path, found in _below(root, ""):
+        for path, found in _files_below(root, ""):
             if stat.S_ISDIR(found.st_mode):
                 folders[path] = (found.st_dev, found.st_ino)
             else:
@@ -58,7 +58,7 @@ class ListedTree:
     @classmethod
     def of_files(cls, root: Path, names: Sequence[str]) -> ListedTree:
         """Return those of the files `names` in `root` that exist. Raises as `of_folder` does."""
-        files = {name: FileState.of(_plain(root / name)) for name in names if os.path.lexists(root / name)}
+        files = {name: FileState.of(_regular_file_stat(root / name)) for name in names if os.path.lexists(root / name)}
         return cls(root, files, {})
 
     @property
@@ -129,20 +129,20 @@ class ListedTree:
         return ""
 
 
-def _below(root: Path, folder: str) -> Iterator[tuple[str, os.stat_result]]:
+def _files_below(root: Path, folder: str) -> Iterator[tuple[str, os.stat_result]]:
     """Yield each file and folder in `folder` of `root`, by path, and the folder last."""
     with os.scandir(root / folder) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             path = f"{folder}/{entry.name}" if folder else entry.name
             if entry.is_dir(follow_symlinks=False):
-                yield from _below(root, path)
+                yield from _files_below(root, path)
             else:
-                yield path, _plain(root / path)
+                yield path, _regular_file_stat(root / path)
     yield folder, (root / folder).lstat()
 
 
-def _plain(path: Path) -> os.stat_result:
+def _regular_file_stat(path: Path) -> os.stat_result:
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode):
-        raise CheckpointUnsafe(str(path), f"expected a file, found {kind_of(path)}")
+        raise CheckpointUnsafe(str(path), f"expected a file, found {file_kind(path)}")
     return found

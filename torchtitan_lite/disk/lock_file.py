@@ -152,13 +152,13 @@ class LockFile:
         None where there is no file, or another process has the lock.
         """
         try:
-            file = _open(self._path)
+            file = _open_lock_file(self._path)
         except FileNotFoundError:
             yield None
             return
         with file:
             # Compared after the lock is taken: before, another process may have renamed another file to this name.
-            yield file.read(_LIMIT_BYTES) if _lock(file) and _is_at(self._path, file) else None
+            yield file.read(_LIMIT_BYTES) if _lock_for_change(file) and _is_at(self._path, file) else None
 
 
 def _write_whole(file: io.FileIO, data: bytes) -> None:
@@ -169,7 +169,7 @@ def _write_whole(file: io.FileIO, data: bytes) -> None:
     file.truncate()
 
 
-def _open(path: Path) -> BinaryIO:
+def _open_lock_file(path: Path) -> BinaryIO:
     try:
         return path.open("r+b", buffering=0)  # flock over NFS wants a file that is open for writing.
     except PermissionError:
@@ -177,7 +177,7 @@ def _open(path: Path) -> BinaryIO:
         return path.open("rb", buffering=0)
 
 
-def _lock(file: BinaryIO) -> bool:
+def _lock_for_change(file: BinaryIO) -> bool:
     """Return whether no other process is about to replace or remove `file`; True where there are no such locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -18,7 +18,7 @@ from torchtitan_lite.disk.block_reader import CheckedFile, DamagedRange
 from torchtitan_lite.disk.digest import BlockDigest, FileRecord, block_digest
 from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.disk.piece_table import PieceTable
-from torchtitan_lite.disk.read_requests import Piece, Segment, by_block, in_order, scatter
+from torchtitan_lite.disk.read_requests import Piece, Segment, by_block, pieces_in_order, scatter
 from torchtitan_lite.disk.reads_blocks import ReadsBlocks
 from torchtitan_lite.disk.shared_memory import address_of, map_shared
 
@@ -114,7 +114,7 @@ class _Copy:
         if segment.end > checked.size:
             raise DamagedRange(checked.path, checked.size, segment.end, f"the file ends after {checked.size} bytes")
         for part in by_block(segment):
-            pieces = in_order(part)
+            pieces = pieces_in_order(part)
             if pieces is not None and checked.blocks:
                 checked.check(part.begin, part.end, self._copied_and_digested(part, pieces))
                 continue

@@ -27,14 +27,14 @@ def mount_in(mountinfo: str, path: PurePath) -> str:
         fields, kind = left.split(" "), right.split(" ")
         if len(fields) < 5 or len(kind) < 2:
             continue
-        root, point = PurePath(_plain(fields[3])), PurePath(_plain(fields[4]))
+        root, point = PurePath(_unescaped(fields[3])), PurePath(_unescaped(fields[4]))
         # Of equal places the last one covers the others.
         if path.is_relative_to(point) and len(point.parts) >= length:
             folder = "" if root == PurePath("/") else f"[{root}]"
-            found, length = f"{kind[0]} {_plain(kind[1])}{folder} at {point}", len(point.parts)
+            found, length = f"{kind[0]} {_unescaped(kind[1])}{folder} at {point}", len(point.parts)
     return found
 
 
-def _plain(field: str) -> str:
+def _unescaped(field: str) -> str:
     """Return a field of mountinfo with its characters in place of their numbers."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)

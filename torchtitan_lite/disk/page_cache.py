@@ -20,7 +20,7 @@ def look_into_cache(fd: int, size: int) -> Iterator[Callable[[int, int], bool] |
     It checks a sample of the pages, because to check all of them takes as long as to read some: neighbouring pages
     come and go together, and a wrong answer costs only time. Yields None where the system cannot say.
     """
-    libc = _libc()
+    libc = _libc_with_mincore()
     # Not Python's `mmap`: ctypes gives no address of a mapping that is read-only.
     address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0) if libc is not None and size else None
     if libc is None or address in (None, _MAP_FAILED):
@@ -46,7 +46,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 @cache
-def _libc() -> Any:
+def _libc_with_mincore() -> Any:
     """Return the C library if it has mincore, else None."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "mincore"):

@@ -41,18 +41,18 @@ def is_plain_path(path: str) -> bool:
 
 
 @contextmanager
-def opened(path: Path, flags: int = 0) -> Iterator[int]:
+def opened_plain_file(path: Path, flags: int = 0) -> Iterator[int]:
     """Yield a read-only descriptor of the regular file `path`, opened with the extra `flags`; close it at the end."""
     try:
         fd = os.open(path, _FLAGS | flags)
     except OSError as error:
         # ELOOP is a symbolic link. ENXIO is a socket, which cannot be read as a file.
         if error.errno in (errno.ELOOP, errno.ENXIO) or path.is_symlink():
-            raise _refusal(path) from None
+            raise _not_regular_file(path) from None
         raise
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise _refusal(path)
+            raise _not_regular_file(path)
         yield fd
     finally:
         os.close(fd)
@@ -60,7 +60,7 @@ def opened(path: Path, flags: int = 0) -> Iterator[int]:
 
 def read_plain(path: Path, limit: int) -> bytes:
     """Return the contents of the regular file `path`. Raise `CheckpointUnsafe` if it has more than `limit` bytes."""
-    with opened(path) as fd, os.fdopen(fd, "rb", closefd=False) as file:
+    with opened_plain_file(path) as fd, os.fdopen(fd, "rb", closefd=False) as file:
         size = os.fstat(fd).st_size
         if size > limit:
             raise CheckpointUnsafe(str(path), f"expected at most {limit} bytes, found {size}")
@@ -84,7 +84,7 @@ def sizes_of(folder: Path, names: Iterable[str]) -> dict[str, int]:
         except FileNotFoundError:
             continue
         if not stat.S_ISREG(found.st_mode):
-            raise _refusal(folder / name)
+            raise _not_regular_file(folder / name)
         sizes[name] = found.st_size
     return sizes
 
@@ -96,16 +96,16 @@ def size_finding(path: Path, expected_bytes: int) -> str:
         if stat.S_ISREG(found.st_mode) and found.st_size == expected_bytes:
             return ""
         # Opening the file makes a network file system ask its server, so that a stale size is not taken for damage.
-        with opened(path) as fd:
+        with opened_plain_file(path) as fd:
             found_bytes = os.fstat(fd).st_size
     except FileNotFoundError:
         return f"{path.name} is missing"
     except CheckpointUnsafe:
-        return f"{path.name} is {kind_of(path)}"
+        return f"{path.name} is {file_kind(path)}"
     return "" if found_bytes == expected_bytes else f"{path.name} has {found_bytes} bytes, not {expected_bytes}"
 
 
-def kind_of(path: Path) -> str:
+def file_kind(path: Path) -> str:
     """Return what `path` is, in words: "a file", "a symbolic link", "a pipe" ..."""
     mode = path.lstat().st_mode
     kinds = {
@@ -120,5 +120,5 @@ def kind_of(path: Path) -> str:
     return kinds.get(stat.S_IFMT(mode), "something else")
 
 
-def _refusal(path: Path) -> CheckpointUnsafe:
-    return CheckpointUnsafe(str(path), f"expected a file, found {kind_of(path)}")
+def _not_regular_file(path: Path) -> CheckpointUnsafe:
+    return CheckpointUnsafe(str(path), f"expected a file, found {file_kind(path)}")

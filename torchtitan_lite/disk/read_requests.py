@@ -105,7 +105,7 @@ def segments(
     """
     gap = 0 if whole_blocks else GAP_BYTES
     together: Segment | None = None
-    for part in _parts(pieces, table):
+    for part in _cut_segments(pieces, table):
         begin, end = part.begin, part.end
         if whole_blocks:
             begin -= begin % BLOCK_BYTES
@@ -123,7 +123,7 @@ def segments(
         yield together
 
 
-def _parts(pieces: Sequence[Piece], table: PieceTable | None) -> list[Segment]:
+def _cut_segments(pieces: Sequence[Piece], table: PieceTable | None) -> list[Segment]:
     """Return `pieces`, cut at multiples of REQUEST_BYTES, and the spans of `table`, in the order of the file."""
     parts, few = [], list(pieces)
     for span in table.spans() if table is not None else ():
@@ -132,11 +132,11 @@ def _parts(pieces: Sequence[Piece], table: PieceTable | None) -> list[Segment]:
         else:
             parts.append(Segment(span.begins[0], span.end, [], [span]))
     for piece in few:
-        parts += [Segment(part.at, part.at + len(part.into), [part], []) for part in _split(piece, REQUEST_BYTES)]
+        parts += [Segment(part.at, part.at + len(part.into), [part], []) for part in _cut_piece(piece, REQUEST_BYTES)]
     return sorted(parts, key=itemgetter(0))
 
 
-def _split(piece: Piece, unit: int) -> Sequence[Piece]:
+def _cut_piece(piece: Piece, unit: int) -> Sequence[Piece]:
     """Return `piece` cut at multiples of `unit` in the file."""
     at, into = piece
     if len(into) <= unit - at % unit:
@@ -190,7 +190,7 @@ def by_block(segment: Segment) -> Iterator[Segment]:
     pieces: dict[int, list[Piece]] = {}
     spans: dict[int, list[BlockPieces]] = {}
     for piece in segment.pieces:
-        for part in _split(piece, BLOCK_BYTES):
+        for part in _cut_piece(piece, BLOCK_BYTES):
             pieces.setdefault(part.at // BLOCK_BYTES, []).append(part)
     for span in segment.spans:
         spans.setdefault(span.begins[0] // BLOCK_BYTES, []).append(span)
@@ -199,7 +199,7 @@ def by_block(segment: Segment) -> Iterator[Segment]:
         yield Segment(begin, end, pieces.get(block, []), spans.get(block, []))
 
 
-def in_order(part: Segment) -> list[tuple[int, memoryview]] | None:
+def pieces_in_order(part: Segment) -> list[tuple[int, memoryview]] | None:
     """Return the pieces of `part` if it pays to read straight into them: few, and without overlap. Else None."""
     if part.spans or len(part.pieces) > _MANY_PIECES:
         return None

@@ -32,7 +32,7 @@ def map_shared(fd: int, num_bytes: int) -> memoryview:
 
     They are unmapped when nothing refers to them any more; `fd` may be closed before. Raises OSError.
     """
-    libc = _libc()
+    libc = _libc_with_madvise()
     size = -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     # A place is reserved first, larger by a huge page: no other mapping can come between.
     reserved = _mmap(libc, None, size + HUGE_PAGE_BYTES, _NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
@@ -62,7 +62,7 @@ def address_of(view: memoryview) -> int:
 
 def allocate(view: memoryview) -> None:
     """Write zeros to all of `view`, so that the kernel gives its pages; huge ones if it can. Releases the GIL."""
-    address, libc = address_of(view), _libc()
+    address, libc = address_of(view), _libc_with_madvise()
     for begin in range(0, len(view), _COLLAPSED_BYTES):
         end = min(begin + _COLLAPSED_BYTES, len(view))
         whole = (end - begin) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
@@ -90,11 +90,11 @@ def _mmap(libc: Any, address: int | None, size: int, access: int, flags: int, fd
 def _unmap(address: int, size: int, pid: int) -> None:
     with contextlib.suppress(AttributeError):  # The interpreter ends.
         if os.getpid() == pid:  # A forked child has something else there.
-            _libc().munmap(address, size)
+            _libc_with_madvise().munmap(address, size)
 
 
 @functools.cache
-def _libc() -> Any:
+def _libc_with_madvise() -> Any:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)

@@ -43,13 +43,13 @@ from torchtitan_lite.examining.transformers_folder import (
 from torchtitan_lite.log import counted
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.described import read_description
-from torchtitan_lite.store.known_manifests import describe
+from torchtitan_lite.store.known_manifests import checkpoint_info
 from torchtitan_lite.store.lineage import Lineage, without_abandoned
 from torchtitan_lite.store.listing import Listing, is_folder
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.manifest_fields import DCP_METADATA
 from torchtitan_lite.store.place import Place
-from torchtitan_lite.store.retention import Verdict, build_retention, judge
+from torchtitan_lite.store.retention import Verdict, build_retention, judge_checkpoints
 from torchtitan_lite.store.verified import Verified, verified, verified_in
 
 _FINDINGS_BYTES = 1 << 20
@@ -236,7 +236,7 @@ def _quarantine_findings(folder: Path) -> str:
 
 def managed(folder: Place, manifest: Manifest, state: FolderState, finding: str) -> ListedCheckpoint:
     """Return the entry of the checkpoint in `folder`, as its manifest describes it."""
-    info = describe(folder, manifest)
+    info = checkpoint_info(folder, manifest)
     return ListedCheckpoint(
         name=folder.name,
         state=state,
@@ -406,4 +406,4 @@ def outlook(
     except (ConfigError, TypeError, ValueError):
         return {}
     committed = [entry.info for entry in entries if entry.info is not None]
-    return {verdict.info.step: verdict for verdict in judge(policy, committed, pinned=pinned, now=now)}
+    return {verdict.info.step: verdict for verdict in judge_checkpoints(policy, committed, pinned=pinned, now=now)}

@@ -31,7 +31,7 @@ from torchtitan_lite.examining.verification import look_at, read_through
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.place import on_disk
-from torchtitan_lite.store.retention import DAMAGED, LATEST, PROTECTED, RetentionPolicy, judge
+from torchtitan_lite.store.retention import DAMAGED, LATEST, PROTECTED, RetentionPolicy, judge_checkpoints
 
 INCOMPLETE, NO_STEP, NAMED, NOT_KNOWN, YOUNG = "incomplete", "no_step", "best_or_last", "best_not_known", "min_age"
 """What keeps a checkpoint besides the rules."""
@@ -131,7 +131,7 @@ class OthersOutlook:
             for each in sound.values()
         ]
         protected = {step for step, own in reasons.items() if own}
-        judged = judge(self.policy, infos, protected, now=self.now, missing_bytes=self.missing_bytes)
+        judged = judge_checkpoints(self.policy, infos, protected, now=self.now, missing_bytes=self.missing_bytes)
         latest = next((sound[path] for path in reversed([*sound]) if path in has_nan), None)
         verdicts = []
         for verdict in judged:

@@ -20,13 +20,13 @@ from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import DISK, Durable, temporary_name
 from torchtitan_lite.disk.listed_tree import FileState
-from torchtitan_lite.disk.plain_file import kind_of, read_plain
+from torchtitan_lite.disk.plain_file import file_kind, read_plain
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe, FolderUnusable
 from torchtitan_lite.examining.file_digests import OnBytes, digests_of
 from torchtitan_lite.examining.transformers_folder import transformers_step_of
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.described import allowed_description_bytes
-from torchtitan_lite.store.files_of_ranks import FilesOfRanks, together
+from torchtitan_lite.store.files_of_ranks import FilesOfRanks, with_rank_files
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.manifest_fields import file_path
 
@@ -51,7 +51,7 @@ class RecordedDigests:
             world_size=1,
             versions={"torchtitan_lite": __version__},
             # Not in columns: another library's names of files may look like those of ranks without being any.
-            files=together(dict(self.files), FilesOfRanks([], [], b"")),
+            files=with_rank_files(dict(self.files), FilesOfRanks([], [], b"")),
         )
         try:
             # Opening what is there would follow a link that leads elsewhere.
@@ -107,7 +107,7 @@ def states_of(folder: Path) -> dict[str, FileState]:
         for name, found in files_in(folder):
             if not stat.S_ISREG(found.st_mode):
                 path = folder if folder.name == name else folder / name
-                raise CheckpointUnsafe(str(path), f"expected a file, found {kind_of(path)}")
+                raise CheckpointUnsafe(str(path), f"expected a file, found {file_kind(path)}")
             states[name] = FileState.of(found)
     except OSError as error:
         raise CheckpointUnreadable(str(folder), f"{type(error).__name__}: {error}") from error

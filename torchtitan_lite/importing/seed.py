@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchtitan_lite import __version__
-from torchtitan_lite.checkpoint.format.structure import branch_of, encode
+from torchtitan_lite.checkpoint.format.structure import branch_of, encode_structure
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.resume.load_source import new_run
 from torchtitan_lite.converting import new_output
@@ -113,6 +113,6 @@ def _seed_manifest(state: NewState, written: Written, extra: dict[str, Any]) -> 
         files=written.files,
         lineage=new_run(),
         tensors=Table(written.tensors),
-        structure=Table({"root": encode(branch_of("dict", [_MODEL], [model]))}),
+        structure=Table({"root": encode_structure(branch_of("dict", [_MODEL], [model]))}),
         extra=extra,
     )

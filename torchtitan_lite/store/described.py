@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from torchtitan_lite.disk.plain_file import opened
+from torchtitan_lite.disk.plain_file import opened_plain_file
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe
 from torchtitan_lite.store import layout
 
@@ -28,7 +28,7 @@ def read_description(path: Path, ending: bytes) -> bytes:
 
     A file over `DESCRIPTION_BYTES` that does not end with `ending` raises `CheckpointDamaged`, before it is read.
     """
-    with opened(path) as fd, os.fdopen(fd, "rb", closefd=False) as file:
+    with opened_plain_file(path) as fd, os.fdopen(fd, "rb", closefd=False) as file:
         size = os.fstat(fd).st_size
         if size > DESCRIPTION_BYTES:
             if (most := most_description_bytes(path.parent, size)) < size:

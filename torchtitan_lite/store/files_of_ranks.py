@@ -42,7 +42,7 @@ class FilesOfRanks(Mapping[str, FileRecord]):
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> FilesOfRanks:
         """Return what `to_json` wrote. Raise ValueError for anything else."""
-        sizes, record_sizes = (_sizes(document, name) for name in ("sizes", "record_sizes"))
+        sizes, record_sizes = (_size_column(document, name) for name in ("sizes", "record_sizes"))
         if record_sizes and [size is None for size in sizes] != [size is None for size in record_sizes]:
             raise ValueError("expected sizes and record_sizes of the same ranks")
         digests = bytes.fromhex(value_of(document, "digests", str))
@@ -85,7 +85,7 @@ Files: TypeAlias = dict[str, FileRecord] | ChainMap[str, FileRecord]
 """The record of each file by name; where some are in columns, the last map of a ChainMap is `FilesOfRanks`."""
 
 
-def together(others: dict[str, FileRecord], of_ranks: FilesOfRanks) -> Files:
+def with_rank_files(others: dict[str, FileRecord], of_ranks: FilesOfRanks) -> Files:
     """Return all of them."""
     return ChainMap(others, of_ranks)  # type: ignore[arg-type]  # a ChainMap changes only its first map
 
@@ -120,7 +120,7 @@ def recorded_sizes(files: Mapping[str, FileRecord]) -> dict[str, int]:
     return {**of_ranks.by_name, **{name: record.size for name, record in others.items()}}
 
 
-def _sizes(document: dict[str, Any], name: str) -> list[int | None]:
+def _size_column(document: dict[str, Any], name: str) -> list[int | None]:
     sizes: list[int | None] = value_of(document, name, list)
     if not {*map(type, sizes)} <= {int, type(None)} or not all(
         0 <= size < 1 << 63 for size in sizes if size is not None

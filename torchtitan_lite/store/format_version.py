@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from torchtitan_lite.errors import FormatTooNew, FormatTooOld
-from torchtitan_lite.store.manifest_fields import number
+from torchtitan_lite.store.manifest_fields import integer_field
 
 FORMAT_VERSION = 7
 _FIRST_VERSION = 7
@@ -27,10 +27,10 @@ def check_format(document: Mapping[str, Any], path: str) -> None:
 
     Raises ValueError for a wrong field.
     """
-    version = number({**document}, _VERSION, 1)
+    version = integer_field({**document}, _VERSION, 1)
     if version < _FIRST_VERSION:
         raise FormatTooOld(path, version, _FIRST_VERSION)
-    if number({**document}, _OLDEST_READER, 1) > FORMAT_VERSION:
+    if integer_field({**document}, _OLDEST_READER, 1) > FORMAT_VERSION:
         raise FormatTooNew(path, version, FORMAT_VERSION)
 
 

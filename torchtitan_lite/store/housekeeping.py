@@ -23,7 +23,7 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.store.lineage import without_abandoned
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.protocol import StoresCheckpoints, nothing
-from torchtitan_lite.store.retention import KeepAll, RetentionPolicy, Verdict, judge, to_remove
+from torchtitan_lite.store.retention import KeepAll, RetentionPolicy, Verdict, judge_checkpoints, to_remove
 
 _LOOKS = 10
 """Checkpoints, the latest ones, whose files every purge looks at; at the others once a start, which takes a while."""
@@ -130,7 +130,7 @@ class Housekeeping:
 
         Raises PinsUnreadable, and OSError if the disk fails.
         """
-        return judge(self._retention, **self._facts(store))
+        return judge_checkpoints(self._retention, **self._facts(store))
 
     def _facts(
         self, store: StoresCheckpoints, protected: Callable[[], AbstractSet[int]] | None = None

@@ -6,14 +6,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan_lite.store.manifest_fields import kind_of, refuse_constant
+from torchtitan_lite.store.manifest_fields import json_type, refuse_constant
 
 
 def json_object(data: bytes) -> dict[str, Any]:
     """Return the JSON object in `data`. Raise ValueError for anything else, and for NaN and the infinities in it."""
     document = json.loads(data, parse_constant=refuse_constant)
     if not isinstance(document, dict):
-        raise ValueError(f"expected a JSON object, found {kind_of(document)}")
+        raise ValueError(f"expected a JSON object, found {json_type(document)}")
     return document
 
 

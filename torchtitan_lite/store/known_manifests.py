@@ -63,12 +63,12 @@ class KnownManifests:
 
         `text` is what it wrote of `manifest`.
         """
-        info = describe(folder, manifest)
+        info = checkpoint_info(folder, manifest)
         self._is_writer = True
         if self._listed is not None:
             self._listed[folder.name] = info
         with suppress(OSError):  # Then the next look finds what is wrong.
-            identity = identity_of(folder)
+            identity = manifest_identity(folder)
             settled = _is_settled(identity, self._now_ns())
             self._known[folder] = _Known(identity, settled, info, recorded_sizes(manifest.files), text_digest([text]))
         return info
@@ -188,7 +188,7 @@ class KnownManifests:
             faults.point("listing", step=step, path=folder / layout.MANIFEST)
             # Before the file is read: if it is replaced in between, the next look sees another identity and reads
             # again.
-            identity = identity_of(folder)
+            identity = manifest_identity(folder)
             known, now_ns = self._known.get(folder), self._now_ns()
             if known is None or known.identity != identity:
                 known = _look_into(folder, step, identity, now_ns)
@@ -212,13 +212,13 @@ class KnownManifests:
             logger.warning("%s could not be read, so it is neither counted nor removed: %s", folder, error.cause)
 
 
-def identity_of(folder: Path) -> Identity:
+def manifest_identity(folder: Path) -> Identity:
     """Return the identity of the manifest in `folder`; no other file has the same."""
     found = (folder / layout.MANIFEST).lstat()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def describe(folder: Place, manifest: Manifest) -> CheckpointInfo:
+def checkpoint_info(folder: Place, manifest: Manifest) -> CheckpointInfo:
     """Return what `manifest` says of the checkpoint in `folder`."""
     return CheckpointInfo(
         manifest.step,
@@ -276,4 +276,4 @@ def _look_into(folder: Path, step: int, identity: Identity, now_ns: int) -> _Kno
         found = CheckpointDamaged(str(folder), f"{layout.MANIFEST}: it is the manifest of step {manifest.step}")
         return _Known(identity, settled, found, {})
     sizes = recorded_sizes(manifest.files)
-    return _Known(identity, settled, describe(folder, manifest), sizes)
+    return _Known(identity, settled, checkpoint_info(folder, manifest), sizes)

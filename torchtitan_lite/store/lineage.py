@@ -79,8 +79,8 @@ class Lineage:
             )
         return cls(
             run_id=run_id,
-            parent_step=_step(document, "parent_step"),
-            branch_point=_step(document, "branch_point"),
+            parent_step=_step_or_none(document, "parent_step"),
+            branch_point=_step_or_none(document, "branch_point"),
             abandons=tuple((step, run) for step, run in pairs),
             ancestors=_ancestors(document.get("ancestors", [])),
         )
@@ -173,7 +173,7 @@ def _is_step(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
-def _step(document: dict[str, Any], name: str) -> int | None:
+def _step_or_none(document: dict[str, Any], name: str) -> int | None:
     value = document.get(name)
     if value is not None and not _is_step(value):
         raise ValueError(f"lineage: {name}: expected a step or null, found {value!r:.100}")

@@ -22,14 +22,14 @@ from torchtitan_lite.disk.digest import DIGEST_BYTES, FileRecord, num_blocks, te
 from torchtitan_lite.errors import CheckpointDamaged, SaveFailed
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.described import allowed_description_bytes, read_description
-from torchtitan_lite.store.files_of_ranks import Files, FilesOfRanks, in_columns, recorded_sizes, together
+from torchtitan_lite.store.files_of_ranks import Files, FilesOfRanks, in_columns, recorded_sizes, with_rank_files
 from torchtitan_lite.store.format_version import FORMAT, FORMAT_VERSION, check_format, unknown_fields
 from torchtitan_lite.store.lineage import MAX_ABANDONED, Lineage
 from torchtitan_lite.store.manifest_fields import (
     extra,
     file_name,
-    kind_of,
-    number,
+    integer_field,
+    json_type,
     refuse_constant,
     seconds,
     table,
@@ -257,11 +257,11 @@ class Manifest:
         """
         try:
             sealed = _is_sealed(data)
-            document, tables = _document(data, path)
+            document, tables = _fields_and_tables(data, path)
             check_format(document, path)  # First: version 1 had no digest.
             if not sealed:
                 raise ValueError("its last line is not its digest")
-            return _manifest(document, tables, name_of)
+            return _manifest_from_json(document, tables, name_of)
         except (ValueError, RecursionError) as error:
             raise damage_to(path, error) from None
 
@@ -307,7 +307,7 @@ def _file_json(name: str, record: FileRecord) -> str:
     return f'{name}:{{"size":{record.size},"blocks":"{record.blocks.hex()}"}}'
 
 
-def _document(data: bytes, path: str) -> tuple[dict[str, Any], dict[str, Table]]:
+def _fields_and_tables(data: bytes, path: str) -> tuple[dict[str, Any], dict[str, Table]]:
     """Return the fields in `data`, and its tables.
 
     A table on a line of its own, as `to_json` writes it, is not parsed.
@@ -330,32 +330,32 @@ def _document(data: bytes, path: str) -> tuple[dict[str, Any], dict[str, Table]]
     except ValueError as error:
         raise ValueError(f"it is not JSON ({error})") from None
     if not isinstance(document, dict):
-        raise ValueError(f"expected a JSON object, found {kind_of(document)}")
+        raise ValueError(f"expected a JSON object, found {json_type(document)}")
     for name in _TABLES:
         if name in document:
             tables[name] = Table(table(value_of(document, name, dict)))
     return document, tables
 
 
-def _manifest(document: dict[str, Any], tables: dict[str, Table], name_of: Callable[[str], str]) -> Manifest:
+def _manifest_from_json(document: dict[str, Any], tables: dict[str, Table], name_of: Callable[[str], str]) -> Manifest:
     versions: dict[str, Any] = value_of(document, "versions", dict)
     return Manifest(
-        step=number(document, "step", 0),
+        step=integer_field(document, "step", 0),
         kind=CheckpointKind(value_of(document, "kind", str)),
         created_at=seconds(document, "created_at"),
-        world_size=number(document, "world_size", 1),
+        world_size=integer_field(document, "world_size", 1),
         versions={name: value_of(versions, name, str) for name in versions},
         files=_files(document, name_of),
         lineage=Lineage.from_json(value_of(document, "lineage", dict)),
-        tensors=_table(tables, "tensors"),
-        objects=_table(tables, "objects"),
-        structure=_table(tables, "structure"),
+        tensors=_named_table(tables, "tensors"),
+        objects=_named_table(tables, "objects"),
+        structure=_named_table(tables, "structure"),
         extra=extra(document),
         unknown=unknown_fields(document, _FIELDS),
     )
 
 
-def _table(tables: dict[str, Table], name: str) -> Table:
+def _named_table(tables: dict[str, Table], name: str) -> Table:
     if name not in tables:
         raise ValueError(f"{name}: expected dict, found nothing")
     return tables[name]
@@ -367,12 +367,12 @@ def _files(document: dict[str, Any], name_of: Callable[[str], str]) -> Files:
     of_ranks = FilesOfRanks.from_json(value_of(document, "files_of_ranks", dict))
     if twice := [name for name in files if name in of_ranks]:
         raise ValueError(f"files: {twice[0]} is in files_of_ranks, too")
-    return together(files, of_ranks) if of_ranks.have_records else files | dict(of_ranks)
+    return with_rank_files(files, of_ranks) if of_ranks.have_records else files | dict(of_ranks)
 
 
 def _file(files: dict[str, Any], name: str) -> FileRecord:
     record: dict[str, Any] = value_of(files, name, dict)
-    size = number(record, "size", 0)
+    size = integer_field(record, "size", 0)
     blocks = bytes.fromhex(value_of(record, "blocks", str)) if "blocks" in record else b""
     if blocks and len(blocks) != DIGEST_BYTES * num_blocks(size):
         raise ValueError(f"{name}: expected the digests of {num_blocks(size)} blocks, found {len(blocks)} bytes")

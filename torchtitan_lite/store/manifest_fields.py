@@ -53,12 +53,12 @@ def value_of(document: dict[str, Any], name: str, kind: type[T]) -> T:
     """Return the field `name`. Raise ValueError if it is not of `kind`."""
     value: object = document.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
-        found = kind_of(value) if name in document else "nothing"
+        found = json_type(value) if name in document else "nothing"
         raise ValueError(f"{bare(name)}: expected {kind.__name__}, found {found}")
     return value
 
 
-def number(document: dict[str, Any], name: str, low: int) -> int:
+def integer_field(document: dict[str, Any], name: str, low: int) -> int:
     """Return the field `name`, a 64-bit integer of at least `low`."""
     value = value_of(document, name, int)
     if value < low:
@@ -79,10 +79,10 @@ def seconds(document: dict[str, Any], name: str) -> float:
 def table(entries: Any) -> dict[str, Any]:
     """Return `entries`. Raise ValueError if it is not an object of objects with valid text as keys."""
     if not isinstance(entries, dict):
-        raise ValueError(f"expected a JSON object, found {kind_of(entries)}")
+        raise ValueError(f"expected a JSON object, found {json_type(entries)}")
     for key, entry in entries.items():
         if type(entry) is not dict:
-            raise ValueError(f"{bare(key)}: expected dict, found {kind_of(entry)}")
+            raise ValueError(f"{bare(key)}: expected dict, found {json_type(entry)}")
     _refuse_halves(entries)
     return entries
 
@@ -90,14 +90,14 @@ def table(entries: Any) -> dict[str, Any]:
 def file_name(name: str) -> str:
     """Return `name`. Raise ValueError if it is not the name of a file in the checkpoint's folder, which is flat."""
     if not is_plain_name(name):
-        raise ValueError(f"files: {shown(name)} is not the name of a file")
+        raise ValueError(f"files: {shown_text(name)} is not the name of a file")
     return name
 
 
 def file_path(name: str) -> str:
     """Return `name`. Raise ValueError if it is not the path of a file in a folder, or in one below it, without `..`."""
     if not is_plain_path(name):
-        raise ValueError(f"files: {shown(name)} is not the path of a file")
+        raise ValueError(f"files: {shown_text(name)} is not the path of a file")
     return name
 
 
@@ -108,10 +108,10 @@ def extra(document: dict[str, Any]) -> dict[str, Any]:
     later = ((RANKS_DIFFER, list), (START, str), (RESUMED_FROM_MEMORY, int), (TRAINED_SECONDS, float))
     for name, kind in (*expected, *later):
         if name in values and type(values[name]) is not kind:
-            raise ValueError(f"extra.{name}: expected {kind.__name__}, found {kind_of(values[name])}")
+            raise ValueError(f"extra.{name}: expected {kind.__name__}, found {json_type(values[name])}")
     for section, keys in values.get("config", {}).items():
         if type(keys) is not dict:
-            raise ValueError(f"extra.config.{bare(section)}: expected dict, found {kind_of(keys)}")
+            raise ValueError(f"extra.config.{bare(section)}: expected dict, found {json_type(keys)}")
         if not _is_shallow(keys, MAX_CONFIG_DEPTH):
             raise ValueError(f"extra.config.{bare(section)}: it is nested more than {MAX_CONFIG_DEPTH} deep")
     digests = values.get("tensor_digests", {})
@@ -128,19 +128,19 @@ def extra(document: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def kind_of(value: object) -> str:
+def json_type(value: object) -> str:
     """Return the name of the type of `value`."""
     return type(value).__name__
 
 
-def shown(text: str) -> str:
+def shown_text(text: str) -> str:
     """Return the beginning of `text`, quoted for a message."""
     return repr(text[:100])
 
 
 def bare(name: str) -> str:
     """Return the beginning of `name` for a message, without quotes."""
-    return shown(name)[1:-1]
+    return shown_text(name)[1:-1]
 
 
 def refuse_constant(constant: str) -> NoReturn:
@@ -154,7 +154,7 @@ def _refuse_halves(entries: dict[str, Any]) -> None:
         "".join(entries).encode()
     except UnicodeEncodeError:
         key = next(key for key in entries if any("\ud800" <= letter <= "\udfff" for letter in key))
-        raise ValueError(f"{shown(key)} is not valid text") from None
+        raise ValueError(f"{shown_text(key)} is not valid text") from None
 
 
 def _is_shallow(value: object, depth: int) -> bool:

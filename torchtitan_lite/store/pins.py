@@ -46,7 +46,7 @@ class Pins:
         except OSError as error:
             raise PinsUnreadable(str(self.path), error.strerror or str(error)) from error
         try:
-            return _parse(data)
+            return _parse_pins(data)
         except (ValueError, RecursionError) as error:
             raise PinsUnreadable(str(self.path), str(error)) from error
 
@@ -72,7 +72,7 @@ class Pins:
                 self._durable.write_atomically(self.path, json_bytes(document))
 
 
-def _parse(data: bytes) -> frozenset[int]:
+def _parse_pins(data: bytes) -> frozenset[int]:
     document = json_object(data)
     if document.get("version") != VERSION:
         raise ValueError(f'expected a JSON object with "version": {VERSION}')

@@ -77,7 +77,7 @@ class KeepLatest:
         _at_least_one("KeepLatest", self.count)
 
     def rulings(self, full: Sequence[CheckpointInfo], now: float) -> list[Ruling]:
-        return [Ruling(LATEST_K, _steps(full[-self.count :]), _steps(full))]
+        return [Ruling(LATEST_K, _steps_of(full[-self.count :]), _steps_of(full))]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class KeepEvery:
 
     def rulings(self, full: Sequence[CheckpointInfo], now: float) -> list[Ruling]:
         kept = [info for info in full if info.step % self.num_steps == 0]
-        return [Ruling(EVERY_N, _steps(kept), _steps(full))]
+        return [Ruling(EVERY_N, _steps_of(kept), _steps_of(full))]
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class KeepBest:
             (info for info in measured if info.is_good),
             key=lambda info: (sign * info.metrics[self.metric], -info.step),
         )
-        return [Ruling(BEST_K, _steps(ranked[: self.count]), _steps(measured))]
+        return [Ruling(BEST_K, _steps_of(ranked[: self.count]), _steps_of(measured))]
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class KeepFor:
 
     def rulings(self, full: Sequence[CheckpointInfo], now: float) -> list[Ruling]:
         kept = [info for info in full if now - info.created_at <= self.hours * 3600]
-        return [Ruling(FOR_HOURS, _steps(kept), _steps(full))]
+        return [Ruling(FOR_HOURS, _steps_of(kept), _steps_of(full))]
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def presumed_sound(info: CheckpointInfo) -> bool:
     return True
 
 
-def judge(
+def judge_checkpoints(
     policy: RetentionPolicy,
     committed: Sequence[CheckpointInfo],
     protected: AbstractSet[int] = frozenset(),
@@ -196,7 +196,7 @@ def judge(
     keeps, or no rule at all. `is_sound` is called for full checkpoints only, and only if one would go; a checkpoint
     that is not sound counts as absent, and stays.
     """
-    full, kept, damaged = _weigh(policy, committed, protected, known_good, pinned, now, missing_bytes, is_sound)
+    full, kept, damaged = _apply_rules(policy, committed, protected, known_good, pinned, now, missing_bytes, is_sound)
     others = [Verdict(info, (WEIGHTS_ONLY,)) for info in committed if info.kind is not CheckpointKind.FULL]
     others += [Verdict(info, (DAMAGED,)) for info in damaged]
     verdicts = _for_space([Verdict(info, _keepers(info, kept)) for info in full], missing_bytes)
@@ -214,15 +214,15 @@ def to_remove(
     missing_bytes: int = 0,
     is_sound: Callable[[CheckpointInfo], bool] = presumed_sound,
 ) -> list[CheckpointInfo]:
-    """Return the checkpoints that go by `judge`, lowest step first: of a thousand in a quarter of its time."""
-    full, kept, _ = _weigh(policy, committed, protected, known_good, pinned, now, missing_bytes, is_sound)
+    """Return the checkpoints that go by `judge_checkpoints`, lowest step first: a thousand in a quarter the time."""
+    full, kept, _ = _apply_rules(policy, committed, protected, known_good, pinned, now, missing_bytes, is_sound)
     if missing_bytes > 0:
         verdicts = _for_space([Verdict(info, _keepers(info, kept)) for info in full], missing_bytes)
         return [verdict.info for verdict in verdicts if verdict.goes]
     return _kept_by_none(full, kept)
 
 
-def _weigh(
+def _apply_rules(
     policy: RetentionPolicy,
     committed: Sequence[CheckpointInfo],
     protected: AbstractSet[int],
@@ -236,32 +236,32 @@ def _weigh(
     full = [info for info in committed if info.kind is CheckpointKind.FULL]
     full.sort(key=_STEP)
     protections = [(PINNED, pinned), (PROTECTED, protected)]
-    kept = [*_kept(policy, full, known_good, now), *protections]
+    kept = [*_kept_steps(policy, full, known_good, now), *protections]
     # Only if one would go: `is_sound` looks at files.
     if _kept_by_none(full, kept) or _may_go_for_space(full, kept, missing_bytes):
         damaged = [info for info in full if not is_sound(info)]
         if damaged:
-            steps = _steps(damaged)
+            steps = _steps_of(damaged)
             full = [info for info in full if info.step not in steps]
-            kept = [*_kept(policy, full, known_good, now), *protections]
+            kept = [*_kept_steps(policy, full, known_good, now), *protections]
         return full, kept, damaged
     return full, kept, []
 
 
-def _kept(
+def _kept_steps(
     policy: RetentionPolicy, full: Sequence[CheckpointInfo], known_good: AbstractSet[int], now: float
 ) -> Iterator[tuple[str, AbstractSet[int]]]:
     rulings = _rulings(policy, full, now)
     yield from ((ruling.rule, ruling.keeps) for ruling in rulings)
     # What no rule can judge stays. So `keep_best_k` alone removes nothing whose metric is unknown, and no rule at all
     # keeps everything, without an exception for either.
-    yield NO_RULE, _steps(full).difference(*(ruling.judges for ruling in rulings))
-    yield LATEST, _steps(full[-1:])
-    finite = _steps([info for info in full if not info.has_nan][-1:])
+    yield NO_RULE, _steps_of(full).difference(*(ruling.judges for ruling in rulings))
+    yield LATEST, _steps_of(full[-1:])
+    finite = _steps_of([info for info in full if not info.has_nan][-1:])
     good = [info for info in full if info.is_good]
-    yield LAST_GOOD, _steps([info for info in good if info.step in known_good][-1:])
+    yield LAST_GOOD, _steps_of([info for info in good if info.step in known_good][-1:])
     yield WITHOUT_NAN, finite
-    yield EQUAL_RANKS, _steps(good[-1:]) - finite
+    yield EQUAL_RANKS, _steps_of(good[-1:]) - finite
 
 
 def _rulings(policy: RetentionPolicy, full: Sequence[CheckpointInfo], now: float) -> list[Ruling]:
@@ -274,12 +274,12 @@ def _rulings(policy: RetentionPolicy, full: Sequence[CheckpointInfo], now: float
     except (Exception, SystemExit) as error:
         raise _without_rulings(policy, f"but it raised {in_one_line(error)}") from error
     try:
-        return [Ruling(str(each.rule), _whole(each.keeps), _whole(each.judges)) for each in given]
+        return [Ruling(str(each.rule), _checked_steps(each.keeps), _checked_steps(each.judges)) for each in given]
     except (Exception, SystemExit) as error:
         raise _without_rulings(policy, f"found {in_one_line(given)}") from error
 
 
-def _whole(steps: AbstractSet[int]) -> frozenset[int]:
+def _checked_steps(steps: AbstractSet[int]) -> frozenset[int]:
     """Return `steps`. Raises TypeError for anything else, such as names: it keeps no step, and what is judged goes."""
     # Numbers of numpy are steps, too. To convert all of all rules would double the time of a decision.
     if isinstance(steps, frozenset) and set(map(type, steps)) <= {int}:
@@ -318,7 +318,7 @@ def _for_space(verdicts: Sequence[Verdict], missing_bytes: int) -> list[Verdict]
     return found
 
 
-def _steps(infos: Sequence[CheckpointInfo]) -> frozenset[int]:
+def _steps_of(infos: Sequence[CheckpointInfo]) -> frozenset[int]:
     return frozenset(info.step for info in infos)
 
 

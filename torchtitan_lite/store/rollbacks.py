@@ -20,7 +20,7 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.format_version import FORMAT, check_format, unknown_fields
 from torchtitan_lite.store.json_record import json_bytes, json_object
 from torchtitan_lite.store.lineage import Lineage, OfARun
-from torchtitan_lite.store.manifest_fields import number, value_of
+from torchtitan_lite.store.manifest_fields import integer_field, value_of
 
 _LIMIT_BYTES = 16 << 20
 _NOT_YET = -1
@@ -54,17 +54,17 @@ class Rollback:
 
 def of_run(found: Sequence[Rollback], lineage: Lineage) -> tuple[Rollback, ...]:
     """Return those of `found` that count for the run of `lineage`: of that run, and of all branches of one run."""
-    runs = _runs(lineage)
-    return tuple(each for each in found if not runs.isdisjoint({each.run_id, *_runs(each.left)}))
+    runs = _run_ids(lineage)
+    return tuple(each for each in found if not runs.isdisjoint({each.run_id, *_run_ids(each.left)}))
 
 
-def together(found: Sequence[Rollback], others: Sequence[Rollback]) -> tuple[Rollback, ...]:
+def joint_rollbacks(found: Sequence[Rollback], others: Sequence[Rollback]) -> tuple[Rollback, ...]:
     """Return the rollbacks of the record `found`, and those that only the record of another folder has."""
     known = {each.run_id for each in found}
     return (*found, *(each for each in others if each.run_id not in known))
 
 
-def _runs(lineage: Lineage) -> set[str]:
+def _run_ids(lineage: Lineage) -> set[str]:
     """Return the ids of a run and of those that it came from, back to one that counted its steps from the start."""
     counted_again = (number for number, (kept, _) in enumerate(lineage.ancestors) if kept < 0)
     return {lineage.run_id, *(run for _, run in lineage.ancestors[: next(counted_again, None)])}
@@ -129,9 +129,9 @@ class RollbackFile:
         self._path, self._durable = root / layout.ROLLBACKS, durable
 
     def read(self) -> tuple[Rollback, ...]:
-        """Return the rollbacks, the first one first. Raises `CheckpointUnreadable`, and CheckpointError as `parse`."""
+        """Return the rollbacks, the first one first. Raises `CheckpointUnreadable`, and as `parse_rollbacks`."""
         try:
-            return parse(read_plain(self._path, _LIMIT_BYTES), str(self._path))
+            return parse_rollbacks(read_plain(self._path, _LIMIT_BYTES), str(self._path))
         except (FileNotFoundError, NotADirectoryError):
             return ()
         except CheckpointUnsafe as error:
@@ -153,7 +153,7 @@ def to_json(rollbacks: Sequence[Rollback]) -> bytes:
     return json_bytes({**FORMAT, "rollbacks": found})
 
 
-def parse(data: bytes, path: str) -> tuple[Rollback, ...]:
+def parse_rollbacks(data: bytes, path: str) -> tuple[Rollback, ...]:
     """Return the rollbacks in `data`, read at `path`. Raises CheckpointError, `UnknownFormat` for another version."""
     try:
         document = json_object(data)
@@ -174,12 +174,12 @@ def _rollback(document: Any) -> Rollback:
     if not isinstance(document, dict):
         raise ValueError(f"rollbacks: expected objects, found {document!r:.50}")
     return Rollback(
-        step=number(document, "step", 1),
+        step=integer_field(document, "step", 1),
         reason=value_of(document, "reason", str),
-        skipped=number(document, "skipped", 1),
-        last=number(document, "last", 0),
+        skipped=integer_field(document, "skipped", 1),
+        last=integer_field(document, "last", 0),
         run_id=value_of(document, "run_id", str),
         left=Lineage.from_json(value_of(document, "left", dict)),
-        target=number(document, "target", _NOT_YET),
+        target=integer_field(document, "target", _NOT_YET),
         unknown=unknown_fields(document, _FIELDS),
     )

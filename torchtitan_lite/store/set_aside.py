@@ -126,8 +126,8 @@ def refuse_harm(store: StoresCheckpoints, aside: SetAside, there: Place | None, 
         raise CheckpointError(f"{name} stays as it is: {there} is there already. Rename or remove that one first.")
     if (abandoners := abandoners_of(store, aside)) and not leave_branch:
         raise CheckpointError(
-            f"{name} stays as it is: {_listed(abandoners)} of run {abandoners[0].run_id} abandons it, and no run would "
-            f"see it. With --leave-branch it comes back, and {_listed(branch)} {'is' if len(branch) == 1 else 'are'} "
+            f"{name} stays as it is: {_named(abandoners)} of run {abandoners[0].run_id} abandons it, and no run would "
+            f"see it. With --leave-branch it comes back, and {_named(branch)} {'is' if len(branch) == 1 else 'are'} "
             "set aside in its place."
         )
     hidden = [
@@ -137,11 +137,11 @@ def refuse_harm(store: StoresCheckpoints, aside: SetAside, there: Place | None, 
     ]
     if hidden:
         raise CheckpointError(
-            f"{name} stays as it is: it abandons {_listed(hidden)} of run {hidden[0].run_id}, which no run would see "
+            f"{name} stays as it is: it abandons {_named(hidden)} of run {hidden[0].run_id}, which no run would see "
             "any more. Remove or rename what it abandons first, or start another folder from it with "
             "--checkpoint.initial_load_path."
         )
 
 
-def _listed(infos: Iterable[CheckpointInfo]) -> str:
+def _named(infos: Iterable[CheckpointInfo]) -> str:
     return ", ".join(info.path.name for info in infos)

@@ -51,7 +51,7 @@ from torchtitan_lite.store.retired import RetiredCheckpoints
 from torchtitan_lite.store.rollbacks import RollbackFile
 
 
-def free_bytes(folder: Path) -> int:
+def free_disk_bytes(folder: Path) -> int:
     """Return the bytes that may still be written on the disk of `folder`, which need not exist yet.
 
     A file system that says 0 of 0 does not know its size: what it has room for shows when it is written to.
@@ -81,7 +81,7 @@ class CheckpointStore(StoresCheckpoints):
         *,
         durable: Durable = DISK,
         look_seconds: float = LOOK_SECONDS,
-        free_bytes: Callable[[Path], int] = free_bytes,
+        free_bytes: Callable[[Path], int] = free_disk_bytes,
         now_ns: Callable[[], int] = time.time_ns,
         clock: LeaseClock | None = None,
     ) -> None:
@@ -141,7 +141,7 @@ class CheckpointStore(StoresCheckpoints):
             run_id=run_id,
             timeout_seconds=timeout_seconds,
             clock=self._clock,
-            make_room=functools.partial(recover, self),
+            make_room=functools.partial(recover_with_log, self),
         )
 
     def seen_holder(self) -> HolderSeen | None:
@@ -295,12 +295,12 @@ class CheckpointStore(StoresCheckpoints):
                 raise SaveFailed(step, f"{info.path} abandons step {step} of run {run_id}")
         there = {entry.name for entry in os.scandir(staging)} if is_folder(staging) else set()
         for name in sorted({*manifest.files} - there):
-            _size(staging / name, step)  # A listing may be of a moment ago.
+            _written_size(staging / name, step)  # A listing may be of a moment ago.
         # Each rank has looked at its own files. This shows what other hosts see of them, as far as it takes no time.
         for name, record in islice(manifest.files.items(), _MOST_LOOKS):
-            if (size := _size(staging / name, step)) != record.size:
+            if (size := _written_size(staging / name, step)) != record.size:
                 raise SaveFailed(step, f"{staging / name} has {size} bytes, {record.size} were written")
-        sealed = dataclasses.replace(manifest, files=manifest.files | _described(manifest, staging))
+        sealed = dataclasses.replace(manifest, files=manifest.files | _metadata_record(manifest, staging))
         for name in sorted(there.difference(sealed.files)):
             self._retired.remove(staging / name)
         if layout.METADATA in sealed.files:
@@ -344,7 +344,7 @@ class CheckpointStore(StoresCheckpoints):
         return self.root / layout.step_dir(step)
 
 
-def recover(store: StoresCheckpoints) -> bool:
+def recover_with_log(store: StoresCheckpoints) -> bool:
     """Remove what a crash left in the folder of `store`. Return whether there was anything. **Coordinator only**."""
     recovered = store.recover()
     for place in recovered:
@@ -361,18 +361,18 @@ def _both_stay(there: CheckpointInfo, sealed: Manifest) -> bool:
     return there.kind is CheckpointKind.WEIGHTS_ONLY and sealed.kind is CheckpointKind.FULL and not is_abandoned
 
 
-def _described(manifest: Manifest, staging: Path) -> dict[str, FileRecord]:
+def _metadata_record(manifest: Manifest, staging: Path) -> dict[str, FileRecord]:
     """Return the record of DCP's `.metadata`, computed from the file where the manifest has no digest of it."""
     if DCP_METADATA in manifest.extra:
         return {}
     if (record := manifest.files.get(layout.METADATA)) is None or not record.blocks:
         path = staging / layout.METADATA
-        _size(path, manifest.step)
+        _written_size(path, manifest.step)
         record = FileRecord.of(path.read_bytes())
     return {layout.METADATA: record}
 
 
-def _size(path: Path, step: int) -> int:
+def _written_size(path: Path, step: int) -> int:
     try:
         return path.stat().st_size
     except FileNotFoundError:

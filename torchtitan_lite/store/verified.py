@@ -19,12 +19,12 @@ from typing import Any
 from torchtitan_lite.disk.digest import text_digest
 from torchtitan_lite.disk.durable import DISK, Durable
 from torchtitan_lite.disk.folder_lock import locked
-from torchtitan_lite.disk.plain_file import opened, read_plain
+from torchtitan_lite.disk.plain_file import opened_plain_file, read_plain
 from torchtitan_lite.errors import CheckpointUnsafe
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.json_record import json_object
 from torchtitan_lite.store.manifest import last_digest
-from torchtitan_lite.store.manifest_fields import file_name, number, seconds, value_of
+from torchtitan_lite.store.manifest_fields import file_name, integer_field, seconds, value_of
 
 SIZES = "sizes"
 """Depth of a verification: manifest, sizes, coverage of the tensors."""
@@ -44,7 +44,7 @@ class Verified:
     """The result of the last verification of one checkpoint."""
 
     identity: str
-    """`identity_of` the checkpoint at that time."""
+    """The `content_identity` of the checkpoint at that time."""
     verified_at: float
     """Unix seconds."""
     depth: str
@@ -53,7 +53,7 @@ class Verified:
     """0 if it was undamaged."""
 
 
-def identity_of(folder: Path) -> str | None:
+def content_identity(folder: Path) -> str | None:
     """Return the identity of the checkpoint in `folder`: the digest of its manifest, or of DCP's metadata without one.
 
     None if there is neither. Reads the last line of a manifest with a digest, and else the complete file. Raises
@@ -61,8 +61,8 @@ def identity_of(folder: Path) -> str | None:
     """
     for name in (layout.MANIFEST, layout.METADATA):
         try:
-            with opened(folder / name) as fd:
-                return last_digest(fd) or text_digest(_parts(fd))
+            with opened_plain_file(folder / name) as fd:
+                return last_digest(fd) or text_digest(_file_pieces(fd))
         except (FileNotFoundError, NotADirectoryError):
             continue
     return None
@@ -71,7 +71,7 @@ def identity_of(folder: Path) -> str | None:
 def verified_in(root: Path) -> dict[str, Verified]:
     """Return the entries in the folder of checkpoints `root`, by name of checkpoint; none if they cannot be read."""
     try:
-        return _parsed(read_plain(root / layout.VERIFIED, _MOST_BYTES))
+        return _verified_entries(read_plain(root / layout.VERIFIED, _MOST_BYTES))
     except (OSError, CheckpointUnsafe, ValueError, RecursionError):
         return {}
 
@@ -80,7 +80,7 @@ def verified(folder: Path, entries: dict[str, Verified]) -> Verified | None:
     """Return the one of `entries` that is about the checkpoint in `folder` as it is now; None if there is none."""
     entry = entries.get(folder.name)
     try:
-        return entry if entry is not None and entry.identity == identity_of(folder) else None
+        return entry if entry is not None and entry.identity == content_identity(folder) else None
     except (OSError, CheckpointUnsafe):
         return None
 
@@ -99,38 +99,38 @@ def record(folder: Path, entry: Verified, durable: Durable = DISK) -> None:
         if before is not None and before.identity == entry.identity and before.depth == FULL and _is_light(entry):
             return
         entries[folder.name] = entry
-        durable.write_atomically(root / layout.VERIFIED, _text(entries))
+        durable.write_atomically(root / layout.VERIFIED, _verified_text(entries))
 
 
 def _is_light(entry: Verified) -> bool:
     return entry.depth != FULL and not entry.num_findings
 
 
-def _text(entries: dict[str, Verified]) -> bytes:
+def _verified_text(entries: dict[str, Verified]) -> bytes:
     documents = {name: asdict(entry) for name, entry in sorted(entries.items())}
     lines = (f"{json.dumps(name)}: {json.dumps(document)}" for name, document in documents.items())
     return ('{"verified": {\n' + ",\n".join(lines) + "\n}}\n").encode()
 
 
-def _parsed(data: bytes) -> dict[str, Verified]:
-    """Return the entries in `data`. Raise ValueError if it is not what `_text` makes."""
+def _verified_entries(data: bytes) -> dict[str, Verified]:
+    """Return the entries in `data`. Raise ValueError if it is not what `_verified_text` makes."""
     entries: dict[str, Any] = value_of(json_object(data), "verified", dict)
-    return {file_name(name): _entry(value_of(entries, name, dict)) for name in entries}
+    return {file_name(name): _verified_entry(value_of(entries, name, dict)) for name in entries}
 
 
-def _entry(document: dict[str, Any]) -> Verified:
+def _verified_entry(document: dict[str, Any]) -> Verified:
     entry = Verified(
         identity=value_of(document, "identity", str),
         verified_at=seconds(document, "verified_at"),
         depth=value_of(document, "depth", str),
-        num_findings=number(document, "num_findings", 0),
+        num_findings=integer_field(document, "num_findings", 0),
     )
     if entry.depth not in _DEPTHS or not math.isfinite(entry.verified_at):
         raise ValueError("expected a known depth")
     return entry
 
 
-def _parts(fd: int) -> Iterator[bytes]:
+def _file_pieces(fd: int) -> Iterator[bytes]:
     at = 0
     while part := os.pread(fd, _READ_BYTES, at):
         yield part

@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointInfo
-from torchtitan_lite.store.retention import RetentionPolicy, judge
+from torchtitan_lite.store.retention import RetentionPolicy, judge_checkpoints
 
 Save = tuple[int, str, float]
 """The step, the run and the Unix second of one save: the same in each folder that has it."""
@@ -36,7 +36,7 @@ def missing(
     wanted = not_left(source, target)
     lacking = {info.step: info for info in wanted if save_of(info) not in there}
     together = {info.step: info for info in (*not_left(target, source), *wanted)} | lacking
-    verdicts = judge(policy, [*together.values()], pinned=pinned, now=now)
+    verdicts = judge_checkpoints(policy, [*together.values()], pinned=pinned, now=now)
     return [each.info for each in reversed(verdicts) if not each.goes and lacking.get(each.info.step) is each.info]
 
 

@@ -239,18 +239,18 @@ def _serve(uploader: Uploader, orders: _Orders, line: Line) -> None:
             done, pause, said = asked, _FIRST_PAUSE_SECONDS, ""
             line.send(done)
         except (UploadRefused, LeaseLost, UnknownFormat) as error:
-            refused = UploadRefused(uploader.address, _finding(error, uploader.address))
+            refused = UploadRefused(uploader.address, _upload_finding(error, uploader.address))
             log.logger.error("Uploads have ended: %s", refused)
-            line.send(UploadsEnded(_step(uploader), path=uploader.address, reason=str(refused)))
+            line.send(UploadsEnded(_uploading_step(uploader), path=uploader.address, reason=str(refused)))
             uploader.say(problem=refused.finding, is_refused=True, tried=_EVERY_ORDER)
             uploader.close()
             return
         except (OSError, CheckpointError) as error:
             # Each of these may end: a bucket, a key, a route, a disk.
-            reason = _finding(error, uploader.address)
+            reason = _upload_finding(error, uploader.address)
             if reason != said:
                 log.logger.warning("Could not upload to %s: %s. Trying again", uploader.address, reason)
-                line.send(UploadFailed(_step(uploader), path=uploader.address, reason=reason))
+                line.send(UploadFailed(_uploading_step(uploader), path=uploader.address, reason=reason))
             uploader.failures += 1
             # A tool holds a folder for a moment, another run until its end.
             is_held = isinstance(error, FolderInUse)
@@ -260,7 +260,7 @@ def _serve(uploader: Uploader, orders: _Orders, line: Line) -> None:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
-def _finding(error: Exception, address: str) -> str:
+def _upload_finding(error: Exception, address: str) -> str:
     """Return what is wrong, as a part of a sentence about the folder `address`: advice would name another key."""
     match error:
         case UploadRefused():
@@ -284,5 +284,5 @@ def _is_lasting(error: Exception) -> bool:
     return isinstance(cause, FolderUnusable | PinsUnreadable)
 
 
-def _step(uploader: Uploader) -> int:
+def _uploading_step(uploader: Uploader) -> int:
     return uploader.state.uploading or 0

@@ -19,7 +19,7 @@ from torchtitan_lite.errors import CheckpointUnsafe
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.format_version import FORMAT, check_format, unknown_fields
 from torchtitan_lite.store.json_record import json_bytes, json_object
-from torchtitan_lite.store.manifest_fields import file_name, number, seconds, value_of
+from torchtitan_lite.store.manifest_fields import file_name, integer_field, seconds, value_of
 from torchtitan_lite.uploading.choice import Save
 
 _MOST_BYTES = 16 << 20
@@ -58,7 +58,7 @@ def read_all(root: Path) -> list[Record]:
     Raises FormatTooNew and FormatTooOld.
     """
     try:
-        return [_parsed(each) for each in _entries(_read(root))]
+        return [_parsed_record(each) for each in _record_entries(_read_document(root))]
     except (OSError, CheckpointUnsafe, ValueError, RecursionError):
         return []
 
@@ -68,24 +68,24 @@ def read(root: Path, address: str) -> Record:
     return next((each for each in read_all(root) if each.address == address), Record(address))
 
 
-def write(root: Path, record: Record, durable: Durable = DISK) -> None:
+def write_record(root: Path, record: Record, durable: Durable = DISK) -> None:
     """Write `record` into the folder of checkpoints `root`, in place of the one of its address.
 
     Raises OSError, and as `read_all`.
     """
     with locked(root, _WAIT_SECONDS):
         try:
-            found = _read(root)
-            entries = {value_of(each, "address", str): each for each in _entries(found)}
+            found = _read_document(root)
+            entries = {value_of(each, "address", str): each for each in _record_entries(found)}
         except (OSError, CheckpointUnsafe, ValueError, RecursionError):
             found, entries = {}, {}
         # What a later version added stays.
-        entries[record.address] = entries.get(record.address, {}) | _document(record)
+        entries[record.address] = entries.get(record.address, {}) | _record_document(record)
         document = {**FORMAT, **unknown_fields(found, {_ENTRIES}), _ENTRIES: [*entries.values()]}
         durable.write_atomically(root / layout.UPLOADS, json_bytes(document, indent=1))
 
 
-def _read(root: Path) -> dict[str, Any]:
+def _read_document(root: Path) -> dict[str, Any]:
     """Return what the file holds. Raises ValueError where that is no such record, and as `read_all`."""
     path = root / layout.UPLOADS
     document = json_object(read_plain(path, _MOST_BYTES))
@@ -93,54 +93,54 @@ def _read(root: Path) -> dict[str, Any]:
     return document
 
 
-def _entries(document: dict[str, Any]) -> list[dict[str, Any]]:
-    return [_object(each) for each in value_of(document, _ENTRIES, list)]
+def _record_entries(document: dict[str, Any]) -> list[dict[str, Any]]:
+    return [_json_object(each) for each in value_of(document, _ENTRIES, list)]
 
 
-def _document(record: Record) -> dict[str, Any]:
+def _record_document(record: Record) -> dict[str, Any]:
     begun = record.begun
     return {
         "address": record.address,
         "folder_id": record.folder_id,
-        "begun": None if begun is None else {**_save(begun.save), **_place(begun)},
-        "stored": [{**_save(save), "stored_at": at} for save, at in sorted(record.stored.items())],
+        "begun": None if begun is None else {**_save_fields(begun.save), **_begun_fields(begun)},
+        "stored": [{**_save_fields(save), "stored_at": at} for save, at in sorted(record.stored.items())],
     }
 
 
-def _place(begun: Begun) -> dict[str, Any]:
+def _begun_fields(begun: Begun) -> dict[str, Any]:
     return {"place": begun.place, "done": dict(begun.done)}
 
 
-def _parsed(document: dict[str, Any]) -> Record:
-    """Return the record in `document`. Raise ValueError if it is not what `_document` makes."""
+def _parsed_record(document: dict[str, Any]) -> Record:
+    """Return the record in `document`. Raise ValueError if it is not what `_record_document` makes."""
     begun = document.get("begun")
     stored: list[Any] = value_of(document, "stored", list)
     return Record(
         value_of(document, "address", str),
         value_of(document, "folder_id", str),
-        None if begun is None else _begun(_object(begun)),
-        {_saved(_object(each)): seconds(each, "stored_at") for each in stored},
+        None if begun is None else _begun_upload(_json_object(begun)),
+        {_saved(_json_object(each)): seconds(each, "stored_at") for each in stored},
     )
 
 
-def _begun(document: dict[str, Any]) -> Begun:
+def _begun_upload(document: dict[str, Any]) -> Begun:
     done: dict[str, Any] = value_of(document, "done", dict)
     return Begun(
         _saved(document),
         file_name(value_of(document, "place", str)),
-        {file_name(name): number(done, name, 0) for name in done},
+        {file_name(name): integer_field(done, name, 0) for name in done},
     )
 
 
-def _object(value: Any) -> dict[str, Any]:
+def _json_object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("expected a JSON object")
     return value
 
 
-def _save(save: Save) -> dict[str, Any]:
+def _save_fields(save: Save) -> dict[str, Any]:
     return dict(zip(("step", "run_id", "created_at"), save, strict=True))
 
 
 def _saved(document: dict[str, Any]) -> Save:
-    return number(document, "step", 0), value_of(document, "run_id", str), seconds(document, "created_at")
+    return integer_field(document, "step", 0), value_of(document, "run_id", str), seconds(document, "created_at")

@@ -19,7 +19,7 @@ from torchtitan_lite import faults
 from torchtitan_lite.disk.block_reader import BlockReader
 from torchtitan_lite.disk.block_writer import aligned
 from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, FileRecord, block_digest
-from torchtitan_lite.disk.plain_file import opened, sizes_of
+from torchtitan_lite.disk.plain_file import opened_plain_file, sizes_of
 from torchtitan_lite.disk.rate import Rate
 from torchtitan_lite.disk.request_memory import request_memory
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, SaveFailed, UploadRefused
@@ -31,8 +31,8 @@ from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
 from torchtitan_lite.store.place import on_disk
 from torchtitan_lite.store.rank_records import RecordedFiles, RecordsOfRanks
 from torchtitan_lite.store.retention import KeepAll, RetentionPolicy
-from torchtitan_lite.store.rollbacks import together
-from torchtitan_lite.store.store import CheckpointStore, recover
+from torchtitan_lite.store.rollbacks import joint_rollbacks
+from torchtitan_lite.store.store import CheckpointStore, recover_with_log
 from torchtitan_lite.stores import open_store, usable
 from torchtitan_lite.uploading import record
 from torchtitan_lite.uploading.choice import Save, is_of_another_run, lineage_in, missing, not_left, save_of
@@ -151,7 +151,7 @@ class Uploader:
             self._record = dataclasses.replace(known, folder_id=folder_id)
             begun = self._record.begun
             if begun is None:
-                recover(self._target)  # It would remove an upload that is to be continued.
+                recover_with_log(self._target)  # It would remove an upload that is to be continued.
             self._target.remove_cut("" if begun is None else begun.place)
         self._note_target(target)
         kept = {save_of(info) for info in (*not_left(source, target), *target)}
@@ -268,7 +268,7 @@ class Uploader:
         """Have the other folder's record of rollbacks hold those of this one: a start with an empty disk skips them."""
         if found := self._source.rollbacks.read():
             there = self._target.rollbacks.read()
-            if (new := together(found, there)) != there:
+            if (new := joint_rollbacks(found, there)) != there:
                 self._lease.check()
                 self._target.rollbacks.write(new)
 
@@ -287,7 +287,7 @@ class Uploader:
                 if not self._target.writes_atomically:
                     # Another run may have had a file of that name there since.
                     place = on_disk(self._target.place_of(begun.place))
-                    done = {name: size for name, size in done.items() if _has(place / name, files[name])}
+                    done = {name: size for name, size in done.items() if _has_contents(place / name, files[name])}
                     for name in there.keys() - done.keys():
                         (place / name).unlink()  # Nothing is written into a file that is there.
                 return dataclasses.replace(begun, done=done)
@@ -320,7 +320,7 @@ class Uploader:
     def _write(self, new: Record) -> None:
         self._record = new
         try:
-            record.write(self._source.root, new)
+            record.write_record(self._source.root, new)
         except BlockingIOError:
             raise  # Another process has the folder for a moment.
         except OSError as error:
@@ -334,7 +334,7 @@ class Uploader:
             self._is_recorded = False
 
 
-def _has(path: Path, known: FileRecord) -> bool:
+def _has_contents(path: Path, known: FileRecord) -> bool:
     """Return whether the file `path` has the contents of the record `known`."""
     try:
         StoredFile(path, known, lambda num_bytes: None).verify()
@@ -391,7 +391,7 @@ class StoredFile:
     def _read(self, into: memoryview, begin: int) -> None:
         self._wait_for(len(into))
         try:
-            with opened(self._path) as fd:
+            with opened_plain_file(self._path) as fd:
                 done = 0
                 while done < len(into):
                     if not (count := os.preadv(fd, [into[done:]], begin + done)):

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from tests.store import filled
 from torchtitan_lite.checkpoint.format import chunk_runs, found_runs
-from torchtitan_lite.checkpoint.format.chunk_runs import ChunkRun, ChunkRuns, FileSizes, files_of
+from torchtitan_lite.checkpoint.format.chunk_runs import ChunkRun, ChunkRuns, FileSizes, files_of_rows
 from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, StoredTensor
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
-from torchtitan_lite.checkpoint.format.stored_tensor import misfit
+from torchtitan_lite.checkpoint.format.stored_tensor import chunk_mismatch
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointDamaged
 from torchtitan_lite.store.lineage import Lineage
@@ -58,11 +58,11 @@ def listed(shape: list[int], chunks: list[list[Any]]) -> StoredTensor:
 
 def in_runs(shape: list[int], chunks: list[list[Any]]) -> StoredTensor:
     """Return the tensor with these chunks in runs, through JSON; as a list where that is as short."""
-    encoded = found_runs.encode(chunks)
+    encoded = found_runs.encode_runs(chunks)
     if encoded is None:
         return listed(shape, chunks)
     assert len(encoded) < len(chunks)
-    runs = chunk_runs.decode(json.loads(json.dumps(encoded)), len(shape))
+    runs = chunk_runs.decode_runs(json.loads(json.dumps(encoded)), len(shape))
     return StoredTensor(FLOAT, tuple(shape), runs, runs)
 
 
@@ -104,7 +104,7 @@ def test_the_chunks_in_a_file_are_those_that_name_it(
     assert [*found.chunks_in(f"__{rank}_2.distcp")] == []
     assert [*found.chunks_in("other.bin")] == []
     if found.runs is not None:
-        assert files_of({run.row for run in found.runs.runs}) == {chunk.file for chunk in found.chunks}
+        assert files_of_rows({run.row for run in found.runs.runs}) == {chunk.file for chunk in found.chunks}
 
 
 @given(sharded(), st.data())
@@ -112,7 +112,7 @@ def test_runs_fit_together_exactly_where_their_chunks_do(
     tensor: tuple[list[int], list[list[Any]]], data: st.DataObject
 ) -> None:
     shape, chunks = tensor
-    assert misfit(in_runs(shape, chunks)) == ""
+    assert chunk_mismatch(in_runs(shape, chunks)) == ""
     damage = data.draw(st.sampled_from(["lost", "twice", "moved", "longer"]))
     number = data.draw(st.integers(0, len(chunks) - 1))
     file, at, offsets, sizes = chunks[number]
@@ -123,8 +123,8 @@ def test_runs_fit_together_exactly_where_their_chunks_do(
         "longer": [[file, at, offsets, [size + 1 for size in sizes]]],
     }[damage]
     wrong = chunks[:number] + changed + chunks[number + 1 :]
-    assert bool(misfit(in_runs(shape, wrong)) if wrong else "none")
-    assert not wrong or misfit(in_runs(shape, wrong)) == misfit(listed(shape, wrong))
+    assert bool(chunk_mismatch(in_runs(shape, wrong)) if wrong else "none")
+    assert not wrong or chunk_mismatch(in_runs(shape, wrong)) == chunk_mismatch(listed(shape, wrong))
 
 
 @given(sharded(), st.data())
@@ -147,14 +147,14 @@ def test_the_chunks_outside_are_those_in_a_missing_or_too_short_file(
 
 def test_a_sharded_tensor_is_one_run_however_many_ranks_hold_it() -> None:
     chunks = [[f"__{rank}_0.distcp", 640, [4 * rank, 0], [4, 7]] for rank in range(1000)]
-    assert found_runs.encode(chunks) == [[1000, [0, 1], 640, 0, [0, 0], [4, 7]]]
+    assert found_runs.encode_runs(chunks) == [[1000, [0, 1], 640, 0, [0, 0], [4, 7]]]
 
 
 def test_tensor_parallelism_over_columns_is_a_run_for_each_part() -> None:
     chunks = [
         [f"__{8 * shard + part}_0.distcp", 0, [2 * shard, 5 * part], [2, 5]] for shard in range(50) for part in range(8)
     ]
-    runs = found_runs.encode(chunks)
+    runs = found_runs.encode_runs(chunks)
     assert runs is not None
     assert runs[3] == [50, [3, 8], 0, 0, [0, 15], [2, 5]]
     assert len(runs) == 8
@@ -176,7 +176,7 @@ def test_tensor_parallelism_over_columns_is_a_run_for_each_part() -> None:
     ids=lambda pair: pair[0],
 )
 def test_a_list_stays_where_runs_are_no_shorter(chunks: tuple[str, list[list[Any]]]) -> None:
-    assert found_runs.encode(chunks[1]) is None
+    assert found_runs.encode_runs(chunks[1]) is None
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_a_list_stays_where_runs_are_no_shorter(chunks: tuple[str, list[list[Any
 )
 def test_what_is_no_run_is_refused(runs: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        chunk_runs.decode(runs, 1)
+        chunk_runs.decode_runs(runs, 1)
 
 
 def manifest_of(runs: list[Any], shape: list[int], files: int) -> Manifest:

@@ -14,7 +14,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from torchtitan_lite.checkpoint.format.plain_value import MAX_DEPTH, NotPlain, decode, encode
+from torchtitan_lite.checkpoint.format.plain_value import MAX_DEPTH, NotPlain, decode_value, encode_value
 
 scalars = (
     st.none()
@@ -57,8 +57,8 @@ def bits(value: Any) -> Any:
 @example("\ud800\udc00")
 @example([float("nan"), float("inf"), -float("inf"), 5e-324])
 def test_a_plain_value_is_decoded_to_the_same_value(value: Any) -> None:
-    text = json.dumps(encode(value), allow_nan=False)
-    assert bits(decode(json.loads(text))) == bits(value)
+    text = json.dumps(encode_value(value), allow_nan=False)
+    assert bits(decode_value(json.loads(text))) == bits(value)
 
 
 class Name(str):
@@ -81,19 +81,19 @@ class Choice(enum.IntEnum):
 @pytest.mark.parametrize("wrap", [lambda v: v, lambda v: {"a": [v]}, lambda v: (1, (v,))])
 def test_anything_else_is_not_plain(value: Any, wrap: Any) -> None:
     with pytest.raises(NotPlain):
-        encode(wrap(value))
+        encode_value(wrap(value))
 
 
 def test_a_key_that_is_not_plain_is_refused() -> None:
     with pytest.raises(NotPlain, match="Name"):
-        encode({Name("a"): 1})
+        encode_value({Name("a"): 1})
 
 
 def test_a_value_nested_too_deeply_or_in_itself_is_not_plain() -> None:
     deep: Any = 1
     for _ in range(MAX_DEPTH):
         deep = [deep]
-    assert decode(encode(deep)) == deep
+    assert decode_value(encode_value(deep)) == deep
     endless: list[Any] = []
     endless += [endless, endless]
     double: Any = 1
@@ -101,7 +101,7 @@ def test_a_value_nested_too_deeply_or_in_itself_is_not_plain() -> None:
         double = [double, double]
     for value in [deep], endless, double:
         with pytest.raises(NotPlain):
-            encode(value)
+            encode_value(value)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_a_value_nested_too_deeply_or_in_itself_is_not_plain() -> None:
 )
 def test_a_document_that_encodes_no_value_is_refused(document: Any) -> None:
     with pytest.raises(ValueError):
-        decode(document)
+        decode_value(document)
 
 
 def test_a_document_that_is_too_deep_is_refused() -> None:
@@ -134,4 +134,4 @@ def test_a_document_that_is_too_deep_is_refused() -> None:
     for _ in range(900):
         document = [document]
     with pytest.raises(ValueError, match="deep"):
-        decode(document)
+        decode_value(document)

@@ -19,7 +19,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchtitan_lite.checkpoint.format.shards import box_of, parts_of
+from torchtitan_lite.checkpoint.format.shards import box_of, local_shards
 
 UNEVEN = (1, 5, 7, 9, 13, 17, 33, 97, 105)
 
@@ -123,7 +123,7 @@ def test_the_boxes_are_those_of_this_torch(mesh: tuple[int, ...], names: tuple[s
                 )
             )
             fully_shard(layer, mesh=devices["rep", "dp"] if "rep" in names else devices["dp"])
-            [part] = parts_of("weight", layer.weight)
+            [part] = local_shards("weight", layer.weight)
             assert torch.equal(part.memory, cut(whole, part.offsets, part.memory.shape)), f"rank {rank}"
 
 
@@ -134,7 +134,7 @@ def test_memory_that_is_not_what_the_placement_says_is_refused_by_name() -> None
         with pytest.raises(
             ValueError, match=r"model\.w: the rank at \[1\] .* has \[2, 3\] in memory, .* \[3, 3\] at \[3, 0\]"
         ):
-            list(parts_of("model.w", short))
+            list(local_shards("model.w", short))
 
 
 @pytest.mark.parametrize(
@@ -146,19 +146,19 @@ def test_a_shard_on_a_mesh_whose_ranks_do_not_ascend_is_refused_by_name(ranks: l
         mesh = DeviceMesh("cpu", ranks)
         placements: list[Placement] = [Replicate()] * mesh.ndim
         copied = DTensor.from_local(torch.zeros(4, 3), mesh, placements, run_check=False)
-        [part] = parts_of("copied", copied)
+        [part] = local_shards("copied", copied)
         assert part.offsets == (0, 0), "where each rank has all rows, their order does not matter"
         placements[dim] = Shard(0)
         split = DTensor.from_local(torch.zeros(2, 3), mesh, placements, run_check=False)
         with pytest.raises(ValueError, match=rf"model\.w: this rank is number 0 of dimension {dim} of its .* number 1"):
-            list(parts_of("model.w", split))
+            list(local_shards("model.w", split))
 
 
 def test_a_rank_without_elements_may_have_empty_memory_of_any_shape() -> None:
     with rank_of(1, 2):
         mesh = init_device_mesh("cpu", (2,))
         none = DTensor.from_local(torch.zeros(0), mesh, [Shard(0)], run_check=False, shape=(1, 3), stride=(3, 1))
-        [part] = parts_of("w", none)
+        [part] = local_shards("w", none)
         assert (part.offsets, part.memory.shape) == ((1, 0), (0, 3))
 
 

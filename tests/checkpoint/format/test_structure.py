@@ -16,14 +16,14 @@ from tests.checkpoint.format.nests import nests
 from tests.checkpoint.with_manifest import write_manifest
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.flattening import flatten
-from torchtitan_lite.checkpoint.format.joint_structure import joint
+from torchtitan_lite.checkpoint.format.joint_structure import merged_structure
 from torchtitan_lite.checkpoint.format.kinds import difference
 from torchtitan_lite.checkpoint.format.structure import (
     MAX_DEPTH,
     Branch,
     Containers,
-    decode,
-    encode,
+    decode_structure,
+    encode_structure,
     paths_of,
     rebuild,
 )
@@ -33,7 +33,7 @@ from torchtitan_lite.store.manifest import seal
 
 
 def through_json(structure: Branch) -> Branch:
-    return decode(json.loads(json.dumps(encode(structure), allow_nan=False)))
+    return decode_structure(json.loads(json.dumps(encode_structure(structure), allow_nan=False)))
 
 
 @settings(max_examples=100)
@@ -148,13 +148,17 @@ def deep(levels: int) -> dict[str, Any]:
 )
 def test_a_document_that_is_not_a_structure_is_refused(document: Any) -> None:
     with pytest.raises(ValueError):
-        decode(document)
+        decode_structure(document)
     with pytest.raises(ValueError):
-        decode({"kind": "dict", "keys": ["x"], "children": [document]}) if document is not None else decode(None)
+        decode_structure(
+            {"kind": "dict", "keys": ["x"], "children": [document]}
+        ) if document is not None else decode_structure(None)
 
 
 def test_the_deepest_structure_is_accepted() -> None:
-    assert encode(decode(deep(MAX_DEPTH))) == deep(MAX_DEPTH) | {"children": deep(MAX_DEPTH)["children"]}
+    assert encode_structure(decode_structure(deep(MAX_DEPTH))) == deep(MAX_DEPTH) | {
+        "children": deep(MAX_DEPTH)["children"]
+    }
 
 
 def contents_of(folder: Path, structure: Any, objects: dict[str, Any]) -> Contents:
@@ -221,7 +225,7 @@ def test_the_different_parts_of_ranks_are_joined() -> None:
         "list": [{}, {"y": 1}],
         "e": {},
     }
-    together, odd = joint(flatten(state)[1] for state in (first, second, first))
+    together, odd = merged_structure(flatten(state)[1] for state in (first, second, first))
     flat = flatten(first)[0] | flatten(second)[0]
     assert rebuild(through_json(together), flat) == {
         "model": {"a": 1, "b": 2},
@@ -237,11 +241,11 @@ def test_the_different_parts_of_ranks_are_joined() -> None:
 @given(st.lists(nests(), min_size=1, max_size=4))
 def test_equal_structures_and_unrelated_ones_are_joined(states: list[Any]) -> None:
     structures = [flatten({f"rank{number}": state})[1] for number, state in enumerate(states)]
-    together, odd = joint([*structures, *structures])
+    together, odd = merged_structure([*structures, *structures])
     assert not odd
     for number in range(len(states)):
         assert Containers(together).find(f"rank{number}") == structures[number].children[0]
-    assert joint([structures[0]] * 3) == (structures[0], set())
+    assert merged_structure([structures[0]] * 3) == (structures[0], set())
 
 
 @pytest.mark.parametrize(
@@ -256,4 +260,4 @@ def test_equal_structures_and_unrelated_ones_are_joined(states: list[Any]) -> No
 )
 def test_structures_that_do_not_fit_together_are_refused_by_name(one: Any, other: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        joint(flatten(state)[1] for state in (one, other))
+        merged_structure(flatten(state)[1] for state in (one, other))

@@ -23,7 +23,7 @@ from torchtitan_lite.checkpoint.format.contents import StoredTensor
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.checkpoint.format.file_data import FileLayout
 from torchtitan_lite.checkpoint.format.flattening import flatten
-from torchtitan_lite.checkpoint.format.stored_tensor import misfit
+from torchtitan_lite.checkpoint.format.stored_tensor import chunk_mismatch
 from torchtitan_lite.checkpoint.format.tensor_table import TensorTable
 from torchtitan_lite.checkpoint.planning.outline import MeshPlace, PlanEntry, outlined
 from torchtitan_lite.store import layout
@@ -153,7 +153,7 @@ def check_places(made: JointlyPlanned) -> None:
     found = {(key, chunk.offsets): (chunk.file, chunk.at) for key, tensor in table.items() for chunk in tensor.chunks}
     assert found == expected
     for key, tensor in table.items():
-        assert not misfit(StoredTensor(tensor.dtype, tensor.shape, [*tensor.chunks])), key
+        assert not chunk_mismatch(StoredTensor(tensor.dtype, tensor.shape, [*tensor.chunks])), key
 
 
 def written_bytes(plans: Sequence[Sequence[WriteItem]]) -> list[int]:

@@ -164,7 +164,7 @@ class FileSizes:
         return self._sizes.get(layout.data_file(rank, 0), -1)
 
 
-def files_of(rows: Collection[Row]) -> frozenset[str]:
+def files_of_rows(rows: Collection[Row]) -> frozenset[str]:
     """Return the names of the files of all `rows`."""
     ranks: set[int] = set()
     for count, rank, step in rows:
@@ -183,16 +183,16 @@ def check_rows(rows: Collection[Row], num_files: int) -> None:
         raise ValueError(f"runs over {total} files in all; expected at most {_MOST_FILES}")
 
 
-def decode(value: Any, num_dims: int) -> ChunkRuns:
+def decode_runs(value: Any, num_dims: int) -> ChunkRuns:
     """Return the runs that `encode` made, of a tensor of `num_dims` dimensions. Raise ValueError for anything else."""
     if type(value) is not list:
         raise ValueError(f"expected a list of runs, found {type(value).__name__}")
     runs = _as_we_write_them(value, num_dims)
-    return ChunkRuns(tuple(_run(each, num_dims) for each in value) if runs is None else runs)
+    return ChunkRuns(tuple(_decoded_run(each, num_dims) for each in value) if runs is None else runs)
 
 
 def _as_we_write_them(value: list[Any], num_dims: int) -> tuple[ChunkRun, ...] | None:
-    """Return what `_run` returns for each of `value`, in a third of the time; None if one of them may be wrong."""
+    """Return what `_decoded_run` returns for each of `value`, in a third of the time; None if one may be wrong."""
     if {*map(type, value)} != {list} or {*map(len, value)} != {6}:
         return None
     counts, rows, places, dims, offsets, sizes = zip(*value, strict=True)
@@ -210,7 +210,7 @@ def _as_we_write_them(value: list[Any], num_dims: int) -> tuple[ChunkRun, ...] |
     return tuple(map(ChunkRun._make, zip(*columns, strict=True)))
 
 
-def _run(value: Any, num_dims: int) -> ChunkRun:
+def _decoded_run(value: Any, num_dims: int) -> ChunkRun:
     expected = "expected a run of [count, [rank, step], at, dim, offsets, sizes]"
     if type(value) is not list or [*map(type, value)] != [int, list, int, int, list, list]:
         raise ValueError(expected)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from torchtitan_lite.checkpoint.format.joint_structure import joint
-from torchtitan_lite.checkpoint.format.structure import decode, encode
+from torchtitan_lite.checkpoint.format.joint_structure import merged_structure
+from torchtitan_lite.checkpoint.format.structure import decode_structure, encode_structure
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store.manifest import Manifest, Table
 from torchtitan_lite.store.rank_records import RankRecord, RecordsOfRanks
@@ -48,4 +48,4 @@ def joined_structures(tables: Sequence[Table]) -> Table:
     having = [each for each in tables if each]
     if len(having) < 2:
         return having[0] if having else Table()
-    return Table({"root": encode(joint(decode(each["root"]) for each in having)[0])})
+    return Table({"root": encode_structure(merged_structure(decode_structure(each["root"]) for each in having)[0])})

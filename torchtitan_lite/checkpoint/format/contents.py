@@ -18,17 +18,17 @@ from torchtitan_lite.checkpoint.format import plain_value
 from torchtitan_lite.checkpoint.format.chunk import Chunk as Chunk
 from torchtitan_lite.checkpoint.format.chunk import Item as Item
 from torchtitan_lite.checkpoint.format.chunk import Shape as Shape
-from torchtitan_lite.checkpoint.format.chunk_runs import FileSizes, check_rows, files_of
+from torchtitan_lite.checkpoint.format.chunk_runs import FileSizes, check_rows, files_of_rows
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.checkpoint.format.stored_tensor import StoredTensor as StoredTensor
-from torchtitan_lite.checkpoint.format.stored_tensor import misfit
-from torchtitan_lite.checkpoint.format.structure import LIST, Branch, Containers, Path, decode, paths_of
+from torchtitan_lite.checkpoint.format.stored_tensor import chunk_mismatch
+from torchtitan_lite.checkpoint.format.structure import LIST, Branch, Containers, Path, decode_structure, paths_of
 from torchtitan_lite.checkpoint.format.tensor_table import BadEntry, TensorTable, as_list
 from torchtitan_lite.disk.plain_file import is_plain_name, is_plain_path
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest
-from torchtitan_lite.store.manifest_fields import bare, shown
+from torchtitan_lite.store.manifest_fields import bare, shown_text
 
 
 class StoredObject(NamedTuple):
@@ -73,7 +73,7 @@ class Contents:
             tensors = TensorTable.parse(manifest.tensors, dtypes)
             check_rows(tensors.rows, len(manifest.files))
             for key, entry in manifest.objects.items():
-                objects[key] = _object(entry)
+                objects[key] = _stored_object(entry)
             if "root" in manifest.structure:
                 return cls(path, tensors, objects, *_structure(manifest.structure["root"], tensors, objects, path))
             # It was converted from one of DCP's own, which does not store the types of keys.
@@ -106,7 +106,7 @@ class Contents:
     @cached_property
     def files(self) -> frozenset[str]:
         """The names of all files that hold a tensor or an object."""
-        return files_of(self.table.rows) | self._named_files
+        return files_of_rows(self.table.rows) | self._named_files
 
     @cached_property
     def _named_files(self) -> frozenset[str]:
@@ -121,7 +121,9 @@ class Contents:
         """Raise `CheckpointUnsafe` for a file name that could lead out of the folder."""
         for file in self._named_files:
             if not (is_plain_path if self.has_folders else is_plain_name)(file):
-                raise CheckpointUnsafe(self.path, f"{self.described_in}: {shown(file)} is not the name of a file in it")
+                raise CheckpointUnsafe(
+                    self.path, f"{self.described_in}: {shown_text(file)} is not the name of a file in it"
+                )
 
     def check(self, files: Mapping[str, int]) -> None:
         """Raise `CheckpointDamaged` unless `files` can hold all of it and chunks cover every tensor exactly once.
@@ -137,7 +139,7 @@ class Contents:
             cut = None if tensor.runs is None else (tensor.shape, tensor.dtype, tensor.runs.cuts)
             if cut in fitting:
                 continue
-            finding = misfit(tensor)
+            finding = chunk_mismatch(tensor)
             if finding:
                 raise CheckpointDamaged(self.path, f"{self.described_in}: {bare(key)}: {finding}")
             if cut is not None:
@@ -168,7 +170,7 @@ class Contents:
     def _whole_ones_are_in(self, files: Mapping[str, int]) -> bool:
         """Return whether all tensors of the table that are one whole chunk are possible, and lie inside `files`."""
         return all(
-            not misfit(kind.tensor(0))
+            not chunk_mismatch(kind.tensor(0))
             and kind.file in files
             and min(places) >= 0
             and (kind.nbytes == 0 or max(places) + kind.nbytes <= files[kind.file])
@@ -195,9 +197,9 @@ class Contents:
         return None if self.structure is None else Containers(self.structure)
 
 
-def _object(entry: Mapping[str, Any]) -> StoredObject:
+def _stored_object(entry: Mapping[str, Any]) -> StoredObject:
     if "value" in entry or "item" not in entry:
-        return StoredObject(plain_value.decode(entry["value"]))
+        return StoredObject(plain_value.decode_value(entry["value"]))
     file, offset, length = as_list(entry["item"])
     if (type(file), type(offset), type(length)) != (str, int, int):
         raise ValueError("expected an item of [file, offset, length]")
@@ -209,7 +211,7 @@ def _structure(
 ) -> tuple[Mapping[str, Path], Branch]:
     """Return the paths through the containers in `document` to all `tensors` and `objects`, and the containers."""
     try:
-        structure = decode(document)
+        structure = decode_structure(document)
         return key_paths(structure, tensors, objects), structure
     except ValueError as error:
         raise CheckpointDamaged(path, f"{layout.MANIFEST}: the structure of the state: {error}") from None
@@ -285,7 +287,7 @@ def key_paths(structure: Branch, tensors: Collection[str], objects: Collection[s
         has = walk.found.__contains__
         if all(map(has, tensors)) and all(map(has, objects)) and not any(key in tensors for key in objects):
             return KeyPaths(walk.found, {})
-    return KeyPaths({}, _checked(structure, {*tensors}, {*objects}))
+    return KeyPaths({}, _checked_paths(structure, {*tensors}, {*objects}))
 
 
 class _KeyWalk:
@@ -323,7 +325,7 @@ class _KeyWalk:
         return True
 
 
-def _checked(structure: Branch, tensors: set[str], objects: set[str]) -> Mapping[str, Path]:
+def _checked_paths(structure: Branch, tensors: set[str], objects: set[str]) -> Mapping[str, Path]:
     """Return the same paths, made one by one. Raises ValueError that names the first key that does not fit."""
     paths = paths_of(structure, expected=tensors | objects)
     if len(paths) < len(tensors) + len(objects):

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.format.metadata_file import MOST_ENTRIES, PlacedItem, metadata_head, metadata_tail
-from torchtitan_lite.checkpoint.format.structure import Branch, encode, paths_of
+from torchtitan_lite.checkpoint.format.structure import Branch, encode_structure, paths_of
 from torchtitan_lite.checkpoint.format.tensor_table import TensorTable
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.disk.digest import FileRecord
@@ -54,7 +54,7 @@ class Description:
         self.tensors = Table(tensors)
         # DCP's flat names stay, because its tools read them, but they turn all keys into strings and lose empty
         # containers.
-        self.structure = Table({"root": encode(structure)})
+        self.structure = Table({"root": encode_structure(structure)})
         """The manifest's tables."""
         self._objects = objects
         self._where: tuple[PlacedItem, ...] | None = None

@@ -238,7 +238,7 @@ def row_major_pieces(
     """
     dim = next((d for d, size in enumerate(tensor.shape) if size > 1), None)
     if dim is None:
-        yield _row_major(tensor), 0
+        yield _row_major_copy(tensor), 0
         return
     row_bytes = tensor.numel() * tensor.element_size() // tensor.shape[dim]
     first, last, step = begin // row_bytes, -(-end // row_bytes), max(1, most // row_bytes)
@@ -246,13 +246,13 @@ def row_major_pieces(
         at = row * row_bytes
         rows = tensor.narrow(dim, row, min(step, last - row))
         if row_bytes <= most:
-            yield _row_major(rows), at
+            yield _row_major_copy(rows), at
         else:
             for piece, offset in row_major_pieces(rows, max(begin - at, 0), min(end - at, row_bytes), most):
                 yield piece, at + offset
 
 
-def _row_major(tensor: torch.Tensor) -> torch.Tensor:
+def _row_major_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format import plain_value
-from torchtitan_lite.checkpoint.format.structure import LIST, MAX_DEPTH, Branch, kind_of, type_name
+from torchtitan_lite.checkpoint.format.structure import LIST, MAX_DEPTH, Branch, container_kind, type_name
 
 State = dict[str, Any]
 
@@ -65,7 +65,7 @@ class _Walk:
     def mapping(self, value: Mapping[Any, Any], prefix: str) -> Branch:
         kind = self._kind(value)
         keys = tuple(value)
-        is_text = {*map(type, keys)} <= {str} and _is_text("".join(keys))
+        is_text = {*map(type, keys)} <= {str} and _is_encodable("".join(keys))
         names = keys if is_text else [self._text(key) for key in keys]
         children = tuple(
             [self._child(key, item, prefix + name) for (key, item), name in zip(value.items(), names, strict=True)]
@@ -123,7 +123,7 @@ class _Walk:
         return all(self._is_entry(item, depth + 1) for item in value if isinstance(item, list))
 
     def _kind(self, value: Mapping[Any, Any]) -> str:
-        kind = kind_of(value)
+        kind = container_kind(value)
         if kind is None:
             what = f"defaultdict of {value.default_factory!r}" if type(value) is defaultdict else type_name(value)
             raise TypeError(f"{self._here()} is a {what}, {_would_not_come_back('dict(...)')}")
@@ -132,14 +132,14 @@ class _Walk:
     def _text(self, key: Any) -> str:
         """Return `key` as a part of a name."""
         try:
-            plain_value.encode(key)
+            plain_value.encode_value(key)
             text = str(key)
             # Half a surrogate pair cannot be encoded, so it cannot be part of a name.
             text.encode()
             return text
         except ValueError:
             raise TypeError(
-                f"{self._here()} has the key {_shown(key)}, a {type_name(key)}, which would not come back from a "
+                f"{self._here()} has the key {_shown_key(key)}, a {type_name(key)}, which would not come back from a "
                 "checkpoint as it is. Supported keys are strings, numbers, booleans, None, bytes and tuples of these: "
                 "return such keys from state_dict"
             ) from None
@@ -148,7 +148,7 @@ class _Walk:
         return _expression(self._path) if self._path else "the state"
 
 
-def _is_text(key: str) -> bool:
+def _is_encodable(key: str) -> bool:
     if key.isascii():
         return True
     try:
@@ -168,10 +168,10 @@ def _would_not_come_back(remedy: str) -> str:
 def _expression(path: Sequence[Any]) -> str:
     """Return `path` as a Python expression: `loader['seen'][0]`."""
     first, *rest = path
-    return (repr(first) if "." in f"{first}" else f"{first}") + "".join(f"[{_shown(key)}]" for key in rest)
+    return (repr(first) if "." in f"{first}" else f"{first}") + "".join(f"[{_shown_key(key)}]" for key in rest)
 
 
-def _shown(key: object) -> str:
+def _shown_key(key: object) -> str:
     try:
         return f"{key!r:.100}"
     except ValueError:  # A number of thousands of digits.

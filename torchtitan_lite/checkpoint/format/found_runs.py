@@ -83,7 +83,7 @@ def with_runs(entries: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]
     return {key: _with_runs(entry) for key, entry in entries.items()}
 
 
-def encode(chunks: Sequence[Sequence[Any]]) -> list[list[Any]] | None:
+def encode_runs(chunks: Sequence[Sequence[Any]]) -> list[list[Any]] | None:
     """Return the runs of `chunks`, which are [file, at, offsets, sizes] each, in the form that JSON holds.
 
     Return None where a list of the chunks is as short.
@@ -99,7 +99,7 @@ def encode(chunks: Sequence[Sequence[Any]]) -> list[list[Any]] | None:
 
 
 def _with_runs(entry: dict[str, Any]) -> dict[str, Any]:
-    runs = encode(entry["chunks"])
+    runs = encode_runs(entry["chunks"])
     return entry if runs is None else {name: of for name, of in entry.items() if name != "chunks"} | {"runs": runs}
 
 

@@ -2,8 +2,8 @@
 
 Each rank has a part of the state: its pipeline stages, its random generators under its own key. The joint
 structure has each container once, with the keys of all ranks. If one rank has a container and another
-an entry under the same name, only one of them could be restored: `joint` refuses that, by name. A list is never
-joined, nor what the caller says is whole: with the keys of two ranks it would be a value that no rank had.
+an entry under the same name, only one of them could be restored: `merged_structure` refuses that, by name. A list is
+never joined, nor what the caller says is whole: with the keys of two ranks it would be a value that no rank had.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from torchtitan_lite.checkpoint.format.structure import LIST, Branch, branch_of
 
 
-def joint(
+def merged_structure(
     structures: Iterable[Branch], is_whole: Callable[[str], bool] = lambda name: False
 ) -> tuple[Branch, set[str]]:
     """Return one structure with all containers and keys of `structures`, in the order of their first occurrence.

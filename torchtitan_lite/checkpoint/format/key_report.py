@@ -36,9 +36,9 @@ class KeyReport:
         mismatched = [f"{key}: {what}" for key, what in self.mismatched.items()]
         return "\n".join(
             [
-                *_listed("missing in the checkpoint", self.missing),
-                *_listed("unexpected in the checkpoint", self.unexpected),
-                *_listed("different", mismatched),
+                *_listed_keys("missing in the checkpoint", self.missing),
+                *_listed_keys("unexpected in the checkpoint", self.unexpected),
+                *_listed_keys("different", mismatched),
             ]
         )
 
@@ -66,7 +66,7 @@ def compare_tensors(
             missing.append(key)
         elif own.dtype is other.dtype and own.shape == other.shape and _is_in_a_row(own):
             continue  # Of thousands of tensors nearly all end here.
-        elif what := _difference(own, other, cast):
+        elif what := _tensor_difference(own, other, cast):
             mismatched[key] = what
     return KeyReport(missing, [key for key in found if key not in expected], mismatched)
 
@@ -88,7 +88,7 @@ def _is_in_a_row(tensor: torch.Tensor | TensorLike) -> bool:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def _difference(expected: torch.Tensor | TensorLike, found: torch.Tensor | TensorLike, cast: bool) -> str:
+def _tensor_difference(expected: torch.Tensor | TensorLike, found: torch.Tensor | TensorLike, cast: bool) -> str:
     differences = []
     if tuple(expected.shape) != tuple(found.shape):
         differences.append(f"shape {list(found.shape)} in the checkpoint, {list(expected.shape)} expected")
@@ -100,7 +100,7 @@ def _difference(expected: torch.Tensor | TensorLike, found: torch.Tensor | Tenso
     return "; ".join(differences)
 
 
-def _listed(title: str, keys: Sequence[str]) -> list[str]:
+def _listed_keys(title: str, keys: Sequence[str]) -> list[str]:
     if not keys:
         return []
     rest = [f"    ... and {len(keys) - SHOWN} more"] if len(keys) > SHOWN else []

@@ -65,18 +65,18 @@ def metadata_head(
     # Only to be there: the last of the fields is the version again, and counts.
     yield of("version") + pickles.common
     yield of("state_dict_metadata") + pickle.EMPTY_DICT
-    yield from _entries(_described(table, pickles))
-    yield from _entries(of(key) + an_object for key in sorted(objects))
+    yield from _mapping_entries(_tensor_descriptions(table, pickles))
+    yield from _mapping_entries(of(key) + an_object for key in sorted(objects))
     yield of("planner_data") + pickle.EMPTY_DICT
-    yield from _entries(of(key) + of(path) for key, path in paths.items())
+    yield from _mapping_entries(of(key) + of(path) for key, path in paths.items())
     yield of("storage_data") + pickle.EMPTY_DICT
-    yield from _entries(_placed(table, pickles))
+    yield from _mapping_entries(_tensor_places(table, pickles))
 
 
 def metadata_tail(objects: Iterable[PlacedItem]) -> Iterator[bytes]:
     """Yield the rest of the file, with the places of `objects`."""
     of, of_item = _Pickles().of, storage_info()
-    yield from _entries(of(MetadataIndex(key)) + of(of_item(*item)) for key, *item in sorted(objects))
+    yield from _mapping_entries(of(MetadataIndex(key)) + of(of_item(*item)) for key, *item in sorted(objects))
     others = Metadata({}, version=DCP_VERSION)
     for field in dataclasses.fields(Metadata):
         if field.name not in _STREAMED:
@@ -128,7 +128,7 @@ class _Pickles:
         return self._buffer.getvalue()[len(_BEGIN) : -len(pickle.STOP)]
 
 
-def _entries(pairs: Iterable[bytes]) -> Iterator[bytes]:
+def _mapping_entries(pairs: Iterable[bytes]) -> Iterator[bytes]:
     """Yield what adds `pairs`, each a key and its value, to the mapping that was opened last."""
     part, num_bytes = [pickle.MARK], 0
     for pair in pairs:
@@ -142,14 +142,14 @@ def _entries(pairs: Iterable[bytes]) -> Iterator[bytes]:
         yield b"".join(part) + pickle.SETITEMS
 
 
-def _described(table: TensorTable, pickles: _Pickles) -> Iterator[bytes]:
+def _tensor_descriptions(table: TensorTable, pickles: _Pickles) -> Iterator[bytes]:
     of_kind = {kind: pickles.description(kind.tensor(0)) for kind in table.places_by_kind}
     for key in table:
         found = table.kinds.get(key)
         yield pickles.of(key) + (pickles.description(table[key]) if found is None else of_kind[found])
 
 
-def _placed(table: TensorTable, pickles: _Pickles) -> Iterator[bytes]:
+def _tensor_places(table: TensorTable, pickles: _Pickles) -> Iterator[bytes]:
     # One pickle for all tensors of a kind: it is cut where their keys and places stand.
     heads, cut = {}, {}
     for kind in table.places_by_kind:

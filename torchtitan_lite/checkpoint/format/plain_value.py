@@ -27,13 +27,13 @@ class NotPlain(ValueError):
     """The value, or something in it, is not of a plain type."""
 
 
-def encode(value: object) -> Any:
+def encode_value(value: object) -> Any:
     """Return `value` (None, bool, int, float, str, bytes, list, tuple, dict) as JSON can hold it. Raise `NotPlain`."""
     return _Encoder().encode(value, 0)
 
 
-def decode(document: object) -> Any:
-    """Return the value that `encode` turned into `document`. Raise ValueError for any other document."""
+def decode_value(document: object) -> Any:
+    """Return the value that `encode_value` turned into `document`. Raise ValueError for any other document."""
     return _decode(document, 0)
 
 
@@ -115,7 +115,7 @@ def _tagged(name: str, content: object, depth: int) -> Any:
     if name == "$tuple" and isinstance(content, list):
         return tuple(_decode(item, depth) for item in content)
     if name == "$dict" and isinstance(content, list):
-        return _pairs(content, depth)
+        return _decoded_pairs(content, depth)
     make = _TAGGED_TEXT.get(name)
     if make is None or not isinstance(content, str):
         raise ValueError(f"{name[:20]!r} with a {type(content).__name__} is not a known tag")
@@ -125,7 +125,7 @@ def _tagged(name: str, content: object, depth: int) -> Any:
         raise ValueError(f"{name}: {error}") from None
 
 
-def _pairs(content: list[Any], depth: int) -> dict[Any, Any]:
+def _decoded_pairs(content: list[Any], depth: int) -> dict[Any, Any]:
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
         raise ValueError("$dict: expected pairs of a key and a value")
     try:

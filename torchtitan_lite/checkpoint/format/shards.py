@@ -106,7 +106,7 @@ def split_order(dim: int, mesh: Shape, placements: Sequence[Placement | Split]) 
     return order
 
 
-def parts_of(name: str, tensor: torch.Tensor) -> Iterator[LocalShard]:
+def local_shards(name: str, tensor: torch.Tensor) -> Iterator[LocalShard]:
     """Yield each part of `tensor` that this rank has; none if the rank is outside the mesh.
 
     Raises ValueError, which begins with `name`, if the memory does not have the shape that the placements give it.
@@ -119,13 +119,13 @@ def parts_of(name: str, tensor: torch.Tensor) -> Iterator[LocalShard]:
     if knows_its_parts(tensor):
         for chunk in chunks_of(tensor):
             memory = shard_at(tensor, MetadataIndex(name, chunk.offsets))
-            yield _checked(name, tensor, Box(tuple(chunk.offsets), tuple(chunk.sizes)), memory.detach())
+            yield _checked_shard(name, tensor, Box(tuple(chunk.offsets), tuple(chunk.sizes)), memory.detach())
         return
     yield part_of(name, tensor)
 
 
 def part_of(name: str, tensor: DTensor) -> LocalShard:
-    """Return the single part of `tensor` that this rank has. Ranks in its mesh only. Raises as `parts_of`."""
+    """Return the single part of `tensor` that this rank has. Ranks in its mesh only. Raises as `local_shards`."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "part_of was called on a rank outside the mesh"
     try:
@@ -133,7 +133,7 @@ def part_of(name: str, tensor: DTensor) -> LocalShard:
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     _check_order(name, tensor, coordinate)
-    return _checked(name, tensor, box, tensor.to_local().detach())
+    return _checked_shard(name, tensor, box, tensor.to_local().detach())
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -165,7 +165,7 @@ def _check_order(name: str, tensor: DTensor, coordinate: Sequence[int]) -> None:
             )
 
 
-def _checked(name: str, tensor: DTensor, box: Box, memory: torch.Tensor) -> LocalShard:
+def _checked_shard(name: str, tensor: DTensor, box: Box, memory: torch.Tensor) -> LocalShard:
     both_are_empty = memory.numel() == 0 and 0 in box.sizes
     if tuple(memory.shape) != box.sizes and not both_are_empty:
         raise ValueError(

@@ -1,6 +1,6 @@
 """A stored tensor: its chunks and their places in the files, and the proof that they make up the tensor. Without torch.
 
-A tensor without a `misfit` is covered by its chunks exactly once, and torch can make a tensor of its shape.
+A tensor without a `chunk_mismatch` is covered by its chunks exactly once, and torch can make a tensor of its shape.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class StoredTensor(NamedTuple):
         return num_bytes
 
 
-def misfit(tensor: StoredTensor) -> str:
+def chunk_mismatch(tensor: StoredTensor) -> str:
     """Return why the chunks of `tensor` do not make up the tensor; the empty string if they do."""
     shape = tensor.shape
     chunks = tensor.chunks if tensor.runs is None else tensor.runs.boxes()
     # torch computes the strides of an empty tensor from its other sizes, so these must not overflow either.
-    if not _is_possible(shape, tensor.dtype.itemsize):
+    if not _is_possible_shape(shape, tensor.dtype.itemsize):
         return "its shape is not possible for a tensor"
     if len(chunks) == 1 and chunks[0].sizes == shape and not any(chunks[0].offsets):
         return "" if len(chunks[0].offsets) == len(shape) else "a chunk has another number of dimensions"
@@ -74,7 +74,7 @@ def misfit(tensor: StoredTensor) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _is_possible(shape: Shape, itemsize: int) -> bool:
+def _is_possible_shape(shape: Shape, itemsize: int) -> bool:
     """Return whether a tensor can have this shape: its strides, and its size in bytes, are numbers of 64 bits."""
     return min(shape, default=0) >= 0 and math.prod(max(size, 1) for size in shape) * itemsize < _INT64
 

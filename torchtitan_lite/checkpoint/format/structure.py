@@ -1,8 +1,8 @@
 """The containers of a nested state, without their entries and without torch.
 
 The structure of a state is the tree of its containers with their types, the types and order of their keys, and the
-empty containers. `flattening` splits a live state into its structure and flat entries; `rebuild` joins the two
-and returns an equal state of the same types. The manifest holds the structure as JSON; from any input `decode`
+empty containers. `flattening` splits a live state into its structure and flat entries; `rebuild` joins the two and
+returns an equal state of the same types. The manifest holds the structure as JSON; from any input `decode_structure`
 builds only `Branch`es, and no more of them than the length of the JSON allows.
 """
 
@@ -77,7 +77,7 @@ def paths_of(
     would take the list that they build for an entry.
     """
     found: dict[str, Path] = {}
-    for path in _paths(structure, (), tensors):
+    for path in _entry_paths(structure, (), tensors):
         name = ".".join(map(str, path))
         if name in found:
             raise ValueError(f"two entries of the state have the name {name!r}")
@@ -96,22 +96,22 @@ def without(structure: Branch, leave_out: Callable[[str], bool]) -> Branch:
 
 def empty_like(value: Mapping[Any, Any]) -> Any:
     """Return an empty mapping of the kind of `value`; a dict if checkpoints do not support its kind."""
-    return _MAKERS[kind_of(value) or "dict"]()
+    return _MAKERS[container_kind(value) or "dict"]()
 
 
-def encode(structure: Branch) -> dict[str, Any]:
+def encode_structure(structure: Branch) -> dict[str, Any]:
     """Return `structure` as JSON."""
-    children = [child and encode(child) for child in structure.children]
+    children = [child and encode_structure(child) for child in structure.children]
     document: dict[str, Any] = {"kind": structure.kind}
     if structure.kind != LIST:
-        document["keys"] = [plain_value.encode(key) for key in structure.keys]
+        document["keys"] = [plain_value.encode_value(key) for key in structure.keys]
     if structure.kind == LIST or any(children):
         document["children"] = children
     return document
 
 
-def decode(document: object) -> Branch:
-    """Return the structure that `encode` made `document` from. Raises ValueError for any other document."""
+def decode_structure(document: object) -> Branch:
+    """Return the structure that `encode_structure` made `document` from. Raises ValueError for any other document."""
     return _Decoder().branch(document, 1)
 
 
@@ -125,7 +125,7 @@ def branch_of(kind: str, keys: Sequence[Any], children: Sequence[Branch | None])
     return Branch(kind, tuple(keys), () if is_text else tuple(map(repr, keys)), tuple(children))
 
 
-def kind_of(value: Mapping[Any, Any]) -> str | None:
+def container_kind(value: Mapping[Any, Any]) -> str | None:
     """Return the kind of the container `value`, a key of `_MAKERS`; None if checkpoints do not support it."""
     if type(value) is not defaultdict:
         return _KINDS.get(type(value))
@@ -169,7 +169,7 @@ class _Decoder:
         return [None if child is None else self.branch(child, depth + 1) for child in children]
 
     def _key(self, document: object) -> Any:
-        key = plain_value.decode(document)
+        key = plain_value.decode_value(document)
         try:
             hash(key)
         except TypeError:
@@ -178,7 +178,7 @@ class _Decoder:
         return key
 
 
-def _paths(structure: Branch, path: Path, tensors: Container[str] | None) -> Iterator[Path]:
+def _entry_paths(structure: Branch, path: Path, tensors: Container[str] | None) -> Iterator[Path]:
     is_list = structure.kind == LIST
     if is_list and tensors is not None:
         is_list = any(
@@ -190,7 +190,7 @@ def _paths(structure: Branch, path: Path, tensors: Container[str] | None) -> Ite
         if child is None:
             yield below
         else:
-            yield from _paths(child, below, tensors)
+            yield from _entry_paths(child, below, tensors)
 
 
 def _has_entries(structure: Branch) -> bool:

@@ -91,7 +91,7 @@ def digest_chunk(local: torch.Tensor, *, global_shape: Sequence[int], offsets: S
     sums = np.zeros(2, np.uint64)
     if local.numel():
         for piece, piece_offsets in _contiguous_pieces(local.detach(), tuple(offsets)):
-            sums += _box(piece, global_shape, piece_offsets)
+            sums += _box_lanes(piece, global_shape, piece_offsets)
     return TensorDigest(*map(int, sums))
 
 
@@ -127,7 +127,7 @@ def _contiguous_pieces(local: torch.Tensor, offsets: tuple[int, ...]) -> Iterato
         yield from _contiguous_pieces(part, moved)
 
 
-def _box(local: torch.Tensor, global_shape: Sequence[int], offsets: Sequence[int]) -> _Words:
+def _box_lanes(local: torch.Tensor, global_shape: Sequence[int], offsets: Sequence[int]) -> _Words:
     """Return the two lanes of a contiguous box, which is a list of equally long runs of the global byte stream."""
     sizes, itemsize = local.shape, local.element_size()
     strides = [math.prod(global_shape[dim + 1 :]) * itemsize for dim in range(len(sizes))]
@@ -141,7 +141,9 @@ def _box(local: torch.Tensor, global_shape: Sequence[int], offsets: Sequence[int
     period = _BLOCK_BYTES // math.gcd(pitch, _BLOCK_BYTES)  # rows that far apart start at the same byte of a block
     alike = len(runs) == 1 or run_bytes * max(1, min(rows, _MOST_ROWS) // period) >= _ENOUGH_BYTES
     sums = np.zeros(2, np.uint64)
-    for begin, end in _spans(len(runs), rows, _MOST_ROWS) if alike else _spans(len(runs), len(runs), _MOST_ROWS):
+    for begin, end in (
+        _grid_spans(len(runs), rows, _MOST_ROWS) if alike else _grid_spans(len(runs), len(runs), _MOST_ROWS)
+    ):
         starts = origin + _row_offsets(begin, end, sizes[:inner], strides[:inner])
         if alike:
             for first in range(min(period, end - begin)):
@@ -151,7 +153,7 @@ def _box(local: torch.Tensor, global_shape: Sequence[int], offsets: Sequence[int
     return sums
 
 
-def _spans(total: int, grid: int, most: int) -> Iterator[tuple[int, int]]:
+def _grid_spans(total: int, grid: int, most: int) -> Iterator[tuple[int, int]]:
     """Cut range(total) at every multiple of `grid`, and each of these parts into spans of at most `most`."""
     for first in range(0, total, grid):
         for begin in range(first, first + grid, most):
@@ -177,11 +179,11 @@ def _alike_runs(runs: _Bytes, starts: _Index) -> _Words:
     for begin, end in ((0, head), (head, tail), (tail, num_bytes)):
         if begin < end:
             parts = max(1, (end - begin) // _BLOCK_BYTES)
-            sums += _cells(runs[:, begin:end].reshape(num_rows, parts, -1), starts + begin)
+            sums += _cell_lanes(runs[:, begin:end].reshape(num_rows, parts, -1), starts + begin)
     return sums
 
 
-def _cells(cells: _Bytes, starts: _Index) -> _Words:
+def _cell_lanes(cells: _Bytes, starts: _Index) -> _Words:
     """Return the two lanes of cells [rows, blocks, bytes]: each lies in one block, all start at the same byte of it."""
     num_rows, num_blocks, num_bytes = cells.shape
     lead, phase = int(starts[0]) % _WORD_BYTES, int(starts[0]) % _BLOCK_BYTES // _WORD_BYTES
@@ -195,10 +197,10 @@ def _cells(cells: _Bytes, starts: _Index) -> _Words:
         for block in range(0, num_blocks, some_blocks):
             part = np.s_[row : row + some_rows, block : block + some_blocks]
             words = scratch[: cells[part].shape[0], : cells[part].shape[1]]
-            np.copyto(words, _words(cells[part], lead))
+            np.copyto(words, _grid_words(cells[part], lead))
             for lane in (0, 1):
                 np.einsum("rbw,rbw->rb", words, table[lane], out=within[lane][part])
-    return _weigh(within, starts[:, None] // _BLOCK_BYTES + np.arange(num_blocks))
+    return _weighted_sums(within, starts[:, None] // _BLOCK_BYTES + np.arange(num_blocks))
 
 
 def _mixed_runs(runs: _Bytes, starts: _Index) -> _Words:
@@ -209,7 +211,7 @@ def _mixed_runs(runs: _Bytes, starts: _Index) -> _Words:
         part, where = runs[row : row + some_rows], starts[row : row + some_rows]
         for lead in np.unique(where % _WORD_BYTES).tolist():
             same = np.flatnonzero(where % _WORD_BYTES == lead)
-            sums += _gathered(_words(part[same], lead).astype(np.uint64), where[same] // _WORD_BYTES)
+            sums += _gathered(_grid_words(part[same], lead).astype(np.uint64), where[same] // _WORD_BYTES)
     return sums
 
 
@@ -222,8 +224,8 @@ def _gathered(words: _Words, starts: _Index) -> _Words:
         cut = phases[crossing]
         beyond = words[crossing] * (np.arange(words.shape[1]) >= BLOCK_WORDS - cut[:, None])
         words[crossing] -= beyond
-        sums += _weigh(_inner_sums(beyond, cut), blocks[crossing] + 1)
-    return sums + _weigh(_inner_sums(words, phases), blocks)
+        sums += _weighted_sums(_inner_sums(beyond, cut), blocks[crossing] + 1)
+    return sums + _weighted_sums(_inner_sums(words, phases), blocks)
 
 
 def _inner_sums(words: _Words, phases: _Index) -> _Words:
@@ -235,7 +237,7 @@ def _inner_sums(words: _Words, phases: _Index) -> _Words:
     return sums
 
 
-def _words(cells: _Bytes, lead: int) -> npt.NDArray[np.uint32]:
+def _grid_words(cells: _Bytes, lead: int) -> npt.NDArray[np.uint32]:
     """Return the bytes of the last dim as words of the tensor's grid; the first word has `lead` bytes before them."""
     num_bytes = cells.shape[-1]
     if lead or num_bytes % _WORD_BYTES:
@@ -249,7 +251,7 @@ def _num_words(num_bytes: int) -> int:
     return -(-num_bytes // _WORD_BYTES)
 
 
-def _weigh(within: _Words, blocks: _Index) -> _Words:
+def _weighted_sums(within: _Words, blocks: _Index) -> _Words:
     """Return the sum of inner sums [2, rows, blocks], each times the multiplier of its block."""
     multipliers = _coefficients(_SEEDS["multiplier"], blocks.reshape(-1))
     lanes: _Words = np.einsum("lb,lb->l", multipliers, within.reshape(2, -1))

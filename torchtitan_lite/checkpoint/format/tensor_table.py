@@ -111,7 +111,7 @@ class TensorTable(Mapping[str, StoredTensor]):
         Raises `BadEntry`, and `CheckpointDamaged` for what is no table.
         """
         found = cls._of_text(entries.unparsed, dtypes)
-        return cls.of(_tensors(entries, dtypes)) if found is None else found
+        return cls.of(_tensors_of_table(entries, dtypes)) if found is None else found
 
     def __getitem__(self, key: str) -> StoredTensor:
         made = self._made.get(key)
@@ -185,7 +185,7 @@ class TensorTable(Mapping[str, StoredTensor]):
             return cls(order, {}, {}, others)
         keys, heads, places, tails, _ = zip(*rows, strict=True)
         likes = list(zip(heads, tails, strict=True))
-        known = {like: _kind(*like, dtypes) for like in dict.fromkeys(likes)}
+        known = {like: _tensor_kind(*like, dtypes) for like in dict.fromkeys(likes)}
         if None in known.values():
             return None
         kinds: dict[str, Any] = dict(zip(keys, map(known.__getitem__, likes), strict=True))
@@ -199,10 +199,10 @@ def as_list(value: Any) -> list[Any]:
     return value
 
 
-def _kind(head: str, tail: str, dtypes: Mapping[str, Any]) -> TensorKind | None:
+def _tensor_kind(head: str, tail: str, dtypes: Mapping[str, Any]) -> TensorKind | None:
     """Return the kind of the entries with these texts around their place; None if they are malformed or not whole."""
     try:
-        tensor = _tensor(json.loads(f'{{"dtype":"{head},0,{tail}]]}}'), dtypes)
+        tensor = _tensor_of_entry(json.loads(f'{{"dtype":"{head},0,{tail}]]}}'), dtypes)
     except ValueError:
         return None
     chunk = _whole_chunk(tensor)
@@ -214,7 +214,7 @@ def _in_runs(rows: Sequence[Sequence[str]], dtypes: Mapping[str, Any]) -> dict[s
     try:
         texts = {key: f'{{"dtype":"{text}}}' for key, _, _, _, text in rows if text}
         entries = json.loads(f"[{','.join(texts.values())}]")
-        return {key: _tensor(entry, dtypes) for key, entry in zip(texts, entries, strict=True)}
+        return {key: _tensor_of_entry(entry, dtypes) for key, entry in zip(texts, entries, strict=True)}
     except (ValueError, RecursionError):
         return None
 
@@ -228,20 +228,20 @@ def _whole_chunk(tensor: StoredTensor) -> Chunk | None:
     return chunk if is_whole else None
 
 
-def _tensors(entries: Table, dtypes: Mapping[str, Any]) -> dict[str, StoredTensor]:
+def _tensors_of_table(entries: Table, dtypes: Mapping[str, Any]) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for key, entry in entries.items():
         try:
-            tensors[key] = _tensor(entry, dtypes)
+            tensors[key] = _tensor_of_entry(entry, dtypes)
         except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise BadEntry(key, error) from None
     return tensors
 
 
-def _tensor(entry: Mapping[str, Any], dtypes: Mapping[str, Any]) -> StoredTensor:
+def _tensor_of_entry(entry: Mapping[str, Any], dtypes: Mapping[str, Any]) -> StoredTensor:
     dtype, shape = _dtype(entry["dtype"], dtypes), _ints(entry["shape"])
     if "runs" in entry:
-        runs = chunk_runs.decode(entry["runs"], len(shape))
+        runs = chunk_runs.decode_runs(entry["runs"], len(shape))
         return StoredTensor(dtype, shape, runs, runs)
     chunks = as_list(entry["chunks"])
     return StoredTensor(dtype, shape, [_chunk(shape, entry["shape"], *chunk) for chunk in chunks])

@@ -147,7 +147,7 @@ def _tensor_pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     rebuild, (storage, _, _, _, grad, hooks, *rest) = torch.empty(0, dtype=dtype).__reduce_ex__(2)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     size = torch.Size(shape)
     buffer = io.BytesIO()
-    strides = _row_major(shape)
+    strides = _row_major_strides(shape)
     pickler = _TensorPickler(buffer, size.numel(), dtype.itemsize)
     pickler.dump(_Reduced(rebuild, (storage, 0, tuple(shape), strides, grad, hooks, *rest)))
     return buffer.getvalue()
@@ -199,7 +199,7 @@ class SafePickle:
     Pickler = _EmptyBytesPickler
 
 
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, stride = [], 1
     for size in reversed(shape):
         strides.append(stride)

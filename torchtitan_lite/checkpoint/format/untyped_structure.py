@@ -61,20 +61,22 @@ class _Leaf:
         self.value = value
 
 
-def _value(tree: Any, live: Any, name: str) -> Any:
+def _typed_value(tree: Any, live: Any, name: str) -> Any:
     if isinstance(tree, _Leaf):
         return tree.value
     if {*map(type, tree)} == {int}:
-        return _list(tree, live if isinstance(live, list) else [], name)
+        return _typed_list(tree, live if isinstance(live, list) else [], name)
     return _mapping(tree, live if isinstance(live, Mapping) else {}, name)
 
 
-def _list(tree: _Tree, live: list[Any], name: str) -> list[Any]:
+def _typed_list(tree: _Tree, live: list[Any], name: str) -> list[Any]:
     length = 1 + max(map(int, tree))
     if min(map(int, tree)) < 0 or length - len(tree) > MAX_MISSING:
         raise ValueError(f"{name}: {len(tree)} entries do not make a list of {length}")
     present = [live[i] if i < len(live) else None for i in range(length)]
-    items = [_value(tree[i], own, f"{name}.{i}") if i in tree else _missing_item(own) for i, own in enumerate(present)]
+    items = [
+        _typed_value(tree[i], own, f"{name}.{i}") if i in tree else _missing_item(own) for i, own in enumerate(present)
+    ]
     for own in live[length:]:
         if (structure := _empty_structure(own)) is None:
             break
@@ -90,8 +92,8 @@ def _missing_item(own: Any) -> Any:
 def _mapping(tree: _Tree, live: Mapping[Any, Any], name: str) -> Any:
     if not {*map(type, tree)} <= {str}:
         raise ValueError(f"{name} is both a mapping and a list")
-    keys = {_key(text, live, name): text for text in map(str, tree)}
-    values = {key: _value(tree[text], live.get(key), f"{name}.{text}") for key, text in keys.items()}
+    keys = {_typed_key(text, live, name): text for text in map(str, tree)}
+    values = {key: _typed_value(tree[text], live.get(key), f"{name}.{text}") for key, text in keys.items()}
     for key, own in live.items():
         if key not in values and (structure := _empty_structure(own)) is not None:
             values[key] = rebuild(structure, {})
@@ -102,7 +104,7 @@ def _mapping(tree: _Tree, live: Mapping[Any, Any], name: str) -> Any:
     return made
 
 
-def _key(text: str, live: Mapping[Any, Any], name: str) -> Any:
+def _typed_key(text: str, live: Mapping[Any, Any], name: str) -> Any:
     """Return the key whose string form is `text`."""
     found = [key for key in live if str(key) == text]
     if len(found) == 1:

@@ -16,9 +16,9 @@ import numpy as np
 from torchtitan_lite.checkpoint.format.chunk import Shape
 from torchtitan_lite.checkpoint.format.chunk_runs import LEAST_CHUNKS
 from torchtitan_lite.checkpoint.format.description import Description
-from torchtitan_lite.checkpoint.format.joint_structure import joint
+from torchtitan_lite.checkpoint.format.joint_structure import merged_structure
 from torchtitan_lite.checkpoint.format.shards import box_of
-from torchtitan_lite.checkpoint.format.structure import Branch, branch_of, decode, paths_of, without
+from torchtitan_lite.checkpoint.format.structure import Branch, branch_of, decode_structure, paths_of, without
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.planning.balance import balance
 from torchtitan_lite.checkpoint.planning.joint_entries import (
@@ -260,7 +260,9 @@ class JointPlan:
 
     def _optimizers(self, texts: Mapping[Digest, bytes]) -> list[HeldBy]:
         """Return the different containers of optimizer states, each with the ranks that have it."""
-        roots = {digest: decode(json.loads(texts[digest])) for digest in {each.root for each in self._outlines}}
+        roots = {
+            digest: decode_structure(json.loads(texts[digest])) for digest in {each.root for each in self._outlines}
+        }
         found: dict[Digest, list[int]] = {}
         for rank, outline in enumerate(self._outlines):
             if outline.containers and _OPTIMIZER in (keys := roots[outline.root].keys):
@@ -268,7 +270,7 @@ class JointPlan:
         if len(found) < 2:
             return []
         documents = {digest: json.loads(texts[digest]) for digest in found}
-        return [(ranks, decode(documents[digest])) for digest, ranks in found.items() if documents[digest]]
+        return [(ranks, decode_structure(documents[digest])) for digest, ranks in found.items() if documents[digest]]
 
     def _has_part(self, places: Mapping[str, list[Place]], parameter: str, rank: int) -> bool:
         """Return whether `rank` has elements of `parameter`, of the model or of another module of the state."""
@@ -285,7 +287,7 @@ class JointPlan:
         self, branches: Sequence[Branch], optimizers: Sequence[HeldBy], places: Mapping[str, list[Place]]
     ) -> Branch:
         """Return the joint structure, and note what in it not all ranks have alike."""
-        structure, odd = joint(branches, lambda name: _WHOLE.fullmatch(name) is not None)
+        structure, odd = merged_structure(branches, lambda name: _WHOLE.fullmatch(name) is not None)
         for name in sorted(odd):
             ranks = [s.ranks[0] for key, of_key in places.items() if key.startswith(f"{name}.") for s, _ in of_key]
             self.odd_containers[name] = min(ranks, default=0)
@@ -309,14 +311,18 @@ class JointPlan:
                 continue
             seen.update((outline.root, at, outline.containers[at]) for at in new)
             is_first = outline.root not in roots
-            root = roots.setdefault(outline.root, decode(json.loads(texts[outline.root])))
+            root = roots.setdefault(outline.root, decode_structure(json.loads(texts[outline.root])))
             if is_first and not outline.containers:
                 branches.append(root)
                 continue
             chosen = range(len(root.keys)) if is_first else new
             children = [json.loads(texts[outline.containers[at]]) for at in chosen]
             branches.append(
-                branch_of(root.kind, [root.keys[at] for at in chosen], [child and decode(child) for child in children])
+                branch_of(
+                    root.kind,
+                    [root.keys[at] for at in chosen],
+                    [child and decode_structure(child) for child in children],
+                )
             )
         return branches
 

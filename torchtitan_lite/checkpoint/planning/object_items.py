@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.description import PlacedObject
 from torchtitan_lite.checkpoint.format.kinds import difference
-from torchtitan_lite.checkpoint.format.plain_value import NotPlain, encode
+from torchtitan_lite.checkpoint.format.plain_value import NotPlain, encode_value
 from torchtitan_lite.checkpoint.format.torch_item import CALL_OF_BYTES, OBJECT_GRAIN, SafePickle, object_item
 from torchtitan_lite.checkpoint.state.optimizer_state import nested_tensors
 from torchtitan_lite.checkpoint.untrusted.safe_load import UnsafeItem, load_item
@@ -80,7 +80,7 @@ class ObjectItems:
 
     def _encode(self, key: str, value: Any) -> _Encoded:
         try:
-            plain = encode(value)
+            plain = encode_value(value)
         except NotPlain:
             if any(isinstance(tensor, DTensor) for tensor in nested_tensors(value)):
                 raise TypeError(

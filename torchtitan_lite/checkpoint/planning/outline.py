@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.format.shards import Split, knows_its_parts, split_of
-from torchtitan_lite.checkpoint.format.structure import Branch, encode
+from torchtitan_lite.checkpoint.format.structure import Branch, encode_structure
 
 Shape = tuple[int, ...]
 Digest = bytes
@@ -112,7 +112,7 @@ def outlined(entries: Sequence[PlanEntry], meshes: Sequence[MeshPlace], structur
         used = {entry.mesh for entry in of_section}
         shapes = {number: mesh.shape for number, mesh in enumerate(meshes) if number in used}
         sections.append(add({"meshes": shapes, "entries": [_shortened_entry(entry) for entry in of_section]}))
-    root = encode(structure)
+    root = encode_structure(structure)
     containers: tuple[Digest, ...] = ()
     if len(structure.children) <= _MOST_NAMES:
         children = root.pop("children", None) or [None] * len(structure.children)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.checkpoint.format.description import PlacedObject, table_of_objects
 from torchtitan_lite.checkpoint.format.file_data import FileLayout
 from torchtitan_lite.checkpoint.format.flattening import State
-from torchtitan_lite.checkpoint.format.structure import Branch, branch_of, encode
+from torchtitan_lite.checkpoint.format.structure import Branch, branch_of, encode_structure
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Table
@@ -66,7 +66,7 @@ class Divided:
             for item, place in zip(own, places, strict=True)
         }
         objects = {item.index.fqn for item in self.own if item.tensor_data is None}
-        return OwnEntries(rank, Table(tensors), Table({"root": encode(self.own_structure)}), objects)
+        return OwnEntries(rank, Table(tensors), Table({"root": encode_structure(self.own_structure)}), objects)
 
 
 def divided(items: Sequence[WriteItem], flat: State, structure: Branch, states: Collection[str], rank: int) -> Divided:

@@ -35,7 +35,7 @@ from torchtitan_lite.checkpoint.format.file_data import FileLayout, Spec
 from torchtitan_lite.checkpoint.format.flattening import State, flatten
 from torchtitan_lite.checkpoint.format.kinds import difference, refuse_piece
 from torchtitan_lite.checkpoint.format.shards import knows_its_parts, local_of, part_of
-from torchtitan_lite.checkpoint.format.structure import Branch, decode, encode, rebuild
+from torchtitan_lite.checkpoint.format.structure import Branch, decode_structure, encode_structure, rebuild
 from torchtitan_lite.checkpoint.planning.joint_plan import JointPlan
 from torchtitan_lite.checkpoint.planning.object_items import ObjectItems
 from torchtitan_lite.checkpoint.planning.outline import Outlined, entries_of, outlined
@@ -240,7 +240,7 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 def _prove(state: State, flat: State, structure: Branch) -> None:
     """Raise TypeError unless `flat` and what the manifest stores of `structure` rebuild `state`."""
-    again = rebuild(decode(json.loads(json.dumps(encode(structure)))), flat)
+    again = rebuild(decode_structure(json.loads(json.dumps(encode_structure(structure)))), flat)
     if finding := difference(state, again, "state"):
         raise TypeError(f"{finding} in a checkpoint. Return dicts and lists of tensors and numbers from state_dict")
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.flattening import State
-from torchtitan_lite.checkpoint.format.shards import knows_its_parts, local_of, parts_of
+from torchtitan_lite.checkpoint.format.shards import knows_its_parts, local_of, local_shards
 from torchtitan_lite.checkpoint.planning.distances import Distance, joint_distances, relative, squares
 from torchtitan_lite.checkpoint.planning.shared_items import SharedItems
 from torchtitan_lite.disk.forks import forget_in_children
@@ -342,7 +342,7 @@ def _part_memory(flat: State, key: str, offsets: tuple[int, ...]) -> torch.Tenso
     if not isinstance(value, DTensor):
         found: torch.Tensor = value
     elif knows_its_parts(value):
-        found = next(part.memory for part in parts_of(key, value) if tuple(part.offsets) == offsets)
+        found = next(part.memory for part in local_shards(key, value) if tuple(part.offsets) == offsets)
     else:
         found = local_of(value)
     return found.detach().resolve_conj().resolve_neg()

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.flattening import State
-from torchtitan_lite.checkpoint.format.shards import LocalShard, local_of, parts_of
+from torchtitan_lite.checkpoint.format.shards import LocalShard, local_of, local_shards
 from torchtitan_lite.disk.digest import text_digest
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import RanksDiffer
@@ -112,7 +112,9 @@ class Replicated:
             if not is_compared_apart and key not in self._may_differ:
                 section = sections[key.partition(".")[0] if is_full else _WEIGHTS]
                 if isinstance(value, torch.Tensor):
-                    section |= {_shard_label(key, part): _value_digest(part.memory) for part in parts_of(key, value)}
+                    section |= {
+                        _shard_label(key, part): _value_digest(part.memory) for part in local_shards(key, value)
+                    }
                 else:
                     section[key] = _value_digest(value)
         return sections

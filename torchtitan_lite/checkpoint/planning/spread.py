@@ -19,7 +19,7 @@ from torchtitan_lite.checkpoint.format.chunk import Chunk, Shape
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.checkpoint.format.found_runs import Boxes
 from torchtitan_lite.checkpoint.format.shards import Split, split_order
-from torchtitan_lite.checkpoint.format.stored_tensor import StoredTensor, misfit
+from torchtitan_lite.checkpoint.format.stored_tensor import StoredTensor, chunk_mismatch
 
 Numbers = npt.NDArray[np.int64]
 
@@ -134,7 +134,7 @@ class Spread:
         chunks = [
             Chunk("", 0, tuple(o), tuple(s)) for o, s in zip(self.offsets.tolist(), self.sizes.tolist(), strict=True)
         ]
-        return misfit(StoredTensor(DTYPES["uint8"], self.shape, chunks))
+        return chunk_mismatch(StoredTensor(DTYPES["uint8"], self.shape, chunks))
 
 
 def _boxes(shape: Shape, holders: Holders) -> tuple[Numbers, Numbers]:

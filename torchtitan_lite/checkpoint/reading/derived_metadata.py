@@ -13,7 +13,7 @@ from pathlib import Path
 from torchtitan_lite.checkpoint.format.metadata_file import PlacedItem, metadata_head, metadata_tail
 from torchtitan_lite.checkpoint.format.structure import paths_of
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
-from torchtitan_lite.disk.plain_file import opened
+from torchtitan_lite.disk.plain_file import opened_plain_file
 from torchtitan_lite.errors import CheckpointDamaged
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest_fields import DCP_METADATA
@@ -49,7 +49,7 @@ def is_as_it_should_be(folder: CheckpointFolder, path: Path) -> bool:
 
     Raises CheckpointUnsafe for what is no regular file, and OSError.
     """
-    with opened(path) as fd, os.fdopen(fd, "rb", closefd=False) as file:
+    with opened_plain_file(path) as fd, os.fdopen(fd, "rb", closefd=False) as file:
         if any(file.read(len(part)) != part for part in metadata_of(folder)):
             return False
         return not file.read(1)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from torchtitan_lite.disk.block_reader import BlockReader
-from torchtitan_lite.disk.plain_file import opened, size_finding, sizes_of
+from torchtitan_lite.disk.plain_file import opened_plain_file, size_finding, sizes_of
 from torchtitan_lite.disk.reads_blocks import ReadsBlocks
 from torchtitan_lite.distributed.host_exchange import ReadsAlike
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe
@@ -137,7 +137,7 @@ class FilesOnDisk:
         return sizes_of(self._folder, names)
 
     def opened(self, name: str) -> AbstractContextManager[int]:
-        return opened(self._folder / name)
+        return opened_plain_file(self._folder / name)
 
     def reader(self, *, cached: bool = False) -> BlockReader:
         return BlockReader(direct=not cached)

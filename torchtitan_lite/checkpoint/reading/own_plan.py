@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.contents import Shape, StoredTensor
-from torchtitan_lite.checkpoint.format.shards import parts_of
+from torchtitan_lite.checkpoint.format.shards import local_shards
 from torchtitan_lite.checkpoint.format.tensor_table import TensorKind, TensorTable
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.reading.reader import RankReads, Region
@@ -52,7 +52,7 @@ def planned(state: dict[str, Any], folder: CheckpointFolder) -> RankReads:
             wanted.regions.append(Region(key, stored.chunks[0], stored.chunks[0].offsets, target.detach()))
             continue
         try:
-            parts = list(parts_of(key, target))
+            parts = list(local_shards(key, target))
         except ValueError as error:
             raise CheckpointMismatch(str(folder.path), f"  {error}") from None
         for offsets, memory in parts:

@@ -21,7 +21,7 @@ from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.flattening import State, flat_tensors
 from torchtitan_lite.checkpoint.format.key_report import KeyReport, TensorLike, compare_tensors, merged
 from torchtitan_lite.checkpoint.format.kinds import refuse_piece
-from torchtitan_lite.checkpoint.format.shards import parts_of
+from torchtitan_lite.checkpoint.format.shards import local_shards
 from torchtitan_lite.checkpoint.format.structure import rebuild, without
 from torchtitan_lite.checkpoint.format.untyped_structure import Untyped, retyped
 from torchtitan_lite.checkpoint.reading.files import Files
@@ -311,7 +311,7 @@ def _placement_error(
         for tensor in nested_tensors(value):
             if isinstance(tensor, DTensor):
                 try:
-                    list(parts_of(key, tensor))
+                    list(local_shards(key, tensor))
                 except ValueError as error:
                     return CheckpointMismatch(path, f"  {error}")
     return None

@@ -34,7 +34,7 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.known_manifests import damage_in
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.protocol import StoresCheckpoints
-from torchtitan_lite.store.rollbacks import of_run, together
+from torchtitan_lite.store.rollbacks import joint_rollbacks, of_run
 from torchtitan_lite.stores import usable
 
 _MOST_KEYS = 100
@@ -157,7 +157,7 @@ class Candidates:
             source, self.store, self.wanted, self.config, is_exact=self.is_exact, choose=self.choose
         )
         if preferred is not None and preferred is not source:
-            found = together(self.store.rollbacks.read(), preferred.rollbacks)
+            found = joint_rollbacks(self.store.rollbacks.read(), preferred.rollbacks)
             preferred = dataclasses.replace(preferred, rollbacks=of_run(found, preferred.lineage))
         return preferred, damaged
 

@@ -28,7 +28,7 @@ from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, of_eq
 from torchtitan_lite.store.manifest_fields import NAN_IN, RANKS_DIFFER, TRAINED_SECONDS
 from torchtitan_lite.store.place import Place, on_disk
 from torchtitan_lite.store.protocol import StoresCheckpoints
-from torchtitan_lite.store.rollbacks import Rollback, of_run, together, unfinished
+from torchtitan_lite.store.rollbacks import Rollback, joint_rollbacks, of_run, unfinished
 from torchtitan_lite.stores import usable
 
 _TRAIN_STATE = "train_state"
@@ -54,7 +54,7 @@ def choose_source(
     latest one of a branch that began there. `rollbacks` are those on record in another folder of the run, which count,
     too. Raises `CheckpointNotFound`, and `CheckpointMismatch` for a `step` that holds only weights.
     """
-    found = together(rollbacks, store.rollbacks.read())
+    found = joint_rollbacks(rollbacks, store.rollbacks.read())
     source = _chosen(store, step, config, skipped, is_exact, found)
     return None if source is None else _complete(source, found, config)
 
@@ -69,7 +69,7 @@ def choose_rollback(
     rollbacks: Sequence[Rollback] = (),
 ) -> LoadSource | None:
     """Return what the last rollback on record goes to in `store`. Called, and raises, as `choose_source`."""
-    found = together(rollbacks, store.rollbacks.read())
+    found = joint_rollbacks(rollbacks, store.rollbacks.read())
     return _complete(_rolled_back(store, found[-1], skipped), found, config)
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.flattening import flat_tensors
 from torchtitan_lite.checkpoint.format.key_report import KeyReport, TensorLike
-from torchtitan_lite.checkpoint.format.shards import Shape, parts_of
+from torchtitan_lite.checkpoint.format.shards import Shape, local_shards
 from torchtitan_lite.checkpoint.format.tensor_digest import TensorDigest, digest_chunk, finish
 from torchtitan_lite.checkpoint.reading.files import Files
 from torchtitan_lite.checkpoint.reading.load_rules import LoadRules, build_load_rules, unmatched_globs
@@ -392,7 +392,7 @@ def _own(key: str, tensor: torch.Tensor) -> dict[Shape, TensorDigest]:
         return {}
     return {
         tuple(part.offsets): digest_chunk(part.memory.cpu(), global_shape=tensor.shape, offsets=part.offsets)
-        for part in parts_of(key, tensor)
+        for part in local_shards(key, tensor)
     }
 
 

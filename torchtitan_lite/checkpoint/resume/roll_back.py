@@ -23,7 +23,7 @@ from torchtitan_lite.errors import TrainingDiverged
 from torchtitan_lite.events import Diverged
 from torchtitan_lite.log import counted, logger
 from torchtitan_lite.store.lineage import Lineage
-from torchtitan_lite.store.rollbacks import Rollback, next_rollback, of_run, together, within
+from torchtitan_lite.store.rollbacks import Rollback, joint_rollbacks, next_rollback, of_run, within
 from torchtitan_lite.stores import usable
 
 
@@ -87,7 +87,7 @@ class RollBack:
 
     def _take_over(self, others: Sequence[Rollback]) -> None:
         found = self._store.rollbacks.read()
-        if (new := together(found, others)) != found:
+        if (new := joint_rollbacks(found, others)) != found:
             with usable(self._store.address):
                 self._fence()
                 self._store.rollbacks.write(new)

@@ -33,7 +33,7 @@ from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import LeaseLost, SaveFailed
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.files_of_ranks import Files, FilesOfRanks, together
+from torchtitan_lite.store.files_of_ranks import Files, FilesOfRanks, with_rank_files
 from torchtitan_lite.store.lineage import Lineage, abandoned_by
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.manifest_fields import (
@@ -215,7 +215,9 @@ def written_files(by_rank: Mapping[int, WrittenFile], world_size: int) -> Files:
     record_sizes = [*sizes]
     for rank, file in by_rank.items():
         sizes[rank], record_sizes[rank] = file.size, file.record_size
-    return together({}, FilesOfRanks(sizes, record_sizes, b"".join(file.record_blocks for file in by_rank.values())))
+    return with_rank_files(
+        {}, FilesOfRanks(sizes, record_sizes, b"".join(file.record_blocks for file in by_rank.values()))
+    )
 
 
 def versions() -> dict[str, str]:

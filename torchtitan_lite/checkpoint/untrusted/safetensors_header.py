@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.format.contents import Shape
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES, Dtype
-from torchtitan_lite.disk.plain_file import opened
+from torchtitan_lite.disk.plain_file import opened_plain_file
 from torchtitan_lite.errors import CheckpointDamaged
 
 _NAMES = {
@@ -45,7 +45,7 @@ class StoredWeight(NamedTuple):
 
 def read_header(path: Path) -> dict[str, StoredWeight]:
     """Return the tensors of the file `path`, by name. Raises `CheckpointDamaged`, `CheckpointUnsafe` and OSError."""
-    with opened(path.resolve()) as fd:
+    with opened_plain_file(path.resolve()) as fd:
         size = os.fstat(fd).st_size
         head = os.pread(fd, max(_LENGTH_BYTES, len(_LFS_POINTER)), 0)
         if head.startswith(_LFS_POINTER):

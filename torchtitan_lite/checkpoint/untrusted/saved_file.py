@@ -31,7 +31,7 @@ from torchtitan_lite.checkpoint.untrusted.stock_item import (
     described_tensor,
     directory,
 )
-from torchtitan_lite.disk.plain_file import opened
+from torchtitan_lite.disk.plain_file import opened_plain_file
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe
 
 _MOST_DIRECTORY_BYTES = 64 << 20
@@ -67,7 +67,7 @@ class SavedFile:
         Raises `CheckpointUnsafe`, `CheckpointDamaged`, `CheckpointUnreadable` and OSError.
         """
         self.path = path
-        with opened(path.resolve()) as fd:
+        with opened_plain_file(path.resolve()) as fd:
             self._num_bytes = os.fstat(fd).st_size
             read = _bounded_read(fd, self._num_bytes)
             self._refuse_other_formats(read)

@@ -17,7 +17,7 @@ from torchtitan_lite.memory.images.commits import MOST_COMMITS, Commit
 from torchtitan_lite.store.format_version import FORMAT, check_format, unknown_fields
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import Table
-from torchtitan_lite.store.manifest_fields import file_name, number, refuse_constant, seconds, table, value_of
+from torchtitan_lite.store.manifest_fields import file_name, integer_field, refuse_constant, seconds, table, value_of
 
 _ID_LETTERS = 64
 
@@ -112,18 +112,20 @@ class Card:
         if not isinstance(document, dict):
             raise ValueError("its first line is not a JSON object")
         check_format({"format_version": 1} | document, "an image in memory")
-        size, blocks = number(document, "size", 0), bytes.fromhex(value_of(document, "blocks", str))
+        size, blocks = integer_field(document, "size", 0), bytes.fromhex(value_of(document, "blocks", str))
         if len(blocks) != DIGEST_BYTES * num_blocks(size):
             raise ValueError(f"expected the digests of {num_blocks(size)} blocks, found {len(blocks)} bytes")
         name = value_of(document, "file", str)
-        rank, world_size = number(document, "rank", 0), number(document, "world_size", 1)
+        rank, world_size = integer_field(document, "rank", 0), integer_field(document, "world_size", 1)
         if rank >= world_size:
             raise ValueError(f"rank {rank} of {world_size}")
         before, latest = value_of(document, "before", list), document.get("latest")
         versions = value_of(document, "versions", dict)
         tensors, structure = (Table.of_text(line, "card") if line else None for line in lines[2:])
         card = cls(
-            key=ImageKey(number(document, "step", 0), _id(document, "start"), number(document, "copy", 0)),
+            key=ImageKey(
+                integer_field(document, "step", 0), _id(document, "start"), integer_field(document, "copy", 0)
+            ),
             rank=rank,
             world_size=world_size,
             run=CardRun(
@@ -146,7 +148,9 @@ class Card:
 def _commit(value: Any) -> Commit:
     document = table({"commit": value})["commit"]
     digest = value_of(document, "digest", str)[:_ID_LETTERS]
-    return Commit(number(document, "step", 0), digest, number(document, "written_ns", 0), _id(document, "run_id"))
+    return Commit(
+        integer_field(document, "step", 0), digest, integer_field(document, "written_ns", 0), _id(document, "run_id")
+    )
 
 
 def _id(document: dict[str, Any], name: str) -> str:

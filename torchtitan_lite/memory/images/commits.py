@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchtitan_lite.disk.plain_file import opened
+from torchtitan_lite.disk.plain_file import opened_plain_file
 from torchtitan_lite.errors import CheckpointUnsafe
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing
@@ -76,7 +76,7 @@ def _rest(step: int, folder: Path) -> Commit:
 
 
 def _digest_in(folder: Path) -> str:
-    with opened(folder / layout.MANIFEST) as fd:
+    with opened_plain_file(folder / layout.MANIFEST) as fd:
         return last_digest(fd)
 
 

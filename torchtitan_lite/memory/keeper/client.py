@@ -182,7 +182,7 @@ class Keeper:
         try:
             with self._as_unavailable(), suppress(NoKeeper, HungUp), connected(self._path(), ANSWER_SECONDS) as ask:
                 listed, _ = ask({"what": "list", "start": self._start_of(start_id)})
-                for name in _names(listed):
+                for name in _names_in_answer(listed):
                     answer, fds = ask({"what": "take", "name": name}, may_fail=True, wants_fds=True)
                     if "error" in answer:  # Dropped since it was listed.
                         continue
@@ -240,7 +240,7 @@ class Keeper:
     def describe(self) -> KeeperDescription | None:
         """Return what the keeper says of itself; None if there is none. Raises `KeeperUnavailable`."""
         with self._as_unavailable(), suppress(NoKeeper, HungUp):
-            return _described(self._ask({"what": "hello"})[0])
+            return _keeper_description(self._ask({"what": "hello"})[0])
         return None
 
     def end(self) -> tuple[int, ...]:
@@ -251,7 +251,7 @@ class Keeper:
         with self._as_unavailable(), suppress(NoKeeper, HungUp):
             answer, fds = self._ask({"what": "end"}, wants_fds=True)
             if not fds:
-                return _described(answer).living
+                return _keeper_description(answer).living
             _wait_for_end(fds)
         return ()
 
@@ -318,7 +318,7 @@ class Keeper:
             raise KeeperUnavailable(str(error)) from error
 
 
-def _names(answer: Mapping[str, Any]) -> list[str]:
+def _names_in_answer(answer: Mapping[str, Any]) -> list[str]:
     names = answer.get("names")
     if not isinstance(names, list) or not all(map(messages.is_name, names)):
         raise messages.BadMessage("expected a list of names")
@@ -327,7 +327,7 @@ def _names(answer: Mapping[str, Any]) -> list[str]:
     return names
 
 
-def _described(answer: Mapping[str, Any]) -> KeeperDescription:
+def _keeper_description(answer: Mapping[str, Any]) -> KeeperDescription:
     try:
         living = tuple(map(int, answer["living"]))
         left = answer["seconds_left"]

@@ -67,7 +67,7 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
     Raises EOFError if the other end has hung up, `BadMessage` for one that is not of this version, and OSError.
     """
-    data, fds, flags = _receive(connection)
+    data, fds, flags = _receive_packet(connection)
     try:
         if flags & socket.MSG_CTRUNC:
             raise BadMessage("it has more descriptors than expected, or than this process may open")
@@ -75,7 +75,7 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
             raise BadMessage(f"it is longer than {MAX_MESSAGE_BYTES} bytes")
         if not data:
             raise EOFError
-        return _parse(data), fds
+        return _parse_message(data), fds
     except BaseException:
         close_all(fds)
         raise
@@ -87,7 +87,7 @@ def _credentials(connection: socket.socket) -> tuple[int, int, int]:
     return pid, user, group
 
 
-def _receive(connection: socket.socket) -> tuple[bytes, list[int], int]:
+def _receive_packet(connection: socket.socket) -> tuple[bytes, list[int], int]:
     # Not socket.recv_fds, which drops its flags (up to Python 3.13): a program started meanwhile would get the
     # descriptors, too.
     room = socket.CMSG_SPACE(MAX_FDS * _FD.size)
@@ -101,7 +101,7 @@ def _receive(connection: socket.socket) -> tuple[bytes, list[int], int]:
     return data, fds, flags
 
 
-def _parse(data: bytes) -> dict[str, Any]:
+def _parse_message(data: bytes) -> dict[str, Any]:
     try:
         message = json.loads(data)
     except (ValueError, RecursionError):

@@ -176,7 +176,7 @@ class Server:
             fds = []
             if answer.freed:
                 # Freeing a large image takes seconds, and the answer says that its memory is free.
-                _in_thread(answer, connection)
+                _answer_in_thread(answer, connection)
             else:
                 messages.send(connection, answer.message, answer.fds)
         except messages.BadMessage as error:
@@ -203,7 +203,7 @@ def _drain(fd: int) -> None:
         os.read(fd, 1 << 16)
 
 
-def _in_thread(answer: Answer, connection: socket.socket) -> None:
+def _answer_in_thread(answer: Answer, connection: socket.socket) -> None:
     try:
         _thread.start_new_thread(_free, (answer, connection))
     except RuntimeError:  # This user may have no more threads.
@@ -309,20 +309,20 @@ class KeeperContents:
             case "hello":
                 return self._hello(request)
             case "list":
-                return self._list(_text(request, "start"))
+                return self._list(_name_field(request, "start"))
             case "take":
-                entry = self._held.get(_text(request, "name"))
+                entry = self._held.get(_name_field(request, "name"))
                 return Answer({}, entry.fds) if entry else Answer({"error": "there is no such name"})
             case "drop":
                 return Answer({}, freed=self._drop(_texts(request, "names")))
             case "other":
-                other = self._other_than(_text(request, "start"))
+                other = self._other_than(_name_field(request, "start"))
                 return Answer({}, () if other is None else (other.pidfd,))
             case "leave":
-                self._leave(_text(request, "member"))
+                self._leave(_name_field(request, "member"))
                 return Answer({})
             case "finish":
-                return self._finish(_text(request, "start"))
+                return self._finish(_name_field(request, "start"))
             case "end":
                 return Answer(self._described()) if self._members else self._over()
         raise messages.BadMessage(f"it asks for {what!r:.40}")
@@ -350,7 +350,11 @@ class KeeperContents:
         }
 
     def _join(self, request: dict[str, Any], fds: list[int]) -> Answer:
-        name, start, ttl_seconds = _text(request, "member"), _text(request, "start"), request.get("ttl_seconds")
+        name, start, ttl_seconds = (
+            _name_field(request, "member"),
+            _name_field(request, "start"),
+            request.get("ttl_seconds"),
+        )
         if not isinstance(ttl_seconds, int | float) or not 0 <= ttl_seconds <= messages.MAX_TTL_SECONDS:
             raise messages.BadMessage(f"ttl_seconds: expected 0 to {messages.MAX_TTL_SECONDS}")
         if len(fds) != 1 or not messages.is_process(fds[0]):
@@ -376,7 +380,7 @@ class KeeperContents:
         return next((member for member in self._members.values() if member.start != start), None)
 
     def _keep(self, request: dict[str, Any], fds: list[int]) -> Answer:
-        name, start = _text(request, "name"), _text(request, "start")
+        name, start = _name_field(request, "name"), _name_field(request, "start")
         if not name or len(fds) != messages.MAX_FDS or not all(map(messages.is_shared_memory, fds)):
             raise messages.BadMessage("expected a name and the descriptors of two files in memory")
         if name not in self._held and len(self._held) >= messages.MAX_ENTRIES:
@@ -403,7 +407,7 @@ class KeeperContents:
         return Answer({}, (os.pidfd_open(os.getpid()),))
 
 
-def _text(request: dict[str, Any], name: str) -> str:
+def _name_field(request: dict[str, Any], name: str) -> str:
     value = request.get(name)
     if value != "" and not messages.is_name(value):
         raise messages.BadMessage(f"{name}: expected at most {messages.MAX_NAME_LETTERS} letters of ASCII")
