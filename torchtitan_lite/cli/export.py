@@ -31,6 +31,22 @@ _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
 @dataclass(frozen=True)
+class GivenModel:
+    """What a person says about the model."""
+
+    config: Annotated[str, Option("FILE")] = ""
+    """hf: the model's config.json, where the checkpoint does not describe the model. peft: the adapter_config.json."""
+    names: Literal["llama", "same"] = "llama"
+    """hf: llama, the model of train.py; same, a model that has Hugging Face's names already."""
+    name_map: Annotated[str, Option("NAMES")] = ""
+    """hf: FILE.json with {name in the model: name in the file}, or module:function."""
+    tokenizer: Annotated[str, Option("PATH")] = ""
+    """hf: a tokenizer.json or its folder, in place of the recorded one."""
+    no_tokenizer: bool = False
+    """hf: write no files of a tokenizer."""
+
+
+@dataclass(frozen=True)
 class Export:
     """Write the weights of a checkpoint in another format, for other tools.
 
@@ -53,16 +69,7 @@ class Export:
     """Globs of the model's names, with commas: only these."""
     exclude: Annotated[str, Option("GLOBS")] = ""
     """Globs of the model's names, with commas: not these."""
-    config: Annotated[str, Option("FILE")] = ""
-    """hf: the model's config.json, where the checkpoint does not describe the model. peft: the adapter_config.json."""
-    names: Literal["llama", "same"] = "llama"
-    """hf: llama, the model of train.py; same, a model that has Hugging Face's names already."""
-    name_map: Annotated[str, Option("NAMES")] = ""
-    """hf: FILE.json with {name in the model: name in the file}, or module:function."""
-    tokenizer: Annotated[str, Option("PATH")] = ""
-    """hf: a tokenizer.json or its folder, in place of the recorded one."""
-    no_tokenizer: bool = False
-    """hf: write no files of a tokenizer."""
+    model: GivenModel = GivenModel()
     adapter: Annotated[str, Option("NAME")] = "default"
     """peft: the name that the adapter has in the model."""
     json: bool = False
@@ -109,10 +116,9 @@ class Export:
 
     def _model(self, opened: OpenedCheckpoint, out: Path, most: int | None, screen: Screen) -> Exported:
         from torchtitan_lite.checkpoint.hugging_face.writing import write_model
-        from torchtitan_lite.cli.described_model import Given, described_checkpoint
+        from torchtitan_lite.cli.described_model import described_checkpoint
 
-        given = Given(self.config, self.names, self.name_map, self.tokenizer, self.no_tokenizer)
-        of = described_checkpoint(opened, given)
+        of = described_checkpoint(opened, self.model)
         for note in of.notes:
             screen.note(note)
         return write_model(
@@ -130,11 +136,11 @@ class Export:
         from torchtitan_lite.checkpoint.hugging_face.writing import listed, write_planned
         from torchtitan_lite.cli.described_model import read_config
 
-        if not self.config:
+        if not self.model.config:
             raise ConfigError(
                 "--format peft needs --config: the adapter_config.json that LoraConfig.save_pretrained writes"
             )
-        config = read_config(self.config, adapter.CONFIG)
+        config = read_config(self.model.config, adapter.CONFIG)
         planned = adapter.plan_adapter(opened, config, adapter=self.adapter, name=out.absolute().name, dtype=self.dtype)
         if planned.left_out:
             screen.note(f"note: left out, because trained but not part of the adapter: {listed(planned.left_out)}")
@@ -142,9 +148,10 @@ class Export:
 
     def _refuse_options(self) -> None:
         """Raise ConfigError for an option that the format does not have."""
+        usual = Export(self.step, self.out)
+        given, defaults = (vars(each) | vars(each.model) for each in (self, usual))
         for name, formats in _FORMATS_OF.items():
-            default = type(self).__dataclass_fields__[name].default
-            if getattr(self, name) != default and self.format not in formats:
+            if given[name] != defaults[name] and self.format not in formats:
                 raise ConfigError(f"--{name.replace('_', '-')} is for --format {' and '.join(formats)}")
 
 

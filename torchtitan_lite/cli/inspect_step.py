@@ -90,7 +90,7 @@ class _View:
 
         blocks: list[tuple[str, RenderableType]] = []
         if not (tensors or ranks):
-            if configuration := changed_settings(self.opened.config):
+            if configuration := changed_settings(self.opened.saved_by.config):
                 blocks.append(("Configuration that differs from the defaults", _pairs_table(configuration)))
             blocks.append(("Parts", self._parts()))
         if tensors or not ranks:
@@ -116,15 +116,15 @@ class _View:
             "step": opened.step,
             "bytes": opened.nbytes,
             "created_at": opened.created_at,
-            "world_size": opened.world_size,
-            "topology": opened.topology,
+            "world_size": opened.saved_by.world_size,
+            "topology": opened.saved_by.topology,
             "format_version": manifest.format_version if manifest is not None else None,
             "versions": manifest.versions if manifest is not None else {},
             "lineage": manifest.lineage.to_json() if manifest is not None else None,
             "metrics": manifest.extra.get("metrics", {}) if manifest is not None else {},
             "nan_in": manifest.extra.get("nan_in", []) if manifest is not None else [],
             "ranks_differ": manifest.extra.get("ranks_differ", []) if manifest is not None else [],
-            "config": opened.config,
+            "config": opened.saved_by.config,
             "parts": [
                 {
                     "name": part.name,
@@ -162,8 +162,9 @@ class _View:
     def _facts(self) -> dict[str, str]:
         opened, manifest = self.opened, self.opened.manifest
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(opened.created_at))
-        by = f" by {counted(opened.world_size, 'rank')}" if opened.world_size else ""
-        mesh = f" ({opened.topology})" if opened.topology and opened.world_size != 1 else ""
+        job = opened.saved_by
+        by = f" by {counted(job.world_size, 'rank')}" if job.world_size else ""
+        mesh = f" ({job.topology})" if job.topology and job.world_size != 1 else ""
         of_step = f" of step {opened.step}" if opened.step is not None else ""
         facts = {
             "kind": f"{_KINDS[opened.kind]} checkpoint{of_step}{_ORIGINS[opened.origin]}",

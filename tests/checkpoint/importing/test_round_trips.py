@@ -72,7 +72,7 @@ def test_a_trained_llama_of_several_ranks_comes_back_and_continues(
 ) -> None:
     with start(tmp_path / "run", "--training.steps=4", *degrees, ranks=ranks) as job:
         assert job.wait() == [0] * ranks, job.log
-    config = open_checkpoint(tmp_path / "run" / "checkpoint" / "step-4").config["model"]
+    config = open_checkpoint(tmp_path / "run" / "checkpoint" / "step-4").saved_by.config["model"]
 
     args = build_model_args(Model(**config), vocab_size=258, seq_len=64)
     assert_comes_back(tmp_path / "run" / "checkpoint" / "step-4", args, tmp_path, 200_000)

@@ -181,7 +181,7 @@ def _new_manifest(opened: OpenedCheckpoint, relaid: Relaid, out: Path, reader: R
         step=step or 0,
         kind=relaid.kind,
         created_at=time.time(),
-        world_size=opened.world_size or 1,
+        world_size=opened.saved_by.world_size or 1,
         versions=versions,
         files={},
         extra={"converted_from": opened.origin.value},

@@ -77,7 +77,7 @@ def plan_adapter(
         CARD: adapter_card(name, opened, stream, facts),
     }
     # Without the base, every tensor was trained.
-    is_trained_only = bool(opened.config.get("checkpoint", {}).get("save_trained_only"))
+    is_trained_only = bool(opened.saved_by.config.get("checkpoint", {}).get("save_trained_only"))
     left_out = [each.name for each in keys if each.name not in names] if is_trained_only else []
     return PlannedAdapter(PlannedExport({WEIGHTS: tensors}, files, stream), left_out)
 
