@@ -13,7 +13,7 @@ from torchtitan_lite.cli.new_place import new_place
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.log import counted, readable_bytes
+from torchtitan_lite.log import counted, listed, readable_bytes
 from torchtitan_lite.store.place import Place
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class Export:
 
     def _adapter(self, opened: OpenedCheckpoint, out: Path, screen: Screen) -> Exported:
         from torchtitan_lite.checkpoint.hugging_face import adapter
-        from torchtitan_lite.checkpoint.hugging_face.writing import listed, write_planned
+        from torchtitan_lite.checkpoint.hugging_face.writing import write_planned
         from torchtitan_lite.cli.described_model import read_config
 
         if not self.model.config:

@@ -25,11 +25,11 @@ from torchtitan_lite.checkpoint.format.contents import StoredTensor
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.named_checkpoint import resolve_any
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.words import age, count_text, size
+from torchtitan_lite.cli.words import age, count_text
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.config.job_config import JobConfig, flat_config
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.log import counted
+from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind
 
@@ -168,7 +168,7 @@ class _View:
         of_step = f" of step {opened.step}" if opened.step is not None else ""
         facts = {
             "kind": f"{_KINDS[opened.kind]} checkpoint{of_step}{_ORIGINS[opened.origin]}",
-            "size": f"{size(opened.nbytes)} in {counted(len(opened.sizes), 'file')}",
+            "size": f"{readable_bytes(opened.nbytes)} in {counted(len(opened.sizes), 'file')}",
             "saved": f"{saved}, {age(self.now - opened.created_at)} ago{by}{mesh}",
         }
         if manifest is not None:
@@ -192,7 +192,7 @@ class _View:
         table = _new_columns_table("part", "tensors", "elements", "size", "objects", "", "dtypes")
         for part in parts:
             dtypes = ", ".join(sorted(part.dtypes))
-            nbytes = size(part.nbytes) if part.num_tensors else ""
+            nbytes = readable_bytes(part.nbytes) if part.num_tensors else ""
             cells = (count_text(part.num_tensors), count_text(part.num_elements), nbytes, count_text(part.num_objects))
             table.add_row(part.name, *cells, bar([part.nbytes], longest, 8), dtypes)
         if len(parts) > 1:
@@ -212,8 +212,8 @@ class _View:
             table.add_row(
                 _span(layout.rank_of(first), layout.rank_of(last)),
                 first if len(alike) == 1 else f"{counted(len(alike), 'file')} of each",
-                size(sizes.get(first, 0)),
-                "not read" if first in self._unread else size(sum(parts.values())),
+                readable_bytes(sizes.get(first, 0)),
+                "not read" if first in self._unread else readable_bytes(sum(parts.values())),
                 bar(lengths, longest, _BAR_COLUMNS),
             )
         return table
@@ -249,7 +249,7 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, str]:
 def _totals(parts: Sequence[StatePart]) -> Iterator[str]:
     yield count_text(sum(part.num_tensors for part in parts))
     yield count_text(sum(part.num_elements for part in parts))
-    yield size(sum(part.nbytes for part in parts))
+    yield readable_bytes(sum(part.nbytes for part in parts))
     yield count_text(sum(part.num_objects for part in parts))
 
 
@@ -258,7 +258,7 @@ def _tensors_table(rows: Sequence[Row]) -> Table:
     table = _new_columns_table("name", *(["count"] if counts else []), "dtype", "shape", "size")
     for row in rows:
         shape = " x ".join(map(str, row.shape)) or "scalar"
-        each = size(row.nbytes // row.num_tensors)
+        each = readable_bytes(row.nbytes // row.num_tensors)
         table.add_row(KeyCell(row.name), *([str(row.num_tensors)] if counts else []), row.dtype, shape, each)
     return table
 

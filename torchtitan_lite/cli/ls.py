@@ -14,11 +14,11 @@ from torchtitan_lite.checkpoint.examining.opened import SavingJob, WrittenBy
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.named_checkpoint import SpeltAddress, folder_of_checkpoints, names_step, none_in
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.words import age, size
+from torchtitan_lite.cli.words import age
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError, PinsUnreadable, UnknownFormat
-from torchtitan_lite.log import counted
+from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.store.holder import Holder
 from torchtitan_lite.store.listing import is_checkpoint
 from torchtitan_lite.store.manifest import CheckpointKind
@@ -162,7 +162,7 @@ class _Found:
         return (
             entry.name if entry.step is None else str(entry.step),
             _KINDS[entry.kind] if entry.kind else "",
-            size(entry.nbytes),
+            readable_bytes(entry.nbytes),
             age(self.now - entry.created_at),
             _ranks(entry.saved_by),
             ", ".join(self._notes(entry)),
@@ -198,7 +198,7 @@ class _Found:
             what += f": {entry.finding}" if entry.finding else ""
             # Of a committed one in an object store, all of whose objects are gone, nothing is known.
             old = age(self.now - entry.created_at) if entry.created_at else ""
-            table.add_row(entry.name, size(entry.nbytes), old, what)
+            table.add_row(entry.name, readable_bytes(entry.nbytes), old, what)
         return table
 
     def _json_of(self, entry: ListedCheckpoint) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def _ranks(job: SavingJob) -> str:
 
 
 def _total(entries: Sequence[ListedCheckpoint]) -> str:
-    return size(sum(entry.nbytes for entry in entries))
+    return readable_bytes(sum(entry.nbytes for entry in entries))
 
 
 def _by_run(entries: Sequence[ListedCheckpoint]) -> list[tuple[str, list[ListedCheckpoint]]]:

@@ -18,7 +18,7 @@ from torchtitan_lite.checkpoint.examining.opened import OF_HUGGING_FACE, OpenedC
 from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
 from torchtitan_lite.checkpoint.examining.transformers_folder import WEIGHTS
 from torchtitan_lite.checkpoint.format.contents import Contents, StoredTensor
-from torchtitan_lite.checkpoint.format.dtypes import DTYPES
+from torchtitan_lite.checkpoint.format.dtypes import DTYPES, dtype_name
 from torchtitan_lite.checkpoint.format.structure import Path as KeyPath
 from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled
 from torchtitan_lite.errors import ConfigError
@@ -58,7 +58,7 @@ def export(opened: OpenedCheckpoint, out: Path, wanted: ExportRequest, progress:
     """
     contents = opened.contents
     keys = chosen(model_keys(contents, opened.manifest), wanted.include, wanted.exclude)
-    stream = TensorStream(opened.folder, contents, opened.manifest.files if opened.manifest is not None else {})
+    stream = TensorStream(opened.folder, contents, opened.records)
     tensors = [each for each in keys if each.key in contents.tensors]
     total = sum(elements_of(contents, each.key, wanted.dtype).num_bytes for each in tensors)
     if wanted.format != "safetensors":
@@ -171,7 +171,8 @@ def _to_dcp(
     for name, tensor in state.tensors.items():
         stored = opened.contents.tensors[tensor.source]
         after = dtype_after(stored, wanted.dtype)
-        tensors[name] = tensor._replace(dtype=OF_TORCH[after], cast=cast_between(_name(stored), wanted.dtype))
+        cast = cast_between(dtype_name(stored.dtype), wanted.dtype)
+        tensors[name] = tensor._replace(dtype=OF_TORCH[after], cast=cast)
     num_files = -(-total // wanted.max_shard_bytes) if wanted.max_shard_bytes else 1
     with new_output.new_folder(out) as folder:
         written = write_checkpoint(folder, state._replace(tensors=tensors), max(num_files, 1), stream, advance)
@@ -183,17 +184,13 @@ def elements_of(contents: Contents, key: str, dtype: str) -> Elements:
     stored = contents.tensors[key]
     itemsize = DTYPES[dtype_after(stored, dtype)].itemsize
     num_bytes: int = stored.nbytes // stored.dtype.itemsize * itemsize
-    return Elements(key, num_bytes, cast_between(_name(stored), dtype))
+    return Elements(key, num_bytes, cast_between(dtype_name(stored.dtype), dtype))
 
 
 def dtype_after(stored: StoredTensor, dtype: str) -> str:
     """Return the dtype that the tensor has after a cast to `dtype`, which leaves some tensors as they are."""
-    before = _name(stored)
+    before = dtype_name(stored.dtype)
     return dtype if cast_between(before, dtype) is not None else before
-
-
-def _name(stored: StoredTensor) -> str:
-    return str(stored.dtype).removeprefix("torch.")
 
 
 # The weights in a checkpoint of transformers, accelerate or Lightning, as far as they can be read without a pickle.

@@ -125,16 +125,14 @@ def _num_data_files(opened: OpenedCheckpoint) -> int:
 
 
 def _reader(opened: OpenedCheckpoint) -> Reader:
-    records = opened.manifest.files if opened.manifest is not None else {}
-    return Reader(opened, TensorStream(opened.folder, opened.contents, records))
+    return Reader(opened, TensorStream(opened.folder, opened.contents, opened.records))
 
 
 def _write_rewritten(
     opened: OpenedCheckpoint, out: Path, relaid: Relaid, num_files: int, manifest: Manifest | None, progress: Progress
 ) -> Rewritten:
     state = relaid.state
-    records = opened.manifest.files if opened.manifest is not None else {}
-    stream = TensorStream(opened.folder, opened.contents, records)
+    stream = TensorStream(opened.folder, opened.contents, opened.records)
     total = sum(tensor.num_bytes for tensor in state.tensors.values())
     with new_output.new_folder(out) as folder, progress(f"Writing {out.name}", 2 * total) as advance:
         written = write_checkpoint(folder, state, num_files, stream, advance)
@@ -279,9 +277,9 @@ def _read_span(fd: int, into: memoryview, begin: int) -> None:
         into, begin = into[count:], begin + count
 
 
-def _write_span(fd: int, data: memoryview, begin: int) -> None:
+def _write_span(fd: int, data: memoryview, begin: int, durable: Durable = DISK) -> None:
     while data:
-        written = DISK.write_at(fd, data, begin)
+        written = durable.write_at(fd, data, begin)
         data, begin = data[written:], begin + written
 
 
@@ -335,10 +333,8 @@ def _write_metadata(folder: Path, parts: Iterable[bytes], durable: Durable) -> i
     try:
         with naming(temporary):
             for part in parts:
-                left = memoryview(part)
-                while left:
-                    written = durable.write_at(fd, left, at)
-                    left, at = left[written:], at + written
+                _write_span(fd, memoryview(part), at, durable)
+                at += len(part)
             durable.fsync_file(fd)
     except Exception:
         durable.remove_file(temporary)

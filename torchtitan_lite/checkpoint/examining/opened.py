@@ -34,6 +34,7 @@ from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
+from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointNotFound, CheckpointUnreadable
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
@@ -99,6 +100,11 @@ class OpenedCheckpoint:
     def home(self) -> Place:
         """The folder of its files; of a checkpoint that is one file, the folder where that is."""
         return home_of(self.folder)
+
+    @property
+    def records(self) -> Mapping[str, FileRecord]:
+        """Size and digests of each file, by the manifest; nothing without one."""
+        return {} if self.manifest is None else self.manifest.files
 
     @property
     def nbytes(self) -> int:

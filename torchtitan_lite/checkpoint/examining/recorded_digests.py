@@ -24,6 +24,7 @@ from torchtitan_lite.disk.durable import DISK, Durable, temporary_name
 from torchtitan_lite.disk.listed_tree import FileState
 from torchtitan_lite.disk.plain_file import kind_of, read_plain
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe, FolderUnusable
+from torchtitan_lite.log import listed
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.described import allowed_description_bytes
 from torchtitan_lite.store.files_of_ranks import FilesOfRanks, together
@@ -139,7 +140,5 @@ def _refuse_changes(folder: Path, before: Mapping[str, FileState]) -> None:
     now = states_of(folder)
     changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     if changed:
-        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        names = f"{', '.join(changed[:3])}{more}"
-        cause = f"written or removed while it was read: {names}. Record it when it is complete"
+        cause = f"written or removed while it was read: {listed(changed)}. Record it when it is complete"
         raise CheckpointUnreadable(str(folder), cause)

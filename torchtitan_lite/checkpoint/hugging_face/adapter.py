@@ -21,11 +21,11 @@ from torchtitan_lite.checkpoint.hugging_face.writing import (
     CARD,
     PlannedExport,
     json_bytes,
-    listed,
     new_tensors,
     tensor_summary,
 )
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.log import listed
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -70,7 +70,7 @@ def plan_adapter(
         raise ConfigError(f"{CONFIG} is that of another adapter: {finding}")
     chosen = [each for each in keys if each.name in names]
     tensors = new_tensors(contents, {each.key: names[each.name] for each in chosen}, dtype)
-    stream = TensorStream(opened.folder, contents, opened.manifest.files if opened.manifest is not None else {})
+    stream = TensorStream(opened.folder, contents, opened.records)
     facts = {"method": str(kind), **tensor_summary(contents, chosen, tensors)}
     files = {
         CONFIG: json_bytes({**config, "inference_mode": True}),

@@ -20,14 +20,14 @@ from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.converting import new_output, safetensors_files
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, open_checkpoint
 from torchtitan_lite.checkpoint.hugging_face.model_files import DescribedModel
-from torchtitan_lite.checkpoint.hugging_face.writing import PlannedExport, listed, plan, write_rest, write_shards
+from torchtitan_lite.checkpoint.hugging_face.writing import PlannedExport, plan, write_rest, write_shards
 from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.config.job_config import JobConfig, Training
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError, SaveFailed, TorchtitanLiteError
 from torchtitan_lite.events import WeightsExported
-from torchtitan_lite.log import logger, readable_bytes
+from torchtitan_lite.log import listed, logger, readable_bytes
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointInfo
 

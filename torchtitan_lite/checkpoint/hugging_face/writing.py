@@ -34,12 +34,12 @@ from torchtitan_lite.checkpoint.hugging_face.model_files import DescribedModel
 from torchtitan_lite.checkpoint.hugging_face.rotary_rows import ReorderedStream
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.log import listed
 
 CONFIG = "config.json"
 CARD = "README.md"
 _DTYPES = ("dtype", "torch_dtype")
 """The key of transformers 5, and that of 4."""
-_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def model_mismatch(model: DescribedModel, contents: Contents, keys: Sequence[Mod
 
 def stream_of(opened: OpenedCheckpoint, model: DescribedModel, keys: Iterable[ModelKey]) -> Stream:
     """Return what reads the tensors of `opened` with their rows in the order of Hugging Face's."""
-    stream = TensorStream(opened.folder, opened.contents, opened.manifest.files if opened.manifest is not None else {})
+    stream = TensorStream(opened.folder, opened.contents, opened.records)
     head_dims = {each.key: model.places[each.name].rotary_head_dim for each in keys}
     turned = {key: head_dim for key, head_dim in head_dims.items() if head_dim is not None}
     return ReorderedStream(stream, turned, "halves") if turned else stream
@@ -195,12 +195,6 @@ def write_rest(planned: PlannedExport, folder: Path) -> None:
 def json_bytes(content: Mapping[str, Any]) -> bytes:
     """Return `content` as Hugging Face's libraries write it."""
     return (json.dumps(content, indent=2) + "\n").encode()
-
-
-def listed(names: Sequence[str], separator: str = ", ") -> str:
-    """Return the first few of `names`, and how many more there are."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return separator.join(names[:_SHOWN]) + more
 
 
 def _main_dtype(tensors: Iterable[TensorToWrite]) -> str:

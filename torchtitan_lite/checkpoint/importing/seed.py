@@ -22,6 +22,7 @@ from torchtitan_lite.checkpoint.converting.exporting import Progress
 from torchtitan_lite.checkpoint.converting.new_state import NewState, NewTensor
 from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
 from torchtitan_lite.checkpoint.examining.tensor_stream import Stream
+from torchtitan_lite.checkpoint.format.dtypes import dtype_name
 from torchtitan_lite.checkpoint.format.structure import branch_of, encode
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.importing.wanted import Weight
@@ -92,7 +93,7 @@ def refuse_out(out: Path) -> None:
 def _state(weights: Sequence[Weight], stream: Stream, dtype: str) -> NewState:
     tensors = {}
     for name, source in weights:
-        before = str(stream.contents.tensors[source].dtype).removeprefix("torch.")
+        before = dtype_name(stream.contents.tensors[source].dtype)
         if before not in DTYPES:
             raise ConfigError(f"{source} is {before}, which PyTorch {torch.__version__} does not have")
         cast = cast_between(before, dtype)
