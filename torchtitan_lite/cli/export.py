@@ -115,21 +115,15 @@ class Export:
         return export(opened, out, wanted, screen.progress)
 
     def _model(self, opened: OpenedCheckpoint, out: Path, most: int | None, screen: Screen) -> Exported:
-        from torchtitan_lite.checkpoint.hugging_face.writing import write_model
+        from torchtitan_lite.checkpoint.hugging_face.writing import plan, write_planned
         from torchtitan_lite.cli.described_model import described_checkpoint
 
         of = described_checkpoint(opened, self.model)
         for note in of.notes:
             screen.note(note)
-        return write_model(
-            opened,
-            of.model,
-            out,
-            screen.progress,
-            dtype=self.dtype,
-            max_shard_bytes=most,
-            of_trainer=of.of_trainer,
-        )
+        name = out.absolute().name
+        planned = plan(opened, of.model, name=name, dtype=self.dtype, max_shard_bytes=most, of_trainer=of.of_trainer)
+        return write_planned(planned, out, screen.progress)
 
     def _adapter(self, opened: OpenedCheckpoint, out: Path, screen: Screen) -> Exported:
         from torchtitan_lite.checkpoint.hugging_face import adapter
@@ -144,7 +138,7 @@ class Export:
         planned = adapter.plan_adapter(opened, config, adapter=self.adapter, name=out.absolute().name, dtype=self.dtype)
         if planned.left_out:
             screen.note(f"note: left out, because trained but not part of the adapter: {listed(planned.left_out)}")
-        return write_planned(planned.files, out, screen.progress)
+        return write_planned(planned, out, screen.progress)
 
     def _refuse_options(self) -> None:
         """Raise ConfigError for an option that the format does not have."""

@@ -24,7 +24,7 @@ from torchtitan_lite.checkpoint.examining.summary import (
 from torchtitan_lite.checkpoint.format.contents import StoredTensor
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.named_checkpoint import resolve_any
-from torchtitan_lite.cli.screen import Screen
+from torchtitan_lite.cli.screen import Screen, plain_table
 from torchtitan_lite.cli.words import age, count_text
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.config.job_config import JobConfig, flat_config
@@ -280,9 +280,7 @@ def _span(first: int | None, last: int | None) -> str:
 
 
 def _pairs_table(facts: Mapping[str, str]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table = plain_table(show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in facts.items():
@@ -291,9 +289,7 @@ def _pairs_table(facts: Mapping[str, str]) -> Table:
 
 
 def _new_columns_table(*names: str) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    table = plain_table()
     for name in names:
         if name in ("name", "part", "dtypes"):
             table.add_column(name, overflow="fold")

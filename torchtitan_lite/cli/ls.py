@@ -13,7 +13,7 @@ from torchtitan_lite.checkpoint.examining.inventory import USABLE, ListedCheckpo
 from torchtitan_lite.checkpoint.examining.opened import SavingJob, WrittenBy
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.named_checkpoint import SpeltAddress, folder_of_checkpoints, names_step, none_in
-from torchtitan_lite.cli.screen import Screen
+from torchtitan_lite.cli.screen import Screen, plain_table
 from torchtitan_lite.cli.words import age
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.config.argument_parser import Positional
@@ -187,7 +187,7 @@ class _Found:
             yield f"DAMAGED, found {ago} ago" if entry.verified.num_findings else f"{what} {ago} ago"
 
     def _others(self, entries: Sequence[ListedCheckpoint]) -> Table:
-        table = _new_plain_table()
+        table = plain_table()
         table.add_column("name", overflow="fold")
         table.add_column("size", justify="right", no_wrap=True)
         table.add_column("age", justify="right", no_wrap=True)
@@ -234,7 +234,7 @@ class _Found:
 
 
 def _listing_table(widths: Sequence[int], rows: Sequence[Sequence[str]], *, with_header: bool) -> Table:
-    table = _new_plain_table(with_header)
+    table = plain_table(show_header=with_header)
     for name, width in zip(_COLUMNS, widths, strict=True):
         side: Literal["left", "right"] = "right" if name in _NUMBERS else "left"
         most = _FOLDED.get(name, width)
@@ -242,12 +242,6 @@ def _listing_table(widths: Sequence[int], rows: Sequence[Sequence[str]], *, with
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def _new_plain_table(with_header: bool = True) -> Table:
-    from rich.table import Table
-
-    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=with_header, header_style="")
 
 
 def _ranks(job: SavingJob) -> str:

@@ -19,7 +19,7 @@ from torchtitan_lite.checkpoint.images.card import Card
 from torchtitan_lite.checkpoint.staging.mark import UnusableMark, read_mark
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.named_checkpoint import folder_of_checkpoints, local, names_step
-from torchtitan_lite.cli.screen import Screen
+from torchtitan_lite.cli.screen import Screen, plain_table
 from torchtitan_lite.cli.words import age
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.distributed.environment import runtime_folder
@@ -151,12 +151,11 @@ class _HeldHere:
         if self.keeper is None:
             return f"{self.root}: nothing is kept in memory on this host"
         from rich.console import Group
-        from rich.table import Table
         from rich.text import Text
 
         held = f"{counted(len(self.images), 'image')}, {readable_bytes(self.memory_bytes)}"
         held += f", kept by process {self.keeper.pid}"
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+        table = plain_table()
         for title in ("step", "rank", "size", "age"):
             table.add_column(title, justify="right", no_wrap=True)
         table.add_column("run", overflow="fold")

@@ -15,13 +15,14 @@ import torch
 
 from tests.checkpoint.reading.foreign_folders import save_plain
 from tests.checkpoint.reading.memory import peak_above_before, untouched_zeros
+from tests.hugging_face import write_model
 from torchtitan_lite.checkpoint.converting import new_output
 from torchtitan_lite.checkpoint.converting.streamed_file import Advance
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint, open_checkpoint
 from torchtitan_lite.checkpoint.examining.tensor_stream import SLICE_BYTES
 from torchtitan_lite.checkpoint.hugging_face.known_model import HuggingFaceModel
 from torchtitan_lite.checkpoint.hugging_face.model_files import Place
-from torchtitan_lite.checkpoint.hugging_face.writing import PlannedExport, plan, write_model, write_rest, write_shards
+from torchtitan_lite.checkpoint.hugging_face.writing import PlannedExport, plan, write_rest, write_shards
 from torchtitan_lite.errors import CheckpointUnreadable, ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from tests.checkpoint.importing.sources import ARGS, weights
 from tests.cli.command import command
 from tests.e2e.jobs import start
+from tests.hugging_face import write_model
 from torchtitan_lite.checkpoint.examining.opened import open_checkpoint
-from torchtitan_lite.checkpoint.hugging_face.writing import write_model
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.config.job_config import Model
 from torchtitan_lite.models.llama.args import ModelArgs

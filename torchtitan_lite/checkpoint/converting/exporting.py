@@ -13,6 +13,7 @@ from typing import Any, Literal
 from torchtitan_lite.checkpoint.converting import new_output, safetensors_files
 from torchtitan_lite.checkpoint.converting.casting import cast_between
 from torchtitan_lite.checkpoint.converting.model_part import ModelKey, chosen, model_keys
+from torchtitan_lite.checkpoint.converting.safetensors_files import TensorToWrite
 from torchtitan_lite.checkpoint.converting.streamed_file import Advance, Elements
 from torchtitan_lite.checkpoint.examining.opened import OF_HUGGING_FACE, OpenedCheckpoint, WrittenBy
 from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
@@ -90,16 +91,7 @@ def _to_safetensors(
             f"{objects[0]} is no tensor, and safetensors holds only tensors: use --format torch or dcp, or leave it "
             f"out with --exclude {objects[0]!r}"
         )
-    tensors = [
-        safetensors_files.TensorToWrite(
-            each.name,
-            dtype_after(contents.tensors[each.key], wanted.dtype),
-            contents.tensors[each.key].shape,
-            elements_of(contents, each.key, wanted.dtype),
-        )
-        for each in keys
-    ]
-    safetensors_files.refuse_dtypes(tensors)
+    tensors = new_tensors(contents, {each.key: each.name for each in keys}, wanted.dtype)
     if out.suffix == safetensors_files.SUFFIX:
         if wanted.max_shard_bytes is not None:
             raise ConfigError(f"{out} is one file, and --max-shard-size makes several: name a folder as OUT")
@@ -177,6 +169,17 @@ def _to_dcp(
     with new_output.new_folder(out) as folder:
         written = write_checkpoint(folder, state._replace(tensors=tensors), max(num_files, 1), stream, advance)
     return [*written.files]
+
+
+def new_tensors(contents: Contents, names: Mapping[str, str], dtype: str) -> list[TensorToWrite]:
+    """Return the tensors to write: of each key in `names`, under its name. Raise ConfigError for an odd dtype."""
+    tensors = [
+        TensorToWrite(name, dtype_after(stored, dtype), stored.shape, elements_of(contents, key, dtype))
+        for key, name in names.items()
+        for stored in (contents.tensors[key],)
+    ]
+    safetensors_files.refuse_dtypes(tensors)
+    return tensors
 
 
 def elements_of(contents: Contents, key: str, dtype: str) -> Elements:

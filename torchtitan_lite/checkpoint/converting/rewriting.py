@@ -79,7 +79,7 @@ def convert(opened: OpenedCheckpoint, out: Path, to: Layout, progress: Progress,
         "ours": as_our_layout,
     }
     relaid = by_layout[to](reader)
-    num_files = _fitting(relaid.state, _num_data_files(opened))
+    num_files = _fitting(relaid.state, sum(map(layout.is_data_file, opened.sizes)))
     manifest = _new_manifest(opened, relaid, out, reader) if to == "ours" else None
     return _write_rewritten(opened, out, relaid, num_files, manifest, progress)
 
@@ -118,10 +118,6 @@ def _keeping_what_is_right(folder: Path) -> Iterator[None]:
         else:
             logger.warning("What was copied stays in %s: the same command continues", folder)
         raise
-
-
-def _num_data_files(opened: OpenedCheckpoint) -> int:
-    return len([name for name in opened.sizes if layout.is_data_file(name)])
 
 
 def _reader(opened: OpenedCheckpoint) -> Reader:

@@ -8,10 +8,10 @@ whether the checkpoint has it or not.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_lite.checkpoint.converting import safetensors_files
+from torchtitan_lite.checkpoint.converting.exporting import new_tensors
 from torchtitan_lite.checkpoint.converting.model_part import ModelKey, model_keys
 from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint
 from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
@@ -21,7 +21,6 @@ from torchtitan_lite.checkpoint.hugging_face.writing import (
     CARD,
     PlannedExport,
     json_bytes,
-    new_tensors,
     tensor_summary,
 )
 from torchtitan_lite.errors import ConfigError
@@ -37,17 +36,9 @@ _DORA = "lora_magnitude_vector"
 _RANK_FIRST = ("lora_A", "lora_embedding_A")
 
 
-@dataclass(frozen=True)
-class PlannedAdapter:
-    """The files of an adapter, and the names of trained tensors that peft has no place for."""
-
-    files: PlannedExport
-    left_out: list[str]
-
-
 def plan_adapter(
     opened: OpenedCheckpoint, config: Mapping[str, Any], *, adapter: str, name: str, dtype: str = ""
-) -> PlannedAdapter:
+) -> PlannedExport:
     """Return the files of `adapter` in `opened` for the folder `name`; `config` is its adapter_config.json.
 
     Raises ConfigError if `opened` has no such adapter, or `config` is that of another one; and ExtraMissing.
@@ -79,7 +70,7 @@ def plan_adapter(
     # Without the base, every tensor was trained.
     is_trained_only = bool(opened.saved_by.config.get("checkpoint", {}).get("save_trained_only"))
     left_out = [each.name for each in keys if each.name not in names] if is_trained_only else []
-    return PlannedAdapter(PlannedExport({WEIGHTS: tensors}, files, stream), left_out)
+    return PlannedExport({WEIGHTS: tensors}, files, stream, left_out)
 
 
 def saved_name(name: str, adapter: str, bias: object) -> str:
