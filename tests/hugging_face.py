@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torchtitan_lite.checkpoint.converting.exporting import Exported, Progress
+from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint
+from torchtitan_lite.checkpoint.hugging_face.known_model import HuggingFaceModel
+from torchtitan_lite.checkpoint.hugging_face.writing import plan, write_planned
 
 from torchtitan_lite.models.llama.args import ModelArgs
 from torchtitan_lite.models.llama.model import Transformer
@@ -15,6 +20,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # Read when transformers is imported, which 
 PROMPT = "import os\n\ndef "
 NEW_TOKENS = 32
 TOLERANCE = 1e-5
+
+
+def write_model(opened: OpenedCheckpoint, model: HuggingFaceModel, out: Path, show: Progress, **how: Any) -> Exported:
+    """Write the model in `opened` to the folder `out`, `how` as `plan` has it."""
+    return write_planned(plan(opened, model, name=out.absolute().name, **how), out, show)
 
 
 def our_model(step: Path, args: ModelArgs, dtype: torch.dtype = torch.float32) -> Transformer:

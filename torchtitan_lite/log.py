@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Sequence
 
 __all__ = ["setup"]  # What a loop of your own calls; the rest may move.
 
 logger = logging.getLogger("torchtitan_lite")
 
+_LISTED = 3
 _LONGEST = 200
 """Characters of a value in a message: a tensor or a list of checkpoints has thousands."""
 
@@ -46,6 +48,12 @@ def readable_bytes(num_bytes: int) -> str:
 def counted(number: int, noun: str) -> str:
     """Return "1 rank", "2 ranks", "20,000 batches"; of a `noun` whose plural ends in -s."""
     return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith(("s", "x", "ch", "sh")) else "s")
+
+
+def listed(names: Sequence[str], separator: str = ", ") -> str:
+    """Return the first three of `names`, and how many more there are."""
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return separator.join(names[:_LISTED]) + more
 
 
 def in_one_line(found: object) -> str:

@@ -102,7 +102,10 @@ def large(sources: Sequence[Source]) -> Iterator[str]:
     for each in sources:
         for node in ast.walk(each.tree):
             if isinstance(node, ast.ClassDef):
-                fields = sum(isinstance(part, ast.AnnAssign) for part in node.body)
+                fields = sum(
+                    isinstance(part, ast.AnnAssign) and not ast.unparse(part.annotation).startswith("ClassVar")
+                    for part in node.body
+                )
                 made_of = [
                     len(part.args.args) + len(part.args.kwonlyargs) - 1
                     for part in node.body

@@ -105,7 +105,7 @@ def test_folders_of_torchtitan_and_of_plain_dcp(root: Path, tmp_path: Path) -> N
     for name, each in found.items():
         opened = open_checkpoint(root / name)
         assert (opened.origin.value, opened.kind.value) == (each["origin"], each["kind"]), "the words do not mislead"
-        assert (opened.world_size, each["world_size"], each["lineage"]) == (1, 1, None)
+        assert (opened.saved_by.world_size, each["world_size"], each["lineage"]) == (1, 1, None)
         assert opened.nbytes == each["bytes"]
     ended = command("ls", root)
     assert ["Without", "a", "manifest:", "saved", "by", "torchtitan"] in ended.lines

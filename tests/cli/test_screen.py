@@ -14,8 +14,8 @@ from tests.cli.folders import add_step
 from torchtitan_lite.cli import screen as module
 from torchtitan_lite.cli.inspect_step import bar, folded
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.words import age, size
-from torchtitan_lite.log import counted
+from torchtitan_lite.cli.words import age
+from torchtitan_lite.log import counted, readable_bytes
 
 Capture = pytest.CaptureFixture[str]
 
@@ -99,7 +99,8 @@ def test_words() -> None:
     assert [age(seconds) for seconds in (-5, 0, 119, 120, 7199, 7200, 172_800)] == [
         *("0 s", "0 s", "119 s", "2 min", "120 min", "2 h", "2 d"),
     ]
-    assert [counted(1, "rank"), counted(20_000, "tensor"), size(1 << 30)] == ["1 rank", "20,000 tensors", "1.0 GiB"]
+    assert [counted(1, "rank"), counted(20_000, "tensor")] == ["1 rank", "20,000 tensors"]
+    assert readable_bytes(1 << 30) == "1.0 GiB"
 
 
 def test_progress_counts_the_bytes_of_all_threads(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

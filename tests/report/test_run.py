@@ -33,13 +33,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_each_start_is_known_by_the_step_it_loaded_and_by_its_end(folder: Path) -> None:
     starts = read_run(str(folder)).starts
-    assert [(start.loaded_step, start.last_step, start.end) for start in starts] == [
+    assert [(start.loaded.step, start.last_step, start.end) for start in starts] == [
         (0, 30, "killed"),
         (30, 45, "preempted"),
         (45, 60, "finished"),
     ]
     assert starts[1].signal == 15
-    assert starts[1].load_seconds == 0.5
+    assert starts[1].loaded.seconds == 0.5
 
 
 def test_a_fallback_to_an_older_checkpoint_is_one_start(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_fallback_to_an_older_checkpoint_is_one_start(tmp_path: Path) -> None:
         {"event": "loaded", "step": 10, "time": BEGUN + 53, "seconds": 1.0},
     ]
     write_lines(tmp_path / "events.jsonl", events)
-    assert [start.loaded_step for start in read_run(str(tmp_path)).starts] == [0, 10]
+    assert [start.loaded.step for start in read_run(str(tmp_path)).starts] == [0, 10]
 
 
 def test_a_run_that_rolled_back_by_itself_is_one_start_that_says_so(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_run_that_rolled_back_by_itself_is_one_start_that_says_so(tmp_path: Pa
     ]
     write_lines(tmp_path / "events.jsonl", events)
     (start,) = read_run(str(tmp_path)).starts
-    assert (start.loaded_step, start.last_step, len(start.diverged)) == (0, 30, 2)
+    assert (start.loaded.step, start.last_step, len(start.diverged)) == (0, 30, 2)
     page = render_page([read_run(str(tmp_path))])
     assert "step 25: loss is nan; rolled back, without batch 25" in page
     assert "step 35: loss is inf<" in page
@@ -75,7 +75,7 @@ def test_a_run_whose_first_event_is_its_end_is_shown_and_its_next_start_is_anoth
     events = [{"event": "diverged", "step": 3, "time": BEGUN, "reason": "loss is nan"}]
     write_lines(tmp_path / "events.jsonl", events)
     (start,) = read_run(str(tmp_path)).starts
-    assert (start.loaded_step, [event.step for event in start.diverged]) == (0, [3])
+    assert (start.loaded.step, [event.step for event in start.diverged]) == (0, [3])
     events += [
         *saved(10, BEGUN + 5),
         {"event": "diverged", "step": 15, "time": BEGUN + 6, "reason": "loss is nan"},
@@ -83,7 +83,7 @@ def test_a_run_whose_first_event_is_its_end_is_shown_and_its_next_start_is_anoth
         {"event": "loaded", "step": 10, "time": BEGUN + 51, "seconds": 1.0},
     ]
     write_lines(tmp_path / "events.jsonl", events)
-    assert [start.loaded_step for start in read_run(str(tmp_path)).starts] == [0, 10]
+    assert [start.loaded.step for start in read_run(str(tmp_path)).starts] == [0, 10]
 
 
 def test_starts_of_a_ledger_count_those_that_left_no_event(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_load_from_memory_is_named(tmp_path: Path) -> None:
     events = saved(10, BEGUN) + [event | memory for event in loaded(13, BEGUN + 50)]
     write_lines(tmp_path / "events.jsonl", events)
     run = read_run(str(tmp_path))
-    assert [(start.loaded_step, start.is_from_memory) for start in run.starts] == [(0, False), (13, True)]
+    assert [(start.loaded.step, start.loaded.is_from_memory) for start in run.starts] == [(0, False), (13, True)]
     assert "from memory, 3 ahead of the disk" in render_page([run])
 
 
@@ -402,6 +402,6 @@ def test_a_start_says_what_it_began_from(tmp_path: Path) -> None:
     events = [event | {"origin": "memory"} for event in loaded(7, BEGUN + 30.5)]
     write_lines(tmp_path / "events.jsonl", events)
     run = read_run(str(tmp_path))
-    assert [start.loaded_from for start in run.starts] == ["fresh", "seed", "initial", "memory", ""]
+    assert [start.loaded.origin for start in run.starts] == ["fresh", "seed", "initial", "memory", ""]
     cells = re.findall(r"<td>2027-01-15 .*</td>\s*<td class=.number.>(.*?)</td>", render_page([run]))
     assert cells[-5:] == ["fresh", "seed", "initial weights", "7", "none"]

@@ -13,7 +13,7 @@ import inspect
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, Protocol, cast
@@ -91,7 +91,7 @@ def parse_verb(argv: Sequence[str]) -> Verb:
         parser.add_fields(parser, kind, _option_default_text)
         # --keep_latest is --keep-latest.
         arguments = [re.sub("^--[^=]*", lambda found: found[0].replace("_", "-"), each) for each in argv[1:]]
-        return cast(Verb, kind(**_given(parser, parser.parse_known_intermixed_args, arguments)))
+        return cast(Verb, _made(kind, _given(parser, parser.parse_known_intermixed_args, arguments)))
     if not name.startswith("-"):
         raise ConfigError(_unknown_verb(name))
     parser = _parser_of_all()
@@ -102,6 +102,17 @@ def parse_verb(argv: Sequence[str]) -> Verb:
 
     sys.stdout.write(shtab.complete(parser, shell))
     raise SystemExit(0)
+
+
+def _made(kind: Any, values: Mapping[str, Any]) -> Any:
+    """Return the dataclass `kind` of its `values`, and so for a field whose default is a dataclass."""
+    fields = {each.name: each.default for each in dataclasses.fields(kind)}
+    return kind(
+        **{
+            name: _made(type(default), values) if dataclasses.is_dataclass(default) else values[name]
+            for name, default in fields.items()
+        }
+    )
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from torchtitan_lite.cli.export import GivenModel
 from torchtitan_lite.cli.name_map import NameMap, read_name_map
 from torchtitan_lite.config.sections.training import Model
 from torchtitan_lite.converting.model_part import ModelKey, model_keys
@@ -22,7 +23,8 @@ from torchtitan_lite.errors import CheckpointUnsafe, ConfigError
 from torchtitan_lite.examining.opened import OpenedCheckpoint
 from torchtitan_lite.hugging_face.known_model import HuggingFaceModel
 from torchtitan_lite.hugging_face.model_files import Place
-from torchtitan_lite.hugging_face.writing import listed, model_mismatch, stream_of
+from torchtitan_lite.hugging_face.writing import model_mismatch, stream_of
+from torchtitan_lite.log import listed
 from torchtitan_lite.models.llama.args import ModelArgs, RopeScaling, args_of_settings
 from torchtitan_lite.models.llama.config_file import build_model_args
 from torchtitan_lite.models.llama.hugging_face import (
@@ -46,17 +48,6 @@ _HOW = "give --config CONFIG_JSON, and --names same or --name-map if its names a
 
 
 @dataclass(frozen=True)
-class Given:
-    """What a person says about the model."""
-
-    config: str = ""
-    names: Literal["llama", "same"] = "llama"
-    name_map: str = ""
-    tokenizer: str = ""
-    no_tokenizer: bool = False
-
-
-@dataclass(frozen=True)
 class DescribedCheckpoint:
     """The model of a checkpoint."""
 
@@ -67,7 +58,7 @@ class DescribedCheckpoint:
     """For the person."""
 
 
-def described_checkpoint(opened: OpenedCheckpoint, given: Given) -> DescribedCheckpoint:
+def described_checkpoint(opened: OpenedCheckpoint, given: GivenModel) -> DescribedCheckpoint:
     """Return the model in `opened`. Raise ConfigError, with what is missing or does not fit."""
     if given.tokenizer and given.no_tokenizer:
         raise ConfigError("--tokenizer and --no-tokenizer: expected one of them")
@@ -105,11 +96,11 @@ def read_config(given: str, name: str = "config.json") -> dict[str, Any]:
     return {key: value for key, value in document.items() if key != "_name_or_path"}
 
 
-def _llama(opened: OpenedCheckpoint, keys: list[ModelKey], given: Given) -> DescribedCheckpoint:
+def _llama(opened: OpenedCheckpoint, keys: list[ModelKey], given: GivenModel) -> DescribedCheckpoint:
     """Return the model of `train.py`: of the sizes in a given config.json, else of the recorded ones."""
     notes = []
     imported = _imported_args(opened)
-    if not (given.config or opened.config or imported):
+    if not (given.config or opened.saved_by.config or imported):
         raise ConfigError(f"{opened.folder} does not say which model is in it: {_HOW}{_source_of(opened)}")
     tokenizer = _model_tokenizer(opened, given)
     if tokenizer is not None and (finding := _other_tokenizer(opened, tokenizer)):
@@ -136,7 +127,7 @@ def _llama(opened: OpenedCheckpoint, keys: list[ModelKey], given: Given) -> Desc
         )
     if tokenizer is None and not given.no_tokenizer:
         notes.append(_without_tokenizer())
-    return DescribedCheckpoint(model, bool(opened.config) and not given.config, notes)
+    return DescribedCheckpoint(model, bool(opened.saved_by.config) and not given.config, notes)
 
 
 def _copies(opened: OpenedCheckpoint, model: HuggingFaceModel, keys: list[ModelKey]) -> list[str]:
@@ -150,7 +141,7 @@ def _copies(opened: OpenedCheckpoint, model: HuggingFaceModel, keys: list[ModelK
 def _imported_args(opened: OpenedCheckpoint) -> ModelArgs | None:
     """Return the sizes that an import recorded for `train.py`; None if none did, or not as it does."""
     recorded = opened.manifest.extra.get(_MODEL_OF_IMPORT) if opened.manifest is not None else None
-    if opened.config or not isinstance(recorded, dict):
+    if opened.saved_by.config or not isinstance(recorded, dict):
         return None
     try:
         scaling = recorded["rope_scaling"]
@@ -178,7 +169,7 @@ def _source_of(opened: OpenedCheckpoint) -> str:
 
 def _recorded_args(opened: OpenedCheckpoint, keys: list[ModelKey]) -> ModelArgs:
     """Return the sizes of the recorded configuration."""
-    model, training = (opened.config.get(name, {}) for name in ("model", "training"))
+    model, training = (opened.saved_by.config.get(name, {}) for name in ("model", "training"))
     known = {field.name for field in dataclasses.fields(Model)}
     tensors, settings = opened.contents.tensors, _model_settings(opened)
     embedding = next((tensors[each.key].shape for each in keys if each.name == EMBEDDING and each.key in tensors), ())
@@ -198,11 +189,11 @@ def _model_settings(opened: OpenedCheckpoint) -> dict[str, Any]:
     return {key.removeprefix(_SETTINGS): objects[key].value for key in objects if key.startswith(_SETTINGS)}
 
 
-def _model_tokenizer(opened: OpenedCheckpoint, given: Given) -> Tokenizer | None:
+def _model_tokenizer(opened: OpenedCheckpoint, given: GivenModel) -> Tokenizer | None:
     """Return the tokenizer that is given, else the recorded one; None if there is none."""
     if given.tokenizer:
         return _named_tokenizer(given.tokenizer)
-    path = opened.config.get("model", {}).get("tokenizer_path", "")
+    path = opened.saved_by.config.get("model", {}).get("tokenizer_path", "")
     if not path or not isinstance(path, str) or (given.no_tokenizer and path != BYTES):
         return None
     if path != BYTES and not Path(path).expanduser().exists():

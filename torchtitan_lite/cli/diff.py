@@ -101,9 +101,9 @@ class _Result:
             "containers": _sides(found.containers),
             "objects": _sides(found.objects),
             "values": {
-                "equal_by_digest": len(found.known_equal),
-                "different_by_digest": sorted(found.known_different),
-                "without_digest": len(found.unknown),
+                "equal_by_digest": len(found.by_digest.equal),
+                "different_by_digest": sorted(found.by_digest.different),
+                "without_digest": len(found.by_digest.unknown),
                 "atol": self.atol,
                 "read": None if self.values is None else {key: _value_json(each) for key, each in self.values.items()},
                 "different": sorted(self.far),
@@ -116,7 +116,7 @@ class _Result:
 def _compare_values(result: _Result, screen: Screen) -> None:
     from torchtitan_lite.examining.value_difference import compare_values
 
-    keys = [key for key in result.difference.comparable if key not in result.difference.known_equal]
+    keys = [key for key in result.difference.comparable if key not in result.difference.by_digest.equal]
     num_bytes = sum(checkpoint.contents.tensors[key].nbytes for key in keys for checkpoint in (result.a, result.b))
     progress = screen.progress("Comparing", num_bytes) if num_bytes > _SMALL_BYTES else nullcontext(lambda count: None)
     with progress as advance:
@@ -181,7 +181,7 @@ def _form_rows(result: _Result) -> list[tuple[str, ...]]:
 
 def _value_rows(result: _Result) -> list[tuple[str, ...]]:
     if result.values is None:
-        return [(key, "another digest") for key in sorted(result.difference.known_different)]
+        return [(key, "another digest") for key in sorted(result.difference.by_digest.different)]
     # The largest first; NaN before all.
     order = sorted(result.far.items(), key=lambda item: (not math.isnan(item[1].max_abs), -item[1].max_abs, item[0]))
     return [(key, *_value_difference_text(value)) for key, value in order]
@@ -189,7 +189,7 @@ def _value_rows(result: _Result) -> list[tuple[str, ...]]:
 
 def _clock_rows(result: _Result) -> list[tuple[str, ...]]:
     if result.values is None:
-        return [(key, "another digest") for key in sorted(result.difference.other_clocks)]
+        return [(key, "another digest") for key in sorted(result.difference.by_digest.different_clocks)]
     return [
         (key, f"by {value.max_abs:.3g} s") for key, value in sorted(result.clocks.items()) if not value.is_bitwise_equal
     ]
@@ -237,19 +237,20 @@ class _Columns:
 
 def _diff_summary(result: _Result) -> list[str]:
     found, lines = result.difference, list[str]()
+    by_digest = found.by_digest
     if result.values is not None:
         same = sum(not value.exceeds(result.atol) for value in result.values.values())
         within = f"within {result.atol:g}" if result.atol else "bit for bit"
-        if result.values or not found.known_equal:
+        if result.values or not by_digest.equal:
             lines.append(f"Values of {counted(len(result.values), 'tensor')} read: {same} equal {within}.")
-        if found.known_equal:
-            lines.append(f"Values of {counted(len(found.known_equal), 'tensor')} not read: equal by digest.")
+        if by_digest.equal:
+            lines.append(f"Values of {counted(len(by_digest.equal), 'tensor')} not read: equal by digest.")
     else:
-        if found.known_equal or found.known_different:
-            known = len(found.known_equal) + len(found.known_different)
-            lines.append(f"Values of {counted(known, 'tensor')} by digest: {len(found.known_equal)} equal.")
-        if found.unknown:
-            lines.append(f"Values of {counted(len(found.unknown), 'tensor')} not compared: --values reads them.")
+        if by_digest.equal or by_digest.different:
+            known = len(by_digest.equal) + len(by_digest.different)
+            lines.append(f"Values of {counted(known, 'tensor')} by digest: {len(by_digest.equal)} equal.")
+        if by_digest.unknown:
+            lines.append(f"Values of {counted(len(by_digest.unknown), 'tensor')} not compared: --values reads them.")
     if not found.num_tensors and not found.num_objects and not found.tensors:
         lines.append("The two have no name in common.")
     lines.append("The states differ." if result.is_different else _equal(result))
@@ -257,5 +258,5 @@ def _diff_summary(result: _Result) -> list[str]:
 
 
 def _equal(result: _Result) -> str:
-    compared_all = result.values is not None or not result.difference.unknown
+    compared_all = result.values is not None or not result.difference.by_digest.unknown
     return "The states are equal." if compared_all else "Nothing else differs."

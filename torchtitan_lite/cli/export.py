@@ -13,7 +13,7 @@ from torchtitan_lite.cli.new_place import new_place
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.log import counted, readable_bytes
+from torchtitan_lite.log import counted, listed, readable_bytes
 from torchtitan_lite.store.place import Place
 
 if TYPE_CHECKING:
@@ -28,6 +28,22 @@ _FORMATS_OF = {
 }
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+
+
+@dataclass(frozen=True)
+class GivenModel:
+    """What a person says about the model."""
+
+    config: Annotated[str, Option("FILE")] = ""
+    """hf: the model's config.json, where the checkpoint does not describe the model. peft: the adapter_config.json."""
+    names: Literal["llama", "same"] = "llama"
+    """hf: llama, the model of train.py; same, a model that has Hugging Face's names already."""
+    name_map: Annotated[str, Option("NAMES")] = ""
+    """hf: FILE.json with {name in the model: name in the file}, or module:function."""
+    tokenizer: Annotated[str, Option("PATH")] = ""
+    """hf: a tokenizer.json or its folder, in place of the recorded one."""
+    no_tokenizer: bool = False
+    """hf: write no files of a tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +69,7 @@ class Export:
     """Globs of the model's names, with commas: only these."""
     exclude: Annotated[str, Option("GLOBS")] = ""
     """Globs of the model's names, with commas: not these."""
-    config: Annotated[str, Option("FILE")] = ""
-    """hf: the model's config.json, where the checkpoint does not describe the model. peft: the adapter_config.json."""
-    names: Literal["llama", "same"] = "llama"
-    """hf: llama, the model of train.py; same, a model that has Hugging Face's names already."""
-    name_map: Annotated[str, Option("NAMES")] = ""
-    """hf: FILE.json with {name in the model: name in the file}, or module:function."""
-    tokenizer: Annotated[str, Option("PATH")] = ""
-    """hf: a tokenizer.json or its folder, in place of the recorded one."""
-    no_tokenizer: bool = False
-    """hf: write no files of a tokenizer."""
+    model: GivenModel = GivenModel()
     adapter: Annotated[str, Option("NAME")] = "default"
     """peft: the name that the adapter has in the model."""
     json: bool = False
@@ -108,43 +115,37 @@ class Export:
         return export(opened, out, wanted, screen.progress)
 
     def _model(self, opened: OpenedCheckpoint, out: Path, most: int | None, screen: Screen) -> Exported:
-        from torchtitan_lite.cli.described_model import Given, described_checkpoint
-        from torchtitan_lite.hugging_face.writing import write_model
+        from torchtitan_lite.cli.described_model import described_checkpoint
+        from torchtitan_lite.hugging_face.writing import plan, write_planned
 
-        given = Given(self.config, self.names, self.name_map, self.tokenizer, self.no_tokenizer)
-        of = described_checkpoint(opened, given)
+        of = described_checkpoint(opened, self.model)
         for note in of.notes:
             screen.note(note)
-        return write_model(
-            opened,
-            of.model,
-            out,
-            screen.progress,
-            dtype=self.dtype,
-            max_shard_bytes=most,
-            of_trainer=of.of_trainer,
-        )
+        name = out.absolute().name
+        planned = plan(opened, of.model, name=name, dtype=self.dtype, max_shard_bytes=most, of_trainer=of.of_trainer)
+        return write_planned(planned, out, screen.progress)
 
     def _adapter(self, opened: OpenedCheckpoint, out: Path, screen: Screen) -> Exported:
         from torchtitan_lite.cli.described_model import read_config
         from torchtitan_lite.hugging_face import adapter
-        from torchtitan_lite.hugging_face.writing import listed, write_planned
+        from torchtitan_lite.hugging_face.writing import write_planned
 
-        if not self.config:
+        if not self.model.config:
             raise ConfigError(
                 "--format peft needs --config: the adapter_config.json that LoraConfig.save_pretrained writes"
             )
-        config = read_config(self.config, adapter.CONFIG)
+        config = read_config(self.model.config, adapter.CONFIG)
         planned = adapter.plan_adapter(opened, config, adapter=self.adapter, name=out.absolute().name, dtype=self.dtype)
         if planned.left_out:
             screen.note(f"note: left out, because trained but not part of the adapter: {listed(planned.left_out)}")
-        return write_planned(planned.files, out, screen.progress)
+        return write_planned(planned, out, screen.progress)
 
     def _refuse_options(self) -> None:
         """Raise ConfigError for an option that the format does not have."""
+        usual = Export(self.step, self.out)
+        given, defaults = (vars(each) | vars(each.model) for each in (self, usual))
         for name, formats in _FORMATS_OF.items():
-            default = type(self).__dataclass_fields__[name].default
-            if getattr(self, name) != default and self.format not in formats:
+            if given[name] != defaults[name] and self.format not in formats:
                 raise ConfigError(f"--{name.replace('_', '-')} is for --format {' and '.join(formats)}")
 
 

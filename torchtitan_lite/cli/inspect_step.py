@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from torchtitan_lite.checkpoint.format.contents import StoredTensor
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.named_checkpoint import resolve_any
-from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.words import age, count_text, size
+from torchtitan_lite.cli.screen import Screen, plain_table
+from torchtitan_lite.cli.words import age, count_text
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.config.job_config import JobConfig, flat_config
 from torchtitan_lite.errors import ConfigError
@@ -29,7 +29,7 @@ from torchtitan_lite.examining.summary import (
     rows_of,
     state_parts,
 )
-from torchtitan_lite.log import counted
+from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind
 
@@ -90,7 +90,7 @@ class _View:
 
         blocks: list[tuple[str, RenderableType]] = []
         if not (tensors or ranks):
-            if configuration := changed_settings(self.opened.config):
+            if configuration := changed_settings(self.opened.saved_by.config):
                 blocks.append(("Configuration that differs from the defaults", _pairs_table(configuration)))
             blocks.append(("Parts", self._parts()))
         if tensors or not ranks:
@@ -116,15 +116,15 @@ class _View:
             "step": opened.step,
             "bytes": opened.nbytes,
             "created_at": opened.created_at,
-            "world_size": opened.world_size,
-            "topology": opened.topology,
+            "world_size": opened.saved_by.world_size,
+            "topology": opened.saved_by.topology,
             "format_version": manifest.format_version if manifest is not None else None,
             "versions": manifest.versions if manifest is not None else {},
             "lineage": manifest.lineage.to_json() if manifest is not None else None,
             "metrics": manifest.extra.get("metrics", {}) if manifest is not None else {},
             "nan_in": manifest.extra.get("nan_in", []) if manifest is not None else [],
             "ranks_differ": manifest.extra.get("ranks_differ", []) if manifest is not None else [],
-            "config": opened.config,
+            "config": opened.saved_by.config,
             "parts": [
                 {
                     "name": part.name,
@@ -162,12 +162,13 @@ class _View:
     def _facts(self) -> dict[str, str]:
         opened, manifest = self.opened, self.opened.manifest
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(opened.created_at))
-        by = f" by {counted(opened.world_size, 'rank')}" if opened.world_size else ""
-        mesh = f" ({opened.topology})" if opened.topology and opened.world_size != 1 else ""
+        job = opened.saved_by
+        by = f" by {counted(job.world_size, 'rank')}" if job.world_size else ""
+        mesh = f" ({job.topology})" if job.topology and job.world_size != 1 else ""
         of_step = f" of step {opened.step}" if opened.step is not None else ""
         facts = {
             "kind": f"{_KINDS[opened.kind]} checkpoint{of_step}{_ORIGINS[opened.origin]}",
-            "size": f"{size(opened.nbytes)} in {counted(len(opened.sizes), 'file')}",
+            "size": f"{readable_bytes(opened.nbytes)} in {counted(len(opened.sizes), 'file')}",
             "saved": f"{saved}, {age(self.now - opened.created_at)} ago{by}{mesh}",
         }
         if manifest is not None:
@@ -191,7 +192,7 @@ class _View:
         table = _new_columns_table("part", "tensors", "elements", "size", "objects", "", "dtypes")
         for part in parts:
             dtypes = ", ".join(sorted(part.dtypes))
-            nbytes = size(part.nbytes) if part.num_tensors else ""
+            nbytes = readable_bytes(part.nbytes) if part.num_tensors else ""
             cells = (count_text(part.num_tensors), count_text(part.num_elements), nbytes, count_text(part.num_objects))
             table.add_row(part.name, *cells, bar([part.nbytes], longest, 8), dtypes)
         if len(parts) > 1:
@@ -211,8 +212,8 @@ class _View:
             table.add_row(
                 _span(layout.rank_of(first), layout.rank_of(last)),
                 first if len(alike) == 1 else f"{counted(len(alike), 'file')} of each",
-                size(sizes.get(first, 0)),
-                "not read" if first in self._unread else size(sum(parts.values())),
+                readable_bytes(sizes.get(first, 0)),
+                "not read" if first in self._unread else readable_bytes(sum(parts.values())),
                 bar(lengths, longest, _BAR_COLUMNS),
             )
         return table
@@ -248,7 +249,7 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, str]:
 def _totals(parts: Sequence[StatePart]) -> Iterator[str]:
     yield count_text(sum(part.num_tensors for part in parts))
     yield count_text(sum(part.num_elements for part in parts))
-    yield size(sum(part.nbytes for part in parts))
+    yield readable_bytes(sum(part.nbytes for part in parts))
     yield count_text(sum(part.num_objects for part in parts))
 
 
@@ -257,7 +258,7 @@ def _tensors_table(rows: Sequence[Row]) -> Table:
     table = _new_columns_table("name", *(["count"] if counts else []), "dtype", "shape", "size")
     for row in rows:
         shape = " x ".join(map(str, row.shape)) or "scalar"
-        each = size(row.nbytes // row.num_tensors)
+        each = readable_bytes(row.nbytes // row.num_tensors)
         table.add_row(KeyCell(row.name), *([str(row.num_tensors)] if counts else []), row.dtype, shape, each)
     return table
 
@@ -279,9 +280,7 @@ def _span(first: int | None, last: int | None) -> str:
 
 
 def _pairs_table(facts: Mapping[str, str]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table = plain_table(show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in facts.items():
@@ -290,9 +289,7 @@ def _pairs_table(facts: Mapping[str, str]) -> Table:
 
 
 def _new_columns_table(*names: str) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    table = plain_table()
     for name in names:
         if name in ("name", "part", "dtypes"):
             table.add_column(name, overflow="fold")

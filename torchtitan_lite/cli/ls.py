@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.named_checkpoint import SpeltAddress, folder_of_checkpoints, names_step, none_in
-from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.words import age, size
+from torchtitan_lite.cli.screen import Screen, plain_table
+from torchtitan_lite.cli.words import age
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError, PinsUnreadable, UnknownFormat
 from torchtitan_lite.examining.inventory import USABLE, ListedCheckpoint, inventory, keep_keys, outlook
-from torchtitan_lite.examining.opened import WrittenBy
-from torchtitan_lite.log import counted
+from torchtitan_lite.examining.opened import SavingJob, WrittenBy
+from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.store.holder import Holder
 from torchtitan_lite.store.listing import is_checkpoint
 from torchtitan_lite.store.manifest import CheckpointKind
@@ -101,15 +101,19 @@ class _Found:
     @property
     def latest(self) -> ListedCheckpoint | None:
         """The one that a job resumes from; None if there is none."""
-        full = [each for each in self.entries if each.info is not None and each.kind is CheckpointKind.FULL]
-        return next((each for each in reversed(full) if not each.ranks_differ), full[-1] if full else None)
+        known = [(each, each.committed) for each in self.entries]
+        full = [(each, info) for each, info in known if info is not None and info.kind is CheckpointKind.FULL]
+        return next((each for each, info in reversed(full) if not info.ranks_differ), full[-1][0] if full else None)
 
     def goes(self, entry: ListedCheckpoint) -> bool:
-        verdict = self.verdicts.get(entry.step) if entry.info is not None and entry.step is not None else None
+        verdict = self.verdict_of(entry)
         return verdict is not None and verdict.goes
 
+    def verdict_of(self, entry: ListedCheckpoint) -> Verdict | None:
+        return None if entry.committed is None else self.verdicts.get(entry.committed.step)
+
     def uploaded_at(self, entry: ListedCheckpoint) -> float | None:
-        return None if entry.info is None else self.uploads.stored.get(save_of(entry.info))
+        return None if entry.committed is None else self.uploads.stored.get(save_of(entry.committed))
 
     def is_pinned(self, entry: ListedCheckpoint) -> bool:
         return entry.step in self.pinned and entry.has_name_of_step
@@ -158,9 +162,9 @@ class _Found:
         return (
             entry.name if entry.step is None else str(entry.step),
             _KINDS[entry.kind] if entry.kind else "",
-            size(entry.nbytes),
+            readable_bytes(entry.nbytes),
             age(self.now - entry.created_at),
-            topology_in_words(entry.topology) or (counted(entry.world_size, "rank") if entry.world_size else ""),
+            _ranks(entry.saved_by),
             ", ".join(self._notes(entry)),
         )
 
@@ -171,11 +175,11 @@ class _Found:
             yield "pinned"
         if self.goes(entry):
             yield "to be removed"
-        if self.uploads.address and entry.info is not None:
+        if self.uploads.address and entry.committed is not None:
             yield "not uploaded" if self.uploaded_at(entry) is None else "uploaded"
-        if entry.has_nan:
+        if entry.info is not None and entry.info.has_nan:
             yield "NaN found"
-        if entry.ranks_differ:
+        if entry.info is not None and entry.info.ranks_differ:
             yield "ranks differ"
         if entry.verified is not None:
             ago = age(self.now - entry.verified.verified_at)
@@ -183,7 +187,7 @@ class _Found:
             yield f"DAMAGED, found {ago} ago" if entry.verified.num_findings else f"{what} {ago} ago"
 
     def _others(self, entries: Sequence[ListedCheckpoint]) -> Table:
-        table = _new_plain_table()
+        table = plain_table()
         table.add_column("name", overflow="fold")
         table.add_column("size", justify="right", no_wrap=True)
         table.add_column("age", justify="right", no_wrap=True)
@@ -194,12 +198,11 @@ class _Found:
             what += f": {entry.finding}" if entry.finding else ""
             # Of a committed one in an object store, all of whose objects are gone, nothing is known.
             old = age(self.now - entry.created_at) if entry.created_at else ""
-            table.add_row(entry.name, size(entry.nbytes), old, what)
+            table.add_row(entry.name, readable_bytes(entry.nbytes), old, what)
         return table
 
     def _json_of(self, entry: ListedCheckpoint) -> dict[str, Any]:
-        verdict = self.verdicts.get(entry.step) if entry.info is not None and entry.step is not None else None
-        checked = entry.verified
+        verdict, info, checked = self.verdict_of(entry), entry.info, entry.verified
         return {
             "name": entry.name,
             "path": f"{self.root}/{entry.name}",
@@ -210,12 +213,12 @@ class _Found:
             "kind": entry.kind.value if entry.kind else None,
             "bytes": entry.nbytes,
             "created_at": entry.created_at,
-            "world_size": entry.world_size,
-            "topology": entry.topology,
+            "world_size": entry.saved_by.world_size,
+            "topology": entry.saved_by.topology,
             "lineage": entry.lineage.to_json() if entry.lineage else None,
-            "nan_in_weights": entry.has_nan,
-            "ranks_differ": entry.ranks_differ,
-            "metrics": entry.metrics,
+            "nan_in_weights": info is not None and info.has_nan,
+            "ranks_differ": info is not None and info.ranks_differ,
+            "metrics": {} if info is None else dict(info.metrics),
             "pinned": self.is_pinned(entry),
             "uploaded_at": self.uploaded_at(entry),
             "kept_by": list(verdict.kept_by) if verdict else None,
@@ -231,7 +234,7 @@ class _Found:
 
 
 def _listing_table(widths: Sequence[int], rows: Sequence[Sequence[str]], *, with_header: bool) -> Table:
-    table = _new_plain_table(with_header)
+    table = plain_table(show_header=with_header)
     for name, width in zip(_COLUMNS, widths, strict=True):
         side: Literal["left", "right"] = "right" if name in _NUMBERS else "left"
         most = _FOLDED.get(name, width)
@@ -241,14 +244,12 @@ def _listing_table(widths: Sequence[int], rows: Sequence[Sequence[str]], *, with
     return table
 
 
-def _new_plain_table(with_header: bool = True) -> Table:
-    from rich.table import Table
-
-    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=with_header, header_style="")
+def _ranks(job: SavingJob) -> str:
+    return topology_in_words(job.topology) or (counted(job.world_size, "rank") if job.world_size else "")
 
 
 def _total(entries: Sequence[ListedCheckpoint]) -> str:
-    return size(sum(entry.nbytes for entry in entries))
+    return readable_bytes(sum(entry.nbytes for entry in entries))
 
 
 def _by_run(entries: Sequence[ListedCheckpoint]) -> list[tuple[str, list[ListedCheckpoint]]]:

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 from torchtitan_lite.checkpoint.staging.mark import UnusableMark, read_mark
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.named_checkpoint import folder_of_checkpoints, local, names_step
-from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.words import age, size
+from torchtitan_lite.cli.screen import Screen, plain_table
+from torchtitan_lite.cli.words import age
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.distributed.environment import runtime_folder
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError, FolderInUse, UnknownFormat
-from torchtitan_lite.log import counted
+from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.memory.images.card import Card
 from torchtitan_lite.memory.keeper.client import HeldMemory, Keeper, KeeperDescription
 
@@ -68,7 +68,7 @@ class Memory:
         if self.end and found.keeper is not None:
             if living := keeper.end():
                 raise FolderInUse(str(root), _processes(living))
-            freed = f"{root}: freed {counted(len(found.images), 'image')}, {size(found.memory_bytes)}"
+            freed = f"{root}: freed {counted(len(found.images), 'image')}, {readable_bytes(found.memory_bytes)}"
             screen.show(found.to_json() | {"ended": True}, lambda: freed)
         else:
             screen.show(found.to_json() | {"ended": False}, found.render)
@@ -151,17 +151,17 @@ class _HeldHere:
         if self.keeper is None:
             return f"{self.root}: nothing is kept in memory on this host"
         from rich.console import Group
-        from rich.table import Table
         from rich.text import Text
 
-        kept = f"{counted(len(self.images), 'image')}, {size(self.memory_bytes)}, kept by process {self.keeper.pid}"
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+        held = f"{counted(len(self.images), 'image')}, {readable_bytes(self.memory_bytes)}"
+        held += f", kept by process {self.keeper.pid}"
+        table = plain_table()
         for title in ("step", "rank", "size", "age"):
             table.add_column(title, justify="right", no_wrap=True)
         table.add_column("run", overflow="fold")
         for image in self.images:
             table.add_row(*self._row(image))
-        return Group(Text(f"{self.root}: {kept}"), Text(self._use()), *(("", table) if self.images else ()))
+        return Group(Text(f"{self.root}: {held}"), Text(self._use()), *(("", table) if self.images else ()))
 
     def _use(self) -> str:
         assert self.keeper is not None
@@ -172,9 +172,9 @@ class _HeldHere:
     def _row(self, image: _Image) -> tuple[str, ...]:
         card = image.card
         if card is None:
-            return "", "", size(image.memory_bytes), "", image.finding
-        rank = f"{card.rank} of {card.world_size}"
-        return str(card.key.step), rank, size(image.num_bytes), age(self.now - card.created_at), card.run.lineage.run_id
+            return "", "", readable_bytes(image.memory_bytes), "", image.finding
+        rank, old = f"{card.rank} of {card.world_size}", age(self.now - card.created_at)
+        return str(card.key.step), rank, readable_bytes(image.num_bytes), old, card.run.lineage.run_id
 
 
 def _hold_memory(root: Path, screen: Screen) -> ExitCode:

@@ -26,6 +26,7 @@ from torchtitan_lite.examining.transformers_folder import (
     lightning_step_of,
     transformers_step_of,
 )
+from torchtitan_lite.log import listed
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import Listing, is_checkpoint
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
@@ -178,8 +179,7 @@ def none_in(root: Path, finding: str) -> CheckpointNotFound:
                 if below.is_dir() and not is_checkpoint(below) and last_step(below):
                     found.append(str(below))
     has = "has some" if len(found) == 1 else "have some"
-    names = ", ".join(found[:3]) + f" and {len(found) - 3} more" * (len(found) > 3)
-    return CheckpointNotFound(str(root), None, finding=f"{finding}; {names} {has}" if found else finding)
+    return CheckpointNotFound(str(root), None, finding=f"{finding}; {listed(found)} {has}" if found else finding)
 
 
 def _target_of_step(root: Path, step: int) -> Target:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.named_checkpoint import local
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.words import size
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.disk import durable
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.log import counted
+from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.report.page import render_page
 from torchtitan_lite.report.picture import find_browser, pictures
 from torchtitan_lite.report.run import read_run
@@ -70,7 +69,7 @@ class Report:
         def shown() -> RenderableType:
             from rich.text import Text
 
-            lines = [f"{out}: {size(len(page))}, {counted(num_steps, 'logged step')}", *map(str, written[1:])]
+            lines = [f"{out}: {readable_bytes(len(page))}, {counted(num_steps, 'logged step')}", *map(str, written[1:])]
             return Text("\n".join(lines))
 
         screen.show(document, shown)

@@ -21,6 +21,7 @@ from torchtitan_lite.log import logger, readable_bytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
 SILENT_SECONDS = 1.0
 """Work that takes less shows no progress."""
@@ -80,11 +81,8 @@ class Screen:
         if self.as_json:
             yield lambda num_bytes: None
         elif sys.stderr.isatty():
-            bar = _Bar(label, total_bytes)
-            try:
-                yield bar.advance
-            finally:
-                bar.close()
+            with _bar(label, total_bytes) as advance:
+                yield advance
         else:
             yield _Lines(label, total_bytes).advance
 
@@ -101,6 +99,13 @@ class Screen:
         sys.stdout.writelines(f"{line.rstrip()}\n" for line in printed.get().splitlines())
 
 
+def plain_table(**options: Any) -> Table:
+    """Return a table without lines, with two spaces between its columns."""
+    from rich.table import Table
+
+    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="", **options)
+
+
 class _Notes(logging.Handler):
     """Makes each warning a note on `screen`."""
 
@@ -112,54 +117,36 @@ class _Notes(logging.Handler):
         self._screen.note(f"note: {record.getMessage()}")
 
 
-class _Counted:
-    """Bytes that several threads count."""
+@contextmanager
+def _bar(label: str, total_bytes: int) -> Iterator[Advance]:
+    """Show a bar on the terminal, from `SILENT_SECONDS` on."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    def __init__(self, label: str, total_bytes: int) -> None:
-        self._label = label
-        self._total_bytes = total_bytes
-        self._done_bytes = 0
-        self._begun = time.monotonic()
-        self._lock = threading.Lock()
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+    bar = Progress(*columns, TimeRemainingColumn(), console=Console(file=sys.stderr), transient=True)
+    task, begun = bar.add_task(label, total=total_bytes), time.monotonic()
 
+    def advance(num_bytes: int) -> None:
+        bar.advance(task, num_bytes)
+        if time.monotonic() - begun > SILENT_SECONDS:
+            bar.start()
 
-class _Bar(_Counted):
-    """A bar on the terminal, from `SILENT_SECONDS` on."""
-
-    def __init__(self, label: str, total_bytes: int) -> None:
-        super().__init__(label, total_bytes)
-        self._shown: Callable[[int], None] | None = None
-        self._stop: Callable[[], None] = lambda: None
-
-    def advance(self, num_bytes: int) -> None:
-        with self._lock:
-            self._done_bytes += num_bytes
-            if self._shown is None and time.monotonic() - self._begun > SILENT_SECONDS:
-                self._start()
-            if self._shown is not None:
-                self._shown(self._done_bytes)
-
-    def close(self) -> None:
-        self._stop()
-
-    def _start(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
-        bar = Progress(*columns, TimeRemainingColumn(), console=Console(file=sys.stderr), transient=True)
-        task = bar.add_task(self._label, total=self._total_bytes)
-        bar.start()
-        self._stop = bar.stop
-        self._shown = lambda done: bar.update(task, completed=done)
+    try:
+        yield advance
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
-class _Lines(_Counted):
+class _Lines:
     """Lines in a pipe: the first after `SILENT_SECONDS`, then one every `LINE_SECONDS`."""
 
     def __init__(self, label: str, total_bytes: int) -> None:
-        super().__init__(label, total_bytes)
+        self._label, self._total_bytes, self._done_bytes = label, total_bytes, 0
+        self._begun = time.monotonic()
         self._next = self._begun + SILENT_SECONDS
+        self._lock = threading.Lock()
 
     def advance(self, num_bytes: int) -> None:
         with self._lock:

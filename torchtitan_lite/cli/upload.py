@@ -62,7 +62,7 @@ class _Shown:
     def __init__(self, screen: Screen, stack: ExitStack) -> None:
         self._stack = stack
         self._screen, self._step, self.sent_bytes = screen, -1, 0
-        self._advance: Callable[[int], None] = _ignored
+        self._advance: Callable[[int], None] = lambda num_bytes: None
 
     def __call__(self, state: State) -> None:
         if state.uploading is not None and state.uploading != self._step:
@@ -72,10 +72,6 @@ class _Shown:
             self._advance = self._stack.enter_context(progress)
         self._advance(state.sent_bytes - self.sent_bytes)
         self.sent_bytes = state.sent_bytes
-
-
-def _ignored(num_bytes: int) -> None:
-    pass
 
 
 def _uploaded_text(root: Path, to: str, count: int, num_bytes: int) -> str:

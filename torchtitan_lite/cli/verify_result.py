@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_lite.cli.exit_codes import sentence_of
-from torchtitan_lite.log import counted, readable_bytes
+from torchtitan_lite.log import counted, listed, readable_bytes
 from torchtitan_lite.store.place import Place
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torchtitan_lite.examining.verification import Looked, Read
 
 INTACT, DAMAGED, GONE, UNREADABLE, UNKNOWN = "intact", "damaged", "removed", "unreadable", "unknown format"
-_SHOWN_KEYS = 3
+_SHOWN_FILES = 3
 _SHOWN_FINDINGS = 10
 _STYLES = {INTACT: "green", DAMAGED: "bold red", UNREADABLE: "bold red"}
 
@@ -130,8 +130,7 @@ def _details(result: VerifyResult) -> list[RenderableType]:
     for finding in result.findings[:_SHOWN_FINDINGS]:
         lines.append((2, f"{finding.file}: {finding.text}" if finding.file else finding.text))
         if finding.keys:
-            more = f" and {len(finding.keys) - _SHOWN_KEYS} more" if len(finding.keys) > _SHOWN_KEYS else ""
-            lines.append((4, f"in it: {', '.join(finding.keys[:_SHOWN_KEYS])}{more}"))
+            lines.append((4, f"in it: {listed(finding.keys)}"))
     if result.findings and result.looked is not None and result.looked.recorded is not None:
         since = _date(result.looked.recorded.recorded_at)
         lines.append(
@@ -168,11 +167,10 @@ def _verify_summary(results: Sequence[VerifyResult], full: bool, seconds: float)
         if result.read is not None and result.read.num_without_checksum:
             count, of = result.read.num_without_checksum, result.read.num_items
             lines.append(f"{name}: {count} of {counted(of, 'item')} without a checksum, so not compared by value.")
-        if result.read is not None and (keys := result.read.nan_in):
-            more = f" and {len(keys) - _SHOWN_KEYS} more" if len(keys) > _SHOWN_KEYS else ""
-            lines.append(f"{name}: NaN is in {', '.join(keys[:_SHOWN_KEYS])}{more}.")
+        if result.read is not None and result.read.nan_in:
+            lines.append(f"{name}: NaN is in {listed(result.read.nan_in)}.")
         if result.looked is not None and result.looked.unknown:
-            lines.append(f"{name} has other files, too: {', '.join(result.looked.unknown[:_SHOWN_KEYS])}.")
+            lines.append(f"{name} has other files, too: {', '.join(result.looked.unknown[:_SHOWN_FILES])}.")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""Numbers as a person reads them: sizes and ages."""
+"""Ages and counts as a person reads them, and paths in their own spelling."""
 
 from __future__ import annotations
 
@@ -6,14 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchtitan_lite.log import readable_bytes
-
 _UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
-
-
-def size(num_bytes: int) -> str:
-    """Return `num_bytes` with a binary unit, as in "1.9 GiB"."""
-    return readable_bytes(num_bytes)
 
 
 def age(seconds: float) -> str:

@@ -38,11 +38,9 @@ class Cast:
 
 
 @cache
-def _cached_cast(before: str, after: str) -> Cast:
-    """Return the one cast of these dtypes: each keeps memory for a slice."""
-    return Cast(before, after)
-
-
 def cast_between(before: str, after: str) -> Cast | None:
-    """Return the cast of a tensor of the dtype `before` if `after` is wanted; None for a tensor that stays as it is."""
-    return None if not after or before == after or before not in FLOATING else _cached_cast(before, after)
+    """Return the cast of a tensor of the dtype `before` if `after` is wanted; None for a tensor that stays as it is.
+
+    There is one of these dtypes: each keeps memory for a slice.
+    """
+    return None if not after or before == after or before not in FLOATING else Cast(before, after)

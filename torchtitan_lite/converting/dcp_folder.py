@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from torchtitan_lite.checkpoint.format.dtypes import dtype_name
 from torchtitan_lite.checkpoint.format.file_data import FileLayout
 from torchtitan_lite.checkpoint.format.found_runs import with_runs
 from torchtitan_lite.checkpoint.format.metadata_file import PlacedItem, metadata_head, metadata_tail
@@ -57,8 +58,7 @@ def write_checkpoint(folder: Path, state: NewState, num_files: int, stream: Stre
     placed: list[PlacedItem] = []
     written = Written({}, {}, {})
     for key, tensor in state.tensors.items():
-        name = str(tensor.dtype).removeprefix("torch.")
-        written.tensors[key] = {"dtype": name, "shape": list(tensor.shape), "chunks": []}
+        written.tensors[key] = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "chunks": []}
     for number, pieces in enumerate(files):
         objects = state.objects if number == 0 else {}
         name = layout.data_file(number, 0)

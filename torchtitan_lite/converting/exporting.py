@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan_lite.checkpoint.format.contents import Contents, StoredTensor
-from torchtitan_lite.checkpoint.format.dtypes import DTYPES
+from torchtitan_lite.checkpoint.format.dtypes import DTYPES, dtype_name
 from torchtitan_lite.checkpoint.format.structure import Path as KeyPath
 from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled
 from torchtitan_lite.converting import new_output, safetensors_files
 from torchtitan_lite.converting.casting import cast_between
 from torchtitan_lite.converting.model_part import ModelKey, chosen, model_keys
+from torchtitan_lite.converting.safetensors_files import TensorToWrite
 from torchtitan_lite.converting.streamed_file import Advance, Elements
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.examining.opened import OF_HUGGING_FACE, OpenedCheckpoint, WrittenBy
@@ -58,7 +59,7 @@ def export(opened: OpenedCheckpoint, out: Path, wanted: ExportRequest, progress:
     """
     contents = opened.contents
     keys = chosen(model_keys(contents, opened.manifest), wanted.include, wanted.exclude)
-    stream = TensorStream(opened.folder, contents, opened.manifest.files if opened.manifest is not None else {})
+    stream = TensorStream(opened.folder, contents, opened.records)
     tensors = [each for each in keys if each.key in contents.tensors]
     total = sum(elements_of(contents, each.key, wanted.dtype).num_bytes for each in tensors)
     if wanted.format != "safetensors":
@@ -90,16 +91,7 @@ def _to_safetensors(
             f"{objects[0]} is no tensor, and safetensors holds only tensors: use --format torch or dcp, or leave it "
             f"out with --exclude {objects[0]!r}"
         )
-    tensors = [
-        safetensors_files.TensorToWrite(
-            each.name,
-            dtype_after(contents.tensors[each.key], wanted.dtype),
-            contents.tensors[each.key].shape,
-            elements_of(contents, each.key, wanted.dtype),
-        )
-        for each in keys
-    ]
-    safetensors_files.refuse_dtypes(tensors)
+    tensors = new_tensors(contents, {each.key: each.name for each in keys}, wanted.dtype)
     if out.suffix == safetensors_files.SUFFIX:
         if wanted.max_shard_bytes is not None:
             raise ConfigError(f"{out} is one file, and --max-shard-size makes several: name a folder as OUT")
@@ -171,11 +163,23 @@ def _to_dcp(
     for name, tensor in state.tensors.items():
         stored = opened.contents.tensors[tensor.source]
         after = dtype_after(stored, wanted.dtype)
-        tensors[name] = tensor._replace(dtype=OF_TORCH[after], cast=cast_between(_name(stored), wanted.dtype))
+        cast = cast_between(dtype_name(stored.dtype), wanted.dtype)
+        tensors[name] = tensor._replace(dtype=OF_TORCH[after], cast=cast)
     num_files = -(-total // wanted.max_shard_bytes) if wanted.max_shard_bytes else 1
     with new_output.new_folder(out) as folder:
         written = write_checkpoint(folder, state._replace(tensors=tensors), max(num_files, 1), stream, advance)
     return [*written.files]
+
+
+def new_tensors(contents: Contents, names: Mapping[str, str], dtype: str) -> list[TensorToWrite]:
+    """Return the tensors to write: of each key in `names`, under its name. Raise ConfigError for an odd dtype."""
+    tensors = [
+        TensorToWrite(name, dtype_after(stored, dtype), stored.shape, elements_of(contents, key, dtype))
+        for key, name in names.items()
+        for stored in (contents.tensors[key],)
+    ]
+    safetensors_files.refuse_dtypes(tensors)
+    return tensors
 
 
 def elements_of(contents: Contents, key: str, dtype: str) -> Elements:
@@ -183,17 +187,13 @@ def elements_of(contents: Contents, key: str, dtype: str) -> Elements:
     stored = contents.tensors[key]
     itemsize = DTYPES[dtype_after(stored, dtype)].itemsize
     num_bytes: int = stored.nbytes // stored.dtype.itemsize * itemsize
-    return Elements(key, num_bytes, cast_between(_name(stored), dtype))
+    return Elements(key, num_bytes, cast_between(dtype_name(stored.dtype), dtype))
 
 
 def dtype_after(stored: StoredTensor, dtype: str) -> str:
     """Return the dtype that the tensor has after a cast to `dtype`, which leaves some tensors as they are."""
-    before = _name(stored)
+    before = dtype_name(stored.dtype)
     return dtype if cast_between(before, dtype) is not None else before
-
-
-def _name(stored: StoredTensor) -> str:
-    return str(stored.dtype).removeprefix("torch.")
 
 
 # The weights in a checkpoint of transformers, accelerate or Lightning, as far as they can be read without a pickle.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtitan_lite.checkpoint.format import plain_value
+from torchtitan_lite.checkpoint.format.dtypes import dtype_name
 from torchtitan_lite.checkpoint.format.structure import Path, paths_of
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.untrusted.safe_load import UnsafeItem, load_item
@@ -24,7 +25,7 @@ class Reader:
     def tensor(self, key: str) -> NewTensor:
         """Return the tensor under `key`, as it is."""
         stored = self.contents.tensors[key]
-        return NewTensor(DTYPES[str(stored.dtype).removeprefix("torch.")], stored.shape, key)
+        return NewTensor(DTYPES[dtype_name(stored.dtype)], stored.shape, key)
 
     def object(self, key: str) -> NewObject:
         """Return the object under `key`, as it is. Raises CheckpointUnsafe if it holds more than plain data."""

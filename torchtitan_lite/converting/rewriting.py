@@ -79,7 +79,7 @@ def convert(opened: OpenedCheckpoint, out: Path, to: Layout, progress: Progress,
         "ours": as_our_layout,
     }
     relaid = by_layout[to](reader)
-    num_files = _fitting(relaid.state, _num_data_files(opened))
+    num_files = _fitting(relaid.state, sum(map(layout.is_data_file, opened.sizes)))
     manifest = _new_manifest(opened, relaid, out, reader) if to == "ours" else None
     return _write_rewritten(opened, out, relaid, num_files, manifest, progress)
 
@@ -120,21 +120,15 @@ def _keeping_what_is_right(folder: Path) -> Iterator[None]:
         raise
 
 
-def _num_data_files(opened: OpenedCheckpoint) -> int:
-    return len([name for name in opened.sizes if layout.is_data_file(name)])
-
-
 def _reader(opened: OpenedCheckpoint) -> Reader:
-    records = opened.manifest.files if opened.manifest is not None else {}
-    return Reader(opened, TensorStream(opened.folder, opened.contents, records))
+    return Reader(opened, TensorStream(opened.folder, opened.contents, opened.records))
 
 
 def _write_rewritten(
     opened: OpenedCheckpoint, out: Path, relaid: Relaid, num_files: int, manifest: Manifest | None, progress: Progress
 ) -> Rewritten:
     state = relaid.state
-    records = opened.manifest.files if opened.manifest is not None else {}
-    stream = TensorStream(opened.folder, opened.contents, records)
+    stream = TensorStream(opened.folder, opened.contents, opened.records)
     total = sum(tensor.num_bytes for tensor in state.tensors.values())
     with new_output.new_folder(out) as folder, progress(f"Writing {out.name}", 2 * total) as advance:
         written = write_checkpoint(folder, state, num_files, stream, advance)
@@ -181,7 +175,7 @@ def _new_manifest(opened: OpenedCheckpoint, relaid: Relaid, out: Path, reader: R
         step=step or 0,
         kind=relaid.kind,
         created_at=time.time(),
-        world_size=opened.world_size or 1,
+        world_size=opened.saved_by.world_size or 1,
         versions=versions,
         files={},
         extra={"converted_from": opened.origin.value},
@@ -279,9 +273,9 @@ def _read_span(fd: int, into: memoryview, begin: int) -> None:
         into, begin = into[count:], begin + count
 
 
-def _write_span(fd: int, data: memoryview, begin: int) -> None:
+def _write_span(fd: int, data: memoryview, begin: int, durable: Durable = DISK) -> None:
     while data:
-        written = DISK.write_at(fd, data, begin)
+        written = durable.write_at(fd, data, begin)
         data, begin = data[written:], begin + written
 
 
@@ -335,10 +329,8 @@ def _write_metadata(folder: Path, parts: Iterable[bytes], durable: Durable) -> i
     try:
         with naming(temporary):
             for part in parts:
-                left = memoryview(part)
-                while left:
-                    written = durable.write_at(fd, left, at)
-                    left, at = left[written:], at + written
+                _write_span(fd, memoryview(part), at, durable)
+                at += len(part)
             durable.fsync_file(fd)
     except Exception:
         durable.remove_file(temporary)

@@ -17,6 +17,7 @@ from torchtitan_lite.converting.streamed_file import Advance, Elements, read_bac
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError, ExtraMissing, TorchtitanLiteError
 from torchtitan_lite.examining.tensor_stream import Stream
+from torchtitan_lite.log import listed
 
 DTYPES = {
     **{"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"},
@@ -49,9 +50,8 @@ def refuse_dtypes(tensors: Sequence[TensorToWrite]) -> None:
     """Raise ConfigError, naming the tensors, if the format lacks the dtype of some."""
     lacking = [f"{tensor.name} ({tensor.dtype})" for tensor in tensors if tensor.dtype not in DTYPES]
     if lacking:
-        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
         raise ConfigError(
-            f"safetensors has no such dtype: {', '.join(lacking[:3])}{more}; use --format torch or dcp, or leave them "
+            f"safetensors has no such dtype: {listed(lacking)}; use --format torch or dcp, or leave them "
             "out with --exclude"
         )
 

@@ -15,16 +15,15 @@ from typing import NamedTuple
 from torchtitan_lite.converting.casting import Cast
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.block_writer import Bounced, write_blocks
-from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, FileRecord
+from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import TorchtitanLiteError
 from torchtitan_lite.examining.cut import Cut
+from torchtitan_lite.examining.file_digests import verify_file
 from torchtitan_lite.examining.tensor_stream import Stream
 
 Advance = Callable[[int], None]
 """Called with the number of bytes done since the last call. Any thread."""
 
-
-_BLOCKS_AT_A_TIME = 64
 _THREADS = 3
 """One fills its request while the others write. What is cast in a thread is freed to that thread's own memory pool, so
 each further one would keep about 10 MiB."""
@@ -81,12 +80,8 @@ def write_new(path: Path, parts: Sequence[Part], stream: Stream, advance: Advanc
 
 def read_back(path: Path, record: FileRecord, reader: BlockReader, advance: Advance) -> None:
     """Raise unless the disk has the bytes of `path` that were written: those in `record`."""
-    last = len(record.blocks) // DIGEST_BYTES
     try:
-        for begin in range(0, last, _BLOCKS_AT_A_TIME):
-            blocks = range(begin, min(begin + _BLOCKS_AT_A_TIME, last))
-            reader.verify(path, record, blocks)
-            advance(min(blocks.stop * BLOCK_BYTES, record.size) - begin * BLOCK_BYTES)
+        verify_file(reader, path, record, advance)
     except DamagedRange as damage:
         raise TorchtitanLiteError(f"{path.name} was written, but the disk has other bytes: {damage.finding}") from None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
 from typing import NamedTuple
 
 Shape = tuple[int, ...]
@@ -40,8 +41,7 @@ def cuts(shape: Shape, most_elements: int) -> Iterator[Cut]:
     dim = next((d for d in range(len(shape)) if math.prod(shape[d + 1 :]) <= most_elements), len(shape) - 1)
     outer, inner = shape[:dim], shape[dim + 1 :]
     step = max(1, most_elements // math.prod(inner))
-    for number in range(math.prod(outer)):
-        index = _index(number, outer)
+    for number, index in enumerate(product(*map(range, outer))):
         for at in range(0, shape[dim], step):
             size = min(step, shape[dim] - at)
             begin = (number * shape[dim] + at) * math.prod(inner)
@@ -80,11 +80,3 @@ def number_of(index: Shape, shape: Shape) -> int:
 def row_major(shape: Shape) -> Shape:
     """Return the strides, in elements, of a row-major tensor of `shape`."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
-def _index(number: int, shape: Shape) -> Shape:
-    index = []
-    for size in reversed(shape):
-        number, at = divmod(number, size)
-        index.append(at)
-    return tuple(reversed(index))

@@ -12,7 +12,7 @@ import io
 import reprlib
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,17 @@ Pairs = dict[str, tuple[str, str]]
 
 
 @dataclass(frozen=True)
+class ValuesByDigest:
+    """What the digests in both manifests say of the values of tensors that have one dtype and shape."""
+
+    equal: frozenset[str] = frozenset()
+    different: frozenset[str] = frozenset()
+    different_clocks: frozenset[str] = frozenset()
+    unknown: tuple[str, ...] = ()
+    """Those without digests: only their values can be compared; no clocks."""
+
+
+@dataclass(frozen=True)
 class Difference:
     """What differs between checkpoint A and checkpoint B."""
 
@@ -64,21 +75,14 @@ class Difference:
     """Objects in both."""
     clocks: frozenset[str] = frozenset()
     """Clocks of the same form in both, whose values are no difference of their state."""
-    other_clocks: frozenset[str] = frozenset()
-    """Those with another digest."""
-    known_equal: frozenset[str] = frozenset()
-    """Tensors with the same digest in both manifests."""
-    known_different: frozenset[str] = frozenset()
-    """Tensors with another one."""
-    unknown: tuple[str, ...] = ()
-    """Tensors of the same dtype and shape without digests: only their values can be compared."""
+    by_digest: ValuesByDigest = ValuesByDigest()
     comparable: tuple[str, ...] = field(default=(), repr=False)
     """Tensors of the same shape in both, whose values can be compared."""
 
     @property
     def has_any(self) -> bool:
         """Return whether the states differ, as far as this was compared."""
-        return self.is_beyond_values or bool(self.known_different)
+        return self.is_beyond_values or bool(self.by_digest.different)
 
     @property
     def is_beyond_values(self) -> bool:
@@ -95,10 +99,7 @@ def compare_checkpoints(a: OpenedCheckpoint, b: OpenedCheckpoint) -> Difference:
         if key in in_b and _dtype_and_shape(in_a[key]) != _dtype_and_shape(in_b[key])
     }
     same = [key for key in in_a if key in in_b and key not in tensors]
-    digests_a, digests_b = _recorded_tensor_digests(a), _recorded_tensor_digests(b)
     clocks = frozenset(key for key in same if is_clock(key, in_a))
-    known = [key for key in same if key in digests_a and key in digests_b]
-    equal = frozenset(key for key in known if digests_a[key] == digests_b[key])
     return Difference(
         only_in_a=_only_in(a, b),
         only_in_b=_only_in(b, a),
@@ -109,10 +110,7 @@ def compare_checkpoints(a: OpenedCheckpoint, b: OpenedCheckpoint) -> Difference:
         num_tensors=len(same),
         num_objects=sum(key in b.contents.objects for key in a.contents.objects),
         clocks=clocks,
-        other_clocks=clocks & frozenset(known) - equal,
-        known_equal=equal,
-        known_different=frozenset(known) - equal - clocks,
-        unknown=tuple(key for key in same if key not in clocks and (key not in digests_a or key not in digests_b)),
+        by_digest=_values_by_digest(_recorded_tensor_digests(a), _recorded_tensor_digests(b), same, clocks),
         comparable=tuple(key for key in in_a if key in in_b and in_a[key].shape == in_b[key].shape),
     )
 
@@ -131,6 +129,15 @@ def _recorded_tensor_digests(checkpoint: OpenedCheckpoint) -> Mapping[str, str]:
     if checkpoint.manifest is not None:
         found = checkpoint.manifest.extra.get("tensor_digests", {})
     return found
+
+
+def _values_by_digest(
+    a: Mapping[str, str], b: Mapping[str, str], same: Sequence[str], clocks: frozenset[str]
+) -> ValuesByDigest:
+    known = frozenset(key for key in same if key in a and key in b)
+    equal = frozenset(key for key in known if a[key] == b[key])
+    unknown = tuple(key for key in same if key not in known and key not in clocks)
+    return ValuesByDigest(equal, known - equal - clocks, (known - equal) & clocks, unknown)
 
 
 def _only_in(one: OpenedCheckpoint, other: OpenedCheckpoint) -> dict[str, str]:
@@ -201,16 +208,16 @@ def _origin_fields(checkpoint: OpenedCheckpoint, in_detail: bool) -> Iterator[tu
     manifest = checkpoint.manifest
     yield "written by", checkpoint.origin.value
     yield "kind", checkpoint.kind.value
-    for name, value in (("step", checkpoint.step), ("ranks", checkpoint.world_size)):
+    for name, value in (("step", checkpoint.step), ("ranks", checkpoint.saved_by.world_size)):
         yield name, NOTHING if value is None else str(value)
     if manifest is not None and in_detail:
-        yield "topology", checkpoint.topology or NOTHING
+        yield "topology", checkpoint.saved_by.topology or NOTHING
         lineage = manifest.lineage
         yield "run", lineage.run_id
         for name, step in (("parent step", lineage.parent_step), ("branched at step", lineage.branch_point)):
             yield name, NOTHING if step is None else str(step)
         yield from ((f"version of {name}", version) for name, version in sorted(manifest.versions.items()))
-        for key, value in flat_config(checkpoint.config).items():
+        for key, value in flat_config(checkpoint.saved_by.config).items():
             yield key, value if isinstance(value, str) else shown_object(value)
 
 

@@ -26,6 +26,8 @@ SPAN_BLOCKS = 32
 """Blocks that a thread reads at a time."""
 _TAKEN_BLOCKS = 4
 """The same where digests are taken, with memory for all of them."""
+_BLOCKS_IN_ORDER = 64
+"""The same where one thread reads a file, between two reports of progress."""
 MOST_DAMAGED_BLOCKS = 64
 """In one file; the rest of it is not read then, because each of them is read three times."""
 
@@ -130,6 +132,13 @@ class FileDigests:
 
     def _keys(self, file: str, begin: int, end: float) -> tuple[str, ...]:
         return () if self._contents is None else tuple(self._contents.keys_in(file, begin, end))
+
+
+def verify_file(reader: ReadsBlocks, path: Path, record: FileRecord, on_bytes: Callable[[int], object]) -> None:
+    """Read the file `path` from start to end. Raises `DamagedRange` unless it has the digests in `record`."""
+    for blocks in _block_ranges(num_blocks(record.size), _BLOCKS_IN_ORDER):
+        reader.verify(path, record, blocks)
+        on_bytes(min(blocks.stop * BLOCK_BYTES, record.size) - blocks.start * BLOCK_BYTES)
 
 
 def _block_ranges(count: int, each: int) -> Iterator[range]:

@@ -24,6 +24,7 @@ from torchtitan_lite.disk.plain_file import read_plain, size_finding
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe, ConfigError, UnknownFormat
 from torchtitan_lite.examining.opened import (
     POSITIONS_OF_TORCHTITAN,
+    SavingJob,
     WrittenBy,
     absence,
     num_writers,
@@ -102,21 +103,24 @@ class ListedCheckpoint:
     """Unix seconds."""
     origin: WrittenBy | None = None
     kind: CheckpointKind | None = None
-    world_size: int | None = None
-    topology: str = ""
-    lineage: Lineage | None = None
-    has_nan: bool = False
-    ranks_differ: bool = False
-    metrics: dict[str, float] = field(default_factory=dict)
+    saved_by: SavingJob = field(default_factory=SavingJob)
     finding: str = ""
     """What is wrong with it."""
     verified: Verified | None = None
-    config: dict[str, object] = field(default_factory=dict, repr=False)
-    """The configuration of the run that saved it; empty if unknown."""
     info: CheckpointInfo | None = field(default=None, repr=False)
-    """What the store knows of a committed one."""
+    """What its manifest says of it."""
     has_name_of_step: bool = False
     """Whether it has the place of its step, so that a pin of the step is for it."""
+
+    @property
+    def committed(self) -> CheckpointInfo | None:
+        """What the store knows of a committed one."""
+        return self.info if self.state is FolderState.COMMITTED else None
+
+    @property
+    def lineage(self) -> Lineage | None:
+        """Its run and branch; None without a manifest, and for a copy, which is none of its run."""
+        return self.info.lineage if self.info is not None and self.state is not FolderState.FOREIGN else None
 
 
 def inventory(root: Path) -> list[ListedCheckpoint]:
@@ -236,7 +240,6 @@ def _quarantine_findings(folder: Path) -> str:
 
 def managed(folder: Place, manifest: Manifest, state: FolderState, finding: str) -> ListedCheckpoint:
     """Return the entry of the checkpoint in `folder`, as its manifest describes it."""
-    info = checkpoint_info(folder, manifest)
     return ListedCheckpoint(
         name=folder.name,
         state=state,
@@ -245,15 +248,9 @@ def managed(folder: Place, manifest: Manifest, state: FolderState, finding: str)
         created_at=manifest.created_at,
         origin=WrittenBy.OURS,
         kind=manifest.kind,
-        world_size=manifest.world_size,
-        topology=str(manifest.extra.get("topology", "")),
-        lineage=manifest.lineage,
-        has_nan=info.has_nan,
-        ranks_differ=info.ranks_differ,
-        metrics=dict(info.metrics),
+        saved_by=SavingJob.of(manifest),
         finding=finding,
-        config=manifest.extra.get("config", {}),
-        info=info if state is FolderState.COMMITTED else None,
+        info=checkpoint_info(folder, manifest),
     )
 
 
@@ -266,7 +263,7 @@ def _listed_copy(folder: Path) -> ListedCheckpoint | None:
     if manifest is None or DCP_METADATA not in manifest.extra:
         return None
     entry = managed(folder, manifest, FolderState.FOREIGN, "")
-    return dataclasses.replace(entry, step=None, lineage=None, nbytes=sum(_file_sizes(folder).values()))
+    return dataclasses.replace(entry, step=None, nbytes=sum(_file_sizes(folder).values()))
 
 
 def _of_transformers(folder: Path, step: int | None) -> ListedCheckpoint:
@@ -315,7 +312,7 @@ def _foreign(folder: Path, step: int | None) -> ListedCheckpoint:
         created_at=(folder / layout.METADATA).lstat().st_mtime,
         origin=WrittenBy.OURS if is_copy else _origin_of_folder(folder, text),
         kind=CheckpointKind.FULL if _OPTIMIZER.search(text) else CheckpointKind.WEIGHTS_ONLY,
-        world_size=num_writers(sizes) or None,
+        saved_by=SavingJob(num_writers(sizes) or None),
     )
 
 
@@ -355,14 +352,14 @@ def in_short(found: Sequence[str]) -> str:
 def with_abandoned(entries: Iterable[ListedCheckpoint]) -> list[ListedCheckpoint]:
     """Return `entries`; those that a committed one abandons have that state, renamed or not, and the reason."""
     entries = list(entries)
-    infos = [entry.info for entry in entries if entry.info is not None]
+    infos = [entry.committed for entry in entries if entry.committed is not None]
     kept = {info.path.name for info in without_abandoned(infos)}
     reasons = {
         pair: _abandon_reason(each.lineage) for each in entries if each.lineage for pair in each.lineage.abandons
     }
     return [
         _abandoned(entry, reasons)
-        if entry.state is FolderState.ABANDONED or (entry.info is not None and entry.name not in kept)
+        if entry.state is FolderState.ABANDONED or (entry.committed is not None and entry.name not in kept)
         else entry
         for entry in entries
     ]
@@ -371,7 +368,7 @@ def with_abandoned(entries: Iterable[ListedCheckpoint]) -> list[ListedCheckpoint
 def _abandoned(entry: ListedCheckpoint, reasons: Mapping[tuple[int, str], str]) -> ListedCheckpoint:
     pair = (entry.step or 0, entry.lineage.run_id if entry.lineage else "")
     # What abandoned it may be gone by now.
-    return dataclasses.replace(entry, state=FolderState.ABANDONED, info=None, finding=reasons.get(pair, _ROLLED_BACK))
+    return dataclasses.replace(entry, state=FolderState.ABANDONED, finding=reasons.get(pair, _ROLLED_BACK))
 
 
 def _abandon_reason(abandoner: Lineage) -> str:
@@ -392,7 +389,7 @@ _KEYS = [each.name for each in dataclasses.fields(Checkpoint) if each.name.start
 def keep_keys(entries: Iterable[ListedCheckpoint]) -> dict[str, Any]:
     """Return the `keep_` keys of the latest full checkpoint that are not at their defaults, by name."""
     full = [entry for entry in entries if entry.state is FolderState.COMMITTED and entry.kind is CheckpointKind.FULL]
-    today = flat_config(full[-1].config) if full else {}
+    today = flat_config(full[-1].saved_by.config) if full else {}
     found = {key: today[f"checkpoint.{key}"] for key in _KEYS if f"checkpoint.{key}" in today}
     return {key: value for key, value in found.items() if value != getattr(_DEFAULTS, key)}
 
@@ -405,5 +402,5 @@ def outlook(
         policy = build_retention(Checkpoint(**keys))
     except (ConfigError, TypeError, ValueError):
         return {}
-    committed = [entry.info for entry in entries if entry.info is not None]
+    committed = [entry.committed for entry in entries if entry.committed is not None]
     return {verdict.info.step: verdict for verdict in judge_checkpoints(policy, committed, pinned=pinned, now=now)}

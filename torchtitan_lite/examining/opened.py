@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
+from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointNotFound, CheckpointUnreadable
 from torchtitan_lite.examining.transformers_folder import (
     GENERATORS,
@@ -63,6 +64,22 @@ OF_HUGGING_FACE = (WrittenBy.TRANSFORMERS, WrittenBy.ACCELERATE)
 
 
 @dataclass(frozen=True)
+class SavingJob:
+    """The job that saved a checkpoint, as far as it is known."""
+
+    world_size: int | None = None
+    topology: str = ""
+    """Its degrees of parallelism, as in "dp_shard 2 x tp 2"; empty if unknown."""
+    config: dict[str, Any] = field(default_factory=dict, repr=False)
+    """Its configuration, section by section; empty if unknown."""
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> SavingJob:
+        """Return the job that wrote `manifest`."""
+        return cls(manifest.world_size, str(manifest.extra.get("topology", "")), manifest.extra.get("config", {}))
+
+
+@dataclass(frozen=True)
 class OpenedCheckpoint:
     """What is known of the checkpoint in `folder` before any tensor is read."""
 
@@ -75,7 +92,7 @@ class OpenedCheckpoint:
     """Bytes of each file of the checkpoint, by name; the manifest itself is not among them."""
     kind: CheckpointKind
     step: int | None
-    world_size: int | None
+    saved_by: SavingJob
     created_at: float
     """Unix seconds."""
 
@@ -85,20 +102,14 @@ class OpenedCheckpoint:
         return home_of(self.folder)
 
     @property
+    def records(self) -> Mapping[str, FileRecord]:
+        """Size and digests of each file, by the manifest; nothing without one."""
+        return {} if self.manifest is None else self.manifest.files
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all its files but the manifest."""
         return sum(self.sizes.values())
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The configuration of the run that saved it, section by section; empty if unknown."""
-        found: dict[str, Any] = self.manifest.extra.get("config", {}) if self.manifest is not None else {}
-        return found
-
-    @property
-    def topology(self) -> str:
-        """The degrees of parallelism of that run, as in "dp_shard 2 x tp 2"; empty if unknown."""
-        return str(self.manifest.extra.get("topology", "")) if self.manifest is not None else ""
 
 
 def open_checkpoint(folder: Place) -> OpenedCheckpoint:
@@ -134,7 +145,7 @@ def open_checkpoint(folder: Place) -> OpenedCheckpoint:
         sizes,
         kind=kind_from_keys(contents) if manifest is None else manifest.kind,
         step=parse_step(on_disk(folder).absolute().name) if manifest is None else manifest.step,
-        world_size=(num_writers(sizes) or None) if manifest is None else manifest.world_size,
+        saved_by=SavingJob(num_writers(sizes) or None) if manifest is None else SavingJob.of(manifest),
         created_at=created_at,
     )
 
@@ -164,7 +175,7 @@ def _opened_of_other_library(
         if has_optimizer(contents) or origin is WrittenBy.LIGHTNING
         else CheckpointKind.WEIGHTS_ONLY,
         step=step_of(folder.absolute().name),
-        world_size=None,
+        saved_by=SavingJob(),
         created_at=created_at,
     )
 

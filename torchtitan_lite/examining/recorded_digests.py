@@ -24,6 +24,7 @@ from torchtitan_lite.disk.plain_file import file_kind, read_plain
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe, FolderUnusable
 from torchtitan_lite.examining.file_digests import OnBytes, digests_of
 from torchtitan_lite.examining.transformers_folder import transformers_step_of
+from torchtitan_lite.log import listed
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.described import allowed_description_bytes
 from torchtitan_lite.store.files_of_ranks import FilesOfRanks, with_rank_files
@@ -139,7 +140,5 @@ def _refuse_changes(folder: Path, before: Mapping[str, FileState]) -> None:
     now = states_of(folder)
     changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
     if changed:
-        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        names = f"{', '.join(changed[:3])}{more}"
-        cause = f"written or removed while it was read: {names}. Record it when it is complete"
+        cause = f"written or removed while it was read: {listed(changed)}. Record it when it is complete"
         raise CheckpointUnreadable(str(folder), cause)

@@ -10,17 +10,17 @@ of dimensions, parts are read several times, then through the page cache; and a 
 from __future__ import annotations
 
 import math
-import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, Item, Shape
+from torchtitan_lite.checkpoint.format.dtypes import dtype_name
 from torchtitan_lite.checkpoint.reading.files import files_of
-from torchtitan_lite.checkpoint.untrusted.stock_item import locate
+from torchtitan_lite.checkpoint.untrusted.stock_item import item_reader, locate
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
 from torchtitan_lite.disk.read_requests import Piece, on_host
@@ -215,13 +215,13 @@ class TensorStream:
         path = self._files.files.path_of(item.file)
         try:
             with self._files.files.opened(item.file) as fd:
-                layout = locate(_reading(fd, item), item.length)
+                layout = locate(item_reader(fd, item), item.length)
         except OSError as error:
             raise CheckpointUnreadable(str(path), f"{type(error).__name__}: {error}") from error
         if layout is None:
             return _Part(chunk, begin, end, item.file, item.offset, held=self._held(key, chunk, item))
-        if layout.shape != chunk.sizes or _name(layout.dtype) != _name(self.contents.tensors[key].dtype):
-            raise self._other_item(key, chunk, f"{_name(layout.dtype)} {list(layout.shape)}")
+        if layout.shape != chunk.sizes or dtype_name(layout.dtype) != dtype_name(self.contents.tensors[key].dtype):
+            raise self._other_item(key, chunk, f"{dtype_name(layout.dtype)} {list(layout.shape)}")
         is_plain = all(
             size == 1 or stride == plain
             for size, stride, plain in zip(layout.shape, layout.strides, row_major(layout.shape), strict=True)
@@ -240,12 +240,12 @@ class TensorStream:
         except UnsafeItem as error:
             raise CheckpointUnsafe(str(self._folder), f"{key} in {item.file}: {error}") from None
         dtype = self.contents.tensors[key].dtype
-        if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), _name(tensor.dtype)) != (
+        if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), dtype_name(tensor.dtype)) != (
             chunk.sizes,
-            _name(dtype),
+            dtype_name(dtype),
         ):
             found = (
-                f"{_name(tensor.dtype)} {list(tensor.shape)}"
+                f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
                 if isinstance(tensor, torch.Tensor)
                 else type(tensor).__name__
             )
@@ -255,7 +255,7 @@ class TensorStream:
         return elements
 
     def _other_item(self, key: str, chunk: Chunk, found: str) -> CheckpointDamaged:
-        expected = f"{_name(self.contents.tensors[key].dtype)} {list(chunk.sizes)}"
+        expected = f"{dtype_name(self.contents.tensors[key].dtype)} {list(chunk.sizes)}"
         finding = f"{key}: {self.contents.described_in} says {expected}, its item is {found}"
         return CheckpointDamaged(str(self._folder), finding, [key])
 
@@ -266,11 +266,6 @@ class TensorStream:
             finding = f"bytes {damage.begin} to {damage.end} of {file}: {damage.finding}"
             keys = self.contents.keys_in(file, damage.begin, damage.end)
             raise CheckpointDamaged(str(self._folder), finding, keys) from None
-
-
-def _name(dtype: Any) -> str:
-    """Return the name of a dtype, torch's or that of contents without torch."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _new_buffer(num_bytes: int) -> memoryview:
@@ -284,10 +279,6 @@ def _minus(a: Shape, b: Shape) -> Shape:
 def _box_index(offsets: Shape, sizes: Shape) -> tuple[Any, ...]:
     """Return the index of a box; with an ellipsis, because numpy returns no view of a scalar without one."""
     return (..., *(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)))
-
-
-def _reading(fd: int, item: Item) -> Callable[[int, int], bytes]:
-    return lambda offset, count: os.pread(fd, min(count, item.length - offset), item.offset + offset)
 
 
 # Ranges of files that are read piece by piece, each block of a file once.

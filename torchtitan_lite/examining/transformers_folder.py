@@ -20,6 +20,7 @@ from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.checkpoint.untrusted.safetensors_header import read_header
 from torchtitan_lite.disk.plain_file import is_plain_name, read_plain
 from torchtitan_lite.errors import CheckpointDamaged
+from torchtitan_lite.log import listed
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.listing import is_folder
 
@@ -95,10 +96,8 @@ def weights_in(folder: Path) -> dict[str, frozenset[str]]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointDamaged(str(folder), f"{_INDEX}: it is no map of tensors to files: {error!s:.200}") from None
     if missing := [file for file in files if not os.path.lexists(folder / file)]:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise CheckpointDamaged(
-            str(folder), f"{_INDEX}: of its {len(files)} files, these are missing: {', '.join(missing[:3])}{more}"
-        )
+        finding = f"{_INDEX}: of its {len(files)} files, these are missing: {listed(missing)}"
+        raise CheckpointDamaged(str(folder), finding)
     return {file: frozenset(keys) for file, keys in files.items()}
 
 

@@ -57,7 +57,7 @@ def compare_values(
 
     `on_bytes` receives the bytes read since its last call. Raises as `TensorStream` does.
     """
-    stream_a, stream_b = _stream(a), _stream(b)
+    stream_a, stream_b = (TensorStream(each.folder, each.contents, each.records) for each in (a, b))
     for key in keys:
         dtype_a, dtype_b = a.contents.tensors[key].dtype, b.contents.tensors[key].dtype
         most = max(1, SLICE_BYTES // max(dtype_a.itemsize, dtype_b.itemsize))
@@ -67,11 +67,6 @@ def compare_values(
             found += _of_slices(data_a, data_b, dtype_a, dtype_b)
             on_bytes(len(data_a) + len(data_b))
         yield key, found
-
-
-def _stream(checkpoint: OpenedCheckpoint) -> TensorStream:
-    records = checkpoint.manifest.files if checkpoint.manifest is not None else {}
-    return TensorStream(checkpoint.folder, checkpoint.contents, records)
 
 
 def _of_slices(a: memoryview, b: memoryview, dtype_a: Any, dtype_b: Any) -> ValueDifference:

@@ -25,7 +25,7 @@ from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.block_reader import DamagedRange
-from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, num_blocks
+from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.reads_blocks import ReadsBlocks
 from torchtitan_lite.errors import (
     CheckpointDamaged,
@@ -34,7 +34,7 @@ from torchtitan_lite.errors import (
     CheckpointUnsafe,
     TorchtitanLiteError,
 )
-from torchtitan_lite.examining.file_digests import FileDigests, Finding, OnBytes
+from torchtitan_lite.examining.file_digests import FileDigests, Finding, OnBytes, verify_file
 from torchtitan_lite.examining.item_checksums import CheckedItems, PlacedItem, check_items
 from torchtitan_lite.examining.opened import absence
 from torchtitan_lite.examining.presence import checkpoint_identity, refuse_if_gone
@@ -48,9 +48,6 @@ from torchtitan_lite.store.manifest_fields import DCP_METADATA
 from torchtitan_lite.store.place import Place, home_of, on_disk
 from torchtitan_lite.store.protocol import CORRUPT, SetAside
 from torchtitan_lite.store.rank_records import RecordedFiles, RecordsOfRanks
-
-_BLOCKS_AT_A_TIME = 64
-"""Of what was set aside, between two reports of progress."""
 
 
 @dataclass(frozen=True)
@@ -345,12 +342,8 @@ def _digest_finding(reader: ReadsBlocks, path: Path, record: FileRecord, advance
     """Return what is wrong with the bytes of the file `path`; the empty string if nothing is."""
     if record.size and not record.blocks:
         return f"{path.name} has no digests in {layout.MANIFEST}, so it cannot be verified"
-    count = num_blocks(record.size)
-    for begin in range(0, count, _BLOCKS_AT_A_TIME):
-        end = min(begin + _BLOCKS_AT_A_TIME, count)
-        try:
-            reader.verify(path, record, range(begin, end))
-        except DamagedRange as damage:
-            return f"{path.name}: bytes {damage.begin} to {damage.end} are not those that were written"
-        advance(min(end * BLOCK_BYTES, record.size) - begin * BLOCK_BYTES)
-    return ""
+    try:
+        verify_file(reader, path, record, advance)
+        return ""
+    except DamagedRange as damage:
+        return f"{path.name}: bytes {damage.begin} to {damage.end} are not those that were written"

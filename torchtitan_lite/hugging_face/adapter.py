@@ -8,11 +8,11 @@ whether the checkpoint has it or not.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.converting import safetensors_files
+from torchtitan_lite.converting.exporting import new_tensors
 from torchtitan_lite.converting.model_part import ModelKey, model_keys
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.examining.opened import OpenedCheckpoint
@@ -22,10 +22,9 @@ from torchtitan_lite.hugging_face.writing import (
     CARD,
     PlannedExport,
     json_bytes,
-    listed,
-    new_tensors,
     tensor_summary,
 )
+from torchtitan_lite.log import listed
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -37,17 +36,9 @@ _DORA = "lora_magnitude_vector"
 _RANK_FIRST = ("lora_A", "lora_embedding_A")
 
 
-@dataclass(frozen=True)
-class PlannedAdapter:
-    """The files of an adapter, and the names of trained tensors that peft has no place for."""
-
-    files: PlannedExport
-    left_out: list[str]
-
-
 def plan_adapter(
     opened: OpenedCheckpoint, config: Mapping[str, Any], *, adapter: str, name: str, dtype: str = ""
-) -> PlannedAdapter:
+) -> PlannedExport:
     """Return the files of `adapter` in `opened` for the folder `name`; `config` is its adapter_config.json.
 
     Raises ConfigError if `opened` has no such adapter, or `config` is that of another one; and ExtraMissing.
@@ -70,16 +61,16 @@ def plan_adapter(
         raise ConfigError(f"{CONFIG} is that of another adapter: {finding}")
     chosen = [each for each in keys if each.name in names]
     tensors = new_tensors(contents, {each.key: names[each.name] for each in chosen}, dtype)
-    stream = TensorStream(opened.folder, contents, opened.manifest.files if opened.manifest is not None else {})
+    stream = TensorStream(opened.folder, contents, opened.records)
     facts = {"method": str(kind), **tensor_summary(contents, chosen, tensors)}
     files = {
         CONFIG: json_bytes({**config, "inference_mode": True}),
         CARD: adapter_card(name, opened, stream, facts),
     }
     # Without the base, every tensor was trained.
-    is_trained_only = bool(opened.config.get("checkpoint", {}).get("save_trained_only"))
+    is_trained_only = bool(opened.saved_by.config.get("checkpoint", {}).get("save_trained_only"))
     left_out = [each.name for each in keys if each.name not in names] if is_trained_only else []
-    return PlannedAdapter(PlannedExport({WEIGHTS: tensors}, files, stream), left_out)
+    return PlannedExport({WEIGHTS: tensors}, files, stream, left_out)
 
 
 def saved_name(name: str, adapter: str, bias: object) -> str:

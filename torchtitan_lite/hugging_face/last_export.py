@@ -26,8 +26,8 @@ from torchtitan_lite.errors import ConfigError, SaveFailed, TorchtitanLiteError
 from torchtitan_lite.events import WeightsExported
 from torchtitan_lite.examining.opened import OpenedCheckpoint, open_checkpoint
 from torchtitan_lite.hugging_face.model_files import DescribedModel
-from torchtitan_lite.hugging_face.writing import PlannedExport, listed, plan, write_rest, write_shards
-from torchtitan_lite.log import logger, readable_bytes
+from torchtitan_lite.hugging_face.writing import PlannedExport, plan, write_rest, write_shards
+from torchtitan_lite.log import listed, logger, readable_bytes
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointInfo
 

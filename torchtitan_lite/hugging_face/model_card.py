@@ -58,7 +58,7 @@ def model_card(
     kind = "AutoModelForCausalLM" if writes_text else "AutoModel"
     example = _WITH_TOKENIZER if TOKENIZER in model.files and writes_text else _WITHOUT_TOKENIZER
     head = ["library_name: transformers", *(["pipeline_tag: text-generation"] if writes_text else [])]
-    settings = _run_settings(opened.config) if of_trainer else {}
+    settings = _run_settings(opened.saved_by.config) if of_trainer else {}
     rows = {**_progress(opened, stream), **facts, **settings, **_origin_rows(opened)}
     return _card(name, head, example.replace("{kind}", kind), rows)
 
@@ -124,7 +124,7 @@ def _origin_rows(opened: OpenedCheckpoint) -> dict[str, str]:
     if manifest is None:
         facts["written by"] = _WRITERS.get(opened.origin, "")
     else:
-        facts["topology"] = opened.topology
+        facts["topology"] = opened.saved_by.topology
         facts["run"] = manifest.lineage.run_id
         facts["saved with"] = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     facts["exported with"] = f"torchtitan_lite {torchtitan_lite.__version__}"

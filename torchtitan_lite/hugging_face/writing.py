@@ -1,14 +1,14 @@
 """A model in the files that Hugging Face's libraries load: planned, written, and there only when complete.
 
-A plan names every file, so that several ranks can each write some of the shards into one folder, and the coordinator
-the rest:
+A plan names every file. `write_planned` writes them all; or several ranks each write some of the shards into one
+folder, and the coordinator the rest:
 
     planned = plan(opened, model, name=out.name, dtype="bfloat16")       # any rank, the same on each
     with new_output.new_folder(out) as folder:                           # the coordinator
         write_shards(planned, folder, [*planned.shards][rank::ranks])    # any rank, into the coordinator's folder
         write_rest(planned, folder)                                      # the coordinator, after all of them
 
-`write_model` does all of it in one process. Every tensor is read, cast and reordered in slices.
+Every tensor is read, cast and reordered in slices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.converting import new_output, safetensors_files
-from torchtitan_lite.converting.exporting import Exported, Progress, dtype_after, elements_of
+from torchtitan_lite.converting.exporting import Exported, Progress, new_tensors
 from torchtitan_lite.converting.model_part import ModelKey, model_keys
 from torchtitan_lite.converting.safetensors_files import TensorToWrite
 from torchtitan_lite.converting.streamed_file import Advance
@@ -34,12 +34,12 @@ from torchtitan_lite.examining.tensor_stream import Stream, TensorStream
 from torchtitan_lite.hugging_face.model_card import model_card
 from torchtitan_lite.hugging_face.model_files import DescribedModel
 from torchtitan_lite.hugging_face.rotary_rows import ReorderedStream
+from torchtitan_lite.log import listed
 
 CONFIG = "config.json"
 CARD = "README.md"
 _DTYPES = ("dtype", "torch_dtype")
 """The key of transformers 5, and that of 4."""
-_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,8 @@ class PlannedExport:
     files: Mapping[str, bytes]
     """The contents of every other file."""
     stream: Stream
+    left_out: Sequence[str] = ()
+    """The names of trained tensors that the format has no place for."""
 
     @property
     def num_tensors(self) -> int:
@@ -111,25 +113,10 @@ def model_mismatch(model: DescribedModel, contents: Contents, keys: Sequence[Mod
 
 def stream_of(opened: OpenedCheckpoint, model: DescribedModel, keys: Iterable[ModelKey]) -> Stream:
     """Return what reads the tensors of `opened` with their rows in the order of Hugging Face's."""
-    stream = TensorStream(opened.folder, opened.contents, opened.manifest.files if opened.manifest is not None else {})
+    stream = TensorStream(opened.folder, opened.contents, opened.records)
     head_dims = {each.key: model.places[each.name].rotary_head_dim for each in keys}
     turned = {key: head_dim for key, head_dim in head_dims.items() if head_dim is not None}
     return ReorderedStream(stream, turned, "halves") if turned else stream
-
-
-def new_tensors(contents: Contents, names: Mapping[str, str], dtype: str) -> list[TensorToWrite]:
-    """Return the tensors to write: of each key in `names`, under its name. Raise ConfigError for an odd dtype."""
-    tensors = [
-        TensorToWrite(
-            name,
-            dtype_after(contents.tensors[key], dtype),
-            contents.tensors[key].shape,
-            elements_of(contents, key, dtype),
-        )
-        for key, name in names.items()
-    ]
-    safetensors_files.refuse_dtypes(tensors)
-    return tensors
 
 
 def tensor_summary(contents: Contents, keys: Iterable[ModelKey], tensors: Sequence[TensorToWrite]) -> dict[str, str]:
@@ -141,26 +128,6 @@ def tensor_summary(contents: Contents, keys: Iterable[ModelKey], tensors: Sequen
         "parameters": f"{sum(math.prod(tensor.shape) for tensor in tensors):,}",
         "dtype": " and ".join(after) + stored,
     }
-
-
-def write_model(
-    opened: OpenedCheckpoint,
-    model: DescribedModel,
-    out: Path,
-    progress: Progress,
-    *,
-    dtype: str = "",
-    max_shard_bytes: int | None = None,
-    of_trainer: bool = False,
-) -> Exported:
-    """Write the model in `opened` to the folder `out`, which must not exist, in this process.
-
-    Raises as `plan` and `write_planned` do.
-    """
-    planned = plan(
-        opened, model, name=out.absolute().name, dtype=dtype, max_shard_bytes=max_shard_bytes, of_trainer=of_trainer
-    )
-    return write_planned(planned, out, progress)
 
 
 def write_planned(planned: PlannedExport, out: Path, progress: Progress) -> Exported:
@@ -195,12 +162,6 @@ def write_rest(planned: PlannedExport, folder: Path) -> None:
 def json_bytes(content: Mapping[str, Any]) -> bytes:
     """Return `content` as Hugging Face's libraries write it."""
     return (json.dumps(content, indent=2) + "\n").encode()
-
-
-def listed(names: Sequence[str], separator: str = ", ") -> str:
-    """Return the first few of `names`, and how many more there are."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return separator.join(names[:_SHOWN]) + more
 
 
 def _main_dtype(tensors: Iterable[TensorToWrite]) -> str:

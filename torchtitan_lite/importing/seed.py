@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchtitan_lite import __version__
+from torchtitan_lite.checkpoint.format.dtypes import dtype_name
 from torchtitan_lite.checkpoint.format.structure import branch_of, encode_structure
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.resume.load_source import new_run
@@ -92,7 +93,7 @@ def refuse_out(out: Path) -> None:
 def _state(weights: Sequence[Weight], stream: Stream, dtype: str) -> NewState:
     tensors = {}
     for name, source in weights:
-        before = str(stream.contents.tensors[source].dtype).removeprefix("torch.")
+        before = dtype_name(stream.contents.tensors[source].dtype)
         if before not in DTYPES:
             raise ConfigError(f"{source} is {before}, which PyTorch {torch.__version__} does not have")
         cast = cast_between(before, dtype)

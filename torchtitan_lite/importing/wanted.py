@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.format.contents import Contents, Shape, StoredTensor
+from torchtitan_lite.checkpoint.format.dtypes import dtype_name
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.log import listed
 
-_SHOWN = 3
 _WEIGHTS = ("float64", "float32", "float16", "bfloat16")
 _COMPUTED = ("rotary_emb.inv_freq", "rope.freqs", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 _MASKS = ("attn.bias", "attn.masked_bias", "attention.bias", "attention.masked_bias")
@@ -50,13 +51,13 @@ def as_model(contents: Contents, places: Mapping[str, tuple[str, Shape]], copies
         found = tensors[source]
         if found.shape != shape:
             odd.append(f"{source} has shape {list(found.shape)}, expected {list(shape)}")
-        elif _name(found.dtype) not in _WEIGHTS:
-            odd.append(f"{source} is {_name(found.dtype)}, and only floating-point weights can be read")
+        elif dtype_name(found.dtype) not in _WEIGHTS:
+            odd.append(f"{source} is {dtype_name(found.dtype)}, and only floating-point weights can be read")
         weights.append(Weight(name, source))
     unexpected, notes = _other_tensors(contents, {*copies, *(weight.source for weight in weights)})
-    findings = [f"missing: {_listed(missing)}"] if missing else []
-    findings += [f"unexpected: {_listed(unexpected)}"] if unexpected else []
-    findings += [_listed(odd, "; ")] if odd else []
+    findings = [f"missing: {listed(missing)}"] if missing else []
+    findings += [f"unexpected: {listed(unexpected)}"] if unexpected else []
+    findings += [listed(odd, "; ")] if odd else []
     if findings:
         raise ConfigError(f"{contents.path} does not have the tensors of the model: {'; '.join(findings)}")
     return ChosenWeights(weights, notes)
@@ -98,11 +99,11 @@ def as_mapped(contents: Contents, names: Mapping[str, Any]) -> ChosenWeights:
     if not isinstance(left_out, list) or not all(isinstance(each, str) for each in (*pairs.values(), *left_out)):
         raise ConfigError('the name map: expected {"name in the model": "name in the source"}, and "" with a list')
     if missing := [source for source in (*pairs.values(), *left_out) if source not in contents.tensors]:
-        raise ConfigError(f"{contents.path} does not have {_listed(missing)}, which the name map names")
+        raise ConfigError(f"{contents.path} does not have {listed(missing)}, which the name map names")
     unexpected, notes = _other_tensors(contents, {*pairs.values(), *left_out})
     if unexpected:
         raise ConfigError(
-            f'the name map has nothing for {_listed(unexpected)} of {contents.path}; list what to leave out under ""'
+            f'the name map has nothing for {listed(unexpected)} of {contents.path}; list what to leave out under ""'
         )
     return ChosenWeights([Weight(name, source) for name, source in pairs.items()], notes)
 
@@ -134,14 +135,4 @@ def _other_tensors(contents: Contents, taken: set[str]) -> tuple[list[str], list
 
 
 def _dropped(names: list[str]) -> list[str]:
-    return [f"left out, because the model computes it: {_listed(names)}"] if names else []
-
-
-def _listed(names: Iterable[str], separator: str = ", ") -> str:
-    names = list(names)
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return separator.join(names[:_SHOWN]) + more
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
+    return [f"left out, because the model computes it: {listed(names)}"] if names else []

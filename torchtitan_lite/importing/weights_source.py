@@ -20,6 +20,7 @@ from torchtitan_lite.disk.plain_file import is_plain_name, read_plain
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnreadable, ConfigError
 from torchtitan_lite.examining.cut import row_major
 from torchtitan_lite.examining.tensor_stream import TensorStream
+from torchtitan_lite.log import listed
 from torchtitan_lite.store import layout
 
 SAFETENSORS = ".safetensors"
@@ -152,11 +153,8 @@ def _indexed_files(path: Path, index: str, names: Sequence[str]) -> list[Path]:
     if odd := [file for file in files if not is_plain_name(file)]:
         raise CheckpointDamaged(str(path / index), f"{odd[0][:100]!r} is not the name of a file next to it")
     if missing := [file for file in files if file not in names]:
-        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise CheckpointDamaged(
-            str(path),
-            f"of the {len(files)} files in {index}, these are missing: {', '.join(missing[:3])}{more}. Download them",
-        )
+        finding = f"of the {len(files)} files in {index}, these are missing: {listed(missing)}. Download them"
+        raise CheckpointDamaged(str(path), finding)
     return [path / file for file in files]
 
 
@@ -252,8 +250,6 @@ def _refuse_others(path: Path, file: SavedFile, entries: Mapping[str, Any], entr
     """Raise ConfigError if some of `entries` are no tensors; settings next to a bare state dict are among them."""
     others = [name for name, value in entries.items() if file.layout(value) is None and value is not None]
     if others:
-        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         where = f"{path}, {entry!r}" if entry else str(path)
-        raise ConfigError(
-            f"{where}: no plain tensors: {', '.join(others[:3])}{more}; save a state dict without them with torch.save"
-        )
+        how = "save a state dict without them with torch.save"
+        raise ConfigError(f"{where}: no plain tensors: {listed(others)}; {how}")

@@ -32,8 +32,7 @@ class MetricsLogger:
 
     def __init__(self, dump_folder: Path, config: Metrics, *, rank: int, writes: bool = True) -> None:
         self._lines = JsonLines(dump_folder / METRICS_FILE) if rank == 0 and writes else None
-        folder = _tensorboard_folder(dump_folder, config, rank) if writes else None
-        self._tensorboard = _tensorboard_file(folder) if folder is not None else None
+        self._tensorboard = _tensorboard_file(dump_folder, config, rank) if writes else None
 
     def start(self, loaded_step: int) -> None:
         """Drop the history after `loaded_step`; at 0, a fresh start, begin a new one. Call before the next `log`."""
@@ -85,18 +84,14 @@ class EventLog:
             self._lines.close()
 
 
-def _tensorboard_folder(dump_folder: Path, config: Metrics, rank: int) -> Path | None:
+def _tensorboard_file(dump_folder: Path, config: Metrics, rank: int) -> TensorBoardFile | None:
     if not config.enable_tensorboard or (config.rank_0_only and rank != 0):
         return None
-    folder = dump_folder / config.save_tb_folder
-    return folder if config.rank_0_only else folder / f"rank_{rank}"
-
-
-def _tensorboard_file(folder: Path) -> TensorBoardFile:
     # Imported only here: its libraries take 0.04 s, at each start of each rank, and most ranks write no such file.
     from torchtitan_lite.metrics.tensorboard_file import TensorBoardFile
 
-    return TensorBoardFile(folder)
+    folder = dump_folder / config.save_tb_folder
+    return TensorBoardFile(folder if config.rank_0_only else folder / f"rank_{rank}")
 
 
 def _as_json(value: float) -> float | None:

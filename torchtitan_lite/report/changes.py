@@ -77,8 +77,8 @@ def configs_of(
     found: dict[int, Config] = {}
     for entry in sorted(entries, key=lambda entry: entry.created_at):
         begun = [start for start in starts if start.began <= entry.created_at]
-        if begun and entry.config:
-            found[begun[-1].number] = without_secret_values(entry.config)
+        if begun and entry.saved_by.config:
+            found[begun[-1].number] = without_secret_values(entry.saved_by.config)
     written = [(number_or_nan(line.get("time")), without_secret_values(line.get("config"))) for line in lines]
     for start in starts:
         # A start writes its line before the first sign of the next one, and a start without a line has the last one's.

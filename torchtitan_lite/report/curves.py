@@ -83,13 +83,13 @@ def _point_at(step: float, level: float, x: Scale, y: Scale, height: int) -> tup
 
 
 def _resumes(run: Run, x: Scale, kind: str) -> list[svg.AxisBadge]:
-    resumed = [start for start in run.starts if start.is_resumed and x.low <= start.loaded_step <= x.high]
+    resumed = [start for start in run.starts if start.loaded.is_resumed and x.low <= start.loaded.step <= x.high]
     every = math.ceil(len(resumed) / MAX_BADGES) or 1
     return [
         svg.AxisBadge(
-            x.at(start.loaded_step),
+            x.at(start.loaded.step),
             str(start.number),
-            f"Start {start.number} resumed from step {start.loaded_step:,}",
+            f"Start {start.number} resumed from step {start.loaded.step:,}",
             kind,
         )
         for start in resumed[::every]
@@ -189,7 +189,7 @@ def _stalls(run: Run) -> list[tuple[int, float, int | None]]:
     last: int | None = None
     for start in reversed(run.starts):
         lasts[start.number] = last
-        last = start.loaded_step if last is None else min(last, start.loaded_step)
+        last = start.loaded.step if last is None else min(last, start.loaded.step)
     return [(save.step, save.stall_seconds, lasts[save.start]) for save in run.saves if save.stall_seconds]
 
 

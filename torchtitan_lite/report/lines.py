@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,20 +69,15 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects in the file at `path`, line by line; none without a file. Raises OSError."""
     try:
         with path.open("rb") as lines:
-            yield from objects_in(lines)
+            for line in lines:
+                try:
+                    record = json.loads(line)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(record, dict):
+                    yield record
     except FileNotFoundError:
         return
-
-
-def objects_in(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects among `lines`."""
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            yield record
 
 
 def read_events(path: Path) -> list[Recorded]:

@@ -103,8 +103,8 @@ def timeline_figure(run: Run, x: Scale) -> Figure | None:
 
 def _lane(start: ReportedStart, x: Scale, y: float, height: int, reached: int, *, is_running: bool) -> Iterator[str]:
     """Yield the steps of one start, those that an earlier one had reached already lighter, and its end."""
-    begin, end = x.at(start.loaded_step), x.at(start.last_step)
-    again = x.at(min(max(reached, start.loaded_step), start.last_step))
+    begin, end = x.at(start.loaded.step), x.at(start.last_step)
+    again = x.at(min(max(reached, start.loaded.step), start.last_step))
     if again > begin:
         yield svg.element("line", x1=svg.percent(begin), x2=svg.percent(again), y1=y, y2=y, class_="lane again")
     yield svg.element("line", x1=svg.percent(again), x2=svg.percent(end), y1=y, y2=y, class_="lane")

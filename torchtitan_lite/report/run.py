@@ -56,7 +56,7 @@ class Run:
 
     @property
     def steps_per_line(self) -> list[int]:
-        return steps_per_line(self.logged.steps, [start.loaded_step for start in self.starts])
+        return steps_per_line(self.logged.steps, [start.loaded.step for start in self.starts])
 
     @property
     def last_step(self) -> int:

@@ -39,6 +39,27 @@ _REACHED = (SaveStarted, Committed, Finished, Resumed)
 
 
 @dataclass(frozen=True)
+class ReportedLoad:
+    """What a start began with."""
+
+    step: int
+    """0 for a fresh start."""
+    origin: str
+    """checkpoint; memory, what the start before had left there; seed, initial or fresh; empty if it loaded nothing."""
+    seconds: float | None
+    at_risk_steps: int
+    """Those that the disk lacked."""
+
+    @property
+    def is_from_memory(self) -> bool:
+        return self.origin == "memory"
+
+    @property
+    def is_resumed(self) -> bool:
+        return self.step > 0
+
+
+@dataclass(frozen=True)
 class ReportedStart:
     """One start of a run. Its number is from 1."""
 
@@ -47,30 +68,16 @@ class ReportedStart:
     """Unix seconds of its first sign."""
     last_sign: float
     """Unix seconds of its last sign."""
-    loaded_step: int
-    """The step that it loaded; 0 for a fresh start."""
+    loaded: ReportedLoad
     last_step: int
     """The last step that it is known to have reached."""
     end: str
     """finished, preempted or failed; killed if another start followed without a word; unknown of the last start."""
     signal: int | None = None
-    load_seconds: float | None = None
-    loaded_from: str = "fresh"
-    """checkpoint; memory, what the start before had left there; seed, initial or fresh; empty if it loaded nothing."""
-    at_risk_steps: int = 0
-    """Of what it loaded: those that the disk lacked."""
     topology: str = ""
     diverged: tuple[Diverged, ...] = ()
     """Each time that it diverged: where, and which batch was skipped then."""
     events: tuple[Recorded, ...] = field(default=(), repr=False)
-
-    @property
-    def is_from_memory(self) -> bool:
-        return self.loaded_from == "memory"
-
-    @property
-    def is_resumed(self) -> bool:
-        return self.loaded_step > 0
 
 
 def starts_of(events: Sequence[Recorded], ledger: accounts.Accounts, last_logged_step: int) -> list[ReportedStart]:
@@ -116,10 +123,9 @@ def _start(
     events = [each.event for each in recorded]
     # What a start loads once it diverged is not what it began with.
     before = itertools.takewhile(lambda event: not isinstance(event, Diverged), events)
-    loads = [event for event in before if isinstance(event, Loaded)]
+    loaded = _reported_load(counted, [event for event in before if isinstance(event, Loaded)])
     ends = [event for event in events if isinstance(event, CleanEnd)]
-    loaded_step = loads[-1].step if loads else (counted.loaded_step or 0) if counted is not None else 0
-    steps = [loaded_step, logged_step, *(event.step for event in events if isinstance(event, _REACHED))]
+    steps = [loaded.step, logged_step, *(event.step for event in events if isinstance(event, _REACHED))]
     end = ends[-1].name if ends else UNKNOWN if is_last else CUT
     if counted is not None:
         steps.append(counted.last_step)
@@ -128,17 +134,21 @@ def _start(
         number=number,
         began=counted.began if counted is not None else recorded[0].time,
         last_sign=max([each.time for each in recorded] + ([counted.last_beat] if counted is not None else [])),
-        loaded_step=loaded_step,
+        loaded=loaded,
         last_step=max(steps),
         end=end,
         signal=(ends[-1].signal or None) if ends and isinstance(ends[-1], Preempted) else None,
-        load_seconds=known(loads[-1].seconds) if loads else None,
-        loaded_from=_loaded_from(counted, loads),
-        at_risk_steps=loads[-1].at_risk_steps if loads else 0,
         topology=str(counted.about.get("topology", "")) if counted is not None else "",
         diverged=tuple(event for event in events if isinstance(event, Diverged)),
         events=tuple(recorded),
     )
+
+
+def _reported_load(counted: accounts.Start | None, loads: Sequence[Loaded]) -> ReportedLoad:
+    origin = _loaded_from(counted, loads)
+    if loads:
+        return ReportedLoad(loads[-1].step, origin, known(loads[-1].seconds), loads[-1].at_risk_steps)
+    return ReportedLoad((counted.loaded_step or 0) if counted is not None else 0, origin, None, 0)
 
 
 def _loaded_from(counted: accounts.Start | None, loads: Sequence[Loaded]) -> str:

@@ -57,13 +57,13 @@ def time_parts(
 
 
 def _without_ledger(logged: Logged, starts: Sequence[ReportedStart], saves: Sequence[Save]) -> dict[str, float]:
-    counts = steps_per_line(logged.steps, [start.loaded_step for start in starts])
+    counts = steps_per_line(logged.steps, [start.loaded.step for start in starts])
     pairs = zip(logged.training_seconds, counts, strict=True)
     productive = sum(seconds * count for seconds, count in pairs if math.isfinite(seconds))
     parts = {
         "productive": productive,
         "saving": sum(save.stall_seconds or 0.0 for save in saves),
-        "loading": sum(start.load_seconds or 0.0 for start in starts),
+        "loading": sum(start.loaded.seconds or 0.0 for start in starts),
     }
     percent = number_or_nan(logged.last.get(GOODPUT))
     if percent > 0:

@@ -20,7 +20,7 @@ from tests.store.filled import manifest_of
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnreadable
-from torchtitan_lite.examining.difference import Difference, compare_checkpoints, digest_of
+from torchtitan_lite.examining.difference import Difference, ValuesByDigest, compare_checkpoints, digest_of
 from torchtitan_lite.examining.opened import OpenedCheckpoint, open_checkpoint
 from torchtitan_lite.examining.presence import present
 from torchtitan_lite.examining.value_difference import EQUAL, ValueDifference, compare_values
@@ -75,8 +75,8 @@ def test_the_same_state_in_another_sharding_is_equal(kind: str) -> None:
     # The one object that each rank has of its own, and what says how many ranks there were.
     assert not {key for key in (*found.only_in_a, *found.only_in_b) if "rank1" not in key}
     assert not found.tensors and not found.objects
-    assert set(found.known_equal) | set(found.unknown) == set(found.comparable)
-    assert not found.known_different
+    assert set(found.by_digest.equal) | set(found.by_digest.unknown) == set(found.comparable)
+    assert not found.by_digest.different
     assert set(values(a, b).values()) == {EQUAL}
     assert {"topology", "ranks"} <= found.origin.keys()
 
@@ -110,7 +110,7 @@ def test_keys_shapes_and_dtypes(tmp_path: Path) -> None:
         "dtype": ("float32 [2]", "float16 [2]"),
         "shape": ("float32 [2]", "float32 [3]"),
     }
-    assert (found.unknown, set(found.comparable)) == (("both",), {"both", "dtype"})
+    assert (found.by_digest.unknown, set(found.comparable)) == (("both",), {"both", "dtype"})
     assert found.has_any
     assert values(a, b)["dtype"] == ValueDifference(False), "the same numbers, in another dtype"
 
@@ -196,10 +196,10 @@ def test_digests_say_which_values_differ_without_reading_them(tmp_path: Path) ->
     run = SmallRun(tmp_path, interval=1, digest_tensors=("save",)).finished(2)
     a, b = (open_checkpoint(run.root / f"step-{step}") for step in (1, 2))
     found = compare_checkpoints(a, b)
-    assert not found.unknown
-    assert "model.first.weight" in found.known_different and "rng.rank0.python" in found.known_equal
+    assert not found.by_digest.unknown
+    assert "model.first.weight" in found.by_digest.different and "rng.rank0.python" in found.by_digest.equal
     read = values(a, b)
-    assert {key for key, value in read.items() if not value.is_bitwise_equal} == found.known_different
+    assert {key for key, value in read.items() if not value.is_bitwise_equal} == found.by_digest.different
 
 
 NUMBERS = {
@@ -312,4 +312,4 @@ def test_equal_checkpoints_are_compared_without_torch(tmp_path: Path) -> None:
 
 def test_a_difference_of_nothing_is_none() -> None:
     assert not Difference({}, {}, {}, {}, {}, {}).has_any
-    assert Difference({}, {}, {}, {}, {}, {}, known_different=frozenset("a")).has_any
+    assert Difference({}, {}, {}, {}, {}, {}, by_digest=ValuesByDigest(different=frozenset("a"))).has_any

@@ -15,6 +15,7 @@ import torch
 
 from tests.checkpoint.reading.foreign_folders import save_plain
 from tests.checkpoint.reading.memory import peak_above_before, untouched_zeros
+from tests.hugging_face import write_model
 from torchtitan_lite.converting import new_output
 from torchtitan_lite.converting.streamed_file import Advance
 from torchtitan_lite.errors import CheckpointUnreadable, ConfigError
@@ -22,7 +23,7 @@ from torchtitan_lite.examining.opened import OpenedCheckpoint, open_checkpoint
 from torchtitan_lite.examining.tensor_stream import SLICE_BYTES
 from torchtitan_lite.hugging_face.known_model import HuggingFaceModel
 from torchtitan_lite.hugging_face.model_files import Place
-from torchtitan_lite.hugging_face.writing import PlannedExport, plan, write_model, write_rest, write_shards
+from torchtitan_lite.hugging_face.writing import PlannedExport, plan, write_rest, write_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -11,10 +11,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from tests.checkpoint.importing.sources import ARGS, weights
 from tests.cli.command import command
 from tests.e2e.jobs import start
+from tests.hugging_face import write_model
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.config.job_config import Model
 from torchtitan_lite.examining.opened import open_checkpoint
-from torchtitan_lite.hugging_face.writing import write_model
 from torchtitan_lite.models.llama.args import ModelArgs
 from torchtitan_lite.models.llama.config_file import build_model_args
 from torchtitan_lite.models.llama.hugging_face import describe
@@ -72,7 +72,7 @@ def test_a_trained_llama_of_several_ranks_comes_back_and_continues(
 ) -> None:
     with start(tmp_path / "run", "--training.steps=4", *degrees, ranks=ranks) as job:
         assert job.wait() == [0] * ranks, job.log
-    config = open_checkpoint(tmp_path / "run" / "checkpoint" / "step-4").config["model"]
+    config = open_checkpoint(tmp_path / "run" / "checkpoint" / "step-4").saved_by.config["model"]
 
     args = build_model_args(Model(**config), vocab_size=258, seq_len=64)
     assert_comes_back(tmp_path / "run" / "checkpoint" / "step-4", args, tmp_path, 200_000)

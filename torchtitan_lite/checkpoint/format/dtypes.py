@@ -34,3 +34,8 @@ _NAMES_BY_BYTES = {
 
 DTYPES = {name: Dtype(name, itemsize) for itemsize, names in _NAMES_BY_BYTES.items() for name in names}
 """The dtypes, by name, whose elements are whole bytes and need no other data to be understood."""
+
+
+def dtype_name(dtype: object) -> str:
+    """Return the name of a dtype, torch's or one of these."""
+    return str(dtype).removeprefix("torch.")

@@ -10,7 +10,6 @@ form are in memory twice.
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -38,7 +37,7 @@ from torchtitan_lite.checkpoint.reading.regions import (
     whole,
 )
 from torchtitan_lite.checkpoint.untrusted.safe_load import UnsafeItem, load_item
-from torchtitan_lite.checkpoint.untrusted.stock_item import Layout, locate
+from torchtitan_lite.checkpoint.untrusted.stock_item import Layout, item_reader, locate
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES
@@ -227,7 +226,7 @@ class CheckpointReader(StorageReader):
             try:
                 with self._folder.files.opened(file) as fd:
                     for item in of_file:
-                        layouts[item] = locate(_reading(fd, item), item.length, DTYPES)
+                        layouts[item] = locate(item_reader(fd, item), item.length, DTYPES)
             except OSError as error:
                 raise CheckpointUnreadable(str(path), f"{type(error).__name__}: {error}") from error
         return layouts
@@ -321,10 +320,6 @@ def _extent(chunk: Chunk, dtype: torch.dtype) -> tuple[int, int]:
     if chunk.item is not None:
         return chunk.item.offset, chunk.item.length
     return chunk.at or 0, chunk.numel * dtype.itemsize
-
-
-def _reading(fd: int, item: Item) -> Callable[[int, int], bytes]:
-    return lambda offset, count: os.pread(fd, min(count, item.length - offset), item.offset + offset)
 
 
 def _handing_bytes_to(planner: LoadPlanner, item: ReadItem) -> Callable[[Any], None]:

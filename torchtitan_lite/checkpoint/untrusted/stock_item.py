@@ -9,12 +9,13 @@ without the rest and without a copy. It does not guess: for anything that it doe
 
 from __future__ import annotations
 
+import os
 import struct
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from torchtitan_lite.checkpoint.format.contents import Shape
+from torchtitan_lite.checkpoint.format.contents import Item, Shape
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES, Dtype
 from torchtitan_lite.checkpoint.untrusted.inert_pickle import (
     InertPickleError,
@@ -26,6 +27,11 @@ from torchtitan_lite.checkpoint.untrusted.inert_pickle import (
 
 Read = Callable[[int, int], bytes]
 """Returns bytes [offset, offset + count) of the item; fewer only at its end."""
+
+
+def item_reader(fd: int, item: Item) -> Read:
+    """Return what reads `item` in the open file `fd`."""
+    return lambda offset, count: os.pread(fd, min(count, item.length - offset), item.offset + offset)
 
 
 class Layout(NamedTuple):
