@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.events import Committed, Finished, Loaded, Preempted
+from torchtitan_lite.events import Committed, Finished, Loaded, Preempted, is_figure
 
 LEDGER_FILE = "ledger.jsonl"
 LATEST_BEAT_FILE = "ledger.now"
@@ -30,8 +30,6 @@ START, LOADED, ROLLED_BACK, COMMITTED, BEAT, END = "start", Loaded.name, "rolled
 FAILED = "failed"
 CLEAN_ENDS = (Finished.name, Preempted.name)
 """How a start ended, in the last record of it."""
-_LARGEST = 1e100
-"""A larger number is none: sums must be finite."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +196,7 @@ def _add(found: dict[str, Any], record: Mapping[str, Any]) -> None:
     if not isinstance(record.get("seconds"), dict):
         return
     values = record["seconds"].items()
-    seconds = {part: float(value) for part, value in values if part in PARTS_OF_A_START and _is_number(value)}
+    seconds = {part: float(value) for part, value in values if part in PARTS_OF_A_START and is_figure(value)}
     found |= {"last_beat": record["time"], "seconds": seconds, "last_step": record["step"]}
     found |= {"at_risk_seconds": 0.0} | _durable(record)
     if record["record"] == END:
@@ -209,7 +207,7 @@ def _durable(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the record says of the disk, as far as it is of the right type."""
     step, seconds = record.get("durable_step"), record.get("at_risk_seconds")
     said = {"durable_step": step} if isinstance(step, int) else {}
-    return said | ({"at_risk_seconds": seconds} if _is_number(seconds) else {})
+    return said | ({"at_risk_seconds": seconds} if is_figure(seconds) else {})
 
 
 def _records(lines: Iterable[bytes]) -> Iterable[dict[str, Any]]:
@@ -225,8 +223,4 @@ def _records(lines: Iterable[bytes]) -> Iterable[dict[str, Any]]:
 def _is_complete_record(record: Mapping[str, Any]) -> bool:
     if not isinstance(record.get("record"), str) or not isinstance(record.get("start"), str):
         return False
-    return _is_number(record.get("time")) and isinstance(record.get("step", 0), int)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+    return is_figure(record.get("time")) and isinstance(record.get("step", 0), int)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
-from torchtitan_lite.events import EVENTS, Event, figures_of
+from torchtitan_lite.events import EVENTS, Event, figures_of, is_figure
 
-_LARGEST = 1e100
-"""A larger number is none: differences and ratios of two must be finite."""
 _LARGEST_STEP = 1 << 62
 
 
@@ -29,7 +27,7 @@ class Recorded(NamedTuple):
 def parse_record(record: Mapping[str, Any]) -> Recorded | None:
     """Return the event in `record`, the object of a line; None for another program's, or a later version's."""
     time, event = record.get("time"), parse_event(record.get("event"), record.get("step"), record)
-    return Recorded(float(time), event) if event is not None and _is_number(time) else None
+    return Recorded(float(time), event) if event is not None and is_figure(time) else None
 
 
 def parse_event(name: object, step: object, figures: Mapping[str, Any]) -> Event | None:
@@ -52,10 +50,6 @@ def _field_value(field: Field[Any], value: object) -> Any:
     return kind.unknown if field.default is MISSING else field.default
 
 
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
-
-
 def _is_list_of_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
@@ -69,8 +63,8 @@ class _Kind(NamedTuple):
 
 
 _KINDS = {
-    "int": _Kind(lambda value: isinstance(value, int) and _is_number(value), int, 0),
-    "float": _Kind(_is_number, float, math.nan),
+    "int": _Kind(lambda value: isinstance(value, int) and is_figure(value), int, 0),
+    "float": _Kind(is_figure, float, math.nan),
     "str": _Kind(lambda value: isinstance(value, str), str, ""),
     "tuple[str, ...]": _Kind(_is_list_of_texts, tuple, ()),
     "Mapping[str, float]": _Kind(lambda value: isinstance(value, dict), dict, {}),

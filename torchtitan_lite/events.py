@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, fields
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeGuard
 
 from torchtitan_lite.log import in_one_line, logger
 
+LARGEST = 1e100
+"""A larger number is none: sums, differences and ratios must be finite."""
 EVENTS: dict[str, type[Event]] = {}
 """All events by name, in the order of their definitions below."""
 
@@ -381,6 +383,11 @@ def emit_to(listener: EventListener | None) -> Emit:
             logger.warning("on_event failed for %s of step %d: %s", event.name, event.step, in_one_line(error))
 
     return emit
+
+
+def is_figure(value: object) -> TypeGuard[float]:
+    """Return whether `value`, of a line that any program may have written, is a number that can be counted with."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 def figures_of(kind: type[Event]) -> list[Field[Any]]:

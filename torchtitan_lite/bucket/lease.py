@@ -7,8 +7,6 @@ stopped. That it lives is shown by an object of its epoch which it writes again 
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import NamedTuple
@@ -24,7 +22,7 @@ from torchtitan_lite.bucket.recovery import highest_beat, rebuilt
 from torchtitan_lite.errors import CheckpointError, FolderInUse, LeaseLost
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.holder import Holder
-from torchtitan_lite.store.lease import Lease, LeaseClock, LockSeen
+from torchtitan_lite.store.lease import Lease, LeaseClock, LockSeen, process_lock
 
 BEAT_SECONDS = 10.0
 """A request each; rare enough to cost nothing, in money either."""
@@ -174,13 +172,6 @@ def head_is_gone(address: str) -> LeaseLost:
     return LeaseLost(address, _GONE)
 
 
-@functools.cache
-def _lock_of(address: str) -> AbstractContextManager[bool]:
-    """Return the lock that all stores of this process share for the folder `address`."""
-    # Reentrant: housekeeping holds it while it calls `discard`, which takes it, too.
-    return threading.RLock()
-
-
 def _is_never_done(head: Head) -> bool:
     return False
 
@@ -198,7 +189,7 @@ class HeldHead:
     @property
     def exclusive(self) -> AbstractContextManager[bool]:
         """Return the lock that orders the swaps of this process here: a background purge and commits."""
-        return _lock_of(self._objects.address)
+        return process_lock(self._objects.address)
 
     def claim(self) -> Claim:
         """Return what the holder shows with each change. Raises CheckpointError if this process holds nothing."""

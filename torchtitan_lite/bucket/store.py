@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 from torchtitan_lite.bucket.garbage import KEPT_SECONDS, Inventory, remove, remove_beats, store_time
 from torchtitan_lite.bucket.head import Entry, Head, Status
@@ -104,11 +104,6 @@ class BucketStore(StoresCheckpoints):
     @property
     def rollbacks(self) -> BucketRollbacks:
         return BucketRollbacks(self._objects)
-
-    @property
-    def exclusive(self) -> AbstractContextManager[bool]:
-        """Return the lock that orders the swaps of this process here: a background purge and commits."""
-        return self._held.exclusive
 
     @property
     def shelf(self) -> BucketShelf:

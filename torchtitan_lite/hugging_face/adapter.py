@@ -21,10 +21,10 @@ from torchtitan_lite.hugging_face.model_card import adapter_card
 from torchtitan_lite.hugging_face.writing import (
     CARD,
     PlannedExport,
-    json_bytes,
     tensor_summary,
 )
 from torchtitan_lite.log import listed
+from torchtitan_lite.store.json_record import json_bytes
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -64,7 +64,7 @@ def plan_adapter(
     stream = TensorStream(opened.folder, contents, opened.records)
     facts = {"method": str(kind), **tensor_summary(contents, chosen, tensors)}
     files = {
-        CONFIG: json_bytes({**config, "inference_mode": True}),
+        CONFIG: json_bytes({**config, "inference_mode": True}, indent=2),
         CARD: adapter_card(name, opened, stream, facts),
     }
     # Without the base, every tensor was trained.

@@ -13,13 +13,11 @@ Every tensor is read, cast and reordered in slices.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.converting import new_output, safetensors_files
@@ -35,6 +33,7 @@ from torchtitan_lite.hugging_face.model_card import model_card
 from torchtitan_lite.hugging_face.model_files import DescribedModel
 from torchtitan_lite.hugging_face.rotary_rows import ReorderedStream
 from torchtitan_lite.log import listed
+from torchtitan_lite.store.json_record import json_bytes
 
 CONFIG = "config.json"
 CARD = "README.md"
@@ -89,7 +88,7 @@ def plan(
     main = _main_dtype(tensors)
     config = {key: value for key, value in model.config.items() if key not in _DTYPES}
     card = model_card(name, opened, stream, model, tensor_summary(contents, keys, tensors), of_trainer=of_trainer)
-    files = {CONFIG: json_bytes({**config, **dict.fromkeys(_DTYPES, main)}), **model.files, CARD: card}
+    files = {CONFIG: json_bytes({**config, **dict.fromkeys(_DTYPES, main)}, indent=2), **model.files, CARD: card}
     if len(shards) > 1:
         files[safetensors_files.INDEX] = safetensors_files.index_of(shards)
     return PlannedExport(shards, files, stream)
@@ -157,11 +156,6 @@ def write_rest(planned: PlannedExport, folder: Path) -> None:
     """Write every file but those of weights into `folder`, synced. Raise OSError."""
     for name, content in planned.files.items():
         DISK.write_file(folder / name, content)
-
-
-def json_bytes(content: Mapping[str, Any]) -> bytes:
-    """Return `content` as Hugging Face's libraries write it."""
-    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def _main_dtype(tensors: Iterable[TensorToWrite]) -> str:

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.event_lines import Recorded, parse_record
+from torchtitan_lite.events import is_figure
 
 LOSS = "loss_metrics/global_avg_loss"
 STEP_SECONDS = "time_metrics/end_to_end(s)"
 PARTS = tuple(f"time_metrics/{part}(s)" for part in ("data_loading", "forward", "backward", "optimizer"))
 TOKENS_PER_SECOND = "throughput(tps)"
 GOODPUT = "goodput(%)"
-LARGEST = 1e100
-"""A larger number is none: differences and ratios of two must be finite, and so must a time."""
 _LARGEST_STEP = 1 << 62
 
 
@@ -86,9 +85,8 @@ def read_events(path: Path) -> list[Recorded]:
 
 
 def number_or_nan(value: Any) -> float:
-    """Return `value` as a number; NaN for anything that is not one, or larger than `LARGEST`."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
-    return float(value) if is_number else math.nan
+    """Return `value` as a number; NaN for anything that is no figure."""
+    return float(value) if is_figure(value) else math.nan
 
 
 def known(figure: float) -> float | None:

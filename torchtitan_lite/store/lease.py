@@ -13,12 +13,14 @@ that follows it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -316,3 +318,10 @@ def _name_of(data: bytes | None) -> str:
     if data is None:
         return "no job (the lock file is gone)"
     return str(Holder.parse(data) or "an unknown job (its lock file is damaged)")
+
+
+@functools.cache
+def process_lock(address: str) -> AbstractContextManager[bool]:
+    """Return the lock that all stores of this process share for the folder `address`."""
+    # Reentrant: housekeeping holds it while it calls `discard`, which takes it, too.
+    return threading.RLock()

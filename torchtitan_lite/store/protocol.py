@@ -18,7 +18,7 @@ from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.holder import HolderSeen
-from torchtitan_lite.store.lease import Lease
+from torchtitan_lite.store.lease import Lease, process_lock
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.place import Place
 from torchtitan_lite.store.rollbacks import Rollback
@@ -130,7 +130,7 @@ class StoresCheckpoints(Protocol):
     @property
     def exclusive(self) -> AbstractContextManager[bool]:
         """Return the lock that orders commits of this process and removals in the background."""
-        ...
+        return process_lock(self.address)
 
     def lease(self, run_id: str, timeout_seconds: float) -> Lease:
         """Return the lease of this folder, not yet taken. Any rank. In an object store each change needs it."""

@@ -15,10 +15,8 @@ import re
 import secrets
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
 
@@ -60,13 +58,6 @@ def free_disk_bytes(folder: Path) -> int:
     return usage.free if usage.total else sys.maxsize
 
 
-@functools.cache
-def _lock_of(root: Path) -> AbstractContextManager[bool]:
-    """Return the lock that all stores of this process share for the folder `root`."""
-    # Reentrant: housekeeping holds it while it calls `discard`, which takes it, too.
-    return threading.RLock()
-
-
 _LOCK_BYTES = 1 << 16
 _MOST_LOOKS = 900
 """Sizes of files that a commit asks the file system for: of more ranks only the names are looked at."""
@@ -95,11 +86,6 @@ class CheckpointStore(StoresCheckpoints):
         self._clock = clock
         self._manifests = KnownManifests(self.root, now_ns)
         self._retired = RetiredCheckpoints(self.root, durable, self._manifests)
-
-    @property
-    def exclusive(self) -> AbstractContextManager[bool]:
-        """Return the lock that orders the renames of this process here: a background purge and commits."""
-        return _lock_of(self.root)
 
     @property
     def durable(self) -> Durable:
