@@ -34,7 +34,7 @@ def refuse_system() -> None:
 
 def spawn(path: Path, ttl_seconds: float) -> None:
     """Start a keeper that listens at `path`; return when it does."""
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[3])
     code = f"import sys; sys.path.append({root!r}); from torchtitan_lite.memory.keeper.process import main; "
     # Without site-packages: a third of the time and of the memory. The session is its own, so that no signal to the
     # group of the trainer reaches it, and it has no child of the trainer as its parent for long.
