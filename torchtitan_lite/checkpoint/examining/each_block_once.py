@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
-from torchtitan_lite.disk.read_requests import Piece, on_host
+from torchtitan_lite.disk.read_requests import Piece, Segment, scatter
 from torchtitan_lite.store.place import Place
 
 KEPT_BLOCKS = 32
@@ -49,11 +49,9 @@ class EachBlockOnce:
         straight += [Piece(number * BLOCK_BYTES, memoryview(room)) for number, room in fresh.items()]
         if straight:
             blocks.read(path, record, straight)
-        for number, (at, into) in edges:
+        for number, piece in edges:
             block = fresh.get(number) or self._kept[file, number]
-            for _, place in on_host([Piece(at, into)], number * BLOCK_BYTES, memoryview(block)):
-                begin = at - number * BLOCK_BYTES
-                place[:] = memoryview(block)[begin : begin + len(place)]
+            scatter(Segment.of(piece), number * BLOCK_BYTES, memoryview(block))
         self._keep(file, edges, fresh, min(2 * chunks + 2, KEPT_BLOCKS))
 
     def _room(self, number: int, size: int) -> bytearray:
