@@ -162,7 +162,7 @@ class BlockReader(ReadsBlocks):
             cached = stack.enter_context(look_into_cache(fd, size)) if direct is not None else None
             ahead = _do_nothing if self.direct else _fetching(fd)
             yield _OpenFile(
-                checked, path, fd, direct if cached is not None else None, again, cached, ahead, reopened, self.pause
+                checked, fd, direct if cached is not None else None, again, cached, ahead, reopened, self.pause
             )
 
     def _open_direct(self, path: Path, stack: ExitStack) -> int | None:
@@ -196,7 +196,6 @@ class _OpenFile:
     """An open file; `direct` becomes None when the system refuses direct I/O, or after an I/O error."""
 
     checked: CheckedFile
-    path: Path
     fd: int
     direct: int | None
     again: int | None
@@ -213,7 +212,7 @@ class _OpenFile:
         """Fill the pieces of `segment`."""
         size = self.checked.size
         if segment.end > size:
-            raise DamagedRange(self.path, size, segment.end, f"the file ends after {size} bytes")
+            raise DamagedRange(self.checked.path, size, segment.end, f"the file ends after {size} bytes")
         # Through a buffer: a direct read into the tensor itself was tried and is not faster. A tensor lies on small
         # pages, which makes the request slow, and its bytes are then hashed from memory, not from the cache.
         if self.direct is not None and self.cached is not None and not self.cached(segment.begin, segment.end):
@@ -283,7 +282,7 @@ class _OpenFile:
             except OSError as error:
                 # A refusal; any other error was raised as CheckpointUnreadable.
                 self.direct = self.again = None
-                _log_refusal(self.path, error)
+                _log_refusal(self.checked.path, error)
         self._fill([memory[: end - begin]], begin)
 
     def _fill(self, places: list[memoryview], at: int, fd: int | None = None, at_least: int | None = None) -> bool:
@@ -297,12 +296,12 @@ class _OpenFile:
             rest = after(places, done) if done else places
 
             def read(rest: list[memoryview] = rest, done: int = done) -> int:
-                faults.point("read", path=self.path)
+                faults.point("read", path=self.checked.path)
                 return os.preadv(self.fd if fd is None or self.is_reopened else fd, rest, at + done)
 
-            count = _with_retries(self.path, read, self.pause, direct=fd is not None, again=self._open_again)
+            count = _with_retries(self.checked.path, read, self.pause, direct=fd is not None, again=self._open_again)
             if count == 0:
-                raise DamagedRange(self.path, at + done, at + wanted, "the file ends before them")
+                raise DamagedRange(self.checked.path, at + done, at + wanted, "the file ends before them")
             done += count
             if fd is not None and done < wanted and done % ALIGNMENT:
                 return False

@@ -86,9 +86,8 @@ def _fill_from(parts: Mapping[int, bytes], path: Path, pieces: Sequence[Piece], 
 
     small = () if table is None else map(Piece.of_memory, table.begins, table.addresses, table.counts)
     for piece in (*pieces, *small):
-        if count := len(piece.into):
-            data = memoryview(bytes_at(piece.at, count))
-            scatter(Segment(piece.at, piece.at + count, [piece], []), piece.at, data)
+        if len(piece.into):
+            scatter(Segment.of(piece), piece.at, memoryview(bytes_at(piece.at, len(piece.into))))
 
 
 class _Mapping:

@@ -70,6 +70,11 @@ class Segment(NamedTuple):
     pieces: list[Piece]
     spans: list[BlockPieces]
 
+    @classmethod
+    def of(cls, piece: Piece) -> Segment:
+        """Return the request for `piece` and nothing else."""
+        return cls(piece.at, piece.at + len(piece.into), [piece], [])
+
 
 def portions(places: list[memoryview]) -> Iterator[list[memoryview]]:
     """Yield `places`, in order, cut into lists of at most `PORTION_BYTES`."""
@@ -132,7 +137,7 @@ def _cut_segments(pieces: Sequence[Piece], table: PieceTable | None) -> list[Seg
         else:
             parts.append(Segment(span.begins[0], span.end, [], [span]))
     for piece in few:
-        parts += [Segment(part.at, part.at + len(part.into), [part], []) for part in _cut_piece(piece, REQUEST_BYTES)]
+        parts += map(Segment.of, _cut_piece(piece, REQUEST_BYTES))
     return sorted(parts, key=itemgetter(0))
 
 
@@ -149,18 +154,6 @@ def _cut_piece(piece: Piece, unit: int) -> Sequence[Piece]:
     return parts
 
 
-def on_host(pieces: Sequence[Piece], begin: int, data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Begin to copy the bytes of `pieces` elsewhere, from `data`, the file from byte `begin` on; yield the others."""
-    elsewhere = []
-    for at, into in pieces:
-        if isinstance(into, memoryview):
-            yield at, into
-        else:
-            elsewhere.append((into, data[at - begin : at - begin + len(into)]))
-    if elsewhere:
-        elsewhere[0][0].ring.copy(elsewhere)
-
-
 def scatter(segment: Segment, begin: int, data: memoryview, address: int | None = None) -> None:
     """Copy to the pieces of `segment` their bytes of `data`, which begins with byte `begin` of the file.
 
@@ -172,14 +165,17 @@ def scatter(segment: Segment, begin: int, data: memoryview, address: int | None 
     if address is not None:
         for span in segment.spans:
             span.fill(address, begin)
-    for at, into in on_host(segment.pieces, begin, data):
+    elsewhere = []
+    for at, into in segment.pieces:
         count = len(into)
-        if count == 0:
-            continue
-        if address is None or count < _LARGE_COPY:
-            into[:] = data[at - begin : at - begin + count]
-        else:
+        if not isinstance(into, memoryview):
+            elsewhere.append((into, data[at - begin : at - begin + count]))
+        elif address is not None and count >= _LARGE_COPY:
             ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(into)), address + at - begin, count)
+        elif count:  # Pieces of no bytes may be in memory that is read-only.
+            into[:] = data[at - begin : at - begin + count]
+    if elsewhere:
+        elsewhere[0][0].ring.copy(elsewhere)
 
 
 def by_block(segment: Segment) -> Iterator[Segment]:

@@ -23,7 +23,7 @@ from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.untrusted.stock_item import item_reader, locate
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
-from torchtitan_lite.disk.read_requests import Piece, on_host
+from torchtitan_lite.disk.read_requests import Piece, Segment, scatter
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.examining.cut import Cut, cuts, cuts_of, is_range, number_of, overlap, row_major
 from torchtitan_lite.store.place import Place
@@ -322,11 +322,9 @@ class EachBlockOnce:
         straight += [Piece(number * BLOCK_BYTES, memoryview(room)) for number, room in fresh.items()]
         if straight:
             blocks.read(path, record, straight)
-        for number, (at, into) in edges:
+        for number, piece in edges:
             block = fresh.get(number) or self._kept[file, number]
-            for _, place in on_host([Piece(at, into)], number * BLOCK_BYTES, memoryview(block)):
-                begin = at - number * BLOCK_BYTES
-                place[:] = memoryview(block)[begin : begin + len(place)]
+            scatter(Segment.of(piece), number * BLOCK_BYTES, memoryview(block))
         self._keep(file, edges, fresh, min(2 * chunks + 2, KEPT_BLOCKS))
 
     def _room(self, number: int, size: int) -> bytearray:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -143,7 +144,7 @@ class CheckpointReader(StorageReader):
         for file in self._folder.files.share(sorted(records), number, count):
             blocks = self._blocks_without_tensors(file, len(records[file].blocks) // DIGEST_BYTES)
             if blocks:
-                with _Findings(self._folder, file):
+                with _findings(self._folder, file):
                     self._blocks.verify(self._folder.files.path_of(file), records[file], blocks)
 
     def _sorted(self, regions: Sequence[Region], ring: DeviceRing) -> tuple[dict[str, list[Piece]], list[BufferedPart]]:
@@ -276,7 +277,7 @@ class CheckpointReader(StorageReader):
             raise CheckpointUnsafe(str(self._folder.path), f"{key} in {item.file}: {error}") from None
 
     def _fill(self, file: str, pieces: Sequence[Piece], table: PieceTable | None = None) -> None:
-        with _Findings(self._folder, file):
+        with _findings(self._folder, file):
             self._blocks.read(self._folder.files.path_of(file), self._folder.records.get(file), pieces, table)
 
     def _blocks_without_tensors(self, file: str, num_blocks: int) -> list[int]:
@@ -299,20 +300,15 @@ class CheckpointReader(StorageReader):
         return [block for block in range(num_blocks) if free[block]]
 
 
-class _Findings:
-    """Turns damage found in `file` into `CheckpointDamaged`, with the keys that it affects."""
-
-    def __init__(self, folder: CheckpointFolder, file: str) -> None:
-        self._folder, self._file = folder, file
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, DamagedRange):
-            finding = f"bytes {error.begin} to {error.end} of {self._file}: {error.finding}"
-            keys = self._folder.contents.keys_in(self._file, error.begin, error.end)
-            raise CheckpointDamaged(str(self._folder.path), finding, keys) from None
+@contextmanager
+def _findings(folder: CheckpointFolder, file: str) -> Iterator[None]:
+    """Raise damage that the block finds in `file` as `CheckpointDamaged`, with the keys that it affects."""
+    try:
+        yield
+    except DamagedRange as error:
+        finding = f"bytes {error.begin} to {error.end} of {file}: {error.finding}"
+        keys = folder.contents.keys_in(file, error.begin, error.end)
+        raise CheckpointDamaged(str(folder.path), finding, keys) from None
 
 
 def _extent(chunk: Chunk, dtype: torch.dtype) -> tuple[int, int]:

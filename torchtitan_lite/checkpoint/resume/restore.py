@@ -29,8 +29,7 @@ from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.reading.torchtitan_states import as_ours, why_it_begins_fresh
 from torchtitan_lite.checkpoint.resume.load_source import choose_source
-from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
-from torchtitan_lite.checkpoint.resume.ways_out import built_otherwise, other_groups, ways_out
+from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport, built_otherwise, other_groups, ways_out
 from torchtitan_lite.checkpoint.state.model_wrapper import tensors_of
 from torchtitan_lite.checkpoint.state.optimizer_state import ParameterSlot
 from torchtitan_lite.checkpoint.state.per_rank import forget_iterator
