@@ -15,7 +15,6 @@ __all__ = ["setup"]  # What a loop of your own calls; the rest may move.
 
 logger = logging.getLogger("torchtitan_lite")
 
-_LISTED = 3
 _LONGEST = 200
 """Characters of a value in a message: a tensor or a list of checkpoints has thousands."""
 
@@ -50,10 +49,10 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith(("s", "x", "ch", "sh")) else "s")
 
 
-def listed(names: Sequence[str], separator: str = ", ") -> str:
-    """Return the first three of `names`, and how many more there are."""
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return separator.join(names[:_LISTED]) + more
+def listed(names: Sequence[str], separator: str = ", ", most: int = 3) -> str:
+    """Return the first of `names`, `most` of them, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + more
 
 
 def in_one_line(found: object) -> str:

@@ -33,7 +33,7 @@ from torchtitan_lite.data.loader import Loader, build_dataloader
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.distributed.collective_counts import counts_of
 from torchtitan_lite.distributed.environment import master_address
-from torchtitan_lite.distributed.misfits import HostView, alike, facts_of
+from torchtitan_lite.distributed.misfits import HostView, alike, versions_and_config
 from torchtitan_lite.distributed.process_group import World, shorten_timeouts
 from torchtitan_lite.distributed.reduce import broadcast_from_first, max_over_ranks, mean_over_ranks
 from torchtitan_lite.distributed.simulated import build_peers
@@ -81,7 +81,7 @@ class Trainer:
         self.seed = broadcast_from_first(seed, world.device)
         self.peers = build_peers(config, simulated=world.is_simulated)
         # Before any exchange that not all ranks would come to, with another configuration or version.
-        alike(lambda: facts_of(config), HostView, self.peers)
+        alike(lambda: versions_and_config(config), HostView, self.peers)
         self.tokenizer = self.peers.together(lambda: build_tokenizer(config.model.tokenizer_path))
         self.args = build_model_args(
             config.model, vocab_size=self.tokenizer.vocab_size, seq_len=config.training.seq_len

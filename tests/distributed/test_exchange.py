@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import on_two_ranks
-from torchtitan_lite.distributed.exchange import Exchange, RanksFailed, summary
+from torchtitan_lite.distributed.exchange import Exchange, RanksFailed, failures_text
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import SaveFailed
 
@@ -67,11 +67,11 @@ def test_the_only_process_decides_alone_and_gets_its_own_error() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3, 4, 9])
 def test_failures_are_named_for_three_ranks_and_counted_for_the_rest(ranks: int) -> None:
-    text = summary({rank: OSError(f"disk {rank}") for rank in range(ranks)})
+    text = failures_text({rank: OSError(f"disk {rank}") for rank in range(ranks)})
     named = [rank for rank in range(ranks) if f"rank {rank}: OSError: disk {rank}" in text]
     assert named == [*range(min(ranks, 3))]
     assert (f"and {ranks - 3} more rank" in text) == (ranks > 3)
 
 
 def test_of_a_failed_save_only_the_cause_is_named() -> None:
-    assert summary({1: SaveFailed(4, "no room")}) == "rank 1: no room"
+    assert failures_text({1: SaveFailed(4, "no room")}) == "rank 1: no room"

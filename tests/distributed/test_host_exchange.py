@@ -11,7 +11,7 @@ import pytest
 
 from tests.descriptors import num_open_of
 from tests.descriptors import opened as opened_paths
-from torchtitan_lite.distributed.host_exchange import SLOT_BYTES, SLOTS, HostExchange, Ring, opened
+from torchtitan_lite.distributed.host_exchange import SLOT_BYTES, SLOTS, HostExchange, Ring, opened_rings
 
 PATIENCE = 60.0
 
@@ -20,7 +20,7 @@ def exchanges(count: int, patience: float = PATIENCE) -> list[HostExchange]:
     """Return the exchange of each of `count` ranks, all in this process."""
     rings = [Ring.make() for _ in range(count)]
     numbers = [ring.number for ring in rings]
-    found = [opened(ring, numbers, position) for position, ring in enumerate(rings)]
+    found = [opened_rings(ring, numbers, position) for position, ring in enumerate(rings)]
     return [HostExchange(each, position, patience) for position, each in enumerate(found) if each is not None]
 
 
@@ -162,12 +162,12 @@ def test_a_silent_rank_is_waited_for_once() -> None:
 
 def test_memory_that_is_no_ring_is_refused() -> None:
     mine = Ring.make()
-    assert opened(mine, [mine.number, mine.number ^ 1], 0) is None
+    assert opened_rings(mine, [mine.number, mine.number ^ 1], 0) is None
     gone = Ring.make()
     number = gone.number
     gone.close()
     again = Ring.make()
-    assert opened(again, [again.number, number], 0) is None
+    assert opened_rings(again, [again.number, number], 0) is None
 
 
 def test_a_file_of_another_process_is_refused_and_nothing_stays_open(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_file_of_another_process_is_refused_and_nothing_stays_open(tmp_path: P
     with (tmp_path / "short").open("w+b") as file:
         number = ((os.getpid() << 20 | file.fileno()) << 20) | 1
         before = opened_paths().count(file.name)
-        assert opened(mine, [mine.number, number], 0) is None
+        assert opened_rings(mine, [mine.number, number], 0) is None
         assert opened_paths().count(file.name) == before
 
 

@@ -25,8 +25,8 @@ from torchtitan_lite.distributed.misfits import (
     SharedFolder,
     alike,
     clock_around,
-    facts_of,
     misfits,
+    versions_and_config,
 )
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import FolderNotShared, HostsDiffer
@@ -35,7 +35,7 @@ HOST = platform.node()
 
 
 def a_view(host: str = "a", config: JobConfig | None = None, **given: object) -> HostView:
-    return HostView(**{"facts": facts_of(config or JobConfig()), "host": host, **given})  # type: ignore[arg-type]
+    return HostView(**{"facts": versions_and_config(config or JobConfig()), "host": host, **given})  # type: ignore[arg-type]
 
 
 def found_in(*views: HostView) -> tuple[list[str], list[str]]:
@@ -45,7 +45,7 @@ def found_in(*views: HostView) -> tuple[list[str], list[str]]:
 
 
 def with_facts(host: str, facts: Mapping[tuple[Kind, str], str]) -> HostView:
-    return a_view(host, facts={**facts_of(JobConfig()), **facts})
+    return a_view(host, facts={**versions_and_config(JobConfig()), **facts})
 
 
 def test_views_that_fit_have_no_misfits() -> None:
@@ -61,7 +61,7 @@ def test_a_key_of_the_configuration_is_named_with_both_values_and_the_ranks_that
 
 
 def test_of_many_keys_eight_are_named() -> None:
-    other = dict.fromkeys(list(facts_of(JobConfig()))[2:12], "other")
+    other = dict.fromkeys(list(versions_and_config(JobConfig()))[2:12], "other")
     refused, _ = found_in(a_view("a"), with_facts("b", other))
     assert len(refused) == 9 and refused[-1] == "2 more values: not listed."
 

@@ -22,7 +22,7 @@ from typing import Any
 from torchtitan_lite.bucket.objects import Condition, ConditionFailed, Listed, StoreUnavailable
 from torchtitan_lite.bucket.refusals import PastTheEnd, is_missing_object, meaning
 from torchtitan_lite.config.address import Address
-from torchtitan_lite.distributed.environment import value_of
+from torchtitan_lite.distributed.environment import variable_value
 from torchtitan_lite.errors import ConfigError, ExtraMissing
 
 DEADLINE_SECONDS = 60.0
@@ -268,7 +268,7 @@ def _open_store(address: Address, deadline_seconds: float, most_tries: int) -> A
 def _refuse_wrong_endpoints(address: Address) -> None:
     """Raise ConfigError for a server in the environment that is no URL: the client would crash."""
     for name in ("AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
-        if (value := value_of(name)) and _URL.fullmatch(value) is None:
+        if (value := variable_value(name)) and _URL.fullmatch(value) is None:
             raise ConfigError(f"{address}: {name} is no URL of a server: expected https://HOST or https://HOST:PORT.")
 
 

@@ -21,7 +21,7 @@ from torchtitan_lite.bucket.refusals import meaning
 from torchtitan_lite.bucket.upload import part_bytes_of
 from torchtitan_lite.config.address import Address, parse_address
 from torchtitan_lite.disk.block_writer import FileSource
-from torchtitan_lite.distributed.environment import value_of
+from torchtitan_lite.distributed.environment import variable_value
 from torchtitan_lite.log import logger
 
 AT_A_TIME = 3
@@ -39,7 +39,7 @@ _ONLY_OBSTORE = (
 def s3_parts_at(address: str) -> S3Parts | None:
     """Return what uploads below `address` in parts that stay; None where that is not possible."""
     where = parse_address(address)
-    if where.scheme != "s3" or any(map(value_of, _ONLY_OBSTORE)):
+    if where.scheme != "s3" or any(map(variable_value, _ONLY_OBSTORE)):
         return None
     try:
         import boto3
@@ -47,9 +47,14 @@ def s3_parts_at(address: str) -> S3Parts | None:
         from botocore.exceptions import BotoCoreError
     except ImportError:
         return None
-    endpoint = value_of("AWS_ENDPOINT_URL_S3") or value_of("AWS_ENDPOINT_URL") or value_of("AWS_ENDPOINT") or None
-    region = value_of("AWS_REGION") or value_of("AWS_DEFAULT_REGION") or "us-east-1"
-    virtual = value_of("AWS_VIRTUAL_HOSTED_STYLE_REQUEST").lower() in ("1", "true") or endpoint is None
+    endpoint = (
+        variable_value("AWS_ENDPOINT_URL_S3")
+        or variable_value("AWS_ENDPOINT_URL")
+        or variable_value("AWS_ENDPOINT")
+        or None
+    )
+    region = variable_value("AWS_REGION") or variable_value("AWS_DEFAULT_REGION") or "us-east-1"
+    virtual = variable_value("AWS_VIRTUAL_HOSTED_STYLE_REQUEST").lower() in ("1", "true") or endpoint is None
     config = Config(
         connect_timeout=_CONNECT_SECONDS,
         read_timeout=_READ_SECONDS,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.config.job_config import JobConfig
-from torchtitan_lite.distributed.misfits import HostView, SharedFolder, alike, build_facts, facts_of
+from torchtitan_lite.distributed.misfits import HostView, SharedFolder, alike, build_facts, versions_and_config
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.stores import look_seconds
 
@@ -43,7 +43,7 @@ def refuse_misfits(
     needs_clock = section.keep_for_hours > 0 or not folders.are_all_on_disk
 
     def view(seen: Sequence[SharedFolder]) -> HostView:
-        return HostView({**facts_of(config), **build_facts()}, seen, clock=clock, needs_clock=needs_clock)
+        return HostView({**versions_and_config(config), **build_facts()}, seen, clock=clock, needs_clock=needs_clock)
 
     alike(lambda: seen_folders(folders, tokens, timeout_seconds=section.timeout_seconds), view, peers)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torchtitan_lite.checkpoint.format.contents import Contents, StoredTensor
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES, dtype_name
 from torchtitan_lite.checkpoint.format.structure import Path as KeyPath
-from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled
+from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled_entry
 from torchtitan_lite.converting import new_output, safetensors_files
 from torchtitan_lite.converting.casting import cast_between
 from torchtitan_lite.converting.model_part import ModelKey, chosen, model_keys
@@ -139,7 +139,7 @@ def _model_entry(contents: Contents, name: str, leaves: Sequence[Leaf], values: 
     below = ".".join(map(str, leaves[0].path))
     key = leaves[0].key.removesuffix(f".{below}") if below else leaves[0].key
     try:
-        return assembled(contents, key, leaves, values)
+        return assembled_entry(contents, key, leaves, values)
     except KeyError:
         raise ConfigError(f"--include and --exclude take a part of {name}: take all of it, or nothing") from None
 

@@ -81,7 +81,7 @@ def master_address() -> str:
     return os.environ.get("MASTER_ADDR", "") or "localhost"
 
 
-def value_of(name: str) -> str:
+def variable_value(name: str) -> str:
     """Return the value of the variable `name`; the empty string if it is not set."""
     return os.environ.get(name, "")
 

@@ -28,7 +28,7 @@ class RanksFailed(Exception):
     """What failed, by rank: the same on all ranks, which have agreed on it, so their group is as it was."""
 
     def __init__(self, failures: Mapping[int, BaseException]) -> None:
-        super().__init__(summary(failures))
+        super().__init__(failures_text(failures))
         self.failures = failures
 
 
@@ -147,12 +147,12 @@ def portable(error: BaseException | None) -> BaseException | None:
     return error
 
 
-def summary(failures: Mapping[int, BaseException]) -> str:
+def failures_text(failures: Mapping[int, BaseException]) -> str:
     """Return `failures` in words: of three ranks, and the number of the rest."""
-    causes = [f"rank {rank}: {_in_words(cause)}" for rank, cause in sorted(failures.items())]
+    causes = [f"rank {rank}: {_cause_text(cause)}" for rank, cause in sorted(failures.items())]
     return "; ".join(causes[:3]) + (f"; and {counted(len(causes) - 3, 'more rank')}" if len(causes) > 3 else "")
 
 
-def _in_words(cause: BaseException) -> str:
+def _cause_text(cause: BaseException) -> str:
     """Return `cause` with its kind; of a failed save only why, because the error that it goes into says the rest."""
     return cause.cause if isinstance(cause, SaveFailed) else f"{type(cause).__name__}: {cause}"

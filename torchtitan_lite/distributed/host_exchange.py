@@ -252,7 +252,7 @@ def made() -> Ring | None:
         return None
 
 
-def opened(mine: Ring, numbers: Sequence[int], position: int) -> list[Ring] | None:
+def opened_rings(mine: Ring, numbers: Sequence[int], position: int) -> list[Ring] | None:
     """Return the rings that have `numbers`, of which `mine` is at `position`; None, and close them, if one is missing.
 
     Ranks of a host may be in containers of their own, where no rank gets at the memory of another one.

@@ -68,34 +68,38 @@ class HostTree:
         size = torch.tensor([len(data or b"")], device="cpu")
         with naming_lost_peers():
             dist.broadcast(size, src=0, group=self._group)
-            message = _tensor(data) if data is not None else torch.empty(int(size), dtype=torch.uint8, device="cpu")
+            message = (
+                _bytes_tensor(data) if data is not None else torch.empty(int(size), dtype=torch.uint8, device="cpu")
+            )
             dist.broadcast(message, src=0, group=self._group)
         return message.numpy().tobytes()
 
     def _send(self, data: bytes, rank: int) -> None:
         with naming_lost_peers():
             dist.send(torch.tensor([len(data)], device="cpu"), dst=rank, group=self._group)
-            dist.send(_tensor(data), dst=rank, group=self._group)
+            dist.send(_bytes_tensor(data), dst=rank, group=self._group)
 
     def _received(self, ranks: Sequence[int]) -> list[bytes]:
         """Return what each of `ranks` sends; they send at the same time."""
         sizes = torch.empty(len(ranks), 1, dtype=torch.int64, device="cpu")
         with naming_lost_peers():
-            _wait_for([dist.irecv(size, src=rank, group=self._group) for size, rank in zip(sizes, ranks, strict=True)])
+            _wait_for_works(
+                [dist.irecv(size, src=rank, group=self._group) for size, rank in zip(sizes, ranks, strict=True)]
+            )
             messages = [torch.empty(int(size), dtype=torch.uint8, device="cpu") for size in sizes]
-            _wait_for(
+            _wait_for_works(
                 [dist.irecv(each, src=rank, group=self._group) for each, rank in zip(messages, ranks, strict=True)]
             )
         return [message.numpy().tobytes() for message in messages]
 
 
-def _wait_for(works: Sequence[dist.Work | None]) -> None:
+def _wait_for_works(works: Sequence[dist.Work | None]) -> None:
     for work in works:
         if work is not None:
             work.wait()
 
 
-def _tensor(data: bytes) -> torch.Tensor:
+def _bytes_tensor(data: bytes) -> torch.Tensor:
     return (
         torch.frombuffer(bytearray(data), dtype=torch.uint8)
         if data

@@ -90,7 +90,7 @@ class HostView:
         return dataclasses.replace(self, facts=others)
 
 
-def facts_of(config: JobConfig) -> Facts:
+def versions_and_config(config: JobConfig) -> Facts:
     """Return the versions and the configuration of this rank, without which ranks may not even exchange the rest."""
     values = {(Kind.CONFIG, key): value for key, value in shared_values(config).items()}
     torch_version = ".".join(map(str, minor_version(torch.__version__)))
@@ -127,7 +127,7 @@ def alike(make: Callable[[], T], view: Callable[[T], HostView], peers: Peers) ->
         for sentence in suspicious if peers.is_coordinator else ():
             logger.warning("%s", sentence)
         if refused:
-            raise _error(refused, is_reported=peers.is_coordinator)
+            raise _hosts_error(refused, is_reported=peers.is_coordinator)
     return own
 
 
@@ -140,7 +140,7 @@ def misfits(expected: HostView, found: Sequence[HostView]) -> tuple[list[FolderN
     wrong = WRONG_CLOCK_SECONDS if expected.needs_clock else math.inf
     clocks = _of_clocks(expected, found)
     refused = [_of_fact(name, expected, found) for name in names if name[0] is not Kind.BUILD]
-    refused = [*_shortened(refused), *(sentence for sentence, seconds in clocks if seconds >= wrong)]
+    refused = [*_first_sentences(refused), *(sentence for sentence, seconds in clocks if seconds >= wrong)]
     suspicious = [_of_fact(name, expected, found) for name in names if name[0] is Kind.BUILD]
     suspicious += [sentence for sentence, seconds in clocks if seconds < wrong]
     return [*_unseen(expected, found), *refused], [*suspicious, *_of_tokens(expected, found)]
@@ -156,7 +156,7 @@ def _fit(unseen: int, digest: int, negative_digest: int, before: int, negative_a
     return not unseen and digest == -negative_digest and before + negative_after < CLOCK_SECONDS * 1e3
 
 
-def _error(refused: Sequence[FolderNotShared | str], *, is_reported: bool) -> FolderNotShared | HostsDiffer:
+def _hosts_error(refused: Sequence[FolderNotShared | str], *, is_reported: bool) -> FolderNotShared | HostsDiffer:
     first = refused[0]
     alone = len(refused) == 1 and isinstance(first, FolderNotShared)
     error = first if alone and isinstance(first, FolderNotShared) else HostsDiffer([*map(str, refused)])
@@ -173,7 +173,7 @@ def _of_fact(name: tuple[Kind, str], expected: HostView, found: Sequence[HostVie
     return f"{words}: expected {value}, as rank 0 on {expected.host} has it, found {', '.join(others)}. {kind.value}."
 
 
-def _shortened(sentences: list[str]) -> list[str]:
+def _first_sentences(sentences: list[str]) -> list[str]:
     left = len(sentences) - _MOST_VALUES
     return sentences if left <= 0 else [*sentences[:_MOST_VALUES], f"{counted(left, 'more value')}: not listed."]
 
@@ -247,10 +247,10 @@ def _places(of_ranks: Iterable[_Seen | None], most: int = _MOST_PLACES) -> list[
     for rank, seen in enumerate(of_ranks):
         if seen is not None:
             ranks_in.setdefault(seen, []).append(rank)
-    places = [f"{seen.before}{_in_words(ranks)} on {seen.host}{seen.after}" for seen, ranks in ranks_in.items()]
+    places = [f"{seen.before}{_ranks_text(ranks)} on {seen.host}{seen.after}" for seen, ranks in ranks_in.items()]
     left = len(places) - most
     return places if left <= 0 else [*places[:most], f"{counted(left, 'more place')}"]
 
 
-def _in_words(ranks: Sequence[int]) -> str:
+def _ranks_text(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"{counted(len(ranks), 'rank')} from rank {ranks[0]}"

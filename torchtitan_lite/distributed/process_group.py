@@ -48,7 +48,7 @@ def process_group(config: Comm, *, deterministic: bool = False) -> Iterator[Worl
     """Open the default process group for the block, and close it after. **Collective**."""
     if deterministic:
         _require_determinism()
-    world = _open(config)
+    world = _open_world(config)
     logger.info("Environment: %s", logged_environment())
     try:
         yield world
@@ -78,7 +78,7 @@ def shorten_timeouts(mesh: DeviceMesh, config: Comm) -> None:
         set_timeout(group, timedelta(seconds=config.train_timeout_seconds))
 
 
-def _open(config: Comm) -> World:
+def _open_world(config: Comm) -> World:
     place = launched()
     if config.simulated_ranks:
         return _open_simulated(config.simulated_ranks, place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeVar, cast
 
-from torchtitan_lite.distributed.exchange import summary
+from torchtitan_lite.distributed.exchange import failures_text
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointError, CheckpointUnreadable
 
@@ -50,6 +50,6 @@ def _worst(failures: Mapping[int, BaseException], path: str) -> CheckpointError:
     """Return the one of the ranks' errors to raise on all of them."""
     found = [cause for cause in failures.values() if isinstance(cause, CheckpointError)]
     if len(found) < len(failures):
-        return CheckpointUnreadable(path, summary(failures))
+        return CheckpointUnreadable(path, failures_text(failures))
     # Damage on one rank and an I/O error on another may be symptoms of the same failure.
     return next((cause for cause in found if isinstance(cause, CheckpointUnreadable)), found[0])

@@ -10,7 +10,7 @@ import pytest
 from tests.checkpoint.images.cards import CARD, changed
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointDamaged
-from torchtitan_lite.memory.images.assembled import assembled, same_contents
+from torchtitan_lite.memory.images.assembled import assembled_manifest, same_contents
 from torchtitan_lite.memory.images.card import Card
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table
@@ -24,7 +24,7 @@ def second(**changes: Any) -> Card:
 
 
 def test_the_cards_of_all_ranks_are_a_manifest_that_is_read_back() -> None:
-    manifest = assembled([SECOND, FIRST])
+    manifest = assembled_manifest([SECOND, FIRST])
     found = Manifest.parse(manifest.to_json())
     assert found.to_json() == manifest.to_json()
     assert (found.step, found.kind, found.world_size, found.lineage) == (7, CheckpointKind.FULL, 2, FIRST.run.lineage)
@@ -41,26 +41,26 @@ def test_the_cards_of_all_ranks_are_a_manifest_that_is_read_back() -> None:
 
 def test_the_objects_of_all_ranks_are_put_together_as_they_were_written() -> None:
     spaced = second(objects=Table.of_text(b' {"a": {"value": "},{"} , "b": {}} ', "card"))
-    manifest = Manifest.parse(assembled([FIRST, spaced]).to_json())
+    manifest = Manifest.parse(assembled_manifest([FIRST, spaced]).to_json())
     assert dict(manifest.objects) == {"train_state.n": {"value": 1}, "a": {"value": "},{"}, "b": {}}
     for empty in (Table(), Table.of_text(b" { } ", "card")):
-        assert dict(assembled([FIRST, second(objects=empty)]).objects) == dict(FIRST.tables.objects)
+        assert dict(assembled_manifest([FIRST, second(objects=empty)]).objects) == dict(FIRST.tables.objects)
     only = Table.of_text(FIRST.tables.objects.text, "card")
-    assert assembled([changed(FIRST, objects=only), second(objects=Table())]).objects is only
+    assert assembled_manifest([changed(FIRST, objects=only), second(objects=Table())]).objects is only
     assert only.unparsed is not None, "a million objects of one rank are not parsed to be copied"
 
 
 def test_objects_that_are_no_table_are_refused_here_or_when_they_are_read() -> None:
     broken = Table.of_text(b'{"a": 1}', "card")
     with pytest.raises(CheckpointDamaged, match="a: expected dict"):
-        assembled([FIRST, second(objects=broken)])
-    manifest = assembled([changed(FIRST, objects=broken), second(objects=Table())])
+        assembled_manifest([FIRST, second(objects=broken)])
+    manifest = assembled_manifest([changed(FIRST, objects=broken), second(objects=Table())])
     with pytest.raises(CheckpointDamaged, match="a: expected dict"):
         dict(Manifest.parse(manifest.to_json()).objects)
 
 
 def test_a_rank_without_tensors_has_no_file() -> None:
-    assert set(assembled([FIRST, second(file="", record=FileRecord(0))]).files) == {"__0_0.distcp"}
+    assert set(assembled_manifest([FIRST, second(file="", record=FileRecord(0))]).files) == {"__0_0.distcp"}
 
 
 @pytest.mark.parametrize(
@@ -82,11 +82,11 @@ def test_a_rank_without_tensors_has_no_file() -> None:
 )
 def test_cards_that_do_not_fit_together_are_refused_by_name(cards: list[Card], finding: str) -> None:
     with pytest.raises(ValueError, match=finding):
-        assembled(cards)
+        assembled_manifest(cards)
 
 
 def test_contents_are_compared_byte_by_byte_and_metadata_left_out() -> None:
-    ours = assembled([FIRST, SECOND])
+    ours = assembled_manifest([FIRST, SECOND])
     on_disk = dataclasses.replace(ours, files=ours.files | {".metadata": FileRecord(3)}, created_at=9.0)
     assert same_contents(on_disk, ours)
     other = FileRecord.of(b"abd")

@@ -16,7 +16,7 @@ from torchtitan_lite.checkpoint.resume.load_source import choose_source
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.distributed.peers import Peers
-from torchtitan_lite.memory.images.assembled import assembled
+from torchtitan_lite.memory.images.assembled import assembled_manifest
 from torchtitan_lite.memory.images.belonging import ImageFacts
 from torchtitan_lite.memory.images.card import Card, ImageKey
 from torchtitan_lite.memory.images.commits import Commit, commit_of
@@ -48,14 +48,14 @@ def images(*cards: Card) -> HeldImages:
     """Return what a look finds, of images with these cards."""
     found = HeldImages(None, "now", Peers(timedelta(seconds=60)))
     for each in sorted(cards, key=lambda each: -each.key.step):
-        found.complete.append(Complete(each.key, ImageFacts.of_card(each), assembled([each]), is_spread=False))
+        found.complete.append(Complete(each.key, ImageFacts.of_card(each), assembled_manifest([each]), is_spread=False))
     return found
 
 
 def commit(store: CheckpointStore, of: Card, *, data: bytes = b"abc", full: bool = True) -> Commit:
     """Commit the checkpoint that an image with the card `of` would become."""
     staging = filled.staged(store, of.key.step, data)
-    manifest = assembled([of])
+    manifest = assembled_manifest([of])
     files = {FILE: FileRecord.of(data), ".metadata": FileRecord.of(b"of dcp")}
     kind = CheckpointKind.FULL if full else CheckpointKind.WEIGHTS_ONLY
     manifest = dataclasses.replace(manifest, files=files, kind=kind)

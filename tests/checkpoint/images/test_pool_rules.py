@@ -10,7 +10,7 @@ import pytest
 
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.mark import Mark
-from torchtitan_lite.memory.images.pool import NO_STEP, Pool, choose, is_busy
+from torchtitan_lite.memory.images.pool import NO_STEP, Pool, choose_arena, is_busy
 
 
 class Arena(NamedTuple):
@@ -42,13 +42,13 @@ NEW = Arena(NO_STEP, is_valid=False)
 def test_the_arena_to_overwrite_is_the_least_useful_one_that_is_spare(
     arenas: Sequence[Arena], complete: int, number: int | None
 ) -> None:
-    assert choose(arenas, (complete,)) == number
+    assert choose_arena(arenas, (complete,)) == number
 
 
 def test_the_image_that_has_replicas_is_kept_next_to_the_one_that_all_ranks_have() -> None:
     arenas = [Arena(1), Arena(3), Arena(2), Arena(4, is_read=True)]
-    assert choose(arenas, (3, 1)) == 2
-    assert choose(arenas[:2], (3, 1)) is None
+    assert choose_arena(arenas, (3, 1)) == 2
+    assert choose_arena(arenas[:2], (3, 1)) is None
     assert is_busy(arenas[:2], 2) and not is_busy(arenas, 2)
     assert not is_busy([Arena(1), Arena(3, is_valid=False)], 2), "what is no image may be overwritten"
 

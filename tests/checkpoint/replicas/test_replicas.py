@@ -21,7 +21,7 @@ from torchtitan_lite.memory.images.card import Card, ImageKey
 from torchtitan_lite.memory.images.fetched import Move, moves
 from torchtitan_lite.memory.images.room import Room, has_no_room_for_replicas
 from torchtitan_lite.memory.keeper.client import Keeper
-from torchtitan_lite.memory.replicas.host_replicas import ReplicaHost, Turns, in_words, own_address, partners
+from torchtitan_lite.memory.replicas.host_replicas import ReplicaHost, Turns, own_address, partners, ring_text
 from torchtitan_lite.memory.replicas.process import Order, Outcome, ReplicaJob, ReplicaMemory, ReplicaProcess
 
 START = "a1"
@@ -47,8 +47,8 @@ def test_ranks_share_the_work_of_the_next_host() -> None:
 
 
 def test_the_ring_is_named_by_its_hosts() -> None:
-    assert in_words([ReplicaHost(str(n // 2), f"node{n // 2}", "", 0) for n in range(4)]) == "node0 -> node1 -> node0"
-    many = in_words([ReplicaHost(str(n), f"node{n}", "", 0) for n in range(100)])
+    assert ring_text([ReplicaHost(str(n // 2), f"node{n // 2}", "", 0) for n in range(4)]) == "node0 -> node1 -> node0"
+    many = ring_text([ReplicaHost(str(n), f"node{n}", "", 0) for n in range(100)])
     assert many.endswith("node6 -> 93 more -> node0")
 
 

@@ -49,7 +49,7 @@ def entries(contents: Contents, prefix: str, keys: Iterable[str] | None = None) 
     return {key: found[key] for key in order if key in found} | found
 
 
-def assembled(contents: Contents, name: str, leaves: Sequence[Leaf], values: Mapping[str, Any]) -> Any:
+def assembled_entry(contents: Contents, name: str, leaves: Sequence[Leaf], values: Mapping[str, Any]) -> Any:
     """Return the entry with the flat name `name`, made of `leaves`, whose values are in `values` by flat key.
 
     A checkpoint before format 3 does not store the types of containers: those with numbered keys become lists, all

@@ -29,10 +29,10 @@ Identity = tuple[int | str, ...]
 
 def differs(found: Identity | None, known: Identity | None) -> bool:
     """Return whether `found` proves that another checkpoint, or none, is where `known` was: an error proves nothing."""
-    return found is None or (found != known and not _is_error(found) and not _is_error(known))
+    return found is None or (found != known and not _is_errno_identity(found) and not _is_errno_identity(known))
 
 
-def _is_error(identity: Identity | None) -> bool:
+def _is_errno_identity(identity: Identity | None) -> bool:
     return identity is not None and len(identity) == 1 and isinstance(identity[0], int)
 
 

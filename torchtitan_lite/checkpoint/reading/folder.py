@@ -91,7 +91,7 @@ class CheckpointFolder:
             with no_collection():
                 return self.files.manifest()
         except OSError as error:
-            raise CheckpointUnreadable(f"{self.path}/{layout.MANIFEST}", _reason(error)) from error
+            raise CheckpointUnreadable(f"{self.path}/{layout.MANIFEST}", _os_error_text(error)) from error
 
     @cached_property
     def contents_alone(self) -> Contents:
@@ -110,7 +110,7 @@ class CheckpointFolder:
             share = {*self.files.share(sorted(recorded), self._rank, self._world_size)}
             found = self.files.sizes_of(share | (contents.files - recorded.keys()))
         except OSError as error:
-            raise CheckpointUnreadable(str(self.path), _reason(error)) from error
+            raise CheckpointUnreadable(str(self.path), _os_error_text(error)) from error
         if self.verify != "off":
             for name in share:
                 self._check_size(name, recorded[name], found.get(name))
@@ -145,5 +145,5 @@ def _dtypes_of_torch() -> Mapping[str, Any]:
     return DTYPES
 
 
-def _reason(error: OSError) -> str:
+def _os_error_text(error: OSError) -> str:
     return f"{type(error).__name__}: {error}"

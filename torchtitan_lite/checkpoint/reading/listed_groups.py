@@ -61,7 +61,7 @@ def read_listed_groups(
     if not keys or not any(peers.gather(bool(slots))):
         return ListedGroups()
     params = read(keys)
-    return peers.together(lambda: _listed(contents.path, params, slots, names))
+    return peers.together(lambda: _groups_of_params(contents.path, params, slots, names))
 
 
 def _keys_of_params(contents: Contents) -> list[str]:
@@ -76,7 +76,7 @@ def _keys_of_params(contents: Contents) -> list[str]:
     return [found[number] for number in sorted(found) if found[number] in contents.objects]
 
 
-def _listed(
+def _groups_of_params(
     path: str, params: Mapping[str, Any], slots: Mapping[str, ParameterSlot], names: Mapping[str, str]
 ) -> ListedGroups:
     for key, listed in params.items():

@@ -81,7 +81,7 @@ def build_load_rules(config: Checkpoint) -> LoadRules:
     return LoadRules(
         include=config.load_include,
         exclude=config.load_exclude,
-        renames=tuple(_rename(text) for text in config.load_rename),
+        renames=tuple(_parse_rename(text) for text in config.load_rename),
         cast=config.load_cast,
         strictness=config.load_strictness,
     )
@@ -92,7 +92,7 @@ def unmatched_globs(rules: LoadRules, fqns: Sequence[str]) -> list[str]:
     return [glob for glob in (*rules.include, *rules.exclude) if not fnmatch.filter(fqns, glob)]
 
 
-def _rename(text: str) -> tuple[re.Pattern[str], str]:
+def _parse_rename(text: str) -> tuple[re.Pattern[str], str]:
     pattern, separator, replacement = text.partition("=")
     if not separator or not pattern:
         raise ConfigError(f"checkpoint.load_rename: expected 'pattern=replacement', found {text!r}.")

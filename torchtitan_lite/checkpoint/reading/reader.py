@@ -130,7 +130,9 @@ class CheckpointReader(StorageReader):
             ring.follow()
             for file in sorted({*pieces, *wanted.small}):
                 self._fill(file, pieces.get(file, ()), wanted.small.get(file))
-            for batch in _batches(sorted(parts, key=lambda part: (part.file, part.at)), lambda part: part.num_bytes):
+            for batch in _read_batches(
+                sorted(parts, key=lambda part: (part.file, part.at)), lambda part: part.num_bytes
+            ):
                 for file, of_file in groupby(batch, key=lambda part: part.file):
                     self._read_staged(file, list(of_file), ring)
         self._read_objects(wanted.objects)
@@ -258,7 +260,7 @@ class CheckpointReader(StorageReader):
             else:
                 items.append((item, key, take))
         items.sort(key=lambda each: each[0])
-        for batch in _batches(items, lambda each: each[0].length):
+        for batch in _read_batches(items, lambda each: each[0].length):
             for (item, key, take), data in zip(batch, self._bytes_of([item for item, _, _ in batch]), strict=True):
                 take(self._value(key, item, data))
 
@@ -340,7 +342,7 @@ def _outside(path: Place, region: Region) -> CheckpointMismatch:
     return CheckpointMismatch(str(path), f"  {region.key}: {box} is not inside a chunk of {list(region.chunk.sizes)}")
 
 
-def _batches(parts: Sequence[T], num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
+def _read_batches(parts: Sequence[T], num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
     """Yield `parts` in lists of at most `BATCH_BYTES` each, or of one larger part."""
     batch: list[T] = []
     taken = 0

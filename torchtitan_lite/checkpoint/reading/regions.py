@@ -80,7 +80,7 @@ def straight(source: StoredBox, target: torch.Tensor, ring: DeviceRing) -> list[
     itemsize = source.dtype.itemsize
     if target.is_contiguous() and source.strides == contiguous_strides(source.shape):
         return [piece_of(source.at, 0, math.prod(source.shape) * itemsize)]
-    runs = _runs(source.shape, source.strides, target.stride())
+    runs = _contiguous_runs(source.shape, source.strides, target.stride())
     if runs is None:
         return None
     length, dims = runs
@@ -158,7 +158,7 @@ def _piece_of(target: torch.Tensor, ring: DeviceRing) -> Callable[[int, int, int
     return lambda at, begin, num_bytes: Piece.of_memory(at, address + begin, num_bytes)
 
 
-def _runs(shape: Shape, source: Shape, target: Shape) -> tuple[int, list[tuple[int, int, int]]] | None:
+def _contiguous_runs(shape: Shape, source: Shape, target: Shape) -> tuple[int, list[tuple[int, int, int]]] | None:
     """Return (elements contiguous in both, [(size, stride in source, stride in target)] of the other dims).
 
     The other dims are outermost first. Returns None if one of them has a stride in the file that is not positive.

@@ -35,7 +35,7 @@ from torchtitan_lite.disk.piece_table import PieceTable
 from torchtitan_lite.disk.read_requests import REQUEST_BYTES, Piece, Segment, scatter, segments
 from torchtitan_lite.disk.reads_blocks import ReadsBlocks
 from torchtitan_lite.disk.request_memory import request_memory
-from torchtitan_lite.distributed.host_exchange import MOST_RANKS, Exchanges, HostExchange, made, opened
+from torchtitan_lite.distributed.host_exchange import MOST_RANKS, Exchanges, HostExchange, made, opened_rings
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.distributed.relay import Relay
 from torchtitan_lite.errors import PeerLost
@@ -111,8 +111,8 @@ class SharedReads:
         peers = self._peers
         if peers.world_size == 1 or peers.max_over_ranks(_num_bytes(self._wanted))[0] < SHARED_BYTES:
             return Sharing([peers.rank])
-        hosts = peers.gather_number(_number(host_id()))
-        return Sharing.of(peers.rank, peers.gather_number(_number(_digest(self._wanted))), hosts)
+        hosts = peers.gather_number(_text_number(host_id()))
+        return Sharing.of(peers.rank, peers.gather_number(_text_number(_requests_digest(self._wanted))), hosts)
 
     def _met(self, ranks: Sequence[int]) -> HostExchange | None:
         """Return the exchange with the others of `ranks`; None if there are no others. **Collective**.
@@ -126,7 +126,7 @@ class SharedReads:
                 stack.callback(mine.close)
             numbers = peers.gather_number(0 if mine is None else mine.number)
             stack.pop_all()
-            rings = None if mine is None else opened(mine, [numbers[rank] for rank in ranks], position)
+            rings = None if mine is None else opened_rings(mine, [numbers[rank] for rank in ranks], position)
             exchange = None if rings is None else HostExchange(rings, position)
             if exchange is not None:
                 stack.callback(exchange.close)
@@ -137,7 +137,7 @@ class SharedReads:
             return exchange
 
 
-def _number(text: str) -> int:
+def _text_number(text: str) -> int:
     """Return a number of 63 bits that differs for other texts."""
     return xxhash.xxh3_64_intdigest(text.encode()) >> 1
 
@@ -147,7 +147,7 @@ def _num_bytes(wanted: RankReads) -> int:
     return small + sum(region.target.nbytes for region in wanted.regions)
 
 
-def _digest(wanted: RankReads) -> str:
+def _requests_digest(wanted: RankReads) -> str:
     """Return the digest of the requests that `wanted` makes."""
     digest = xxhash.xxh3_64()
     for region in wanted.regions:

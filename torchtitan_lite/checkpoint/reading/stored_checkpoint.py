@@ -42,7 +42,7 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.store.place import Place
 
 
-def _nothing(key: str) -> bool:
+def _no_key(key: str) -> bool:
     return False
 
 
@@ -175,7 +175,7 @@ class StoredCheckpoint:
         return self._optimizer_for(slots).other_kinds(slots)
 
     @no_collection()
-    def read_state(self, name: str, own: State, leave_out: Callable[[str], bool] = _nothing) -> State:
+    def read_state(self, name: str, own: State, leave_out: Callable[[str], bool] = _no_key) -> State:
         """Return the nested state `name` as it was saved; sharded tensors are read into those of `own`. **Collective**.
 
         Top-level entries for whose name `leave_out` returns True are not read. On every rank, raises
@@ -214,7 +214,7 @@ class StoredCheckpoint:
         """Return the nested state `name` made of `flat`, from a checkpoint that does not store the types of keys."""
         paths = self.contents.paths
         try:
-            return retyped(name, {_below(name, paths.get(key), key): value for key, value in flat.items()}, own)
+            return retyped(name, {_path_below(name, paths.get(key), key): value for key, value in flat.items()}, own)
         except Untyped as found:
             raise CheckpointMismatch(str(self.path), str(found)) from None
         except ValueError as found:
@@ -292,7 +292,7 @@ class StoredCheckpoint:
         return torch.empty(stored.shape, dtype=stored.dtype, device="cpu") if stored is not None else None
 
 
-def _below(name: str, path: Sequence[str | int] | None, key: str) -> tuple[str | int, ...]:
+def _path_below(name: str, path: Sequence[str | int] | None, key: str) -> tuple[str | int, ...]:
     """Return the part of `path`, the path of `key`, below the container with the flat name `name`."""
     for depth in range(1, len(path or ())):
         if path is not None and ".".join(map(str, path[:depth])) == name:

@@ -15,7 +15,7 @@ import torch
 
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.key_report import KeyReport, TensorLike, compare_tensors, merged
-from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled, entries
+from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled_entry, entries
 from torchtitan_lite.checkpoint.reading.load_rules import LoadRules
 from torchtitan_lite.checkpoint.state.model_wrapper import is_extra, tensors_of
 from torchtitan_lite.checkpoint.state.names import EXTRA_STATE, is_extra_name
@@ -100,7 +100,7 @@ class StoredModel:
         extras = self._extras(prefix)
         for fqn, stored in self._wanted(model, prefix).items() if extras else ():
             if stored in extras and is_extra(fqn, model[fqn]):
-                extra = assembled(self._contents, prefix + stored, extras[stored], read)
+                extra = assembled_entry(self._contents, prefix + stored, extras[stored], read)
                 whole[fqn] = _on_device_of(extra, model[fqn])
         return whole
 

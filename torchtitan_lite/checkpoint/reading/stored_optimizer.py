@@ -16,7 +16,7 @@ import torch
 from torchtitan_lite.checkpoint.format.contents import Contents, StoredTensor
 from torchtitan_lite.checkpoint.format.key_report import KeyReport
 from torchtitan_lite.checkpoint.format.structure import Branch
-from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled, at_path, entries
+from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled_entry, at_path, entries
 from torchtitan_lite.checkpoint.reading.listed_groups import ListedGroups
 from torchtitan_lite.checkpoint.reading.load_rules import LoadRules
 from torchtitan_lite.checkpoint.state.optimizer_state import LAYOUTS, SETTINGS, STATE, ParameterSlot, split_state_key
@@ -95,7 +95,7 @@ class StoredOptimizer:
                     device = live.device if isinstance(live, torch.Tensor) else torch.device("cpu")
                     targets[leaf.key] = tensor and torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         for entry, leaves in self._entries.items():
-            if _is(SHARED, entry) and leaves:
+            if _is_of_kind(SHARED, entry) and leaves:
                 join_targets(targets, self._object(leaves[0]))
         return targets
 
@@ -107,11 +107,11 @@ class StoredOptimizer:
             fitting.add(name)
             below = f"optimizer.{STATE}.{stored}"
             state[f"{STATE}.{name}"] = {
-                key: assembled(self._contents, f"{below}.{key}", leaves, read) for key, leaves in own.items()
+                key: assembled_entry(self._contents, f"{below}.{key}", leaves, read) for key, leaves in own.items()
             }
             below = f"optimizer.{SETTINGS}.{stored}"
             for key, leaves in settings.items():
-                state[f"{SETTINGS}.{name}.{key}"] = assembled(self._contents, f"{below}.{key}", leaves, read)
+                state[f"{SETTINGS}.{name}.{key}"] = assembled_entry(self._contents, f"{below}.{key}", leaves, read)
         for name, slot in slots.items():
             if name not in fitting and slot.state:
                 state[f"{STATE}.{name}"] = dict(slot.state)
@@ -140,7 +140,9 @@ class StoredOptimizer:
     def _with_settings(self) -> set[str]:
         known = set(self._names.values())
         return {
-            split_state_key(key.removeprefix(f"{SETTINGS}."), known)[0] for key in self._entries if _is(SETTINGS, key)
+            split_state_key(key.removeprefix(f"{SETTINGS}."), known)[0]
+            for key in self._entries
+            if _is_of_kind(SETTINGS, key)
         }
 
     def _by_parameter(self, slots: Mapping[str, ParameterSlot]) -> tuple[Entries, Entries, Entries]:
@@ -149,7 +151,7 @@ class StoredOptimizer:
             self._sorted = ({}, {}, {})
             for entry, leaves in self._entries.items():
                 for kind, found in zip((STATE, SETTINGS, LAYOUTS), self._sorted, strict=True):
-                    if _is(kind, entry):
+                    if _is_of_kind(kind, entry):
                         container = self._contents.container(f"optimizer.{entry}")
                         _sort_in(found, entry.removeprefix(f"{kind}."), leaves, known, container)
         return self._sorted
@@ -236,7 +238,7 @@ class StoredOptimizer:
         return any(self._rules.wants(fqn) for fqn in self._rules.renamed([stored]))
 
 
-def _is(kind: str, entry: str) -> bool:
+def _is_of_kind(kind: str, entry: str) -> bool:
     return entry.startswith(f"{kind}.")
 
 

@@ -40,7 +40,7 @@ def why_it_begins_fresh(name: str, state: Stateful, contents: Contents) -> str:
     return ""
 
 
-def as_ours(name: str, read: State, own: State, stored: StoredCheckpoint) -> State:
+def as_own_state(name: str, read: State, own: State, stored: StoredCheckpoint) -> State:
     """Return the state `name`, as it was `read`, with the entries of the run's `own` state. **Collective**."""
     if name == "train_state" and {"n_tokens_seen", *_LISTS} <= own.keys() and "n_tokens_seen" not in read:
         return _train_state(read, own, stored)
@@ -57,7 +57,7 @@ def _train_state(read: State, own: State, stored: StoredCheckpoint) -> State:
     """
     tokens = int(read.get("ntokens_seen", 0)) * max(1, sum(1 for _ in _positions(stored.contents)))
     lists = {
-        key: torch.tensor(_numbers(key, read[key], stored), dtype=dtype, device="cpu")
+        key: torch.tensor(_saved_numbers(key, read[key], stored), dtype=dtype, device="cpu")
         for key, dtype in _LISTS.items()
         if key in read
     }
@@ -76,7 +76,7 @@ def _schedule(read: State, own: State, stored: StoredCheckpoint) -> State:
     return state
 
 
-def _numbers(key: str, held: Any, stored: StoredCheckpoint) -> list[Any]:
+def _saved_numbers(key: str, held: Any, stored: StoredCheckpoint) -> list[Any]:
     """Return the list of numbers that torchtitan saved with torch.save into a `BytesIO`, or plainly."""
     try:
         numbers = load_item(held.getvalue()) if isinstance(held, io.BytesIO) else held

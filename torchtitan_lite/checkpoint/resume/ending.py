@@ -83,14 +83,14 @@ def export_of(step: int, run_id: str, export: StoresCheckpoints, config: JobConf
         info = next((info for info in export.committed() if info.step == step), None)
     if info is None or info.run_id != run_id or export.check_sizes(info):
         return None
-    dtype = _section(info, "checkpoint").get("export_dtype", config.checkpoint.export_dtype)
+    dtype = _config_section(info, "checkpoint").get("export_dtype", config.checkpoint.export_dtype)
     return info if {dtype} == {config.checkpoint.export_dtype} else None
 
 
 def _was_ended_by_data(made_last: CheckpointInfo, config: JobConfig) -> bool:
     if made_last.kind is not CheckpointKind.WEIGHTS_ONLY:
         return False  # A run makes full ones before its end, too.
-    then, now = _section(made_last, "training"), config.to_dict()["training"]
+    then, now = _config_section(made_last, "training"), config.to_dict()["training"]
     steps = then.get("steps")
     return (
         isinstance(steps, int)
@@ -100,7 +100,7 @@ def _was_ended_by_data(made_last: CheckpointInfo, config: JobConfig) -> bool:
     )
 
 
-def _section(info: CheckpointInfo, name: str) -> dict[str, Any]:
+def _config_section(info: CheckpointInfo, name: str) -> dict[str, Any]:
     """Return the section `name` of the configuration in the manifest of `info`; empty if it has none."""
     manifest = CheckpointFolder(info.path).manifest_alone
     config = manifest.extra.get("config") if manifest is not None else None

@@ -92,14 +92,14 @@ def _choose(
         paths = {**others, **managed}
         if step not in paths:
             raise CheckpointNotFound(store.address, step, sorted(paths))
-        return _source(paths[step], step, is_explicit=True)
+        return _evaluation_source(paths[step], step, is_explicit=True)
     if left := of_equal_ranks([info for info in committed if info.step not in skipped]):
-        return _source(left[-1].path, left[-1].step, is_explicit=False)
+        return _evaluation_source(left[-1].path, left[-1].step, is_explicit=False)
     if managed or has_damaged:
         return None
     path = checked_initial_path(store.address)
-    return _source(path, layout.parse_step(path.name) or 0, is_explicit=True)
+    return _evaluation_source(path, layout.parse_step(path.name) or 0, is_explicit=True)
 
 
-def _source(path: Place, step: int, *, is_explicit: bool) -> LoadSource:
+def _evaluation_source(path: Place, step: int, *, is_explicit: bool) -> LoadSource:
     return LoadSource(path, step, model_only=True, lineage=new_run(), is_explicit=is_explicit)

@@ -55,8 +55,8 @@ def choose_source(
     too. Raises `CheckpointNotFound`, and `CheckpointMismatch` for a `step` that holds only weights.
     """
     found = joint_rollbacks(rollbacks, store.rollbacks.read())
-    source = _chosen(store, step, config, skipped, is_exact, found)
-    return None if source is None else _complete(source, found, config)
+    source = _chosen_source(store, step, config, skipped, is_exact, found)
+    return None if source is None else _complete_source(source, found, config)
 
 
 def choose_rollback(
@@ -70,7 +70,7 @@ def choose_rollback(
 ) -> LoadSource | None:
     """Return what the last rollback on record goes to in `store`. Called, and raises, as `choose_source`."""
     found = joint_rollbacks(rollbacks, store.rollbacks.read())
-    return _complete(_rolled_back(store, found[-1], skipped), found, config)
+    return _complete_source(_rolled_back(store, found[-1], skipped), found, config)
 
 
 def good_steps(store: StoresCheckpoints, rollback: Rollback, skipped: Collection[int] = ()) -> list[CheckpointInfo]:
@@ -83,7 +83,7 @@ def good_steps(store: StoresCheckpoints, rollback: Rollback, skipped: Collection
     return [info for info in before if info.is_good and left.is_of(info.run_id)]
 
 
-def _complete(source: LoadSource, found: Sequence[Rollback], config: Checkpoint) -> LoadSource:
+def _complete_source(source: LoadSource, found: Sequence[Rollback], config: Checkpoint) -> LoadSource:
     source = with_exclusions(source, config)
     return dataclasses.replace(source, rollbacks=of_run(found, source.lineage))
 
@@ -107,7 +107,7 @@ def latest_step(store: StoresCheckpoints, config: Checkpoint) -> int:
 def checkpoints_of_run(store: StoresCheckpoints, config: Checkpoint) -> list[CheckpointInfo]:
     """Return the committed checkpoints, full or weights-only, of the run that a load would resume, by step."""
     with usable(store.address):
-        committed = [*of_equal_ranks([info for info in store.committed() if _is_whole(info, store)])]
+        committed = [*of_equal_ranks([info for info in store.committed() if _has_recorded_sizes(info, store)])]
     if config.load_step != -1:
         committed = [info for info in committed if is_branch_of(info, config.load_step, config)]
     full = [info for info in committed if info.kind is CheckpointKind.FULL]
@@ -116,7 +116,7 @@ def checkpoints_of_run(store: StoresCheckpoints, config: Checkpoint) -> list[Che
     return committed
 
 
-def _is_whole(info: CheckpointInfo, store: StoresCheckpoints) -> bool:
+def _has_recorded_sizes(info: CheckpointInfo, store: StoresCheckpoints) -> bool:
     try:
         return not store.check_sizes(info)
     except CheckpointUnreadable:
@@ -128,7 +128,7 @@ def is_branch_of(info: CheckpointInfo | None, step: int, config: Checkpoint) -> 
     return info is not None and info.lineage.branch_point == step and not config.new_branch
 
 
-def _chosen(
+def _chosen_source(
     store: StoresCheckpoints,
     step: int,
     config: Checkpoint,

@@ -27,7 +27,7 @@ from torchtitan_lite.checkpoint.reading.files import Files
 from torchtitan_lite.checkpoint.reading.load_rules import LoadRules, build_load_rules, unmatched_globs
 from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
-from torchtitan_lite.checkpoint.reading.torchtitan_states import as_ours, why_it_begins_fresh
+from torchtitan_lite.checkpoint.reading.torchtitan_states import as_own_state, why_it_begins_fresh
 from torchtitan_lite.checkpoint.resume.load_source import choose_source
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport, built_otherwise, other_groups, ways_out
 from torchtitan_lite.checkpoint.state.model_wrapper import tensors_of
@@ -56,7 +56,7 @@ def refuse_early(config: JobConfig, peers: Peers) -> None:
         return
     store = open_store(checkpoint.folder, config.job.dump_folder)
     try:
-        source = peers.on_coordinator(lambda: _chosen(store, checkpoint))
+        source = peers.on_coordinator(lambda: _usable_source(store, checkpoint))
     except (CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe):
         return  # The load meets it again, and reports it in an event.
     if source is not None and not source.model_only and source.recorded.config:
@@ -67,7 +67,7 @@ def refuse_early(config: JobConfig, peers: Peers) -> None:
             raise CheckpointMismatch(str(source.path), "\n".join(refused))
 
 
-def _chosen(store: StoresCheckpoints, config: Checkpoint) -> LoadSource | None:
+def _usable_source(store: StoresCheckpoints, config: Checkpoint) -> LoadSource | None:
     with usable(store.address):
         return choose_source(store, config.load_step, config)
 
@@ -135,7 +135,8 @@ class Restore:
         for name, state in self._loaded.items():
             check = getattr(state, "check_state", None)
             if check is not None and name not in keys.missing:
-                refusal = _refusal(check, self._read_small(name))  # `_read_small` raises its own errors on all ranks.
+                # `_read_small` raises its own errors on all ranks.
+                refusal = _refusal_of_state(check, self._read_small(name))
                 refused += [found for found in self._peers.gather(refusal) if found][:1]
         return self._report(keys, refused)
 
@@ -305,7 +306,7 @@ class Restore:
         own = self._peers.together(state.state_dict)
         of_others = getattr(state, "is_of_another_rank", None)
         read = self._stored.read_state(name, own, *([of_others] if of_others else []))
-        return as_ours(name, read, own, self._stored)
+        return as_own_state(name, read, own, self._stored)
 
     def _verify(self) -> None:
         rules = build_load_rules(self._config.checkpoint)
@@ -344,7 +345,7 @@ class Restore:
         )
 
 
-def _refusal(check: Any, state: dict[str, Any]) -> str:
+def _refusal_of_state(check: Any, state: dict[str, Any]) -> str:
     """Return what `check` raises for `state`; empty if it accepts it."""
     try:
         check(state)
@@ -362,7 +363,7 @@ def verify(path: str, make_state: Callable[[], dict[str, Any]], expected: Mappin
     if not expected:
         logger.warning("%s has no tensor digests: nothing to verify. Save with --checkpoint.digest_tensors=save", path)
         return
-    per_rank = peers.gather_made(lambda: _shares(make_state(), expected))
+    per_rank = peers.gather_made(lambda: _digest_shares(make_state(), expected))
     found = _add_up([own for own, _ in per_rank])
     dtypes_and_shapes = {key: value for _, described in per_rank for key, value in described.items()}
     for key, digest in sorted(found.items()):
@@ -376,16 +377,16 @@ def verify(path: str, make_state: Callable[[], dict[str, Any]], expected: Mappin
     )
 
 
-def _shares(
+def _digest_shares(
     state: dict[str, Any], expected: Mapping[str, str]
 ) -> tuple[dict[str, dict[Shape, TensorDigest]], dict[str, tuple[torch.dtype, Shape]]]:
     """Return this rank's part of each tensor's sum, and each tensor's dtype and shape."""
     tensors = flat_tensors(state)
-    own = {key: _own(key, tensor) for key, tensor in tensors.items() if key in expected}
+    own = {key: _own_digests(key, tensor) for key, tensor in tensors.items() if key in expected}
     return own, {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
 
 
-def _own(key: str, tensor: torch.Tensor) -> dict[Shape, TensorDigest]:
+def _own_digests(key: str, tensor: torch.Tensor) -> dict[Shape, TensorDigest]:
     """Return the digest of each part of `tensor` on this rank, by the part's offsets."""
     if isinstance(tensor, DTensor) and _is_counted_elsewhere(tensor):
         return {}

@@ -22,6 +22,7 @@ from torchtitan_lite.checkpoint.format.key_report import SHOWN, KeyReport
 from torchtitan_lite.checkpoint.format.shards import local_of
 from torchtitan_lite.checkpoint.state.optimizer_state import SETTINGS, STATE, split_state_key
 from torchtitan_lite.config.drift import Change, Rule
+from torchtitan_lite.log import listed
 from torchtitan_lite.store.manifest_fields import topology_in_words
 from torchtitan_lite.store.place import Place
 
@@ -85,7 +86,7 @@ def ways_out(
     of_model = [fqn for fqn in missing if fqn in model]
     ties = _ties(of_model, model, names)
     untied = [fqn for fqn in of_model if fqn not in ties]
-    rename = _rename(untied, model, names) if untied else ""
+    rename = _suggested_rename(untied, model, names) if untied else ""
     sentences = [f"  Its names fit with --checkpoint.load_rename={rename}"] if rename else []
     if ties:
         pairs = ", ".join(f"{fqn} is the same tensor as {other}" for fqn, other in ties.items())
@@ -120,13 +121,13 @@ def other_groups(keys: KeyReport, model: Collection[str], in_optimizer: Collecti
     sentences = []
     if new:
         sentences.append(
-            f"  The optimizer has {_named(new)} and had not when this was saved: call add_param_group() for these "
-            "after load(), or make the optimizer without them"
+            f"  The optimizer has {listed(new, most=SHOWN)} and had not when this was saved: call add_param_group() "
+            "for these after load(), or make the optimizer without them"
         )
     if lost:
         sentences.append(
-            f"  The optimizer had {_named(lost)} when this was saved and has not now: call add_param_group() for "
-            "these before load(), or make the optimizer with them"
+            f"  The optimizer had {listed(lost, most=SHOWN)} when this was saved and has not now: call "
+            "add_param_group() for these before load(), or make the optimizer with them"
         )
     return sentences
 
@@ -146,24 +147,19 @@ def built_otherwise(keys: KeyReport, model: Collection[str]) -> list[str]:
     return []
 
 
-def _named(fqns: Sequence[str]) -> str:
-    more = f" and {len(fqns) - SHOWN} more" if len(fqns) > SHOWN else ""
-    return ", ".join(fqns[:SHOWN]) + more
-
-
 def _ties(missing: Sequence[str], model: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, str]:
     """Return the names in `missing` whose tensor `model` also has under a name that is in `names`, with that name."""
-    there = {place: fqn for fqn, tensor in model.items() if fqn in names and (place := _place(tensor))}
-    return {fqn: there[place] for fqn in missing if (place := _place(model[fqn])) in there}
+    there = {place: fqn for fqn, tensor in model.items() if fqn in names and (place := _storage_place(tensor))}
+    return {fqn: there[place] for fqn in missing if (place := _storage_place(model[fqn])) in there}
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, int] | None:
+def _storage_place(tensor: torch.Tensor) -> tuple[int, int] | None:
     local = local_of(tensor)
     begin = local.untyped_storage().data_ptr()
     return (begin, int(local.storage_offset())) if begin and local.numel() else None
 
 
-def _rename(missing: Sequence[str], model: Mapping[str, torch.Tensor], names: Collection[str]) -> str:
+def _suggested_rename(missing: Sequence[str], model: Mapping[str, torch.Tensor], names: Collection[str]) -> str:
     """Return a rename of the checkpoint's `names` after which they include all of `missing`; empty if there is none."""
     for theirs, ours in _prefixes(missing[0], model, names):
         if all(fqn.startswith(ours) and theirs + fqn.removeprefix(ours) in names for fqn in missing):

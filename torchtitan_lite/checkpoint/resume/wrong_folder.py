@@ -43,24 +43,24 @@ def checked_initial_path(given: str) -> Place:
     Raises `CheckpointUnreadable` where the system does not let this rank see.
     """
     try:
-        return _checked(given)
+        return _checked_place(given)
     except TorchtitanLiteError:
         raise
     except OSError as error:
         raise CheckpointUnreadable(given, f"{type(error).__name__}: {error}") from error
 
 
-def _checked(given: str) -> Place:
+def _checked_place(given: str) -> Place:
     if is_in_object_store(given):
-        return _in_store(given)
+        return _place_in_store(given)
     path = Path(given)
     # A `.metadata` that is no regular file is refused when it is read.
     if not _SCHEME.match(given) and any(os.path.lexists(path / name) for name in (layout.METADATA, layout.MANIFEST)):
         return path
-    raise CheckpointNotFound(given, None, finding=_finding(given, path))
+    raise CheckpointNotFound(given, None, finding=_place_finding(given, path))
 
 
-def _in_store(given: str) -> Place:
+def _place_in_store(given: str) -> Place:
     """Return the checkpoint that the address `given` names, which ends in step-N. Raises as the store's `get`."""
     folder, _, name = given.rstrip("/").rpartition("/")
     # As `ls` shows it, a name has the attempt, too.
@@ -72,16 +72,16 @@ def _in_store(given: str) -> Place:
     return place
 
 
-def _finding(given: str, path: Path) -> str:
+def _place_finding(given: str, path: Path) -> str:
     if _SCHEME.match(given):
         return (
             "it is an address, and only folders of a file system are read. Copy the checkpoint to one, and name the "
             "folder as a plain path"
         )
     if path.is_dir():
-        return _of_folder(path)
+        return _folder_finding(path)
     if path.exists():
-        return _of_file(path)
+        return _file_finding(path)
     if _NAME_ON_A_HUB.fullmatch(given):
         return (
             f"there is no such folder in {Path.cwd()}. If it is a name on the Hugging Face hub: download it first, "
@@ -91,17 +91,17 @@ def _finding(given: str, path: Path) -> str:
     return f"there is no such file or folder{place}. {_NAME_A_STEP}"
 
 
-def _of_file(path: Path) -> str:
+def _file_finding(path: Path) -> str:
     if path.suffix == _SAFETENSORS:
-        return f"it is a file of safetensors. {_import(path, path.parent)}"
+        return f"it is a file of safetensors. {_import_command(path, path.parent)}"
     if path.suffix in _PICKLED:
-        return f"it is a file of torch.save. {_import(path, path.parent)}. {_WEIGHTS_ALONE}"
+        return f"it is a file of torch.save. {_import_command(path, path.parent)}. {_WEIGHTS_ALONE}"
     if layout.is_data_file(path.name) or path.name in (layout.METADATA, layout.MANIFEST):
         return f"it is one of a checkpoint's files. Name their folder, {path.parent}"
     return f"it is a file, not a folder. {_NAME_A_STEP}"
 
 
-def _of_folder(path: Path) -> str:
+def _folder_finding(path: Path) -> str:
     if found := last_step(path):
         return f"it is the folder above the steps. Name one of them, such as {found}"
     for folder in sorted(path.iterdir()):
@@ -109,17 +109,17 @@ def _of_folder(path: Path) -> str:
             return f"it is the dump folder of a run. Name one of its steps, such as {found}"
     names = sorted(entry.name for entry in path.iterdir())
     if _PARAMS in names and any(map(_META.fullmatch, names)):
-        return f"it is a Llama in Meta's layout. {_import(path, path)}"
+        return f"it is a Llama in Meta's layout. {_import_command(path, path)}"
     if any(name.endswith(_SAFETENSORS) for name in names):
-        return f"it is a folder of safetensors. {_import(path, path)}"
+        return f"it is a folder of safetensors. {_import_command(path, path)}"
     if any(name.endswith(_PICKLED) for name in names):
-        return f"it is a folder of weights as torch.save writes them. {_import(path, path)}"
+        return f"it is a folder of weights as torch.save writes them. {_import_command(path, path)}"
     if any(layout.is_data_file(name) for name in names):
         return f"it has a checkpoint's data and no {layout.METADATA}, as a save leaves it that was cut. Take another"
     return f"there is no {layout.METADATA} file in it" + ("" if names else ", it is empty") + f". {_NAME_A_STEP}"
 
 
-def _import(source: Path, folder: Path) -> str:
+def _import_command(source: Path, folder: Path) -> str:
     """Return the command that makes a checkpoint out of `source`, whose model is described in `folder` or nowhere."""
     is_described = any((folder / name).is_file() for name in (_CONFIG, _PARAMS))
     return _IMPORT.format(source=shlex.quote(str(source)), names="" if is_described else _SAME_NAMES)

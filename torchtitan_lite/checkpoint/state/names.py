@@ -22,7 +22,7 @@ from torchtitan_lite.torch_private import COMPILED, WRAPPED_BY_FSDP1, WRAPPED_FO
 
 EXTRA_STATE = "_extra_state"
 """Last component of the key under which `get_extra_state` of a module is saved."""
-_SHOWN = 4
+SHOWN = 4
 
 
 def clean_names(module: nn.Module, raw_names: Iterable[str]) -> dict[str, str]:
@@ -34,12 +34,6 @@ def clean_names(module: nn.Module, raw_names: Iterable[str]) -> dict[str, str]:
 def is_extra_name(name: str) -> bool:
     """Return whether an entry of a model's state dict with this name is a module's extra state."""
     return name.endswith(EXTRA_STATE) and name.rpartition(".")[2] == EXTRA_STATE
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the first of `names`, and how many more there are."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def named_parameters(parts: Sequence[nn.Module]) -> dict[torch.Tensor, tuple[str, ...]]:

@@ -18,9 +18,10 @@ from torch import nn
 from torchtitan_lite.checkpoint.format.kinds import is_plain
 from torchtitan_lite.checkpoint.format.shards import local_of
 from torchtitan_lite.checkpoint.state import fsdp1
-from torchtitan_lite.checkpoint.state.names import clean_names, is_extra_name, listed
+from torchtitan_lite.checkpoint.state.names import SHOWN, clean_names, is_extra_name
 from torchtitan_lite.checkpoint.state.rng import RngState
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.log import listed
 from torchtitan_lite.torch_private import non_persistent_buffers, versions_kept
 
 
@@ -86,6 +87,7 @@ def try_load(
     Raises ConfigError, with the names `others` of what may be the cause, if it raises or changes one of their tensors
     that is not `left_out`.
     """
+    first = listed(others, most=SHOWN)
     tensors = [each for module in modules for each in saved_tensors(module).values()]
     before, generators = _tensor_contents(modules, left_out), RngState().state_dict()
     try:
@@ -94,17 +96,17 @@ def try_load(
     except Exception as error:
         why = re.sub(r"^Error\(s\) in loading state_dict for \w+: ", "", " ".join(str(error).split())).rstrip(".")
         raise ConfigError(
-            f"{state}: load_state_dict refuses what state_dict returns ({listed(others)}): {type(error).__name__}: "
-            f"{why}. No start could load a checkpoint of this run. Have the two fit each other, or leave out what is "
-            "frozen, such as a quantized base: --checkpoint.save_trained_only."
+            f"{state}: load_state_dict refuses what state_dict returns ({first}): {type(error).__name__}: {why}. "
+            "No start could load a checkpoint of this run. Have the two fit each other, or leave out what is frozen, "
+            "such as a quantized base: --checkpoint.save_trained_only."
         ) from error
     finally:
         RngState().load_state_dict(generators)
     after = _tensor_contents(modules, left_out)
     if changed := [name for name, content in before.items() if after.get(name) != content]:
         raise ConfigError(
-            f"{state}: load_state_dict changes {listed(changed)} when it gets what state_dict returned "
-            f"({listed(others)}), as a load of a checkpoint would. Have the two fit each other. This process has the "
+            f"{state}: load_state_dict changes {listed(changed, most=SHOWN)} when it gets what state_dict returned "
+            f"({first}), as a load of a checkpoint would. Have the two fit each other. This process has the "
             "changed values: start again, from the last checkpoint if there is one."
         )
 

@@ -17,9 +17,9 @@ from torchtitan_lite.checkpoint.format.flattening import State, flat_tensors
 from torchtitan_lite.checkpoint.format.kinds import is_plain
 from torchtitan_lite.checkpoint.format.shards import local_of
 from torchtitan_lite.checkpoint.state.in_place import storage_of
-from torchtitan_lite.checkpoint.state.names import EXTRA_STATE, listed
+from torchtitan_lite.checkpoint.state.names import EXTRA_STATE, SHOWN
 from torchtitan_lite.checkpoint.state.other_keys import saved_tensors
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import listed, logger
 from torchtitan_lite.torch_private import is_set_by_torch, non_persistent_buffers, version_of
 
 _SAMPLED = 1024
@@ -67,7 +67,7 @@ class UnsavedWatch:
                 "Training changes %s, which no checkpoint has: a resumed run begins with the initial value. If the "
                 "run depends on it, register the buffer with persistent=True, or give the generator, or the module of "
                 "the frozen parameter (save_trained_only), as one of the states",
-                listed(changed),
+                listed(changed, most=SHOWN),
             )
 
     def _samples(self) -> Iterator[tuple[str, Any]]:
@@ -167,7 +167,7 @@ class ForgottenWatch:
             logger.warning(
                 "%s: a metric leaves values that are not persistent out of its state_dict, so no checkpoint has them, "
                 "and a resumed run counts from the start. Call persistent(True) where the metric is made",
-                listed(names),
+                listed(names, most=SHOWN),
             )
 
     def _warn_of_empty(self, names: Sequence[str]) -> None:
@@ -176,7 +176,7 @@ class ForgottenWatch:
             logger.warning(
                 "The state_dict of %s is empty, and training changes its attributes: no checkpoint has them, and a "
                 "resumed run begins with the initial ones. Return them from state_dict, or leave it out of the states",
-                listed(names),
+                listed(names, most=SHOWN),
             )
 
 
@@ -270,13 +270,13 @@ def warn_of_attributes(modules: Mapping[str, Sequence[nn.Module]], state: State,
         logger.warning(
             "No checkpoint has tensors in attributes of parameters and buffers: %s. A resumed run has those with which "
             "its model is built. If they may differ, register them as buffers, or return them from get_extra_state",
-            listed(lost),
+            listed(lost, most=SHOWN),
         )
     if rounded := [f"{name} ({type(local_of(tensor)).__name__})" for name, tensor in named if _is_rounded(tensor)]:
         logger.warning(
             "A load does not bring back the values of %s: it copies into the tensor, and copy_ of its class changes "
             "what it is given. Have copy_ keep the values, or keep to those that it keeps",
-            listed(rounded),
+            listed(rounded, most=SHOWN),
         )
 
 

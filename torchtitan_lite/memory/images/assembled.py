@@ -16,7 +16,7 @@ from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table
 from torchtitan_lite.store.manifest_fields import TRAINED_SECONDS
 
 
-def assembled(cards: Sequence[Card]) -> Manifest:
+def assembled_manifest(cards: Sequence[Card]) -> Manifest:
     """Return the manifest of the checkpoint whose images the `cards` describe. Raise ValueError if they do not fit.
 
     It has no `.metadata` among its files, and no digests of tensors.
@@ -29,7 +29,7 @@ def assembled(cards: Sequence[Card]) -> Manifest:
         found = ", ".join(str(card.rank) for card in by_rank)
         raise ValueError(f"expected the cards of ranks 0 to {first.world_size - 1}, found those of {found:.200}")
     for card in by_rank:
-        _check(card, first)
+        _check_same_step(card, first)
     if first.tables.tensors is None or not first.tables.structure:
         raise ValueError("the card of rank 0 has no tables of tensors and containers")
     having = [card.tables for card in by_rank]
@@ -42,7 +42,7 @@ def assembled(cards: Sequence[Card]) -> Manifest:
         files={card.file: card.record for card in by_rank if card.file},
         lineage=first.run.lineage,
         tensors=joined_tables([tables.tensors for tables in having if tables.tensors is not None]),
-        objects=_objects(by_rank),
+        objects=_objects_of_ranks(by_rank),
         structure=joined_structures([tables.structure for tables in having if tables.structure is not None]),
         extra={
             "topology": first.run.topology,
@@ -62,7 +62,7 @@ def same_contents(on_disk: Manifest, in_memory: Manifest) -> bool:
     return is_same and dict(on_disk.tensors) == dict(in_memory.tensors)
 
 
-def _objects(by_rank: Sequence[Card]) -> Table:
+def _objects_of_ranks(by_rank: Sequence[Card]) -> Table:
     """Return the objects of all cards in one table. Raise ValueError if two ranks have the same one.
 
     There may be a million. Their text is put together as it is, and parsed only to find those that are there twice.
@@ -81,7 +81,7 @@ def _objects(by_rank: Sequence[Card]) -> Table:
     return Table.of_text(b"{" + b",".join(inside) + b"}", "card")
 
 
-def _check(card: Card, first: Card) -> None:
+def _check_same_step(card: Card, first: Card) -> None:
     """Raise ValueError unless `card` is of the same step of the same start as `first`, the card of rank 0."""
     run, of_first = card.run, first.run
     for name, found, expected in (

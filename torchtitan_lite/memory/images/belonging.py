@@ -109,7 +109,7 @@ def why_not(image: ImageFacts, disk: OnDisk) -> str:
 def _why_stale(image: ImageFacts, disk: OnDisk) -> str:
     known, latest = image.latest, disk.latest
     if latest is None:
-        if known is not None and not _is_damaged(known, disk):
+        if known is not None and not _is_damaged_commit(known, disk):
             return f"it was made next to a step {known.step}, which is gone"
         if not disk.folder_id or image.folder_id != disk.folder_id:
             return "it is of another folder with this name"
@@ -118,13 +118,13 @@ def _why_stale(image: ImageFacts, disk: OnDisk) -> str:
         return ""
     if disk.latest_start == image.start and _is_after(latest, known, disk):
         return ""
-    if known is not None and latest in image.before and _is_damaged(known, disk):
+    if known is not None and latest in image.before and _is_damaged_commit(known, disk):
         return ""  # Only damage makes it the latest: nothing was committed since.
     made = "before there was one" if known is None else f"next to another step {known.step}"
     return f"the latest step on disk, {latest.step}, is of another start, and it was made {made}"
 
 
-def _is_damaged(known: Commit, disk: OnDisk) -> bool:
+def _is_damaged_commit(known: Commit, disk: OnDisk) -> bool:
     """Return whether `known` is on disk, damaged. Its owner has not deleted it, so no rollback was wanted."""
     return any(rest.is_rest_of(known) for rest in disk.rests)
 

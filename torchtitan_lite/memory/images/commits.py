@@ -65,10 +65,10 @@ def rests_in(store: StoresCheckpoints) -> frozenset[Commit]:
     for name in Listing(root).names:
         if (aside := layout.parse_set_aside(name)) is not None and aside[1] == "corrupt":
             folders.append((aside[0], root / name))
-    return frozenset(_rest(step, folder) for step, folder in folders)
+    return frozenset(_leftover_commit(step, folder) for step, folder in folders)
 
 
-def _rest(step: int, folder: Path) -> Commit:
+def _leftover_commit(step: int, folder: Path) -> Commit:
     digest = ""
     with suppress(OSError, CheckpointUnsafe):
         digest = _digest_in(folder)

@@ -77,15 +77,15 @@ def fetched(to_move: Sequence[Move], here: Mapping[int, Fetched], peers: Peers) 
     announced = {rank: each for of_rank in peers.gather(mine) for rank, each in of_rank.items()}
     own = announced.get(peers.rank)
     # All ranks have theirs before the first byte is sent, or none sends any.
-    memory = peers.together(lambda: None if own is None else _made(own.arena_bytes))
+    memory = peers.together(lambda: None if own is None else _staging_memory(own.arena_bytes))
     waits: list[Callable[[], object]] = []
     for move in to_move:
         num_bytes = announced[move.rank].num_bytes
         if move.source == peers.rank:
             view = map_shared(here[move.rank].arena_fd, num_bytes)
-            waits += [peers.relay(part, None, move.rank) for part in _parts(view)]
+            waits += [peers.relay(part, None, move.rank) for part in _memory_chunks(view)]
         elif move.rank == peers.rank and memory is not None:
-            for part in _parts(map_shared(memory, num_bytes)):
+            for part in _memory_chunks(map_shared(memory, num_bytes)):
                 peers.relay(part, move.source, None)
     for wait in waits:
         wait()
@@ -111,7 +111,7 @@ def _announced(image: Fetched) -> _Announced:
     return _Announced(image.card, marked.step, marked.num_bytes, os.fstat(image.arena_fd).st_size)
 
 
-def _made(num_bytes: int) -> int:
+def _staging_memory(num_bytes: int) -> int:
     fd = os.memfd_create("torchtitan_lite-staging", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(fd, 0, num_bytes)
@@ -121,7 +121,7 @@ def _made(num_bytes: int) -> int:
     return fd
 
 
-def _parts(view: memoryview) -> list[torch.Tensor]:
+def _memory_chunks(view: memoryview) -> list[torch.Tensor]:
     whole = (
         torch.frombuffer(view, dtype=torch.uint8) if view.nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
     )

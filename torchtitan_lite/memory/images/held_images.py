@@ -22,7 +22,7 @@ from torchtitan_lite.disk.mapped_reader import MappedReader
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.log import logger
-from torchtitan_lite.memory.images.assembled import assembled
+from torchtitan_lite.memory.images.assembled import assembled_manifest
 from torchtitan_lite.memory.images.belonging import ImageFacts, is_replica
 from torchtitan_lite.memory.images.card import Card, ImageKey
 from torchtitan_lite.memory.images.fetched import Fetched, fetched, moves
@@ -228,7 +228,7 @@ class HeldImages:
         ignored: list[str] = []
         for each in self._held:
             try:
-                local = _read(each)
+                local = _read_held(each)
             except (UnusableMark, ValueError, RecursionError, OSError) as error:
                 ignored.append(f"{each.name}: {error}")
             else:
@@ -240,7 +240,7 @@ class HeldImages:
     def _note(self, local: _Local) -> None:
         """Note `local`, unless another memory has the same image and is not damaged."""
         place = local.image.key, local.image.rank
-        if (other := self._local.get(place)) is None or not _is_whole(other):
+        if (other := self._local.get(place)) is None or not _matches_its_digests(other):
             self._local[place] = local
 
     def _drop(self, unused: Sequence[HeldMemory]) -> None:
@@ -303,7 +303,7 @@ class HeldImages:
         self, key: ImageKey, image: ImageFacts, is_spread: bool, cards: dict[tuple[ImageKey, int], bytes]
     ) -> Complete | None:
         try:
-            manifest = assembled(
+            manifest = assembled_manifest(
                 [
                     self._local[key, rank].card if (key, rank) in self._local else Card.parse(cards[key, rank])
                     for rank in range(image.world_size)
@@ -316,13 +316,13 @@ class HeldImages:
         return Complete(key, image, manifest, is_spread)
 
 
-def _read(held: HeldMemory) -> _Local | None:
+def _read_held(held: HeldMemory) -> _Local | None:
     """Return the image under `held`; None if it is empty. Raise ValueError, `RecursionError` or OSError if unusable."""
     marked = read_mark(held.mark_fd)
     if marked is None:
         return None
     card = Card.parse(marked.card)
-    _check(card, marked, os.fstat(held.arena_fd).st_size)
+    _check_step_and_size(card, marked, os.fstat(held.arena_fd).st_size)
     return _Local(held, ImageFacts.of_card(card), card)
 
 
@@ -330,7 +330,7 @@ def _as_fetched(local: _Local) -> Fetched:
     return Fetched(local.held.arena_fd, local.held.mark_fd, local.card.to_bytes())
 
 
-def _is_whole(local: _Local) -> bool:
+def _matches_its_digests(local: _Local) -> bool:
     """Return whether each block of the image has its digest."""
     record, reader = local.card.record, MappedReader({"image": local.held.arena_fd})
     try:
@@ -362,7 +362,7 @@ def _clear(held: HeldMemory) -> None:
     mark.close()
 
 
-def _check(card: Card, marked: Marked, arena_bytes: int) -> None:
+def _check_step_and_size(card: Card, marked: Marked, arena_bytes: int) -> None:
     if card.key.step != marked.step:
         raise ValueError(f"its mark is of step {marked.step}, its card of step {card.key.step}")
     if not card.record.size <= marked.num_bytes <= arena_bytes:

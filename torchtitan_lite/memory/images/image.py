@@ -83,7 +83,7 @@ class Image:
         )
 
 
-def record_of(staged: StagedCopy) -> FileRecord:
+def staged_record(staged: StagedCopy) -> FileRecord:
     """Return the digests of what is in the arena, taken in this thread."""
     return FileRecord.of(staged.arena.memory[: staged.num_bytes])
 
@@ -175,7 +175,7 @@ class Marker:
 
     def digest_here(self, image: Image) -> None:
         """Digest and mark `image` in this thread and process: its disk write failed. Raises nothing."""
-        self.mark(image, record_of(image.staged))
+        self.mark(image, staged_record(image.staged))
 
     def mark(self, image: Image, record: FileRecord) -> bool:
         """Make `image` valid if the keeper holds it; `record` are its digests. Raises nothing."""
@@ -217,7 +217,7 @@ class Marker:
 
     def _digested(self, image: Image) -> FileRecord:
         if self._process is None:
-            return record_of(image.staged)
+            return staged_record(image.staged)
         # By the second thread of that process: behind a disk write the image would become valid seconds later.
         return self._process.digest(image.staged.arena, image.staged.num_bytes, image.step)
 

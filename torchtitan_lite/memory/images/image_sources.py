@@ -144,7 +144,7 @@ MOST_BYTES_OF_A_RANK = 64 << 20
 
 def verify_images(source: LoadSource, files: FilesInMemory, number: int, count: int) -> None:
     """Verify every byte of this rank's share of `files`. Raise `CheckpointDamaged`."""
-    with _findings(source):
+    with _as_damage_of_source(source):
         files.verify(number, count)
 
 
@@ -159,12 +159,12 @@ def lent_parts(source: LoadSource, files: FilesInMemory) -> dict[str, dict[int, 
         if stored.item is not None and 0 < stored.item.length <= MOST_BYTES:
             ranges.setdefault(stored.item.file, []).append((stored.item.offset, stored.item.length))
     few = {file: parts for file, parts in ranges.items() if sum(count for _, count in parts) <= MOST_BYTES_OF_A_RANK}
-    with _findings(source):
+    with _as_damage_of_source(source):
         return files.lend(few)
 
 
 @contextmanager
-def _findings(source: LoadSource) -> Iterator[None]:
+def _as_damage_of_source(source: LoadSource) -> Iterator[None]:
     """Raise damage that the block finds as damage of `source`."""
     try:
         yield
@@ -232,13 +232,13 @@ def prefer_memory(
     """Return the source in memory that goes before `chosen`, which is what the disk has; else `chosen`."""
     if config.load_only or not images.complete:
         return chosen
-    disk = _facts(store, chosen, wanted, config, is_exact=is_exact)
+    disk = _state_on_disk(store, chosen, wanted, config, is_exact=is_exact)
     for each in images.complete:
         if each.key in images.left_out:
             continue
-        reason = why_not(each.image, disk) or _difference(each, chosen)
+        reason = why_not(each.image, disk) or _difference_from_disk(each, chosen)
         if not reason:
-            return _source(each, store, chosen, config)
+            return _memory_source(each, store, chosen, config)
         logger.info("The image of step %d in memory is not used: %s", each.key.step, reason)
     return chosen
 
@@ -252,7 +252,7 @@ def _latest_commit(store: StoresCheckpoints) -> tuple[Commit | None, str]:
     return commit_of(full[-1]), manifest.extra.get(START, "") if manifest is not None else ""
 
 
-def _facts(
+def _state_on_disk(
     store: StoresCheckpoints, chosen: LoadSource | None, wanted: int, config: Checkpoint, *, is_exact: bool
 ) -> OnDisk:
     latest, start = _latest_commit(store)
@@ -279,9 +279,9 @@ def _facts(
     )
 
 
-def _difference(each: Complete, chosen: LoadSource | None) -> str:
+def _difference_from_disk(each: Complete, chosen: LoadSource | None) -> str:
     """Return why images of the step that is `chosen` on disk are no copy of it; empty for those of other steps."""
-    if chosen is None or not _is_copy(each, chosen):
+    if chosen is None or not _is_copy_of_disk(each, chosen):
         return ""
     try:
         manifest = complete_manifest(files_of(chosen.path), chosen.path)
@@ -292,12 +292,14 @@ def _difference(each: Complete, chosen: LoadSource | None) -> str:
     return "that step on disk has other contents"
 
 
-def _is_copy(each: Complete, chosen: LoadSource) -> bool:
+def _is_copy_of_disk(each: Complete, chosen: LoadSource) -> bool:
     """Return whether the images should be a copy of `chosen`: of the same step, unless the run counts again."""
     return not chosen.initial and not chosen.lineage.counts_again and chosen.step == each.key.step
 
 
-def _source(each: Complete, store: StoresCheckpoints, chosen: LoadSource | None, config: Checkpoint) -> LoadSource:
+def _memory_source(
+    each: Complete, store: StoresCheckpoints, chosen: LoadSource | None, config: Checkpoint
+) -> LoadSource:
     manifest, key = each.manifest, each.key
     has_other = chosen is not None and not chosen.model_only and not chosen.initial
     # Next to a run that counts again the disk would not restore all that a load changes.
@@ -309,7 +311,7 @@ def _source(each: Complete, store: StoresCheckpoints, chosen: LoadSource | None,
         "is_last_resort": not has_other or counts_again,
         "durable": BEGINNING if chosen is None else chosen.loaded,
     }
-    if chosen is not None and _is_copy(each, chosen):
+    if chosen is not None and _is_copy_of_disk(each, chosen):
         of_disk = {field.name: getattr(chosen, field.name) for field in dataclasses.fields(chosen)}
         return ImageSource(**of_disk, **offered, is_copy=True)
     # The run continues as the one that made the image; its latest ancestor on disk is what the disk's choice loads.

@@ -38,7 +38,7 @@ class Seen(Protocol):
         ...
 
 
-def choose(arenas: Sequence[Seen], kept: Collection[int]) -> int | None:
+def choose_arena(arenas: Sequence[Seen], kept: Collection[int]) -> int | None:
     """Return the number of the arena to overwrite, None for none, if the images of the steps in `kept` have to stay."""
     if len(arenas) == 1:
         return 0
@@ -53,12 +53,12 @@ def choose(arenas: Sequence[Seen], kept: Collection[int]) -> int | None:
 
 
 def is_busy(arenas: Sequence[Seen], num_kept: int = 1) -> bool:
-    """Return whether `choose` could return None, whichever `num_kept` images the ranks find to be complete."""
+    """Return whether `choose_arena` could return None, whichever `num_kept` images the ranks find to be complete."""
     spare = [arena for arena in arenas if not arena.is_read]
     return not spare or (len(arenas) > 1 and len(spare) <= num_kept and all(arena.is_valid for arena in spare))
 
 
-def _has(slot: ArenaSlot, step: int) -> bool:
+def _holds_step(slot: ArenaSlot, step: int) -> bool:
     return slot.is_valid and slot.step == step
 
 
@@ -90,7 +90,7 @@ class Pool(Slots):
         with self._changed:
             if len(self.slots) <= num_slots:
                 return []
-            first = sorted(self.slots, key=lambda slot: (slot.is_read, _has(slot, self.complete)), reverse=True)
+            first = sorted(self.slots, key=lambda slot: (slot.is_read, _holds_step(slot, self.complete)), reverse=True)
             self.slots, others = first[:num_slots], first[num_slots:]
             self._changed.wait_for(lambda: not any(slot.is_read for slot in others), seconds)
             for slot in others:
@@ -178,7 +178,7 @@ class Pool(Slots):
             self._recent = sorted({step for step in steps if step != NO_STEP})[-NUM_RECENT:]
 
     def _free_slot(self) -> ArenaSlot | None:
-        number = choose(self.slots, (self.complete, self.replicated))
+        number = choose_arena(self.slots, (self.complete, self.replicated))
         return None if number is None else self.slots[number]
 
     def _last_steps(self) -> list[int]:

@@ -60,13 +60,13 @@ class HostReplicas:
         mine = ReplicaHost(host_id(), platform.node(), address, port, secret)
         places = self._peers.gather(mine)
         to = partners([place.host for place in places])
-        if finding := _finding(places, to, found):
+        if finding := _copies_finding(places, to, found):
             listener.close()
             if self._peers.is_coordinator:
                 logger.warning("No replicas of images in memory: %s", finding)
             return False
         if self._peers.is_coordinator:
-            logger.info("Replicas of images in memory go from host to host: %s", in_words(places))
+            logger.info("Replicas of images in memory go from host to host: %s", ring_text(places))
         self._pool.num_kept = 2
         job = self._job(places, to, found)
         self._process = ReplicaProcess(job, listener, self._note, self._config.preemption_signals)
@@ -191,7 +191,7 @@ def _listener() -> socket.socket:
     return listener
 
 
-def _finding(places: Sequence[ReplicaHost], to: Sequence[int], found: Sequence[Room]) -> str:
+def _copies_finding(places: Sequence[ReplicaHost], to: Sequence[int], found: Sequence[Room]) -> str:
     """Return why no replicas can be made; empty if they can. The same on every rank."""
     if not to:
         return "all ranks are on one host"
@@ -289,7 +289,7 @@ def partners(hosts: Sequence[str]) -> list[int]:
     return [to[rank] for rank in range(len(hosts))]
 
 
-def in_words(places: Sequence[ReplicaHost]) -> str:
+def ring_text(places: Sequence[ReplicaHost]) -> str:
     """Return the ring as people read it: host-1 -> host-2 -> host-1."""
     names = [*{place.host: place.name for place in places}.values()]
     shown = names if len(names) <= _MOST_NAMED else [*names[: _MOST_NAMED - 1], f"{len(names) - _MOST_NAMED + 1} more"]
@@ -302,13 +302,13 @@ def own_address(interface: str, master: str) -> str:
     An address of the loopback is none that another host could reach.
     """
     try:
-        found = _address_of(interface) if interface else _address_towards(master)
+        found = _interface_address(interface) if interface else _address_towards(master)
     except OSError:
         return ""
     return "" if ipaddress.ip_address(found.partition("%")[0]).is_loopback else found
 
 
-def _address_of(interface: str) -> str:
+def _interface_address(interface: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", interface.encode()[: _IFNAMSIZ - 1])
         return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])

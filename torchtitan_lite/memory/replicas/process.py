@@ -200,10 +200,10 @@ def _receive_all(job: ReplicaJob, listener: socket.socket, keeper: Keeper) -> No
     listener.setblocking(True)
     while True:
         connection, _ = listener.accept()
-        threading.Thread(target=_receive, args=(connection, job.secret, memory), daemon=True).start()
+        threading.Thread(target=_receive_copies, args=(connection, job.secret, memory), daemon=True).start()
 
 
-def _receive(connection: socket.socket, secret: bytes, memory: ReplicaMemory) -> None:
+def _receive_copies(connection: socket.socket, secret: bytes, memory: ReplicaMemory) -> None:
     # Whoever knows no secret ends here, too.
     with closing(connection), suppress(OSError, ValueError):
         link = JobLink(connection, secret, is_caller=False)
