@@ -78,7 +78,7 @@ def _train(folder: str, out: str, mb_per_second: float, seconds: float, mb: int)
     import torch
 
     from torchtitan_lite.events import ignore
-    from torchtitan_lite.uploading.process import UploadProcess
+    from torchtitan_lite.uploading.upload_process import UploadProcess
     from torchtitan_lite.uploading.uploader import UploadJob
 
     address = _stored(folder, mb)
@@ -111,7 +111,7 @@ def _train(folder: str, out: str, mb_per_second: float, seconds: float, mb: int)
 def _upload(folder: str, out: str, mb_per_second: float, seconds: float, mb: int) -> tuple[float, float]:
     """Return the MB/s of an upload, as its event has them, and the seconds of a core for each GB."""
     from torchtitan_lite.events import Event, Uploaded
-    from torchtitan_lite.uploading.process import UploadProcess
+    from torchtitan_lite.uploading.upload_process import UploadProcess
     from torchtitan_lite.uploading.uploader import UploadJob
 
     uploaded: list[Uploaded] = []

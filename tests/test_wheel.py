@@ -32,7 +32,9 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
 OFFLINE = ("--no-deps", "--no-index")
 TRAIN = ("torchtitan-lite-train", "--job.config_file", "llama_debug.toml")
 SHORT = ("--checkpoint.interval=2", "--checkpoint.async_mode=async_with_pinned_mem", "--metrics.log_freq=1")
-OPENED = "from torchtitan_lite.bucket.store import open_bucket as o; print('opened', o('s3://bucket/run').address)"
+OPENED = (
+    "from torchtitan_lite.bucket.bucket_store import open_bucket as o; print('opened', o('s3://bucket/run').address)"
+)
 ADAPTED = "from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter as A; A(None, rank=0, num_ranks=1)"
 WITHOUT = {
     "torchtitan": ("torchtitan", ["python", "-c", "import torchtitan_lite.integrations.torchtitan"]),

@@ -22,7 +22,7 @@ def open_store(folder: str, dump_folder: str = "", look_seconds: float = LOOK_SE
     """
     if not is_in_object_store(folder):
         return CheckpointStore(Path(dump_folder) / folder, look_seconds=look_seconds)
-    from torchtitan_lite.bucket.store import open_bucket  # Its client is an extra, and takes its time.
+    from torchtitan_lite.bucket.bucket_store import open_bucket  # Its client is an extra, and takes its time.
 
     return open_bucket(folder)
 

@@ -40,7 +40,7 @@ from torchtitan_lite.store.rollbacks import Rollback
 from torchtitan_lite.stores import usable
 from torchtitan_lite.uploading import record
 from torchtitan_lite.uploading.choice import Save, continues, is_of_another_run, missing, not_left, save_of
-from torchtitan_lite.uploading.process import UploadProcess
+from torchtitan_lite.uploading.upload_process import UploadProcess
 from torchtitan_lite.uploading.uploader import UploadJob
 
 _KEY = "--checkpoint.upload_folder"

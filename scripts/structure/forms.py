@@ -18,7 +18,7 @@ PROTOCOLS = {
     "links of the watchers of a job to that of rank 0": ("hangs.watcher", "distributed.job_link"),
     "replicas of images between hosts": (
         "memory.replicas.host_replicas",
-        "memory.replicas.process",
+        "memory.replicas.replica_sender",
     ),
     "objects of all ranks to the coordinator and back": ("distributed.exchange", "distributed.host_tree"),
 }

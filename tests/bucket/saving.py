@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from tests.bucket.memory_objects import Bucket, MemoryObjects
 from tests.clock import Clock
 from tests.store import filled
+from torchtitan_lite.bucket.bucket_store import BucketStore
 from torchtitan_lite.bucket.head import Entry, Status
-from torchtitan_lite.bucket.lease import BucketLease
+from torchtitan_lite.bucket.head_lease import BucketLease
 from torchtitan_lite.bucket.objects import Objects
-from torchtitan_lite.bucket.store import BucketStore
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage

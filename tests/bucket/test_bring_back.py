@@ -7,7 +7,7 @@ import pytest
 from tests.bucket.saving import set_aside_in
 from tests.bucket.stored import add, flip, held
 from tests.cli.command import command
-from torchtitan_lite.bucket.store import BucketStore, open_bucket
+from torchtitan_lite.bucket.bucket_store import BucketStore, open_bucket
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
 

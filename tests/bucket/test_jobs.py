@@ -10,7 +10,7 @@ import pytest
 
 from tests.bucket.server import Server
 from tests.e2e.jobs import Job, run, start
-from torchtitan_lite.bucket.store import open_bucket
+from torchtitan_lite.bucket.bucket_store import open_bucket
 from torchtitan_lite.store.manifest import CheckpointKind
 
 STEPS = 16

@@ -13,7 +13,7 @@ from tests.bucket.saving import new_job, new_store, no_probe, pin, save, started
 from tests.clock import Clock
 from torchtitan_lite.bucket.head import Head
 from torchtitan_lite.bucket.head_file import HeadFile
-from torchtitan_lite.bucket.lease import BucketLease
+from torchtitan_lite.bucket.head_lease import BucketLease
 from torchtitan_lite.bucket.naming import HEAD, beat_key
 from torchtitan_lite.bucket.objects import ConditionFailed, Objects, StoreUnavailable
 from torchtitan_lite.errors import FolderInUse, FolderUnusable, LeaseLost

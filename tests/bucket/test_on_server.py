@@ -10,9 +10,9 @@ import pytest
 from tests.bucket.proxy import Proxy, answers, at, calls, loses_answer, resets, where
 from tests.bucket.saving import FILE, manifest_of, set_aside_in
 from tests.clock import Clock
+from torchtitan_lite.bucket.bucket_store import BucketStore
 from torchtitan_lite.bucket.naming import HEAD
 from torchtitan_lite.bucket.obstore_objects import ObstoreObjects
-from torchtitan_lite.bucket.store import BucketStore
 from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.block_writer import Bounced
 from torchtitan_lite.disk.digest import FileRecord

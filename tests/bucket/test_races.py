@@ -17,7 +17,7 @@ REPO = Path(__file__).parents[2]
 PROCESSES = 8
 PROCESS = """
 import sys
-from torchtitan_lite.bucket.store import open_bucket
+from torchtitan_lite.bucket.bucket_store import open_bucket
 from torchtitan_lite.errors import FolderInUse
 
 lease = None

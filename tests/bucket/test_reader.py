@@ -9,9 +9,9 @@ import pytest
 from tests.bucket import proxy as proxies
 from tests.bucket.proxy import Proxy, where
 from tests.store.filled import manifest_of
+from torchtitan_lite.bucket.object_reader import ObjectFiles, files_at
 from torchtitan_lite.bucket.objects import ObjectPath, Objects
 from torchtitan_lite.bucket.obstore_objects import ObstoreObjects, connect
-from torchtitan_lite.bucket.reader import ObjectFiles, files_at
 from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.read_requests import Piece

@@ -12,8 +12,8 @@ import torch
 from tests.bucket.proxy import Proxy, answers, where
 from tests.ranks import Ranks
 from torchtitan_lite import faults
+from torchtitan_lite.bucket.bucket_store import open_bucket
 from torchtitan_lite.bucket.object_reader import REQUEST_BYTES
-from torchtitan_lite.bucket.store import open_bucket
 from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.checkpoint.reading.shared_reads import SHARED_BYTES
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint

@@ -13,7 +13,7 @@ import pytest
 from tests.bucket.stored import GOLDEN, add, cut, flip, held, remove, write
 from tests.cli.command import CLI, Ended, command, on_a_terminal, plain
 from torchtitan_lite.bucket import naming
-from torchtitan_lite.bucket.store import BucketStore, open_bucket
+from torchtitan_lite.bucket.bucket_store import BucketStore, open_bucket
 from torchtitan_lite.cli.named_checkpoint import resolve
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound
 from torchtitan_lite.examining.presence import present, refuse_if_gone

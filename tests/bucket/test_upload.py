@@ -14,8 +14,8 @@ from tests.bucket import proxy as proxies
 from tests.bucket.proxy import Proxy, where
 from tests.disk.sources import bounced, in_place
 from torchtitan_lite import faults
+from torchtitan_lite.bucket.object_upload import MOST_PARTS, PART_BYTES, ObjectToUpload, part_bytes_of, upload
 from torchtitan_lite.bucket.obstore_objects import ObstoreObjects, connect
-from torchtitan_lite.bucket.upload import MOST_PARTS, PART_BYTES, ObjectToUpload, part_bytes_of, upload
 from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.block_writer import Bounced, FileSource
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.memory.images.run_images import KeptImages
-from torchtitan_lite.uploading.process import UploadProcess
+from torchtitan_lite.uploading.upload_process import UploadProcess
 from torchtitan_lite.uploads import Uploads
 
 

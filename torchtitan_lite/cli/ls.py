@@ -291,7 +291,7 @@ def _listing_on_disk(root: Path) -> _Found:
 
 def _listing_in_store(spelling: str) -> _Found:
     # Its client is an extra, and takes its time.
-    from torchtitan_lite.bucket.store import open_bucket
+    from torchtitan_lite.bucket.bucket_store import open_bucket
     from torchtitan_lite.examining.stored_inventory import stored_inventory
 
     store = open_bucket(str(SpeltAddress.of(spelling).folder))

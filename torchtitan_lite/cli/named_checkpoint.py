@@ -120,7 +120,7 @@ def local(spelling: str, verb: str) -> Path:
 
 
 def _target_in_store(spelt: SpeltAddress) -> Target:
-    from torchtitan_lite.bucket.store import open_bucket  # Its client is an extra, and takes its time.
+    from torchtitan_lite.bucket.bucket_store import open_bucket  # Its client is an extra, and takes its time.
 
     store = open_bucket(str(spelt.folder))
     if not spelt.name and spelt.step is None:

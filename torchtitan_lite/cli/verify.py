@@ -131,7 +131,7 @@ def _absence(path: Path) -> str:
 
 def _kept_places(address: SpeltAddress) -> list[Place]:
     """Return the checkpoints in the folder at `address`."""
-    from torchtitan_lite.bucket.store import open_bucket  # Its client is an extra, and takes its time.
+    from torchtitan_lite.bucket.bucket_store import open_bucket  # Its client is an extra, and takes its time.
 
     store = open_bucket(str(address.folder))
     if not (kept := store.head().kept):

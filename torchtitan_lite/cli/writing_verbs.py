@@ -41,7 +41,7 @@ def store_to_write(spelling: str, screen: Screen) -> StoresCheckpoints:
     if not is_address(spelling):
         root = folder_to_write(spelling).absolute()
         return CheckpointStore(root, clock=LeaseClock(_sleep(str(root), screen, _LOOKS_OF_A_LIVE_JOB)))
-    from torchtitan_lite.bucket.store import open_bucket  # Its client is an extra, and takes its time.
+    from torchtitan_lite.bucket.bucket_store import open_bucket  # Its client is an extra, and takes its time.
 
     address = SpeltAddress.of(spelling)
     if address.is_step:

@@ -193,7 +193,7 @@ def _folder_on_disk(root: Path) -> SeenFolder:
 
 def _folder_in_store(address: str) -> SeenFolder:
     # Its client is an extra, and takes its time.
-    from torchtitan_lite.bucket.store import open_bucket
+    from torchtitan_lite.bucket.bucket_store import open_bucket
     from torchtitan_lite.examining.stored_inventory import stored_inventory
 
     store = open_bucket(address)

@@ -22,7 +22,7 @@ from torchtitan_lite.memory.images.fetched import Move, moves
 from torchtitan_lite.memory.images.room import Room, has_no_room_for_replicas
 from torchtitan_lite.memory.keeper.client import Keeper
 from torchtitan_lite.memory.replicas.host_replicas import ReplicaHost, Turns, own_address, partners, ring_text
-from torchtitan_lite.memory.replicas.process import Order, Outcome, ReplicaJob, ReplicaMemory, ReplicaProcess
+from torchtitan_lite.memory.replicas.replica_sender import Order, Outcome, ReplicaJob, ReplicaMemory, ReplicaProcess
 
 START = "a1"
 SECRET = b"of this start"

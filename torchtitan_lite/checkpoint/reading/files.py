@@ -197,6 +197,6 @@ def _(place: Path) -> StoredFiles:
 
 @files_of.register
 def _(place: ObjectPlace) -> StoredFiles:
-    from torchtitan_lite.bucket.reader import files_at  # Its client is an extra, and takes its time.
+    from torchtitan_lite.bucket.object_reader import files_at  # Its client is an extra, and takes its time.
 
     return files_at(place)

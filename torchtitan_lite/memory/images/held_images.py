@@ -26,7 +26,7 @@ from torchtitan_lite.memory.images.assembled import assembled_manifest
 from torchtitan_lite.memory.images.belonging import ImageFacts, is_replica
 from torchtitan_lite.memory.images.card import Card, ImageKey
 from torchtitan_lite.memory.images.fetched import Fetched, fetched, moves
-from torchtitan_lite.memory.images.files import FilesInMemory
+from torchtitan_lite.memory.images.image_files import FilesInMemory
 from torchtitan_lite.memory.images.tier import TakenOver
 from torchtitan_lite.memory.keeper.client import HeldMemory, Keeper
 from torchtitan_lite.store.manifest import Manifest

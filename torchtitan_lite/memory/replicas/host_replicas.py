@@ -29,7 +29,7 @@ from torchtitan_lite.memory.images.card import Card, ImageKey
 from torchtitan_lite.memory.images.pool import Pool
 from torchtitan_lite.memory.images.room import Room, has_no_room_for_replicas
 from torchtitan_lite.memory.images.tier import Tier
-from torchtitan_lite.memory.replicas.process import Order, Outcome, ReplicaJob, ReplicaProcess
+from torchtitan_lite.memory.replicas.replica_sender import Order, Outcome, ReplicaJob, ReplicaProcess
 
 _SECRET_BYTES = 32
 _GROWTH = 2

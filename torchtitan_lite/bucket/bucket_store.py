@@ -20,16 +20,16 @@ from contextlib import contextmanager
 from torchtitan_lite.bucket.garbage import KEPT_SECONDS, Inventory, remove, remove_beats, store_time
 from torchtitan_lite.bucket.head import Entry, Head, Status
 from torchtitan_lite.bucket.head_file import HeadFile
+from torchtitan_lite.bucket.head_lease import BucketLease, HeldHead
 from torchtitan_lite.bucket.identity import id_of, make_id, probe
-from torchtitan_lite.bucket.lease import BucketLease, HeldHead
 from torchtitan_lite.bucket.manifests import AttemptManifests, read_manifest, size_findings
 from torchtitan_lite.bucket.naming import beat_key
+from torchtitan_lite.bucket.object_upload import PART_BYTES, ObjectToUpload
 from torchtitan_lite.bucket.objects import Objects
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.bucket.recovery import rebuilt
 from torchtitan_lite.bucket.s3_parts import S3Parts, s3_parts_at
 from torchtitan_lite.bucket.saves import BucketSaves
-from torchtitan_lite.bucket.upload import PART_BYTES, ObjectToUpload
 from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.block_writer import FileSource
 from torchtitan_lite.errors import (
