@@ -50,7 +50,7 @@ WITHOUT_TORCH = (
     *("checkpoint.untrusted.safetensors_header", "importing.saved_weights"),
     "checkpoint.reading.files",
     "checkpoint.reading.folder",
-    *(f"memory.images.{name}" for name in ("assembled", "belonging", "card", "commits", "files", "room", "tier")),
+    *(f"memory.images.{name}" for name in ("assembled", "belonging", "card", "image_files", "room", "tier")),
     "checkpoint.staging.mark",
     *(f"examining.{name}" for name in ("opened", "inventory", "summary")),
     *(f"examining.{name}" for name in ("verification", "file_digests", "item_checksums", "findings")),

@@ -45,7 +45,6 @@ RECORDS = {
     "what Hugging Face's libraries read, with the record of an export": (
         "converting.safetensors_files",
         "hugging_face.last_export",
-        "hugging_face.writing",
         "data.byte_tokenizer_files",
         "data.tokenizer",
         "models.llama.hugging_face",

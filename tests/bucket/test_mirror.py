@@ -16,7 +16,7 @@ from tests.disk.sources import bounced
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.digest import BLOCK_BYTES
-from torchtitan_lite.disk.folder_lock import locked
+from torchtitan_lite.disk.lock_file import locked
 from torchtitan_lite.store.manifest import CheckpointInfo
 
 LARGE = "__9_0.distcp"

@@ -16,7 +16,7 @@ from tests.store.crashing import Crash, Cut
 from tests.store.filled import contents, fill, names
 from torchtitan_lite.cli import pin as pin_module
 from torchtitan_lite.cli.app import main
-from torchtitan_lite.disk.folder_lock import locked
+from torchtitan_lite.disk.lock_file import locked
 from torchtitan_lite.events import ignore
 from torchtitan_lite.store.holder import Holder
 from torchtitan_lite.store.housekeeping import Housekeeping

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchtitan_lite.data.dataset import ByteCorpus, WindowDataset
 from torchtitan_lite.data.documents import Fingerprint
-from torchtitan_lite.data.loader import TokenLoader
+from torchtitan_lite.data.loader import ByteCorpus, TokenLoader, WindowDataset
 
 
 class Numbered:

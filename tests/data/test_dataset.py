@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan_lite.data.byte_marks import BOS, EOS
-from torchtitan_lite.data.dataset import ByteCorpus, WindowDataset
 from torchtitan_lite.data.documents import Fingerprint, TextFiles
+from torchtitan_lite.data.loader import ByteCorpus, WindowDataset
 from torchtitan_lite.data.tokenizer import ByteTokenizer
 from torchtitan_lite.errors import ConfigError
 

@@ -20,9 +20,8 @@ from tests.data.bpe import TEXTS, write_tokenizer
 from tests.disks import make_read_only, small_disk
 from tests.forked import Forked
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig, Training
-from torchtitan_lite.data.dataset import ByteCorpus
 from torchtitan_lite.data.documents import JsonDocuments, build_documents
-from torchtitan_lite.data.loader import build_dataloader
+from torchtitan_lite.data.loader import ByteCorpus, build_dataloader
 from torchtitan_lite.data.texts import PIECE_BYTES, Lines, ParquetColumns, WholeFiles, build_texts
 from torchtitan_lite.data.token_corpus import TokenCorpus
 from torchtitan_lite.data.tokenizer import ByteTokenizer, FileTokenizer

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lite.disk import shared_memory
-from torchtitan_lite.disk.request_memory import HUGE_PAGE_BYTES, request_memory
+from torchtitan_lite.disk.read_requests import HUGE_PAGE_BYTES, request_memory
 from torchtitan_lite.disk.shared_memory import address_of, allocate, map_shared
 
 _SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")

@@ -17,11 +17,10 @@ import pytest
 from tests.descriptors import num_open, wait_for_open
 from tests.disk.pieces import forget
 from torchtitan_lite import faults
-from torchtitan_lite.disk import block_reader, page_cache
-from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
+from torchtitan_lite.disk import block_reader
+from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange, look_into_cache
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
 from torchtitan_lite.disk.durable import O_DIRECT
-from torchtitan_lite.disk.page_cache import look_into_cache
 from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.errors import CheckpointUnreadable
 
@@ -115,7 +114,7 @@ def test_without_a_look_into_the_page_cache_everything_is_read_through_it(
     path: Path, requests: Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forget(path)
-    monkeypatch.setattr(page_cache, "_libc_with_mincore", lambda: None)
+    monkeypatch.setattr(block_reader, "_libc_with_mincore", lambda: None)
     read(path, [(0, SIZE)], direct=True)
     assert requests.made
     assert not any(request.direct for request in requests.made)
@@ -272,6 +271,6 @@ def test_a_file_that_cannot_be_mapped_is_not_checked(path: Path, monkeypatch: py
         def mmap(self, *arguments: object) -> int | None:
             return ctypes.c_void_p(-1).value
 
-    monkeypatch.setattr(page_cache, "_libc_with_mincore", NoMaps)
+    monkeypatch.setattr(block_reader, "_libc_with_mincore", NoMaps)
     with path.open("rb") as file, look_into_cache(file.fileno(), 10) as has:
         assert has is None

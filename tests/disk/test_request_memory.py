@@ -13,8 +13,7 @@ import pytest
 
 from torchtitan_lite.disk.block_reader import BlockReader
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.disk.read_requests import Piece
-from torchtitan_lite.disk.request_memory import HUGE_PAGE_BYTES, request_memory
+from torchtitan_lite.disk.read_requests import HUGE_PAGE_BYTES, Piece, request_memory
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4096, HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES + 8192])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.disk.request_memory import HUGE_PAGE_BYTES
+from torchtitan_lite.disk.read_requests import HUGE_PAGE_BYTES
 from torchtitan_lite.disk.shared_memory import address_of, allocate, map_shared
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs memfd_create")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lite.errors import ExtraMissing
-from torchtitan_lite.metrics.wandb_run import import_wandb
+from torchtitan_lite.metrics.logger import import_wandb
 
 FIX = "Install it with: pip install 'torchtitan-lite[wandb]'"
 

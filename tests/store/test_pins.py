@@ -14,7 +14,7 @@ from tests.logged import logged_warnings
 from tests.store.crashing import Crash, Cut
 from tests.store.filled import contents, fill, names
 from torchtitan_lite.disk.durable import Durable
-from torchtitan_lite.disk.folder_lock import locked
+from torchtitan_lite.disk.lock_file import locked
 from torchtitan_lite.errors import PinsUnreadable
 from torchtitan_lite.events import ignore
 from torchtitan_lite.store.housekeeping import Housekeeping

@@ -32,8 +32,8 @@ from torchtitan_lite.converting.streamed_file import Advance, read_back
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, FileRecord, block_digest
 from torchtitan_lite.disk.durable import DISK, Durable, naming, temporary_name
-from torchtitan_lite.disk.folder_lock import locked
 from torchtitan_lite.disk.held_folder import HeldFolder, held
+from torchtitan_lite.disk.lock_file import locked
 from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.disk.reads_blocks import ReadsBlocks
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, TorchtitanLiteError

@@ -23,7 +23,7 @@ from torchtitan_lite import faults
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, digest_blocks
 from torchtitan_lite.disk.durable import DISK, O_DIRECT, Durable, naming
 from torchtitan_lite.disk.in_threads import in_threads
-from torchtitan_lite.disk.request_memory import request_memory
+from torchtitan_lite.disk.read_requests import request_memory
 from torchtitan_lite.log import logger
 
 ALIGNMENT = 4096

@@ -18,7 +18,7 @@ import sys
 import weakref
 from typing import Any
 
-from torchtitan_lite.disk.request_memory import HUGE_PAGE_BYTES
+from torchtitan_lite.disk.read_requests import HUGE_PAGE_BYTES
 
 _NO_ACCESS, _MAP_FIXED = 0, 0x10
 _MADV_COLLAPSE = 25

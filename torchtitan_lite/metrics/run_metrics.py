@@ -41,7 +41,7 @@ from torchtitan_lite.events import (
 from torchtitan_lite.log import logger
 from torchtitan_lite.metrics.goodput import Goodput
 from torchtitan_lite.metrics.ledger import Ledger
-from torchtitan_lite.metrics.logger import EventLog, MetricsLogger
+from torchtitan_lite.metrics.logger import EventLog, MetricsLogger, WandbRun, import_wandb
 from torchtitan_lite.metrics.progress_bar import build_progress_bars
 from torchtitan_lite.metrics.prometheus import PrometheusFile
 from torchtitan_lite.metrics.run_clock import RunClock
@@ -53,7 +53,6 @@ from torchtitan_lite.metrics.step_line import (
     throughput_tags,
     time_tags,
 )
-from torchtitan_lite.metrics.wandb_run import WandbRun, import_wandb
 
 EVENTS_FILE = "events.jsonl"
 OF_IMAGES = (ImageReady, ImageMissed, ReplicaReady, ReplicaMissed)

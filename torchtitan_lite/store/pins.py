@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torchtitan_lite.disk.durable import DISK, Durable
-from torchtitan_lite.disk.folder_lock import locked
+from torchtitan_lite.disk.lock_file import locked
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointUnsafe, PinsUnreadable
 from torchtitan_lite.store import layout

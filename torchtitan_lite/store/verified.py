@@ -18,7 +18,7 @@ from typing import Any
 
 from torchtitan_lite.disk.digest import text_digest
 from torchtitan_lite.disk.durable import DISK, Durable
-from torchtitan_lite.disk.folder_lock import locked
+from torchtitan_lite.disk.lock_file import locked
 from torchtitan_lite.disk.plain_file import opened_plain_file, read_plain
 from torchtitan_lite.errors import CheckpointUnsafe
 from torchtitan_lite.store import layout

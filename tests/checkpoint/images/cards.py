@@ -6,8 +6,7 @@ import dataclasses
 from typing import Any
 
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.memory.images.card import Card, CardRun, CardTables, ImageKey
-from torchtitan_lite.memory.images.commits import Commit
+from torchtitan_lite.memory.images.card import Card, CardRun, CardTables, Commit, ImageKey
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import Table
 

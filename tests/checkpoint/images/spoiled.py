@@ -13,8 +13,7 @@ import xxhash
 from torchtitan_lite.checkpoint.staging import mark
 from torchtitan_lite.checkpoint.staging.mark import PAGE_BYTES, Mark, Marked, read_mark
 from torchtitan_lite.distributed.environment import runtime_folder
-from torchtitan_lite.memory.images.card import Card
-from torchtitan_lite.memory.images.commits import Commit
+from torchtitan_lite.memory.images.card import Card, Commit
 from torchtitan_lite.memory.keeper.client import HeldMemory, Keeper
 from torchtitan_lite.memory.keeper.messages import MAX_ENTRIES
 

@@ -10,8 +10,7 @@ import pytest
 from tests.checkpoint.images.cards import CARD, changed
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import FormatTooOld
-from torchtitan_lite.memory.images.card import Card
-from torchtitan_lite.memory.images.commits import Commit
+from torchtitan_lite.memory.images.card import Card, Commit
 from torchtitan_lite.store.manifest import Table
 
 

@@ -20,8 +20,7 @@ from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.events import ignore
 from torchtitan_lite.memory.images import run_images
-from torchtitan_lite.memory.images.card import Card
-from torchtitan_lite.memory.images.commits import Commit
+from torchtitan_lite.memory.images.card import Card, Commit
 from torchtitan_lite.memory.images.image import renew_card
 from torchtitan_lite.memory.images.image_stager import ImageStager
 from torchtitan_lite.memory.images.run_images import FoundImages, KeptImages

@@ -14,7 +14,7 @@ from tests.keepers import has_ended, keepers_in, names_at
 from tests.store.filled import commit
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
-from torchtitan_lite.memory.images.commits import MOST_COMMITS, Commit, commit_of, commits_in, rests_in
+from torchtitan_lite.memory.images.card import MOST_COMMITS, Commit, commit_of, commits_in, rests_in
 from torchtitan_lite.memory.images.tier import MOST_KEEPERS, Tier, build_tier
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointInfo

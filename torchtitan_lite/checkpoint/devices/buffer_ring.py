@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from torchtitan_lite.checkpoint.devices.link import Copy, Link
-from torchtitan_lite.disk.request_memory import request_memory
+from torchtitan_lite.disk.read_requests import request_memory
 
 SLOT_BYTES = 1 << 20
 """About what a copy needs to be as fast as the link: 20 us of 50 GB/s."""

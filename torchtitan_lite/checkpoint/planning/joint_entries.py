@@ -12,10 +12,8 @@ import numpy as np
 from torchtitan_lite.checkpoint.format.chunk import Shape
 from torchtitan_lite.checkpoint.format.file_data import extent_of
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
-from torchtitan_lite.checkpoint.planning.balance import Spreading
-from torchtitan_lite.checkpoint.planning.outline import PlanEntry, section_of
-from torchtitan_lite.checkpoint.planning.plan_answers import SectionAnswer
-from torchtitan_lite.checkpoint.planning.spread import Numbers, Spread
+from torchtitan_lite.checkpoint.planning.outline import PlanEntry, SectionAnswer, section_of
+from torchtitan_lite.checkpoint.planning.spread import Numbers, Spread, Spreading
 from torchtitan_lite.store import layout
 
 

@@ -20,7 +20,6 @@ from torchtitan_lite.checkpoint.format.joint_structure import merged_structure
 from torchtitan_lite.checkpoint.format.shards import box_of
 from torchtitan_lite.checkpoint.format.structure import Branch, branch_of, decode_structure, paths_of, without
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
-from torchtitan_lite.checkpoint.planning.balance import balance
 from torchtitan_lite.checkpoint.planning.joint_entries import (
     Boxes,
     JointTensor,
@@ -30,10 +29,9 @@ from torchtitan_lite.checkpoint.planning.joint_entries import (
     agreeing,
     is_mixed,
 )
-from torchtitan_lite.checkpoint.planning.outline import Digest, Outline
-from torchtitan_lite.checkpoint.planning.plan_answers import Asked, KeptEntries, PlanAnswer
+from torchtitan_lite.checkpoint.planning.outline import Asked, Digest, KeptEntries, Outline, PlanAnswer
 from torchtitan_lite.checkpoint.planning.shared_items import Member, Patterns
-from torchtitan_lite.checkpoint.planning.spread import Holders, Numbers, Placed, Spread
+from torchtitan_lite.checkpoint.planning.spread import Holders, Numbers, Placed, Spread, balance
 from torchtitan_lite.checkpoint.state.optimizer_state import SETTINGS, STATE, split_state_key
 from torchtitan_lite.errors import RanksDiffer
 

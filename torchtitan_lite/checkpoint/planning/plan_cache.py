@@ -38,9 +38,8 @@ from torchtitan_lite.checkpoint.format.shards import knows_its_parts, local_of, 
 from torchtitan_lite.checkpoint.format.structure import Branch, decode_structure, encode_structure, rebuild
 from torchtitan_lite.checkpoint.planning.joint_plan import JointPlan
 from torchtitan_lite.checkpoint.planning.object_items import ObjectItems
-from torchtitan_lite.checkpoint.planning.outline import Outlined, entries_of, outlined
+from torchtitan_lite.checkpoint.planning.outline import Outlined, PlanAnswer, SectionAnswer, entries_of, outlined
 from torchtitan_lite.checkpoint.planning.own_entries import Divided, divided
-from torchtitan_lite.checkpoint.planning.plan_answers import PlanAnswer, SectionAnswer
 from torchtitan_lite.checkpoint.planning.rank_comparison import OWN_NAMES, RankComparison
 from torchtitan_lite.checkpoint.planning.rank_file import PlannedSave, RankPlan
 from torchtitan_lite.checkpoint.planning.replicated import Replicated

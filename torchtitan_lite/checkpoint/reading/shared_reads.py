@@ -8,10 +8,10 @@ fetches a part, and gives it to the others (host_exchange.py).
 
 Of several hosts each rank reads a part of the bytes, and they pass them on to each other (`RelayedReader`). The
 requests of a file are numbered, and their owners take turns. All ranks go through them in the same order: the owner of
-a request reads it, ahead of its turn, and it goes around (distributed/relay.py). What comes from another rank is
-verified like what comes from a disk; what is wrong is read again. Whether that is faster than if each rank read all of
-it follows from the first bytes: a rank that finds that it is not says so with its next request, as does one that cannot
-read, and after that request each rank reads for itself.
+a request reads it, ahead of its turn, and it goes around (distributed/relay.py). What comes from another rank
+is verified like what comes from a disk; what is wrong is read again. Whether that is faster than if each rank read all
+of it follows from the first bytes: a rank that finds that it is not says so with its next request, as does one that
+cannot read, and after that request each rank reads for itself.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ from torchtitan_lite.checkpoint.reading.reader import RankReads
 from torchtitan_lite.disk.block_reader import CheckedFile
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.piece_table import PieceTable
-from torchtitan_lite.disk.read_requests import REQUEST_BYTES, Piece, Segment, scatter, segments
+from torchtitan_lite.disk.read_requests import REQUEST_BYTES, Piece, Segment, request_memory, scatter, segments
 from torchtitan_lite.disk.reads_blocks import ReadsBlocks
-from torchtitan_lite.disk.request_memory import request_memory
 from torchtitan_lite.distributed.host_exchange import MOST_RANKS, Exchanges, HostExchange, made, opened_rings
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.distributed.relay import Relay

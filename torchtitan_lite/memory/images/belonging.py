@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_lite.memory.images.card import Card, ImageKey
-from torchtitan_lite.memory.images.commits import Commit
+from torchtitan_lite.memory.images.card import Card, Commit, ImageKey
 
 _REPLICA = ".replica."
 

@@ -32,8 +32,7 @@ from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.events import ImageReady
 from torchtitan_lite.log import logger
-from torchtitan_lite.memory.images.card import Card, CardRun, CardTables, ImageKey
-from torchtitan_lite.memory.images.commits import Commit
+from torchtitan_lite.memory.images.card import Card, CardRun, CardTables, Commit, ImageKey
 from torchtitan_lite.memory.images.pool import Pool
 from torchtitan_lite.memory.images.replicates import Replicates
 from torchtitan_lite.memory.images.tier import Tier

@@ -27,8 +27,7 @@ from torchtitan_lite.events import ImageSkipped
 from torchtitan_lite.log import counted, logger
 from torchtitan_lite.memory.images.assembled import same_contents
 from torchtitan_lite.memory.images.belonging import ChosenOnDisk, OnDisk, why_not
-from torchtitan_lite.memory.images.card import ImageKey
-from torchtitan_lite.memory.images.commits import Commit, commit_of, rests_in
+from torchtitan_lite.memory.images.card import Commit, ImageKey, commit_of, rests_in
 from torchtitan_lite.memory.images.held_images import Complete, HeldImages
 from torchtitan_lite.memory.images.image_files import FilesInMemory
 from torchtitan_lite.memory.images.tier import TakenOver, Tier

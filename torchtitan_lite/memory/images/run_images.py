@@ -23,7 +23,7 @@ from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.distributed.environment import runtime_folder
 from torchtitan_lite.log import logger
-from torchtitan_lite.memory.images.commits import commits_in
+from torchtitan_lite.memory.images.card import commits_in
 from torchtitan_lite.memory.images.image import Image
 from torchtitan_lite.memory.images.image_sources import ImageSources
 from torchtitan_lite.memory.images.image_stager import build_image_stager

@@ -19,7 +19,7 @@ from torchtitan_lite.checkpoint.staging.mark import Mark
 from torchtitan_lite.disk.at_exit import end_at_exit, is_finished
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.log import logger
-from torchtitan_lite.memory.images.commits import MOST_COMMITS, Commit, commit_of
+from torchtitan_lite.memory.images.card import MOST_COMMITS, Commit, commit_of
 from torchtitan_lite.memory.keeper.client import Keeper
 from torchtitan_lite.store.manifest import CheckpointInfo
 

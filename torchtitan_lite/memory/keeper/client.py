@@ -25,8 +25,8 @@ from typing import Any
 
 import xxhash
 
-from torchtitan_lite.disk.folder_lock import locked
 from torchtitan_lite.disk.forks import forget_in_children
+from torchtitan_lite.disk.lock_file import locked
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.memory.keeper import messages
 from torchtitan_lite.memory.keeper.asking import HungUp, NoKeeper, connected
