@@ -18,8 +18,7 @@ from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint
 from torchtitan_lite.checkpoint.hugging_face.known_model import HuggingFaceModel
 from torchtitan_lite.checkpoint.hugging_face.model_files import Place
 from torchtitan_lite.checkpoint.hugging_face.writing import model_mismatch, stream_of
-from torchtitan_lite.cli.export import GivenModel
-from torchtitan_lite.cli.name_map import NameMap, read_name_map
+from torchtitan_lite.cli.name_map import GivenModel, NameMap, read_name_map
 from torchtitan_lite.config.sections.training import Model
 from torchtitan_lite.data.tokenizer import BYTES, Tokenizer, build_tokenizer
 from torchtitan_lite.disk.plain_file import read_plain
