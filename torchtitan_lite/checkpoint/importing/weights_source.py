@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtitan_lite.checkpoint.examining.cut import row_major
+from torchtitan_lite.checkpoint.examining.cut import is_row_major, row_major
 from torchtitan_lite.checkpoint.examining.tensor_stream import TensorStream
 from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, Shape, StoredTensor
 from torchtitan_lite.checkpoint.untrusted.safetensors_header import read_header
@@ -193,8 +193,7 @@ def tensors_in_file(file: Path) -> tuple[Mapping[str, Layout], str]:
 
 def is_strided(place: Layout) -> bool:
     """Return whether the elements of a tensor are in another order than row-major in its file."""
-    plain = zip(place.shape, place.strides, row_major(place.shape), strict=True)
-    return 0 not in place.shape and any(size > 1 and stride != expected for size, stride, expected in plain)
+    return 0 not in place.shape and not is_row_major(place.shape, place.strides)
 
 
 _USUAL = ("state_dict", "model_state_dict", "model", "module")
