@@ -1,5 +1,6 @@
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -27,15 +28,23 @@ def run_parts(timer: StepTimer, parts: Iterable[str]) -> None:
             pass
 
 
+def line_of(
+    step: int, loss: float, grad_norm: float, memory: float, tps: float, tflops: float, mfu: float | None, **of: Any
+) -> str:
+    tags = {"loss_metrics/global_avg_loss": loss, "grad_norm": grad_norm, "memory/max_reserved(GiB)": memory}
+    tags |= {"throughput(tps)": tps, "tflops": tflops} | ({} if mfu is None else {"mfu(%)": mfu})
+    return step_line(step, tags, **of)
+
+
 def test_the_step_line_has_the_format_that_scripts_read() -> None:
-    line = step_line(1, 5.59034, 1.25, 3.5, 12345.6, 7.891, 1.234)
+    line = line_of(1, 5.59034, 1.25, 3.5, 12345.6, 7.891, 1.234)
     assert line == (
         "step:  1  loss:  5.5903  grad_norm:  1.2500  memory:  3.50GiB  tps: 12,346  tflops: 7.89  mfu: 1.23%  epoch: 0"
     )
 
 
 def test_the_step_line_has_no_mfu_if_the_peak_is_unknown() -> None:
-    assert step_line(1000, 2.5, 0.5, 0.75, 99, 0.001, None).endswith("tps: 99  tflops: 0.00  epoch: 0")
+    assert line_of(1000, 2.5, 0.5, 0.75, 99, 0.001, None).endswith("tps: 99  tflops: 0.00  epoch: 0")
 
 
 @pytest.mark.parametrize(
@@ -122,12 +131,12 @@ def test_the_memory_of_the_allocator_is_its_peak_since_the_last_call() -> None:
 
 
 def test_the_step_line_ends_with_the_epoch_and_how_much_of_it_is_taken() -> None:
-    line = step_line(1, 5.59034, 1.25, 3.5, 12345.6, 7.891, 1.234, epoch=2, fraction=0.9999)
+    line = line_of(1, 5.59034, 1.25, 3.5, 12345.6, 7.891, 1.234, epoch=2, fraction=0.9999)
     assert line.endswith("tflops: 7.89  mfu: 1.23%  epoch: 2 (99.9%)")
-    assert step_line(1, 5.6, 1.2, 3.5, 1.0, 7.9, None, epoch=0, fraction=1.0).endswith("epoch: 0 (100.0%)")
+    assert line_of(1, 5.6, 1.2, 3.5, 1.0, 7.9, None, epoch=0, fraction=1.0).endswith("epoch: 0 (100.0%)")
 
 
 def test_a_stream_has_an_epoch_whose_length_is_not_known() -> None:
-    assert step_line(1, 5.6, 1.2, 3.5, 1.0, 7.9, None, epoch=3).endswith("tflops: 7.90  epoch: 3")
+    assert line_of(1, 5.6, 1.2, 3.5, 1.0, 7.9, None, epoch=3).endswith("tflops: 7.90  epoch: 3")
     assert epoch_tags(3, None) == {"data/epoch": 3}
     assert epoch_tags(3, 0.25) == {"data/epoch": 3, "data/epoch_progress(%)": 25.0}

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.cli.export import GivenModel
-from torchtitan_lite.cli.name_map import NameMap, read_name_map
+from torchtitan_lite.cli.name_map import GivenModel, NameMap, read_name_map
 from torchtitan_lite.config.sections.training import Model
 from torchtitan_lite.converting.model_part import ModelKey, model_keys
 from torchtitan_lite.data.tokenizer import BYTES, Tokenizer, build_tokenizer
@@ -140,7 +139,7 @@ def _copies(opened: OpenedCheckpoint, model: HuggingFaceModel, keys: list[ModelK
 
 def _imported_args(opened: OpenedCheckpoint) -> ModelArgs | None:
     """Return the sizes that an import recorded for `train.py`; None if none did, or not as it does."""
-    recorded = opened.manifest.extra.get(_MODEL_OF_IMPORT) if opened.manifest is not None else None
+    recorded = opened.extra.get(_MODEL_OF_IMPORT)
     if opened.saved_by.config or not isinstance(recorded, dict):
         return None
     try:
@@ -163,7 +162,7 @@ def _is_possible_model(args: ModelArgs) -> bool:
 
 def _source_of(opened: OpenedCheckpoint) -> str:
     """Return where the weights were imported from, which has the files to give; "" if that is not recorded."""
-    source = opened.manifest.extra.get("imported_from") if opened.manifest is not None else None
+    source = opened.extra.get("imported_from")
     return f" (the weights are those of {source})" if isinstance(source, str) else ""
 
 

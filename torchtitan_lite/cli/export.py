@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from torchtitan_lite.cli.exit_codes import ExitCode
+from torchtitan_lite.cli.name_map import NOTHING_GIVEN, GivenModel
 from torchtitan_lite.cli.named_checkpoint import resolve_any
 from torchtitan_lite.cli.new_place import new_place
 from torchtitan_lite.cli.screen import Screen
@@ -28,22 +29,6 @@ _FORMATS_OF = {
 }
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-
-
-@dataclass(frozen=True)
-class GivenModel:
-    """What a person says about the model."""
-
-    config: Annotated[str, Option("FILE")] = ""
-    """hf: the model's config.json, where the checkpoint does not describe the model. peft: the adapter_config.json."""
-    names: Literal["llama", "same"] = "llama"
-    """hf: llama, the model of train.py; same, a model that has Hugging Face's names already."""
-    name_map: Annotated[str, Option("NAMES")] = ""
-    """hf: FILE.json with {name in the model: name in the file}, or module:function."""
-    tokenizer: Annotated[str, Option("PATH")] = ""
-    """hf: a tokenizer.json or its folder, in place of the recorded one."""
-    no_tokenizer: bool = False
-    """hf: write no files of a tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +54,7 @@ class Export:
     """Globs of the model's names, with commas: only these."""
     exclude: Annotated[str, Option("GLOBS")] = ""
     """Globs of the model's names, with commas: not these."""
-    model: GivenModel = GivenModel()
+    model: GivenModel = NOTHING_GIVEN
     adapter: Annotated[str, Option("NAME")] = "default"
     """peft: the name that the adapter has in the model."""
     json: bool = False

@@ -121,9 +121,9 @@ class _View:
             "format_version": manifest.format_version if manifest is not None else None,
             "versions": manifest.versions if manifest is not None else {},
             "lineage": manifest.lineage.to_json() if manifest is not None else None,
-            "metrics": manifest.extra.get("metrics", {}) if manifest is not None else {},
-            "nan_in": manifest.extra.get("nan_in", []) if manifest is not None else [],
-            "ranks_differ": manifest.extra.get("ranks_differ", []) if manifest is not None else [],
+            "metrics": opened.extra.get("metrics", {}),
+            "nan_in": opened.extra.get("nan_in", []),
+            "ranks_differ": opened.extra.get("ranks_differ", []),
             "config": opened.saved_by.config,
             "parts": [
                 {
@@ -178,11 +178,11 @@ class _View:
             facts["run"] += f", rolled back to step {lineage.began_at}" if lineage.began_at is not None else ""
             versions = [f"{name} {version}" for name, version in manifest.versions.items()]
             facts["written by"] = ", ".join([*versions, f"format {manifest.format_version}"])
-            if manifest.extra.get("metrics"):
-                facts["metrics"] = ", ".join(f"{name} {value:g}" for name, value in manifest.extra["metrics"].items())
-            if nan := manifest.extra.get("nan_in"):
+            if metrics := opened.extra.get("metrics"):
+                facts["metrics"] = ", ".join(f"{name} {value:g}" for name, value in metrics.items())
+            if nan := opened.extra.get("nan_in"):
                 facts["NaN in"] = ", ".join(map(str, nan))
-            if differing := manifest.extra.get("ranks_differ"):
+            if differing := opened.extra.get("ranks_differ"):
                 facts["ranks differ"] = "; ".join(map(str, differing))
         return facts
 

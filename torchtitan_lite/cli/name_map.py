@@ -1,4 +1,4 @@
-"""Names of tensors in other software, as a person gives them: a JSON file, or a function of their own.
+"""What a person says of a model in other software; the names of its tensors in a JSON file, or by a function.
 
 The file is `{"name in the model": "name in the file"}`, for an export and for an import alike. A function gets a name
 of what is read, and returns the name in what is written, or None to leave the tensor out.
@@ -10,12 +10,33 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from torchtitan_lite.config.argument_parser import Option
 from torchtitan_lite.errors import ConfigError
 
 NameMap = Mapping[str, Any] | Callable[[str], str | None]
+
+
+@dataclass(frozen=True)
+class GivenModel:
+    """What a person says about the model."""
+
+    config: Annotated[str, Option("FILE")] = ""
+    """hf: the model's config.json, where the checkpoint does not describe the model. peft: the adapter_config.json."""
+    names: Literal["llama", "same"] = "llama"
+    """hf: llama, the model of train.py; same, a model that has Hugging Face's names already."""
+    name_map: Annotated[str, Option("NAMES")] = ""
+    """hf: FILE.json with {name in the model: name in the file}, or module:function."""
+    tokenizer: Annotated[str, Option("PATH")] = ""
+    """hf: a tokenizer.json or its folder, in place of the recorded one."""
+    no_tokenizer: bool = False
+    """hf: write no files of a tokenizer."""
+
+
+NOTHING_GIVEN = GivenModel()
 
 
 def read_name_map(given: str) -> NameMap:

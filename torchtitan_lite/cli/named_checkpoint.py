@@ -182,20 +182,13 @@ def none_in(root: Path, finding: str) -> CheckpointNotFound:
     return CheckpointNotFound(str(root), None, finding=f"{finding}; {listed(found)} {has}" if found else finding)
 
 
-def _target_of_step(root: Path, step: int) -> Target:
+def _step_of_any(root: Path, step: int) -> Target:
     folder = root / layout.step_dir(step)
     if folder.is_dir():
         return Target(folder, str(root), step)
     try:
-        info = CheckpointStore(root).get(step)
-        return Target(root / info.path.name, str(root), info.step)
-    except CheckpointNotFound as error:
-        raise CheckpointNotFound(str(root), step, error.available) from None  # The store knows the absolute path only.
-
-
-def _step_of_any(root: Path, step: int) -> Target:
-    try:
-        return _target_of_step(root, step)
+        # The store knows absolute paths only.
+        return Target(root / CheckpointStore(root).get(step).path.name, str(root), step)
     except CheckpointNotFound as error:
         steps = {path: _step_of_another_library(path.name) for path in of_other_libraries(root)}
         found = [path for path, of_path in steps.items() if of_path == step]

@@ -20,7 +20,7 @@ class Reader:
     """Reads the small things of the checkpoint `opened` that a layout needs."""
 
     def __init__(self, opened: OpenedCheckpoint, stream: TensorStream) -> None:
-        self.opened, self.contents, self._stream = opened, opened.contents, stream
+        self.opened, self.contents, self.stream = opened, opened.contents, stream
 
     def tensor(self, key: str) -> NewTensor:
         """Return the tensor under `key`, as it is."""
@@ -32,7 +32,7 @@ class Reader:
         stored = self.contents.objects[key]
         if stored.item is None:
             return NewObject.of(stored.value)
-        data = self._stream.read_item(stored.item)
+        data = self.stream.read_item(stored.item)
         try:
             return NewObject(data, plain_value.encode_value(self._loaded(key, data)))
         except plain_value.NotPlain:
@@ -40,16 +40,16 @@ class Reader:
 
     def elements(self, key: str) -> bytes:
         """Return the elements of the small tensor under `key`."""
-        return b"".join(bytes(part.data) for part in self._stream.slices(key))
+        return b"".join(bytes(part.data) for part in self.stream.slices(key))
 
     def value(self, key: str) -> Any:
         """Return the object under `key`, or the whole number in the tensor under it; None if there is neither."""
         if key in self.contents.objects:
             stored = self.contents.objects[key]
-            return stored.value if stored.item is None else self._loaded(key, self._stream.read_item(stored.item))
+            return stored.value if stored.item is None else self._loaded(key, self.stream.read_item(stored.item))
         stored_tensor = self.contents.tensors.get(key)
         if stored_tensor is not None and stored_tensor.shape in ((), (1,)) and "int" in str(stored_tensor.dtype):
-            [part] = self._stream.slices(key)
+            [part] = self.stream.slices(key)
             return int.from_bytes(part.data, "little", signed=True)
         return None
 

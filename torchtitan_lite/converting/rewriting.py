@@ -81,18 +81,19 @@ def convert(opened: OpenedCheckpoint, out: Path, to: Layout, progress: Progress,
     relaid = by_layout[to](reader)
     num_files = _fitting(relaid.state, sum(map(layout.is_data_file, opened.sizes)))
     manifest = _new_manifest(opened, relaid, out, reader) if to == "ours" else None
-    return _write_rewritten(opened, out, relaid, num_files, manifest, progress)
+    return _write_rewritten(reader, out, relaid, num_files, manifest, progress)
 
 
 def reshard_checkpoint(opened: OpenedCheckpoint, out: Path, num_files: int, progress: Progress) -> Rewritten:
     """Write the same content to `num_files` files in the new folder `out`. Raises as `export` does."""
     if num_files < 1:
         raise ConfigError(f"--files {num_files}: expected at least 1")
-    relaid = as_stored(_reader(opened))
+    reader = _reader(opened)
+    relaid = as_stored(reader)
     cut_into_files(relaid.state.tensors, num_files)
     if opened.manifest is not None:
         _check_step(opened.manifest.step, out)
-    return _write_rewritten(opened, out, relaid, num_files, opened.manifest, progress)
+    return _write_rewritten(reader, out, relaid, num_files, opened.manifest, progress)
 
 
 def _mirrored(opened: OpenedCheckpoint, manifest: Manifest, out: Path, progress: Progress) -> Rewritten:
@@ -125,13 +126,12 @@ def _reader(opened: OpenedCheckpoint) -> Reader:
 
 
 def _write_rewritten(
-    opened: OpenedCheckpoint, out: Path, relaid: Relaid, num_files: int, manifest: Manifest | None, progress: Progress
+    reader: Reader, out: Path, relaid: Relaid, num_files: int, manifest: Manifest | None, progress: Progress
 ) -> Rewritten:
     state = relaid.state
-    stream = TensorStream(opened.folder, opened.contents, opened.records)
     total = sum(tensor.num_bytes for tensor in state.tensors.values())
     with new_output.new_folder(out) as folder, progress(f"Writing {out.name}", 2 * total) as advance:
-        written = write_checkpoint(folder, state, num_files, stream, advance)
+        written = write_checkpoint(folder, state, num_files, reader.stream, advance)
         if manifest is not None:
             data = _of_files(manifest, written, state).to_readable_json()
             DISK.write_file(folder / layout.MANIFEST, data)

@@ -80,3 +80,9 @@ def number_of(index: Shape, shape: Shape) -> int:
 def row_major(shape: Shape) -> Shape:
     """Return the strides, in elements, of a row-major tensor of `shape`."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def is_row_major(shape: Shape, strides: Shape) -> bool:
+    """Return whether a tensor of `shape` with these `strides`, in elements, is row-major."""
+    plain = row_major(shape)
+    return all(size == 1 or strides[dim] == plain[dim] for dim, size in enumerate(shape))

@@ -39,6 +39,7 @@ from torchtitan_lite.store.place import Place
 
 NOTHING = "-"
 """Stands for what one of the two does not have."""
+_DIGESTS = "tensor_digests"
 
 Pairs = dict[str, tuple[str, str]]
 """What is in A and what in B, in a few words, by name."""
@@ -110,7 +111,7 @@ def compare_checkpoints(a: OpenedCheckpoint, b: OpenedCheckpoint) -> Difference:
         num_tensors=len(same),
         num_objects=sum(key in b.contents.objects for key in a.contents.objects),
         clocks=clocks,
-        by_digest=_values_by_digest(_recorded_tensor_digests(a), _recorded_tensor_digests(b), same, clocks),
+        by_digest=_values_by_digest(a.extra.get(_DIGESTS, {}), b.extra.get(_DIGESTS, {}), same, clocks),
         comparable=tuple(key for key in in_a if key in in_b and in_a[key].shape == in_b[key].shape),
     )
 
@@ -122,13 +123,6 @@ def dtype_and_shape_text(tensor: StoredTensor) -> str:
 
 def _dtype_and_shape(tensor: StoredTensor) -> tuple[str, tuple[int, ...]]:
     return str(tensor.dtype), tuple(tensor.shape)
-
-
-def _recorded_tensor_digests(checkpoint: OpenedCheckpoint) -> Mapping[str, str]:
-    found: dict[str, str] = {}
-    if checkpoint.manifest is not None:
-        found = checkpoint.manifest.extra.get("tensor_digests", {})
-    return found
 
 
 def _values_by_digest(

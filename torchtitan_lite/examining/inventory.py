@@ -201,17 +201,8 @@ def _step_entry(folder: Path, step: int) -> ListedCheckpoint:
                 folder, FolderState.DAMAGED, step, f"{layout.MANIFEST}: it is the manifest of step {manifest.step}"
             )
         finding = _sizes_finding(folder, manifest)
-    except UnknownFormat as error:
-        return _unusable_entry(folder, FolderState.UNKNOWN_FORMAT, step, error.in_short)
-    except CheckpointDamaged as error:
-        return _unusable_entry(folder, FolderState.DAMAGED, step, error.summary)
-    except CheckpointUnsafe as error:
-        return _unusable_entry(folder, FolderState.DAMAGED, step, f"{Path(error.path).name}: {error.finding}")
-    # A job removed it meanwhile: `inventory` leaves it out.
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        return _unusable_entry(folder, FolderState.UNREADABLE, step, error.strerror or str(error))
+    except (UnknownFormat, CheckpointDamaged, CheckpointUnsafe, OSError) as error:
+        return _entry_of_error(folder, step, error)
     return managed(folder, manifest, FolderState.DAMAGED if finding else FolderState.COMMITTED, finding)
 
 
@@ -273,14 +264,8 @@ def _of_transformers(folder: Path, step: int | None) -> ListedCheckpoint:
         weights_in(folder)
         description = description_of(folder) or folder
         return _other_library_entry(folder, origin_by(description), description, step)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        return _unusable_entry(folder, FolderState.UNREADABLE, step, error.strerror or str(error))
-    except CheckpointDamaged as error:
-        return _unusable_entry(folder, FolderState.DAMAGED, step, error.finding)
-    except CheckpointUnsafe as error:
-        return _unusable_entry(folder, FolderState.DAMAGED, step, f"{Path(error.path).name}: {error.finding}")
+    except (CheckpointDamaged, CheckpointUnsafe, OSError) as error:
+        return _entry_of_error(folder, step, error)
 
 
 def _other_library_entry(folder: Path, origin: WrittenBy, description: Path, step: int | None) -> ListedCheckpoint:
@@ -328,6 +313,23 @@ def _unusable_entry(folder: Path, state: FolderState, step: int | None, finding:
     return ListedCheckpoint(
         name=folder.name, state=state, step=step, nbytes=nbytes, created_at=changed, finding=finding
     )
+
+
+def _entry_of_error(
+    folder: Path, step: int | None, error: UnknownFormat | CheckpointDamaged | CheckpointUnsafe | OSError
+) -> ListedCheckpoint:
+    """Return the entry of a checkpoint whose description cannot be read. Raise the error if it is gone."""
+    match error:
+        case FileNotFoundError():
+            raise error  # A job removed it meanwhile: `inventory` leaves it out.
+        case UnknownFormat():
+            return _unusable_entry(folder, FolderState.UNKNOWN_FORMAT, step, error.in_short)
+        case CheckpointDamaged():
+            return _unusable_entry(folder, FolderState.DAMAGED, step, error.summary)
+        case CheckpointUnsafe():
+            return _unusable_entry(folder, FolderState.DAMAGED, step, f"{Path(error.path).name}: {error.finding}")
+        case _:
+            return _unusable_entry(folder, FolderState.UNREADABLE, step, error.strerror or str(error))
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:

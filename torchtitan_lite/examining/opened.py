@@ -107,6 +107,11 @@ class OpenedCheckpoint:
         return {} if self.manifest is None else self.manifest.files
 
     @property
+    def extra(self) -> Mapping[str, Any]:
+        """What else its manifest says; nothing without one."""
+        return {} if self.manifest is None else self.manifest.extra
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all its files but the manifest."""
         return sum(self.sizes.values())

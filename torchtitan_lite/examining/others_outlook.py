@@ -71,7 +71,7 @@ class OthersOutlook:
 
     def verdicts(self, root: Path) -> list[OtherVerdict]:
         """Return what happens to each checkpoint in `root`, by ascending step. Raises ConfigError and OSError."""
-        found = other_checkpoints(root)
+        found = [_other(root.resolve(), entry) for entry in inventory(root)]
         by_person = named_by_person(root)
         families: dict[WrittenBy | None, list[OtherCheckpoint]] = {}
         for each in found:
@@ -241,11 +241,6 @@ def _rank(path: str) -> int | None:
     is_last = path in (TRAINER_STATE, GENERATORS)
     marks = (_INDEX.fullmatch(name), WEIGHTS.fullmatch(path), name == layout.METADATA, is_last)
     return next((rank for rank, is_mark in enumerate(marks) if is_mark), None)
-
-
-def other_checkpoints(root: Path) -> list[OtherCheckpoint]:
-    """Return those in `root`, by ascending step. Raises OSError if it cannot be listed."""
-    return [_other(root.resolve(), entry) for entry in inventory(root)]
 
 
 def _other(root: Path, entry: ListedCheckpoint) -> OtherCheckpoint:

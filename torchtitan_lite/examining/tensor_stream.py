@@ -25,7 +25,7 @@ from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
 from torchtitan_lite.disk.read_requests import Piece, Segment, scatter
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe
-from torchtitan_lite.examining.cut import Cut, cuts, cuts_of, is_range, number_of, overlap, row_major
+from torchtitan_lite.examining.cut import Cut, cuts, cuts_of, is_range, is_row_major, number_of, overlap
 from torchtitan_lite.store.place import Place
 
 SLICE_BYTES = 8 << 20
@@ -222,12 +222,8 @@ class TensorStream:
             return _Part(chunk, begin, end, item.file, item.offset, held=self._held(key, chunk, item))
         if layout.shape != chunk.sizes or dtype_name(layout.dtype) != dtype_name(self.contents.tensors[key].dtype):
             raise self._other_item(key, chunk, f"{dtype_name(layout.dtype)} {list(layout.shape)}")
-        is_plain = all(
-            size == 1 or stride == plain
-            for size, stride, plain in zip(layout.shape, layout.strides, row_major(layout.shape), strict=True)
-        )
-        at = item.offset + layout.at
-        return _Part(chunk, begin, end, item.file, at, None if is_plain else layout.strides)
+        strides = None if is_row_major(layout.shape, layout.strides) else layout.strides
+        return _Part(chunk, begin, end, item.file, item.offset + layout.at, strides)
 
     def _held(self, key: str, chunk: Chunk, item: Item) -> _Elements:
         """Return the elements of a chunk that only `torch.load` can read."""

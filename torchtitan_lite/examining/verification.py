@@ -18,7 +18,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.format.contents import Contents, Item
+from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.reading.complete_manifest import complete_manifest
 from torchtitan_lite.checkpoint.reading.files import Identity, StoredFiles, files_of
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
@@ -297,12 +297,14 @@ def _placed_items(looked: Looked, files: AbstractSet[str]) -> list[PlacedItem]:
     for key, stored in looked.contents.objects.items():
         if stored.item is not None:
             placed.append(PlacedItem(stored.item, key, is_file=stored.is_file))
-    inside = [place for place in placed if place.item.file in files and _is_inside(place.item, looked.sizes)]
+    inside = [
+        place
+        for place in placed
+        if place.item.file in files
+        and min(place.item.offset, place.item.length) >= 0
+        and place.item.offset + place.item.length <= looked.sizes[place.item.file]
+    ]
     return sorted(inside, key=lambda place: place.item)
-
-
-def _is_inside(item: Item, sizes: Mapping[str, int]) -> bool:
-    return item.offset >= 0 and item.length >= 0 and item.offset + item.length <= sizes[item.file]
 
 
 def finding_of(folder: Place, error: CheckpointDamaged | CheckpointUnsafe) -> Finding:

@@ -10,7 +10,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.hugging_face.model_files import Place
+from torchtitan_lite.log import listed
 
 if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.context import RunContext
@@ -43,6 +45,10 @@ class HuggingFaceModel:
         Raises ConfigError if a parameter has no place, ExtraMissing if the package safetensors is not installed.
         """
         # What writes the files loads much that a run without them does not need.
-        from torchtitan_lite.hugging_face.last_export import build_last_export
+        from torchtitan_lite.hugging_face.last_export import HuggingFaceExport
 
-        return build_last_export(self, config, run, folders, context)
+        if lacking := sorted(run.model.parameter_names() - self.places.keys()):
+            raise ConfigError(
+                f"hugging_face: {listed(lacking)} of the model have no place in it. Add a Place for each parameter."
+            )
+        return HuggingFaceExport(config, self, folders, context)

@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.run_folders import RunFolders
-from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.config.job_config import JobConfig, Training
 from torchtitan_lite.converting import new_output, safetensors_files
 from torchtitan_lite.disk.durable import DISK
@@ -27,7 +26,7 @@ from torchtitan_lite.events import WeightsExported
 from torchtitan_lite.examining.opened import OpenedCheckpoint, open_checkpoint
 from torchtitan_lite.hugging_face.model_files import DescribedModel
 from torchtitan_lite.hugging_face.writing import PlannedExport, plan, write_rest, write_shards
-from torchtitan_lite.log import listed, logger, readable_bytes
+from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointInfo
 
@@ -193,17 +192,6 @@ def share_of(files: Sequence[str], rank: int, num_ranks: int) -> list[str]:
     if len(files) >= num_ranks:
         return [*files[rank::num_ranks]]
     return [name for at, name in enumerate(files) if at * num_ranks // len(files) == rank]
-
-
-def build_last_export(
-    model: DescribedModel, config: JobConfig, run: RunState, folders: RunFolders, context: RunContext
-) -> HuggingFaceExport:
-    """Return the last export of `run` as `model` describes it. Raises ConfigError for a parameter without a place."""
-    if lacking := sorted(run.model.parameter_names() - model.places.keys()):
-        raise ConfigError(
-            f"hugging_face: {listed(lacking)} of the model have no place in it. Add a Place for each parameter."
-        )
-    return HuggingFaceExport(config, model, folders, context)
 
 
 def _export_record(folder: Path) -> dict[str, Any]:

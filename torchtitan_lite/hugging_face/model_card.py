@@ -78,14 +78,11 @@ def _card(name: str, head: list[str], example: str, facts: Mapping[str, str]) ->
 
 def _progress(opened: OpenedCheckpoint, stream: Stream) -> dict[str, str]:
     """Return how far the run was."""
-    manifest = opened.manifest
     facts = {} if opened.step is None else {"step": f"{opened.step:,}"}
     if _TOKENS in opened.contents.tensors:
         tokens = b"".join(bytes(each.data) for each in stream.slices(_TOKENS))
         facts["tokens"] = f"{int.from_bytes(tokens, 'little'):,}"
-    if manifest is not None:
-        facts |= {name: f"{value:g}" for name, value in manifest.extra.get("metrics", {}).items()}
-    return facts
+    return facts | {name: f"{value:g}" for name, value in opened.extra.get("metrics", {}).items()}
 
 
 def _run_settings(config: Mapping[str, Any]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from torchtitan_lite.checkpoint.untrusted.saved_file import SavedFile
 from torchtitan_lite.checkpoint.untrusted.stock_item import Layout
 from torchtitan_lite.disk.plain_file import is_plain_name, read_plain
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnreadable, ConfigError
-from torchtitan_lite.examining.cut import row_major
+from torchtitan_lite.examining.cut import is_row_major, row_major
 from torchtitan_lite.examining.tensor_stream import TensorStream
 from torchtitan_lite.log import listed
 from torchtitan_lite.store import layout
@@ -193,8 +193,7 @@ def tensors_in_file(file: Path) -> tuple[Mapping[str, Layout], str]:
 
 def is_strided(place: Layout) -> bool:
     """Return whether the elements of a tensor are in another order than row-major in its file."""
-    plain = zip(place.shape, place.strides, row_major(place.shape), strict=True)
-    return 0 not in place.shape and any(size > 1 and stride != expected for size, stride, expected in plain)
+    return 0 not in place.shape and not is_row_major(place.shape, place.strides)
 
 
 _USUAL = ("state_dict", "model_state_dict", "model", "module")

@@ -48,7 +48,9 @@ class MetricsLogger:
     def log(self, step: int, tags: Mapping[str, float]) -> None:
         """Write `tags` of `step` to the files. Other processes can read them when it returns."""
         if self._lines is not None:
-            self._lines.append({"step": step} | {tag: _as_json(value) for tag, value in tags.items()})
+            # JSON has no NaN and no infinity.
+            figures = {tag: value if math.isfinite(value) else None for tag, value in tags.items()}
+            self._lines.append({"step": step} | figures)
         if self._tensorboard is not None:
             self._tensorboard.log(step, tags)
 
@@ -94,10 +96,6 @@ def _tensorboard_file(dump_folder: Path, config: Metrics, rank: int) -> TensorBo
 
     folder = dump_folder / config.save_tb_folder
     return TensorBoardFile(folder if config.rank_0_only else folder / f"rank_{rank}")
-
-
-def _as_json(value: float) -> float | None:
-    return value if math.isfinite(value) else None  # JSON has no NaN and no infinity
 
 
 # A run at Weights & Biases. All restarts of a run have one id there, and so one page and one set of curves.

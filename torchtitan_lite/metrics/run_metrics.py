@@ -82,7 +82,8 @@ class RunMetrics:
         self.goodput = Goodput(clock, self._ledger)
         """Where the time goes."""
         self._heartbeat: Heartbeat | None = None
-        self._prometheus = _build_prometheus(config) if self._ledger is not None else None
+        path = config.metrics.prometheus_file if self._ledger is not None else ""
+        self._prometheus = PrometheusFile(dump_folder / path, str(dump_folder)) if path else None
         self._wandb_module = import_wandb() if config.metrics.enable_wandb and self._ledger is not None else None
         self._wandb: WandbRun | None = None
         self._config = config
@@ -190,7 +191,6 @@ class RunMetrics:
         seconds = time.perf_counter() - self._since
         parts = self.timer.pop()
         speed = throughput_tags(self._tokens / seconds, self._flops_per_token, self._peak)
-        memory = self._memory.tags()
         with self._lock:
             event_tags, self._event_tags = self._event_tags, {}
         tags = {
@@ -205,25 +205,13 @@ class RunMetrics:
         }
         for bar in self._bars:
             bar.logged(global_avg_loss, speed["throughput(tps)"])
-        tags |= speed | time_tags(seconds / max(1, self._steps), parts) | memory | event_tags
+        tags |= speed | time_tags(seconds / max(1, self._steps), parts) | self._memory.tags() | event_tags
         self._files.log(step, tags)
         if self._prometheus is not None:
             self._prometheus.logged = tags
         if self._wandb is not None:
             self._wandb.log(step, tags)
-        logger.info(
-            step_line(
-                step,
-                global_avg_loss,
-                grad_norm,
-                memory["memory/max_reserved(GiB)"],
-                speed["throughput(tps)"],
-                speed["tflops"],
-                speed.get("mfu(%)"),
-                epoch=progress[0],
-                fraction=progress[1],
-            )
-        )
+        logger.info(step_line(step, tags, *progress))
         self._tokens, self._steps, self._losses = 0.0, 0, 0.0
         self._since = time.perf_counter()
 
@@ -260,14 +248,6 @@ class RunMetrics:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close(failed=error is not None)
-
-
-def _build_prometheus(config: JobConfig) -> PrometheusFile | None:
-    """Return the file for Prometheus, if `config` wants one. Its label is the run's folder."""
-    if not config.metrics.prometheus_file:
-        return None
-    dump_folder = Path(config.job.dump_folder).absolute()
-    return PrometheusFile(dump_folder / config.metrics.prometheus_file, str(dump_folder))
 
 
 def upload_figures(before: Mapping[str, float], event: Uploaded | UploadFailed) -> dict[str, float]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
@@ -54,24 +55,17 @@ def epoch_tags(epoch: int, fraction: float | None) -> dict[str, float]:
     return {"data/epoch": epoch} | ({} if fraction is None else {"data/epoch_progress(%)": 100 * fraction})
 
 
-def step_line(
-    step: int,
-    loss: float,
-    grad_norm: float,
-    memory_gib: float,
-    tps: float,
-    tflops: float,
-    mfu: float | None,
-    *,
-    epoch: int = 0,
-    fraction: float | None = None,
-) -> str:
-    """Return the log line of a step: torchtitan's, without mfu if the device's peak is unknown, and then the epoch."""
+def step_line(step: int, tags: Mapping[str, float], epoch: int = 0, fraction: float | None = None) -> str:
+    """Return the log line of a step with the figures in `tags`, and then the epoch and the part of it that is taken.
+
+    It is torchtitan's, without mfu if the device's peak is unknown.
+    """
     line = (
-        f"step: {step:2}  loss: {loss:7.4f}  grad_norm: {grad_norm:7.4f}  memory: {memory_gib:5.2f}GiB  "
-        f"tps: {round(tps):,}  tflops: {tflops:,.2f}"
+        f"step: {step:2}  loss: {tags['loss_metrics/global_avg_loss']:7.4f}  grad_norm: {tags['grad_norm']:7.4f}  "
+        f"memory: {tags['memory/max_reserved(GiB)']:5.2f}GiB  tps: {round(tags['throughput(tps)']):,}  "
+        f"tflops: {tags['tflops']:,.2f}"
     )
-    line += "" if mfu is None else f"  mfu: {mfu:.2f}%"
+    line += f"  mfu: {tags['mfu(%)']:.2f}%" if "mfu(%)" in tags else ""
     # Rounded down: 100 % is the end of the epoch.
     return f"{line}  epoch: {epoch}" + ("" if fraction is None else f" ({int(1000 * fraction) / 10:.1f}%)")
 

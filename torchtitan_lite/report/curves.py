@@ -11,7 +11,7 @@ from itertools import pairwise
 from torchtitan_lite.log import counted
 from torchtitan_lite.report import svg
 from torchtitan_lite.report.run import Run
-from torchtitan_lite.report.scales import Scale, exact_scale, nice_scale, number_text, seconds_text
+from torchtitan_lite.report.scales import Scale, exact_scale, nice_scale, seconds_text
 from torchtitan_lite.report.svg import Figure
 
 LOSS_HEIGHT, TIME_HEIGHT = 260, 200
@@ -250,15 +250,6 @@ def _span_label(span: Span) -> str:
     if span.highest > span.seconds * 1.001:
         label += f", up to {seconds_text(span.highest)}"
     return label + (f"\nblocked by saves: {seconds_text(span.stall_seconds)} of it" if span.stall_seconds else "")
-
-
-def last_loss(run: Run) -> float:
-    """Return the last loss of the run; NaN without one."""
-    return run.logged.loss[-1] if len(run.logged) else math.nan
-
-
-def loss_text(run: Run) -> str:
-    return number_text(last_loss(run)) if len(run.logged) else "unknown"
 
 
 # Fewer points that show the same curve: each bucket keeps its lowest, its highest and its mean value.

@@ -6,10 +6,11 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from torchtitan_lite.log import readable_bytes
 from torchtitan_lite.report import svg
 from torchtitan_lite.report.run import Run
 from torchtitan_lite.report.saved_steps import Fate, Save, ShardMap
-from torchtitan_lite.report.scales import Scale, nice_scale, rate_text, seconds_text, share_text, short_step, size_text
+from torchtitan_lite.report.scales import Scale, nice_scale, rate_text, seconds_text, share_text, short_step
 from torchtitan_lite.report.starts import ReportedStart
 from torchtitan_lite.report.svg import Figure
 from torchtitan_lite.report.time_parts import LABELS, TimeParts
@@ -125,7 +126,7 @@ def _saves_of_lane(saves: Sequence[Save], x: Scale, y: float) -> Iterator[str]:
         shown = found[:: math.ceil(len(found) / MAX_MARKS) or 1]
         for save in shown:
             label = f"Step {save.step:,}: {fate.value}"
-            label += f", {size_text(save.nbytes)}" if save.nbytes else ""
+            label += f", {readable_bytes(save.nbytes)}" if save.nbytes else ""
             label += f" in {seconds_text(save.seconds)}" if save.seconds is not None else ""
             label += f"\n{save.note}" if save.note else ""
             mark = svg.element("g", svg.title(label), SHAPES[fate])
@@ -191,7 +192,7 @@ def impossible_rates(run: Run) -> str:
 
 def _rate_label(save: Save) -> str:
     return (
-        f"Step {save.step:,}: {rate_text(save.bytes_per_second or 0.0)}, {size_text(save.nbytes or 0)} in "
+        f"Step {save.step:,}: {rate_text(save.bytes_per_second or 0.0)}, {readable_bytes(save.nbytes or 0)} in "
         f"{seconds_text(save.seconds or 0.0)}, blocked {seconds_text(save.stall_seconds or 0.0)}"
     )
 
@@ -213,7 +214,7 @@ def _shard_rows(shards: ShardMap) -> Figure:
             drawn.append(svg.element("rect", label, class_=f"shard shard{index}", **place))
             begin += share
         drawn.append(svg.text(f"rank {rank}", x=-8, y=y + lane / 2 + 3, class_="tick", text_anchor="end"))
-        total = svg.text(size_text(shards.totals[rank]), y=4, class_="tick")
+        total = svg.text(readable_bytes(shards.totals[rank]), y=4, class_="tick")
         drawn.append(svg.at(begin, y + lane / 2 - 1, svg.element("g", total, transform="translate(8 0)")))
     height = lane * len(shards.ranks)
     legend = tuple((f"shard shard{index}", part) for index, part in enumerate(shards.parts))
@@ -238,11 +239,10 @@ def _shard_grid(shards: ShardMap) -> Figure:
             "height": str(CELL_HEIGHT - 2),
             "fill_opacity": f"{0.18 + 0.82 * share:.2f}",
         }
-        drawn.append(svg.element("rect", svg.title(f"{ranks}: {size_text(mean)}"), class_="cell", **place))
+        drawn.append(svg.element("rect", svg.title(f"{ranks}: {readable_bytes(int(mean))}"), class_="cell", **place))
         if column == 0 and row % 4 == 0:
             drawn.append(svg.text(str(group[0][0]), x=-8, y=CELL_HEIGHT * row + 11, class_="tick", text_anchor="end"))
     height = CELL_HEIGHT * math.ceil(len(groups) / GRID_COLUMNS)
-    note = f"One cell a rank, from {size_text(low)} (light) to {size_text(high)} (dark)."
-    if size > 1:
-        note = f"One cell for {size} ranks, their mean from {size_text(low)} (light) to {size_text(high)} (dark)."
+    spread = f"from {readable_bytes(int(low))} (light) to {readable_bytes(int(high))} (dark)"
+    note = f"One cell for {size} ranks, their mean {spread}." if size > 1 else f"One cell a rank, {spread}."
     return Figure(svg.drawing(height, "Bytes by rank", drawn), height, note=note, top=0)

@@ -11,7 +11,7 @@ from typing import Any
 from torchtitan_lite import __version__
 from torchtitan_lite.errors import ExtraMissing
 from torchtitan_lite.events import Finished, Preempted
-from torchtitan_lite.log import counted
+from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.report import curves, marks
 from torchtitan_lite.report.changes import differences, shown_on_page
 from torchtitan_lite.report.lines import GOODPUT, TOKENS_PER_SECOND, number_or_nan
@@ -23,7 +23,6 @@ from torchtitan_lite.report.scales import (
     rate_text,
     seconds_text,
     share_text,
-    size_text,
 )
 from torchtitan_lite.report.time_parts import LABELS
 
@@ -48,7 +47,7 @@ def render_page(runs: Sequence[Run]) -> str:
     )
     environment.filters |= {
         "seconds": seconds_text,
-        "bytes": size_text,
+        "bytes": readable_bytes,
         "rate": rate_text,
         "moment": moment_text,
         "share": share_text,
@@ -84,7 +83,7 @@ def _run_values(index: int, run: Run, x: Any, ceiling: float, best: float) -> di
         "index": index,
         "run": run,
         "about": _about(run),
-        "status": _status_text(run),
+        "status": (run.status, STATUS[run.status]),
         "tiles": _tiles(run),
         "time": marks.time_figure(run.parts),
         "step_time": curves.step_time_figure(run, x, ceiling),
@@ -112,10 +111,6 @@ STATUS = {
 }
 
 
-def _status_text(run: Run) -> tuple[str, str]:
-    return run.status, STATUS[run.status]
-
-
 def _about(run: Run) -> list[str]:
     """Return a few words about the model and its ranks."""
     config = run.config
@@ -140,8 +135,7 @@ def _tiles(run: Run) -> list[dict[str, Any]]:
     of_all = f"of {run.total_steps:,}" if run.total_steps else ""
     tiles = [_tile("Step", f"{run.last_step:,}", run.last_step, of_all)]
     if last_logged is not None:
-        loss = curves.last_loss(run)
-        tiles.append(_tile("Loss", curves.loss_text(run), loss, f"at step {last_logged:,}"))
+        tiles.append(_tile("Loss", number_text(logged.loss[-1]), logged.loss[-1], f"at step {last_logged:,}"))
     if math.isfinite(run.parts.goodput):
         note = f"of {seconds_text(run.parts.total)}"
         tiles.append(_tile("Goodput", share_text(run.parts.goodput), run.parts.goodput, note))
@@ -160,7 +154,7 @@ def _tiles(run: Run) -> list[dict[str, Any]]:
         tiles.append(_tile("Starts", f"{len(starts):,}", len(starts), note))
     if run.saves:
         kept = sum(save.fate.value == "kept" for save in run.saves)
-        tiles.append(_tile("Checkpoints", f"{kept:,}", kept, f"{size_text(run.kept_bytes)} on disk"))
+        tiles.append(_tile("Checkpoints", f"{kept:,}", kept, f"{readable_bytes(run.kept_bytes)} on disk"))
     if run.uploaded is not None:
         step, ago = run.uploaded.event.step, seconds_text(max(0.0, run.read_at - run.uploaded.time))
         tiles.append(_tile("Uploaded", f"{step:,}", step, f"the last step, {ago} ago"))

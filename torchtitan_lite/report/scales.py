@@ -6,8 +6,6 @@ import math
 import time
 from dataclasses import dataclass
 
-from torchtitan_lite.log import readable_bytes
-
 
 @dataclass(frozen=True)
 class Scale:
@@ -84,11 +82,6 @@ def rate_text(bytes_per_second: float) -> str:
         if bytes_per_second >= length:
             return f"{bytes_per_second / length:.3g} {unit}"
     return f"{bytes_per_second / 1e3:.3g} kB/s"
-
-
-def size_text(num_bytes: float) -> str:
-    """Return bytes with a binary unit, as the log has them."""
-    return readable_bytes(int(num_bytes))
 
 
 def number_text(value: float) -> str:
