@@ -118,7 +118,7 @@ def test_a_caller_that_is_interrupted_while_waiting_keeps_waiting_and_then_raise
         while frame is not None:
             names.append(frame.f_code.co_name)
             frame = frame.f_back
-        return names[0] == "wait" and "_wait_for" in names
+        return names[0] == "wait" and "_wait_for_helper" in names
 
     def interrupt(*_: object) -> None:
         if not interrupted.is_set():

@@ -34,7 +34,7 @@ def _wrap(owner: Any, name: str, before: str = "", after: Callable[..., None] | 
 
 
 def _of_process_group(module: ModuleType) -> None:
-    _wrap(module, "_open", "imported", lambda config: restart_times.stamp("met"))
+    _wrap(module, "_open_world", "imported", lambda config: restart_times.stamp("met"))
 
 
 def _of_trainer(module: ModuleType) -> None:
