@@ -225,7 +225,9 @@ main(["import-weights", *sys.argv[2:]])
 
 
 @pytest.mark.slow  # Processes that import torch: 3 s each.
-@pytest.mark.parametrize("where", mostly_exhaustive(["write_new", "read_back", "_check_dcp_folder"], kept=["read_back"]))
+@pytest.mark.parametrize(
+    "where", mostly_exhaustive(["write_new", "read_back", "_check_dcp_folder"], kept=["read_back"])
+)
 def test_a_killed_import_leaves_nothing_at_out_and_the_next_one_cleans_up(where: str, tmp_path: Path) -> None:
     source, out = write_folder(tmp_path / "hf", weights()), tmp_path / "step-0"
     code = [sys.executable, "-c", KILLED, where, str(source), str(out)]
