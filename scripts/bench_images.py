@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.disk.in_threads import in_threads
+from torchtitan_lite.disk.threads import in_threads
 
 WIDTH = 1024
 BLOCKS = 3

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from torchtitan_lite.disk.block_reader import THREADS
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.disk.read_requests import REQUEST_BYTES, request_memory
+from torchtitan_lite.disk.threads import in_threads
 from torchtitan_lite.examining.verification import look_at, read_through
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torchtitan_lite.config.address import is_in_object_store
-from torchtitan_lite.disk.new_file import LOOK_SECONDS
+from torchtitan_lite.disk.block_writer import LOOK_SECONDS
 from torchtitan_lite.errors import FolderUnusable, TorchtitanLiteError
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.store import CheckpointStore

@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 from torchtitan_lite.disk import block_reader, block_writer, read_requests
-from torchtitan_lite.disk.in_threads import in_threads
+from torchtitan_lite.disk.threads import in_threads
 
 NAME = "raw"
 

@@ -11,7 +11,7 @@ from checkpoint_bench.contenders import Contender, RawDisk
 from checkpoint_bench.machine import copy, move, spending
 from checkpoint_bench.samples import Samples
 from checkpoint_bench.states import BenchState
-from torchtitan_lite.disk.in_threads import in_threads
+from torchtitan_lite.disk.threads import in_threads
 
 MEMCPY = "memcpy"
 MEMCPY_THREADS = 2

@@ -20,7 +20,7 @@ PROTOCOLS = {
         "memory.replicas.host_replicas",
         "memory.replicas.replica_sender",
     ),
-    "objects of all ranks to the coordinator and back": ("distributed.exchange", "distributed.host_tree"),
+    "objects of all ranks to the coordinator and back": ("distributed.exchange",),
 }
 """What processes say to one another, with the modules that open sockets or pickle what is sent."""
 
@@ -31,7 +31,7 @@ RECORDS = {
     ),
     ".metadata and the items of a data file, as DCP has them": (
         "checkpoint.format.torch_item",
-        "checkpoint.planning.object_items",
+        "checkpoint.planning.rank_file",
     ),
     "the lock of a folder": ("store.holder",),
     "one JSON object in a file: pins, rollbacks, uploads, what verify found, why a checkpoint was set aside": (

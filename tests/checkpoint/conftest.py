@@ -15,7 +15,7 @@ from tests.checkpoint.small_run import SmallRun
 from tests.clock import Clock
 from tests.examples import mostly_slow
 from torchtitan_lite.checkpoint.saving.savers import ProcessSaver
-from torchtitan_lite.disk import at_exit
+from torchtitan_lite.disk import threads
 from torchtitan_lite.distributed.peers import Peers
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
@@ -26,7 +26,7 @@ StartRun = Callable[..., SmallRun]
 def _saves_that_are_left_behind() -> Iterator[None]:
     """Let the test process exit without waiting for saves that some tests leave unfinished for ever."""
     yield
-    at_exit._UNFINISHED.clear()
+    threads._UNFINISHED.clear()
 
 
 @pytest.fixture(scope="session")

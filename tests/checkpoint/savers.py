@@ -12,7 +12,7 @@ from typing import Any
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver
 from torchtitan_lite.checkpoint.saving.target import SaveTarget
-from torchtitan_lite.disk.new_file import NewFileOnDisk
+from torchtitan_lite.disk.block_writer import NewFileOnDisk
 from torchtitan_lite.store.store import CheckpointStore
 
 TIMEOUT_SECONDS = 120

@@ -11,7 +11,7 @@ import pytest
 
 from tests.checkpoint.sharded_run import sharded_run
 from tests.ranks import on_two_ranks
-from torchtitan_lite.distributed import missing_ranks
+from torchtitan_lite.distributed import groups
 from torchtitan_lite.log import logger
 
 
@@ -42,7 +42,7 @@ def rank_0_first(rank: int, noticed: Path, call: Callable[[], object]) -> str:
 def test_a_save_of_one_rank_alone_names_itself_while_it_waits(rank: int, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         run = sharded_run(tmp_path, interval=100)
-        patch.setattr(missing_ranks, "NOTICE_SECONDS", 0.05)
+        patch.setattr(groups, "NOTICE_SECONDS", 0.05)
         seen = rank_0_first(rank, tmp_path / "open", run.manager.load)
         assert seen.startswith("In the first call of the checkpoint manager for 0 s")
         run.take_step()

@@ -18,7 +18,7 @@ SAVER = """
 import sys
 from pathlib import Path
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
-from torchtitan_lite.disk.new_file import NewFileOnDisk
+from torchtitan_lite.disk.block_writer import NewFileOnDisk
 from torchtitan_lite.disk.writer_process import WriterProcess
 
 arena = StagingArena(4096)

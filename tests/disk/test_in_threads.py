@@ -10,7 +10,7 @@ from types import FrameType
 
 import pytest
 
-from torchtitan_lite.disk.in_threads import in_threads
+from torchtitan_lite.disk.threads import in_threads
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])

@@ -20,9 +20,9 @@ from torchtitan_lite.checkpoint.saving.content import write_in_place
 from torchtitan_lite.checkpoint.saving.savers import ThreadSaver
 from torchtitan_lite.checkpoint.saving.target import SaveTarget
 from torchtitan_lite.checkpoint.staging.stager import StagedCopy
-from torchtitan_lite.disk.background import NICE, Background, give_way
+from torchtitan_lite.disk.block_writer import NewFile
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.disk.new_file import NewFile
+from torchtitan_lite.disk.threads import NICE, Background, give_way
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.store.store import CheckpointStore
 

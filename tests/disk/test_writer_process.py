@@ -13,10 +13,10 @@ import pytest
 
 from tests.processes import wait_until
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
-from torchtitan_lite.disk.background import NICE
+from torchtitan_lite.disk.block_writer import NewFileOnDisk
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.helper import IGNORED_SIGNALS
-from torchtitan_lite.disk.new_file import NewFileOnDisk
+from torchtitan_lite.disk.threads import NICE
 from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.errors import WriterProcessDied
 

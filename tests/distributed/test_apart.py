@@ -7,8 +7,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from tests.ranks import on_two_ranks
+from torchtitan_lite.distributed.exchange import SMALL_BYTES, SentApart
 from torchtitan_lite.distributed.groups import destroy, gloo_group
-from torchtitan_lite.distributed.host_tree import SMALL_BYTES, SentApart
 
 
 def test_the_only_process_gets_its_own() -> None:

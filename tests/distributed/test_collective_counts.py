@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import on_two_ranks
-from torchtitan_lite.distributed.missing_ranks import counts_of
+from torchtitan_lite.distributed.groups import counts_of
 
 
 @on_two_ranks

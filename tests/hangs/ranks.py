@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from torchtitan_lite import faults, log
+from torchtitan_lite.disk.block_writer import NewFileOnDisk
 from torchtitan_lite.disk.helper import is_stopped
-from torchtitan_lite.disk.new_file import NewFileOnDisk
 from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.errors import WriterProcessDied
 from torchtitan_lite.hangs.watch import HangWatch, WatchPlace

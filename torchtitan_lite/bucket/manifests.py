@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torchtitan_lite import faults
 from torchtitan_lite.bucket.head import Entry
 from torchtitan_lite.bucket.objects import Objects
-from torchtitan_lite.disk.in_threads import in_threads
+from torchtitan_lite.disk.threads import in_threads
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout

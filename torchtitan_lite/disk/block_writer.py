@@ -15,15 +15,16 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torchtitan_lite import faults
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, digest_blocks
 from torchtitan_lite.disk.durable import DISK, O_DIRECT, Durable, naming
-from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.disk.read_requests import request_memory
+from torchtitan_lite.disk.threads import in_threads
 from torchtitan_lite.log import logger
 
 ALIGNMENT = 4096
@@ -258,3 +259,45 @@ class _WrittenFile:
 def _log_refused_writes_once(root: str, refusal: str) -> None:
     # Each save has a folder of its own in `root`.
     logger.info("%s: direct I/O is refused here (%s); writing through the page cache", root, refusal)
+
+
+# A file that is about to be written: the handle that a store gives to whoever has the bytes.
+#
+# It is a value, so it travels to the writer process, which writes the file there.
+
+
+class NewFile(Protocol):
+    """One file, not yet written; its string is its address, for messages. Pickled, it is written by another process."""
+
+    def write(self, source: FileSource) -> FileRecord:
+        """Write the contents of `source`, durably; return the record of the file. Any thread.
+
+        Raises OSError with the address in it; the file is useless then.
+        """
+        ...
+
+
+LOOK_SECONDS = 60.0
+"""As long as NFS may remember by default which files a folder has (acdirmax)."""
+
+
+@dataclass(frozen=True)
+class NewFileOnDisk:
+    """A new file at `path`, in a folder that exists; its name is durable once the folder is synced.
+
+    Another host may have made the folder: this one looks for it for up to `look_seconds`.
+    """
+
+    path: Path
+    look_seconds: float = 0.0
+    durable: Durable = field(default=DISK, compare=False, repr=False)
+
+    def write(self, source: FileSource) -> FileRecord:
+        return write_blocks(self.path, source, look_seconds=self.look_seconds, durable=self.durable)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process writes with the disk that it has.
+        return NewFileOnDisk, (self.path, self.look_seconds)

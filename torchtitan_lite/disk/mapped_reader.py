@@ -16,11 +16,11 @@ from pathlib import Path
 
 from torchtitan_lite.disk.block_reader import CheckedFile, DamagedRange
 from torchtitan_lite.disk.digest import BlockDigest, FileRecord, block_digest
-from torchtitan_lite.disk.in_threads import in_threads
 from torchtitan_lite.disk.piece_table import PieceTable
 from torchtitan_lite.disk.read_requests import Piece, Segment, by_block, pieces_in_order, scatter
 from torchtitan_lite.disk.reads_blocks import ReadsBlocks
 from torchtitan_lite.disk.shared_memory import address_of, map_shared
+from torchtitan_lite.disk.threads import in_threads
 
 THREADS = min(8, max(2, len(os.sched_getaffinity(0)) // 2)) if hasattr(os, "sched_getaffinity") else 2
 """Two cores of a small machine copy as fast as its memory does, one takes 1.7 times as long; a large one has more."""

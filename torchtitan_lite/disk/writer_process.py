@@ -18,12 +18,11 @@ from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from torchtitan_lite import faults, log
-from torchtitan_lite.disk.background import give_way
-from torchtitan_lite.disk.block_writer import InPlace
+from torchtitan_lite.disk.block_writer import InPlace, NewFile
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.helper import Helper, HelperLost, Line, is_stopped
-from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.disk.shared_memory import map_shared
+from torchtitan_lite.disk.threads import give_way
 from torchtitan_lite.errors import WriterProcessDied
 
 STOP_SECONDS = 10.0

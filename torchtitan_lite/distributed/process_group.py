@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from torchtitan_lite.config.job_config import Comm
 from torchtitan_lite.distributed.environment import Launched, launched, logged_environment, set_default
-from torchtitan_lite.distributed.missing_ranks import if_overdue
+from torchtitan_lite.distributed.groups import if_overdue
 from torchtitan_lite.distributed.simulated import init_simulated_ranks
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger

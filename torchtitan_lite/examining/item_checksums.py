@@ -24,7 +24,7 @@ from torchtitan_lite.checkpoint.format.contents import Item, Shape
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.untrusted.inert_pickle import AnyName, InertPickleError, parse_pickle
 from torchtitan_lite.checkpoint.untrusted.stock_item import locate
-from torchtitan_lite.disk.in_threads import in_threads
+from torchtitan_lite.disk.threads import in_threads
 from torchtitan_lite.errors import CheckpointUnreadable
 from torchtitan_lite.store.place import Place
 

@@ -13,7 +13,7 @@ from torchtitan_lite.bucket.bucket_store import BucketStore
 from torchtitan_lite.bucket.head import Entry, Head, Status
 from torchtitan_lite.bucket.manifests import read_manifest, size_findings
 from torchtitan_lite.bucket.naming import AttemptObjects
-from torchtitan_lite.disk.in_threads import in_threads
+from torchtitan_lite.disk.threads import in_threads
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, UnknownFormat
 from torchtitan_lite.examining.inventory import (
     FolderState,

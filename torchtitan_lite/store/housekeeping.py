@@ -16,7 +16,7 @@ from typing import Any
 
 from torchtitan_lite import faults
 from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.disk.background import Background
+from torchtitan_lite.disk.threads import Background
 from torchtitan_lite.errors import CheckpointUnreadable, ConfigError, LeaseLost, PinsUnreadable
 from torchtitan_lite.events import Emit, Purged
 from torchtitan_lite.log import logger

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchtitan_lite.disk.block_writer import FileSource
-from torchtitan_lite.disk.new_file import NewFile
+from torchtitan_lite.disk.block_writer import FileSource, NewFile
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.holder import HolderSeen

@@ -21,10 +21,9 @@ from itertools import islice
 from pathlib import Path
 
 from torchtitan_lite import faults
-from torchtitan_lite.disk.block_writer import FileSource
+from torchtitan_lite.disk.block_writer import LOOK_SECONDS, FileSource, NewFileOnDisk
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import DISK, Durable, naming
-from torchtitan_lite.disk.new_file import LOOK_SECONDS, NewFileOnDisk
 from torchtitan_lite.disk.plain_file import read_plain, sizes_of
 from torchtitan_lite.errors import (
     CheckpointDamaged,

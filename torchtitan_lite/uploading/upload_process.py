@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from torchtitan_lite import faults, log
-from torchtitan_lite.disk.background import give_way
 from torchtitan_lite.disk.helper import Helper, Line
+from torchtitan_lite.disk.threads import give_way
 from torchtitan_lite.errors import (
     CheckpointError,
     ConfigError,

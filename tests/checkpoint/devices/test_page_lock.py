@@ -18,9 +18,8 @@ from torchtitan_lite.checkpoint.devices import page_lock
 from torchtitan_lite.checkpoint.devices.page_lock import wait_for_unlocking
 from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
 from torchtitan_lite.checkpoint.staging import copiers, stager
-from torchtitan_lite.checkpoint.staging.arena import StagingArena
+from torchtitan_lite.checkpoint.staging.arena import NO_STEP, StagingArena
 from torchtitan_lite.checkpoint.staging.copiers import CudaCopier, HostCopier
-from torchtitan_lite.checkpoint.staging.slots import NO_STEP
 from torchtitan_lite.checkpoint.staging.stager import Stager
 from torchtitan_lite.memory.images.image_stager import ImageStager
 

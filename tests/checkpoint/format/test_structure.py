@@ -15,9 +15,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from tests.checkpoint.format.nests import nests
 from tests.checkpoint.with_manifest import write_manifest
 from torchtitan_lite.checkpoint.format.contents import Contents
-from torchtitan_lite.checkpoint.format.flattening import flatten
+from torchtitan_lite.checkpoint.format.flattening import difference, flatten
 from torchtitan_lite.checkpoint.format.joint_structure import merged_structure
-from torchtitan_lite.checkpoint.format.kinds import difference
 from torchtitan_lite.checkpoint.format.structure import (
     MAX_DEPTH,
     Branch,

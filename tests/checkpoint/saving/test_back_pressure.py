@@ -12,8 +12,8 @@ from torchtitan_lite.checkpoint.saving.content import write_in_place
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, ThreadSaver
 from torchtitan_lite.checkpoint.saving.target import SaveTarget
 from torchtitan_lite.checkpoint.staging.stager import Copying, StagedCopy, build_stager
+from torchtitan_lite.disk.block_writer import NewFile
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.distributed.peers import Peers
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.checkpoint.conftest import StartRun
 from tests.store import filled
-from torchtitan_lite.disk.background import Background
 from torchtitan_lite.disk.durable import Durable
+from torchtitan_lite.disk.threads import Background
 from torchtitan_lite.errors import LeaseLost
 from torchtitan_lite.events import ignore
 from torchtitan_lite.store.housekeeping import Housekeeping

@@ -10,9 +10,8 @@ import torch
 from tests.checkpoint.small_run import target
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.saving.content import Copies, write_in_place
-from torchtitan_lite.checkpoint.staging.changed_tensors import DO_NOT_WATCH
 from torchtitan_lite.checkpoint.staging.copiers import HostCopier
-from torchtitan_lite.checkpoint.staging.stager import Copying, Stager
+from torchtitan_lite.checkpoint.staging.stager import DO_NOT_WATCH, Copying, Stager
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.memory.images.pool import Pool
 from torchtitan_lite.store.store import CheckpointStore

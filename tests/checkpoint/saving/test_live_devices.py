@@ -13,8 +13,8 @@ from torchtitan_lite.checkpoint.devices.link import Link, build_link
 from torchtitan_lite.checkpoint.format import file_data
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.saving.content import live_content
+from torchtitan_lite.disk.block_writer import NewFileOnDisk
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
-from torchtitan_lite.disk.new_file import NewFileOnDisk
 from torchtitan_lite.distributed.peers import Peers
 
 

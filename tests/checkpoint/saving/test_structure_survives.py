@@ -24,7 +24,7 @@ from tests.checkpoint.format.nests import nests
 from tests.checkpoint.one_file import as_one_file
 from tests.checkpoint.small_run import job_config, target
 from tests.ranks import on_two_ranks
-from torchtitan_lite.checkpoint.format.kinds import difference
+from torchtitan_lite.checkpoint.format.flattening import difference
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.saving.savers import ProcessSaver, Saver, SyncSaver, ThreadSaver

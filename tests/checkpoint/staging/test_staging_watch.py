@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
-from torchtitan_lite.checkpoint.staging.changed_tensors import StagingWatch, build_staging_watch, watch
 from torchtitan_lite.checkpoint.staging.copiers import HostCopier
-from torchtitan_lite.checkpoint.staging.stager import Stager
+from torchtitan_lite.checkpoint.staging.stager import Stager, StagingWatch, build_staging_watch, watch
 from torchtitan_lite.config.job_config import Checkpoint
 
 LARGE = (9 << 20) + 3

@@ -17,9 +17,8 @@ from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, ThreadSaver
 from torchtitan_lite.checkpoint.saving.target import SaveTarget
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
-from torchtitan_lite.checkpoint.staging.changed_tensors import watch
 from torchtitan_lite.checkpoint.staging.copiers import Copied, HostCopier
-from torchtitan_lite.checkpoint.staging.stager import Copying, Stager
+from torchtitan_lite.checkpoint.staging.stager import Copying, Stager, watch
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import SaveFailed
 from torchtitan_lite.store.store import CheckpointStore

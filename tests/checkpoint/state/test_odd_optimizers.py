@@ -16,7 +16,7 @@ from tests.checkpoint.only_once import load_and_close, save_and_close
 from tests.checkpoint.savers import Lent
 from tests.checkpoint.small_run import job_config, same
 from tests.checkpoint.state.odd_objects import OwnForm
-from torchtitan_lite.checkpoint.format.kinds import difference
+from torchtitan_lite.checkpoint.format.flattening import difference
 from torchtitan_lite.checkpoint.manager import CheckpointManager
 from torchtitan_lite.checkpoint.saving.savers import ProcessSaver
 from torchtitan_lite.checkpoint.seams import Seams

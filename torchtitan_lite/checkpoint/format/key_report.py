@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torchtitan_lite.checkpoint.format.kinds import is_expanded
+from torchtitan_lite.checkpoint.format.flattening import is_expanded
 
 SHOWN = 8
 """Keys listed under each heading; the others are counted."""

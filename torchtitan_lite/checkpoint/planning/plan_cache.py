@@ -32,16 +32,14 @@ from torchtitan_lite.checkpoint.format.chunk_runs import LEAST_CHUNKS
 from torchtitan_lite.checkpoint.format.description import Description
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.checkpoint.format.file_data import FileLayout, Spec
-from torchtitan_lite.checkpoint.format.flattening import State, flatten
-from torchtitan_lite.checkpoint.format.kinds import difference, refuse_piece
+from torchtitan_lite.checkpoint.format.flattening import State, difference, flatten, refuse_piece
 from torchtitan_lite.checkpoint.format.shards import knows_its_parts, local_of, part_of
 from torchtitan_lite.checkpoint.format.structure import Branch, decode_structure, encode_structure, rebuild
 from torchtitan_lite.checkpoint.planning.joint_plan import JointPlan
-from torchtitan_lite.checkpoint.planning.object_items import ObjectItems
 from torchtitan_lite.checkpoint.planning.outline import Outlined, PlanAnswer, SectionAnswer, entries_of, outlined
 from torchtitan_lite.checkpoint.planning.own_entries import Divided, divided
 from torchtitan_lite.checkpoint.planning.rank_comparison import OWN_NAMES, RankComparison
-from torchtitan_lite.checkpoint.planning.rank_file import PlannedSave, RankPlan
+from torchtitan_lite.checkpoint.planning.rank_file import ObjectItems, PlannedSave, RankPlan
 from torchtitan_lite.checkpoint.planning.replicated import Replicated
 from torchtitan_lite.checkpoint.planning.shared_items import SharedItems
 from torchtitan_lite.collection import no_collection

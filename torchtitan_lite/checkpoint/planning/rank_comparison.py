@@ -31,7 +31,7 @@ from torchtitan_lite.checkpoint.format.shards import knows_its_parts, local_of, 
 from torchtitan_lite.checkpoint.planning.distances import Distance, joint_distances, relative, squares
 from torchtitan_lite.checkpoint.planning.shared_items import SharedItems
 from torchtitan_lite.disk.forks import forget_in_children
-from torchtitan_lite.disk.in_threads import in_threads
+from torchtitan_lite.disk.threads import in_threads
 from torchtitan_lite.distributed.environment import cores_of_rank
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import RanksDiffer

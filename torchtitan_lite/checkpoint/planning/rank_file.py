@@ -1,23 +1,145 @@
-"""What one rank writes: its part of the agreed plan, and the bytes of its file.
+"""Encodes the objects of a state: counters, settings, positions of loaders, all that is no tensor.
 
-A `RankPlan` is valid for every state of the same structure. `PlannedSave.file` fills it with the tensors
-and objects of one state. The tensors are live: nothing is copied here.
+Each becomes an item that `torch.load(weights_only=True)` accepts, so that plain DCP reads it, and also
+a JSON value for the manifest if it is made of plain types. An object that the manifest does not hold
+is read back by our own reader before it is saved, and refused by name if it would not come back equal.
+There may be thousands of objects (the settings of every parameter) that are the same in every save:
+these are encoded and checked once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import io
+import json
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.description import Description, PlacedObject
 from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
-from torchtitan_lite.checkpoint.format.flattening import State
-from torchtitan_lite.checkpoint.planning.object_items import ObjectItems
+from torchtitan_lite.checkpoint.format.flattening import State, difference
+from torchtitan_lite.checkpoint.format.plain_value import NotPlain, encode_value
+from torchtitan_lite.checkpoint.format.torch_item import CALL_OF_BYTES, OBJECT_GRAIN, SafePickle, object_item
 from torchtitan_lite.checkpoint.planning.own_entries import OwnEntries
+from torchtitan_lite.checkpoint.state.optimizer_state import nested_tensors
+from torchtitan_lite.checkpoint.untrusted.safe_load import UnsafeItem, load_item
+from torchtitan_lite.disk.digest import text_digest
 from torchtitan_lite.errors import RanksDiffer
+from torchtitan_lite.store.described import DESCRIPTION_RATIO
+
+_MAX_IN_MANIFEST_BYTES = 64 << 10
+"""An object with a larger item is only in its rank's file: every rank reads the complete manifest."""
+_MAX_RATIO = DESCRIPTION_RATIO
+"""So is an object whose JSON is more than this many times as long as its item, such as a list that repeats one string:
+next to so little data a load would refuse the manifest as too large."""
+
+
+_CONSTANT = {bool, int, float, str, type(None)}
+"""Types whose values, alone or in a tuple such as betas, have a `repr` of their own each."""
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    item: bytes
+    plain: Any
+    is_plain: bool
+
+
+class ObjectItems:
+    """Encodes objects, and keeps the encoded form of immutable ones from the last call."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[type, str], _Encoded] = {}
+        self._known_before = self._known
+        self._readable: dict[str, str] = {}
+        """The digest of the item that was read back, by key."""
+
+    def lay_out(self, objects: Mapping[str, Any], file: str, at: int) -> tuple[bytes, list[PlacedObject]]:
+        """Return the bytes of `objects`, which start at byte `at` of `file`, and the place of each object.
+
+        Raises TypeError for an object that could not be loaded again, so that the save fails and not the load.
+        """
+        # Only the last save's are kept, so that values which change at each save do not pile up.
+        self._known_before, self._known = self._known, {}
+        items: list[bytes] = []
+        placed: list[PlacedObject] = []
+        for key, value in objects.items():
+            encoded = self._encoded(key, value)
+            placed.append(PlacedObject(key, file, at, len(encoded.item), encoded.plain, encoded.is_plain))
+            items.append(encoded.item)
+            at += len(encoded.item)
+        return b"".join(items), placed
+
+    def _encoded(self, key: str, value: Any) -> _Encoded:
+        if type(value) not in _CONSTANT and not (type(value) is tuple and {*map(type, value)} <= _CONSTANT):
+            return self._encode(key, value)
+        known = (type(value), repr(value))
+        if known not in self._known:
+            self._known[known] = self._known_before.get(known) or self._encode(key, value)
+        return self._known[known]
+
+    def _encode(self, key: str, value: Any) -> _Encoded:
+        try:
+            plain = encode_value(value)
+        except NotPlain:
+            if any(isinstance(tensor, DTensor) for tensor in nested_tensors(value)):
+                raise TypeError(
+                    f"{key} is a {type(value).__name__} with DTensors in it, which one rank saves as a whole, so that "
+                    "the other ranks would get its shards. Return a list or a dict of them from state_dict"
+                ) from None
+            item = _saved_by_torch(key, value)
+        else:
+            item = object_item(value)
+            if len(item) <= _MAX_IN_MANIFEST_BYTES and len(json.dumps(plain)) <= _MAX_RATIO * len(item):
+                return _Encoded(item, plain, True)
+        self._check_readable(key, value, item)
+        return _Encoded(item, None, False)
+
+    def _check_readable(self, key: str, value: Any, item: bytes) -> None:
+        """Raise TypeError unless `item` is read back equal to `value`."""
+        digest = text_digest([item])
+        if self._readable.get(key) == digest:
+            return
+        try:
+            finding = difference(value, load_item(item), key)
+        except (UnsafeItem, RecursionError, RuntimeError) as error:
+            # Nested tensors have no shape: RuntimeError.
+            raise _not_loadable(key, error) from None
+        if finding:
+            raise _not_loadable(key, finding)
+        self._readable[key] = digest
+
+
+def _saved_by_torch(key: str, value: Any) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        # Only then, because this pickler is slow.
+        if CALL_OF_BYTES in buffer.getvalue():
+            buffer = io.BytesIO()
+            torch.save(value, buffer, pickle_module=SafePickle)
+    except Exception as error:
+        raise _not_loadable(key, error) from None
+    item = buffer.getvalue()
+    return item + bytes(-len(item) % OBJECT_GRAIN)
+
+
+def _not_loadable(key: str, reason: Exception | str) -> TypeError:
+    first_line = (str(reason).splitlines() or [type(reason).__name__])[0].partition(". Please use")[0]
+    return TypeError(
+        f"{key} holds an object that could not be loaded again ({first_line}). "
+        "Return tensors, numbers, strings, bytes, and lists, tuples, sets and dicts of these from state_dict"
+    )
+
+
+# What one rank writes: its part of the agreed plan, and the bytes of its file.
+#
+# A `RankPlan` is valid for every state of the same structure. `PlannedSave.file` fills it with the tensors and objects
+# of one state. The tensors are live: nothing is copied here.
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.contents import Contents
-from torchtitan_lite.checkpoint.format.flattening import State, flat_tensors
+from torchtitan_lite.checkpoint.format.flattening import State, flat_tensors, refuse_piece
 from torchtitan_lite.checkpoint.format.key_report import KeyReport, TensorLike, compare_tensors, merged
-from torchtitan_lite.checkpoint.format.kinds import refuse_piece
 from torchtitan_lite.checkpoint.format.shards import local_shards
 from torchtitan_lite.checkpoint.format.structure import rebuild, without
 from torchtitan_lite.checkpoint.format.untyped_structure import Untyped, retyped

@@ -15,12 +15,10 @@ from torchtitan_lite.checkpoint.format.file_data import FileData, TensorBytes, r
 from torchtitan_lite.checkpoint.planning.rank_file import RankFile
 from torchtitan_lite.checkpoint.saving.companion import Companion, CopyOfSave
 from torchtitan_lite.checkpoint.saving.target import RankContent, SaveTarget
-from torchtitan_lite.checkpoint.staging.changed_tensors import StagingWatch
-from torchtitan_lite.checkpoint.staging.slots import ArenaSlot
-from torchtitan_lite.checkpoint.staging.stager import Copying, StagedCopy
-from torchtitan_lite.disk.block_writer import Bounced, InPlace
+from torchtitan_lite.checkpoint.staging.arena import ArenaSlot
+from torchtitan_lite.checkpoint.staging.stager import Copying, StagedCopy, StagingWatch
+from torchtitan_lite.disk.block_writer import Bounced, InPlace, NewFile
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.disk.new_file import NewFile
 
 WriteStaged = Callable[[NewFile, StagedCopy, SaveTarget], FileRecord]
 """Writes a file from a staged copy, durably."""

@@ -23,8 +23,8 @@ from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, SavesStates
 from torchtitan_lite.checkpoint.saving.target import Origin, SaveTarget, free
-from torchtitan_lite.disk.at_exit import end_at_exit, is_finished
 from torchtitan_lite.disk.forks import forget_in_children
+from torchtitan_lite.disk.threads import end_at_exit, is_finished
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import LeaseLost, RanksDiffer, SaveFailed
 from torchtitan_lite.events import Committed, Emit, SaveFailure, SaveStaged, SaveStarted

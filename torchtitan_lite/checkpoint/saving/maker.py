@@ -22,7 +22,7 @@ from torchtitan_lite.checkpoint.schedule.interval import BEGINNING, AtRisk, Tick
 from torchtitan_lite.checkpoint.state.model_wrapper import EXPORT_DTYPES, weights_only
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.checkpoint.state.train_state import Metrics, finite
-from torchtitan_lite.distributed.missing_ranks import naming_missing_ranks
+from torchtitan_lite.distributed.groups import naming_missing_ranks
 from torchtitan_lite.errors import ConfigError, SaveFailed
 from torchtitan_lite.events import SaveSkipped
 from torchtitan_lite.log import logger

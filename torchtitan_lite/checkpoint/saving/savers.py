@@ -28,13 +28,18 @@ from torchtitan_lite.checkpoint.saving.companion import Companion, note_agreed
 from torchtitan_lite.checkpoint.saving.content import Copies, WriteStaged, live_content, write_in_place
 from torchtitan_lite.checkpoint.saving.target import RankContent, SaveTarget
 from torchtitan_lite.checkpoint.saving.writer import commit
-from torchtitan_lite.checkpoint.staging.changed_tensors import DO_NOT_WATCH, StagingWatch, build_staging_watch
-from torchtitan_lite.checkpoint.staging.stager import Copying, StagedCopy
+from torchtitan_lite.checkpoint.staging.stager import (
+    DO_NOT_WATCH,
+    Copying,
+    StagedCopy,
+    StagingWatch,
+    build_staging_watch,
+)
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.disk.background import lower_io
+from torchtitan_lite.disk.block_writer import NewFile
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.disk.new_file import NewFile
+from torchtitan_lite.disk.threads import lower_io
 from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.distributed.exchange import Exchange
 from torchtitan_lite.distributed.peers import Peers

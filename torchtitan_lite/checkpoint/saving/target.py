@@ -13,8 +13,8 @@ from torchtitan_lite.checkpoint.planning.rank_file import RankPlan
 from torchtitan_lite.checkpoint.schedule.interval import NOTHING_AT_RISK, AtRisk
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.config.sections.checkpoint import DcpMetadata
+from torchtitan_lite.disk.block_writer import NewFile
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.protocol import StoresCheckpoints

@@ -26,8 +26,7 @@ from torchtitan_lite.checkpoint.planning.rank_file import RankPlan
 from torchtitan_lite.checkpoint.saving.target import RankContent, SaveTarget
 from torchtitan_lite.disk.block_writer import in_memory
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.distributed.exchange import Exchange, RanksFailed
-from torchtitan_lite.distributed.host_tree import Sent, SentApart
+from torchtitan_lite.distributed.exchange import Exchange, RanksFailed, Sent, SentApart
 from torchtitan_lite.distributed.lost_peer import as_peer_lost
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import LeaseLost, SaveFailed

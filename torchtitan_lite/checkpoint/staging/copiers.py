@@ -18,7 +18,7 @@ from torchtitan_lite.checkpoint.devices.page_lock import is_cut, pieces
 from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout, TensorPlace, copy_bytes
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.disk.digest import BLOCK_BYTES, BlockDigest, FileRecord
-from torchtitan_lite.disk.in_threads import in_threads
+from torchtitan_lite.disk.threads import in_threads
 
 THREADS = 2
 """Two, because one core copies at about half the speed of the memory."""

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
-from torchtitan_lite.checkpoint.format.kinds import refuse_piece
+from torchtitan_lite.checkpoint.format.flattening import refuse_piece
 from torchtitan_lite.checkpoint.schedule.interval import SavePolicy
 from torchtitan_lite.checkpoint.state import fsdp1
 from torchtitan_lite.config.job_config import EXCLUDABLE_STATES, Checkpoint, JobConfig

@@ -13,16 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from torchtitan_lite.checkpoint.format.flattening import State
+from torchtitan_lite.checkpoint.format.flattening import State, is_plain, refuse_expanded
 from torchtitan_lite.checkpoint.format.key_report import TensorLike, compare_tensors
-from torchtitan_lite.checkpoint.format.kinds import is_plain, refuse_expanded
 from torchtitan_lite.checkpoint.state import fsdp1
-from torchtitan_lite.checkpoint.state.in_place import no_mixing
 from torchtitan_lite.checkpoint.state.names import (
     clean_names,
     is_extra_name,
     merge_disjoint,
     named_parameters,
+    no_mixing,
     refuse_lazy,
 )
 from torchtitan_lite.checkpoint.state.other_keys import of_left_out, other_names, try_load

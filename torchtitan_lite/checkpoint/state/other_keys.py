@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch import nn
 
-from torchtitan_lite.checkpoint.format.kinds import is_plain
+from torchtitan_lite.checkpoint.format.flattening import is_plain
 from torchtitan_lite.checkpoint.format.shards import local_of
 from torchtitan_lite.checkpoint.state import fsdp1
 from torchtitan_lite.checkpoint.state.names import SHOWN, clean_names, is_extra_name

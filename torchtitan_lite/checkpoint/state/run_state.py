@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.state import arguments, fsdp1
-from torchtitan_lite.checkpoint.state.in_place import no_mixing
+from torchtitan_lite.checkpoint.state.names import no_mixing
 from torchtitan_lite.checkpoint.state.optimizer_owner import parameters_of
 from torchtitan_lite.checkpoint.state.other_keys import other_names, try_load
 from torchtitan_lite.checkpoint.state.per_rank import PerRank

@@ -13,11 +13,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchtitan_lite.checkpoint.format.flattening import State, flat_tensors
-from torchtitan_lite.checkpoint.format.kinds import is_plain
+from torchtitan_lite.checkpoint.format.flattening import State, flat_tensors, is_plain
 from torchtitan_lite.checkpoint.format.shards import local_of
-from torchtitan_lite.checkpoint.state.in_place import storage_of
-from torchtitan_lite.checkpoint.state.names import EXTRA_STATE, SHOWN
+from torchtitan_lite.checkpoint.state.names import EXTRA_STATE, SHOWN, storage_of
 from torchtitan_lite.checkpoint.state.other_keys import saved_tensors
 from torchtitan_lite.log import listed, logger
 from torchtitan_lite.torch_private import is_set_by_torch, non_persistent_buffers, version_of

@@ -27,8 +27,8 @@ from torchtitan_lite.checkpoint.saving.writer import versions
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
 from torchtitan_lite.checkpoint.staging.stager import StagedCopy
-from torchtitan_lite.disk.background import Background
 from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.threads import Background
 from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.events import ImageReady
 from torchtitan_lite.log import logger

@@ -22,10 +22,9 @@ from torchtitan_lite.checkpoint.devices.page_lock import wait_for_unlocking
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.saving.target import Origin
-from torchtitan_lite.checkpoint.staging.arena import StagingArena
-from torchtitan_lite.checkpoint.staging.changed_tensors import build_staging_watch
+from torchtitan_lite.checkpoint.staging.arena import NO_STEP, StagingArena
 from torchtitan_lite.checkpoint.staging.mark import UnusableMark, read_mark
-from torchtitan_lite.checkpoint.staging.slots import NO_STEP
+from torchtitan_lite.checkpoint.staging.stager import build_staging_watch
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.distributed.peers import Peers

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-from torchtitan_lite.checkpoint.staging.arena import StagingArena
-from torchtitan_lite.checkpoint.staging.slots import NO_STEP, ArenaSlot, Slots
+from torchtitan_lite.checkpoint.staging.arena import NO_STEP, ArenaSlot, Slots, StagingArena
 
 NUM_RECENT = 4
 """Steps in a report: of more than there are arenas no rank has an image."""

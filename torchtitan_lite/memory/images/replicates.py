@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from torchtitan_lite.checkpoint.staging.slots import ArenaSlot
+from torchtitan_lite.checkpoint.staging.arena import ArenaSlot
 from torchtitan_lite.memory.images.room import Room
 
 

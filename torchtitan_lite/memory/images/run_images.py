@@ -18,8 +18,8 @@ from torchtitan_lite.checkpoint.reading.source import LoadSource, Sources
 from torchtitan_lite.checkpoint.saving.companion import Companion, CopyOfSave
 from torchtitan_lite.checkpoint.saving.target import Origin, RankContent
 from torchtitan_lite.checkpoint.staging.stager import Copying
+from torchtitan_lite.disk.block_writer import NewFile
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.disk.new_file import NewFile
 from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.distributed.environment import runtime_folder
 from torchtitan_lite.log import logger

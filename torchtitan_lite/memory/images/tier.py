@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from torchtitan_lite.checkpoint.staging.mark import Mark
-from torchtitan_lite.disk.at_exit import end_at_exit, is_finished
+from torchtitan_lite.disk.threads import end_at_exit, is_finished
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.log import logger
 from torchtitan_lite.memory.images.card import MOST_COMMITS, Commit, commit_of

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchtitan_lite.checkpoint.context import RunContext
+from torchtitan_lite.checkpoint.staging.arena import ArenaSlot
 from torchtitan_lite.checkpoint.staging.mark import read_mark
-from torchtitan_lite.checkpoint.staging.slots import ArenaSlot
 from torchtitan_lite.distributed.environment import master_address, replica_interface, runtime_folder
 from torchtitan_lite.events import ReplicaMissed, ReplicaReady
 from torchtitan_lite.host_memory import host_id
