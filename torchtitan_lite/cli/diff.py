@@ -251,7 +251,7 @@ def _diff_summary(result: _Result) -> list[str]:
             lines.append(f"Values of {counted(known, 'tensor')} by digest: {len(by_digest.equal)} equal.")
         if by_digest.unknown:
             lines.append(f"Values of {counted(len(by_digest.unknown), 'tensor')} not compared: --values reads them.")
-    if not found.num_tensors and not found.num_objects and not found.tensors:
+    if not found.has_common_names:
         lines.append("The two have no name in common.")
     lines.append("The states differ." if result.is_different else _equal(result))
     return lines

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.cli.exit_codes import ExitCode, sentence_of
@@ -185,26 +185,16 @@ def _read_checkpoints(results: Sequence[VerifyResult], is_single: bool, records:
                         result.recorded_in = records.write(place, result.before, result.looked.contents, advance)
 
 
-class _set_apart(contextlib.AbstractContextManager[None]):
+@contextlib.contextmanager
+def _set_apart(result: VerifyResult, is_single: bool) -> Iterator[None]:
     """Keep an error about one of several checkpoints in its `result`; the error of a single one is raised."""
-
-    _STATUS = (
-        (CheckpointNotFound, GONE),
-        (UnknownFormat, UNKNOWN),
-        (CheckpointUnreadable, UNREADABLE),
-        (CheckpointUnsafe, UNREADABLE),
-        (OSError, UNREADABLE),
-    )
-
-    def __init__(self, result: VerifyResult, is_single: bool) -> None:
-        self._result, self._is_single = result, is_single
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        for kind, status in self._STATUS:
-            if isinstance(error, kind) and not self._is_single:
-                self._result.leave(status, error)
-                return True
-        return False
+    try:
+        yield
+    except (UnknownFormat, CheckpointUnreadable, CheckpointUnsafe, OSError) as error:
+        if is_single:
+            raise
+        is_gone, is_unknown = isinstance(error, CheckpointNotFound), isinstance(error, UnknownFormat)
+        result.leave(GONE if is_gone else UNKNOWN if is_unknown else UNREADABLE, error)
 
 
 def _record_result(result: VerifyResult, full: bool, screen: Screen) -> None:

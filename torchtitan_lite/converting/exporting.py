@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torchtitan_lite.checkpoint.format.contents import Contents, StoredTensor
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES, dtype_name
@@ -23,6 +22,9 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.examining.opened import OF_HUGGING_FACE, OpenedCheckpoint, WrittenBy
 from torchtitan_lite.examining.tensor_stream import TensorStream
 from torchtitan_lite.examining.transformers_folder import WEIGHTS
+
+if TYPE_CHECKING:
+    from torchtitan_lite.converting.old_layout import Reader
 
 Format = Literal["safetensors", "torch", "dcp"]
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
@@ -62,29 +64,23 @@ def export(opened: OpenedCheckpoint, out: Path, wanted: ExportRequest, progress:
     stream = TensorStream(opened.folder, contents, opened.records)
     tensors = [each for each in keys if each.key in contents.tensors]
     total = sum(elements_of(contents, each.key, wanted.dtype).num_bytes for each in tensors)
-    if wanted.format != "safetensors":
-        # It imports torch, which takes seconds, which are not to be seen as slow progress.
-        importlib.import_module("torchtitan_lite.converting.layouts")
+    label = f"Exporting to {out.name}"
+    if wanted.format == "safetensors":
+        with progress(label, 2 * total) as advance:
+            return Exported(_to_safetensors(keys, out, wanted, stream, advance), len(tensors), total)
+    # It imports torch, which takes seconds, which are not to be seen as slow progress.
+    from torchtitan_lite.converting.old_layout import Reader
 
-    with progress(f"Exporting to {out.name}", 2 * total) as advance:
-        if wanted.format == "safetensors":
-            files = _to_safetensors(contents, keys, out, wanted, stream, advance)
-        elif wanted.format == "torch":
-            files = _to_torch(opened, keys, out, wanted, stream, advance)
-        else:
-            files = _to_dcp(opened, keys, out, wanted, total, stream, advance)
-    return Exported(files, len(tensors), total)
+    write, reader = _to_torch if wanted.format == "torch" else _to_dcp, Reader(opened, stream)
+    with progress(label, 2 * total) as advance:
+        return Exported(write(reader, keys, out, wanted, advance), len(tensors), total)
 
 
 def _to_safetensors(
-    contents: Contents,
-    keys: Sequence[ModelKey],
-    out: Path,
-    wanted: ExportRequest,
-    stream: TensorStream,
-    advance: Advance,
+    keys: Sequence[ModelKey], out: Path, wanted: ExportRequest, stream: TensorStream, advance: Advance
 ) -> list[str]:
     safetensors_files.require_library()
+    contents = stream.contents
     objects = [each.name for each in keys if each.key in contents.objects]
     if objects:
         raise ConfigError(
@@ -104,20 +100,14 @@ def _to_safetensors(
 
 
 def _to_torch(
-    opened: OpenedCheckpoint,
-    keys: Sequence[ModelKey],
-    out: Path,
-    wanted: ExportRequest,
-    stream: TensorStream,
-    advance: Advance,
+    reader: Reader, keys: Sequence[ModelKey], out: Path, wanted: ExportRequest, advance: Advance
 ) -> list[str]:
     from torchtitan_lite.checkpoint.format.torch_contents import DTYPES as OF_TORCH
-    from torchtitan_lite.converting.old_layout import Reader
     from torchtitan_lite.converting.torch_file import Tensor, write_state
 
     if wanted.max_shard_bytes is not None:
         raise ConfigError("--max-shard-size is for safetensors and dcp: torch.save makes one file")
-    reader, contents = Reader(opened, stream), opened.contents
+    contents = reader.contents
     values: dict[str, Any] = {}
     leaves: dict[str, list[Leaf]] = {}
     for each in keys:
@@ -130,7 +120,7 @@ def _to_torch(
         leaves.setdefault(str(each.path[0]), []).append(Leaf(each.key, each.path[1:]))
     state = {name: _model_entry(contents, name, of_name, values) for name, of_name in leaves.items()}
     with new_output.new_file(out) as path:
-        write_state(path, state, stream, advance)
+        write_state(path, state, reader.stream, advance)
     return [out.name]
 
 
@@ -144,30 +134,22 @@ def _model_entry(contents: Contents, name: str, leaves: Sequence[Leaf], values: 
         raise ConfigError(f"--include and --exclude take a part of {name}: take all of it, or nothing") from None
 
 
-def _to_dcp(
-    opened: OpenedCheckpoint,
-    keys: Sequence[ModelKey],
-    out: Path,
-    wanted: ExportRequest,
-    total: int,
-    stream: TensorStream,
-    advance: Advance,
-) -> list[str]:
+def _to_dcp(reader: Reader, keys: Sequence[ModelKey], out: Path, wanted: ExportRequest, advance: Advance) -> list[str]:
     from torchtitan_lite.checkpoint.format.torch_contents import DTYPES as OF_TORCH
     from torchtitan_lite.converting.dcp_folder import write_checkpoint
     from torchtitan_lite.converting.layouts import as_weights
-    from torchtitan_lite.converting.old_layout import Reader
 
-    state = as_weights(Reader(opened, stream), keys)
+    state = as_weights(reader, keys)
     tensors = {}
     for name, tensor in state.tensors.items():
-        stored = opened.contents.tensors[tensor.source]
+        stored = reader.contents.tensors[tensor.source]
         after = dtype_after(stored, wanted.dtype)
         cast = cast_between(dtype_name(stored.dtype), wanted.dtype)
         tensors[name] = tensor._replace(dtype=OF_TORCH[after], cast=cast)
+    total = sum(tensor.num_bytes for tensor in tensors.values())
     num_files = -(-total // wanted.max_shard_bytes) if wanted.max_shard_bytes else 1
     with new_output.new_folder(out) as folder:
-        written = write_checkpoint(folder, state._replace(tensors=tensors), max(num_files, 1), stream, advance)
+        written = write_checkpoint(folder, state._replace(tensors=tensors), max(num_files, 1), reader.stream, advance)
     return [*written.files]
 
 

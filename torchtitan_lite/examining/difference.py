@@ -70,10 +70,8 @@ class Difference:
     objects: Pairs
     origin: Pairs
     """Where the two come from; no difference of their state."""
-    num_tensors: int = 0
-    """Tensors of the same dtype and shape in both."""
-    num_objects: int = 0
-    """Objects in both."""
+    has_common_names: bool = False
+    """Whether there is a tensor, or an object, of the same name in both."""
     clocks: frozenset[str] = frozenset()
     """Clocks of the same form in both, whose values are no difference of their state."""
     by_digest: ValuesByDigest = ValuesByDigest()
@@ -108,8 +106,7 @@ def compare_checkpoints(a: OpenedCheckpoint, b: OpenedCheckpoint) -> Difference:
         containers=_containers(a.contents.structure, b.contents.structure),
         objects=_object_differences(a, b),
         origin=_origin_differences(a, b),
-        num_tensors=len(same),
-        num_objects=sum(key in b.contents.objects for key in a.contents.objects),
+        has_common_names=bool(same or tensors or a.contents.objects.keys() & b.contents.objects.keys()),
         clocks=clocks,
         by_digest=_values_by_digest(a.extra.get(_DIGESTS, {}), b.extra.get(_DIGESTS, {}), same, clocks),
         comparable=tuple(key for key in in_a if key in in_b and in_a[key].shape == in_b[key].shape),

@@ -144,7 +144,7 @@ def open_checkpoint(folder: Place) -> OpenedCheckpoint:
     parse_step = lightning_step_of if is_of_lightning else layout.parse_step
     return OpenedCheckpoint(
         folder,
-        WrittenBy.LIGHTNING if is_of_lightning else origin_of(manifest, contents.objects),
+        WrittenBy.LIGHTNING if is_of_lightning else _origin_of(manifest, contents.objects),
         contents,
         manifest,
         sizes,
@@ -202,7 +202,7 @@ def absence(folder: Place) -> str:
     return f"there is neither {layout.MANIFEST} nor {layout.METADATA} in it"
 
 
-def origin_of(manifest: Manifest | None, objects: Iterable[str]) -> WrittenBy:
+def _origin_of(manifest: Manifest | None, objects: Iterable[str]) -> WrittenBy:
     """Return what wrote the checkpoint with these `objects`."""
     if manifest is not None:
         return WrittenBy.OURS

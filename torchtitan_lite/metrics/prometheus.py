@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from torchtitan_lite.accounts import Accounts
 from torchtitan_lite.disk import durable
@@ -41,7 +40,7 @@ class PrometheusFile:
 
     def write(self, accounts: Accounts, at_risk: tuple[int, float], *, is_up: bool) -> None:
         """Replace the file; if the disk refuses, log one warning. **Any thread**, one at a time."""
-        text = metrics_text(self._run, accounts, at_risk, self.logged, self.uploads, is_up=is_up)
+        text = self._text(accounts, at_risk, is_up=is_up)
         temporary = self._path.with_name(durable.temporary_name(self._path.name))
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -52,33 +51,24 @@ class PrometheusFile:
                 logger.warning("Could not write %s: %s. Training continues", self._path, error)
             self._has_failed = True
 
-
-def metrics_text(
-    run: str,
-    accounts: Accounts,
-    at_risk: tuple[int, float],
-    logged: Mapping[str, float],
-    uploads: Mapping[str, float] = MappingProxyType({}),
-    *,
-    is_up: bool,
-) -> str:
-    """Return the figures in Prometheus' text format; all are gauges."""
-    last = accounts.starts[-1]
-    figures: list[tuple[str, str, Mapping[str, float]]] = [
-        ("up", "1 while the run lives, 0 after an orderly end.", {"": float(is_up)}),
-        ("beat_timestamp_seconds", "Unix seconds of the last sign of life.", {"": last.last_beat}),
-        ("time_seconds", "Seconds since the first start, by part.", accounts.seconds),
-        ("goodput_ratio", "The part of all time that was productive.", {"": accounts.goodput}),
-        ("starts", "Starts of the run.", {"": len(accounts.starts)}),
-        ("redone_steps", "Steps that were trained again after a restart.", {"": accounts.redone_steps}),
-        ("step", "The last step that is trained.", {"": last.last_step}),
-        ("durable_step", "The last step that is on disk.", {"": last.durable_step}),
-        ("at_risk_steps", "Steps that the disk lacks.", {"": at_risk[0]}),
-        ("at_risk_seconds", "Seconds of training that the disk lacks.", {"": at_risk[1]}),
-    ]
-    figures += [(name, about, {"": logged[tag]}) for name, (tag, about) in _LOGGED.items() if tag in logged]
-    figures += [(name, _UPLOADS[name], {"": value}) for name, value in uploads.items()]
-    return "".join(_gauge(name, about, values, run) for name, about, values in figures)
+    def _text(self, accounts: Accounts, at_risk: tuple[int, float], *, is_up: bool) -> str:
+        """Return the figures in Prometheus' text format; all are gauges."""
+        last, logged = accounts.starts[-1], self.logged
+        figures: list[tuple[str, str, Mapping[str, float]]] = [
+            ("up", "1 while the run lives, 0 after an orderly end.", {"": float(is_up)}),
+            ("beat_timestamp_seconds", "Unix seconds of the last sign of life.", {"": last.last_beat}),
+            ("time_seconds", "Seconds since the first start, by part.", accounts.seconds),
+            ("goodput_ratio", "The part of all time that was productive.", {"": accounts.goodput}),
+            ("starts", "Starts of the run.", {"": len(accounts.starts)}),
+            ("redone_steps", "Steps that were trained again after a restart.", {"": accounts.redone_steps}),
+            ("step", "The last step that is trained.", {"": last.last_step}),
+            ("durable_step", "The last step that is on disk.", {"": last.durable_step}),
+            ("at_risk_steps", "Steps that the disk lacks.", {"": at_risk[0]}),
+            ("at_risk_seconds", "Seconds of training that the disk lacks.", {"": at_risk[1]}),
+        ]
+        figures += [(name, about, {"": logged[tag]}) for name, (tag, about) in _LOGGED.items() if tag in logged]
+        figures += [(name, _UPLOADS[name], {"": value}) for name, value in self.uploads.items()]
+        return "".join(_gauge(name, about, values, self._run) for name, about, values in figures)
 
 
 def _gauge(name: str, about: str, values: Mapping[str, float], run: str) -> str:

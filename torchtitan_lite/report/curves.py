@@ -238,9 +238,7 @@ def step_time_figure(run: Run, x: Scale, ceiling: float) -> Figure | None:
 
 def _rect(span: Span, x: Scale, top: float, height: float, kind: str) -> str:
     begin, end = x.at(span.first), x.at(span.last)
-    return svg.element(
-        "rect", x=svg.percent(begin), y=float(top), width=svg.percent(end - begin), height=max(1.0, height), class_=kind
-    )
+    return svg.rect(begin, end - begin, float(top), max(1.0, height), kind)
 
 
 def _span_label(span: Span) -> str:

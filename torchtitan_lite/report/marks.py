@@ -61,16 +61,7 @@ def time_figure(parts: TimeParts) -> Figure | None:
     for part, seconds in parts.seconds.items():
         share = seconds / parts.total
         label = f"{LABELS[part]}: {seconds_text(seconds)}, {share_text(share)}"
-        bar = svg.element(
-            "rect",
-            svg.title(label),
-            x=svg.percent(begin),
-            y=0,
-            width=svg.percent(share),
-            height=BAR_HEIGHT,
-            class_=f"part {part}",
-        )
-        drawn.append(bar)
+        drawn.append(svg.rect(begin, share, 0, BAR_HEIGHT, f"part {part}", label))
         if share >= _LABELLED_SHARE:
             words = {"x": svg.percent(begin + share / 2), "y": BAR_HEIGHT / 2 + 5, "text_anchor": "middle"}
             drawn.append(svg.text(share_text(share), class_=f"on-part {part}", **words))
@@ -153,17 +144,8 @@ def rate_figure(run: Run, best: float) -> Figure | None:
     for index, group in enumerate(groups):
         rates = [(save.bytes_per_second or 0.0) / unit for save in group]
         top = RATE_HEIGHT * (1 - y.at(sum(rates) / len(rates)))
-        drawn.append(
-            svg.element(
-                "rect",
-                svg.title("\n".join(map(_rate_label, group[:8])) + ("\n..." if len(group) > 8 else "")),
-                x=svg.percent(slot * (index + 0.14)),
-                y=top,
-                width=svg.percent(slot * 0.72),
-                height=RATE_HEIGHT - top,
-                class_="rate",
-            )
-        )
+        label = "\n".join(map(_rate_label, group[:8])) + ("\n..." if len(group) > 8 else "")
+        drawn.append(svg.rect(slot * (index + 0.14), slot * 0.72, top, RATE_HEIGHT - top, "rate", label))
         if index % math.ceil(len(groups) / 8) == 0:
             words = {"x": svg.percent(slot * (index + 0.5)), "y": RATE_HEIGHT + 18, "text_anchor": "middle"}
             drawn.append(svg.text(short_step(group[0].step), class_="tick" if index % 2 == 0 else "tick wide", **words))

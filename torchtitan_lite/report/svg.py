@@ -53,6 +53,12 @@ def title(content: str) -> str:
     return element("title", escape(content))
 
 
+def rect(begin: float, width: float, y: float, height: float, kind: str, label: str = "") -> str:
+    """Return a rectangle of the class `kind` and these shares of the width; a browser shows `label` over it."""
+    children = [title(label)] if label else []
+    return element("rect", *children, x=percent(begin), y=y, width=percent(width), height=height, class_=kind)
+
+
 def percent(share: float) -> str:
     """Return a share of the width as SVG writes it."""
     return f"{_short(100 * share, 2)}%"
@@ -141,8 +147,7 @@ def badge_rows(marks: Sequence[AxisBadge]) -> list[int]:
 def hits(height: int, columns: Iterable[tuple[float, float, str]]) -> Iterator[str]:
     """Yield invisible columns, each with its shares of the width and the text that a browser shows over it."""
     for begin, end, label in columns:
-        width = percent(max(end - begin, 0.001))
-        yield element("rect", title(label), x=percent(begin), y=0, width=width, height=height, class_="hit")
+        yield rect(begin, max(end - begin, 0.001), 0, height, "hit", label)
 
 
 def _attribute_text(value: object) -> str:
