@@ -109,7 +109,7 @@ def test_only_a_run_that_is_watched_has_watchers_and_it_trains_the_same(setting:
     with start(tmp_path / "run", *arguments, f"--comm.hang_seconds={setting}", ranks=2, environment=environment) as job:
         wait_for_log(job, "happens here")
         found = [child for pid in job.pids() for child in children(pid)]
-        watchers = [pid for pid in found if "hangs.process" in command_line(pid)]
+        watchers = [pid for pid in found if "hangs.watcher" in command_line(pid)]
         assert job.wait() == [0, 0]
     assert len(watchers) == (2 if setting == "auto" else 0)
     assert job.losses() == plain.losses()

@@ -58,7 +58,7 @@ def test_a_signal_ends_the_run_with_its_code_though_the_uploader_does_not_answer
     keys = (EACH_STEP, "--training.steps=100000", "--checkpoint.preemption_grace_seconds=12")
     with start(tmp_path / "run", *keys, f"--checkpoint.upload_folder={tmp_path / 'other'}") as job:
         job.wait_until(lambda job: job.events("uploaded"))
-        (uploader,) = [pid for pid in children(job.processes[0].pid) if "uploading.process" in command_line(pid)]
+        (uploader,) = [pid for pid in children(job.processes[0].pid) if "uploading.upload_process" in command_line(pid)]
         send(uploader, signal.SIGSTOP)
         committed = len(job.events("committed"))
         job.wait_until(lambda job: len(job.events("committed")) > committed + 1)

@@ -33,7 +33,7 @@ def before() -> Iterator[set[int]]:
 def started(before: set[int]) -> list[str]:
     """Return which helpers this process has started since."""
     lines = [command_line(pid) for pid in own_children(os.getpid()) if pid not in before]
-    modules = ("disk.writer_process", "checkpoint.replicas.process", "uploading.process", "hangs.process")
+    modules = ("disk.writer_process", "memory.replicas.replica_sender", "uploading.upload_process", "hangs.watcher")
     return [module for module in modules for line in lines if f"from torchtitan_lite.{module} import" in line]
 
 
@@ -56,7 +56,7 @@ def test_uploads_start_their_own_helper_only(tmp_path: Path, other: Path, before
     with run_of(tmp_path, other, async_mode=mode).loaded() as run:
         run.step()
         wait_until(lambda: started(before))
-        assert started(before) == ["uploading.process"]
+        assert started(before) == ["uploading.upload_process"]
     assert started(before) == []
 
 
