@@ -15,7 +15,7 @@ from tests.ranks import Ranks, on_two_ranks
 from tests.ranks import four_ranks as four_ranks
 from tests.store.filled import without_token
 from torchtitan_lite.checkpoint import CheckpointManager
-from torchtitan_lite.checkpoint.one_folder import find_unseen
+from torchtitan_lite.checkpoint.open_managers import find_unseen
 from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.config.own_loop import loop_config
 from torchtitan_lite.disk.durable import Durable

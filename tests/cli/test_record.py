@@ -17,7 +17,7 @@ from tests.cli.conftest import Said
 from tests.cli.folders import GOLDEN
 from tests.disks import make_read_only, small_disk
 from tests.store.filled import flip
-from torchtitan_lite.store.listing import is_unmanaged
+from torchtitan_lite.store.layout import is_unmanaged
 from torchtitan_lite.store.store import CheckpointStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

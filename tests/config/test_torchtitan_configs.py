@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.config.aliases import ALIASES, FORMER_SECTIONS_OF_PARALLELISM, VALUE_ALIASES
-from torchtitan_lite.config.keys import KEYS
+from torchtitan_lite.config.keys import ALIASES, FORMER_SECTIONS_OF_PARALLELISM, KEYS, VALUE_ALIASES
 from torchtitan_lite.config.manager import parse_config
 from torchtitan_lite.config.own_loop import loop_config
 from torchtitan_lite.config.unsupported import UNSUPPORTED

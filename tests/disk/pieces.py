@@ -10,8 +10,7 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 from torchtitan_lite.disk.digest import BLOCK_BYTES
-from torchtitan_lite.disk.piece_table import PieceTable
-from torchtitan_lite.disk.read_requests import REQUEST_BYTES, Piece
+from torchtitan_lite.disk.read_requests import REQUEST_BYTES, Piece, PieceTable
 
 SIZE = 2 * REQUEST_BYTES + BLOCK_BYTES + 12345
 """Of a file, in bytes: three requests, the last one short."""

@@ -15,8 +15,7 @@ from tests.disk.pieces import SIZE, Room, dense, far, pieces_of, ranges
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
 from torchtitan_lite.disk.mapped_reader import MappedReader
-from torchtitan_lite.disk.piece_table import PieceTable
-from torchtitan_lite.disk.read_requests import Piece
+from torchtitan_lite.disk.read_requests import Piece, PieceTable
 
 FILE = Path("/a/folder/__0_0.distcp")
 

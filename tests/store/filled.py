@@ -10,8 +10,8 @@ from typing import Any
 
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.layout import Listing
 from torchtitan_lite.store.lineage import Lineage
-from torchtitan_lite.store.listing import Listing
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest, seal
 from torchtitan_lite.store.store import CheckpointStore
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.store.listing import Listing
+from torchtitan_lite.store.layout import Listing
 
 
 def listing(folder: Path, *names: str) -> Listing:

@@ -21,10 +21,8 @@ from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.block_reader import CheckedFile, DamagedRange, run
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
-from torchtitan_lite.disk.piece_table import PieceTable
 from torchtitan_lite.disk.plain_file import is_plain_name
-from torchtitan_lite.disk.read_requests import Piece, Segment, by_block, scatter
-from torchtitan_lite.disk.reads_blocks import ReadsBlocks
+from torchtitan_lite.disk.read_requests import Piece, PieceTable, ReadsBlocks, Segment, by_block, scatter
 from torchtitan_lite.distributed.host_exchange import Exchanges, ReadsAlike
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.store import layout

@@ -26,8 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchtitan_lite.checkpoint.companions import build_companions
 from torchtitan_lite.checkpoint.context import RunContext
-from torchtitan_lite.checkpoint.one_folder import refuse_misfits
-from torchtitan_lite.checkpoint.one_opener import OneOpener
+from torchtitan_lite.checkpoint.open_managers import OneOpener, refuse_misfits
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.planning.rank_comparison import RankComparison
 from torchtitan_lite.checkpoint.planning.replicated import build_replicated

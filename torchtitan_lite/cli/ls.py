@@ -20,7 +20,7 @@ from torchtitan_lite.examining.inventory import USABLE, ListedCheckpoint, invent
 from torchtitan_lite.examining.opened import SavingJob, WrittenBy
 from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.store.holder import Holder
-from torchtitan_lite.store.listing import is_checkpoint
+from torchtitan_lite.store.layout import is_checkpoint
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.manifest_fields import topology_in_words
 from torchtitan_lite.store.retention import Verdict

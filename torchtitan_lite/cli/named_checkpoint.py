@@ -28,7 +28,7 @@ from torchtitan_lite.examining.transformers_folder import (
 )
 from torchtitan_lite.log import listed
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.listing import Listing, is_checkpoint
+from torchtitan_lite.store.layout import Listing, is_checkpoint
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.place import Place, on_disk
 from torchtitan_lite.store.protocol import StoresCheckpoints

@@ -8,7 +8,7 @@ from torchtitan_lite.cli.named_checkpoint import IN_DUMP_FOLDER
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.listing import Listing, is_checkpoint
+from torchtitan_lite.store.layout import Listing, is_checkpoint
 
 
 def new_place(spelling: str, *, is_step: bool) -> Path:

@@ -34,7 +34,7 @@ from torchtitan_lite.errors import (
 )
 from torchtitan_lite.examining.opened import absence
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.listing import Listing, is_checkpoint
+from torchtitan_lite.store.layout import Listing, is_checkpoint
 from torchtitan_lite.store.place import Place, on_disk
 from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.store.verified import FULL, SIZES, Verified, content_identity, record

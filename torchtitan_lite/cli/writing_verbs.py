@@ -23,8 +23,8 @@ from torchtitan_lite.config.address import is_address
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError
 from torchtitan_lite.examining.inventory import FolderState, inventory
 from torchtitan_lite.examining.opened import WrittenBy
+from torchtitan_lite.store.layout import is_checkpoint
 from torchtitan_lite.store.lease import Lease, LeaseClock
-from torchtitan_lite.store.listing import is_checkpoint
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.store import CheckpointStore
 

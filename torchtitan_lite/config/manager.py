@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.config.aliases import VALUE_ALIASES
 from torchtitan_lite.config.argument_parser import Parser
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.config.keys import (
     KEYS,
     KNOWN_SECTIONS,
     SECTIONS,
+    VALUE_ALIASES,
     Meaning,
     meaning_of,
     unknown_key,

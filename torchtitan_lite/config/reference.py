@@ -10,9 +10,8 @@ import dataclasses
 import inspect
 from collections.abc import Iterator
 
-from torchtitan_lite.config.aliases import ALIASES
 from torchtitan_lite.config.argument_parser import doc_strings
-from torchtitan_lite.config.keys import KEYS, SECTIONS
+from torchtitan_lite.config.keys import ALIASES, KEYS, SECTIONS
 from torchtitan_lite.config.unsupported import UNSUPPORTED, Unsupported
 from torchtitan_lite.config.value_kinds import ValueKind
 

@@ -34,8 +34,7 @@ from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, FileRecord, b
 from torchtitan_lite.disk.durable import DISK, Durable, naming, temporary_name
 from torchtitan_lite.disk.held_folder import HeldFolder, held
 from torchtitan_lite.disk.lock_file import locked
-from torchtitan_lite.disk.read_requests import Piece
-from torchtitan_lite.disk.reads_blocks import ReadsBlocks
+from torchtitan_lite.disk.read_requests import Piece, ReadsBlocks
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, TorchtitanLiteError
 from torchtitan_lite.examining.opened import OpenedCheckpoint, WrittenBy, open_checkpoint
 from torchtitan_lite.examining.tensor_stream import TensorStream

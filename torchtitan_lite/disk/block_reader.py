@@ -24,11 +24,12 @@ from typing import Any, TypeVar
 from torchtitan_lite import faults
 from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, BlockDigest, FileRecord, block_digest
 from torchtitan_lite.disk.durable import O_DIRECT
-from torchtitan_lite.disk.piece_table import PieceTable
 from torchtitan_lite.disk.plain_file import opened_plain_file
 from torchtitan_lite.disk.read_requests import (
     REQUEST_BYTES,
     Piece,
+    PieceTable,
+    ReadsBlocks,
     Segment,
     after,
     by_block,
@@ -38,7 +39,6 @@ from torchtitan_lite.disk.read_requests import (
     scatter,
     segments,
 )
-from torchtitan_lite.disk.reads_blocks import ReadsBlocks
 from torchtitan_lite.disk.threads import in_threads
 from torchtitan_lite.errors import CheckpointUnreadable
 from torchtitan_lite.log import counted, logger

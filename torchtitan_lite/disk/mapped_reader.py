@@ -16,9 +16,15 @@ from pathlib import Path
 
 from torchtitan_lite.disk.block_reader import CheckedFile, DamagedRange
 from torchtitan_lite.disk.digest import BlockDigest, FileRecord, block_digest
-from torchtitan_lite.disk.piece_table import PieceTable
-from torchtitan_lite.disk.read_requests import Piece, Segment, by_block, pieces_in_order, scatter
-from torchtitan_lite.disk.reads_blocks import ReadsBlocks
+from torchtitan_lite.disk.read_requests import (
+    Piece,
+    PieceTable,
+    ReadsBlocks,
+    Segment,
+    by_block,
+    pieces_in_order,
+    scatter,
+)
 from torchtitan_lite.disk.shared_memory import address_of, map_shared
 from torchtitan_lite.disk.threads import in_threads
 

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import xxhash
 
-from torchtitan_lite.disk.reads_blocks import ReadsBlocks
+from torchtitan_lite.disk.read_requests import ReadsBlocks
 
 SLOT_BYTES = 8 << 20
 SLOTS = 4

@@ -18,8 +18,7 @@ from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.reading.files import StoredFiles, files_of
 from torchtitan_lite.disk.block_reader import THREADS, DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, digest_blocks, num_blocks
-from torchtitan_lite.disk.read_requests import Piece
-from torchtitan_lite.disk.reads_blocks import ReadsBlocks
+from torchtitan_lite.disk.read_requests import Piece, ReadsBlocks
 from torchtitan_lite.disk.threads import in_threads
 
 SPAN_BLOCKS = 32

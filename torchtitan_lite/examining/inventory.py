@@ -45,8 +45,8 @@ from torchtitan_lite.log import counted
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.described import read_description
 from torchtitan_lite.store.known_manifests import checkpoint_info
+from torchtitan_lite.store.layout import Listing, is_folder
 from torchtitan_lite.store.lineage import Lineage, without_abandoned
-from torchtitan_lite.store.listing import Listing, is_folder
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.manifest_fields import DCP_METADATA
 from torchtitan_lite.store.place import Place

@@ -22,7 +22,7 @@ from torchtitan_lite.disk.plain_file import is_plain_name, read_plain
 from torchtitan_lite.errors import CheckpointDamaged
 from torchtitan_lite.log import listed
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.listing import is_folder
+from torchtitan_lite.store.layout import is_folder
 
 SAVED = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 """Suffixes of files of `torch.save`."""

@@ -19,14 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.format.contents import Contents
-from torchtitan_lite.checkpoint.reading.complete_manifest import complete_manifest
 from torchtitan_lite.checkpoint.reading.files import Identity, StoredFiles, files_of
-from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
+from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, complete_manifest
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.disk.reads_blocks import ReadsBlocks
+from torchtitan_lite.disk.read_requests import ReadsBlocks
 from torchtitan_lite.errors import (
     CheckpointDamaged,
     CheckpointNotFound,

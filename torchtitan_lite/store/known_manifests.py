@@ -24,7 +24,7 @@ from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, Chec
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import recorded_sizes
-from torchtitan_lite.store.listing import Listing, is_folder
+from torchtitan_lite.store.layout import Listing, is_folder
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
 from torchtitan_lite.store.manifest_fields import METRICS, NAN_IN, RANKS_DIFFER
 from torchtitan_lite.store.place import Place, on_disk

@@ -17,7 +17,7 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.json_record import json_bytes
 from torchtitan_lite.store.known_manifests import KnownManifests
-from torchtitan_lite.store.listing import Listing, is_folder
+from torchtitan_lite.store.layout import Listing, is_folder
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.place import on_disk
 

@@ -17,7 +17,7 @@ from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, CheckpointUnsafe
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.known_manifests import damage_in
-from torchtitan_lite.store.listing import Listing, is_folder
+from torchtitan_lite.store.layout import Listing, is_folder
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
 from torchtitan_lite.store.place import Place, on_disk
 from torchtitan_lite.store.protocol import ABANDONED, CORRUPT, SetAside, StoresCheckpoints, nothing

@@ -27,8 +27,7 @@ from torchtitan_lite.disk import block_reader
 from torchtitan_lite.disk.block_reader import BlockReader
 from torchtitan_lite.disk.digest import BLOCK_BYTES
 from torchtitan_lite.disk.mapped_reader import MappedReader
-from torchtitan_lite.disk.read_requests import REQUEST_BYTES
-from torchtitan_lite.disk.reads_blocks import ReadsBlocks
+from torchtitan_lite.disk.read_requests import REQUEST_BYTES, ReadsBlocks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -17,8 +17,7 @@ from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, RankReads, Region
 from torchtitan_lite.disk.block_reader import BlockReader
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
-from torchtitan_lite.disk.piece_table import PieceTable
-from torchtitan_lite.disk.read_requests import Piece
+from torchtitan_lite.disk.read_requests import Piece, PieceTable
 from torchtitan_lite.errors import CheckpointDamaged
 
 DATA = "__0_0.distcp"

@@ -17,8 +17,7 @@ from torchtitan_lite.checkpoint.reading import shared_reads
 from torchtitan_lite.checkpoint.reading.shared_reads import RelayedReader, Sharing
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.disk.piece_table import PieceTable
-from torchtitan_lite.disk.read_requests import Piece
+from torchtitan_lite.disk.read_requests import Piece, PieceTable
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.distributed.relay import Relay
 from torchtitan_lite.errors import TorchtitanLiteError

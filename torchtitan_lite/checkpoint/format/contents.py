@@ -15,10 +15,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.format import plain_value
-from torchtitan_lite.checkpoint.format.chunk import Chunk as Chunk
-from torchtitan_lite.checkpoint.format.chunk import Item as Item
-from torchtitan_lite.checkpoint.format.chunk import Shape as Shape
+from torchtitan_lite.checkpoint.format.chunk_runs import Chunk as Chunk
 from torchtitan_lite.checkpoint.format.chunk_runs import FileSizes, check_rows, files_of_rows
+from torchtitan_lite.checkpoint.format.chunk_runs import Item as Item
+from torchtitan_lite.checkpoint.format.chunk_runs import Shape as Shape
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.checkpoint.format.stored_tensor import StoredTensor as StoredTensor
 from torchtitan_lite.checkpoint.format.stored_tensor import chunk_mismatch

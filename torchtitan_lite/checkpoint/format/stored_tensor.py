@@ -12,8 +12,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from torchtitan_lite.checkpoint.format.chunk import Chunk, Shape
-from torchtitan_lite.checkpoint.format.chunk_runs import ChunkRuns
+from torchtitan_lite.checkpoint.format.chunk_runs import Chunk, ChunkRuns, Shape
 
 _INT64 = 1 << 63
 _MOST_CORNERS = 1 << 24

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from torchtitan_lite.checkpoint.format.chunk import Shape
+from torchtitan_lite.checkpoint.format.chunk_runs import Shape
 from torchtitan_lite.checkpoint.format.file_data import extent_of
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.planning.outline import PlanEntry, SectionAnswer, section_of

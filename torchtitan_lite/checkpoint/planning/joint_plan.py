@@ -13,8 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from torchtitan_lite.checkpoint.format.chunk import Shape
-from torchtitan_lite.checkpoint.format.chunk_runs import LEAST_CHUNKS
+from torchtitan_lite.checkpoint.format.chunk_runs import LEAST_CHUNKS, Shape
 from torchtitan_lite.checkpoint.format.description import Description
 from torchtitan_lite.checkpoint.format.joint_structure import merged_structure
 from torchtitan_lite.checkpoint.format.shards import box_of

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_lite.checkpoint.format.chunk import Chunk, Shape
+from torchtitan_lite.checkpoint.format.chunk_runs import Chunk, Shape
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.checkpoint.format.found_runs import Boxes
 from torchtitan_lite.checkpoint.format.shards import Split, split_order

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from torchtitan_lite.disk.block_reader import BlockReader
 from torchtitan_lite.disk.plain_file import opened_plain_file, size_finding, sizes_of
-from torchtitan_lite.disk.reads_blocks import ReadsBlocks
+from torchtitan_lite.disk.read_requests import ReadsBlocks
 from torchtitan_lite.distributed.host_exchange import ReadsAlike
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe
 from torchtitan_lite.store import layout

@@ -7,12 +7,12 @@ checked at its first use, and nothing outside the folder is read. Its files may 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any, Literal
 
+from torchtitan_lite.checkpoint.format.completed import completed
 from torchtitan_lite.checkpoint.format.contents import Contents
-from torchtitan_lite.checkpoint.reading.complete_manifest import complete, records_of
 from torchtitan_lite.checkpoint.reading.files import Files, files_of
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.collection import no_collection
@@ -147,3 +147,36 @@ def _dtypes_of_torch() -> Mapping[str, Any]:
 
 def _os_error_text(error: OSError) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+# The manifest of a checkpoint together with the records of its ranks, read from its files.
+
+
+def complete_manifest(files: Files, folder: Place) -> Manifest | None:
+    """Return our manifest with what the records of all ranks add to it; None in a checkpoint of plain DCP.
+
+    Raises as `Files.manifest`; `CheckpointDamaged` also for a wrong record.
+    """
+    manifest = files.manifest()
+    return None if manifest is None else complete(manifest, records_of(files, folder, manifest), folder)
+
+
+@no_collection()
+def complete(
+    manifest: Manifest, records: RecordsOfRanks, folder: Place, rank_files: Iterable[str] | None = None
+) -> Manifest:
+    """Return `manifest` with what those of `records` add whose ranks wrote `rank_files`, None: all.
+
+    Raises `CheckpointDamaged` for a wrong record, and what their reader raises.
+    """
+    try:
+        return completed(manifest, records, rank_files)
+    except CheckpointDamaged:
+        raise
+    except ValueError as error:
+        raise CheckpointDamaged(str(folder), f"the records of its ranks do not fit together: {error}") from None
+
+
+def records_of(files: Files, folder: Place, manifest: Manifest) -> RecordsOfRanks:
+    """Return the records of the ranks that wrote the checkpoint in `folder`; reads nothing yet."""
+    return RecordsOfRanks(manifest, str(folder), files.reader(), files.path_of, files.sizes_of)

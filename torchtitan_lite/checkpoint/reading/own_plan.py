@@ -23,7 +23,7 @@ from torchtitan_lite.checkpoint.format.tensor_table import TensorKind, TensorTab
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.reading.reader import RankReads, Region
 from torchtitan_lite.collection import no_collection
-from torchtitan_lite.disk.piece_table import PieceTable
+from torchtitan_lite.disk.read_requests import PieceTable
 from torchtitan_lite.errors import CheckpointMismatch
 
 SMALL_BYTES = 32 << 10

@@ -42,9 +42,7 @@ from torchtitan_lite.checkpoint.untrusted.stock_item import Layout, item_reader,
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES
-from torchtitan_lite.disk.piece_table import PieceTable
-from torchtitan_lite.disk.read_requests import Piece
-from torchtitan_lite.disk.reads_blocks import ReadsBlocks
+from torchtitan_lite.disk.read_requests import Piece, PieceTable, ReadsBlocks
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.store.place import Place
 

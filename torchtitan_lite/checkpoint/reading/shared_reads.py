@@ -31,9 +31,16 @@ import xxhash
 from torchtitan_lite.checkpoint.reading.reader import RankReads
 from torchtitan_lite.disk.block_reader import CheckedFile
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.disk.piece_table import PieceTable
-from torchtitan_lite.disk.read_requests import REQUEST_BYTES, Piece, Segment, request_memory, scatter, segments
-from torchtitan_lite.disk.reads_blocks import ReadsBlocks
+from torchtitan_lite.disk.read_requests import (
+    REQUEST_BYTES,
+    Piece,
+    PieceTable,
+    ReadsBlocks,
+    Segment,
+    request_memory,
+    scatter,
+    segments,
+)
 from torchtitan_lite.distributed.host_exchange import MOST_RANKS, Exchanges, HostExchange, made, opened_rings
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.distributed.relay import Relay

@@ -18,7 +18,7 @@ from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import CheckpointNotFound, CheckpointUnreadable, ConfigError, TorchtitanLiteError
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.listing import Listing, is_checkpoint
+from torchtitan_lite.store.layout import Listing, is_checkpoint
 from torchtitan_lite.store.place import Place
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.stores import open_store, usable

@@ -20,8 +20,8 @@ from torchtitan_lite.disk.plain_file import opened_plain_file
 from torchtitan_lite.errors import CheckpointUnsafe
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.format_version import FORMAT, check_format, unknown_fields
+from torchtitan_lite.store.layout import Listing
 from torchtitan_lite.store.lineage import Lineage
-from torchtitan_lite.store.listing import Listing
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Table, last_digest
 from torchtitan_lite.store.manifest_fields import file_name, integer_field, refuse_constant, seconds, table, value_of
 from torchtitan_lite.store.place import on_disk

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from torchtitan_lite.disk.digest import num_blocks
 from torchtitan_lite.disk.mapped_reader import MappedReader
-from torchtitan_lite.disk.read_requests import Piece
-from torchtitan_lite.disk.reads_blocks import ReadsBlocks
+from torchtitan_lite.disk.read_requests import Piece, ReadsBlocks
 from torchtitan_lite.distributed.host_exchange import ReadsAlike
 from torchtitan_lite.store.manifest import Manifest
 

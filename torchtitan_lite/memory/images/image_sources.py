@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_lite.checkpoint.context import RunContext
-from torchtitan_lite.checkpoint.reading.complete_manifest import complete_manifest
 from torchtitan_lite.checkpoint.reading.files import Files, files_of
-from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, Verify
+from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, Verify, complete_manifest
 from torchtitan_lite.checkpoint.reading.source import Choose, LoadSource, RunFacts, Sources
 from torchtitan_lite.checkpoint.resume.load_source import with_exclusions
 from torchtitan_lite.checkpoint.schedule.interval import BEGINNING, Tick
