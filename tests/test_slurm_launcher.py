@@ -21,7 +21,7 @@ import torch
 from tests.e2e.jobs import DEADLINE_SECONDS, TINY, Job, free_port
 from tests.forked import FORKED_RANKS
 from tests.processes import children, command_line, own_children, send, wait_until
-from torchtitan_lite.disk.json_lines import JsonLines
+from torchtitan_lite.json_lines import JsonLines
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "slurm_train.sh"

@@ -36,10 +36,10 @@ RECORDS = {
     "the lock of a folder": ("store.holder",),
     "one JSON object in a file: pins, rollbacks, uploads, what verify found, why a checkpoint was set aside": (
         "store.json_record",
-        "store.verified",
+        "examining.verified",
     ),
     "the card of an image in memory": ("memory.images.card",),
-    "lines of JSON: metrics, events, samples, the ledger": ("disk.json_lines", "metrics.ledger"),
+    "lines of JSON: metrics, events, samples, the ledger": ("json_lines", "metrics.ledger"),
     "config.json of a run": ("config.manager",),
     "the token file of a corpus": ("data.token_corpus",),
     "what Hugging Face's libraries read, with the record of an export": (

@@ -18,7 +18,7 @@ FLATS: dict[str, tuple[tuple[str, ...], ...]] = {
     "core": (
         ("__init__", "errors", "log", "host_memory", "collection"),
         ("events", "faults", "torch_private"),
-        ("event_lines", "accounts", "config", "disk"),
+        ("config", "disk"),
         ("store",),
         ("distributed", "checkpoint.schedule", "checkpoint.format"),
         ("bucket", "checkpoint.context", "checkpoint.state", "checkpoint.devices"),
@@ -30,6 +30,7 @@ FLATS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     # What may accompany a run, and what reads or makes checkpoints without one.
     "extras": (
+        ("accounts", "event_lines", "json_lines"),
         ("memory", "memory.keeper", "uploading", "examining", "hangs"),
         ("converting",),
         ("uploads", "hugging_face", "importing", "memory.images"),

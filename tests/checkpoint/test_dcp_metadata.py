@@ -16,10 +16,10 @@ from torchtitan_lite.checkpoint.format.description import Description
 from torchtitan_lite.checkpoint.format.flattening import flatten
 from torchtitan_lite.checkpoint.format.metadata_file import MOST_ENTRIES
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.reading.derived_metadata import metadata_of
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.state.stateful import DictState
 from torchtitan_lite.cli.app import main
+from torchtitan_lite.examining.derived_metadata import metadata_of
 from torchtitan_lite.store.manifest import Manifest
 
 

@@ -15,10 +15,10 @@ from tests.cli.command import command, on_a_terminal, plain
 from tests.cli.folders import add_step, damaged, half_written, of_newer_format, without_manifest
 from torchtitan_lite.examining.inventory import inventory
 from torchtitan_lite.examining.opened import open_checkpoint
+from torchtitan_lite.examining.verified import Verified, content_identity, record
 from torchtitan_lite.store.holder import Holder
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind
-from torchtitan_lite.store.verified import Verified, content_identity, record
 
 
 def listed(root: Path) -> dict[str, dict[str, Any]]:

@@ -20,8 +20,8 @@ from tests.cli.conftest import Said
 from tests.cli.folders import GOLDEN, add_step
 from tests.store.filled import flip, later_format
 from torchtitan_lite.examining import verification
+from torchtitan_lite.examining.verified import verified, verified_in
 from torchtitan_lite.store.store import CheckpointStore
-from torchtitan_lite.store.verified import verified, verified_in
 
 COMMAND = "verify"
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.disk.pieces import SIZE, Room, dense, far, pieces_of, ranges
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
-from torchtitan_lite.disk.mapped_reader import MappedReader
 from torchtitan_lite.disk.read_requests import Piece, PieceTable
+from torchtitan_lite.memory.images.mapped_reader import MappedReader
 
 FILE = Path("/a/folder/__0_0.distcp")
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from tests.cli.command import on_a_terminal, plain
 from tests.e2e.jobs import start
+from torchtitan_lite.examining.verified import Verified, content_identity, record
 from torchtitan_lite.store.pins import Pins
-from torchtitan_lite.store.verified import Verified, content_identity, record
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 COMMAND = re.compile(r"^    \$ torchtitan-lite (.*)\n((?:    .*\n|\n(?=    [^$]))*)", re.MULTILINE)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.disk.json_lines import JsonLines, whole_lines
 from torchtitan_lite.events import LoadStarted, Resumed
+from torchtitan_lite.json_lines import JsonLines, whole_lines
 from torchtitan_lite.metrics.logger import EventLog
 
 FULL_DEVICE = Path("/dev/full")

@@ -11,9 +11,9 @@ import pytest
 from tests.store.crashing import Crash, Cut, contents
 from tests.store.filled import commit
 from tests.store.recording import Disk, Recorder, lay_out
+from torchtitan_lite.examining.verified import FULL, SIZES, Verified, content_identity, record, verified, verified_in
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.store import CheckpointStore
-from torchtitan_lite.store.verified import FULL, SIZES, Verified, content_identity, record, verified, verified_in
 
 FILE = layout.VERIFIED
 

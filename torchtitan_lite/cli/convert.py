@@ -134,9 +134,9 @@ class AddMetadata:
 
     def run(self, screen: Screen) -> ExitCode:
         folder = on_disk(resolve(self.step).folder, "; write a copy: convert {place} OUT --layout dcp")
-        from torchtitan_lite.checkpoint.reading.derived_metadata import lacks_metadata
         from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
         from torchtitan_lite.converting.rewriting import add_metadata
+        from torchtitan_lite.examining.derived_metadata import lacks_metadata
 
         if not lacks_metadata(CheckpointFolder(folder)):
             if not (folder / layout.METADATA).is_file():

@@ -18,6 +18,7 @@ from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError, PinsUnreadable, UnknownFormat
 from torchtitan_lite.examining.inventory import USABLE, ListedCheckpoint, inventory, keep_keys, outlook
 from torchtitan_lite.examining.opened import SavingJob, WrittenBy
+from torchtitan_lite.examining.verified import FULL
 from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.store.holder import Holder
 from torchtitan_lite.store.layout import is_checkpoint
@@ -25,7 +26,6 @@ from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.manifest_fields import topology_in_words
 from torchtitan_lite.store.retention import Verdict
 from torchtitan_lite.store.store import CheckpointStore
-from torchtitan_lite.store.verified import FULL
 from torchtitan_lite.uploading.choice import save_of
 from torchtitan_lite.uploading.record import Record, read_all
 

@@ -33,16 +33,16 @@ from torchtitan_lite.errors import (
     UnknownFormat,
 )
 from torchtitan_lite.examining.opened import absence
+from torchtitan_lite.examining.verified import FULL, SIZES, Verified, content_identity, record
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.layout import Listing, is_checkpoint
 from torchtitan_lite.store.place import Place, on_disk
 from torchtitan_lite.store.store import CheckpointStore
-from torchtitan_lite.store.verified import FULL, SIZES, Verified, content_identity, record
 
 if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.format.contents import Contents
-    from torchtitan_lite.disk.listed_tree import FileState
     from torchtitan_lite.examining.file_digests import OnBytes
+    from torchtitan_lite.examining.listed_tree import FileState
 
 
 @dataclass(frozen=True)

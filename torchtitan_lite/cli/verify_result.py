@@ -15,8 +15,8 @@ from torchtitan_lite.store.place import Place
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from torchtitan_lite.disk.listed_tree import FileState
     from torchtitan_lite.examining.file_digests import Finding
+    from torchtitan_lite.examining.listed_tree import FileState
     from torchtitan_lite.examining.verification import Looked, Read
 
 INTACT, DAMAGED, GONE, UNREADABLE, UNKNOWN = "intact", "damaged", "removed", "unreadable", "unknown format"

@@ -19,7 +19,6 @@ from typing import Literal
 import torch
 
 from torchtitan_lite import __version__
-from torchtitan_lite.checkpoint.reading.derived_metadata import metadata_of
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.converting import new_output
@@ -32,10 +31,11 @@ from torchtitan_lite.converting.streamed_file import Advance, read_back
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, FileRecord, block_digest
 from torchtitan_lite.disk.durable import DISK, Durable, naming, temporary_name
-from torchtitan_lite.disk.held_folder import HeldFolder, held
 from torchtitan_lite.disk.lock_file import locked
 from torchtitan_lite.disk.read_requests import Piece, ReadsBlocks
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, TorchtitanLiteError
+from torchtitan_lite.examining.derived_metadata import metadata_of
+from torchtitan_lite.examining.held_folder import HeldFolder, held
 from torchtitan_lite.examining.opened import OpenedCheckpoint, WrittenBy, open_checkpoint
 from torchtitan_lite.examining.tensor_stream import TensorStream
 from torchtitan_lite.log import logger

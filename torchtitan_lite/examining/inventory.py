@@ -41,6 +41,7 @@ from torchtitan_lite.examining.transformers_folder import (
     transformers_step_of,
     weights_in,
 )
+from torchtitan_lite.examining.verified import Verified, verified, verified_in
 from torchtitan_lite.log import counted
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.described import read_description
@@ -51,7 +52,6 @@ from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manif
 from torchtitan_lite.store.manifest_fields import DCP_METADATA
 from torchtitan_lite.store.place import Place
 from torchtitan_lite.store.retention import Verdict, build_retention, judge_checkpoints
-from torchtitan_lite.store.verified import Verified, verified, verified_in
 
 _FINDINGS_BYTES = 1 << 20
 _ROLLED_BACK = "its run rolled back"

@@ -20,10 +20,10 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.untrusted.inert_pickle import AnyName
 from torchtitan_lite.checkpoint.untrusted.saved_file import SavedFile
-from torchtitan_lite.disk.listed_tree import ListedTree
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe, TorchtitanLiteError
 from torchtitan_lite.examining.inventory import FolderState, ListedCheckpoint, inventory
+from torchtitan_lite.examining.listed_tree import ListedTree
 from torchtitan_lite.examining.opened import OF_HUGGING_FACE, WrittenBy, open_checkpoint
 from torchtitan_lite.examining.recorded_digests import digests_path
 from torchtitan_lite.examining.transformers_folder import GENERATORS, META, TRAINER_STATE, WEIGHTS

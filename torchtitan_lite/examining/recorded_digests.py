@@ -19,10 +19,10 @@ from torchtitan_lite import __version__
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import DISK, Durable, temporary_name
-from torchtitan_lite.disk.listed_tree import FileState
 from torchtitan_lite.disk.plain_file import file_kind, read_plain
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe, FolderUnusable
 from torchtitan_lite.examining.file_digests import OnBytes, digests_of
+from torchtitan_lite.examining.listed_tree import FileState
 from torchtitan_lite.examining.transformers_folder import transformers_step_of
 from torchtitan_lite.log import listed
 from torchtitan_lite.store import layout

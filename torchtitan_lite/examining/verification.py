@@ -274,7 +274,7 @@ def _of_added_metadata(folder: Path) -> list[Finding]:
     """Return what is wrong with the `.metadata` of a checkpoint that was saved without; nothing if there is none."""
     if not os.path.lexists(folder / layout.METADATA):
         return []
-    from torchtitan_lite.checkpoint.reading.derived_metadata import is_as_it_should_be
+    from torchtitan_lite.examining.derived_metadata import is_as_it_should_be
 
     try:
         if is_as_it_should_be(CheckpointFolder(folder, "size"), folder / layout.METADATA):

@@ -22,12 +22,12 @@ from pathlib import Path
 
 from torchtitan_lite import log
 from torchtitan_lite.disk.helper import Line
-from torchtitan_lite.disk.json_lines import JsonLines
 from torchtitan_lite.distributed.job_link import HasDescriptor, JobLink, ready
 from torchtitan_lite.event_lines import Recorded
 from torchtitan_lite.events import Hung
 from torchtitan_lite.hangs.own_rank import OwnRank, map_words
 from torchtitan_lite.hangs.verdict import Evidence, HangVerdict, judge, report
+from torchtitan_lite.json_lines import JsonLines
 
 NAME = "titan-watcher"
 """In top and ps."""

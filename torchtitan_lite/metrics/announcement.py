@@ -13,8 +13,8 @@ from typing import Any
 from torchtitan_lite.config.job_config import CONFIG_FILE, JobConfig
 from torchtitan_lite.config.manager import config_json
 from torchtitan_lite.disk import durable
-from torchtitan_lite.disk.json_lines import JsonLines, whole_lines
 from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.json_lines import JsonLines, whole_lines
 from torchtitan_lite.log import logger
 
 CONFIGS_FILE = "configs.jsonl"

@@ -32,8 +32,8 @@ from torchtitan_lite.accounts import (
     Start,
     read_accounts,
 )
-from torchtitan_lite.disk.json_lines import JsonLines
 from torchtitan_lite.events import CleanEnd, Committed, Preempted
+from torchtitan_lite.json_lines import JsonLines
 from torchtitan_lite.log import logger
 from torchtitan_lite.metrics.run_clock import RunClock
 

@@ -14,10 +14,10 @@ from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_lite.config.job_config import Metrics
-from torchtitan_lite.disk.json_lines import JsonLines, start_history
 from torchtitan_lite.errors import ExtraMissing
 from torchtitan_lite.event_lines import Recorded
 from torchtitan_lite.events import Event
+from torchtitan_lite.json_lines import JsonLines, start_history
 from torchtitan_lite.log import logger
 
 if TYPE_CHECKING:

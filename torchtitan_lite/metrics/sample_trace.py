@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from torchtitan_lite.disk.json_lines import JsonLines, start_history
+from torchtitan_lite.json_lines import JsonLines, start_history
 
 SAMPLES_FOLDER = "samples"
 

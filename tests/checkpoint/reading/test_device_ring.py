@@ -26,8 +26,8 @@ from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, RankRead
 from torchtitan_lite.disk import block_reader
 from torchtitan_lite.disk.block_reader import BlockReader
 from torchtitan_lite.disk.digest import BLOCK_BYTES
-from torchtitan_lite.disk.mapped_reader import MappedReader
 from torchtitan_lite.disk.read_requests import REQUEST_BYTES, ReadsBlocks
+from torchtitan_lite.memory.images.mapped_reader import MappedReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -18,7 +18,6 @@ from typing import NamedTuple
 from torchtitan_lite.checkpoint.staging.mark import PAGE_BYTES, Mark, Marked, UnusableMark, read_mark
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import num_blocks
-from torchtitan_lite.disk.mapped_reader import MappedReader
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.log import logger
@@ -27,6 +26,7 @@ from torchtitan_lite.memory.images.belonging import ImageFacts, is_replica
 from torchtitan_lite.memory.images.card import Card, ImageKey
 from torchtitan_lite.memory.images.fetched import Fetched, fetched, moves
 from torchtitan_lite.memory.images.image_files import FilesInMemory
+from torchtitan_lite.memory.images.mapped_reader import MappedReader
 from torchtitan_lite.memory.images.tier import TakenOver
 from torchtitan_lite.memory.keeper.client import HeldMemory, Keeper
 from torchtitan_lite.store.manifest import Manifest

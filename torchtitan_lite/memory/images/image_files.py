@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torchtitan_lite.disk.digest import num_blocks
-from torchtitan_lite.disk.mapped_reader import MappedReader
 from torchtitan_lite.disk.read_requests import Piece, ReadsBlocks
 from torchtitan_lite.distributed.host_exchange import ReadsAlike
+from torchtitan_lite.memory.images.mapped_reader import MappedReader
 from torchtitan_lite.store.manifest import Manifest
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan_lite.disk.durable import DISK, Durable
-from torchtitan_lite.disk.held_folder import held
 from torchtitan_lite.disk.plain_file import file_kind
 from torchtitan_lite.errors import CheckpointUnsafe
+from torchtitan_lite.examining.held_folder import held
 
 
 class FileState(NamedTuple):
