@@ -197,6 +197,30 @@ def test_the_others_continue_without_a_rank_that_failed_elsewhere(four_ranks: Ra
     assert [errors for _, errors in four_ranks.run(read_all, folder=folder, own={}, number=0, leaves=2)] == [[]] * 4
 
 
+def read_into_memory_that_takes_nothing(rank: int, folder: Path) -> str:
+    """Return what failed on this rank; that of rank 2 cannot be written."""
+    shared_reads.TRIED_BYTES, shared_reads.LEAST_BYTES = MIB, 0
+    reader, path, data = Counting(), folder / "a", CONTENTS["a"]
+    together = RelayedReader(reader, reader, Relay(Peers(timedelta(seconds=60)), [0, 1, 2, 3]))
+    found = bytearray(len(data))
+    into = memoryview(bytes(len(data))) if rank == 2 else memoryview(found)
+    failure = ""
+    try:
+        together.read(path, FileRecord.of(data), [Piece(0, into)])
+    except (TypeError, ValueError) as error:
+        failure = type(error).__name__
+    together.leave()
+    assert failure or found == data
+    return failure
+
+
+def test_what_fails_while_a_part_is_put_in_its_place_is_raised_on_its_rank_only(
+    four_ranks: Ranks, folder: Path
+) -> None:
+    found = four_ranks.run(read_into_memory_that_takes_nothing, folder=folder)
+    assert found[2] and not any((*found[:2], found[3]))
+
+
 @pytest.mark.slow
 def test_each_rank_reads_for_itself_once_that_is_faster(four_ranks: Ranks, folder: Path) -> None:
     found = four_ranks.run(read_all, folder=folder, own={}, number=0, slow=True)
