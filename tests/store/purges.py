@@ -17,6 +17,6 @@ def to_purge(
     known_good: AbstractSet[int] = frozenset(),
     is_sound: Callable[[CheckpointInfo], bool] = presumed_sound,
 ) -> list[CheckpointInfo]:
-    """Return the checkpoints that go by `judge`, lowest step first."""
+    """Return the checkpoints that go by `judge_checkpoints`, lowest step first."""
     judged = judge_checkpoints(policy, committed, protected, known_good=known_good, is_sound=is_sound)
     return [verdict.info for verdict in judged if verdict.goes]

@@ -32,7 +32,7 @@ _LOOKS = 10
 class Housekeeping:
     """Removes the checkpoints that `retention` does not keep, and leftovers.
 
-    `min_free_bytes`: while the disk has less free, more go, as `retention.judge` says. `now` returns Unix seconds.
+    `min_free_bytes`: while the disk has less free, more go, as `judge_checkpoints` says. `now` returns Unix seconds.
     `protected` returns steps that stay whatever the rules say, but not where a save lacks the room.
     """
 

@@ -214,7 +214,7 @@ def check_rows(rows: Collection[Row], num_files: int) -> None:
 
 
 def decode_runs(value: Any, num_dims: int) -> ChunkRuns:
-    """Return the runs that `encode` made, of a tensor of `num_dims` dimensions. Raise ValueError for anything else."""
+    """Return the runs that `encode_runs` made, of a tensor of `num_dims` dimensions. Raises ValueError."""
     if type(value) is not list:
         raise ValueError(f"expected a list of runs, found {type(value).__name__}")
     runs = _as_we_write_them(value, num_dims)
