@@ -56,7 +56,7 @@ import subprocess, sys
 from pathlib import Path
 
 def spawn():
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     code = f"import sys; sys.path.append({root!r}); from torchtitan_lite.memory.keeper.process import main; main()"
     return subprocess.run([sys.executable, "-I", "-S", "-c", code]).returncode
 """

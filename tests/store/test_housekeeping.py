@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from tests.store.filled import commit
 from torchtitan_lite import faults
 from torchtitan_lite.disk.durable import Durable
-from torchtitan_lite.errors import SaveFailed
+from torchtitan_lite.errors import LeaseLost, SaveFailed
 from torchtitan_lite.events import Event
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.housekeeping import Housekeeping
@@ -161,6 +162,33 @@ def test_with_too_little_room_superfluous_checkpoints_are_removed_before_the_sav
     housekeeping.make_sure_of_room(4, FULL, folder.store)
     assert folder.names() == ["step-3"]
     assert [(event, step) for event, step, _ in events.seen] == [("purged", 1), ("purged", 2)]
+
+
+def test_a_folder_that_is_lost_while_room_is_made_keeps_what_is_there(tmp_path: Path, events: Events) -> None:
+    folder = Folder(tmp_path, capacity=3 * 1000 + 50)
+    housekeeping = Housekeeping(KeepLatest(1), events)
+    for step in (1, 2, 3):
+        folder.save(step, num_bytes=1000)
+    looks = count()
+
+    def fence() -> None:
+        if next(looks):
+            raise LeaseLost(str(tmp_path), "another job has it")
+
+    with pytest.raises(LeaseLost):
+        housekeeping.make_sure_of_room(4, FULL, folder.store, fence)
+    assert folder.names() == ["step-1", "step-2", "step-3"]
+
+
+def test_what_a_failed_save_left_stays_in_a_folder_that_was_lost(folder: Folder, events: Events) -> None:
+    folder.save(1)
+    place = folder.store.begin(2)
+
+    def fence() -> None:
+        raise LeaseLost(str(folder.store.root), "another job has it")
+
+    Housekeeping(KeepAll(), events).remove_failed_save(2, folder.store, place, fence)
+    assert folder.names() == ["step-1", place]
 
 
 def test_a_save_without_room_is_refused_and_no_kept_checkpoint_is_removed(tmp_path: Path, events: Events) -> None:

@@ -259,7 +259,8 @@ class BucketStore(StoresCheckpoints):
         for place in trash:
             self._held.delete(place.name)
 
-    def quarantine(self, step: int, findings: Sequence[str]) -> ObjectPlace:
+    def quarantine(self, step: int, findings: Sequence[str], fence: Callable[[], object] = nothing) -> ObjectPlace:
+        fence()
         if (entry := self._held.read().kept_of(step)) is None:
             raise CheckpointNotFound(self.address, step, [info.step for info in self.committed()])
         place = self.place_of(entry.name)

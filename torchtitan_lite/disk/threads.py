@@ -70,9 +70,9 @@ class Background:
                 threading.Thread(target=self._run_all, name=self._name, daemon=True).start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most `seconds` for the queue to be empty; return whether it is, and no task runs."""
+        """Wait at most `seconds`, which may be infinite, until no task is left; return whether none is."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._is_running, seconds)
+            return self._changed.wait_for(lambda: not self._is_running, min(seconds, threading.TIMEOUT_MAX))
 
     def close(self, seconds: float) -> bool:
         """Wait as `wait` does, then drop the tasks that have not begun."""

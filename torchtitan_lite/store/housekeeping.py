@@ -85,7 +85,7 @@ class Housekeeping:
         if not store.has_room(self._num_bytes[store.address, kind]):
             # Removals under way make room, and are no leftovers of a cut save.
             self.wait(self._timeout_seconds)
-        make_room = functools.partial(self.purge, store, protected=frozenset)
+        make_room = functools.partial(self.purge, store, fence, frozenset)
         store.preflight(step, self._num_bytes[store.address, kind], make_room, fence)
 
     def purge_when_there_is_time(self, store: StoresCheckpoints, fence: Callable[[], None]) -> None:
@@ -176,10 +176,15 @@ class Housekeeping:
                     logger.info("Deleted step %d", info.step)
                     self._emit(Purged(info.step, bytes=info.nbytes))
 
-    def remove_failed_save(self, step: int, store: StoresCheckpoints, place: str) -> None:
-        """Remove what a failed save left at `place`; log a warning if that fails."""
+    def remove_failed_save(
+        self, step: int, store: StoresCheckpoints, place: str, fence: Callable[[], None] = nothing
+    ) -> None:
+        """Remove what a failed save left at `place`, unless the folder is another job's; a failure is a warning."""
         try:
+            fence()
             store.remove_staging(step, place)
+        except LeaseLost:
+            return  # That job's start removes it. The next save ends the run with this error.
         except OSError as error:
             logger.warning("Could not remove what the failed save of step %d left: %s", step, error)
 

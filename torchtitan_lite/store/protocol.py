@@ -263,8 +263,8 @@ class StoresCheckpoints(Protocol):
         each rename that leads to the commit; after it raised, nothing is changed, and its error is raised here. Raises
         SaveFailed if the files are not those of the manifest, OSError if the disk or the store fails, LeaseLost. The
         checkpoint of `step` is then the old one or the new one, complete, and `remove_staging` may follow (not after
-        `fence` raised: what is staged may be another job's by then). A replaced checkpoint that cannot be removed after
-        the commit is a warning.
+        `fence` raised: the folder is another job's then). A replaced checkpoint that cannot be removed after the commit
+        is a warning.
         """
         ...
 
@@ -284,10 +284,10 @@ class StoresCheckpoints(Protocol):
     def empty(self, trash: Sequence[Any]) -> None:
         """Remove what was discarded; may run alongside anything but `recover`."""
 
-    def quarantine(self, step: int, findings: Sequence[str]) -> Place:
+    def quarantine(self, step: int, findings: Sequence[str], fence: Callable[[], object] = nothing) -> Place:
         """Set the damaged checkpoint of `step` aside, durably, with `findings`; return its new place.
 
-        After every rank has agreed. Nothing reads, counts or removes it there.
+        After every rank has agreed. Nothing reads, counts or removes it there. `fence` as in `commit`.
         """
         ...
 

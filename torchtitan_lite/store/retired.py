@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchtitan_lite.disk.durable import Durable
@@ -51,16 +51,19 @@ class RetiredCheckpoints:
                 self._set_weights_aside(path, info.step)
         return [*trash, self._set_for_removal(on_disk(info.path), info.step, None if trash else listing)]
 
-    def quarantine(self, step: int, findings: Sequence[str]) -> Path:
+    def quarantine(self, step: int, findings: Sequence[str], fence: Callable[[], object]) -> Path:
         """Rename the damaged checkpoint of `step` to `step-N.corrupt`, durably, and return its new path.
 
-        Writes `findings` into the folder if the disk allows it; whoever found them has logged them.
+        Writes `findings` into the folder if the disk allows it; whoever found them has logged them. `fence`, which
+        raises if the folder belongs to another job by now, is called before each rename.
         """
+        fence()
         # The list of what it abandons goes with it.
         self.rename_abandoned()
         # The step's own name last: as long as it exists, no reader takes an older, replaced checkpoint for the step.
         for path in reversed(Listing(self.root).places()[step]):
             aside = Listing(self.root).free(functools.partial(layout.quarantined, step))
+            fence()
             self._durable.rename(path, aside)
         self._durable.fsync_dir(self.root)
         logger.warning("Step %d is damaged and is now %s", step, aside)

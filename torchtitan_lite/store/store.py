@@ -177,6 +177,7 @@ class CheckpointStore(StoresCheckpoints):
             self.recover()
             # Leftovers of cut saves go before checkpoints, which `make_room` removes: no run needs the former.
             make_room()
+            fence()  # It removes nothing once the folder is another job's.
             if (free := self._free_bytes(self.root)) < needed_bytes:
                 raise SaveFailed(
                     step,
@@ -234,7 +235,8 @@ class CheckpointStore(StoresCheckpoints):
         self, step: int, manifest: Manifest, fence: Callable[[], object] = nothing, *, place: str
     ) -> CheckpointInfo:
         """Turn the save `place` into `step-N`, durably. **Coordinator only**, after every rank has synced its files."""
-        # First, because sealing removes files from the staging folder, which may be another job's by now.
+        # First: the start of the job that has the folder by now removes what is staged here, and sealing would fail
+        # with an error that hides this.
         fence()
         staging = self.root / place
         sealed, text = self._seal(step, manifest, staging)
@@ -260,8 +262,8 @@ class CheckpointStore(StoresCheckpoints):
         for path in trash:
             self._retired.remove(path)
 
-    def quarantine(self, step: int, findings: Sequence[str]) -> Path:
-        return self._retired.quarantine(step, findings)
+    def quarantine(self, step: int, findings: Sequence[str], fence: Callable[[], object] = nothing) -> Path:
+        return self._retired.quarantine(step, findings, fence)
 
     def recover(self) -> list[Path]:
         return self._retired.recover()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -81,6 +82,23 @@ def test_an_error_of_the_machine_on_one_rank_outweighs_damage_on_another(two_ran
     flip(*place_of(folder, ROWS // 8))
     fault = "EIO@read:rank=1,times=always,path=*.distcp"
     assert [found for found, _ in two_ranks.run(read, folder=folder, fault=fault)] == ["CheckpointUnreadable: "] * 2
+
+
+def test_an_error_of_the_machine_outweighs_damage_before_a_tensor_is_read(two_ranks: Ranks, folder: Path) -> None:
+    """Of several files each rank looks at some; what the lowest rank finds is no worse than an error of the machine."""
+    of_many = folder.with_name("of-many-files")
+    state = {"model": {"w": torch.ones(ROWS, COLUMNS)}, "s": {name: name * (1 << 20) for name in "abcdef"}}
+    writer = FileSystemWriter(of_many, single_file_per_rank=False)
+    dcp_save(state, storage_writer=writer, no_dist=True)
+    manifest = add_manifest(of_many)
+    tensor_file = manifest.tensors["model.w"]["chunks"][0][0]
+    for file in of_many.glob("*.distcp"):
+        if file.name != tensor_file:
+            flip(file, 1 << 19)
+    fault = "EIO@read:rank=1,times=always,path=*.distcp"
+    for found, local in two_ranks.run(read, folder=of_many, fault=fault):
+        assert found == "CheckpointUnreadable: "
+        assert not local.any()
 
 
 def test_damage_has_its_own_type_in_one_process_too(folder: Path) -> None:

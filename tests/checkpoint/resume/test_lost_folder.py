@@ -11,6 +11,7 @@ import pytest
 from tests.checkpoint.sharded_run import sharded_run
 from tests.checkpoint.small_run import SmallRun
 from tests.store import filled
+from tests.store.filled import flip
 from torchtitan_lite.errors import LeaseLost
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lease import FolderLease
@@ -81,3 +82,22 @@ def test_a_folder_that_was_lost_before_a_save_keeps_what_the_other_job_staged(
         run.train(4, last=False)
     other.assert_is_as_it_was()
     assert run.events.happened("purged") == []
+
+
+def test_a_folder_that_is_lost_during_a_load_keeps_the_damaged_step(tmp_path: Path, stack: ExitStack) -> None:
+    run = sharded_run(tmp_path, interval=1)
+    with run.manager:
+        run.train(2, last=False)
+    flip(run.root / "step-2" / "__0_0.distcp", 0)
+    other = OtherJob(run.root)
+    stack.callback(other.release)
+
+    def take_over(event: str, step: int, **figures: object) -> None:
+        if event == "fallback":
+            other.take_over()
+
+    later = sharded_run(tmp_path, interval=1, seams={"on_event": take_over})
+    with pytest.raises(LeaseLost), later.manager:
+        later.manager.load()
+    assert (run.root / "step-2").is_dir()
+    other.assert_is_as_it_was()

@@ -78,10 +78,14 @@ class StoredCheckpoint:
     def verify_rest(self) -> None:
         """Verify the parts of the files that no tensor is read from, if `verify` has all verified. **Collective**.
 
-        If they are not what was committed, or cannot be read, on one rank, it raises the error on every rank.
+        If they are not what was committed, or cannot be read, on one rank, it raises the worst error on every rank.
         """
-        reader = CheckpointReader(self._folder, blocks=self._blocks)
-        self._peers.together(lambda: reader.verify_rest(self._peers.rank, self._peers.world_size))
+        reader, peers = CheckpointReader(self._folder, blocks=self._blocks), self._peers
+        together_or_worst(lambda: reader.verify_rest(peers.rank, peers.world_size), peers, str(self.path))
+
+    def read_contents(self) -> None:
+        """Read its contents on every rank, and raise the worst error on all of them. **Collective**."""
+        together_or_worst(lambda: self.contents, self._peers, str(self.path))
 
     def keys(self, prefix: str) -> list[str]:
         """Return the flat keys that begin with `prefix`, which has a dot in it."""

@@ -129,7 +129,7 @@ class Restore:
 
     def report(self) -> ResumeReport:
         """Return what `run` would do. Calls `check_state` of the small states that have it; changes nothing."""
-        self._raise_unless_readable()
+        self._stored.read_contents()
         refused: list[str] = []
         keys = self._keys()
         for name, state in self._loaded.items():
@@ -147,7 +147,7 @@ class Restore:
         Raises `CheckpointMismatch`, and the error of a small state that refuses, on every rank, before the model
         changes. Raises what a load hook of an optimizer or a module raises, on every rank, after it has changed.
         """
-        self._raise_unless_readable()
+        self._stored.read_contents()
         report = self._report(self._keys(), ())
         if report.refusals:
             # What the states refuse may be the cause: another tokenizer has other shapes.
@@ -227,9 +227,6 @@ class Restore:
                         name,
                         error,
                     )
-
-    def _raise_unless_readable(self) -> None:
-        self._peers.together(lambda: self._stored.contents)
 
     def _warn_of_ignored_states(self) -> None:
         known = {"model", "dataloader", RNG, *self._small, *self._source.excluded}

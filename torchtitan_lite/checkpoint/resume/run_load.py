@@ -95,7 +95,15 @@ class RunLoad:
     ) -> Candidates:
         config = self._config.checkpoint
         return Candidates(
-            self._store, wanted, config, self._peers, self._emit, is_exact=is_exact, choose=choose, sources=sources
+            self._store,
+            wanted,
+            config,
+            self._peers,
+            self._emit,
+            is_exact=is_exact,
+            choose=choose,
+            sources=sources,
+            fence=self._folders.fence(self._store),
         )
 
     def _load(self, wanted: int, source: LoadSource, sources: Sources) -> None:

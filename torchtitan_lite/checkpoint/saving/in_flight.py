@@ -249,9 +249,8 @@ class InFlightSave:
             if not self._peers.is_coordinator:
                 return
             if _has_failed(save.pending.durable):
-                # After a lost lease the staging folder may be another job's.
-                if target.found.place and not isinstance(save.pending.durable.exception(), LeaseLost):
-                    self._housekeeping.remove_failed_save(target.step, target.store, target.found.place)
+                if place := target.found.place:
+                    self._housekeeping.remove_failed_save(target.step, target.store, place, target.fence)
                 return
             if (committed := save.pending.durable.result()) is not None:
                 self._housekeeping.note_committed(committed, target.store)

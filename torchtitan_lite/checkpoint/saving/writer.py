@@ -109,7 +109,7 @@ class SaveOfRanks:
         objects = [placed for each in found for placed in each.objects]
         nan_in = sorted({key for each in found for key in each.nan_in})
         files = written_files(by_rank, len(results))
-        target.fence()  # The staging folder may belong to another job by now.
+        target.fence()  # The start of another job, which has the folder by now, removes what is staged.
         faults.point("metadata", step=target.step)
         if by_rank:
             rank = max(by_rank, key=lambda rank: by_rank[rank].seconds)
