@@ -395,7 +395,7 @@ class BucketRollbacks:
         self._objects = objects
 
     def read(self) -> tuple[rollbacks.Rollback, ...]:
-        """Return the rollbacks, the first one first. Raises `CheckpointUnreadable`, and CheckpointError as `parse_rollbacks`."""
+        """Return the rollbacks, the first one first. Raises `CheckpointUnreadable`, and as `parse_rollbacks`."""
         path = f"{self._objects.address}/{layout.ROLLBACKS}"
         try:
             return rollbacks.parse_rollbacks(self._objects.get(layout.ROLLBACKS)[0], path)
