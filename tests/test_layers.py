@@ -66,7 +66,7 @@ WITHOUT_TORCH = (
     *("cli.app", "cli.exit_codes", "cli.inspect_step", "cli.ls", "cli.memory"),
     *("cli.named_checkpoint", "cli.screen", "cli.words"),
 )
-OF_CHECKPOINTS = ("memory", "uploads", "examining", "converting", "importing", "hugging_face")
+OF_CHECKPOINTS = tuple(part for floor in FLATS["extras"] for part in floor if part != "hangs")
 UNKNOWN_TO_CHECKPOINT = ("models", "data", "trainer", "metrics", "optim", "divergence", "parallelisms")
 TENSORBOARD = ("tensorboard", "torch.utils.tensorboard", "tensorboardX")
 COLLECTIVES = (

@@ -55,7 +55,10 @@ class Companion:
         """Start processes, for the run `run_id`, right before the loop or after its first step. Idempotent."""
 
     def hear(self, event: Event) -> None:
-        """Note what happened on this rank. Any thread."""
+        """Note what happened on this rank. Any thread.
+
+        `Committed` comes on the coordinator alone, of every save, before a later one can remove that checkpoint.
+        """
 
     def sized(self, num_bytes: int) -> None:
         """Note how large a copy of this rank is, before the first one; -1 if that is not known. **Collective**."""
@@ -72,7 +75,10 @@ class Companion:
         return content
 
     def durable(self, committed: CheckpointInfo | None) -> None:
-        """Note that a copy is durable: what was committed on the coordinator, None on other ranks. Any thread."""
+        """Note that the copy of a background save is durable: on the coordinator what was committed. Any thread.
+
+        Saves without a copy, as the last one, do not call it; `hear` hears of all.
+        """
 
     def not_saved(self, step: int, make_state: Callable[[], State], make_origin: Callable[[], Origin]) -> bool:
         """Note that `step` is trained and not saved; return whether it was copied all the same. **Collective**."""
@@ -95,7 +101,10 @@ class Companion:
         """Wait for work under way, before the saver is closed. Idempotent."""
 
     def leave(self, seconds_left: Callable[[], float]) -> None:
-        """End what was started, after the saver was closed, within `seconds_left`. Idempotent."""
+        """End what was started, after the saver was closed, within `seconds_left`. Idempotent.
+
+        It is infinite unless a signal came. Nothing is heard any more.
+        """
 
 
 def sources_of(companions: Sequence[Companion]) -> Sources:
