@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torchtitan_lite.checkpoint.format.flattening import flatten
 from torchtitan_lite.checkpoint.format.shards import Box, Split, box_of
 from torchtitan_lite.checkpoint.format.structure import Branch
-from torchtitan_lite.checkpoint.planning.outline import MeshPlace, Outlined, PlanEntry, outlined
+from torchtitan_lite.checkpoint.planning.rank_summary import MeshPlace, Outlined, PlanEntry, outlined
 from torchtitan_lite.models.llama.args import FLAVORS, ModelArgs
 
 Shape = tuple[int, ...]

@@ -58,7 +58,7 @@ RECORDS = {
 """Forms of what is written to disk, or to memory that outlives the process, with the modules that write them."""
 
 INSIDE = {
-    "a plan on its way to ranks and back": ("checkpoint.planning.joint_entries", "checkpoint.planning.outline"),
+    "a plan on its way to ranks and back": ("checkpoint.planning.joint_entries", "checkpoint.planning.rank_summary"),
     "values that are compared, or digested": ("checkpoint.planning.plan_cache", "checkpoint.planning.replicated"),
     "a state of each rank, inside a checkpoint's object": ("data.rank_state",),
     "what --json prints": ("cli.inspect_step", "cli.screen"),

@@ -18,7 +18,7 @@ from torchtitan_lite.data.batch_size import global_batch_size
 from torchtitan_lite.data.loader import TokenLoader, build_dataloader
 from torchtitan_lite.data.tokenizer import ByteTokenizer, FileTokenizer
 from torchtitan_lite.disk.mounts import mount_of
-from torchtitan_lite.distributed.misfits import HostView
+from torchtitan_lite.distributed.host_mismatch import HostView
 from torchtitan_lite.errors import ConfigError, CorpusChanged
 
 

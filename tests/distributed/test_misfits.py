@@ -17,7 +17,7 @@ from tests.ranks import on_two_ranks
 from torchtitan_lite import __version__
 from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.config.job_config import Checkpoint, JobConfig, Training
-from torchtitan_lite.distributed.misfits import (
+from torchtitan_lite.distributed.host_mismatch import (
     CLOCK_SECONDS,
     WRONG_CLOCK_SECONDS,
     HostView,

@@ -32,8 +32,8 @@ from torchtitan_lite.checkpoint.planning.rank_comparison import RankComparison
 from torchtitan_lite.checkpoint.planning.replicated import build_replicated
 from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.checkpoint.resume.ending import Ended
-from torchtitan_lite.checkpoint.resume.first_save import FirstSave
 from torchtitan_lite.checkpoint.resume.initial_import import ImportWeights, InitialImport
+from torchtitan_lite.checkpoint.resume.load_guard import FirstSave
 from torchtitan_lite.checkpoint.resume.load_source import latest_step, new_run
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.resume.roll_back import Limit, RollBack
@@ -61,7 +61,7 @@ from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.config.own_loop import loop_config, refuse_replaced
 from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.distributed.groups import naming_missing_ranks
-from torchtitan_lite.distributed.misfits import clock_around
+from torchtitan_lite.distributed.host_mismatch import clock_around
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.distributed.step_consensus import StepConsensus
 from torchtitan_lite.distributed.tried_torch import report_later_torch

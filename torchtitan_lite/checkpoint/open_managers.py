@@ -18,7 +18,7 @@ from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.checkpoint.saving.in_flight import InFlightSave
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
 from torchtitan_lite.config.job_config import JobConfig
-from torchtitan_lite.distributed.misfits import HostView, SharedFolder, alike, build_facts, versions_and_config
+from torchtitan_lite.distributed.host_mismatch import HostView, SharedFolder, alike, build_facts, versions_and_config
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger

@@ -29,7 +29,7 @@ from torchtitan_lite.data.texts import build_texts
 from torchtitan_lite.data.token_corpus import TokenCorpus
 from torchtitan_lite.data.tokenizer import BYTES, Tokenizer
 from torchtitan_lite.disk.mounts import mount_of
-from torchtitan_lite.distributed.misfits import HostView, Kind, SharedFolder
+from torchtitan_lite.distributed.host_mismatch import HostView, Kind, SharedFolder
 from torchtitan_lite.errors import ConfigError, CorpusChanged
 from torchtitan_lite.log import counted, logger
 

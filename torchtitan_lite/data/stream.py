@@ -21,7 +21,7 @@ from torchtitan_lite.data.adapters import HuggingFaceStreamAdapter
 from torchtitan_lite.data.progress import EpochProgress
 from torchtitan_lite.data.rank_state import pack, unpack
 from torchtitan_lite.data.tokenizer import Tokenizer
-from torchtitan_lite.distributed.misfits import HostView, Kind
+from torchtitan_lite.distributed.host_mismatch import HostView, Kind
 from torchtitan_lite.errors import ConfigError, CorpusChanged, ExtraMissing
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.memory.images.belonging import ChosenOnDisk, ImageFacts, OnDisk, why_not
 from torchtitan_lite.memory.images.card import Commit
+from torchtitan_lite.memory.images.snapshot_match import ChosenOnDisk, ImageFacts, OnDisk, why_not
 
 TEN, TWENTY, FIFTEEN = Commit(10, "a" * 32), Commit(20, "b" * 32), Commit(15, "c" * 32)
 IMAGE = ImageFacts(0, 1, step=12, start="s1", folder_id="f", run_id="r1", branch_point=None, latest=TEN)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.images.cards import CARD, changed
-from torchtitan_lite.memory.images.belonging import ChosenOnDisk, ImageFacts, OnDisk, why_not
 from torchtitan_lite.memory.images.card import Commit
+from torchtitan_lite.memory.images.snapshot_match import ChosenOnDisk, ImageFacts, OnDisk, why_not
 from torchtitan_lite.store.lineage import Lineage
 
 TEN, TWENTY, THIRTY = Commit(10, "a" * 32), Commit(20, "b" * 32), Commit(30, "c" * 32)

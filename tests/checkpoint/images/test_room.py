@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lite.host_memory import available_in, free_memory_bytes, host_id, oom_kills
-from torchtitan_lite.memory.images.room import Room, is_short, num_arenas, reserve_bytes
+from torchtitan_lite.memory.images.memory_budget import Room, is_short, num_arenas, reserve_bytes
 
 GIB = 1 << 30
 MEMINFO = "MemTotal:       33554432 kB\nMemFree:         1048576 kB\nMemAvailable:   20971520 kB\n"

@@ -14,8 +14,8 @@ from torchtitan_lite.checkpoint.format.flattening import flatten
 from torchtitan_lite.checkpoint.format.shards import box_of, split_of
 from torchtitan_lite.checkpoint.format.structure import paths_of
 from torchtitan_lite.checkpoint.planning.joint_plan import JointPlan
-from torchtitan_lite.checkpoint.planning.outline import MeshPlace, PlanEntry, outlined
 from torchtitan_lite.checkpoint.planning.plan_cache import OwnPart
+from torchtitan_lite.checkpoint.planning.rank_summary import MeshPlace, PlanEntry, outlined
 from torchtitan_lite.checkpoint.planning.shared_items import SharedItems
 
 

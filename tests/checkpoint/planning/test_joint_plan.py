@@ -25,7 +25,7 @@ from torchtitan_lite.checkpoint.format.file_data import FileLayout
 from torchtitan_lite.checkpoint.format.flattening import flatten
 from torchtitan_lite.checkpoint.format.stored_tensor import chunk_mismatch
 from torchtitan_lite.checkpoint.format.tensor_table import TensorTable
-from torchtitan_lite.checkpoint.planning.outline import MeshPlace, PlanEntry, outlined
+from torchtitan_lite.checkpoint.planning.rank_summary import MeshPlace, PlanEntry, outlined
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Table
 

@@ -12,8 +12,8 @@ import numpy as np
 from torchtitan_lite.checkpoint.format.chunk_runs import Shape
 from torchtitan_lite.checkpoint.format.file_data import extent_of
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
-from torchtitan_lite.checkpoint.planning.outline import PlanEntry, SectionAnswer, section_of
-from torchtitan_lite.checkpoint.planning.spread import Numbers, Spread, Spreading
+from torchtitan_lite.checkpoint.planning.placement import Numbers, Spread, Spreading
+from torchtitan_lite.checkpoint.planning.rank_summary import PlanEntry, SectionAnswer, section_of
 from torchtitan_lite.store import layout
 
 

@@ -28,9 +28,9 @@ from torchtitan_lite.checkpoint.planning.joint_entries import (
     agreeing,
     is_mixed,
 )
-from torchtitan_lite.checkpoint.planning.outline import Asked, Digest, KeptEntries, Outline, PlanAnswer
+from torchtitan_lite.checkpoint.planning.placement import Holders, Numbers, Placed, Spread, balance
+from torchtitan_lite.checkpoint.planning.rank_summary import Asked, Digest, KeptEntries, Outline, PlanAnswer
 from torchtitan_lite.checkpoint.planning.shared_items import Member, Patterns
-from torchtitan_lite.checkpoint.planning.spread import Holders, Numbers, Placed, Spread, balance
 from torchtitan_lite.checkpoint.state.optimizer_state import SETTINGS, STATE, split_state_key
 from torchtitan_lite.errors import RanksDiffer
 

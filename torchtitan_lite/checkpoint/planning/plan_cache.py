@@ -1,12 +1,12 @@
 """Which rank writes what, and where in its file: planned once, and reused while the structure stays the same.
 
-Each rank compares the structure of its state (names, containers, dtypes, shapes, shardings) with that of
-the last save, and one all-reduce max says whether it is unchanged on all ranks. If so, the last plan
-holds and nothing else travels. If it changed on any rank, all ranks plan again: each rank proves that
-its state can be rebuilt, DCP makes its items, and of their outlines (outline.py) the coordinator makes one plan
-(joint_plan.py): what several ranks hold goes to one of them, balanced, and every file is laid out. Planning comes
-before staging, while the caller waits, so that a rank stages only what it writes. The same exchange carries what the
-ranks need to know whether they hold equal parameters (rank_comparison.py).
+Each rank compares the structure of its state (names, containers, dtypes, shapes, shardings) with that of the last save,
+and one all-reduce max says whether it is unchanged on all ranks. If so, the last plan holds and nothing else travels.
+If it changed on any rank, all ranks plan again: each rank proves that its state can be rebuilt, DCP makes its items,
+and of their outlines (rank_summary.py) the coordinator makes one plan (joint_plan.py): what several ranks hold goes to
+one of them, balanced, and every file is laid out. Planning comes before staging, while the caller waits, so that a rank
+stages only what it writes. The same exchange carries what the ranks need to know whether they hold equal parameters
+(rank_comparison.py).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from torchtitan_lite.checkpoint.format.flattening import State, difference, flat
 from torchtitan_lite.checkpoint.format.shards import knows_its_parts, local_of, part_of
 from torchtitan_lite.checkpoint.format.structure import Branch, decode_structure, encode_structure, rebuild
 from torchtitan_lite.checkpoint.planning.joint_plan import JointPlan
-from torchtitan_lite.checkpoint.planning.outline import Outlined, PlanAnswer, SectionAnswer, entries_of, outlined
-from torchtitan_lite.checkpoint.planning.own_entries import Divided, divided
 from torchtitan_lite.checkpoint.planning.rank_comparison import OWN_NAMES, RankComparison
+from torchtitan_lite.checkpoint.planning.rank_entries import Divided, divided
 from torchtitan_lite.checkpoint.planning.rank_file import ObjectItems, PlannedSave, RankPlan
+from torchtitan_lite.checkpoint.planning.rank_summary import Outlined, PlanAnswer, SectionAnswer, entries_of, outlined
 from torchtitan_lite.checkpoint.planning.replicated import Replicated
 from torchtitan_lite.checkpoint.planning.shared_items import SharedItems
 from torchtitan_lite.collection import no_collection

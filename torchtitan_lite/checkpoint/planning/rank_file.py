@@ -24,7 +24,7 @@ from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
 from torchtitan_lite.checkpoint.format.flattening import State, difference
 from torchtitan_lite.checkpoint.format.plain_value import NotPlain, encode_value
 from torchtitan_lite.checkpoint.format.torch_item import CALL_OF_BYTES, OBJECT_GRAIN, SafePickle, object_item
-from torchtitan_lite.checkpoint.planning.own_entries import OwnEntries
+from torchtitan_lite.checkpoint.planning.rank_entries import OwnEntries
 from torchtitan_lite.checkpoint.state.optimizer_state import nested_tensors
 from torchtitan_lite.checkpoint.untrusted.safe_load import UnsafeItem, load_item
 from torchtitan_lite.disk.digest import text_digest

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_lite.checkpoint.planning.spread import Numbers
+from torchtitan_lite.checkpoint.planning.placement import Numbers
 
 SAMPLE_BYTES = 1 << 16
 """Bytes of what it shares that a rank samples at a save, at most: 1 ms, where a megabyte takes 8."""

@@ -22,11 +22,11 @@ from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.log import logger
 from torchtitan_lite.memory.images.assembled import assembled_manifest
-from torchtitan_lite.memory.images.belonging import ImageFacts, is_replica
 from torchtitan_lite.memory.images.card import Card, ImageKey
-from torchtitan_lite.memory.images.fetched import Fetched, fetched, moves
+from torchtitan_lite.memory.images.from_peers import Fetched, fetched, moves
 from torchtitan_lite.memory.images.image_files import FilesInMemory
 from torchtitan_lite.memory.images.mapped_reader import MappedReader
+from torchtitan_lite.memory.images.snapshot_match import ImageFacts, is_replica
 from torchtitan_lite.memory.images.tier import TakenOver
 from torchtitan_lite.memory.keeper.client import HeldMemory, Keeper
 from torchtitan_lite.store.manifest import Manifest

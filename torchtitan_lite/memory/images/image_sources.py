@@ -1,8 +1,8 @@
 """The images that a start finds in memory, as sources of its load: one more kind next to the checkpoints on disk.
 
 A load looks once, takes at most one copy, and then takes the memory over, or closes it. Between the images and what is
-on disk a pure rule (belonging.py) decides for each image, on the coordinator alone: here are the facts that it needs,
-and what a load then takes.
+on disk a pure rule (snapshot_match.py) decides for each image, on the coordinator alone: here are the facts that it
+needs, and what a load then takes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, Checkpoin
 from torchtitan_lite.events import ImageSkipped
 from torchtitan_lite.log import counted, logger
 from torchtitan_lite.memory.images.assembled import same_contents
-from torchtitan_lite.memory.images.belonging import ChosenOnDisk, OnDisk, why_not
 from torchtitan_lite.memory.images.card import Commit, ImageKey, commit_of, rests_in
 from torchtitan_lite.memory.images.held_images import Complete, HeldImages
 from torchtitan_lite.memory.images.image_files import FilesInMemory
+from torchtitan_lite.memory.images.snapshot_match import ChosenOnDisk, OnDisk, why_not
 from torchtitan_lite.memory.images.tier import TakenOver, Tier
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest

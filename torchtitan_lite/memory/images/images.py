@@ -34,9 +34,7 @@ from torchtitan_lite.host_memory import free_memory_bytes, host_id, oom_kills
 from torchtitan_lite.log import counted, logger, readable_bytes
 from torchtitan_lite.memory.images.image import Image, Marker
 from torchtitan_lite.memory.images.image_stager import ImageStager
-from torchtitan_lite.memory.images.pool import Pool
-from torchtitan_lite.memory.images.replicates import Replicates
-from torchtitan_lite.memory.images.room import (
+from torchtitan_lite.memory.images.memory_budget import (
     MAX_ARENAS,
     REPLICATED_ARENAS,
     Room,
@@ -44,6 +42,8 @@ from torchtitan_lite.memory.images.room import (
     num_arenas,
     reserve_bytes,
 )
+from torchtitan_lite.memory.images.pool import Pool
+from torchtitan_lite.memory.images.replicates import Replicates
 from torchtitan_lite.memory.images.tier import Tier
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from torchtitan_lite.checkpoint.staging.arena import ArenaSlot
-from torchtitan_lite.memory.images.room import Room
+from torchtitan_lite.memory.images.memory_budget import Room
 
 
 class Replicates(Protocol):

@@ -26,8 +26,8 @@ from torchtitan_lite.events import ReplicaMissed, ReplicaReady
 from torchtitan_lite.host_memory import host_id
 from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.memory.images.card import Card, ImageKey
+from torchtitan_lite.memory.images.memory_budget import Room, has_no_room_for_replicas
 from torchtitan_lite.memory.images.pool import Pool
-from torchtitan_lite.memory.images.room import Room, has_no_room_for_replicas
 from torchtitan_lite.memory.images.tier import Tier
 from torchtitan_lite.memory.replicas.replica_sender import Order, Outcome, ReplicaJob, ReplicaProcess
 

@@ -27,8 +27,8 @@ from torchtitan_lite.disk.shared_memory import map_shared
 from torchtitan_lite.disk.threads import give_way
 from torchtitan_lite.distributed.job_link import JobLink
 from torchtitan_lite.errors import KeeperUnavailable, UnknownFormat
-from torchtitan_lite.memory.images.belonging import ImageFacts, is_replica, replica_name
 from torchtitan_lite.memory.images.card import Card, ImageKey
+from torchtitan_lite.memory.images.snapshot_match import ImageFacts, is_replica, replica_name
 from torchtitan_lite.memory.keeper.client import HeldMemory, Keeper
 
 _MOST_LETTERS = 500

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.format.shards import Split, knows_its_parts, split_of
 from torchtitan_lite.checkpoint.format.structure import Branch, encode_structure
+from torchtitan_lite.checkpoint.planning.placement import Numbers
 from torchtitan_lite.checkpoint.planning.shared_items import Member
-from torchtitan_lite.checkpoint.planning.spread import Numbers
 
 Shape = tuple[int, ...]
 Digest = bytes
