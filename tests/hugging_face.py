@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torchtitan_lite.checkpoint.converting.exporting import Exported, Progress
-from torchtitan_lite.checkpoint.examining.opened import OpenedCheckpoint
-from torchtitan_lite.checkpoint.hugging_face.known_model import HuggingFaceModel
-from torchtitan_lite.checkpoint.hugging_face.writing import plan, write_planned
 
+from torchtitan_lite.converting.exporting import Exported, Progress
+from torchtitan_lite.examining.opened import OpenedCheckpoint
+from torchtitan_lite.hugging_face.known_model import HuggingFaceModel
+from torchtitan_lite.hugging_face.writing import plan, write_planned
 from torchtitan_lite.models.llama.args import ModelArgs
 from torchtitan_lite.models.llama.model import Transformer
 
