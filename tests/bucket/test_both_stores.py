@@ -13,6 +13,7 @@ import pytest
 
 from tests.disk.sources import bounced
 from tests.store.filled import manifest_of
+from torchtitan_lite.bucket.bucket_store import BucketStore
 from torchtitan_lite.bucket.obstore_objects import connect
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.config.address import parse_address
@@ -32,9 +33,19 @@ from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manif
 from torchtitan_lite.store.place import ObjectPlace
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.retention import KeepLatest
+from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.stores import open_store
 
 DATA = layout.data_file(0, 0)
+ONCE = {"exclusive", "latest", "damaged", "unreadable"}
+"""What both stores have from their base class."""
+
+
+@pytest.mark.parametrize("kind", [CheckpointStore, BucketStore])
+def test_each_store_does_all_by_itself_but_what_is_said_once(kind: type) -> None:
+    """A method that one lacked would be that of the base, which does nothing."""
+    promised = {name for name in vars(StoresCheckpoints) if not name.startswith("_")}
+    assert promised - ONCE <= {*vars(kind)}
 
 
 @dataclass

@@ -38,9 +38,11 @@ from torchtitan_lite.errors import (
     SaveFailed,
 )
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.housekeeping import Housekeeping
 from torchtitan_lite.store.lease import Lease
 from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.protocol import KeepsPins, StoresCheckpoints
+from torchtitan_lite.store.retention import KeepAll
 
 OTHERS = {"notes.txt": b"mine", "step-5/__0_0.distcp": b"theirs", "step-007.0123456789abcdef/x": b"", "beat-x": b""}
 
@@ -363,6 +365,19 @@ def test_a_failed_try_that_could_not_be_removed_is_removed_once_the_next_one_is_
     job.objects.fate = lambda request: Fate.NEVER_SENT if request.verb == "delete" else Fate.CARRIED_OUT
     with pytest.raises(StoreUnavailable):
         job.store.remove_staging(5, place)
+    job.objects.fate = at(0, Fate.NEVER_SENT)
+    save(job.store, 5, b"second")
+    assert len([key for key in bucket.stored if key.startswith("step-")]) == 3
+    assert found_in(bucket) == {5: b"second"}
+
+
+def test_a_save_that_failed_while_the_store_was_away_is_removed_once_the_next_one_is_committed(
+    job: Job, bucket: Bucket
+) -> None:
+    """As the loop removes it, which first looks whether the folder is still its own."""
+    place = write(job.store, 5, b"first")
+    job.objects.fate = lambda request: Fate.NEVER_SENT
+    Housekeeping(KeepAll(), lambda event: None).remove_failed_save(5, job.store, place, job.lease.check)
     job.objects.fate = at(0, Fate.NEVER_SENT)
     save(job.store, 5, b"second")
     assert len([key for key in bucket.stored if key.startswith("step-")]) == 3

@@ -239,7 +239,7 @@ class BucketStore(StoresCheckpoints):
             raise SaveFailed(step, f"{abandoning[0].path} abandons step {step} of run {run_id}")
         return self._saves.commit(place, manifest)
 
-    def remove_staging(self, step: int, place: str) -> None:
+    def remove_staging(self, step: int, place: str, fence: Callable[[], object] = nothing) -> None:
         self._saves.remove(place)
 
     def discard(self, info: CheckpointInfo) -> list[ObjectPlace]:

@@ -181,8 +181,7 @@ class Housekeeping:
     ) -> None:
         """Remove what a failed save left at `place`, unless the folder is another job's; a failure is a warning."""
         try:
-            fence()
-            store.remove_staging(step, place)
+            store.remove_staging(step, place, fence)
         except LeaseLost:
             return  # That job's start removes it. The next save ends the run with this error.
         except OSError as error:

@@ -183,7 +183,8 @@ class Lease(ABC):
                 self._make_sure(mine)
                 return
             if waited >= 2 * patience:
-                raise FolderInUse(self._address, self._look().holder_name)
+                latest = self._look()
+                raise FolderInUse(self._address, (seen if latest.holder is None else latest).holder_name)
             self._clock.sleep(self._beat_seconds / 2)
 
     def _show_life(self, holder: Holder, stopped: threading.Event) -> None:

@@ -268,10 +268,11 @@ class StoresCheckpoints(Protocol):
         """
         ...
 
-    def remove_staging(self, step: int, place: str) -> None:
+    def remove_staging(self, step: int, place: str, fence: Callable[[], object] = nothing) -> None:
         """Remove what the failed save `place` of `step` left, when no rank writes into it any more.
 
-        What may be committed after all stays.
+        What may be committed after all stays. `fence` raises if the folder is another job's by now: nothing is removed
+        then. A bucket asks its head in its place, and notes the save, so that a later commit removes it.
         """
 
     def discard(self, info: CheckpointInfo) -> Sequence[Any]:

@@ -55,7 +55,7 @@ class RetiredCheckpoints:
         """Rename the damaged checkpoint of `step` to `step-N.corrupt`, durably, and return its new path.
 
         Writes `findings` into the folder if the disk allows it; whoever found them has logged them. `fence`, which
-        raises if the folder belongs to another job by now, is called before each rename.
+        raises if the folder belongs to another job by now, is called first, and before each rename of the step.
         """
         fence()
         # The list of what it abandons goes with it.

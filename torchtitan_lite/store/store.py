@@ -218,10 +218,11 @@ class CheckpointStore(StoresCheckpoints):
     def add_metadata(self, place: str, data: bytes) -> None:
         self._durable.write_file(self.root / place / layout.METADATA, data)
 
-    def remove_staging(self, step: int, place: str) -> None:
+    def remove_staging(self, step: int, place: str, fence: Callable[[], object] = nothing) -> None:
         staging = self.root / place
         if layout.parse_staging(place) != step:
             return
+        fence()
         with self.exclusive:
             # A commit that failed after its exchange left the old checkpoint here, or under another name. The new one
             # must be durable before the old one goes; and if the new one abandons it, it is renamed and stays.
