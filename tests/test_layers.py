@@ -42,19 +42,15 @@ WITHOUT_TORCH = (
         "memory.keeper",
     ),
     *("bucket", "stores", "checkpoint.run_folders", "uploading"),
-    *(
-        f"checkpoint.format.{name}"
-        for name in ("clocks", "containers", "contents", "dtypes", "plain_value", "structure")
-    ),
+    *(f"checkpoint.format.{name}" for name in ("clocks", "contents", "dtypes", "plain_value", "structure")),
     *(f"checkpoint.untrusted.{name}" for name in ("inert_pickle", "safe_metadata", "saved_file", "stock_item")),
-    *("checkpoint.untrusted.safetensors_header", "importing.saved_weights"),
-    "checkpoint.reading.files",
+    *("checkpoint.untrusted.safetensors_header", "checkpoint.reading.files"),
     "checkpoint.reading.folder",
     *(f"memory.images.{name}" for name in ("assembled", "card", "image_files", "mapped_reader", "memory_budget")),
     *("memory.images.snapshot_match", "memory.images.tier", "checkpoint.staging.mark"),
     *(f"examining.{name}" for name in ("opened", "inventory", "summary")),
-    *(f"examining.{name}" for name in ("verification", "file_digests", "item_checksums", "findings")),
-    *(f"examining.{name}" for name in ("difference", "object_digests", "presence")),
+    *(f"examining.{name}" for name in ("verification", "file_digests", "item_checksums")),
+    *("examining.difference", "examining.presence"),
     *("hugging_face.known_model", "models.llama.args", "models.llama.hugging_face"),
     "models.llama.config_file",
     *(f"metrics.{name}" for name in ("ledger", "run_clock")),
@@ -65,7 +61,19 @@ WITHOUT_TORCH = (
     *("cli.app", "cli.exit_codes", "cli.inspect_step", "cli.ls", "cli.memory"),
     *("cli.named_checkpoint", "cli.screen", "cli.words"),
 )
-OF_CHECKPOINTS = tuple(part for floor in FLATS["extras"] for part in floor if part != "hangs")
+OF_CHECKPOINTS = tuple(part for floor in FLATS["extras"] for part in floor)
+NOT_EVEN_BELOW = {
+    # What reads or makes checkpoints builds no run, and a report no trainer.
+    ("examining", "converting", "importing", "uploading"): ("checkpoint.manager", "checkpoint.saving"),
+    ("hugging_face", "uploads", "memory"): ("checkpoint.manager",),
+    ("report",): ("trainer", "train", "preflight", "integrations"),
+    # Only loops have a watch of hangs.
+    ("models", "data", "metrics", "optim", "parallelisms", "divergence", "preflight", "report"): ("hangs",),
+    ("memory", "uploads", "hugging_face", "importing", "converting", "checkpoint.companions"): ("hangs",),
+    # What reads lines, and what outlives the trainer, knows no checkpoint.
+    ("accounts", "event_lines", "json_lines", "memory.keeper"): ("checkpoint", "bucket", "stores", "distributed"),
+}
+"""What a room does not import although it stands lower."""
 UNKNOWN_TO_CHECKPOINT = ("models", "data", "trainer", "metrics", "optim", "divergence", "parallelisms")
 TENSORBOARD = ("tensorboard", "torch.utils.tensorboard", "tensorboardX")
 COLLECTIVES = (
@@ -152,6 +160,27 @@ def test_a_module_imports_only_from_layers_below_and_from_its_own_part() -> None
             if other != part and LAYERS[other] >= LAYERS[part] and not is_door:
                 findings.append(module.at(node, f"{part} imports {imported}"))
     assert not findings, "\n" + "\n".join(findings)
+
+
+@pytest.mark.parametrize(("rooms", "unknown"), NOT_EVEN_BELOW.items())
+def test_a_room_does_not_import_what_it_has_no_use_for(rooms: Sequence[str], unknown: Sequence[str]) -> None:
+    findings = [
+        module.at(node, f"imports {imported}")
+        for module in modules_in(*rooms)
+        for node, imported in imports_of_ours(module)
+        if is_in(imported, unknown)
+    ]
+    assert not findings, "\n" + "\n".join(findings)
+
+
+def test_each_entry_of_the_tables_is_there() -> None:
+    names = {module.name for module in MODULES}
+    for entry in {
+        *WITHOUT_TORCH,
+        *LAYERS,
+        *(room for rooms, unknown in NOT_EVEN_BELOW.items() for room in (*rooms, *unknown)),
+    }:
+        assert any(is_in(name, [entry]) for name in names), f"{entry} is no module and no room"
 
 
 def test_no_modules_import_one_another_in_a_circle() -> None:

@@ -119,7 +119,7 @@ def test_whatever_leaves_a_process_is_in_the_registry() -> None:
     sources = sources_of(ROOT)
     assert {*counts.calling(sources, counts.STARTS)} == modules_in(forms.HELPERS)
     opening = {*counts.calling(sources, counts.SOCKETS)} - {"checkpoint.schedule.preemption"}  # Of one process alone.
-    writing = {*counts.calling(sources, counts.WRITERS, counts.CODECS)}
+    writing = counts.writing(sources)
     assert opening <= modules_in(forms.PROTOCOLS)
     named = modules_in(forms.PROTOCOLS) | modules_in(forms.RECORDS) | modules_in(forms.INSIDE)
     assert opening | writing == named

@@ -26,6 +26,8 @@ FOLDER_TYPES = frozenset({"Path", "BucketStore", "BucketFolder", "ObjectFolder",
 STARTS = frozenset({"Popen", "fork", "Process", "get_context", "forkserver"})
 SOCKETS = frozenset({"socket", "socketpair", "create_connection", "Listener", "Client"})
 READERS, WRITERS = frozenset({"loads", "load"}), frozenset({"dumps", "dump"})
+OWN_WRITERS = frozenset({"json_bytes", "compact_json"})
+"""Functions of ours that write JSON for others."""
 CODECS = frozenset({"json", "pickle", "tomllib", "tomli"})
 
 Row = tuple[str, object]
@@ -60,7 +62,7 @@ def rows(sources: Sequence[Source]) -> Iterator[Row]:
     yield "protocols between processes, by the registry", len(PROTOCOLS)
     yield "forms of records, by the registry", len(RECORDS)
     yield "modules that read JSON, TOML or pickles", len(calling(sources, READERS, CODECS))
-    yield "modules that write them", len(calling(sources, WRITERS, CODECS))
+    yield "modules that write them", len(writing(sources))
 
 
 def imports_up(sources: Sequence[Source]) -> list[str]:
@@ -165,6 +167,18 @@ def calling(sources: Sequence[Source], names: frozenset[str], owners: frozenset[
             for node in ast.walk(each.tree)
         )
     ]
+
+
+def writing(sources: Sequence[Source]) -> set[str]:
+    """Return the modules that write JSON or pickles, by a codec or by a function of ours."""
+    return {*calling(sources, WRITERS, CODECS)} | {
+        each.name
+        for each in sources
+        if any(
+            isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in OWN_WRITERS
+            for node in ast.walk(each.tree)
+        )
+    }
 
 
 def _names(tree: ast.Module) -> Iterator[str]:

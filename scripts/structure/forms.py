@@ -28,6 +28,7 @@ RECORDS = {
     "lines of JSON under a digest: manifest.json, the record of a rank, head.json of a bucket": (
         "store.manifest",
         "store.files_of_ranks",
+        "bucket.head_file",
     ),
     ".metadata and the items of a data file, as DCP has them": (
         "checkpoint.format.torch_item",
@@ -36,6 +37,11 @@ RECORDS = {
     "the lock of a folder": ("store.holder",),
     "one JSON object in a file: pins, rollbacks, uploads, what verify found, why a checkpoint was set aside": (
         "store.json_record",
+        "store.pins",
+        "store.rollbacks",
+        "store.retired",
+        "bucket.bucket_store",
+        "uploading.record",
         "examining.verified",
     ),
     "the card of an image in memory": ("memory.images.card",),
@@ -44,7 +50,9 @@ RECORDS = {
     "the token file of a corpus": ("data.token_corpus",),
     "what Hugging Face's libraries read, with the record of an export": (
         "converting.safetensors_files",
+        "hugging_face.adapter",
         "hugging_face.last_export",
+        "hugging_face.writing",
         "data.byte_tokenizer_files",
         "data.tokenizer",
         "models.llama.hugging_face",

@@ -224,6 +224,10 @@ class RelayedReader(ReadsBlocks):
             self._read_again(path, record, request)
         self._read_rest(path, record, rest)
 
+    def verify(self, path: Path, record: FileRecord, blocks: Sequence[int]) -> None:
+        """Check the digest of each of `blocks`. Not passed on."""
+        self._own.verify(path, record, blocks)
+
     def leave(self) -> None:
         """End it: from now on the others read for themselves. Once, after the last `read`; raises nothing."""
         if not self._is_over:
