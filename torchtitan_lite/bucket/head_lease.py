@@ -112,7 +112,7 @@ class BucketLease(Lease):
     def _swap(self, seen: LockSeen, mine: Holder) -> bool:
         """Return True once the head was swapped for one that names us. Raise FolderInUse if another job was faster.
 
-        A head that is lost or damaged is made again from the manifests.
+        A head that is lost or damaged is made again from the manifests, after the same silence.
         """
         there = seen
         for _ in range(_MOST_SWAPS):

@@ -176,7 +176,7 @@ class StoresCheckpoints(Protocol):
         return latest
 
     def damaged(self) -> dict[int, CheckpointDamaged]:
-        """Return what is wrong with each step whose manifests are damaged and that has no intact one, by step."""
+        """Return what is wrong with each step that has no intact manifest: a damaged one, none, or another one."""
         errors = self.errors_by_step()
         return {step: error for step, error in errors.items() if isinstance(error, CheckpointDamaged)}
 
