@@ -37,6 +37,7 @@ from mutation.tree import LOADED, Run, Tree
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("disk", "store", "checkpoint", "memory", "examining", "converting", "importing", "hugging_face")
+ROOMS += ("uploads.py", "json_lines.py")
 FOLDERS = tuple(f"torchtitan_lite/{room}" for room in ROOMS)
 TESTS = ("tests/disk", "tests/store", "tests/checkpoint", "tests/keeper", "tests/resharding", "tests/e2e")
 TESTS += ("tests/test_faults.py",)
@@ -113,7 +114,8 @@ def _chosen(options: argparse.Namespace) -> Iterator[Mutant]:
             yield from (mutant for mutant in found if mutant.line == int(line))
         return
     for folder in options.folders:
-        files = sorted((options.repository / folder).rglob("*.py"))
+        place = options.repository / folder
+        files = sorted(place.rglob("*.py")) if place.is_dir() else [place]
         found = [
             mutant
             for file in files
