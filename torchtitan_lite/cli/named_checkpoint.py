@@ -19,7 +19,7 @@ from torchtitan_lite.checkpoint.resume.wrong_folder import last_step
 from torchtitan_lite.config.address import Address, is_address, parse_address
 from torchtitan_lite.errors import AllCheckpointsDamaged, CheckpointNotFound, ConfigError
 from torchtitan_lite.examining.opened import absence
-from torchtitan_lite.examining.transformers_folder import (
+from torchtitan_lite.examining.other_libraries import (
     description_of,
     is_lightning_file,
     is_lightning_folder,

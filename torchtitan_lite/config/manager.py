@@ -182,7 +182,7 @@ def with_datasets(settings: Mapping[str, Setting]) -> Mapping[str, Setting]:
 # The two sources of settings: a TOML file and the command line.
 #
 # Both are read into the same `Setting`s, in the order in which they were written, under the names of `JobConfig`
-# whatever the spelling. So of two settings of a key the last one wins, and later code need not know their source.
+# however they are spelt. So of two settings of a key the last one wins, and later code need not know their source.
 
 
 if sys.version_info >= (3, 11):

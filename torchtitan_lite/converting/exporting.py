@@ -20,8 +20,8 @@ from torchtitan_lite.converting.safetensors_files import TensorToWrite
 from torchtitan_lite.converting.streamed_file import Advance, Elements
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.examining.opened import OF_HUGGING_FACE, OpenedCheckpoint, WrittenBy
+from torchtitan_lite.examining.other_libraries import WEIGHTS
 from torchtitan_lite.examining.tensor_stream import TensorStream
-from torchtitan_lite.examining.transformers_folder import WEIGHTS
 
 if TYPE_CHECKING:
     from torchtitan_lite.converting.old_layout import Reader

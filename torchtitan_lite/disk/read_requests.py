@@ -1,6 +1,6 @@
 """Plan of the reads of a file: the wanted pieces as requests, in the order of the file.
 
-Pure functions of pieces and sizes; no file is opened. A request is at most `REQUEST_BYTES` long and does not cross a
+No file is opened here: `ReadsBlocks` is what does that. A request is at most `REQUEST_BYTES` long and does not cross a
 multiple of it; in a file with digests it covers whole blocks.
 """
 

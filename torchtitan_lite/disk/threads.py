@@ -1,4 +1,4 @@
-"""Work in the background: training comes first, on the processors and on the disk.
+"""Threads next to the training: work in the background, work that several share, and what an exit waits for.
 
 A thread of the training process never gets a lower CPU priority: with all cores busy the kernel would not schedule it
 while it holds the GIL, and training waits for the GIL. Only its I/O gives way (`lower_io`); a process of its own gives

@@ -1,4 +1,4 @@
-"""Groups of all ranks for checkpoint traffic.
+"""Groups of all ranks for checkpoint traffic, and which ranks are missing in a call.
 
 They are gloo's, whatever training uses, and nothing else exchanges anything through them: two threads on one group
 corrupt it, and checkpoint traffic runs in a thread alongside training.

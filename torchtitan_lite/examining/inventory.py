@@ -30,8 +30,7 @@ from torchtitan_lite.examining.opened import (
     num_writers,
     origin_by,
 )
-from torchtitan_lite.examining.recorded_digests import files_in
-from torchtitan_lite.examining.transformers_folder import (
+from torchtitan_lite.examining.other_libraries import (
     absence_in,
     description_of,
     is_half_written,
@@ -41,6 +40,7 @@ from torchtitan_lite.examining.transformers_folder import (
     transformers_step_of,
     weights_in,
 )
+from torchtitan_lite.examining.recorded_digests import files_in
 from torchtitan_lite.examining.verified import Verified, verified, verified_in
 from torchtitan_lite.log import counted
 from torchtitan_lite.store import layout

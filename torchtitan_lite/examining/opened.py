@@ -24,7 +24,7 @@ from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointNotFound, CheckpointUnreadable
-from torchtitan_lite.examining.transformers_folder import (
+from torchtitan_lite.examining.other_libraries import (
     GENERATORS,
     absence_in,
     contents_in,

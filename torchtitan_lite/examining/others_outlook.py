@@ -25,8 +25,8 @@ from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe, Torchtit
 from torchtitan_lite.examining.inventory import FolderState, ListedCheckpoint, inventory
 from torchtitan_lite.examining.listed_tree import ListedTree
 from torchtitan_lite.examining.opened import OF_HUGGING_FACE, WrittenBy, open_checkpoint
+from torchtitan_lite.examining.other_libraries import GENERATORS, META, TRAINER_STATE, WEIGHTS
 from torchtitan_lite.examining.recorded_digests import digests_path
-from torchtitan_lite.examining.transformers_folder import GENERATORS, META, TRAINER_STATE, WEIGHTS
 from torchtitan_lite.examining.verification import look_at, read_through
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind

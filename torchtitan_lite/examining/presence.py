@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from torchtitan_lite.checkpoint.reading.files import Identity, differs, files_of
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnreadable, CheckpointUnsafe
-from torchtitan_lite.examining.transformers_folder import description_of
+from torchtitan_lite.examining.other_libraries import description_of
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.place import Place, on_disk
 

@@ -23,7 +23,7 @@ from torchtitan_lite.disk.plain_file import file_kind, read_plain
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe, FolderUnusable
 from torchtitan_lite.examining.file_digests import OnBytes, digests_of
 from torchtitan_lite.examining.listed_tree import FileState
-from torchtitan_lite.examining.transformers_folder import transformers_step_of
+from torchtitan_lite.examining.other_libraries import transformers_step_of
 from torchtitan_lite.log import listed
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.described import allowed_description_bytes

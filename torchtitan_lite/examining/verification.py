@@ -36,9 +36,9 @@ from torchtitan_lite.errors import (
 from torchtitan_lite.examining.file_digests import FileDigests, Finding, OnBytes, verify_file
 from torchtitan_lite.examining.item_checksums import CheckedItems, PlacedItem, check_items
 from torchtitan_lite.examining.opened import absence
+from torchtitan_lite.examining.other_libraries import contents_in, contents_of, description_of
 from torchtitan_lite.examining.presence import checkpoint_identity, refuse_if_gone
 from torchtitan_lite.examining.recorded_digests import RecordedDigests
-from torchtitan_lite.examining.transformers_folder import contents_in, contents_of, description_of
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import recorded_sizes
 from torchtitan_lite.store.known_manifests import damage_in

@@ -1,4 +1,4 @@
-"""The files that record a run: metrics.jsonl, TensorBoard files, events.jsonl.
+"""The files that record a run: metrics.jsonl, TensorBoard files, events.jsonl; and its page at Weights & Biases.
 
 A run and its restarts are one history, in which every logged step is present once. So a resumed run drops the lines
 after the step that it loaded, and a fresh start moves an older history aside. `report` formats the log lines.

@@ -1,6 +1,7 @@
 """The log line of a step, and the figures in it.
 
-All functions are pure. The line keeps torchtitan's format, because scripts read it.
+The functions are pure; what measures memory asks the device or the system. The line keeps torchtitan's format, because
+scripts read it.
 """
 
 from __future__ import annotations

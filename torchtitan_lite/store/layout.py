@@ -1,4 +1,4 @@
-"""Names on disk.
+"""Names on disk, and what a folder has under them.
 
 The only module that knows how a folder of checkpoints spells its names. Each parser accepts exactly what its maker
 produces, so `step-10.bak`, `my-step-3` and `step-007` are unknown names: never read, never removed.

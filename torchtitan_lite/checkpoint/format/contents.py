@@ -279,7 +279,7 @@ def key_paths(structure: Branch, tensors: Collection[str], objects: Collection[s
     """Return the paths through `structure` to the keys `tensors` and `objects`.
 
     Raises ValueError unless each of them is in it exactly once, and nothing else is. Memory: that of these keys,
-    whatever the structure.
+    under any structure.
     """
     walk = _KeyWalk(sum(map(len, tensors)) + sum(map(len, objects)))
     num_keys = len(tensors) + len(objects)

@@ -1,10 +1,10 @@
-"""Encodes the objects of a state: counters, settings, positions of loaders, all that is no tensor.
+"""What one rank writes: its plan, its file, and in it the objects, which are encoded here.
 
-Each becomes an item that `torch.load(weights_only=True)` accepts, so that plain DCP reads it, and also
-a JSON value for the manifest if it is made of plain types. An object that the manifest does not hold
-is read back by our own reader before it is saved, and refused by name if it would not come back equal.
-There may be thousands of objects (the settings of every parameter) that are the same in every save:
-these are encoded and checked once.
+An object is what is no tensor: counters, settings, positions of loaders. Each becomes an item that
+`torch.load(weights_only=True)` accepts, so that plain DCP reads it, and also a JSON value for the manifest if it is
+made of plain types. An object that the manifest does not hold is read back by our own reader before it is saved, and
+refused by name if it would not come back equal. There may be thousands of objects (the settings of every parameter)
+that are the same in every save: these are encoded and checked once.
 """
 
 from __future__ import annotations

@@ -109,8 +109,8 @@ def _rank_and_world_size() -> tuple[int, int]:
 
 # A `Loader` of torchdata.nodes whose state was read before a load.
 #
-# To read its state makes an iterator, which its next iteration returns, whatever `load_state_dict` was given in
-# between. A load has to read the state of a run first, to know its form.
+# To read its state makes an iterator, which its next iteration returns, also after a `load_state_dict` in between. A
+# load has to read the state of a run first, to know its form.
 
 
 def forget_iterator(loader: Any) -> None:

@@ -1,9 +1,10 @@
-"""A folder that transformers or accelerate wrote: a checkpoint of the Trainer, of `save_state`, or a model alone.
+"""Checkpoints of other libraries: a folder that transformers or accelerate wrote, and what Lightning wrote.
 
-Its tensors are those of its safetensors files, and of the folders below that FSDP wrote with DCP. Each pickle is an
-object that is a complete file: its size is known, it can be compared as bytes, and it is not parsed. Only names and
-descriptions are read. The Trainer writes trainer_state.json last, and accelerate the states of the generators, so a
-`checkpoint-N` or `checkpoint_N` without either is not complete.
+The former is a checkpoint of the Trainer, of `save_state`, or a model alone. Its tensors are those of its safetensors
+files, and of the folders below that FSDP wrote with DCP. Each pickle is an object that is a complete file: its size is
+known, it can be compared as bytes, and it is not parsed. Only names and descriptions are read. The Trainer writes
+trainer_state.json last, and accelerate the states of the generators, so a `checkpoint-N` or `checkpoint_N` without
+either is not complete.
 """
 
 from __future__ import annotations
