@@ -63,6 +63,7 @@ class Parser(argparse.ArgumentParser):
             annotation, place = types[field.name], None
             if hasattr(annotation, "__metadata__"):
                 annotation, place = get_args(annotation)
+                place = place if isinstance(place, Option | Positional) else None
             kind = ValueKind.of(annotation)
             help_text = f"{docs[field.name]} {hint(field.default)}".strip().replace("%", "%%")
             option = f"--{section}.{field.name}" if section else f"--{field.name.replace('_', '-')}"
@@ -117,9 +118,11 @@ def _argument_value(kind: ValueKind, text: str) -> Any:
 @cache
 def doc_strings(cls: type) -> dict[str, str]:
     """Return the doc string under each field of a dataclass, on one line; fields without one are left out."""
+    docs: dict[str, str] = {}
+    for base in filter(dataclasses.is_dataclass, reversed(cls.__bases__)):
+        docs |= doc_strings(base)
     (definition,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(definition, ast.ClassDef)
-    docs = {}
     for statement, following in zip(definition.body, definition.body[1:], strict=False):
         if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
             text = ast.literal_eval(following.value)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any
 
 from torchtitan_lite.config.address import SCHEMES, is_in_object_store, parse_address, printable
 from torchtitan_lite.errors import ConfigError
@@ -26,10 +29,13 @@ def not_negative(name: str, value: float) -> None:
         raise ConfigError(f"{name}: expected a finite number of at least 0, found {value}.")
 
 
-def choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raise ConfigError unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ConfigError(f"{name}: expected one of {', '.join(choices)}, found {value!r}.")
+Check = Callable[[str, Any], None]
+"""Raises ConfigError for a value, given its key and the value."""
+AtLeastOne = Annotated[int, partial(at_least, low=1)]
+"""A number with its bound. The fields of a section that are annotated so are checked with their types."""
+AtLeastZero = Annotated[int, partial(at_least, low=0)]
+NotNegative = Annotated[float, not_negative]
+Positive = Annotated[float, positive]
 
 
 # Folders and addresses of object stores, as the keys of a configuration take them.

@@ -1,8 +1,9 @@
-"""Check the types of a section's fields, for sections that are made in Python.
+"""Check the values of a section's fields one by one, for sections that are made in Python.
 
 The command line and TOML files are checked earlier, as text. In a training loop of your own, a number in quotes would
-only fail at its first comparison, and a string in place of a list of names would be taken letter by letter. Two values
-are converted, because only one meaning is possible: a path becomes its text, a list becomes a tuple.
+only fail at its first comparison, and a string in place of a list of names would be taken letter by letter. Three
+values are converted, because only one meaning is possible: a path becomes its text, a list becomes a tuple, and a
+choice gets its exact spelling. The annotation of a field also says which values are too small (`checks`).
 """
 
 from __future__ import annotations
@@ -13,19 +14,22 @@ from dataclasses import fields
 from functools import cache
 from typing import Any, get_type_hints
 
+from torchtitan_lite.config.checks import Check
 from torchtitan_lite.config.value_kinds import ValueKind, value_text
 from torchtitan_lite.errors import ConfigError
 
 
 def check_types(section: object, name: str) -> None:
-    """Convert paths and lists in `section`, called `name`, then raise ConfigError if a field is not of its kind."""
-    for key, kind in _kinds(type(section)).items():  # type: ignore[arg-type]  # mypy: a class is hashable
+    """Convert the values of `section`, called `name`, then raise ConfigError if one is not as its field says."""
+    for key, (kind, checks) in _kinds(type(section)).items():  # type: ignore[arg-type]  # mypy: a class is hashable
         value = getattr(section, key)
         converted = _converted(value, kind)
         if converted is None and not (value is None and kind.optional):
             raise ConfigError(f"{name}.{key}: expected {kind.describe()}, found {_found_text(value, kind)}.")
         if converted is not value:
             object.__setattr__(section, key, converted)
+        for check in checks if isinstance(converted, int | float) else ():
+            check(f"{name}.{key}", converted)
 
 
 def check_sections(config: object) -> None:
@@ -41,9 +45,13 @@ def check_sections(config: object) -> None:
 
 
 @cache
-def _kinds(section: type) -> dict[str, ValueKind]:
-    hints = _hints(section)
-    return {field.name: ValueKind.of(hints[field.name]) for field in fields(section)}
+def _kinds(section: type) -> dict[str, tuple[ValueKind, tuple[Check, ...]]]:
+    """Return the kind of each field, and the checks in its annotation."""
+    hints, annotated = _hints(section), get_type_hints(section, include_extras=True)
+    return {
+        each.name: (ValueKind.of(hints[each.name]), getattr(annotated[each.name], "__metadata__", ()))
+        for each in fields(section)
+    }
 
 
 @cache
@@ -55,6 +63,8 @@ def _converted(value: Any, kind: ValueKind) -> Any:
     """Return `value` as the field holds it, or None if it is not of the kind."""
     if kind.base is str and isinstance(value, os.PathLike):
         value = os.fspath(value)
+    if kind.choices:
+        return kind.spelled(value) if isinstance(value, str) else None
     if kind.base is tuple:
         fits = isinstance(value, tuple | list) and kind.holds(value)
         return (value if isinstance(value, tuple) else tuple(value)) if fits else None
@@ -66,4 +76,6 @@ def _converted(value: Any, kind: ValueKind) -> Any:
 def _found_text(value: Any, kind: ValueKind) -> str:
     if kind.base is tuple and isinstance(value, str):
         return f"the string {value!r}. Write ({value!r},), with the comma"
+    if kind.choices and isinstance(value, str):
+        return repr(value)
     return value_text(value, kind.base)

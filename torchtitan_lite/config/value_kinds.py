@@ -129,12 +129,15 @@ class ValueKind:
         named = f"{named}|{self.word}" if self.word else named
         return f"{named}|None" if self.optional else named
 
+    def spelled(self, text: str) -> str | None:
+        """Return the choice that is `text` in its exact spelling; None if it is none of them."""
+        return {choice.lower(): choice for choice in self.choices}.get(text.lower())
+
     def _choice(self, text: str, key: str, where: str) -> str:
-        spellings = {choice.lower(): choice for choice in self.choices}
-        if text.lower() in spellings:
-            return spellings[text.lower()]
-        nearest = difflib.get_close_matches(text.lower(), spellings, n=1)
-        fix = f"Set --{key}={spellings[nearest[0]]}" if nearest else f"Set --{key} to one of these"
+        if (choice := self.spelled(text)) is not None:
+            return choice
+        nearest = difflib.get_close_matches(text.lower(), [choice.lower() for choice in self.choices], n=1)
+        fix = f"Set --{key}={self.spelled(nearest[0])}" if nearest else f"Set --{key} to one of these"
         raise ConfigError(f"{where}: expected {self.describe()}, found {text!r}. {fix}.")
 
 

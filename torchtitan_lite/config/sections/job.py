@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from torchtitan_lite.config.checks import at_least, refuse_address
+from torchtitan_lite.config.checks import AtLeastOne, AtLeastZero, at_least, refuse_address
 from torchtitan_lite.config.field_types import check_types
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted
@@ -36,10 +36,10 @@ class Job:
 class Comm:
     """Timeouts of collectives, their trace, hangs, and ranks that are only simulated."""
 
-    init_timeout_seconds: int = 300
+    init_timeout_seconds: AtLeastOne = 300
     """Timeout of collectives, in seconds, until the first step after this start is done."""
 
-    train_timeout_seconds: int = 100
+    train_timeout_seconds: AtLeastOne = 100
     """Timeout of collectives, in seconds, after the first step."""
 
     hang_seconds: int | Literal["auto"] = 0
@@ -50,14 +50,11 @@ class Comm:
     trace_buf_size: int = 20000
     """Entries in NCCL's flight recorder; 0: off."""
 
-    simulated_ranks: int = 0
+    simulated_ranks: AtLeastZero = 0
     """With checkpoint.dry_run: act as rank 0 of this many ranks, in one process and without the others; 0: off."""
 
     def __post_init__(self) -> None:
         check_types(self, "comm")
-        at_least("comm.init_timeout_seconds", self.init_timeout_seconds, 1)
-        at_least("comm.train_timeout_seconds", self.train_timeout_seconds, 1)
-        at_least("comm.simulated_ranks", self.simulated_ranks, 0)
         at_least('comm.hang_seconds (or "auto")', 0 if self.hang_seconds == "auto" else self.hang_seconds, 0)
         if self.hang_seconds != "auto" and self.hang_seconds >= self.train_timeout_seconds:
             raise ConfigError(
@@ -70,7 +67,7 @@ class Comm:
 class Metrics:
     """What is logged, and how often."""
 
-    log_freq: int = 10
+    log_freq: AtLeastOne = 10
     """Steps between logged steps; step 1 is always logged."""
 
     enable_tensorboard: bool = False
@@ -95,7 +92,6 @@ class Metrics:
 
     def __post_init__(self) -> None:
         check_types(self, "metrics")
-        at_least("metrics.log_freq", self.log_freq, 1)
         if self.prometheus_file and not self.prometheus_file.endswith(".prom"):
             raise ConfigError(
                 f'metrics.prometheus_file: expected a name that ends with ".prom", which is what the collector reads, '
@@ -113,13 +109,13 @@ class Profiling:
     save_traces_folder: str = "profile_traces"
     """Folder for traces, inside job.dump_folder."""
 
-    profile_freq: int = 10
+    profile_freq: AtLeastOne = 10
     """Steps between traces or snapshots."""
 
-    profiler_active: int = 1
+    profiler_active: AtLeastOne = 1
     """Steps in a trace, the last ones of the `profile_freq`; at most as many."""
 
-    profiler_warmup: int = 3
+    profiler_warmup: AtLeastZero = 3
     """Steps that the profiler runs without recording before those, so that its own start is not in the trace."""
 
     enable_memory_snapshot: bool = False
@@ -130,9 +126,6 @@ class Profiling:
 
     def __post_init__(self) -> None:
         check_types(self, "profiling")
-        at_least("profiling.profile_freq", self.profile_freq, 1)
-        at_least("profiling.profiler_active", self.profiler_active, 1)
-        at_least("profiling.profiler_warmup", self.profiler_warmup, 0)
         if self.profiler_active > self.profile_freq:
             raise ConfigError(
                 "profiling.profiler_active: expected at most profiling.profile_freq, "

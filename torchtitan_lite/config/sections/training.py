@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from functools import partial
+from typing import Annotated, Literal
 
-from torchtitan_lite.config.checks import at_least, choice, positive
+from torchtitan_lite.config.checks import AtLeastOne, AtLeastZero, Positive, at_least
 from torchtitan_lite.config.field_types import check_types
 from torchtitan_lite.errors import ConfigError
 
@@ -40,24 +41,24 @@ class Training:
     """Folder for the tokens of "parquet" files, and of all files with a tokenizer.json: in job.dump_folder, or
     absolute, so that runs can share it."""
 
-    batch_size: int = 8
+    batch_size: AtLeastOne = 8
     """Sequences that a rank takes in one forward pass (the local batch)."""
 
     global_batch_size: int = -1
     """Sequences in one optimizer step over all data-parallel ranks: a multiple of batch_size x ranks, above which
     gradients are accumulated; -1: batch_size x ranks."""
 
-    seq_len: int = 2048
+    seq_len: AtLeastOne = 2048
     """Tokens in a sequence."""
 
-    max_epochs: int = 0
+    max_epochs: AtLeastZero = 0
     """Epochs of the corpus after which the run saves and stops; 0: as many as steps need. Each epoch has an order of
     its own."""
 
-    max_norm: float = 1.0
+    max_norm: Positive = 1.0
     """Largest total norm of the gradients; larger ones are scaled down to it."""
 
-    steps: int = 10000
+    steps: AtLeastOne = 10000
     """Optimizer steps in the run."""
 
     enable_cpu_offload: bool = False
@@ -69,7 +70,7 @@ class Training:
     mixed_precision_reduce: Literal["float32"] = "float32"
     """dtype of gradient reduction."""
 
-    max_skipped_steps: int = 20
+    max_skipped_steps: AtLeastOne = 20
     """Steps in a row skipped by the gradient scaler (float16) that end the run."""
 
     on_divergence: OnDivergence = "stop"
@@ -79,19 +80,19 @@ class Training:
     spike_factor: float = 0.0
     """A loss above this many times its running median is a spike, too; 0: none is."""
 
-    spike_window: int = 100
+    spike_window: AtLeastOne = 100
     """Steps of the running median. No loss is a spike before there are that many."""
 
-    max_rollbacks: int = 3
+    max_rollbacks: AtLeastOne = 3
     """Rollbacks from the last rollback_window steps after which the next one stops the run instead."""
 
-    rollback_window: int = 1000
+    rollback_window: AtLeastOne = 1000
     """Steps in which at most max_rollbacks may begin."""
 
     compile: bool = False
     """Compile each transformer block with torch.compile."""
 
-    gc_freq: int = 50
+    gc_freq: AtLeastOne = 50
     """Steps between garbage collections. Automatic collection is off during training, because ranks that each pause at
     their own moment delay one another."""
 
@@ -108,19 +109,10 @@ class Training:
 
     def __post_init__(self) -> None:
         check_types(self, "training")
-        for name in ("batch_size", "seq_len", "steps", "gc_freq", "max_skipped_steps"):
-            at_least(f"training.{name}", getattr(self, name), 1)
-        for name in ("spike_window", "max_rollbacks", "rollback_window"):
-            at_least(f"training.{name}", getattr(self, name), 1)
-        choice("training.on_divergence", self.on_divergence, get_args(OnDivergence))
         if self.spike_factor and not 1 < self.spike_factor < math.inf:
             raise ConfigError(f"training.spike_factor: expected a number above 1, or 0, found {self.spike_factor}.")
-        at_least("training.max_epochs", self.max_epochs, 0)
-        positive("training.max_norm", self.max_norm)
         if self.global_batch_size != -1:
             at_least("training.global_batch_size (or -1)", self.global_batch_size, 1)
-        choice("training.mixed_precision_param", self.mixed_precision_param, get_args(DtypeName))
-        choice("training.dataset", self.dataset, get_args(DatasetKind))
         if self.dataset != "stdlib" and not self.dataset_path:
             needs, example = (
                 ("the name of a dataset, or a folder", "allenai/c4 --training.dataset_subset=en")
@@ -184,7 +176,7 @@ class Optimizer:
     name: OptimizerName = "AdamW"
     """Algorithm."""
 
-    lr: float = 8e-4
+    lr: Positive = 8e-4
     """Peak learning rate; lr_scheduler multiplies it by a factor in [0, 1]."""
 
     beta1: float = 0.9
@@ -204,9 +196,6 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         check_types(self, "optimizer")
-        positive("optimizer.lr", self.lr)
-        choice("optimizer.name", self.name, get_args(OptimizerName))
-        choice("optimizer.implementation", self.implementation, get_args(OptimizerImplementation))
 
 
 DecayType = Literal["linear", "sqrt", "cosine"]
@@ -216,7 +205,7 @@ DecayType = Literal["linear", "sqrt", "cosine"]
 class LRScheduler:
     """The schedule of the learning rate: linear warm-up, constant, decay."""
 
-    warmup_steps: int = 200
+    warmup_steps: AtLeastZero = 200
     """Steps of linear rise from 0 to the peak."""
 
     decay_ratio: float | None = None
@@ -230,8 +219,6 @@ class LRScheduler:
 
     def __post_init__(self) -> None:
         check_types(self, "lr_scheduler")
-        at_least("lr_scheduler.warmup_steps", self.warmup_steps, 0)
-        choice("lr_scheduler.decay_type", self.decay_type, get_args(DecayType))
         for name, value in (("decay_ratio", self.decay_ratio), ("min_lr_factor", self.min_lr_factor)):
             if value is not None and not 0.0 <= value <= 1.0:
                 raise ConfigError(f"lr_scheduler.{name}: expected a number in [0, 1], found {value}.")
@@ -244,18 +231,18 @@ PipelineSchedule = Literal["1F1B", "GPipe", "Interleaved1F1B"]
 class Parallelism:
     """How ranks share the model and the data. The product of the degrees is the number of processes."""
 
-    data_parallel_replicate_degree: int = 1
+    data_parallel_replicate_degree: AtLeastOne = 1
     """Groups of ranks that each hold the complete model and take different data: HSDP, or DDP if
     data_parallel_shard_degree is 1."""
 
     data_parallel_shard_degree: int = -1
     """Ranks over which FSDP2 shards parameters; -1: all that the other degrees leave."""
 
-    tensor_parallel_degree: int = 1
+    tensor_parallel_degree: AtLeastOne = 1
     """Ranks that share each layer and, between layers, the sequence. Must divide the model's n_heads, n_kv_heads and
     feed-forward width, and seq_len."""
 
-    pipeline_parallel_degree: int = 1
+    pipeline_parallel_degree: AtLeastOne = 1
     """Ranks that each hold some of the layers, as stages of a pipeline."""
 
     pipeline_parallel_schedule: PipelineSchedule = "1F1B"
@@ -266,22 +253,16 @@ class Parallelism:
     """First layer of each stage except the first one, such as layers.2,layers.4. Empty: stages of equal length as far
     as possible, the first and the last one shorter, because they also hold the embedding and the output."""
 
-    pipeline_parallel_microbatch_size: int = 1
+    pipeline_parallel_microbatch_size: AtLeastOne = 1
     """Sequences in a micro-batch, the part of a local batch that goes through a stage at a time."""
 
-    pipeline_parallel_microbatches: int | None = None
+    pipeline_parallel_microbatches: Annotated[int | None, partial(at_least, low=1)] = None
     """Micro-batches in a local batch; if set, it overrides pipeline_parallel_microbatch_size."""
 
     def __post_init__(self) -> None:
         check_types(self, "parallelism")
         if self.data_parallel_shard_degree != -1:
             at_least("parallelism.data_parallel_shard_degree (or -1)", self.data_parallel_shard_degree, 1)
-        for name in ("data_parallel_replicate_degree", "tensor_parallel_degree", "pipeline_parallel_degree"):
-            at_least(f"parallelism.{name}", getattr(self, name), 1)
-        choice("parallelism.pipeline_parallel_schedule", self.pipeline_parallel_schedule, get_args(PipelineSchedule))
-        at_least("parallelism.pipeline_parallel_microbatch_size", self.pipeline_parallel_microbatch_size, 1)
-        if self.pipeline_parallel_microbatches is not None:
-            at_least("parallelism.pipeline_parallel_microbatches", self.pipeline_parallel_microbatches, 1)
 
 
 ActivationCheckpointMode = Literal["none", "selective", "full"]
@@ -299,7 +280,6 @@ class ActivationCheckpoint:
 
     def __post_init__(self) -> None:
         check_types(self, "activation_checkpoint")
-        choice("activation_checkpoint.mode", self.mode, get_args(ActivationCheckpointMode))
         option = self.selective_ac_option
         if option != "op" and not (option.isdigit() and int(option) >= 1):
             raise ConfigError(
