@@ -18,14 +18,13 @@ from operator import attrgetter
 from pathlib import Path
 
 from torchtitan_lite import faults
-from torchtitan_lite.disk.digest import text_digest
 from torchtitan_lite.disk.plain_file import read_plain, size_finding
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import recorded_sizes
 from torchtitan_lite.store.layout import Listing, is_folder
-from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
+from torchtitan_lite.store.manifest import CheckpointInfo, Manifest, has_digest, last_digest_of
 from torchtitan_lite.store.manifest_fields import METRICS, NAN_IN, RANKS_DIFFER
 from torchtitan_lite.store.place import Place, on_disk
 
@@ -43,7 +42,7 @@ class _Known:
     info: CheckpointInfo | CheckpointDamaged
     sizes: Mapping[str, int]
     digest: str = ""
-    """Of its bytes, if this process wrote them: while the file is not settled, they are compared with it."""
+    """In its last line, if this process wrote it: while the file is not settled, its bytes are compared with it."""
 
 
 class KnownManifests:
@@ -70,7 +69,8 @@ class KnownManifests:
         with suppress(OSError):  # Then the next look finds what is wrong.
             identity = manifest_identity(folder)
             settled = _is_settled(identity, self._now_ns())
-            self._known[folder] = _Known(identity, settled, info, recorded_sizes(manifest.files), text_digest([text]))
+            sizes, digest = recorded_sizes(manifest.files), last_digest_of(text)
+            self._known[folder] = _Known(identity, settled, info, sizes, digest)
         return info
 
     def find(self, step: int, places: Sequence[Path]) -> CheckpointInfo | None:
@@ -259,7 +259,7 @@ def _as_written(folder: Path, known: _Known, now_ns: int) -> _Known | None:
     except CheckpointUnsafe:
         return None
     settled = _is_settled(known.identity, now_ns)
-    return replace(known, is_settled=settled) if text_digest([data]) == known.digest else None
+    return replace(known, is_settled=settled) if has_digest(data, known.digest) else None
 
 
 def _look_into(folder: Path, step: int, identity: Identity, now_ns: int) -> _Known | None:

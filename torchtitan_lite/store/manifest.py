@@ -283,6 +283,11 @@ def last_digest_of(data: bytes) -> str:
     return match[1].decode() if match is not None else ""
 
 
+def has_digest(data: bytes, digest: str) -> bool:
+    """Return whether `data` is the manifest whose last line has `digest`: no other manifest has the same."""
+    return last_digest_of(data) == digest == text_digest([memoryview(data)[:-_LAST_LINE_BYTES]])
+
+
 def seal(text: bytes) -> bytes:
     """Return `text`, the manifest without its last line, with its digest as the last line."""
     return text + b',\n"digest": "' + text_digest([text]).encode() + b'"\n}\n'
@@ -290,11 +295,10 @@ def seal(text: bytes) -> bytes:
 
 def _is_sealed(data: bytes) -> bool:
     """Return whether the last line of `data` is its digest. Raise ValueError if the digest is wrong."""
-    start = max(0, len(data) - _LAST_LINE_BYTES)
-    match = _LAST_LINE.fullmatch(data, start)
-    if match is not None and text_digest([memoryview(data)[:start]]).encode() != match[1]:
-        raise ValueError(f"its own digest is not the {match[1].decode()} of its last line")
-    return match is not None
+    digest = last_digest_of(data)
+    if digest and not has_digest(data, digest):
+        raise ValueError(f"its own digest is not the {digest} of its last line")
+    return bool(digest)
 
 
 def compact_json(value: Any) -> str:

@@ -115,6 +115,7 @@ class SaveOfRanks:
             rank = max(by_rank, key=lambda rank: by_rank[rank].seconds)
             target.found.slowest = rank, by_rank[rank].seconds
         has_metadata = description.has_metadata(target.origin.dcp_metadata)
+        table = description.objects(objects, with_places=not has_metadata)
         if has_metadata:
             described = description.metadata(objects)
             target.store.add_metadata(place, described.data)
@@ -129,7 +130,7 @@ class SaveOfRanks:
             files=files,
             lineage=self._lineage(),
             tensors=description.tensors,
-            objects=description.objects(objects, with_places=not has_metadata),
+            objects=table,
             structure=description.structure,
             extra=_extra(target, digests, nan_in, has_metadata=has_metadata),
         )
