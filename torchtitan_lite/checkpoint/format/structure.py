@@ -9,7 +9,7 @@ builds only `Branch`es, and no more of them than the length of the JSON allows.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -77,13 +77,7 @@ def paths_of(
     would take the list that they build for an entry.
     """
     found: dict[str, Path] = {}
-    for path in _entry_paths(structure, (), tensors):
-        name = ".".join(map(str, path))
-        if name in found:
-            raise ValueError(f"two entries of the state have the name {name!r}")
-        if expected is not None and name not in expected:
-            raise ValueError(f"{name[:200]!r} is not in the tables")
-        found[name] = path
+    _add_paths(structure, (), found, expected, tensors)
     return found
 
 
@@ -178,19 +172,35 @@ class _Decoder:
         return key
 
 
-def _entry_paths(structure: Branch, path: Path, tensors: Container[str] | None) -> Iterator[Path]:
+def _add_paths(
+    structure: Branch,
+    path: Path,
+    found: dict[str, Path],
+    expected: Container[str] | None,
+    tensors: Container[str] | None,
+) -> None:
+    """Add the entries of the container at `path` to `found`, as `paths_of` returns them."""
     is_list = structure.kind == LIST
     if is_list and tensors is not None:
         is_list = any(
             _has_entries(child) if child else ".".join(map(str, (*path, number))) in tensors
             for number, child in enumerate(structure.children)
         )
+    prefix: str | None = None  # Made with the first entry: above it there may be names of any length.
     for key, child in zip(structure.keys, structure.children, strict=True):
-        below = (*path, key if is_list else str(key))
-        if child is None:
-            yield below
-        else:
-            yield from _entry_paths(child, below, tensors)
+        text = str(key)
+        below = (*path, key if is_list else text)
+        if child is not None:
+            _add_paths(child, below, found, expected, tensors)
+            continue
+        if prefix is None:
+            prefix = "".join(f"{step}." for step in path)
+        name = prefix + text
+        if name in found:
+            raise ValueError(f"two entries of the state have the name {name!r}")
+        if expected is not None and name not in expected:
+            raise ValueError(f"{name[:200]!r} is not in the tables")
+        found[name] = below
 
 
 def _has_entries(structure: Branch) -> bool:
