@@ -14,9 +14,9 @@ from torchtitan_lite.checkpoint.format.flattening import flatten
 from torchtitan_lite.checkpoint.format.shards import box_of, split_of
 from torchtitan_lite.checkpoint.format.structure import paths_of
 from torchtitan_lite.checkpoint.planning.joint_plan import JointPlan
-from torchtitan_lite.checkpoint.planning.plan_cache import OwnPart
-from torchtitan_lite.checkpoint.planning.rank_summary import MeshPlace, PlanEntry, outlined
-from torchtitan_lite.checkpoint.planning.shared_items import SharedItems
+from torchtitan_lite.checkpoint.planning.plan_cache import own_part
+from torchtitan_lite.checkpoint.planning.rank_summary import HeldPart, MeshPlace, PlanEntry, outlined
+from torchtitan_lite.checkpoint.planning.shared_items import SharedParts
 
 
 class Has(NamedTuple):
@@ -39,26 +39,33 @@ class JointlyPlanned(NamedTuple):
     tensors: dict[str, Any]
     """The manifest's table."""
     metadata: bytes
-    shared: list[list[SharedItems]]
+    shared: list[list[SharedParts]]
     contradiction: str
 
 
-def item_of(has: Has) -> WriteItem:
-    """Return the item that DCP would write of it."""
+def part_of(has: Has) -> HeldPart:
+    """Return what the rank has of it."""
     if has.shape is None:
-        return WriteItem(MetadataIndex(has.key), WriteItemType.BYTE_IO)
+        return HeldPart(has.key)
     offsets, sizes = has.box or ((0,) * len(has.shape), has.shape)
     if has.mesh is not None:
         offsets, sizes = box_of(has.shape, has.mesh.shape, has.placements, has.mesh.coordinate)
-    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    data = TensorWriteData(chunk, TensorProperties(dtype=has.dtype), torch.Size(has.shape))
-    return WriteItem(MetadataIndex(has.key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+    return HeldPart(has.key, has.dtype, has.shape, offsets, sizes)
+
+
+def item_of(part: HeldPart) -> WriteItem:
+    """Return the item that DCP would write of it."""
+    if part.dtype is None:
+        return WriteItem(MetadataIndex(part.key), WriteItemType.BYTE_IO)
+    chunk = ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype=part.dtype), torch.Size(part.shape))
+    return WriteItem(MetadataIndex(part.key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 def plan_of(of_rank: Sequence[Has]) -> SavePlan:
     """Return the plan that DCP makes on a rank which has this."""
     structure = flatten(_nested(of_rank))[1]
-    return SavePlan([item_of(has) for has in of_rank], planner_data=paths_of(structure))
+    return SavePlan([item_of(part_of(has)) for has in of_rank], planner_data=paths_of(structure))
 
 
 def planned(ranks: Sequence[Sequence[Has]], *, of_lowest: bool = False) -> JointlyPlanned:
@@ -72,15 +79,15 @@ def planned(ranks: Sequence[Sequence[Has]], *, of_lowest: bool = False) -> Joint
     asked = joint.ask([each.outline for each in own])
     answers = joint.answers([each.of(of_rank.wanted) for each, of_rank in zip(own, asked, strict=True)])
     parts = [
-        OwnPart([item_of(has) for has in of_rank], each.sections, answered.numbers, answer)
+        own_part([part_of(has) for has in of_rank], each.sections, answered.numbers, answer, len(ranks))
         for of_rank, each, answered, answer in zip(ranks, own, asked, answers, strict=True)
     ]
     assert joint.description is not None
     return JointlyPlanned(
-        [part.kept(len(ranks)) for part in parts],
+        [[item_of(part) for part in kept] for kept, _ in parts],
         dict(joint.description.tensors),
         joint.description.metadata([]).data,
-        [part.shared() for part in parts],
+        [shared for _, shared in parts],
         answers[0].contradiction,
     )
 

@@ -191,8 +191,8 @@ def test_ranks_that_share_a_part_are_compared_in_one_group_and_name_it_alike(ran
                 holders.setdefault(item.index, []).append(rank)
     groups: dict[int, dict[int, Any]] = {}
     for rank, of_shared in enumerate(made.shared):
-        for shared in of_shared:
-            names = [plans[rank].items[number].index for number in shared.numbers]
+        for shared, numbers in of_shared:
+            names = [plans[rank].items[number].index for number in numbers]
             groups.setdefault(shared.group, {})[rank] = names, shared.lowest, shared.previous, shared.next
     found = {}
     for group in groups.values():

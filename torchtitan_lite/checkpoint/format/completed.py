@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from torchtitan_lite.checkpoint.format.joint_structure import merged_structure
-from torchtitan_lite.checkpoint.format.structure import decode_structure, encode_structure
+from torchtitan_lite.checkpoint.format.structure import decode_structure, encode_structure, merged_structure
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store.manifest import Manifest, Table
 from torchtitan_lite.store.rank_records import RankRecord, RecordsOfRanks

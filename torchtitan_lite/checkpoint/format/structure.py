@@ -9,8 +9,9 @@ builds only `Branch`es, and no more of them than the length of the JSON allows.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.format import plain_value
@@ -235,3 +236,68 @@ class Containers:
             pairs = zip(parent.keys, parent.children, strict=True)
             self._children[id(parent)] = {str(key): child for key, child in pairs if child is not None}
         return self._children[id(parent)]
+
+
+# The structure of the state that all ranks save together.
+#
+# Each rank has a part of the state: its pipeline stages, its random generators under its own key. The joint structure
+# has each container once, with the keys of all ranks. If one rank has a container and another an entry under the same
+# name, only one of them could be restored: `merged_structure` refuses that, by name. A list is never joined, nor what
+# the caller says is whole: with the keys of two ranks it would be a value that no rank had.
+
+
+def merged_structure(
+    structures: Iterable[Branch], is_whole: Callable[[str], bool] = lambda name: False
+) -> tuple[Branch, set[str]]:
+    """Return one structure with all containers and keys of `structures`, in the order of their first occurrence.
+
+    A list, and a container whose name `is_whole`, are those of the first structure that has them; also returns the
+    names of those that are not equal in all. Raises ValueError, naming the entry, if two of them do not fit together.
+    """
+    odd: set[str] = set()
+    return _merged(structures, is_whole, odd, ""), odd
+
+
+def _merged(branches: Iterable[Branch], is_whole: Callable[[str], bool], odd: set[str], name: str) -> Branch:
+    first, *others = (branch for branch, _ in groupby(branches))
+    if not others:  # The usual case: ranks have equal structures.
+        return first
+    for other in others:
+        if other.kind != first.kind:
+            raise _conflict(name, f"a {first.kind}", f"a {other.kind}")
+    if first.kind == LIST or is_whole(name):
+        odd.add(name)
+        return first
+    keys: dict[Any, Any] = {}
+    below: dict[Any, list[Branch | None]] = {}
+    for branch in (first, *others):
+        # 1 and True are the same key in a dict.
+        texts = branch.key_reprs or branch.keys
+        for text, key, child in zip(texts, branch.keys, branch.children, strict=True):
+            identity = key if type(key) is str else (text,)
+            keys[identity] = key
+            below.setdefault(identity, []).append(child)
+    children = [
+        _merged_child(of_key, is_whole, odd, f"{name}.{key}" if name else str(key))
+        for key, of_key in zip(keys.values(), below.values(), strict=True)
+    ]
+    try:
+        return branch_of(first.kind, [*keys.values()], children)
+    except ValueError as error:
+        raise ValueError(f"{name or 'the state'}: {error}") from None
+
+
+def _merged_child(
+    children: Sequence[Branch | None], is_whole: Callable[[str], bool], odd: set[str], name: str
+) -> Branch | None:
+    branches = [child for child in children if child is not None]
+    if branches and len(branches) < len(children):
+        raise _conflict(name, f"a {branches[0].kind}", "no container")
+    return _merged(branches, is_whole, odd, name) if branches else None
+
+
+def _conflict(name: str, one: str, other: str) -> ValueError:
+    return ValueError(
+        f"{name} is {one} on one rank and {other} on another, and a checkpoint can hold only one of them. "
+        "Return a state of the same structure on every rank, or use a name of its own for each rank"
+    )

@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.format.shards import knows_its_parts, local_of, local_shards
 from torchtitan_lite.checkpoint.planning.distances import Distance, joint_distances, relative, squares
-from torchtitan_lite.checkpoint.planning.shared_items import SharedItems
+from torchtitan_lite.checkpoint.planning.rank_summary import HeldPart
+from torchtitan_lite.checkpoint.planning.shared_items import Member, SharedParts
 from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.disk.threads import in_threads
 from torchtitan_lite.distributed.environment import cores_of_rank
@@ -67,7 +67,7 @@ _NONE = -(1 << 62)
 class _Group(NamedTuple):
     """What this rank shares with the other ranks of a group."""
 
-    shared: SharedItems
+    shared: Member
     items: Sequence[_Item]
     small: Sequence[Sequence[_Item]]
     """Those of up to `SMALL_BYTES`, of one dtype and shape together."""
@@ -97,13 +97,13 @@ class RankComparison:
         self._digesting: Future[list[int]] | None = None
         forget_in_children(self._forget)
 
-    def use(self, shared: Sequence[SharedItems], num_groups: int, items: Sequence[WriteItem]) -> None:
-        """Compare `shared` from now on, of the `items` of this rank's new plan. Any rank."""
+    def use(self, shared: Sequence[SharedParts], num_groups: int, parts: Sequence[HeldPart]) -> None:
+        """Compare `shared` from now on, of the `parts` of this rank's new plan. Any rank."""
         self.wait()
         self._digesting = None
         if not self._may_differ:
             self._num_groups = num_groups
-            self._groups = [_divided(each, [items[number] for number in each.numbers]) for each in shared]
+            self._groups = [_divided(member, [parts[at] for at in numbers]) for member, numbers in shared]
 
     @property
     def is_due(self) -> bool:
@@ -299,7 +299,7 @@ class RankComparison:
         every = max(1, -(-len(items) // SAMPLED_ITEMS))
         return range(self._num_compared % every, len(items), every)
 
-    def _sampled(self, flat: State, shared: SharedItems, items: Sequence[_Item]) -> list[torch.Tensor]:
+    def _sampled(self, flat: State, shared: Member, items: Sequence[_Item]) -> list[torch.Tensor]:
         chosen = self._chosen(items)
         num_bytes = shared.sample_bytes // max(1, len(chosen))
         return [_sampled_elements(_part_memory(flat, *items[at]), num_bytes) for at in chosen]
@@ -309,17 +309,14 @@ class RankComparison:
         self._digesting = None
 
 
-def _divided(shared: SharedItems, items: Sequence[WriteItem]) -> _Group:
-    places = [(item.index.fqn, tuple(item.index.offset or ())) for item in items]
-    small: dict[tuple[torch.dtype, torch.Size], list[_Item]] = {}
+def _divided(shared: Member, parts: Sequence[HeldPart]) -> _Group:
+    places = [(part.key, part.offsets) for part in parts]
+    small: dict[object, list[_Item]] = {}
     large: list[_Item] = []
-    for item, place in zip(items, places, strict=True):
-        assert item.tensor_data is not None
-        dtype, sizes = item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes
-        if sizes.numel() * dtype.itemsize <= SMALL_BYTES:
-            small.setdefault((dtype, sizes), []).append(place)
-        else:
-            large.append(place)
+    for part, place in zip(parts, places, strict=True):
+        assert part.dtype is not None, "only tensors are shared"
+        is_small = part.numel * part.dtype.itemsize <= SMALL_BYTES
+        (small.setdefault((part.dtype, part.sizes), []) if is_small else large).append(place)
     return _Group(shared, places, [*small.values()], large)
 
 

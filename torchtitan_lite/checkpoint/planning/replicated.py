@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.flattening import State
@@ -51,11 +50,6 @@ class Replicated:
         self._parameters = parameters
         self._may_differ = frozenset(may_differ)
         self._warned: set[str] = set()
-
-    def of_lowest_rank(self, state: State, items: Sequence[WriteItem]) -> frozenset[int]:
-        """Return the numbers of the tensors in `items` that only the lowest rank that has them may write. Any rank."""
-        is_same = self._sameness(state)
-        return frozenset(n for n, item in enumerate(items) if item.tensor_data and not is_same(item.index.fqn))
 
     def compare(self, state: State, flat: State, peers: Peers, odd_containers: Mapping[str, int]) -> None:
         """Warn, on the coordinator, about keys whose values differ between ranks. **Collective**.
@@ -105,7 +99,7 @@ class Replicated:
 
     def _sections(self, state: State, flat: State) -> dict[str, dict[str, str]]:
         """Return the digests of values that must be equal on all ranks that have them, by state and key."""
-        is_same, is_full = self._sameness(state), _is_full(state)
+        is_same, is_full = self.sameness(state), _is_full(state)
         sections: dict[str, dict[str, str]] = defaultdict(dict)
         for key, value in flat.items():
             is_compared_apart = is_same(key) and isinstance(value, torch.Tensor)
@@ -119,7 +113,7 @@ class Replicated:
                     section[key] = _value_digest(value)
         return sections
 
-    def _sameness(self, state: State) -> Callable[[str], bool]:
+    def sameness(self, state: State) -> Callable[[str], bool]:
         """Return a test whether training keeps a key equal on all ranks: a parameter, or its optimizer state."""
         parameters = frozenset(self._parameters())
         if not _is_full(state):

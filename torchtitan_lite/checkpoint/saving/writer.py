@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.nn.utils import get_total_norm
 
 import torchtitan_lite
@@ -152,7 +151,7 @@ class SaveOfRanks:
             of_rank = target.store.new_file(place, own.file_name).write(in_memory(text))
             record, objects = FileRecord(record.size), own.without(objects)
         prefix = "model." if target.kind is CheckpointKind.FULL else ""
-        nan_in = names_with_nan(plan.items, content.tensors(), prefix)
+        nan_in = names_with_nan([part.key for part in plan.parts], content.tensors(), prefix)
         seconds = time.perf_counter() - began
         record_size, record_blocks = (None, b"") if of_rank is None else (of_rank.size, of_rank.blocks)
         details = Details(objects, digests, nan_in)
@@ -274,13 +273,10 @@ def _tensor_digests(shares: Sequence[Mapping[str, TensorDigest]], description: D
 
 def _written_shares(plan: RankPlan, written: Sequence[torch.Tensor]) -> dict[str, TensorDigest]:
     shares: dict[str, TensorDigest] = {}
-    for item, tensor in zip(plan.items, written, strict=True):
-        assert item.tensor_data is not None
-        if plan.own is not None and item.index.fqn in plan.own.tensors:
-            continue
-        data, key = item.tensor_data, item.index.fqn
-        digest = digest_chunk(tensor.detach().cpu(), global_shape=data.size, offsets=data.chunk.offsets)
-        shares[key] = shares.get(key, TensorDigest.zero()) + digest
+    for part, tensor in zip(plan.parts, written, strict=True):
+        if plan.own is None or part.key not in plan.own.tensors:
+            digest = digest_chunk(tensor.detach().cpu(), global_shape=part.shape, offsets=part.offsets)
+            shares[part.key] = shares.get(part.key, TensorDigest.zero()) + digest
     return shares
 
 
@@ -301,8 +297,8 @@ _MAX_TENSORS = 1024
 
 
 @torch.no_grad()
-def names_with_nan(items: Sequence[WriteItem], tensors: Sequence[torch.Tensor], prefix: str) -> list[str]:
-    """Return the keys of those `tensors` whose sample holds what it must not; `items` describe them. Any rank.
+def names_with_nan(keys: Sequence[str], tensors: Sequence[torch.Tensor], prefix: str) -> list[str]:
+    """Return the keys of those `tensors` whose sample holds what it must not, of their `keys`. Any rank.
 
     These are the weights, whose keys begin with `prefix`, and the optimizer states.
     """
@@ -311,20 +307,20 @@ def names_with_nan(items: Sequence[WriteItem], tensors: Sequence[torch.Tensor], 
     # Numbers, not pairs: of thousands of new pairs the garbage collector would take more time than all else here.
     weights: list[int] = []
     moments: list[int] = []
-    for number, (item, dtype) in enumerate(zip(items, dtypes, strict=True)):
+    for number, (key, dtype) in enumerate(zip(keys, dtypes, strict=True)):
         if dtype in sampled:
-            if item.index.fqn.startswith(prefix):
+            if key.startswith(prefix):
                 weights.append(number)
-            elif item.index.fqn.startswith(OPTIMIZER) and tensors[number].dim():
+            elif key.startswith(OPTIMIZER) and tensors[number].dim():
                 moments.append(number)
     return [
-        *_keys_of_wrong_tensors(items, tensors, weights, torch.isnan),
-        *_keys_of_wrong_tensors(items, tensors, moments, _is_not_finite),
+        *_keys_of_wrong_tensors(keys, tensors, weights, torch.isnan),
+        *_keys_of_wrong_tensors(keys, tensors, moments, _is_not_finite),
     ]
 
 
 def _keys_of_wrong_tensors(
-    items: Sequence[WriteItem],
+    keys: Sequence[str],
     tensors: Sequence[torch.Tensor],
     numbers: Sequence[int],
     is_wrong: Callable[[torch.Tensor], torch.Tensor],
@@ -332,7 +328,7 @@ def _keys_of_wrong_tensors(
     samples: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = {}
     for number in numbers[:: -(-len(numbers) // _MAX_TENSORS) or 1]:
         for part in _sampled_parts(tensors[number].detach()):
-            samples.setdefault((part.dtype, part.device), []).append((items[number].index.fqn, part))
+            samples.setdefault((part.dtype, part.device), []).append((keys[number], part))
     found: dict[str, None] = {}
     for of_a_kind in samples.values():
         # A norm is wrong if one element is, and one call computes that of all; which they are matters only then.
