@@ -96,7 +96,7 @@ class Peers:
         """Call `choose` on the coordinator; return its result on every rank, or raise its error on every rank."""
         exchange = self._main  # First: a rank that waits for the creation of a group does not notice the end of a peer.
         chosen, own = _attempted(choose) if self.is_coordinator else (None, None)
-        return _result(*exchange.from_coordinator((chosen, _picklable(own))), own)
+        return _result(*exchange.from_coordinator((chosen, portable(own))), own)
 
     def gather(self, mine: T) -> list[T]:
         """Return each rank's `mine`, by rank, on every rank."""
@@ -118,18 +118,8 @@ class Peers:
         made, error = _attempted(make)
         failed, *maxima = self.max_over_ranks(error is not None, *(made[1] if made else [0] * num_numbers))
         if failed:
-            self._raise_first(self.gather_errors(error), error)
+            self.raise_together(error)
         return cast("tuple[T, tuple[int, ...]]", made)[0], tuple(maxima)
-
-    def gather_made(self, make: Callable[[], T]) -> list[T]:
-        """Return the result of `make` of each rank, by rank, or raise as `together`; one exchange for both."""
-        made, error = _attempted(make)
-        if self.world_size == 1:
-            self._raise_first([error], error)
-            return [cast(T, made)]
-        outcomes = self.gather((made, _picklable(error)))
-        self._raise_first([found for _, found in outcomes], error)
-        return [cast(T, value) for value, _ in outcomes]
 
     def max_over_ranks(self, *mine: int) -> tuple[int, ...]:
         """Return the maximum over all ranks of each number, on every rank."""
@@ -161,14 +151,14 @@ class Peers:
         if self.world_size == 1:
             return answer([mine])[0]
         if isinstance(mine, Exception):
-            mine = cast(T, _picklable(mine))
+            mine = cast(T, portable(mine))
         gathered = self._main.gathered(mine)
         outcomes: list[tuple[U | None, Exception | None]] | None = None
         own: Exception | None = None
         if gathered is not None:
             answers, own = _attempted(lambda: answer(gathered))
             by_rank: Sequence[U | None] = answers if answers is not None else [None] * self.world_size
-            failure = _picklable(own)
+            failure = portable(own)
             outcomes = [(given, failure) for given in by_rank]
         return _result(*self._main.scattered(outcomes), own)
 
@@ -211,21 +201,18 @@ class Peers:
         Rank 0 reports it, whichever rank has it: the launcher may show nothing of the other ranks.
         """
         # One number is exchanged in a fifth of the time of objects, and a load asks dozens of times.
-        if self.max_over_ranks(error is not None)[0]:
-            self._raise_first(self.gather_errors(error), error)
-
-    def gather_errors(self, error: Exception | None) -> list[Exception | None]:
-        """Return the error of each rank, by rank, on every rank; one that pickle cannot carry as a RuntimeError."""
-        return [error] if self.world_size == 1 else self.gather(error and _picklable(error))
-
-    def _raise_first(self, errors: Sequence[Exception | None], error: Exception | None) -> None:
-        """Raise the first of `errors`, which are by rank; `error` is this rank's own."""
-        for rank, found in enumerate(errors):
+        if not self.max_over_ranks(error is not None)[0]:
+            return
+        for rank, found in enumerate(self.gather_errors(error)):
             if found is not None:
                 own = error if rank == self.rank and error is not None else found
                 if isinstance(own, TorchtitanLiteError):
                     own.origin_rank, own.reported_elsewhere = rank, not self.is_coordinator
                 raise own
+
+    def gather_errors(self, error: Exception | None) -> list[Exception | None]:
+        """Return the error of each rank, by rank, on every rank; one that pickle cannot carry as a RuntimeError."""
+        return [error] if self.world_size == 1 else self.gather(portable(error))
 
 
 def _finish(sending: dist.Work) -> None:
@@ -247,10 +234,6 @@ def _result(value: T | None, failure: Exception | None, own: Exception | None) -
     if failure is not None:
         raise own if own is not None else _mark_reported(failure)
     return cast(T, value)
-
-
-def _picklable(error: Exception | None) -> Exception | None:
-    return cast("Exception | None", portable(error))
 
 
 def _mark_reported(error: Exception) -> Exception:

@@ -25,7 +25,7 @@ from torchtitan_lite.checkpoint.planning.rank_file import RankPlan
 from torchtitan_lite.checkpoint.saving.target import RankContent, SaveTarget
 from torchtitan_lite.disk.block_writer import in_memory
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.distributed.exchange import Exchange, RanksFailed, Sent, SentApart
+from torchtitan_lite.distributed.exchange import Exchange, RanksFailed
 from torchtitan_lite.distributed.lost_peer import as_peer_lost
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import LeaseLost, SaveFailed
@@ -46,16 +46,6 @@ from torchtitan_lite.store.manifest_fields import (
 )
 
 
-class Details(NamedTuple):
-    """What may be long, or empty, of a rank's report about its file."""
-
-    objects: Sequence[PlacedObject] = ()
-    digests: Mapping[str, TensorDigest] = {}  # never changed
-    """By key, the part of each tensor's digest that comes from this file."""
-    nan_in: Sequence[str] = ()
-    """Keys of weights and optimizer states in which NaN was seen."""
-
-
 class WrittenFile(NamedTuple):
     """A rank's report to the coordinator about the file that it wrote.
 
@@ -66,14 +56,17 @@ class WrittenFile(NamedTuple):
     """Bytes of its file of tensors."""
     blocks: bytes
     """The digests of the blocks of that; empty if they are in its record."""
-    details: Sent | None = None
-    """Its `Details`; None if they are empty."""
     record_size: int | None = None
     """Bytes of its record; None if it has none."""
     record_blocks: bytes = b""
     """The digests of the blocks of that."""
     seconds: float = 0.0
     """Seconds that the rank took to write it, with its digests."""
+    objects: Sequence[PlacedObject] = ()
+    digests: Mapping[str, TensorDigest] = {}  # never changed
+    """By key, the part of each tensor's digest that comes from this file."""
+    nan_in: Sequence[str] = ()
+    """Keys of weights and optimizer states in which NaN was seen."""
 
 
 class SaveOfRanks:
@@ -83,9 +76,8 @@ class SaveOfRanks:
     vote), and `finish` commits there, after every rank succeeded, and nowhere else.
     """
 
-    def __init__(self, target: SaveTarget, content: RankContent | None, exchange: Exchange) -> None:
+    def __init__(self, target: SaveTarget, content: RankContent | None) -> None:
         self._target, self._content = target, content
-        self._details = SentApart[Details](exchange.group)
         self.committed: CheckpointInfo | None = None
         """What was committed: on the coordinator, after `finish`; else None."""
 
@@ -103,10 +95,8 @@ class SaveOfRanks:
         target, description = self._target, self._content.plan.description
         assert description is not None, "the coordinator describes"
         by_rank = received(results)
-        sent = {rank: file.details for rank, file in by_rank.items() if file.details is not None}
-        found = [self._details.received(rank, details) for rank, details in sent.items()]
-        objects = [placed for each in found for placed in each.objects]
-        nan_in = sorted({key for each in found for key in each.nan_in})
+        objects = [placed for file in by_rank.values() for placed in file.objects]
+        nan_in = sorted({key for file in by_rank.values() for key in file.nan_in})
         files = written_files(by_rank, len(results))
         target.fence()  # The start of another job, which has the folder by now, removes what is staged.
         faults.point("metadata", step=target.step)
@@ -118,7 +108,7 @@ class SaveOfRanks:
             described = description.metadata(objects)
             target.store.add_metadata(place, described.data)
             files |= {layout.METADATA: described.record}
-        digests = _tensor_digests([each.digests for each in found], description)
+        digests = _tensor_digests([file.digests for file in by_rank.values()], description)
         manifest = Manifest(
             step=target.step,
             kind=target.kind,
@@ -154,9 +144,9 @@ class SaveOfRanks:
         nan_in = names_with_nan([part.key for part in plan.parts], content.tensors(), prefix)
         seconds = time.perf_counter() - began
         record_size, record_blocks = (None, b"") if of_rank is None else (of_rank.size, of_rank.blocks)
-        details = Details(objects, digests, nan_in)
-        sent = self._details.send(details) if any(details) else None
-        return tuple(WrittenFile(record.size, record.blocks, sent, record_size, record_blocks, seconds))
+        return tuple(
+            WrittenFile(record.size, record.blocks, record_size, record_blocks, seconds, objects, digests, nan_in)
+        )
 
     def _lineage(self) -> Lineage:
         lineage = self._target.origin.lineage
@@ -174,7 +164,7 @@ def commit(
     **Collective** over `exchange`, any thread. `failure` is what failed on this rank before, if anything did. Raises
     `SaveFailed` or `LeaseLost` on every rank if one rank failed, and KeyboardInterrupt in the main thread.
     """
-    save = SaveOfRanks(target, content, exchange)
+    save = SaveOfRanks(target, content)
     try:
         place = exchange.decide(lambda: _raised(failure), lambda _: save.begin())
         exchange.decide(lambda: save.write(place), lambda results: save.finish(place, results))
