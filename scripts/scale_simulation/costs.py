@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from scale_simulation.files import SimulatedFiles, record_of_rank
 from scale_simulation.plans import Mesh, Planned, box_in, held_by, item_of, num_bytes, outlines, plans_of_dcp
-from torchtitan_lite.checkpoint.format.description import Description
+from torchtitan_lite.checkpoint.format.description import Description, table_of_objects
 from torchtitan_lite.checkpoint.format.tensor_table import TensorTable
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.planning.joint_plan import JointPlan
@@ -162,7 +162,7 @@ def _manifest(description: Description, records: Sequence[bytes]) -> bytes:
             lineage=Lineage("simulated"),
             files=written_files(by_rank, len(by_rank)),
             tensors=description.tensors,
-            objects=description.objects([]),
+            objects=table_of_objects([]),
             structure=description.structure,
         ).to_readable_json()
 

@@ -150,8 +150,6 @@ class Peers:
         """
         if self.world_size == 1:
             return answer([mine])[0]
-        if isinstance(mine, Exception):
-            mine = cast(T, portable(mine))
         gathered = self._main.gathered(mine)
         outcomes: list[tuple[U | None, Exception | None]] | None = None
         own: Exception | None = None

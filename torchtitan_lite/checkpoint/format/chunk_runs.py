@@ -9,6 +9,7 @@ them overlap with a part of the tensor follows by arithmetic: both take the same
 from __future__ import annotations
 
 import math
+import operator
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,12 @@ from torchtitan_lite.store import layout
 
 
 Shape = tuple[int, ...]
+
+
+def row_major_strides(shape: Shape) -> Shape:
+    """Return the strides, in elements, of a row-major tensor of `shape`."""
+    strides = accumulate((max(size, 1) for size in reversed(shape[1:])), operator.mul, initial=1)
+    return tuple(strides)[::-1] if shape else ()
 
 
 class Item(NamedTuple):

@@ -67,10 +67,6 @@ class Description:
         """Return whether a save under this `policy`, as `checkpoint.dcp_metadata` has it, writes DCP's metadata."""
         return policy == "always" or (policy == "auto" and self._num_entries <= MOST_ENTRIES)
 
-    def objects(self, placed: Sequence[PlacedObject], *, with_places: bool = False) -> Table:
-        """Return the manifest's table of the objects of a save; DCP's metadata follows from it `with_places`."""
-        return table_of_objects(placed, with_places=with_places)
-
     def metadata(self, placed: Sequence[PlacedObject]) -> PickledMetadata:
         """Return DCP's metadata of a save whose objects are `placed`: what it was, if these are where they were."""
         where = tuple((each.key, each.file, each.at, each.num_bytes) for each in placed)
@@ -94,7 +90,7 @@ class Description:
 
 
 def table_of_objects(placed: Sequence[PlacedObject], *, with_places: bool = False) -> Table:
-    """Return the manifest's table of `placed`, which may be those of one rank."""
+    """Return the manifest's table of `placed`, maybe those of one rank; DCP's metadata follows `with_places`."""
     # The ranks' files have these objects, too, for DCP. From here an optimizer's thousands of settings are one read.
     return Table({each.key: _value_of(each, with_places) for each in placed})
 

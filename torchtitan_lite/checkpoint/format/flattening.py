@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format import plain_value
-from torchtitan_lite.checkpoint.format.shards import local_of
+from torchtitan_lite.checkpoint.format.shards import PLAIN_TENSORS, local_of
 from torchtitan_lite.checkpoint.format.structure import LIST, MAX_DEPTH, Branch, container_kind, type_name
 from torchtitan_lite.log import counted
 
@@ -23,7 +23,7 @@ _SUPPORTED = "dict, OrderedDict, Counter, defaultdict of a built-in type, list"
 _MODEL = "model"
 """The state whose tensors a load copies into live ones, which keep their class."""
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None), tuple})
-_ENTRIES = _PLAIN | {torch.Tensor, torch.nn.Parameter, DTensor}
+_ENTRIES = _PLAIN | {*PLAIN_TENSORS, DTensor}
 """Types known not to be containers, so that their bases need no check."""
 
 
@@ -225,7 +225,7 @@ def _reprs(members: Any) -> list[str]:
 
 def is_plain(value: object) -> bool:
     """Return whether `value` is a tensor or parameter of torch's own class, or a DTensor of such."""
-    return isinstance(value, torch.Tensor) and type(local_of(value)) in (torch.Tensor, torch.nn.Parameter)
+    return isinstance(value, torch.Tensor) and type(local_of(value)) in PLAIN_TENSORS
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:

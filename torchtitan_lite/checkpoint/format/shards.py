@@ -28,6 +28,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torchtitan_lite.torch_private import chunks_of, lists_its_chunks, shard_at
 
 Shape = tuple[int, ...]
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+"""torch's own classes of plain tensors."""
 
 
 class Box(NamedTuple):

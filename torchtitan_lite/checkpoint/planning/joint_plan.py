@@ -40,6 +40,7 @@ from torchtitan_lite.checkpoint.planning.rank_summary import Asked, Digest, Outl
 from torchtitan_lite.checkpoint.planning.shared_items import Member, Patterns
 from torchtitan_lite.checkpoint.state.optimizer_state import SETTINGS, STATE, split_state_key
 from torchtitan_lite.errors import RanksDiffer
+from torchtitan_lite.log import listed
 
 _SHOWN = 4
 _MODEL, _OPTIMIZER = "model", "optimizer"
@@ -65,12 +66,9 @@ class JointPlan:
         self.odd_containers: dict[str, int] = {}
         """Lists and settings that ranks have with other entries, and the rank whose are saved."""
 
-    def ask(self, outlines: Sequence[Outline | Exception | None]) -> list[Asked]:
-        """Return what the coordinator asks of each rank. Raises the failure of the lowest rank that has one."""
-        for each in outlines:
-            if isinstance(each, Exception):
-                raise each
-        self._outlines = [each for each in outlines if isinstance(each, Outline)]
+    def ask(self, outlines: Sequence[Outline]) -> list[Asked]:
+        """Return what the coordinator asks of each rank."""
+        self._outlines = outlines
         numbers: dict[Digest, int] = {}
         known: set[Digest] = set()
         asked = []
@@ -159,8 +157,7 @@ class JointPlan:
             entries = [section.entries[at] for section, at in of_key]
             is_lowest_ranks = self._of_lowest or is_mixed(entries) or any(each.is_lowest_ranks for each in entries)
             tensors.append(JointTensor(spread, is_lowest_ranks, key, lowest.dtype, of_key))
-        shown = ", ".join(odd[:_SHOWN]) + (f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else "")
-        return tensors, objects, shown
+        return tensors, objects, listed(odd, most=_SHOWN)
 
     def _spread(self, shape: Shape, places: Sequence[Place], spreads: dict[tuple[object, ...], Spread]) -> Spread:
         alike = (shape, *((section.first, *section.entries[at][4:]) for section, at in places))

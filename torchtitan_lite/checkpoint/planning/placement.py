@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_lite.checkpoint.format.chunk_runs import Chunk, Shape
+from torchtitan_lite.checkpoint.format.chunk_runs import Chunk, Shape, row_major_strides
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.checkpoint.format.found_runs import Boxes
 from torchtitan_lite.checkpoint.format.shards import Split, split_order
@@ -56,7 +56,7 @@ class Spread:
         if math.prod(shape):
             kept = sizes.all(axis=1)
             offsets, sizes, ranks, of_holders = offsets[kept], sizes[kept], ranks[kept], of_holders[kept]
-            place = offsets @ np.array(_strides(shape), dtype=np.int64)
+            place = offsets @ np.array(row_major_strides(shape), dtype=np.int64)
         else:
             # One box, of the whole shape: a load finds it there, however its own ranks divide nothing.
             place, offsets, sizes = np.zeros(len(ranks), dtype=np.int64), offsets * 0, offsets * 0 + np.array(shape)
@@ -148,10 +148,3 @@ def _boxes(shape: Shape, holders: Holders) -> tuple[Numbers, Numbers]:
             sizes[:, dim] = np.minimum(num_rows, sizes[:, dim] - begin)
         offsets[sizes[:, dim] == 0, dim] = whole
     return offsets, sizes
-
-
-def _strides(shape: Shape) -> list[int]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
-    return [*reversed(strides)] if shape else []

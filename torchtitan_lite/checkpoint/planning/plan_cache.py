@@ -27,11 +27,11 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.format.chunk_runs import LEAST_CHUNKS
 from torchtitan_lite.checkpoint.format.description import Description
-from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.checkpoint.format.file_data import FileLayout
 from torchtitan_lite.checkpoint.format.flattening import State, difference, flatten, refuse_piece
-from torchtitan_lite.checkpoint.format.shards import local_of
+from torchtitan_lite.checkpoint.format.shards import PLAIN_TENSORS, local_of
 from torchtitan_lite.checkpoint.format.structure import Branch, decode_structure, encode_structure, rebuild
+from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.planning.joint_plan import JointPlan
 from torchtitan_lite.checkpoint.planning.rank_comparison import OWN_NAMES, RankComparison
 from torchtitan_lite.checkpoint.planning.rank_entries import Divided, divided
@@ -120,7 +120,10 @@ class PlanCache:
         try:
             if failure is not None:
                 raise failure
-            flat, structure = _flattened(state, check)
+            faults.point("plan")
+            if check is not None:
+                check()
+            flat, structure = flatten(state)
             examined = _examined(flat, structure, self._examined)
             is_known = self._plan is not None and examined is self._examined
             verdict = _Verdict.UNCHANGED if is_known else _Verdict.CHANGED
@@ -175,25 +178,20 @@ class PlanCache:
         self._examined = examined
 
     def _make(self, state: State, flat: State, structure: Branch) -> RankPlan:
-        parts: Divided | None = None
-        own: Outlined | None = None
-        failure: Exception | None = None
         rank, world_size = self._peers.rank, self._peers.world_size
         has_record = world_size >= rank_records.FROM_RANKS
-        try:
-            states = self._states_of_ranks if has_record else ()
+        states = self._states_of_ranks if has_record else ()
+
+        def outlined_parts() -> tuple[Divided, Outlined]:
             parts = divided(parts_of(flat), flat, structure, states, rank)
             entries, meshes = entries_of(parts.joint, self._replicated.sameness(state), flat)
-            own = outlined(entries, meshes, parts.structure)
-        except Exception as error:
-            failure = error
+            return parts, outlined(entries, meshes, parts.structure)
+
+        parts, own = self._peers.together(outlined_parts)
         joint = JointPlan(of_lowest=self._comparison.takes_lowest)
         with no_collection():  # The coordinator holds some objects for each rank.
-            outline = failure if own is None else own.outline
-            asked = self._peers.scatter_answers(outline, joint.ask)
-            assert own is not None, "else all ranks failed together"
+            asked = self._peers.scatter_answers(own.outline, joint.ask)
             answer = self._peers.scatter_answers(own.of(asked.wanted), joint.answers)
-        assert parts is not None
         self._odd_containers = joint.odd_containers
         kept, shared = own_part(parts.joint, own.sections, asked.numbers, answer, world_size)
         self._comparison.use(shared, answer.num_groups, parts.joint)
@@ -204,40 +202,14 @@ class PlanCache:
         return dataclasses.replace(plan, own=parts.entries(rank, plan.parts, plan.layout))
 
 
-def _flattened(state: State, check: Callable[[], None] | None) -> tuple[State, Branch]:
-    faults.point("plan")
-    if check is not None:
-        check()
-    return flatten(state)
-
-
 @torch.no_grad()  # Where `local_of` returns the memory itself.
 def _examined(flat: State, structure: Branch, last: _Examined | None) -> _Examined:
     """Return what is examined of `flat`: `last` itself, if that is the same. Raises as `_plan_dependencies`."""
-    if last is not None and structure == last.structure and _are_entries_of(flat, last.entries):
-        return last
-    return _Examined(structure, [_plan_dependencies(key, value) for key, value in flat.items()])
+    found = _Examined(structure, [_plan_dependencies(key, value) for key, value in flat.items()])
+    return last if last is not None and found == last else found
 
 
-def _are_entries_of(flat: State, entries: Sequence[tuple[Any, ...]]) -> bool:
-    """Return whether `entries` are those of `flat`, without making those of plain tensors. It raises, too."""
-    plain, strided = _PLAIN_TENSORS, torch.strided
-    for (key, value), entry in zip(flat.items(), entries, strict=True):
-        is_same = (
-            type(value) in plain
-            and len(entry) == 3
-            and value.layout is strided
-            and _has_memory(value)
-            and value.dtype is entry[1]  # So it is as little quantized as that one.
-            and value.shape == entry[2]
-            and key == entry[0]
-        )
-        if not is_same and _plan_dependencies(key, value) != entry:
-            return False
-    return True
-
-
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_TORCH_DTYPES = {*DTYPES.values()}
 
 
 def _prove(state: State, flat: State, structure: Branch) -> None:
@@ -254,9 +226,13 @@ def _plan_dependencies(key: str, value: Any) -> tuple[Any, ...]:
     """
     if not isinstance(value, torch.Tensor):
         return (key,)
+    is_simple = type(value) in PLAIN_TENSORS and value.layout is torch.strided and value.dtype in _TORCH_DTYPES
+    if is_simple and not value.is_nested and _has_memory(value) and not hasattr(value, "global_shape"):
+        # Nearly all: the checks below take twice as long, for each of thousands at each save.
+        return key, value.dtype, value.shape
     refuse_piece(key, value)
     local = local_of(value)
-    if local.is_nested or (str(local.dtype).removeprefix("torch.") not in DTYPES and not local.is_quantized):
+    if local.is_nested or (local.dtype not in _TORCH_DTYPES and not local.is_quantized):
         what = "nested tensor" if local.is_nested else f"tensor of {local.dtype}"
         raise TypeError(f"{key} is a {what}, which a checkpoint cannot hold. Return dense tensors of other dtypes.")
     if local.layout is not torch.strided or local.is_quantized or not _has_memory(local):

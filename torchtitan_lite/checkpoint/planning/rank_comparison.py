@@ -26,7 +26,7 @@ import xxhash
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.flattening import State
-from torchtitan_lite.checkpoint.format.shards import knows_its_parts, local_of, local_shards
+from torchtitan_lite.checkpoint.format.shards import PLAIN_TENSORS, knows_its_parts, local_of, local_shards
 from torchtitan_lite.checkpoint.planning.distances import Distance, joint_distances, relative, squares
 from torchtitan_lite.checkpoint.planning.rank_summary import HeldPart
 from torchtitan_lite.checkpoint.planning.shared_items import Member, SharedParts
@@ -325,7 +325,7 @@ def _stacked(flat: State, small: Sequence[Sequence[_Item]]) -> Iterator[torch.Te
     """Yield what is `small`, those of one shape in one tensor: a call for each would take most of the time."""
     for items in small:
         values = [flat[key] for key, _ in items]
-        if not {*map(type, values)} <= {torch.Tensor, torch.nn.Parameter}:
+        if not {*map(type, values)} <= {*PLAIN_TENSORS}:
             values = [_part_memory(flat, *item) for item in items]
         devices = [value.device for value in values]
         for device in dict.fromkeys(devices):

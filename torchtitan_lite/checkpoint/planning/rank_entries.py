@@ -16,7 +16,7 @@ from torchtitan_lite.checkpoint.format.description import PlacedObject, table_of
 from torchtitan_lite.checkpoint.format.dtypes import dtype_name
 from torchtitan_lite.checkpoint.format.file_data import FileLayout
 from torchtitan_lite.checkpoint.format.flattening import State
-from torchtitan_lite.checkpoint.format.structure import Branch, branch_of, encode_structure
+from torchtitan_lite.checkpoint.format.structure import Branch, branch_of, encode_structure, without
 from torchtitan_lite.checkpoint.planning.rank_summary import HeldPart
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store import layout
@@ -73,46 +73,27 @@ class Divided:
 def divided(parts: Sequence[HeldPart], flat: State, structure: Branch, states: Collection[str], rank: int) -> Divided:
     """Divide the `parts` of this `rank`: its own are below its number in one of the `states`, and whole."""
     name = f"rank{rank}"
-    roots = [key for key in structure.keys if key in states and _has_child(structure, key, name)]
     # Another state may have a name that begins like the entry of a rank.
     names = [*map(str, structure.keys)]
-    roots = [key for key in roots if not any(each.startswith(f"{key}.rank") for each in names)]
-    prefixes = tuple(f"{key}.{name}" for key in roots)
-    below = tuple(f"{prefix}." for prefix in prefixes)
-
-    def is_own(part: HeldPart) -> bool:
-        key = part.key
-        return key in prefixes or key.startswith(below)
-
-    own = [part for part in parts if is_own(part)]
+    roots = {
+        key: child
+        for key, child in zip(structure.keys, structure.children, strict=True)
+        if key in states and child is not None and name in child.keys
+        if not any(each.startswith(f"{key}.rank") for each in names)
+    }
+    below = tuple(f"{key}.{name}." for key in roots)
+    is_own = [f"{part.key}.".startswith(below) for part in parts]
+    own = [part for part, its in zip(parts, is_own, strict=True) if its]
     if any(isinstance(flat[part.key], DTensor) for part in own):
         return Divided([*parts], structure, [], branch_of(structure.kind, [], []))
-    children = [
-        _filtered_branch(child, name, keeps=False) if key in roots and child is not None else child
-        for key, child in zip(structure.keys, structure.children, strict=True)
-    ]
-    own_children = [
-        _filtered_branch(child, name, keeps=True)
-        for key, child in zip(structure.keys, structure.children, strict=True)
-        if key in roots and child is not None
-    ]
+    rest = {key: without(child, lambda each: each == name) for key, child in roots.items()}
+    children = [rest.get(key, child) for key, child in zip(structure.keys, structure.children, strict=True)]
     return Divided(
-        [part for part in parts if not is_own(part)],
-        branch_of(structure.kind, structure.keys, children),
+        [part for part, its in zip(parts, is_own, strict=True) if not its],
+        structure._replace(children=tuple(children)),
         own,
-        branch_of(structure.kind, roots, own_children),
+        branch_of(structure.kind, [*roots], [without(child, lambda each: each != name) for child in roots.values()]),
     )
-
-
-def _has_child(structure: Branch, key: Any, name: str) -> bool:
-    child = structure.children[list(structure.keys).index(key)]
-    return child is not None and name in child.keys
-
-
-def _filtered_branch(branch: Branch, name: str, *, keeps: bool) -> Branch:
-    """Return `branch` with the entry `name` only, or with all others."""
-    chosen = [(key, child) for key, child in zip(branch.keys, branch.children, strict=True) if (key == name) == keeps]
-    return branch_of(branch.kind, [key for key, _ in chosen], [child for _, child in chosen])
 
 
 def _table_entry(part: HeldPart, file: str, at: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from torchtitan_lite.checkpoint.format.shards import LocalShard, local_of, local
 from torchtitan_lite.disk.digest import text_digest
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import RanksDiffer
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import listed, logger
 
 SHOWN = 4
 """Number of keys that a warning names; it counts the others."""
@@ -88,13 +88,11 @@ class Replicated:
         self._warned.update(new)
         if not new:
             return
-        named = ", ".join(f"{name} (rank {different[name]}'s is saved)" for name in new[:SHOWN])
         # A warning and not an error: which rank is right cannot be known here. With DDP it is the lowest one.
         logger.warning(
-            "Ranks hold different values of %s%s. A checkpoint has one of each, and every rank gets that one when it "
+            "Ranks hold different values of %s. A checkpoint has one of each, and every rank gets that one when it "
             "is loaded. If each rank needs its own, wrap the state in PerRank; buffers under DDP follow rank 0 anyway",
-            named,
-            f" and {len(new) - SHOWN} more" if len(new) > SHOWN else "",
+            listed([f"{name} (rank {different[name]}'s is saved)" for name in new], most=SHOWN),
         )
 
     def _sections(self, state: State, flat: State) -> dict[str, dict[str, str]]:

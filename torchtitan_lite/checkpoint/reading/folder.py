@@ -7,11 +7,12 @@ checked at its first use, and nothing outside the folder is read. Its files may 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any, Literal
 
-from torchtitan_lite.checkpoint.format.completed import completed
+from torchtitan_lite.checkpoint.format.completed import joined_structures, joined_tables
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.reading.files import Files, files_of
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
@@ -22,7 +23,7 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import recorded_sizes
 from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.place import Place, on_disk
-from torchtitan_lite.store.rank_records import RecordedFiles, RecordsOfRanks
+from torchtitan_lite.store.rank_records import RankRecord, RecordedFiles, RecordsOfRanks
 
 Verify = Literal["off", "size", "full", "full_alone"]
 """What a load compares with the manifest: nothing; the files' sizes; these and every byte that it reads. `full_alone`:
@@ -169,8 +170,20 @@ def complete(
 
     Raises `CheckpointDamaged` for a wrong record, and what their reader raises.
     """
+    having = [name for name in (records.files if rank_files is None else rank_files) if records.has(name)]
+    if not having:
+        return manifest
     try:
-        return completed(manifest, records, rank_files)
+        found = {name: records.of(name) for name in having}
+        blocks = {name: FileRecord(manifest.files[name].size, record.blocks) for name, record in found.items()}
+        of_all: list[Manifest | RankRecord] = [manifest, *found.values()]
+        return dataclasses.replace(
+            manifest,
+            files=manifest.files | blocks,
+            objects=joined_tables([each.objects for each in of_all]),
+            tensors=joined_tables([each.tensors for each in of_all]),
+            structure=joined_structures([each.structure for each in of_all]),
+        )
     except CheckpointDamaged:
         raise
     except ValueError as error:

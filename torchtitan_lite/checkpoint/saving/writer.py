@@ -18,7 +18,7 @@ from torch.nn.utils import get_total_norm
 
 import torchtitan_lite
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.format.description import Description, PlacedObject
+from torchtitan_lite.checkpoint.format.description import Description, PlacedObject, table_of_objects
 from torchtitan_lite.checkpoint.format.tensor_digest import TensorDigest, digest_chunk, finish
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.planning.rank_file import RankPlan
@@ -118,7 +118,7 @@ class SaveOfRanks:
             files=files,
             lineage=self._lineage(),
             tensors=description.tensors,
-            objects=description.objects(objects, with_places=not has_metadata),
+            objects=table_of_objects(objects, with_places=not has_metadata),
             structure=description.structure,
             extra=_extra(target, digests, nan_in, has_metadata=has_metadata),
         )

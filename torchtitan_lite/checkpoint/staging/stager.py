@@ -28,7 +28,7 @@ from torchtitan_lite.checkpoint.staging.mark import Mark
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.writer_process import WriterProcess
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import listed, logger
 
 T = TypeVar("T")
 
@@ -222,9 +222,8 @@ def watch(data: FileData, names: Sequence[str]) -> Compare:
         after = [_memory_digest(tensor) for tensor in staged.tensors()]
         changed = [name for name, one, other in zip(names, before, after, strict=True) if one != other]
         if changed:
-            more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
             raise RuntimeError(
-                f"{', '.join(changed[:5])}{more} changed while being staged. Code that changes them must first call "
+                f"{listed(changed, most=5)} changed while being staged. Code that changes them must first call "
                 "maybe_wait_for_staging() of the checkpoint manager"
             )
 

@@ -109,7 +109,9 @@ class PlainOwner:
                         "no parameter, while its parameters are sharded: its value may differ between ranks. "
                         "Keep it in the state of a parameter."
                     )
-        is_rare = may_share(chain(_state_tensors(state), likes.values()))
+        # A setting that is a tensor is in it once for each group.
+        settings = chain.from_iterable(nested_tensors(group.settings) for group in state.groups)
+        is_rare = may_share(chain(nested_tensors(state.states), settings, nested_tensors(state.rest), likes.values()))
         shared = shared_pairs(self._held(state), likes) if is_rare else {}
         return dict(flat_layouts(state, likes)) | {f"{SHARED}.{name}": pairs for name, pairs in shared.items()}
 
@@ -135,8 +137,7 @@ class PlainOwner:
         empty_groups = rest.get(EMPTY_GROUPS, {})
         groups = []
         for at, group in enumerate(own["param_groups"]):
-            given = [settings[names[number]] for number in group["params"] if names[number] in settings]
-            groups.append(group | dict(given[0] if given else empty_groups.get(str(at), {})))
+            groups.append(_with_settings(group, names, settings) or group | dict(empty_groups.get(str(at), {})))
         whole = (
             own
             | self._placed(rest.get(OTHER, {}), own)
@@ -213,10 +214,7 @@ class Fsdp1Owner:
             own = self._own()
             raw_names = [raw for group in own["param_groups"] for raw in group["params"]]
             names = clean_names(self._module, raw_names)
-            groups = []
-            for group in own["param_groups"]:
-                given = [settings[names[raw]] for raw in group["params"] if names[raw] in settings]
-                groups.append(group | dict(given[0] if given else {}))
+            groups = [_with_settings(group, names, settings) or group for group in own["param_groups"]]
             new = {"state": {raw: states[names[raw]] for raw in raw_names if names[raw] in states}}
             loadable = FullyShardedDataParallel.optim_state_dict_to_load(
                 self._module, self.optimizer, new | {"param_groups": groups}
@@ -303,19 +301,6 @@ def _on_devices_of(value: Any, live: Any, device: torch.device) -> Any:
     return value
 
 
-def _state_tensors(state: OptimizerState) -> Iterator[torch.Tensor]:
-    """Yield all tensors of `state`, a setting that is a tensor once for each group."""
-    for own in state.states.values():
-        for value in own.values():
-            if isinstance(value, torch.Tensor):
-                yield value
-            else:
-                yield from nested_tensors(value)
-    for group in state.groups:
-        yield from nested_tensors(group.settings)
-    yield from nested_tensors(state.rest)
-
-
 def _group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     for key in group:
         if not isinstance(key, str) or "." in key:
@@ -324,6 +309,14 @@ def _group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
                 "because a checkpoint has settings under them. Give the setting another name."
             )
     return {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
+
+
+def _with_settings(
+    group: dict[str, Any], names: Mapping[Any, str], settings: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return `group` with the settings of the first of its parameters that has some; None if none has."""
+    given = (settings[names[each]] for each in group["params"] if names[each] in settings)
+    return next((group | dict(of_parameter) for of_parameter in given), None)
 
 
 # Keep the dtypes of an optimizer's state while the optimizer loads it.
@@ -361,13 +354,9 @@ def _exact_dtypes(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
         given.update(state_dict)
 
     def restore(loaded: Optimizer) -> None:
-        numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
-        parameters = chain.from_iterable(group["params"] for group in loaded.param_groups)
-        for number, parameter in zip(numbers, parameters, strict=True):
-            own = loaded.state.get(parameter, {})
-            for key, value in given["state"].get(number, {}).items():
-                if key in own and key != "step":
-                    own[key] = _with_dtypes_of(value, own[key])
+        for _, own, key, value in _loaded_entries(loaded, given):
+            if key != "step":
+                own[key] = _with_dtypes_of(value, own[key])
 
     # The first after the user's own pre-hooks, the second before the user's own post-hooks.
     handles = (
@@ -384,13 +373,17 @@ def _exact_dtypes(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
 def _put_back(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
     """Put tensors of `given` in place of those that `optimizer` has, and returns in a state dict, in another dtype."""
     returned = optimizer.state_dict()["state"]
+    for number, own, key, value in _loaded_entries(optimizer, given):
+        if own[key] is returned.get(number, {}).get(key):
+            own[key] = _with_dtypes_of(value, own[key])
+
+
+def _loaded_entries(optimizer: Optimizer, given: Mapping[str, Any]) -> Iterator[tuple[Any, dict[Any, Any], Any, Any]]:
+    """Yield the number of a parameter, its live state, a key of that, and what the state dict `given` has there."""
     numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    for number, parameter in zip(numbers, parameters, strict=True):
+    for number, parameter in zip(numbers, parameters_of(optimizer), strict=True):
         own = optimizer.state.get(parameter, {})
-        for key, value in given["state"].get(number, {}).items():
-            if key in own and own[key] is returned.get(number, {}).get(key):
-                own[key] = _with_dtypes_of(value, own[key])
+        yield from ((number, own, key, value) for key, value in given["state"].get(number, {}).items() if key in own)
 
 
 def _with_dtypes_of(given: Any, loaded: Any) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from torchtitan_lite.checkpoint.format.shards import local_of
+from torchtitan_lite.checkpoint.format.shards import PLAIN_TENSORS, local_of
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 
 STATE, SETTINGS, LAYOUTS, OF_OPTIMIZERS = "state", "param_groups", "layouts", "optimizers"
@@ -79,9 +79,6 @@ class ParameterSlot:
         return torch.empty(shape, dtype=dtype, device=device)
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
 def flat_optimizer_state(state: OptimizerState) -> Iterator[tuple[str, Any]]:
     """Yield the flat keys and values of `state`, except of `state.rest`."""
     for name, own in state.states.items():
@@ -106,7 +103,7 @@ def flat_layouts(state: OptimizerState, like: Mapping[str, torch.Tensor]) -> Ite
     ConfigError for DTensors within lists or dicts, because a load could make only plain tensors of them.
     """
     for name, own in state.states.items():
-        is_plain = type(like[name]) in _PLAIN and like[name].is_contiguous()
+        is_plain = type(like[name]) in PLAIN_TENSORS and like[name].is_contiguous()
         for key, value in own.items():
             if is_plain and type(value) is torch.Tensor and value.layout is torch.strided and value.is_contiguous():
                 # Almost all tensors: the rest would take a millisecond for every 100 of them, at each save.
@@ -169,7 +166,10 @@ def nested_tensors(value: Any) -> Iterator[torch.Tensor]:
         yield value
     elif isinstance(value, Mapping):
         for inner in value.values():
-            yield from nested_tensors(inner)
+            if isinstance(inner, torch.Tensor):
+                yield inner
+            else:
+                yield from nested_tensors(inner)
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from nested_tensors(inner)
