@@ -8,7 +8,7 @@ another rank has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TypeVar, cast
@@ -16,10 +16,10 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from torchtitan_lite.distributed.exchange import Exchange, portable
+from torchtitan_lite.distributed.exchange import Exchange, failures_text, portable
 from torchtitan_lite.distributed.groups import destroy, gloo_group, world_size
 from torchtitan_lite.distributed.lost_peer import naming_lost_peers
-from torchtitan_lite.errors import TorchtitanLiteError
+from torchtitan_lite.errors import CheckpointError, CheckpointUnreadable, TorchtitanLiteError
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -238,3 +238,49 @@ def _mark_reported(error: Exception) -> Exception:
     if isinstance(error, TorchtitanLiteError):
         error.reported_elsewhere = True
     return error
+
+
+# The worst failure of any rank, raised on all of them.
+
+
+def together_or_worst(make: Callable[[], T], peers: Peers, path: str) -> T:
+    """Return the result of `make` on this rank. **Collective**, by one number if all goes well.
+
+    Raises as `raise_worst`; an interrupt, too, is a failure of the rank, except where there are no others.
+    """
+    made: T | None = None
+    failure: Exception | None = None
+    try:
+        made = make()
+    except Exception as error:
+        failure = error
+    except BaseException as error:
+        if peers.world_size == 1:
+            raise
+        failure = RuntimeError(f"{type(error).__name__}: {error}")
+    raise_worst(failure, peers, path)
+    return cast(T, made)
+
+
+def raise_worst(failure: Exception | None, peers: Peers, path: str) -> None:
+    """Raise the worst failure of any rank, on every rank; return if there is none. **Collective**.
+
+    That is `CheckpointUnreadable` for an I/O error, because nothing else is proven then; else the error of the lowest
+    rank. Any error that is not of this package counts as an I/O error.
+    """
+    if not peers.max_over_ranks(failure is not None)[0]:
+        return
+    failures = {rank: found for rank, found in enumerate(peers.gather_errors(failure)) if found is not None}
+    if failure is not None:
+        failures[peers.rank] = failure  # With its traceback.
+    worst = _worst(failures, path)
+    raise worst from (None if worst is failure else failure)
+
+
+def _worst(failures: Mapping[int, BaseException], path: str) -> CheckpointError:
+    """Return the one of the ranks' errors to raise on all of them."""
+    found = [cause for cause in failures.values() if isinstance(cause, CheckpointError)]
+    if len(found) < len(failures):
+        return CheckpointUnreadable(path, failures_text(failures))
+    # Damage on one rank and an I/O error on another may be symptoms of the same failure.
+    return next((cause for cause in found if isinstance(cause, CheckpointUnreadable)), found[0])

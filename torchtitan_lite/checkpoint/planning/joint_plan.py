@@ -217,7 +217,7 @@ class JointPlan:
     def _shared(self, tensors: Sequence[JointTensor]) -> tuple[list[list[Member]], int]:
         """Find the pattern of each entry; return the places of each rank in groups, and the number of groups."""
         patterns = Patterns()
-        known: dict[tuple[object, ...], int] = {}
+        known: dict[Spread, int] = {}
         for tensor in tensors:
             spread = tensor.spread
             if not spread.largest_shared or any(s.entries[at].is_lowest_ranks for s, at in tensor.places):
@@ -227,38 +227,13 @@ class JointPlan:
                 continue
             if any(entry.sizes for entry in entries):
                 for number, (section, at) in enumerate(tensor.places):
-                    ranks, counts = _of_one_box(spread, number)
-                    section.patterns[at] = patterns.number_of(ranks, counts)
+                    section.patterns[at] = patterns.number_of(*_of_one_box(spread, number))
                 continue
-            alike = (
-                len(spread.shape),
-                *(
-                    (s.first, entry.mesh, entry.placements)
-                    for (s, _), entry in zip(tensor.places, entries, strict=True)
-                ),
-            )
-            pattern = known.get(alike)
-            if pattern is None:
-                groups = self._without_empty(spread, tensor.places)
-                pattern = patterns.number_of(groups.ranks, groups.counts)
-                if groups is not spread:
-                    known[alike] = pattern
+            if spread not in known:
+                known[spread] = patterns.number_of(spread.ranks, spread.counts)
             for section, at in tensor.places:
-                section.patterns[at] = pattern
+                section.patterns[at] = known[spread]
         return patterns.members(len(self._outlines))
-
-    def _without_empty(self, spread: Spread, places: Sequence[Place]) -> Spread:
-        """Return the spread of a tensor that is placed as `spread`, and of which no rank's part is empty."""
-        shape = [1] * len(spread.shape)
-        for section, at in places:
-            entry = section.entries[at]
-            for split, size in zip(entry.placements, section.meshes.get(entry.mesh, ()), strict=True):
-                if split.dim >= 0:
-                    shape[split.dim] *= size
-        try:
-            return Spread(tuple(shape), [self._holders(*place) for place in places])
-        except ValueError:  # Stages of other sizes, of which each has all.
-            return spread
 
     def _optimizers(self, containers: Mapping[Digest, Branch | None]) -> list[HeldBy]:
         """Return the different containers of optimizer states, each with the ranks that have it."""

@@ -25,6 +25,7 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
+from torchtitan_lite.checkpoint.format.file_data import elements_digest
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.format.shards import PLAIN_TENSORS, knows_its_parts, local_of, local_shards
 from torchtitan_lite.checkpoint.planning.distances import Distance, joint_distances, relative, squares
@@ -210,7 +211,7 @@ class RankComparison:
 
         def digests() -> Holdings:
             found = {
-                (group.shared.group, at): (key, _elements_digest(_part_memory(flat, key, offsets)))
+                (group.shared.group, at): (key, elements_digest(_part_memory(flat, key, offsets)))
                 for group in self._groups
                 if group.shared.group in groups
                 for at, (key, offsets) in enumerate(group.items)
@@ -224,7 +225,7 @@ class RankComparison:
         only_samples = self._has_warned
         tensors = self._by_place(flat, only_samples=only_samples)
         digests = self._peers.together(
-            lambda: {place: _elements_digest(tensor) for place, (_, tensor) in tensors.items()}
+            lambda: {place: elements_digest(tensor) for place, (_, tensor) in tensors.items()}
         )
         suspicious = self._peers.scatter_answers(digests, _that_differ)
         differing = {place: tensors[place] for place in sorted(suspicious)}
@@ -393,22 +394,12 @@ def _host_pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield piece.cpu()
 
 
-def _elements_digest(tensor: torch.Tensor) -> int:
-    """Return a digest of the elements of `tensor`."""
-    if not tensor.is_cuda:
-        return xxhash.xxh3_64_intdigest(_as_bytes(tensor).numpy().data)  # At once, a twentieth faster.
-    digest = xxhash.xxh3_64()
-    for piece in _host_pieces(tensor):
-        digest.update(piece.numpy().data)
-    return digest.intdigest()
-
-
 def _elements_digests(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the digest of each of `tensors`, several at a time."""
     digests = [0] * len(tensors)
 
     def digest(at: int) -> None:
-        digests[at] = _elements_digest(tensors[at])
+        digests[at] = elements_digest(tensors[at])
 
     in_threads(range(len(tensors)), min(DIGESTING_THREADS, cores_of_rank()), lambda: digest)
     return digests
