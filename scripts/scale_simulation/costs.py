@@ -97,7 +97,7 @@ def ours(tensors: Sequence[Planned], mesh: Mesh) -> Figures:
         with no_collection():
             asked = joint.ask([pickle.loads(data) for data in sent])
             for_ranks = [pickle.dumps((each, None)) for each in asked]
-            pieces = [pickle.dumps(each.of(of_rank.wanted)) for each, of_rank in zip(own, asked, strict=True)]
+            pieces = [pickle.dumps(each.of(wanted)) for each, wanted in zip(own, asked, strict=True)]
             answers = joint.answers([pickle.loads(data) for data in pieces])
             for_ranks += [pickle.dumps((each, None)) for each in answers]
         assert joint.description is not None

@@ -16,6 +16,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.distributed.exchange import Exchange, failures_text, portable
 from torchtitan_lite.distributed.groups import destroy, gloo_group, world_size
 from torchtitan_lite.distributed.lost_peer import naming_lost_peers
@@ -211,6 +212,26 @@ class Peers:
     def gather_errors(self, error: Exception | None) -> list[Exception | None]:
         """Return the error of each rank, by rank, on every rank; one that pickle cannot carry as a RuntimeError."""
         return [error] if self.world_size == 1 else self.gather(portable(error))
+
+
+class OnlyRank(Peers):
+    """The only rank that agrees on anything, although the default process group has more: those of a dry run."""
+
+    @property
+    def rank(self) -> int:
+        """Return 0."""
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        """Return 1."""
+        return 1
+
+
+def build_peers(config: JobConfig, *, simulated: bool) -> Peers:
+    """Return how the ranks of this job agree, within `checkpoint.timeout_seconds`."""
+    timeout = timedelta(seconds=config.checkpoint.timeout_seconds)
+    return OnlyRank(timeout) if simulated else Peers(timeout)
 
 
 def _finish(sending: dist.Work) -> None:

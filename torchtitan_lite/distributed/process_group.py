@@ -22,10 +22,9 @@ from torch.distributed.rendezvous import rendezvous
 from torchtitan_lite.config.job_config import Comm
 from torchtitan_lite.distributed.environment import Launched, launched, logged_environment, set_default
 from torchtitan_lite.distributed.groups import if_overdue
-from torchtitan_lite.distributed.simulated import init_simulated_ranks
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
-from torchtitan_lite.torch_private import set_timeout
+from torchtitan_lite.torch_private import register_fake_backend, set_timeout
 
 DESTROY_SECONDS = 20.0
 """How long destroying the groups may take after an error before the process exits regardless."""
@@ -106,6 +105,17 @@ def _open_simulated(num_ranks: int, place: Launched) -> World:
         )
     init_simulated_ranks(num_ranks)
     return World(0, num_ranks, 0, torch.device("cpu"), is_simulated=True)
+
+
+def init_simulated_ranks(num_ranks: int) -> None:
+    """Open a default process group in which this process is rank 0 of `num_ranks`, for a dry run.
+
+    torch's fake process group carries no data: a mesh over it has all ranks, and modules are sharded over it as they
+    would be, but whatever a collective returns is arbitrary. So nothing may depend on a result of one: checkpoint code
+    agrees through `OnlyRank`, and a dry run computes nothing.
+    """
+    register_fake_backend()
+    dist.init_process_group(backend="fake", rank=0, world_size=num_ranks, store=HashStore())
 
 
 def _meeting_place(place: Launched) -> Store:

@@ -77,10 +77,10 @@ def planned(ranks: Sequence[Sequence[Has]], *, of_lowest: bool = False) -> Joint
         own.append(outlined(entries, [*meshes], flatten(_nested(of_rank))[1]))
     joint = JointPlan(of_lowest=of_lowest)
     asked = joint.ask([each.outline for each in own])
-    answers = joint.answers([each.of(of_rank.wanted) for each, of_rank in zip(own, asked, strict=True)])
+    answers = joint.answers([each.of(wanted) for each, wanted in zip(own, asked, strict=True)])
     parts = [
-        own_part([part_of(has) for has in of_rank], each.sections, answered.numbers, answer, len(ranks))
-        for of_rank, each, answered, answer in zip(ranks, own, asked, answers, strict=True)
+        own_part([part_of(has) for has in of_rank], each.sections, answer, len(ranks))
+        for of_rank, each, answer in zip(ranks, own, answers, strict=True)
     ]
     assert joint.description is not None
     return JointlyPlanned(

@@ -14,7 +14,11 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.format.metadata_file import MOST_ENTRIES, PlacedItem, metadata_head, metadata_tail
-from torchtitan_lite.checkpoint.format.structure import Branch, encode_structure, paths_of
+from torchtitan_lite.checkpoint.format.structure import (
+    Branch,
+    encode_structure,
+    paths_of,
+)
 from torchtitan_lite.checkpoint.format.tensor_table import TensorTable
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.disk.digest import FileRecord

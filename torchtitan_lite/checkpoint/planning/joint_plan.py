@@ -36,7 +36,7 @@ from torchtitan_lite.checkpoint.planning.joint_entries import (
     is_mixed,
 )
 from torchtitan_lite.checkpoint.planning.placement import Holders, Numbers, Spread
-from torchtitan_lite.checkpoint.planning.rank_summary import Asked, Digest, Outline, PlanAnswer
+from torchtitan_lite.checkpoint.planning.rank_summary import Digest, Outline, PlanAnswer
 from torchtitan_lite.checkpoint.planning.shared_items import Member, Patterns
 from torchtitan_lite.checkpoint.state.optimizer_state import SETTINGS, STATE, split_state_key
 from torchtitan_lite.errors import RanksDiffer
@@ -66,23 +66,16 @@ class JointPlan:
         self.odd_containers: dict[str, int] = {}
         """Lists and settings that ranks have with other entries, and the rank whose are saved."""
 
-    def ask(self, outlines: Sequence[Outline]) -> list[Asked]:
-        """Return what the coordinator asks of each rank."""
+    def ask(self, outlines: Sequence[Outline]) -> list[tuple[Digest, ...]]:
+        """Return which of its pieces the coordinator asks of each rank."""
         self._outlines = outlines
-        numbers: dict[Digest, int] = {}
         known: set[Digest] = set()
         asked = []
-        for rank, outline in enumerate(self._outlines):
+        for rank, outline in enumerate(outlines):
             for digest in outline.sections:
-                numbers.setdefault(digest, len(numbers))
                 self._sections.setdefault(digest, Section()).ranks.append(rank)
-            wanted = list(dict.fromkeys((*outline.sections, outline.root, *outline.containers)))
-            asked.append(
-                Asked(
-                    tuple(numbers[digest] for digest in outline.sections),
-                    tuple(digest for digest in wanted if digest not in known),
-                )
-            )
+            wanted = dict.fromkeys((*outline.sections, outline.root, *outline.containers))
+            asked.append(tuple(digest for digest in wanted if digest not in known))
             known.update(wanted)
         return asked
 

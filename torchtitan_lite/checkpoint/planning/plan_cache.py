@@ -17,7 +17,6 @@ import json
 import pickle
 import zlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -52,14 +51,9 @@ from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import RanksDiffer
 from torchtitan_lite.store import layout, rank_records
 
-
-@dataclass(frozen=True)
-class _Examined:
-    """The structure of a state; states of equal structure are saved by the same plan."""
-
-    structure: Branch
-    entries: Sequence[tuple[Any, ...]]
-    """For each entry, in order: its name, and for a tensor what stays the same from save to save."""
+_Examined = tuple[Branch, list[tuple[Any, ...]]]
+"""The containers of a state, and for each entry, in order, its name, and of a tensor what stays the same from save to
+save: states of which both are equal are saved by the same plan."""
 
 
 class _Verdict(enum.IntEnum):
@@ -128,7 +122,7 @@ class PlanCache:
             is_known = self._plan is not None and examined is self._examined
             verdict = _Verdict.UNCHANGED if is_known else _Verdict.CHANGED
             if verdict is _Verdict.CHANGED:
-                _prove(state, flat, examined.structure)
+                _prove(state, flat, structure)
             elif check is not None:
                 report = self._comparison.report(flat, is_save=is_save)
         except Exception as error:
@@ -174,7 +168,7 @@ class PlanCache:
     def _plan_again(self, state: State, flat: State, examined: _Examined) -> None:
         """Replace the plan; keep none if that fails, also not the old one. **Collective**."""
         self._plan = self._examined = None
-        self._plan = self._make(state, flat, examined.structure)
+        self._plan = self._make(state, flat, examined[0])
         self._examined = examined
 
     def _make(self, state: State, flat: State, structure: Branch) -> RankPlan:
@@ -190,10 +184,10 @@ class PlanCache:
         parts, own = self._peers.together(outlined_parts)
         joint = JointPlan(of_lowest=self._comparison.takes_lowest)
         with no_collection():  # The coordinator holds some objects for each rank.
-            asked = self._peers.scatter_answers(own.outline, joint.ask)
-            answer = self._peers.scatter_answers(own.of(asked.wanted), joint.answers)
+            wanted = self._peers.scatter_answers(own.outline, joint.ask)
+            answer = self._peers.scatter_answers(own.of(wanted), joint.answers)
         self._odd_containers = joint.odd_containers
-        kept, shared = own_part(parts.joint, own.sections, asked.numbers, answer, world_size)
+        kept, shared = own_part(parts.joint, own.sections, answer, world_size)
         self._comparison.use(shared, answer.num_groups, parts.joint)
         self._contradiction = RanksDiffer(answer.contradiction, OWN_NAMES) if answer.contradiction else None
         plan = _rank_plan(rank, [*kept, *parts.own], joint.description, flat)
@@ -205,7 +199,7 @@ class PlanCache:
 @torch.no_grad()  # Where `local_of` returns the memory itself.
 def _examined(flat: State, structure: Branch, last: _Examined | None) -> _Examined:
     """Return what is examined of `flat`: `last` itself, if that is the same. Raises as `_plan_dependencies`."""
-    found = _Examined(structure, [_plan_dependencies(key, value) for key, value in flat.items()])
+    found = structure, [_plan_dependencies(key, value) for key, value in flat.items()]
     return last if last is not None and found == last else found
 
 
@@ -271,17 +265,17 @@ def _only_step_changes(key: str, flat: State) -> bool:
 
 
 def own_part(
-    parts: Sequence[HeldPart], sections: Sequence[range], numbers: Sequence[int], answer: PlanAnswer, world_size: int
+    parts: Sequence[HeldPart], sections: Sequence[range], answer: PlanAnswer, world_size: int
 ) -> tuple[list[HeldPart], list[SharedParts]]:
     """Return what the `answer` has the rank write, in the order of its file (`JointPlan`), and what it shares.
 
-    The rank has `parts`, in `sections` with these `numbers` among those of all ranks.
+    The rank has `parts`, in these `sections`.
     """
     decided = {*np.frombuffer(answer.kept, dtype=np.uint32).tolist()}
     kept: list[list[HeldPart]] = [[], [], []]
     by_pattern: dict[int, list[int]] = {}
-    for _, own, packed in sorted(zip(numbers, sections, answer.sections, strict=True)):
-        answered = SectionAnswer(*pickle.loads(zlib.decompress(packed)))
+    of_sections = [SectionAnswer(*pickle.loads(zlib.decompress(packed))) for packed in answer.sections]
+    for answered, own in sorted(zip(of_sections, sections, strict=True), key=lambda pair: pair[0].first):
         of_own = zip(own, answered.is_decided, answered.patterns, strict=True)
         for number_of_all, (number, is_decided, pattern) in enumerate(of_own, answered.first):
             part = parts[number]

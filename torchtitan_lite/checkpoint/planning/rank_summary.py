@@ -215,15 +215,6 @@ def _plan_entry(part: HeldPart, is_same: Callable[[str], bool], flat: State, mes
 # What the coordinator says to each rank about its part of the joint plan.
 
 
-class Asked(NamedTuple):
-    """What the coordinator says of a rank's outline."""
-
-    numbers: tuple[int, ...]
-    """Of the rank's sections, among those of all ranks: what it writes lies in its file in this order."""
-    wanted: tuple[Digest, ...]
-    """The pieces that it sends."""
-
-
 class PlanAnswer(NamedTuple):
     """What the coordinator answers to a rank."""
 
@@ -240,7 +231,7 @@ class SectionAnswer(NamedTuple):
     """What each rank that has a section needs to know of it."""
 
     first: int
-    """The number of its first entry among those of all sections."""
+    """The number of its first entry among those of all sections: what a rank writes lies in its file in this order."""
     is_decided: bytes
     """For each entry 1 if the coordinator decides who writes it; a rank writes what it has of the others."""
     patterns: list[int]

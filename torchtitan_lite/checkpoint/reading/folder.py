@@ -8,12 +8,12 @@ checked at its first use, and nothing outside the folder is read. Its files may 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
-from torchtitan_lite.checkpoint.format.completed import joined_structures, joined_tables
 from torchtitan_lite.checkpoint.format.contents import Contents
+from torchtitan_lite.checkpoint.format.structure import decode_structure, encode_structure, merged_structure
 from torchtitan_lite.checkpoint.reading.files import Files, files_of
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.collection import no_collection
@@ -21,7 +21,7 @@ from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import recorded_sizes
-from torchtitan_lite.store.manifest import Manifest
+from torchtitan_lite.store.manifest import Manifest, Table
 from torchtitan_lite.store.place import Place, on_disk
 from torchtitan_lite.store.rank_records import RankRecord, RecordedFiles, RecordsOfRanks
 
@@ -188,6 +188,22 @@ def complete(
         raise
     except ValueError as error:
         raise CheckpointDamaged(str(folder), f"the records of its ranks do not fit together: {error}") from None
+
+
+def joined_tables(tables: Sequence[Table]) -> Table:
+    """Return the entries of all `tables`, which have different keys, without parsing one."""
+    having = [each for each in tables if each]
+    if len(having) < 2:
+        return having[0] if having else Table()
+    return Table.of_text(b"{" + b",".join(each.text.strip()[1:-1] for each in having) + b"}", "")
+
+
+def joined_structures(tables: Sequence[Table]) -> Table:
+    """Return the containers of all `tables` in one. Raises ValueError where they do not fit together."""
+    having = [each for each in tables if each]
+    if len(having) < 2:
+        return having[0] if having else Table()
+    return Table({"root": encode_structure(merged_structure(decode_structure(each["root"]) for each in having)[0])})
 
 
 def records_of(files: Files, folder: Place, manifest: Manifest) -> RecordsOfRanks:

@@ -10,7 +10,7 @@ pickles of DCP and torch.save do not use are refused.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,23 +154,10 @@ class _Machine:
     def memoize(self, number: int | None = None) -> None:
         self._memo[len(self._memo) if number is None else number] = self._stack[-1]
 
-    def append(self) -> None:
-        item = self._stack.pop()
-        _appendable_list(self._stack[-1]).append(item)
-
-    def appends(self) -> None:
-        items = self.marked()
+    def extend(self, items: Sequence[Any]) -> None:
         _appendable_list(self._stack[-1]).extend(items)
 
-    def set_item(self) -> None:
-        key, value = self._stack[-2:]
-        del self._stack[-2:]
-        self._set([key, value])
-
-    def set_items(self) -> None:
-        self._set(self.marked())
-
-    def _set(self, items: list[Any]) -> None:
+    def set_items(self, items: Sequence[Any]) -> None:
         target = self._stack[-1]
         if len(items) % 2 or not all(type(key) in _KEYS or _is_small_tuple(key) for key in items[::2]):
             raise InertPickleError("the key of a mapping has a type that no checkpoint needs")
@@ -284,10 +271,10 @@ _OPERATIONS: dict[int, Callable[[_Machine], object]] = {
         "\x94": _Machine.memoize,
         "q": lambda machine: machine.memoize(machine.byte()),
         "r": lambda machine: machine.memoize(machine.length()),
-        "a": _Machine.append,
-        "e": _Machine.appends,
-        "s": _Machine.set_item,
-        "u": _Machine.set_items,
+        "a": lambda machine: machine.extend(machine.last(1)),
+        "e": lambda machine: machine.extend(machine.marked()),
+        "s": lambda machine: machine.set_items(machine.last(2)),
+        "u": lambda machine: machine.set_items(machine.marked()),
         "R": _Machine.call,
         "\x81": _Machine.call,
         "b": _Machine.build,
