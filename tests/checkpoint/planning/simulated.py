@@ -27,8 +27,6 @@ class Has(NamedTuple):
     dtype: torch.dtype = torch.float32
     mesh: MeshPlace | None = None
     placements: tuple[Placement, ...] = ()
-    box: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    """The part that it says it has, where no placement does."""
     is_lowest_ranks: bool = False
 
 
@@ -47,7 +45,7 @@ def part_of(has: Has) -> HeldPart:
     """Return what the rank has of it."""
     if has.shape is None:
         return HeldPart(has.key)
-    offsets, sizes = has.box or ((0,) * len(has.shape), has.shape)
+    offsets, sizes = (0,) * len(has.shape), has.shape
     if has.mesh is not None:
         offsets, sizes = box_of(has.shape, has.mesh.shape, has.placements, has.mesh.coordinate)
     return HeldPart(has.key, has.dtype, has.shape, offsets, sizes)
@@ -99,7 +97,7 @@ def _entry(has: Has, meshes: dict[MeshPlace, int]) -> PlanEntry:
     if has.mesh is not None:
         number = meshes.setdefault(has.mesh, len(meshes))
         return entry._replace(mesh=number, placements=tuple(map(split_of, has.placements)))
-    return entry if has.box is None else entry._replace(offsets=has.box[0], sizes=has.box[1])
+    return entry
 
 
 def _nested(of_rank: Sequence[Has]) -> dict[str, Any]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -43,18 +43,23 @@ def flat_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     Raises ValueError for two tensors with the same name.
     """
     found: dict[str, torch.Tensor] = {}
-    left: list[tuple[str, Any]] = [(str(key), value) for key, value in state.items()][::-1]
-    while left:
-        name, value = left.pop()
-        if isinstance(value, torch.Tensor):
-            if name in found:
-                raise ValueError(f"two tensors of the state are called {name!r} in a checkpoint")
-            found[name] = value
-        elif isinstance(value, Mapping):
-            left += [(f"{name}.{key}", inner) for key, inner in value.items()][::-1]
-        elif isinstance(value, list):
-            left += [(f"{name}.{number}", inner) for number, inner in enumerate(value)][::-1]
+    for name, tensor, is_in_tuple in named_tensors(state):
+        if is_in_tuple:
+            continue
+        if name in found:
+            raise ValueError(f"two tensors of the state are called {name!r} in a checkpoint")
+        found[name] = tensor
     return found
+
+
+def named_tensors(value: Any, name: str = "", is_in_tuple: bool = False) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Yield the tensors in nested mappings, lists and tuples under DCP's names, and whether each is in a tuple."""
+    if isinstance(value, torch.Tensor):
+        yield name, value, is_in_tuple
+    elif isinstance(value, Mapping | list | tuple):
+        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            below = f"{name}.{key}" if name else f"{key}"
+            yield from named_tensors(inner, below, is_in_tuple or isinstance(value, tuple))
 
 
 class _Walk:

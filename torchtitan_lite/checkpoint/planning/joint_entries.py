@@ -138,11 +138,6 @@ def agreeing(lowest: PlanEntry, places: Sequence[Place]) -> tuple[list[Place], l
     return agreeing, odd
 
 
-def is_mixed(entries: Sequence[PlanEntry]) -> bool:
-    """Return whether some ranks say by placements, and others by boxes, what they have: no two of them are compared."""
-    return len(entries) > 1 and any(each.sizes for each in entries) and any(not each.sizes for each in entries)
-
-
 def _shown_entry(entry: PlanEntry) -> str:
     return f"{list(entry.shape)} of torch.{entry.dtype}"
 

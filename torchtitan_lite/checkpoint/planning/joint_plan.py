@@ -33,7 +33,6 @@ from torchtitan_lite.checkpoint.planning.joint_entries import (
     Section,
     agreeing,
     balance,
-    is_mixed,
 )
 from torchtitan_lite.checkpoint.planning.placement import Holders, Numbers, Spread
 from torchtitan_lite.checkpoint.planning.rank_summary import Digest, Outline, PlanAnswer
@@ -148,7 +147,7 @@ class JointPlan:
             except ValueError as error:
                 raise ValueError(f"{key}: {error}") from None
             entries = [section.entries[at] for section, at in of_key]
-            is_lowest_ranks = self._of_lowest or is_mixed(entries) or any(each.is_lowest_ranks for each in entries)
+            is_lowest_ranks = self._of_lowest or any(each.is_lowest_ranks for each in entries)
             tensors.append(JointTensor(spread, is_lowest_ranks, key, lowest.dtype, of_key))
         return tensors, objects, listed(odd, most=_SHOWN)
 
@@ -161,7 +160,7 @@ class JointPlan:
     def _holders(self, section: Section, number: int) -> Holders:
         entry = section.entries[number]
         if entry.mesh < 0:
-            return Holders(section.column, offsets=entry.offsets, sizes=entry.sizes)
+            return Holders(section.column)
         if entry.mesh not in section.coordinates:
             of_ranks = [self._outlines[rank].places[entry.mesh] for rank in section.ranks]
             section.coordinates[entry.mesh] = np.array(of_ranks, dtype=np.int64)
@@ -215,13 +214,6 @@ class JointPlan:
             spread = tensor.spread
             if not spread.largest_shared or any(s.entries[at].is_lowest_ranks for s, at in tensor.places):
                 continue
-            entries = [section.entries[at] for section, at in tensor.places]
-            if is_mixed(entries):
-                continue
-            if any(entry.sizes for entry in entries):
-                for number, (section, at) in enumerate(tensor.places):
-                    section.patterns[at] = patterns.number_of(*_of_one_box(spread, number))
-                continue
             if spread not in known:
                 known[spread] = patterns.number_of(spread.ranks, spread.counts)
             for section, at in tensor.places:
@@ -244,7 +236,7 @@ class JointPlan:
             if rank in section.ranks:
                 entry = section.entries[number]
                 if entry.mesh < 0:
-                    return 0 not in (entry.sizes or entry.shape)
+                    return 0 not in entry.shape
                 coordinate = self._outlines[rank].places[entry.mesh]
                 return 0 not in box_of(entry.shape, section.meshes[entry.mesh], entry.placements, coordinate).sizes
         return False
@@ -296,16 +288,6 @@ def _by_rank(kept: Sequence[tuple[int, Numbers]], num_ranks: int) -> list[bytes]
     ends = 4 * np.searchsorted(ranks[order], np.arange(num_ranks + 1))
     packed = numbers[order].tobytes()
     return [packed[begin:end] for begin, end in pairwise(ends.tolist())]
-
-
-def _of_one_box(spread: Spread, holders: int) -> tuple[Numbers, Numbers]:
-    """Return the ranks that hold the box of these holders, which all hold the same one, and their number."""
-    rows = np.flatnonzero(spread.of_holders == holders)
-    if not len(rows):
-        return rows, rows
-    box = int(np.searchsorted(spread.starts, rows[0], side="right")) - 1
-    begin, count = spread.starts[box], spread.counts[box]
-    return spread.ranks[begin : begin + count], spread.counts[box : box + 1]
 
 
 # Whether every rank that has a parameter in its optimizer has the same of that parameter's state and settings. Pure.

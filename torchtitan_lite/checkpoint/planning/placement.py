@@ -25,7 +25,7 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Holders:
-    """Ranks that hold a tensor, all placed in one way: on a mesh, or all of them the same box."""
+    """Ranks that hold a tensor, all placed in one way: on a mesh, or each of them has all of it."""
 
     ranks: Numbers
     """Ascending."""
@@ -34,9 +34,6 @@ class Holders:
     placements: tuple[Split, ...] = ()
     coordinates: Numbers | None = None
     """A row for each of `ranks`, its coordinate in the mesh; None without a mesh."""
-    offsets: Shape = ()
-    sizes: Shape = ()
-    """The box of all these ranks, without a mesh; empty: all of the tensor."""
 
 
 class Spread:
@@ -135,11 +132,9 @@ def _boxes(shape: Shape, holders: Holders) -> tuple[Numbers, Numbers]:
     count = len(holders.ranks)
     offsets = np.zeros((count, len(shape)), dtype=np.int64)
     sizes = np.empty((count, len(shape)), dtype=np.int64)
-    if holders.coordinates is None:
-        sizes[:] = holders.sizes or shape
-        offsets[:] = holders.offsets or 0
-        return offsets, sizes
     sizes[:] = shape
+    if holders.coordinates is None:
+        return offsets, sizes
     for dim, whole in enumerate(shape):
         for mesh_dim in split_order(dim, holders.mesh, holders.placements):
             num_rows = -(-sizes[:, dim] // holders.mesh[mesh_dim])

@@ -286,7 +286,7 @@ def own_part(
                 by_pattern.setdefault(pattern, []).append(number)
     # By name: other ranks of the group may have them in another order.
     for of_pattern in by_pattern.values():
-        of_pattern.sort(key=lambda number: (parts[number].key, parts[number].offsets))
+        of_pattern.sort(key=lambda number: parts[number].key)
     shared = [(member, by_pattern[member.pattern]) for member in answer.members if member.pattern in by_pattern]
     return [part for of_order in kept for part in of_order], shared
 

@@ -19,15 +19,14 @@ import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import xxhash
-from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.file_data import elements_digest
 from torchtitan_lite.checkpoint.format.flattening import State
-from torchtitan_lite.checkpoint.format.shards import PLAIN_TENSORS, knows_its_parts, local_of, local_shards
+from torchtitan_lite.checkpoint.format.shards import PLAIN_TENSORS, local_of
 from torchtitan_lite.checkpoint.planning.distances import Distance, joint_distances, relative, squares
 from torchtitan_lite.checkpoint.planning.rank_summary import HeldPart
 from torchtitan_lite.checkpoint.planning.shared_items import Member, SharedParts
@@ -56,8 +55,6 @@ AFTER_CORRUPTION = (
 )
 DIGESTING_THREADS = 2
 """Of a rank, at most: one reads half as fast as the memory gives."""
-_Item = tuple[str, tuple[int, ...]]
-"""Key and offsets."""
 PIECE_BYTES = 16 << 20
 """Bytes of a tensor that are copied at once where it has to be copied: off an accelerator, to another rank."""
 
@@ -69,10 +66,10 @@ class _Group(NamedTuple):
     """What this rank shares with the other ranks of a group."""
 
     shared: Member
-    items: Sequence[_Item]
-    small: Sequence[Sequence[_Item]]
+    keys: Sequence[str]
+    small: Sequence[Sequence[str]]
     """Those of up to `SMALL_BYTES`, of one dtype and shape together."""
-    large: Sequence[_Item]
+    large: Sequence[str]
 
 
 class RankComparison:
@@ -211,10 +208,10 @@ class RankComparison:
 
         def digests() -> Holdings:
             found = {
-                (group.shared.group, at): (key, elements_digest(_part_memory(flat, key, offsets)))
+                (group.shared.group, at): (key, elements_digest(_local_memory(flat[key])))
                 for group in self._groups
                 if group.shared.group in groups
-                for at, (key, offsets) in enumerate(group.items)
+                for at, key in enumerate(group.keys)
             }
             return platform.node(), found
 
@@ -256,12 +253,10 @@ class RankComparison:
     def _by_place(self, flat: State, *, only_samples: bool) -> dict[tuple[int, int], tuple[str, torch.Tensor]]:
         """Return name and memory of each item that this rank shares, or samples of some, by group and number in it."""
         found: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
-        for shared, items, *_ in self._groups:
-            chosen = self._chosen(items) if only_samples else range(len(items))
-            tensors = (
-                self._sampled(flat, shared, items) if only_samples else [_part_memory(flat, *item) for item in items]
-            )
-            found |= {(shared.group, at): (items[at][0], tensor) for at, tensor in zip(chosen, tensors, strict=True)}
+        for shared, keys, *_ in self._groups:
+            chosen = self._chosen(keys) if only_samples else range(len(keys))
+            tensors = self._sampled(flat, shared, keys) if only_samples else [_local_memory(flat[key]) for key in keys]
+            found |= {(shared.group, at): (keys[at], tensor) for at, tensor in zip(chosen, tensors, strict=True)}
         return found
 
     def _distances(self, tensors: Mapping[tuple[int, int], tuple[str, torch.Tensor]]) -> list[Distance]:
@@ -292,18 +287,18 @@ class RankComparison:
         """Return a digest a group, of all that this rank shares."""
         digests = []
         for group in self._groups:
-            of_items = _elements_digests([_part_memory(flat, *item) for item in group.items])
+            of_items = _elements_digests([_local_memory(flat[key]) for key in group.keys])
             digests.append(xxhash.xxh3_64_intdigest(b"".join(each.to_bytes(8, "big") for each in of_items)))
         return digests
 
-    def _chosen(self, items: Sequence[Any]) -> range:
-        every = max(1, -(-len(items) // SAMPLED_ITEMS))
-        return range(self._num_compared % every, len(items), every)
+    def _chosen(self, keys: Sequence[str]) -> range:
+        every = max(1, -(-len(keys) // SAMPLED_ITEMS))
+        return range(self._num_compared % every, len(keys), every)
 
-    def _sampled(self, flat: State, shared: Member, items: Sequence[_Item]) -> list[torch.Tensor]:
-        chosen = self._chosen(items)
+    def _sampled(self, flat: State, shared: Member, keys: Sequence[str]) -> list[torch.Tensor]:
+        chosen = self._chosen(keys)
         num_bytes = shared.sample_bytes // max(1, len(chosen))
-        return [_sampled_elements(_part_memory(flat, *items[at]), num_bytes) for at in chosen]
+        return [_sampled_elements(_local_memory(flat[keys[at]]), num_bytes) for at in chosen]
 
     def _forget(self) -> None:
         """Wait for no thread, in a child that was just forked: it belongs to its parent."""
@@ -311,39 +306,31 @@ class RankComparison:
 
 
 def _divided(shared: Member, parts: Sequence[HeldPart]) -> _Group:
-    places = [(part.key, part.offsets) for part in parts]
-    small: dict[object, list[_Item]] = {}
-    large: list[_Item] = []
-    for part, place in zip(parts, places, strict=True):
+    small: dict[object, list[str]] = {}
+    large: list[str] = []
+    for part in parts:
         assert part.dtype is not None, "only tensors are shared"
         is_small = part.numel * part.dtype.itemsize <= SMALL_BYTES
-        (small.setdefault((part.dtype, part.sizes), []) if is_small else large).append(place)
-    return _Group(shared, places, [*small.values()], large)
+        (small.setdefault((part.dtype, part.sizes), []) if is_small else large).append(part.key)
+    return _Group(shared, [part.key for part in parts], [*small.values()], large)
 
 
 @torch.no_grad()
-def _stacked(flat: State, small: Sequence[Sequence[_Item]]) -> Iterator[torch.Tensor]:
+def _stacked(flat: State, small: Sequence[Sequence[str]]) -> Iterator[torch.Tensor]:
     """Yield what is `small`, those of one shape in one tensor: a call for each would take most of the time."""
-    for items in small:
-        values = [flat[key] for key, _ in items]
+    for keys in small:
+        values = [flat[key] for key in keys]
         if not {*map(type, values)} <= {*PLAIN_TENSORS}:
-            values = [_part_memory(flat, *item) for item in items]
+            values = [*map(_local_memory, values)]
         devices = [value.device for value in values]
         for device in dict.fromkeys(devices):
             of_device = [value for value, its in zip(values, devices, strict=True) if its == device]
             yield torch.stack(of_device).resolve_conj().resolve_neg()
 
 
-def _part_memory(flat: State, key: str, offsets: tuple[int, ...]) -> torch.Tensor:
-    """Return this rank's part of the tensor `key` that begins at `offsets`."""
-    value = flat[key]
-    if not isinstance(value, DTensor):
-        found: torch.Tensor = value
-    elif knows_its_parts(value):
-        found = next(part.memory for part in local_shards(key, value) if tuple(part.offsets) == offsets)
-    else:
-        found = local_of(value)
-    return found.detach().resolve_conj().resolve_neg()
+def _local_memory(value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of `value`."""
+    return local_of(value).detach().resolve_conj().resolve_neg()
 
 
 def _devices(flat: State) -> set[torch.device]:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.dtypes import dtype_name
 from torchtitan_lite.checkpoint.format.flattening import State
-from torchtitan_lite.checkpoint.format.shards import Split, knows_its_parts, local_shards, split_of
+from torchtitan_lite.checkpoint.format.shards import Split, local_shards, split_of
 from torchtitan_lite.checkpoint.format.structure import Branch, encode_structure
 from torchtitan_lite.checkpoint.planning.shared_items import Member
 
@@ -82,9 +82,7 @@ class PlanEntry(NamedTuple):
     mesh: int = -1
     """The number of its mesh in the rank's outline; -1 if it has none."""
     placements: tuple[Split, ...] = ()
-    offsets: Shape = ()
-    sizes: Shape = ()
-    """The part of the tensor that the rank has; empty with a mesh."""
+    """Without a mesh the rank has all of the tensor."""
 
 
 class MeshPlace(NamedTuple):
@@ -198,7 +196,7 @@ def _shortened_entry(entry: PlanEntry) -> tuple[Any, ...]:
     """Return the fields of `entry` without those at the end that say nothing."""
     if not entry.dtype:
         return entry[:1]
-    return entry if entry.sizes else entry[:4] if entry.mesh < 0 else entry[:6]
+    return entry[:4] if entry.mesh < 0 else entry
 
 
 def _plan_entry(part: HeldPart, is_same: Callable[[str], bool], flat: State, meshes: dict[Any, int]) -> PlanEntry:
@@ -206,10 +204,10 @@ def _plan_entry(part: HeldPart, is_same: Callable[[str], bool], flat: State, mes
         return PlanEntry(part.key)
     value = flat.get(part.key)
     entry = PlanEntry(part.key, dtype_name(part.dtype), part.shape, not is_same(part.key))
-    if type(value) is DTensor and not knows_its_parts(value):
+    if isinstance(value, DTensor):
         mesh = meshes.setdefault(value.device_mesh, len(meshes))
         return entry._replace(mesh=mesh, placements=tuple(map(split_of, value.placements)))
-    return entry if part.sizes == part.shape else entry._replace(offsets=part.offsets, sizes=part.sizes)
+    return entry
 
 
 # What the coordinator says to each rank about its part of the joint plan.

@@ -13,7 +13,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,20 +42,22 @@ GLOBAL, OTHER, EMPTY_GROUPS, WHOLE = "global", "other", "empty_groups", "whole"
 without parameters, and a complete state dict."""
 
 
-class Owner(Protocol):
-    """Reads and replaces the state of one optimizer."""
+class Owner:
+    """Reads and replaces the state of one `optimizer`."""
 
-    optimizer: Any
-    reads_in_place: bool
+    reads_in_place = False
     """Whether the tensors that `read` returns are the optimizer's own, so that a load may read into them."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
 
     def likes(self) -> dict[str, torch.Tensor]:
         """Return for each parameter, by name, a tensor that is sharded as its state is."""
-        ...
+        return {}
 
     def read(self) -> OptimizerState:
         """Return the current state. Its tensors are live where the optimizer's own state dict has live ones."""
-        ...
+        raise NotImplementedError
 
     def layouts(self, state: OptimizerState) -> dict[str, Any]:
         """Return how tensors of `state` are sharded, by flat key, if they are not sharded like their parameters.
@@ -63,20 +65,20 @@ class Owner(Protocol):
         Also returns which of them are the same. Raises TypeError for a tensor that a checkpoint cannot hold, because
         its value may differ between ranks, or because it is a part of another one.
         """
-        ...
+        return {}
 
     def take(self, states: Mapping[str, Any], settings: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
         """Replace the state; `states` and `settings` are by parameter name. A missing setting does not change."""
-        ...
+        raise NotImplementedError
 
 
-class PlainOwner:
+class PlainOwner(Owner):
     """An optimizer whose state dict has `state`, by the parameter's number, and `param_groups`."""
 
     reads_in_place = True
 
     def __init__(self, optimizer: Any, names: Mapping[torch.Tensor, Sequence[str]]) -> None:
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self._names = names
 
     def likes(self) -> dict[str, torch.Tensor]:
@@ -172,13 +174,14 @@ class PlainOwner:
         return {key: _on_devices_of(value, live.get(key), device) for key, value in values.items()}
 
 
-class Fsdp1Owner:
-    """An optimizer over the parameters of a module that FSDP1 shards. Its methods are **collective**."""
+class Fsdp1Owner(Owner):
+    """An optimizer over the parameters of a module that FSDP1 shards, all state like its parameters.
 
-    reads_in_place = False
+    Its methods are **collective**.
+    """
 
     def __init__(self, optimizer: Optimizer, module: nn.Module) -> None:
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self._module = module
 
     def likes(self) -> dict[str, torch.Tensor]:
@@ -205,9 +208,6 @@ class Fsdp1Owner:
             names = clean_names(self._module, group["params"])
             groups.append(Group([names[raw] for raw in group["params"]], _group_settings(group)))
         return OptimizerState(states, groups)
-
-    def layouts(self, state: OptimizerState) -> dict[str, Any]:
-        return {}  # FSDP1 shards all state like its parameters.
 
     def take(self, states: Mapping[str, Any], settings: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
         with fsdp1.sharded_state_dicts(self._module):
@@ -240,22 +240,11 @@ class Fsdp1Owner:
         return {names[raw]: value for raw, value in by_raw_name.items()}
 
 
-class WholeOwner:
+class WholeOwner(Owner):
     """An optimizer whose state dict has a special form, and is saved unchanged."""
-
-    reads_in_place = False
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-
-    def likes(self) -> dict[str, torch.Tensor]:
-        return {}
 
     def read(self) -> OptimizerState:
         return OptimizerState({}, [], {WHOLE: self.optimizer.state_dict()})
-
-    def layouts(self, state: OptimizerState) -> dict[str, Any]:
-        return {}
 
     def take(self, states: Mapping[str, Any], settings: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
         if WHOLE not in rest:
