@@ -123,7 +123,7 @@ def ours(tensors: Sequence[Planned], mesh: Mesh) -> Figures:
         "first_coordinator_seconds": planning_seconds + manifest_seconds,
         "cached_coordinator_seconds": manifest_seconds,
         "manifest_bytes": len(made),
-        "metadata_bytes": len(description.metadata([]).data) if description.has_metadata("auto") else 0,
+        "metadata_bytes": len(description.metadata([])[0]) if description.has_metadata("auto") else 0,
         "load_planning_seconds": _our_load(made, tensors, mesh, file_bytes),
     }
 

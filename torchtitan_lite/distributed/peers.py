@@ -184,30 +184,23 @@ class Peers:
                 sending = dist.isend(message, dst=following, group=self._main.group)
         return bool if sending is None else partial(_finish, sending)
 
-    def swap(self, mine: torch.Tensor, previous: int, following: int) -> torch.Tensor:
-        """Send `mine` to the rank `following`; return what the rank `previous` sends. **Collective** as `pass_on`."""
-        theirs = torch.empty_like(mine)
-        with naming_lost_peers():
-            sending = dist.isend(mine, dst=following, group=self._main.group)
-            dist.recv(theirs, src=previous, group=self._main.group)
-            if sending is not None:
-                sending.wait()
-        return theirs
-
     def raise_together(self, error: Exception | None) -> None:
         """Return if no rank has an error; else raise the error of the lowest such rank on every rank.
 
         Rank 0 reports it, whichever rank has it: the launcher may show nothing of the other ranks.
         """
+        for rank, found in self.failures(error).items():
+            if isinstance(found, TorchtitanLiteError):
+                found.origin_rank, found.reported_elsewhere = rank, not self.is_coordinator
+            raise found
+
+    def failures(self, error: Exception | None) -> dict[int, Exception]:
+        """Return the errors of ranks, by rank, on every rank: this one's own with its traceback."""
         # One number is exchanged in a fifth of the time of objects, and a load asks dozens of times.
         if not self.max_over_ranks(error is not None)[0]:
-            return
-        for rank, found in enumerate(self.gather_errors(error)):
-            if found is not None:
-                own = error if rank == self.rank and error is not None else found
-                if isinstance(own, TorchtitanLiteError):
-                    own.origin_rank, own.reported_elsewhere = rank, not self.is_coordinator
-                raise own
+            return {}
+        found = {rank: each for rank, each in enumerate(self.gather_errors(error)) if each is not None}
+        return found if error is None else found | {self.rank: error}
 
     def gather_errors(self, error: Exception | None) -> list[Exception | None]:
         """Return the error of each rank, by rank, on every rank; one that pickle cannot carry as a RuntimeError."""
@@ -289,13 +282,9 @@ def raise_worst(failure: Exception | None, peers: Peers, path: str) -> None:
     That is `CheckpointUnreadable` for an I/O error, because nothing else is proven then; else the error of the lowest
     rank. Any error that is not of this package counts as an I/O error.
     """
-    if not peers.max_over_ranks(failure is not None)[0]:
-        return
-    failures = {rank: found for rank, found in enumerate(peers.gather_errors(failure)) if found is not None}
-    if failure is not None:
-        failures[peers.rank] = failure  # With its traceback.
-    worst = _worst(failures, path)
-    raise worst from (None if worst is failure else failure)
+    if failures := peers.failures(failure):
+        worst = _worst(failures, path)
+        raise worst from (None if worst is failure else failure)
 
 
 def _worst(failures: Mapping[int, BaseException], path: str) -> CheckpointError:

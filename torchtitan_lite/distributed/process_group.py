@@ -53,7 +53,7 @@ def process_group(config: Comm, *, deterministic: bool = False) -> Iterator[Worl
         yield world
         dist.barrier()
     except BaseException:
-        with _ends_within(DESTROY_SECONDS):
+        with if_overdue(DESTROY_SECONDS, _exit_at_once):
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
@@ -134,11 +134,6 @@ def _require_determinism() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-@contextmanager
-def _ends_within(seconds: float) -> Iterator[None]:
-    def end() -> None:
-        logger.error("Could not destroy the process group within %.0f s; exiting", seconds)
-        os._exit(1)
-
-    with if_overdue(seconds, end):
-        yield
+def _exit_at_once() -> None:
+    logger.error("Could not destroy the process group within %.0f s; exiting", DESTROY_SECONDS)
+    os._exit(1)

@@ -84,7 +84,7 @@ def planned(ranks: Sequence[Sequence[Has]], *, of_lowest: bool = False) -> Joint
     return JointlyPlanned(
         [[item_of(part) for part in kept] for kept, _ in parts],
         dict(joint.description.tensors),
-        joint.description.metadata([]).data,
+        joint.description.metadata([])[0],
         [shared for _, shared in parts],
         answers[0].contradiction,
     )

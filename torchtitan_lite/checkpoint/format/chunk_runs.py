@@ -31,6 +31,13 @@ def row_major_strides(shape: Shape) -> Shape:
     return tuple(strides)[::-1] if shape else ()
 
 
+def is_inside(offsets: Sequence[int], shape: Sequence[int], whole: Sequence[int]) -> bool:
+    """Return whether the box of `shape` at `offsets` is inside a tensor of shape `whole`."""
+    if not len(offsets) == len(shape) == len(whole):
+        return False
+    return all(begin >= 0 and begin + n <= size for begin, n, size in zip(offsets, shape, whole, strict=True))
+
+
 class Item(NamedTuple):
     """The bytes of one `torch.save` within a file."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchtitan_lite.checkpoint.format.metadata_file import MOST_ENTRIES, PlacedItem, metadata_head, metadata_tail
 from torchtitan_lite.checkpoint.format.structure import (
@@ -39,13 +39,6 @@ class PlacedObject:
     """Whether JSON can hold the object."""
 
 
-class PickledMetadata(NamedTuple):
-    """DCP's metadata as its file holds it."""
-
-    data: bytes
-    record: FileRecord
-
-
 class Description:
     """The description of a plan: the entries of its `tensors`, the keys of its `objects`, and its `structure`.
 
@@ -62,7 +55,7 @@ class Description:
         """The manifest's tables."""
         self._objects = objects
         self._where: tuple[PlacedItem, ...] | None = None
-        self._metadata = PickledMetadata(b"", FileRecord.of(b""))
+        self._metadata = b"", FileRecord.of(b"")
         self._paths = paths_of(structure, tensors=tensors)
         if lost := self._paths.keys() ^ {*tensors, *objects}:
             raise ValueError(f"no rank writes {min(lost)}, which a rank has in its state")
@@ -71,12 +64,15 @@ class Description:
         """Return whether a save under this `policy`, as `checkpoint.dcp_metadata` has it, writes DCP's metadata."""
         return policy == "always" or (policy == "auto" and self._num_entries <= MOST_ENTRIES)
 
-    def metadata(self, placed: Sequence[PlacedObject]) -> PickledMetadata:
-        """Return DCP's metadata of a save whose objects are `placed`: what it was, if these are where they were."""
+    def metadata(self, placed: Sequence[PlacedObject]) -> tuple[bytes, FileRecord]:
+        """Return DCP's metadata of a save whose objects are `placed`, and the record of its file.
+
+        They are what they were, if these are where they were.
+        """
         where = tuple((each.key, each.file, each.at, each.num_bytes) for each in placed)
         if where != self._where:
             whole = self._head + b"".join(metadata_tail(where))
-            self._where, self._metadata = where, PickledMetadata(whole, FileRecord.of(whole))
+            self._where, self._metadata = where, (whole, FileRecord.of(whole))
         return self._metadata
 
     @cached_property

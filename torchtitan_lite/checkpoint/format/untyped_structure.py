@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtitan_lite.checkpoint.format.flattening import flatten
-from torchtitan_lite.checkpoint.format.structure import Branch, Path, empty_like, rebuild
+from torchtitan_lite.checkpoint.format.structure import Branch, Path, branch_of, empty_like, rebuild
 
 MAX_MISSING = 100_000
 """Missing positions in one list, which stand for empty mappings that the checkpoint does not store."""
 _MAX_DEPTH = 500
+_NOTHING = branch_of("dict", (), ())
 _MAX_KEY_LETTERS = 64
 """Characters. A longer key is taken for a string."""
 
@@ -67,18 +68,14 @@ def _typed_list(tree: _Tree, live: list[Any], name: str) -> list[Any]:
         raise ValueError(f"{name}: {len(tree)} entries do not make a list of {length}")
     present = [live[i] if i < len(live) else None for i in range(length)]
     items = [
-        _typed_value(tree[i], own, f"{name}.{i}") if i in tree else _missing_item(own) for i, own in enumerate(present)
+        _typed_value(tree[i], own, f"{name}.{i}") if i in tree else rebuild(_empty_structure(own) or _NOTHING, {})
+        for i, own in enumerate(present)
     ]
     for own in live[length:]:
         if (structure := _empty_structure(own)) is None:
             break
         items.append(rebuild(structure, {}))
     return items
-
-
-def _missing_item(own: Any) -> Any:
-    structure = _empty_structure(own)
-    return {} if structure is None else rebuild(structure, {})
 
 
 def _mapping(tree: _Tree, live: Mapping[Any, Any], name: str) -> Any:

@@ -100,8 +100,7 @@ class RankFiles:
     def place(self, tensor: JointTensor, boxes: Boxes) -> Numbers:
         """Put these boxes at the ends of their files; return the bytes at which their elements begin."""
         before, until_next = self._extents_of(tensor)
-        ranks = tensor.spread.ranks_in_a_row if isinstance(boxes, slice) and not tensor.is_decided else None
-        where = tensor.spread.ranks[tensor.writers[boxes]] if ranks is None else ranks
+        where = tensor.spread.ranks[tensor.writers[boxes]]
         at: Numbers = self._ends[where] + before[boxes]
         self._ends[where] += until_next[boxes]
         return at

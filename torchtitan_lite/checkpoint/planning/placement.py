@@ -95,13 +95,6 @@ class Spread:
         return int((self.numels * self.is_shared).max(initial=0))
 
     @cached_property
-    def ranks_in_a_row(self) -> slice | None:
-        """The lowest ranks of all boxes, where these are consecutive numbers."""
-        lowest = self.ranks[self.starts]
-        is_row = bool((np.diff(lowest) == 1).all())
-        return slice(int(lowest[0]), int(lowest[-1]) + 1) if is_row else None
-
-    @cached_property
     def boxes(self) -> Boxes:
         """The boxes, in whose places runs are found."""
         return Boxes(self.offsets, self.sizes)

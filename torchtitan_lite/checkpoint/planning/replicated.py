@@ -39,14 +39,10 @@ _WEIGHTS = ""
 """The only section of a weights-only checkpoint, whose keys do not begin with a state's name."""
 
 
-def _none() -> Collection[str]:
-    return ()
-
-
 class Replicated:
     """Compares values across ranks, except the model's `parameters` (FQNs) and the keys that `may_differ`."""
 
-    def __init__(self, parameters: Callable[[], Collection[str]] = _none, may_differ: Collection[str] = ()) -> None:
+    def __init__(self, parameters: Callable[[], Collection[str]] = tuple, may_differ: Collection[str] = ()) -> None:
         self._parameters = parameters
         self._may_differ = frozenset(may_differ)
         self._warned: set[str] = set()

@@ -25,14 +25,13 @@ from torch.futures import Future
 
 from torchtitan_lite.checkpoint.devices.buffer_ring import DeviceRing
 from torchtitan_lite.checkpoint.devices.link import Link, build_link
-from torchtitan_lite.checkpoint.format.chunk_runs import row_major_strides
+from torchtitan_lite.checkpoint.format.chunk_runs import is_inside, row_major_strides
 from torchtitan_lite.checkpoint.format.contents import Chunk, Item, Shape
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES, to_metadata
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, Verify
 from torchtitan_lite.checkpoint.reading.regions import (
     BufferedPart,
     StoredBox,
-    is_inside,
     staged,
     straight,
     whole,

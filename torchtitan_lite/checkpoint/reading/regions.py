@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from torchtitan_lite.checkpoint.devices.buffer_ring import DeviceRing
-from torchtitan_lite.checkpoint.format.chunk_runs import row_major_strides
+from torchtitan_lite.checkpoint.format.chunk_runs import is_inside, row_major_strides
 from torchtitan_lite.checkpoint.format.contents import Chunk, Shape
 from torchtitan_lite.checkpoint.format.shards import PLAIN_TENSORS
 from torchtitan_lite.disk.read_requests import GAP_BYTES, Piece
@@ -46,13 +46,6 @@ class StoredBox(NamedTuple):
     def nbytes(self) -> int:
         """The number of bytes from its first element to the end of its last."""
         return (sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + 1) * self.dtype.itemsize
-
-
-def is_inside(offsets: Shape, shape: Shape, whole: Shape) -> bool:
-    """Return whether the box of `shape` at `offsets` is inside a tensor of shape `whole`."""
-    if not len(offsets) == len(shape) == len(whole):
-        return False
-    return all(begin >= 0 and begin + n <= size for begin, n, size in zip(offsets, shape, whole, strict=True))
 
 
 def whole(chunk: Chunk, dtype: torch.dtype, target: torch.Tensor, ring: DeviceRing) -> Piece | None:

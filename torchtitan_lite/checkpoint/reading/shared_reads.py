@@ -215,7 +215,11 @@ class Relay:
         while distance < self.size:
             following = self._members[(self.position + distance) % self.size]
             previous = self._members[(self.position - distance) % self.size]
-            is_any |= self._peers.swap(is_any.clone(), previous, following)
+            sent, theirs = is_any.clone(), torch.empty_like(is_any)
+            wait_until_sent = self._peers.relay(sent, None, following)
+            self._peers.relay(theirs, previous, None)
+            wait_until_sent()
+            is_any |= theirs
             distance *= 2
         return bool(is_any)
 

@@ -40,10 +40,6 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.store.place import Place
 
 
-def _no_key(key: str) -> bool:
-    return False
-
-
 class StoredCheckpoint:
     """The checkpoint folder at `path`, ours or plain DCP's, loaded by `rules`."""
 
@@ -177,7 +173,7 @@ class StoredCheckpoint:
         return self._optimizer_for(slots).other_kinds()
 
     @no_collection()
-    def read_state(self, name: str, own: State, leave_out: Callable[[str], bool] = _no_key) -> State:
+    def read_state(self, name: str, own: State, leave_out: Callable[[str], bool] = lambda key: False) -> State:
         """Return the nested state `name` as it was saved; sharded tensors are read into those of `own`. **Collective**.
 
         Top-level entries for whose name `leave_out` returns True are not read. On every rank, raises

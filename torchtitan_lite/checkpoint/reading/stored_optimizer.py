@@ -105,7 +105,7 @@ class StoredOptimizer:
                     targets[leaf.key] = tensor and torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         for entry, leaves in self._entries.items():
             if _is_of_kind(SHARED, entry) and leaves:
-                join_targets(targets, self._object(leaves[0]))
+                join_targets(targets, self._plain(leaves[0]))
         return targets
 
     def assembled(self, read: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,10 +218,6 @@ class StoredOptimizer:
         """Return the parameter with the checkpoint's name `stored`; torchtitan's folders have no prefix `model.`."""
         tensors = self._contents.tensors
         return tensors.get(f"model.{stored}") or tensors.get(stored)
-
-    def _object(self, leaf: Leaf) -> Any:
-        stored = self._contents.objects.get(leaf.key)
-        return None if stored is None or stored.item is not None else stored.value
 
     def _plain(self, leaf: Leaf) -> Any:
         stored = self._contents.objects.get(leaf.key)

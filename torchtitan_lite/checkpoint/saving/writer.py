@@ -105,9 +105,9 @@ class SaveOfRanks:
             target.found.slowest = rank, by_rank[rank].seconds
         has_metadata = description.has_metadata(target.origin.dcp_metadata)
         if has_metadata:
-            described = description.metadata(objects)
-            target.store.add_metadata(place, described.data)
-            files |= {layout.METADATA: described.record}
+            data, record = description.metadata(objects)
+            target.store.add_metadata(place, data)
+            files |= {layout.METADATA: record}
         digests = _tensor_digests([file.digests for file in by_rank.values()], description)
         manifest = Manifest(
             step=target.step,

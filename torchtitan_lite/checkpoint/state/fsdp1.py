@@ -77,11 +77,6 @@ def like_of_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
         return {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
-def names_in_another_order(module: nn.Module) -> list[str]:
-    """Return the raw names of parameters that are not contiguous, such as channels_last."""
-    return [name for name, is_contiguous in flat_names(module).items() if not is_contiguous]
-
-
 def flat_names(module: nn.Module) -> dict[str, bool]:
     """Return the raw names of parameters that FSDP1 made flat, each with whether it was contiguous."""
     return {

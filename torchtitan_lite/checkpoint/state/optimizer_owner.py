@@ -191,7 +191,8 @@ class Fsdp1Owner(Owner):
         with fsdp1.sharded_state_dicts(self._module):
             own = self._own()
         states = self._cleaned(own["state"])
-        in_another_order = set(clean_names(self._module, fsdp1.names_in_another_order(self._module)).values())
+        not_contiguous = [name for name, is_contiguous in fsdp1.flat_names(self._module).items() if not is_contiguous]
+        in_another_order = set(clean_names(self._module, not_contiguous).values())
         for name, state in states.items():
             if name in in_another_order and any(tensor.dim() > 0 for tensor in nested_tensors(state)):
                 raise ConfigError(
