@@ -243,15 +243,13 @@ def _attempted(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 def _result(value: T | None, failure: Exception | None, own: Exception | None) -> T:
     """Return `value`, which the coordinator sent, or raise `failure`: as `own`, with its traceback, where it arose."""
+    if own is not None:
+        raise own
+    if isinstance(failure, TorchtitanLiteError):
+        failure.reported_elsewhere = True
     if failure is not None:
-        raise own if own is not None else _mark_reported(failure)
+        raise failure
     return cast(T, value)
-
-
-def _mark_reported(error: Exception) -> Exception:
-    if isinstance(error, TorchtitanLiteError):
-        error.reported_elsewhere = True
-    return error
 
 
 # The worst failure of any rank, raised on all of them.

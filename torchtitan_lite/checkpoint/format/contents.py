@@ -75,7 +75,12 @@ class Contents:
             for key, entry in manifest.objects.items():
                 objects[key] = _stored_object(entry)
             if "root" in manifest.structure:
-                return cls(path, tensors, objects, *_structure(manifest.structure["root"], tensors, objects, path))
+                try:
+                    structure = decode_structure(manifest.structure["root"])
+                    return cls(path, tensors, objects, key_paths(structure, tensors, objects), structure)
+                except ValueError as error:
+                    what = f"{layout.MANIFEST}: the structure of the state: {error}"
+                    raise CheckpointDamaged(path, what) from None
             # It was converted from one of DCP's own, which does not store the types of keys.
             for key, entry in (*manifest.tensors.items(), *manifest.objects.items()):
                 paths[key] = _path(entry["path"])
@@ -204,17 +209,6 @@ def _stored_object(entry: Mapping[str, Any]) -> StoredObject:
     if (type(file), type(offset), type(length)) != (str, int, int):
         raise ValueError("expected an item of [file, offset, length]")
     return StoredObject(item=Item(file, offset, length))
-
-
-def _structure(
-    document: Any, tensors: Mapping[str, StoredTensor], objects: Mapping[str, StoredObject], path: str
-) -> tuple[Mapping[str, Path], Branch]:
-    """Return the paths through the containers in `document` to all `tensors` and `objects`, and the containers."""
-    try:
-        structure = decode_structure(document)
-        return key_paths(structure, tensors, objects), structure
-    except ValueError as error:
-        raise CheckpointDamaged(path, f"{layout.MANIFEST}: the structure of the state: {error}") from None
 
 
 def _path(value: Any) -> Path:

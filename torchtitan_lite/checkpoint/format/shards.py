@@ -54,10 +54,6 @@ class Split(NamedTuple):
     split_factor: int = 1
     """Into how many parts dimensions of the mesh to the right split it before."""
 
-    def is_partial(self) -> bool:
-        """Return False: a sum has no part of a tensor."""
-        return False
-
 
 def box_of(shape: Shape, mesh: Shape, placements: Sequence[Placement | Split], coordinate: Sequence[int]) -> Box:
     """Return the box of a tensor of `shape` that the rank at `coordinate` in a mesh of these sizes holds.
@@ -65,7 +61,7 @@ def box_of(shape: Shape, mesh: Shape, placements: Sequence[Placement | Split], c
     Raises ValueError for placements whose shards are not boxes, and for partial sums.
     """
     for placement in placements:
-        if placement.is_partial():
+        if isinstance(placement, Placement) and placement.is_partial():
             raise ValueError(f"{placement} is a sum that is still to be reduced. Redistribute it first.")
     offsets, sizes = [0] * len(shape), list(shape)
     for dim, whole in enumerate(shape):

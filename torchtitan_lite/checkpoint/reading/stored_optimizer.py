@@ -104,7 +104,7 @@ class StoredOptimizer:
                     device = live.device if isinstance(live, torch.Tensor) else torch.device("cpu")
                     targets[leaf.key] = tensor and torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         for entry, leaves in self._entries.items():
-            if _is_of_kind(SHARED, entry) and leaves:
+            if entry.startswith(f"{SHARED}.") and leaves:
                 join_targets(targets, self._plain(leaves[0]))
         return targets
 
@@ -152,7 +152,7 @@ class StoredOptimizer:
         return {
             split_state_key(key.removeprefix(f"{SETTINGS}."), known)[0]
             for key in self._entries
-            if _is_of_kind(SETTINGS, key)
+            if key.startswith(f"{SETTINGS}.")
         }
 
     @cached_property
@@ -241,10 +241,6 @@ class StoredOptimizer:
     def _is_wanted(self, key: str) -> bool:
         stored, _ = split_state_key(key.removeprefix(f"optimizer.{STATE}."), set(self._names.values()))
         return any(self._rules.wants(fqn) for fqn in self._rules.renamed([stored]))
-
-
-def _is_of_kind(kind: str, entry: str) -> bool:
-    return entry.startswith(f"{kind}.")
 
 
 def _sort_in(found: Entries, rest: str, leaves: list[Leaf], known: set[str], container: Branch | None) -> None:

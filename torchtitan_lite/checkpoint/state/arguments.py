@@ -242,21 +242,17 @@ def _refuse_states(states: Any, spelt: Spelling) -> None:
         if not isinstance(name, str):
             raise ConfigError(f"states: expected strings as names, found {name!r}. Give the state a name.")
         if isinstance(state, dict) and not _has_state_methods(state):
-            _refuse_states_within(name, state)
+            for key, value in state.items():
+                if _has_state_methods(value):
+                    raise ConfigError(
+                        f"states: {name!r} is a dict with {_typed(value)} under {key!r}, whose own state would not be "
+                        f"saved. Give it as a state of its own: {{{f'{name}_{key}'!r}: ...}}."
+                    )
         elif not _has_state_methods(state):
             fix = f"a dict, which is saved and restored in place: {{{name!r}: {{'value': ...}}}}"
             raise ConfigError(
                 f"states: {name!r} is {_typed(state)}, which has no state_dict and load_state_dict. "
                 f"Put it into {fix if isinstance(state, _VALUES) else 'an object that has both'}."
-            )
-
-
-def _refuse_states_within(name: str, state: dict[Any, Any]) -> None:
-    for key, value in state.items():
-        if _has_state_methods(value):
-            raise ConfigError(
-                f"states: {name!r} is a dict with {_typed(value)} under {key!r}, whose own state would not be saved. "
-                f"Give it as a state of its own: {{{f'{name}_{key}'!r}: ...}}."
             )
 
 

@@ -185,7 +185,9 @@ class Fsdp1Owner(Owner):
         self._module = module
 
     def likes(self) -> dict[str, torch.Tensor]:
-        return self._cleaned(fsdp1.like_of_parameters(self._module))
+        with fsdp1.sharded_state_dicts(self._module):
+            named = self._module.state_dict().items()
+            return self._cleaned({name: value for name, value in named if isinstance(value, torch.Tensor)})
 
     def read(self) -> OptimizerState:
         with fsdp1.sharded_state_dicts(self._module):

@@ -89,7 +89,7 @@ class _Machine:
         self._at = 0
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []
-        self._memo: dict[int, Any] = {}
+        self.memo: dict[int, Any] = {}
 
     def run(self) -> Any:
         data, values, operations = self._data, _VALUES, _OPERATIONS
@@ -133,9 +133,6 @@ class _Machine:
             raise InertPickleError(f"the string at byte {at} reaches beyond its end")
         return self._data[at + 1 : end].decode()
 
-    def memoized(self, number: int) -> Any:
-        return self._memo[number]
-
     def marked(self) -> list[Any]:
         items, self._stack = self._stack, self._below.pop()
         return items
@@ -152,7 +149,7 @@ class _Machine:
         self._stack = []
 
     def memoize(self, number: int | None = None) -> None:
-        self._memo[len(self._memo) if number is None else number] = self._stack[-1]
+        self.memo[len(self.memo) if number is None else number] = self._stack[-1]
 
     def extend(self, items: Sequence[Any]) -> None:
         _appendable_list(self._stack[-1]).extend(items)
@@ -251,8 +248,8 @@ _VALUES: dict[int, Callable[[_Machine], Any]] = {
         "G": lambda machine: _FLOAT.unpack(machine.take(8))[0],
         "\x8c": _Machine.short_text,
         "X": lambda machine: machine.take(machine.length()).decode(),
-        "h": lambda machine: machine.memoized(machine.byte()),
-        "j": lambda machine: machine.memoized(machine.length()),
+        "h": lambda machine: machine.memo[machine.byte()],
+        "j": lambda machine: machine.memo[machine.length()],
         "t": lambda machine: tuple(machine.marked()),
         "\x85": lambda machine: machine.last(1),
         "\x86": lambda machine: machine.last(2),

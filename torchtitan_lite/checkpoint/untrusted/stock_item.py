@@ -30,8 +30,9 @@ Read = Callable[[int, int], bytes]
 
 
 def item_reader(fd: int, item: Item) -> Read:
-    """Return what reads `item` in the open file `fd`."""
-    return lambda offset, count: os.pread(fd, min(count, item.length - offset), item.offset + offset)
+    """Return what reads `item` in the open file `fd`, and allocates no more than it has."""
+    begin, size = item.offset, item.length
+    return lambda offset, count: os.pread(fd, min(count, size - offset), begin + offset) if 0 <= offset < size else b""
 
 
 class Layout(NamedTuple):
