@@ -92,7 +92,7 @@ for layout, ranks in points:
     state = state_of("debugmodel", mesh)
     own = list(outlines(state, mesh))
     plan = JointPlan()
-    plan.answers([each.of(asked.wanted) for each, asked in zip(own, plan.ask([each.outline for each in own]))])
+    plan.answers([each.of(wanted) for each, wanted in zip(own, plan.ask([each.outline for each in own]))])
     table = TensorTable.parse(Table(dict(plan.description.tensors)), DTYPES)
     expected = {tensor.fqn: tensor for tensor in state if tensor.kind != "own"}
     assert table.keys() == expected.keys()

@@ -34,9 +34,9 @@ from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.distributed.environment import master_address
 from torchtitan_lite.distributed.groups import counts_of
 from torchtitan_lite.distributed.host_mismatch import HostView, alike, versions_and_config
+from torchtitan_lite.distributed.peers import build_peers
 from torchtitan_lite.distributed.process_group import World, shorten_timeouts
 from torchtitan_lite.distributed.reduce import broadcast_from_first, max_over_ranks, mean_over_ranks
-from torchtitan_lite.distributed.simulated import build_peers
 from torchtitan_lite.divergence import DivergenceCheck, build_divergence_check
 from torchtitan_lite.dry_run import as_built, report_start
 from torchtitan_lite.errors import TrainingDiverged

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from scale_simulation.files import SimulatedFiles, record_of_rank
 from scale_simulation.plans import Mesh, Planned, box_in, held_by, item_of, num_bytes, outlines, plans_of_dcp
-from torchtitan_lite.checkpoint.format.description import Description
+from torchtitan_lite.checkpoint.format.description import Description, table_of_objects
 from torchtitan_lite.checkpoint.format.tensor_table import TensorTable
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.planning.joint_plan import JointPlan
@@ -97,7 +97,7 @@ def ours(tensors: Sequence[Planned], mesh: Mesh) -> Figures:
         with no_collection():
             asked = joint.ask([pickle.loads(data) for data in sent])
             for_ranks = [pickle.dumps((each, None)) for each in asked]
-            pieces = [pickle.dumps(each.of(of_rank.wanted)) for each, of_rank in zip(own, asked, strict=True)]
+            pieces = [pickle.dumps(each.of(wanted)) for each, wanted in zip(own, asked, strict=True)]
             answers = joint.answers([pickle.loads(data) for data in pieces])
             for_ranks += [pickle.dumps((each, None)) for each in answers]
         assert joint.description is not None
@@ -123,7 +123,7 @@ def ours(tensors: Sequence[Planned], mesh: Mesh) -> Figures:
         "first_coordinator_seconds": planning_seconds + manifest_seconds,
         "cached_coordinator_seconds": manifest_seconds,
         "manifest_bytes": len(made),
-        "metadata_bytes": len(description.metadata([]).data) if description.has_metadata("auto") else 0,
+        "metadata_bytes": len(description.metadata([])[0]) if description.has_metadata("auto") else 0,
         "load_planning_seconds": _our_load(made, tensors, mesh, file_bytes),
     }
 
@@ -162,7 +162,7 @@ def _manifest(description: Description, records: Sequence[bytes]) -> bytes:
             lineage=Lineage("simulated"),
             files=written_files(by_rank, len(by_rank)),
             tensors=description.tensors,
-            objects=description.objects([]),
+            objects=table_of_objects([]),
             structure=description.structure,
         ).to_readable_json()
 

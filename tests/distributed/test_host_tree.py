@@ -1,4 +1,4 @@
-"""Exchanges of many ranks go over hosts, and give what those of few ranks give."""
+"""Exchanges go over hosts, and give the same however ranks are on these."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ HOSTS = {"one": [0, 0, 0, 0], "two": [0, 0, 1, 1], "mixed": [0, 1, 1, 0], "uneve
 
 
 def tree_of(rank: int, hosts: list[int]) -> Peers:
-    """Return the ranks of these hosts, which are many."""
-    module.TREE_FROM = 1
+    """Return the ranks of these hosts."""
     module.host_id = lambda: f"host {hosts[rank]}"
     return Peers(timedelta(seconds=30))
 
 
-def exchange(rank: int, hosts: list[int], uses_tree: bool = True) -> list[object]:
+def exchange(rank: int, hosts: list[int]) -> list[object]:
     peers = tree_of(rank, hosts)
-    module.TREE_FROM = 1 if uses_tree else 1 << 60
     torch.set_default_device("meta")  # A loop may build its model so.
     try:
         empty = {} if rank == 2 else {"rank": rank, "data": bytes(1 << 20 if rank == 3 else 3)}
@@ -33,7 +31,7 @@ def exchange(rank: int, hosts: list[int], uses_tree: bool = True) -> list[object
         found.append(peers.scatter_answers("x" * rank, lambda given: [len("".join(given)) * each for each in given]))
         for raises in (0, 3):
             try:
-                peers.gather_made(lambda raises=raises: refuse(rank == raises))  # type: ignore[misc]
+                peers.gather(peers.together(lambda raises=raises: refuse(rank == raises)))  # type: ignore[misc]
             except CheckpointNotFound as error:
                 found.append((str(error), error.origin_rank))
         try:
@@ -42,7 +40,6 @@ def exchange(rank: int, hosts: list[int], uses_tree: bool = True) -> list[object
             found.append(str(error))
         return found
     finally:
-        module.TREE_FROM = 64
         torch.set_default_device(None)
         peers.close()
 
@@ -59,12 +56,14 @@ def refuse_all(given: list[int]) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
-def test_what_ranks_exchange_over_hosts_is_what_they_exchange_without(four_ranks: Ranks, hosts: list[int]) -> None:
-    over_hosts = four_ranks.run(exchange, hosts=hosts)
-    assert over_hosts == four_ranks.run(exchange, hosts=hosts, uses_tree=False)
-    first, *_, refused = over_hosts[0]
-    assert [each.get("rank") for each in first] == [0, 1, None, 3]
-    assert "none of them" in refused
+def test_ranks_get_what_all_gave_and_what_one_raised_wherever_they_are(four_ranks: Ranks, hosts: list[int]) -> None:
+    for rank, found in enumerate(four_ranks.run(exchange, hosts=hosts)):
+        first, nothing, answer, text, *raised, refused = found
+        assert first == [{"rank": 0, "data": bytes(3)}, {"rank": 1, "data": bytes(3)}, {}, first[3]]
+        assert (first[3]["rank"], len(first[3]["data"])) == (3, 1 << 20)
+        assert (nothing, answer, text) == ([None] * 4, (rank, 6), 6 * "x" * rank)
+        assert [origin for _, origin in raised] == [0, 3]
+        assert "none of them" in refused
 
 
 def lose(rank: int, hosts: list[int]) -> str:
@@ -73,7 +72,6 @@ def lose(rank: int, hosts: list[int]) -> str:
     peers.gather_number(1)
     if rank == 3:
         return "left"
-    module.TREE_FROM = 1
     try:
         peers.gather(rank)
     except Exception as error:

@@ -6,8 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from torchtitan_lite.distributed.peers import Peers
-from torchtitan_lite.distributed.worst_failure import raise_worst, together_or_worst
+from torchtitan_lite.distributed.peers import Peers, raise_worst, together_or_worst
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
 
 DAMAGED = CheckpointDamaged("step-4", "a byte is wrong")

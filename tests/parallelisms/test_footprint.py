@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.shards import box_of
 from torchtitan_lite.config.job_config import JobConfig, Model, Parallelism, Training
-from torchtitan_lite.distributed.simulated import init_simulated_ranks
+from torchtitan_lite.distributed.process_group import init_simulated_ranks
 from torchtitan_lite.models.llama.config_file import build_model_args
 from torchtitan_lite.models.llama.model import Transformer, num_params
 from torchtitan_lite.parallelisms.footprint import footprint

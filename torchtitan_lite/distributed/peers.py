@@ -8,7 +8,7 @@ another rank has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TypeVar, cast
@@ -16,10 +16,11 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from torchtitan_lite.distributed.exchange import Exchange, portable
+from torchtitan_lite.config.job_config import JobConfig
+from torchtitan_lite.distributed.exchange import Exchange, failures_text, portable
 from torchtitan_lite.distributed.groups import destroy, gloo_group, world_size
 from torchtitan_lite.distributed.lost_peer import naming_lost_peers
-from torchtitan_lite.errors import TorchtitanLiteError
+from torchtitan_lite.errors import CheckpointError, CheckpointUnreadable, TorchtitanLiteError
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -96,7 +97,7 @@ class Peers:
         """Call `choose` on the coordinator; return its result on every rank, or raise its error on every rank."""
         exchange = self._main  # First: a rank that waits for the creation of a group does not notice the end of a peer.
         chosen, own = _attempted(choose) if self.is_coordinator else (None, None)
-        return _result(*exchange.from_coordinator((chosen, _picklable(own))), own)
+        return _result(*exchange.from_coordinator((chosen, portable(own))), own)
 
     def gather(self, mine: T) -> list[T]:
         """Return each rank's `mine`, by rank, on every rank."""
@@ -118,18 +119,8 @@ class Peers:
         made, error = _attempted(make)
         failed, *maxima = self.max_over_ranks(error is not None, *(made[1] if made else [0] * num_numbers))
         if failed:
-            self._raise_first(self.gather_errors(error), error)
+            self.raise_together(error)
         return cast("tuple[T, tuple[int, ...]]", made)[0], tuple(maxima)
-
-    def gather_made(self, make: Callable[[], T]) -> list[T]:
-        """Return the result of `make` of each rank, by rank, or raise as `together`; one exchange for both."""
-        made, error = _attempted(make)
-        if self.world_size == 1:
-            self._raise_first([error], error)
-            return [cast(T, made)]
-        outcomes = self.gather((made, _picklable(error)))
-        self._raise_first([found for _, found in outcomes], error)
-        return [cast(T, value) for value, _ in outcomes]
 
     def max_over_ranks(self, *mine: int) -> tuple[int, ...]:
         """Return the maximum over all ranks of each number, on every rank."""
@@ -160,15 +151,13 @@ class Peers:
         """
         if self.world_size == 1:
             return answer([mine])[0]
-        if isinstance(mine, Exception):
-            mine = cast(T, _picklable(mine))
         gathered = self._main.gathered(mine)
         outcomes: list[tuple[U | None, Exception | None]] | None = None
         own: Exception | None = None
         if gathered is not None:
             answers, own = _attempted(lambda: answer(gathered))
             by_rank: Sequence[U | None] = answers if answers is not None else [None] * self.world_size
-            failure = _picklable(own)
+            failure = portable(own)
             outcomes = [(given, failure) for given in by_rank]
         return _result(*self._main.scattered(outcomes), own)
 
@@ -195,37 +184,47 @@ class Peers:
                 sending = dist.isend(message, dst=following, group=self._main.group)
         return bool if sending is None else partial(_finish, sending)
 
-    def swap(self, mine: torch.Tensor, previous: int, following: int) -> torch.Tensor:
-        """Send `mine` to the rank `following`; return what the rank `previous` sends. **Collective** as `pass_on`."""
-        theirs = torch.empty_like(mine)
-        with naming_lost_peers():
-            sending = dist.isend(mine, dst=following, group=self._main.group)
-            dist.recv(theirs, src=previous, group=self._main.group)
-            if sending is not None:
-                sending.wait()
-        return theirs
-
     def raise_together(self, error: Exception | None) -> None:
         """Return if no rank has an error; else raise the error of the lowest such rank on every rank.
 
         Rank 0 reports it, whichever rank has it: the launcher may show nothing of the other ranks.
         """
+        for rank, found in self.failures(error).items():
+            if isinstance(found, TorchtitanLiteError):
+                found.origin_rank, found.reported_elsewhere = rank, not self.is_coordinator
+            raise found
+
+    def failures(self, error: Exception | None) -> dict[int, Exception]:
+        """Return the errors of ranks, by rank, on every rank: this one's own with its traceback."""
         # One number is exchanged in a fifth of the time of objects, and a load asks dozens of times.
-        if self.max_over_ranks(error is not None)[0]:
-            self._raise_first(self.gather_errors(error), error)
+        if not self.max_over_ranks(error is not None)[0]:
+            return {}
+        found = {rank: each for rank, each in enumerate(self.gather_errors(error)) if each is not None}
+        return found if error is None else found | {self.rank: error}
 
     def gather_errors(self, error: Exception | None) -> list[Exception | None]:
         """Return the error of each rank, by rank, on every rank; one that pickle cannot carry as a RuntimeError."""
-        return [error] if self.world_size == 1 else self.gather(error and _picklable(error))
+        return [error] if self.world_size == 1 else self.gather(portable(error))
 
-    def _raise_first(self, errors: Sequence[Exception | None], error: Exception | None) -> None:
-        """Raise the first of `errors`, which are by rank; `error` is this rank's own."""
-        for rank, found in enumerate(errors):
-            if found is not None:
-                own = error if rank == self.rank and error is not None else found
-                if isinstance(own, TorchtitanLiteError):
-                    own.origin_rank, own.reported_elsewhere = rank, not self.is_coordinator
-                raise own
+
+class OnlyRank(Peers):
+    """The only rank that agrees on anything, although the default process group has more: those of a dry run."""
+
+    @property
+    def rank(self) -> int:
+        """Return 0."""
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        """Return 1."""
+        return 1
+
+
+def build_peers(config: JobConfig, *, simulated: bool) -> Peers:
+    """Return how the ranks of this job agree, within `checkpoint.timeout_seconds`."""
+    timeout = timedelta(seconds=config.checkpoint.timeout_seconds)
+    return OnlyRank(timeout) if simulated else Peers(timeout)
 
 
 def _finish(sending: dist.Work) -> None:
@@ -244,16 +243,52 @@ def _attempted(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 def _result(value: T | None, failure: Exception | None, own: Exception | None) -> T:
     """Return `value`, which the coordinator sent, or raise `failure`: as `own`, with its traceback, where it arose."""
+    if own is not None:
+        raise own
+    if isinstance(failure, TorchtitanLiteError):
+        failure.reported_elsewhere = True
     if failure is not None:
-        raise own if own is not None else _mark_reported(failure)
+        raise failure
     return cast(T, value)
 
 
-def _picklable(error: Exception | None) -> Exception | None:
-    return cast("Exception | None", portable(error))
+# The worst failure of any rank, raised on all of them.
 
 
-def _mark_reported(error: Exception) -> Exception:
-    if isinstance(error, TorchtitanLiteError):
-        error.reported_elsewhere = True
-    return error
+def together_or_worst(make: Callable[[], T], peers: Peers, path: str) -> T:
+    """Return the result of `make` on this rank. **Collective**, by one number if all goes well.
+
+    Raises as `raise_worst`; an interrupt, too, is a failure of the rank, except where there are no others.
+    """
+    made: T | None = None
+    failure: Exception | None = None
+    try:
+        made = make()
+    except Exception as error:
+        failure = error
+    except BaseException as error:
+        if peers.world_size == 1:
+            raise
+        failure = RuntimeError(f"{type(error).__name__}: {error}")
+    raise_worst(failure, peers, path)
+    return cast(T, made)
+
+
+def raise_worst(failure: Exception | None, peers: Peers, path: str) -> None:
+    """Raise the worst failure of any rank, on every rank; return if there is none. **Collective**.
+
+    That is `CheckpointUnreadable` for an I/O error, because nothing else is proven then; else the error of the lowest
+    rank. Any error that is not of this package counts as an I/O error.
+    """
+    if failures := peers.failures(failure):
+        worst = _worst(failures, path)
+        raise worst from (None if worst is failure else failure)
+
+
+def _worst(failures: Mapping[int, BaseException], path: str) -> CheckpointError:
+    """Return the one of the ranks' errors to raise on all of them."""
+    found = [cause for cause in failures.values() if isinstance(cause, CheckpointError)]
+    if len(found) < len(failures):
+        return CheckpointUnreadable(path, failures_text(failures))
+    # Damage on one rank and an I/O error on another may be symptoms of the same failure.
+    return next((cause for cause in found if isinstance(cause, CheckpointUnreadable)), found[0])

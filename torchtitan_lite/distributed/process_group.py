@@ -22,10 +22,9 @@ from torch.distributed.rendezvous import rendezvous
 from torchtitan_lite.config.job_config import Comm
 from torchtitan_lite.distributed.environment import Launched, launched, logged_environment, set_default
 from torchtitan_lite.distributed.groups import if_overdue
-from torchtitan_lite.distributed.simulated import init_simulated_ranks
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
-from torchtitan_lite.torch_private import set_timeout
+from torchtitan_lite.torch_private import register_fake_backend, set_timeout
 
 DESTROY_SECONDS = 20.0
 """How long destroying the groups may take after an error before the process exits regardless."""
@@ -54,7 +53,7 @@ def process_group(config: Comm, *, deterministic: bool = False) -> Iterator[Worl
         yield world
         dist.barrier()
     except BaseException:
-        with _ends_within(DESTROY_SECONDS):
+        with if_overdue(DESTROY_SECONDS, _exit_at_once):
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
@@ -108,6 +107,17 @@ def _open_simulated(num_ranks: int, place: Launched) -> World:
     return World(0, num_ranks, 0, torch.device("cpu"), is_simulated=True)
 
 
+def init_simulated_ranks(num_ranks: int) -> None:
+    """Open a default process group in which this process is rank 0 of `num_ranks`, for a dry run.
+
+    torch's fake process group carries no data: a mesh over it has all ranks, and modules are sharded over it as they
+    would be, but whatever a collective returns is arbitrary. So nothing may depend on a result of one: checkpoint code
+    agrees through `OnlyRank`, and a dry run computes nothing.
+    """
+    register_fake_backend()
+    dist.init_process_group(backend="fake", rank=0, world_size=num_ranks, store=HashStore())
+
+
 def _meeting_place(place: Launched) -> Store:
     if not place.by_launcher:
         return HashStore()
@@ -124,11 +134,6 @@ def _require_determinism() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-@contextmanager
-def _ends_within(seconds: float) -> Iterator[None]:
-    def end() -> None:
-        logger.error("Could not destroy the process group within %.0f s; exiting", seconds)
-        os._exit(1)
-
-    with if_overdue(seconds, end):
-        yield
+def _exit_at_once() -> None:
+    logger.error("Could not destroy the process group within %.0f s; exiting", DESTROY_SECONDS)
+    os._exit(1)

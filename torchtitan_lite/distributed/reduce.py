@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtitan_lite.distributed.groups import world_size
+
 
 def mean_over_ranks(value: Tensor | None, device: torch.device | None = None) -> Tensor:
     """Return the mean of a scalar over the ranks that have one; not finite if the value of any rank is not.
@@ -39,16 +41,12 @@ def norm_over_group(norm: Tensor, group: dist.ProcessGroup) -> Tensor:
 def broadcast_from_first(value: int, device: torch.device) -> int:
     """Return rank 0's `value` on every rank."""
     tensor = torch.tensor(value, dtype=torch.int64, device=device)
-    if _world_size() > 1:
+    if world_size() > 1:
         dist.broadcast(tensor, src=0)
     return int(tensor.item())
 
 
 def _reduce(values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-    if _world_size() > 1:
+    if world_size() > 1:
         dist.all_reduce(values, op=op)
     return values
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1

@@ -8,9 +8,9 @@ has threads and sockets until `close`. Without a process group it works for the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,7 @@ from torchtitan_lite.distributed.groups import destroy, gloo_group, world_size
 from torchtitan_lite.distributed.lost_peer import naming_lost_peers
 
 
-@dataclass(frozen=True)
-class StepFlags:
+class StepFlags(NamedTuple):
     """The flags of one rank at the end of a step. Agreed flags are the OR, of numbers the maximum."""
 
     save_due: bool = False
@@ -30,21 +29,6 @@ class StepFlags:
     signal: int = 0
     policy_failed: bool = False
     """Whether the save policy of a rank gave no answer."""
-
-    def to_tensor(self) -> torch.Tensor:
-        flags = [self.save_due, self.save_failed, self.step_in_flight, self.signal, self.policy_failed]
-        return torch.tensor(flags, dtype=torch.int64, device="cpu")
-
-    @staticmethod
-    def from_tensor(values: torch.Tensor) -> StepFlags:
-        save_due, save_failed, step_in_flight, signal, policy_failed = values.tolist()
-        return StepFlags(
-            save_due=bool(save_due),
-            save_failed=bool(save_failed),
-            step_in_flight=step_in_flight,
-            signal=signal,
-            policy_failed=bool(policy_failed),
-        )
 
 
 class StepConsensus:
@@ -63,14 +47,15 @@ class StepConsensus:
         if work is not None:
             with naming_lost_peers():
                 work.wait(self._timeout)
-        return StepFlags.from_tensor(values)
+        kinds = map(type, StepFlags())
+        return StepFlags(*(kind(value) for kind, value in zip(kinds, values.tolist(), strict=True)))
 
     def send(self, mine: StepFlags) -> None:
         """Start the exchange of this rank's flags; do not wait for the other ranks."""
         assert self._in_flight is None, "call receive() before the next send()"
         # Not waited for: a blocking exchange would make every step wait for the slowest rank. By the end of the next
         # step, when it is received, it is long over.
-        values = mine.to_tensor()
+        values = torch.tensor(mine, dtype=torch.int64, device="cpu")
         work = (
             dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
             if world_size() > 1

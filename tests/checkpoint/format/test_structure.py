@@ -16,13 +16,13 @@ from tests.checkpoint.format.nests import nests
 from tests.checkpoint.with_manifest import write_manifest
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.flattening import difference, flatten
-from torchtitan_lite.checkpoint.format.joint_structure import merged_structure
 from torchtitan_lite.checkpoint.format.structure import (
     MAX_DEPTH,
     Branch,
     Containers,
     decode_structure,
     encode_structure,
+    merged_structure,
     paths_of,
     rebuild,
 )

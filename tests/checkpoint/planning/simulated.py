@@ -14,9 +14,9 @@ from torchtitan_lite.checkpoint.format.flattening import flatten
 from torchtitan_lite.checkpoint.format.shards import box_of, split_of
 from torchtitan_lite.checkpoint.format.structure import paths_of
 from torchtitan_lite.checkpoint.planning.joint_plan import JointPlan
-from torchtitan_lite.checkpoint.planning.plan_cache import OwnPart
-from torchtitan_lite.checkpoint.planning.rank_summary import MeshPlace, PlanEntry, outlined
-from torchtitan_lite.checkpoint.planning.shared_items import SharedItems
+from torchtitan_lite.checkpoint.planning.plan_cache import own_part
+from torchtitan_lite.checkpoint.planning.rank_summary import HeldPart, MeshPlace, PlanEntry, outlined
+from torchtitan_lite.checkpoint.planning.shared_items import SharedParts
 
 
 class Has(NamedTuple):
@@ -27,8 +27,6 @@ class Has(NamedTuple):
     dtype: torch.dtype = torch.float32
     mesh: MeshPlace | None = None
     placements: tuple[Placement, ...] = ()
-    box: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    """The part that it says it has, where no placement does."""
     is_lowest_ranks: bool = False
 
 
@@ -39,26 +37,33 @@ class JointlyPlanned(NamedTuple):
     tensors: dict[str, Any]
     """The manifest's table."""
     metadata: bytes
-    shared: list[list[SharedItems]]
+    shared: list[list[SharedParts]]
     contradiction: str
 
 
-def item_of(has: Has) -> WriteItem:
-    """Return the item that DCP would write of it."""
+def part_of(has: Has) -> HeldPart:
+    """Return what the rank has of it."""
     if has.shape is None:
-        return WriteItem(MetadataIndex(has.key), WriteItemType.BYTE_IO)
-    offsets, sizes = has.box or ((0,) * len(has.shape), has.shape)
+        return HeldPart(has.key)
+    offsets, sizes = (0,) * len(has.shape), has.shape
     if has.mesh is not None:
         offsets, sizes = box_of(has.shape, has.mesh.shape, has.placements, has.mesh.coordinate)
-    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    data = TensorWriteData(chunk, TensorProperties(dtype=has.dtype), torch.Size(has.shape))
-    return WriteItem(MetadataIndex(has.key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+    return HeldPart(has.key, has.dtype, has.shape, offsets, sizes)
+
+
+def item_of(part: HeldPart) -> WriteItem:
+    """Return the item that DCP would write of it."""
+    if part.dtype is None:
+        return WriteItem(MetadataIndex(part.key), WriteItemType.BYTE_IO)
+    chunk = ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype=part.dtype), torch.Size(part.shape))
+    return WriteItem(MetadataIndex(part.key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 def plan_of(of_rank: Sequence[Has]) -> SavePlan:
     """Return the plan that DCP makes on a rank which has this."""
     structure = flatten(_nested(of_rank))[1]
-    return SavePlan([item_of(has) for has in of_rank], planner_data=paths_of(structure))
+    return SavePlan([item_of(part_of(has)) for has in of_rank], planner_data=paths_of(structure))
 
 
 def planned(ranks: Sequence[Sequence[Has]], *, of_lowest: bool = False) -> JointlyPlanned:
@@ -70,17 +75,17 @@ def planned(ranks: Sequence[Sequence[Has]], *, of_lowest: bool = False) -> Joint
         own.append(outlined(entries, [*meshes], flatten(_nested(of_rank))[1]))
     joint = JointPlan(of_lowest=of_lowest)
     asked = joint.ask([each.outline for each in own])
-    answers = joint.answers([each.of(of_rank.wanted) for each, of_rank in zip(own, asked, strict=True)])
+    answers = joint.answers([each.of(wanted) for each, wanted in zip(own, asked, strict=True)])
     parts = [
-        OwnPart([item_of(has) for has in of_rank], each.sections, answered.numbers, answer)
-        for of_rank, each, answered, answer in zip(ranks, own, asked, answers, strict=True)
+        own_part([part_of(has) for has in of_rank], each.sections, answer, len(ranks))
+        for of_rank, each, answer in zip(ranks, own, answers, strict=True)
     ]
     assert joint.description is not None
     return JointlyPlanned(
-        [part.kept(len(ranks)) for part in parts],
+        [[item_of(part) for part in kept] for kept, _ in parts],
         dict(joint.description.tensors),
-        joint.description.metadata([]).data,
-        [part.shared() for part in parts],
+        joint.description.metadata([])[0],
+        [shared for _, shared in parts],
         answers[0].contradiction,
     )
 
@@ -92,7 +97,7 @@ def _entry(has: Has, meshes: dict[MeshPlace, int]) -> PlanEntry:
     if has.mesh is not None:
         number = meshes.setdefault(has.mesh, len(meshes))
         return entry._replace(mesh=number, placements=tuple(map(split_of, has.placements)))
-    return entry if has.box is None else entry._replace(offsets=has.box[0], sizes=has.box[1])
+    return entry
 
 
 def _nested(of_rank: Sequence[Has]) -> dict[str, Any]:

@@ -191,8 +191,8 @@ def test_ranks_that_share_a_part_are_compared_in_one_group_and_name_it_alike(ran
                 holders.setdefault(item.index, []).append(rank)
     groups: dict[int, dict[int, Any]] = {}
     for rank, of_shared in enumerate(made.shared):
-        for shared in of_shared:
-            names = [plans[rank].items[number].index for number in shared.numbers]
+        for shared, numbers in of_shared:
+            names = [plans[rank].items[number].index for number in numbers]
             groups.setdefault(shared.group, {})[rank] = names, shared.lowest, shared.previous, shared.next
     found = {}
     for group in groups.values():
@@ -233,11 +233,11 @@ def test_a_group_of_thousands_is_described_by_a_run_and_said_in_as_many_bytes_as
 
 
 def test_parts_that_do_not_make_up_the_tensor_are_refused_by_name() -> None:
-    half = Has("model.w", (4,), box=((0,), (2,)))
+    half = Has("model.w", (4,), mesh=MeshPlace((2,), (0,)), placements=(Shard(0),))
     with pytest.raises(ValueError, match=r"model\.w: its chunks have 2 elements where there are 4"):
         planned([[half], []])
     with pytest.raises(ValueError, match=r"model\.w: its chunks overlap"):
-        planned([[half], [Has("model.w", (4,), box=((0,), (4,)))]])
+        planned([[half], [Has("model.w", (4,))]])
 
 
 def test_a_tensor_of_another_shape_than_the_lowest_ranks_is_named() -> None:
@@ -284,16 +284,6 @@ def test_names_of_single_ranks_leave_the_others_one_piece() -> None:
         own = outlined([PlanEntry(key, "float32", (2,)) for key in keys], [], flatten({"model": {}})[1])
         digests.add((own.outline.sections[0], own.outline.sections[2]))
     assert len(digests) == 1
-
-
-def test_of_ranks_that_say_in_two_ways_what_they_have_the_lowest_writes() -> None:
-    ranks = [
-        [Has("model.w", (4,), mesh=MeshPlace((2,), (rank,)), placements=(Shard(0),))]
-        if rank < 2
-        else [Has("model.w", (4,), box=((2 * (rank - 2),), (2,)))]
-        for rank in range(4)
-    ]
-    assert [len(items) for items in planned(ranks).kept] == [1, 1, 0, 0]
 
 
 def test_a_tensor_without_elements_is_stored_in_its_whole_shape_however_it_is_cut() -> None:

@@ -68,7 +68,7 @@ def test_tensors_that_forward_may_change_are_volatile() -> None:
     }
     state["optimizer"]["param_groups.0.weight.lr"] = torch.tensor(0.1)  # As with a captured graph.
     planned = PlanCache(PEERS).plan(state)
-    keys = [item.index.fqn for item in planned.plan.items]
+    keys = [part.key for part in planned.plan.parts]
     assert sorted(keys[number] for number in planned.file().data.volatile) == [
         *("model.1.num_batches_tracked", "model.1.running_mean", "model.1.running_var"),
         *("optimizer.param_groups.0.weight.lr", "train_state.step"),
@@ -153,29 +153,19 @@ class Unpicklable(Exception):
         super().__init__(f"{one} and {two}")
 
 
-class RefusesToBePlanned:
-    """Raises, on the second rank, an error that cannot be sent to other ranks."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return 0
-
-    def __create_write_items__(self, fqn: str, value: object) -> list[Any]:
-        if self._rank == 1:
-            raise Unpicklable(1, 2)
-        return []
-
-
 @on_two_ranks
 def test_a_plan_that_fails_in_a_way_that_does_not_travel_fails_on_both(rank: int, tmp_path: Path) -> None:
-    plans = PlanCache(Peers(timedelta(seconds=30)))
+    """On the second rank an error that cannot be sent to other ranks."""
+    errors = [Unpicklable(1, 2)] if rank == 1 else []
+
+    def parameters() -> tuple[str, ...]:
+        if errors:
+            raise errors.pop()
+        return ()
+
+    plans = PlanCache(Peers(timedelta(seconds=30)), Replicated(parameters))
     with pytest.raises(Exception, match="1 and 2"):
-        plans.plan({"strange": RefusesToBePlanned(rank)})
+        plans.plan({"w": torch.zeros(2)})
     plans.plan({"w": torch.zeros(2)})
 
 

@@ -159,7 +159,7 @@ def test_of_what_is_sharded_only_the_counters_of_the_optimizer_are_digested(rank
     fully_shard(model)
     with SmallRun(tmp_path, model=model, loss=loss_of_ones, **WATCHES).loaded() as run:
         assert run.step()
-        shared = [key for group in run.manager._comparison._groups for key, _ in group.items]
+        shared = [key for group in run.manager._comparison._groups for key in group.keys]
         assert shared == ["optimizer.state.bias.step", "optimizer.state.weight.step"]
 
 

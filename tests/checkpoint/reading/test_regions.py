@@ -10,9 +10,10 @@ from torch import Tensor
 
 from torchtitan_lite.checkpoint.devices.buffer_ring import DeviceRing
 from torchtitan_lite.checkpoint.devices.link import build_link
+from torchtitan_lite.checkpoint.format.chunk_runs import row_major_strides
 from torchtitan_lite.checkpoint.format.contents import Chunk, Item
 from torchtitan_lite.checkpoint.reading import regions
-from torchtitan_lite.checkpoint.reading.regions import StoredBox, contiguous_strides, staged, straight, whole
+from torchtitan_lite.checkpoint.reading.regions import StoredBox, staged, straight, whole
 from torchtitan_lite.disk.read_requests import GAP_BYTES, Piece
 
 RING = DeviceRing(build_link())
@@ -31,7 +32,7 @@ def file_of(num_elements: int) -> bytes:
 
 def source(shape: Sequence[int], strides: Sequence[int] | None = None, first: int = 0) -> StoredBox:
     """Return the source of a tensor of `shape` in such a file, starting at the element `first`."""
-    strides = contiguous_strides(tuple(shape)) if strides is None else strides
+    strides = row_major_strides(tuple(shape)) if strides is None else strides
     return StoredBox("f", 7 + 4 * first, FLOAT, tuple(shape), tuple(strides))
 
 
@@ -51,7 +52,7 @@ def expected(of: StoredBox) -> Tensor:
     [((), ()), ((5,), (1,)), ((2, 3), (3, 1)), ((4, 3, 2), (6, 2, 1)), ((2, 0, 3), (3, 3, 1)), ((1, 1), (1, 1))],
 )
 def test_strides_of_a_row_major_tensor_are_those_of_torch(shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-    assert contiguous_strides(shape) == strides == torch.empty(shape).contiguous().stride()
+    assert row_major_strides(shape) == strides == torch.empty(shape).contiguous().stride()
 
 
 def test_a_box_in_a_source_begins_at_its_first_element_and_ends_at_its_last() -> None:

@@ -14,12 +14,11 @@ import torch
 from tests.checkpoint.reading.cold_loads import NUM_BYTES, TIMEOUT, cold_step, load
 from tests.ranks import Ranks
 from torchtitan_lite.checkpoint.reading import shared_reads
-from torchtitan_lite.checkpoint.reading.shared_reads import RelayedReader, Sharing
+from torchtitan_lite.checkpoint.reading.shared_reads import Relay, RelayedReader, Sharing
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.read_requests import Piece, PieceTable
 from torchtitan_lite.distributed.peers import Peers
-from torchtitan_lite.distributed.relay import Relay
 from torchtitan_lite.errors import TorchtitanLiteError
 
 ALWAYS = 1 << 60

@@ -9,11 +9,12 @@ them overlap with a part of the tensor follows by arithmetic: both take the same
 from __future__ import annotations
 
 import math
+import operator
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any, NamedTuple, overload
 
 from torchtitan_lite.store import layout
@@ -22,6 +23,19 @@ from torchtitan_lite.store import layout
 
 
 Shape = tuple[int, ...]
+
+
+def row_major_strides(shape: Shape) -> Shape:
+    """Return the strides, in elements, of a row-major tensor of `shape`."""
+    strides = accumulate((max(size, 1) for size in reversed(shape[1:])), operator.mul, initial=1)
+    return tuple(strides)[::-1] if shape else ()
+
+
+def is_inside(offsets: Sequence[int], shape: Sequence[int], whole: Sequence[int]) -> bool:
+    """Return whether the box of `shape` at `offsets` is inside a tensor of shape `whole`."""
+    if not len(offsets) == len(shape) == len(whole):
+        return False
+    return all(begin >= 0 and begin + n <= size for begin, n, size in zip(offsets, shape, whole, strict=True))
 
 
 class Item(NamedTuple):
@@ -217,27 +231,7 @@ def decode_runs(value: Any, num_dims: int) -> ChunkRuns:
     """Return the runs that `encode_runs` made, of a tensor of `num_dims` dimensions. Raises ValueError."""
     if type(value) is not list:
         raise ValueError(f"expected a list of runs, found {type(value).__name__}")
-    runs = _as_we_write_them(value, num_dims)
-    return ChunkRuns(tuple(_decoded_run(each, num_dims) for each in value) if runs is None else runs)
-
-
-def _as_we_write_them(value: list[Any], num_dims: int) -> tuple[ChunkRun, ...] | None:
-    """Return what `_decoded_run` returns for each of `value`, in a third of the time; None if one may be wrong."""
-    if {*map(type, value)} != {list} or {*map(len, value)} != {6}:
-        return None
-    counts, rows, places, dims, offsets, sizes = zip(*value, strict=True)
-    if {*map(type, chain(rows, offsets, sizes))} != {list} or {*map(len, rows)} != {2}:
-        return None
-    if {*map(len, chain(offsets, sizes))} != {num_dims}:
-        return None
-    ranks, steps = zip(*rows, strict=True)
-    numbers = [*counts, *ranks, *steps, *places, *dims, *chain.from_iterable(offsets), *chain.from_iterable(sizes)]
-    if {*map(type, numbers)} != {int} or min(numbers) < 0 or min(counts) < 1 or min(steps) < 1 or max(dims) >= num_dims:
-        return None
-    if any(count > 1 and not each[dim] for count, dim, each in zip(counts, dims, sizes, strict=True)):
-        return None
-    columns = counts, ranks, steps, places, dims, map(tuple, offsets), map(tuple, sizes)
-    return tuple(map(ChunkRun._make, zip(*columns, strict=True)))
+    return ChunkRuns(tuple(_decoded_run(each, num_dims) for each in value))
 
 
 def _decoded_run(value: Any, num_dims: int) -> ChunkRun:

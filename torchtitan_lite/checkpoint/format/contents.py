@@ -22,7 +22,7 @@ from torchtitan_lite.checkpoint.format.chunk_runs import Shape as Shape
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.checkpoint.format.stored_tensor import StoredTensor as StoredTensor
 from torchtitan_lite.checkpoint.format.stored_tensor import chunk_mismatch
-from torchtitan_lite.checkpoint.format.structure import LIST, Branch, Containers, Path, decode_structure, paths_of
+from torchtitan_lite.checkpoint.format.structure import Branch, Containers, Path, decode_structure, paths_of
 from torchtitan_lite.checkpoint.format.tensor_table import BadEntry, TensorTable, as_list
 from torchtitan_lite.disk.plain_file import is_plain_name, is_plain_path
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe
@@ -75,7 +75,12 @@ class Contents:
             for key, entry in manifest.objects.items():
                 objects[key] = _stored_object(entry)
             if "root" in manifest.structure:
-                return cls(path, tensors, objects, *_structure(manifest.structure["root"], tensors, objects, path))
+                try:
+                    structure = decode_structure(manifest.structure["root"])
+                    return cls(path, tensors, objects, key_paths(structure, tensors, objects), structure)
+                except ValueError as error:
+                    what = f"{layout.MANIFEST}: the structure of the state: {error}"
+                    raise CheckpointDamaged(path, what) from None
             # It was converted from one of DCP's own, which does not store the types of keys.
             for key, entry in (*manifest.tensors.items(), *manifest.objects.items()):
                 paths[key] = _path(entry["path"])
@@ -101,7 +106,7 @@ class Contents:
 
     def keys_within(self, depth: int) -> frozenset[str]:
         """Return the keys that are in at least `depth` nested containers."""
-        return KeyPaths.of(self.paths).longer_than(depth)
+        return frozenset(key for key, path in self.paths.items() if len(path) > depth)
 
     @cached_property
     def files(self) -> frozenset[str]:
@@ -206,129 +211,21 @@ def _stored_object(entry: Mapping[str, Any]) -> StoredObject:
     return StoredObject(item=Item(file, offset, length))
 
 
-def _structure(
-    document: Any, tensors: Mapping[str, StoredTensor], objects: Mapping[str, StoredObject], path: str
-) -> tuple[Mapping[str, Path], Branch]:
-    """Return the paths through the containers in `document` to all `tensors` and `objects`, and the containers."""
-    try:
-        structure = decode_structure(document)
-        return key_paths(structure, tensors, objects), structure
-    except ValueError as error:
-        raise CheckpointDamaged(path, f"{layout.MANIFEST}: the structure of the state: {error}") from None
-
-
 def _path(value: Any) -> Path:
     if not as_list(value) or not {*map(type, value)} <= {str, int}:
         raise ValueError("expected a path of names and numbers")
     return tuple(value)
 
 
-@dataclass(frozen=True, eq=False)
-class _Container:
-    """What is kept for all of its keys together, of which there may be thousands."""
-
-    path: Path
-    is_list: bool
-    prefix: str
-    """What the flat names of its entries begin with."""
-
-    def path_of(self, key: str) -> Path:
-        last = key[len(self.prefix) :]
-        return (*self.path, int(last) if self.is_list else last)
-
-
-class KeyPaths(Mapping[str, Path]):
-    """Paths in the nested state by flat key, made at each use.
-
-    Of each key in `containers` through its container, of all others as they are.
-    """
-
-    def __init__(self, containers: Mapping[str, _Container], others: Mapping[str, Path]) -> None:
-        self._containers = containers
-        self._others = others
-
-    @classmethod
-    def of(cls, paths: Mapping[str, Path]) -> KeyPaths:
-        """Return `paths` in this form: itself, if it is one."""
-        return paths if isinstance(paths, cls) else cls({}, paths)
-
-    def __getitem__(self, key: str) -> Path:
-        container = self._containers.get(key)
-        return self._others[key] if container is None else container.path_of(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the path of `key`, or `default`, without an exception for each of thousands of keys without one."""
-        container = self._containers.get(key)
-        return self._others.get(key, default) if container is None else container.path_of(key)
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._containers
-        yield from self._others
-
-    def __len__(self) -> int:
-        return len(self._containers) + len(self._others)
-
-    def longer_than(self, length: int) -> frozenset[str]:
-        """Return the keys whose path is longer than `length`."""
-        deep = {container for container in {*self._containers.values()} if len(container.path) >= length}
-        below = [key for key, container in self._containers.items() if container in deep] if deep else []
-        return frozenset([*below, *(key for key, path in self._others.items() if len(path) > length)])
-
-
-def key_paths(structure: Branch, tensors: Collection[str], objects: Collection[str]) -> KeyPaths:
+def key_paths(structure: Branch, tensors: Collection[str], objects: Collection[str]) -> dict[str, Path]:
     """Return the paths through `structure` to the keys `tensors` and `objects`.
 
-    Raises ValueError unless each of them is in it exactly once, and nothing else is. Memory: that of these keys,
-    under any structure.
+    Raises ValueError, which names the first key that does not fit, unless each of them is in it exactly once, and
+    nothing else is. Memory: that of these keys, under any structure.
     """
-    walk = _KeyWalk(sum(map(len, tensors)) + sum(map(len, objects)))
-    num_keys = len(tensors) + len(objects)
-    if walk.descend(structure, (), "") and walk.num_found == len(walk.found) == num_keys:
-        has = walk.found.__contains__
-        if all(map(has, tensors)) and all(map(has, objects)) and not any(key in tensors for key in objects):
-            return KeyPaths(walk.found, {})
-    return KeyPaths({}, _checked_paths(structure, {*tensors}, {*objects}))
-
-
-class _KeyWalk:
-    """Finds the container of each key; `room` is the length of all names that it may make."""
-
-    def __init__(self, room: int) -> None:
-        self.found: dict[str, _Container] = {}
-        self.num_found = 0
-        self._room = room
-
-    def descend(self, branch: Branch, path: Path, prefix: str) -> bool:
-        """Add the keys below `branch`, in their order. Return whether there was room for all."""
-        container = _Container(path, branch.kind == LIST, prefix)
-        texts = [*map(str, branch.keys)] if branch.kind == LIST or branch.key_reprs else branch.keys
-        if not any(branch.children):
-            return self._add(texts, container)
-        for text, child in zip(texts, branch.children, strict=True):
-            if child is None:
-                is_done = self._add([text], container)
-            elif len(prefix) + len(text) > self._room:
-                return False  # Not even the name of one entry in it.
-            else:
-                is_done = self.descend(child, container.path_of(prefix + text), f"{prefix}{text}.")
-            if not is_done:
-                return False
-        return True
-
-    def _add(self, texts: Collection[str], container: _Container) -> bool:
-        self._room -= len(container.prefix) * len(texts) + sum(map(len, texts))
-        if self._room < 0:
-            return False
-        prefix = container.prefix
-        self.found |= dict.fromkeys([prefix + text for text in texts], container)
-        self.num_found += len(texts)
-        return True
-
-
-def _checked_paths(structure: Branch, tensors: set[str], objects: set[str]) -> Mapping[str, Path]:
-    """Return the same paths, made one by one. Raises ValueError that names the first key that does not fit."""
-    paths = paths_of(structure, expected=tensors | objects)
+    expected = {*tensors, *objects}
+    paths = paths_of(structure, expected)
     if len(paths) < len(tensors) + len(objects):
-        missing = (tensors | objects) - paths.keys() or tensors & objects
+        missing = expected - paths.keys() or {*tensors} & {*objects}
         raise ValueError(f"it does not have {min(missing)!r} exactly once")
     return paths

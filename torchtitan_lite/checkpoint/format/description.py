@@ -11,10 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchtitan_lite.checkpoint.format.metadata_file import MOST_ENTRIES, PlacedItem, metadata_head, metadata_tail
-from torchtitan_lite.checkpoint.format.structure import Branch, encode_structure, paths_of
+from torchtitan_lite.checkpoint.format.structure import (
+    Branch,
+    encode_structure,
+    paths_of,
+)
 from torchtitan_lite.checkpoint.format.tensor_table import TensorTable
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.disk.digest import FileRecord
@@ -35,13 +39,6 @@ class PlacedObject:
     """Whether JSON can hold the object."""
 
 
-class PickledMetadata(NamedTuple):
-    """DCP's metadata as its file holds it."""
-
-    data: bytes
-    record: FileRecord
-
-
 class Description:
     """The description of a plan: the entries of its `tensors`, the keys of its `objects`, and its `structure`.
 
@@ -58,7 +55,7 @@ class Description:
         """The manifest's tables."""
         self._objects = objects
         self._where: tuple[PlacedItem, ...] | None = None
-        self._metadata = PickledMetadata(b"", FileRecord.of(b""))
+        self._metadata = b"", FileRecord.of(b"")
         self._paths = paths_of(structure, tensors=tensors)
         if lost := self._paths.keys() ^ {*tensors, *objects}:
             raise ValueError(f"no rank writes {min(lost)}, which a rank has in its state")
@@ -67,16 +64,15 @@ class Description:
         """Return whether a save under this `policy`, as `checkpoint.dcp_metadata` has it, writes DCP's metadata."""
         return policy == "always" or (policy == "auto" and self._num_entries <= MOST_ENTRIES)
 
-    def objects(self, placed: Sequence[PlacedObject], *, with_places: bool = False) -> Table:
-        """Return the manifest's table of the objects of a save; DCP's metadata follows from it `with_places`."""
-        return table_of_objects(placed, with_places=with_places)
+    def metadata(self, placed: Sequence[PlacedObject]) -> tuple[bytes, FileRecord]:
+        """Return DCP's metadata of a save whose objects are `placed`, and the record of its file.
 
-    def metadata(self, placed: Sequence[PlacedObject]) -> PickledMetadata:
-        """Return DCP's metadata of a save whose objects are `placed`: what it was, if these are where they were."""
+        They are what they were, if these are where they were.
+        """
         where = tuple((each.key, each.file, each.at, each.num_bytes) for each in placed)
         if where != self._where:
             whole = self._head + b"".join(metadata_tail(where))
-            self._where, self._metadata = where, PickledMetadata(whole, FileRecord.of(whole))
+            self._where, self._metadata = where, (whole, FileRecord.of(whole))
         return self._metadata
 
     @cached_property
@@ -94,7 +90,7 @@ class Description:
 
 
 def table_of_objects(placed: Sequence[PlacedObject], *, with_places: bool = False) -> Table:
-    """Return the manifest's table of `placed`, which may be those of one rank."""
+    """Return the manifest's table of `placed`, maybe those of one rank; DCP's metadata follows `with_places`."""
     # The ranks' files have these objects, too, for DCP. From here an optimizer's thousands of settings are one read.
     return Table({each.key: _value_of(each, with_places) for each in placed})
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import xxhash
 
 from torchtitan_lite.checkpoint.format.torch_item import ALIGNMENT, Frame, tensor_frame
 
@@ -254,6 +255,16 @@ def row_major_pieces(
 
 def _row_major_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def elements_digest(tensor: torch.Tensor) -> int:
+    """Return a digest of the row-major elements of `tensor`, of any device and memory layout. Any thread."""
+    if _lies_in_a_row(tensor):
+        return xxhash.xxh3_64_intdigest(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+    digest = xxhash.xxh3_64()
+    for piece, _ in row_major_pieces(tensor.detach(), 0, tensor.nbytes, _DEVICE_PIECE_BYTES) if tensor.numel() else ():
+        digest.update(piece.cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.intdigest()
 
 
 def _overlay(buffer: memoryview, begin: int, end: int, at: int, data: bytes) -> None:

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format import plain_value
-from torchtitan_lite.checkpoint.format.shards import local_of
+from torchtitan_lite.checkpoint.format.shards import PLAIN_TENSORS, local_of
 from torchtitan_lite.checkpoint.format.structure import LIST, MAX_DEPTH, Branch, container_kind, type_name
 from torchtitan_lite.log import counted
 
@@ -23,7 +23,7 @@ _SUPPORTED = "dict, OrderedDict, Counter, defaultdict of a built-in type, list"
 _MODEL = "model"
 """The state whose tensors a load copies into live ones, which keep their class."""
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None), tuple})
-_ENTRIES = _PLAIN | {torch.Tensor, torch.nn.Parameter, DTensor}
+_ENTRIES = _PLAIN | {*PLAIN_TENSORS, DTensor}
 """Types known not to be containers, so that their bases need no check."""
 
 
@@ -43,18 +43,23 @@ def flat_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     Raises ValueError for two tensors with the same name.
     """
     found: dict[str, torch.Tensor] = {}
-    left: list[tuple[str, Any]] = [(str(key), value) for key, value in state.items()][::-1]
-    while left:
-        name, value = left.pop()
-        if isinstance(value, torch.Tensor):
-            if name in found:
-                raise ValueError(f"two tensors of the state are called {name!r} in a checkpoint")
-            found[name] = value
-        elif isinstance(value, Mapping):
-            left += [(f"{name}.{key}", inner) for key, inner in value.items()][::-1]
-        elif isinstance(value, list):
-            left += [(f"{name}.{number}", inner) for number, inner in enumerate(value)][::-1]
+    for name, tensor, is_in_tuple in named_tensors(state):
+        if is_in_tuple:
+            continue
+        if name in found:
+            raise ValueError(f"two tensors of the state are called {name!r} in a checkpoint")
+        found[name] = tensor
     return found
+
+
+def named_tensors(value: Any, name: str = "", is_in_tuple: bool = False) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Yield the tensors in nested mappings, lists and tuples under DCP's names, and whether each is in a tuple."""
+    if isinstance(value, torch.Tensor):
+        yield name, value, is_in_tuple
+    elif isinstance(value, Mapping | list | tuple):
+        for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+            below = f"{name}.{key}" if name else f"{key}"
+            yield from named_tensors(inner, below, is_in_tuple or isinstance(value, tuple))
 
 
 class _Walk:
@@ -225,7 +230,7 @@ def _reprs(members: Any) -> list[str]:
 
 def is_plain(value: object) -> bool:
     """Return whether `value` is a tensor or parameter of torch's own class, or a DTensor of such."""
-    return isinstance(value, torch.Tensor) and type(local_of(value)) in (torch.Tensor, torch.nn.Parameter)
+    return isinstance(value, torch.Tensor) and type(local_of(value)) in PLAIN_TENSORS
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from torchtitan_lite.checkpoint.format.flattening import is_expanded
+from torchtitan_lite.checkpoint.format.shards import PLAIN_TENSORS
 
 SHOWN = 8
 """Keys listed under each heading; the others are counted."""
@@ -82,10 +83,9 @@ def merged(*reports: KeyReport) -> KeyReport:
 
 def _is_in_a_row(tensor: torch.Tensor | TensorLike) -> bool:
     """Return whether `tensor` is known to have elements in a row, so that none of them share memory."""
-    return isinstance(tensor, torch.Tensor) and type(tensor) in _PLAIN and tensor.is_contiguous() and tensor.numel() > 0
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+    if not isinstance(tensor, torch.Tensor) or type(tensor) not in PLAIN_TENSORS:
+        return False
+    return tensor.is_contiguous() and tensor.numel() > 0
 
 
 def _tensor_difference(expected: torch.Tensor | TensorLike, found: torch.Tensor | TensorLike, cast: bool) -> str:

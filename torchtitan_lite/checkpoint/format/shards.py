@@ -28,6 +28,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torchtitan_lite.torch_private import chunks_of, lists_its_chunks, shard_at
 
 Shape = tuple[int, ...]
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+"""torch's own classes of plain tensors."""
 
 
 class Box(NamedTuple):
@@ -52,10 +54,6 @@ class Split(NamedTuple):
     split_factor: int = 1
     """Into how many parts dimensions of the mesh to the right split it before."""
 
-    def is_partial(self) -> bool:
-        """Return False: a sum has no part of a tensor."""
-        return False
-
 
 def box_of(shape: Shape, mesh: Shape, placements: Sequence[Placement | Split], coordinate: Sequence[int]) -> Box:
     """Return the box of a tensor of `shape` that the rank at `coordinate` in a mesh of these sizes holds.
@@ -63,7 +61,7 @@ def box_of(shape: Shape, mesh: Shape, placements: Sequence[Placement | Split], c
     Raises ValueError for placements whose shards are not boxes, and for partial sums.
     """
     for placement in placements:
-        if placement.is_partial():
+        if isinstance(placement, Placement) and placement.is_partial():
             raise ValueError(f"{placement} is a sum that is still to be reduced. Redistribute it first.")
     offsets, sizes = [0] * len(shape), list(shape)
     for dim, whole in enumerate(shape):

@@ -9,8 +9,9 @@ builds only `Branch`es, and no more of them than the length of the JSON allows.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.format import plain_value
@@ -77,13 +78,7 @@ def paths_of(
     would take the list that they build for an entry.
     """
     found: dict[str, Path] = {}
-    for path in _entry_paths(structure, (), tensors):
-        name = ".".join(map(str, path))
-        if name in found:
-            raise ValueError(f"two entries of the state have the name {name!r}")
-        if expected is not None and name not in expected:
-            raise ValueError(f"{name[:200]!r} is not in the tables")
-        found[name] = path
+    _add_paths(structure, (), found, expected, tensors)
     return found
 
 
@@ -178,19 +173,35 @@ class _Decoder:
         return key
 
 
-def _entry_paths(structure: Branch, path: Path, tensors: Container[str] | None) -> Iterator[Path]:
+def _add_paths(
+    structure: Branch,
+    path: Path,
+    found: dict[str, Path],
+    expected: Container[str] | None,
+    tensors: Container[str] | None,
+) -> None:
+    """Add the entries of the container at `path` to `found`, as `paths_of` returns them."""
     is_list = structure.kind == LIST
     if is_list and tensors is not None:
         is_list = any(
             _has_entries(child) if child else ".".join(map(str, (*path, number))) in tensors
             for number, child in enumerate(structure.children)
         )
+    prefix: str | None = None  # Made with the first entry: above it there may be names of any length.
     for key, child in zip(structure.keys, structure.children, strict=True):
-        below = (*path, key if is_list else str(key))
-        if child is None:
-            yield below
-        else:
-            yield from _entry_paths(child, below, tensors)
+        text = str(key)
+        below = (*path, key if is_list else text)
+        if child is not None:
+            _add_paths(child, below, found, expected, tensors)
+            continue
+        if prefix is None:
+            prefix = "".join(f"{step}." for step in path)
+        name = prefix + text
+        if name in found:
+            raise ValueError(f"two entries of the state have the name {name!r}")
+        if expected is not None and name not in expected:
+            raise ValueError(f"{name[:200]!r} is not in the tables")
+        found[name] = below
 
 
 def _has_entries(structure: Branch) -> bool:
@@ -225,3 +236,68 @@ class Containers:
             pairs = zip(parent.keys, parent.children, strict=True)
             self._children[id(parent)] = {str(key): child for key, child in pairs if child is not None}
         return self._children[id(parent)]
+
+
+# The structure of the state that all ranks save together.
+#
+# Each rank has a part of the state: its pipeline stages, its random generators under its own key. The joint structure
+# has each container once, with the keys of all ranks. If one rank has a container and another an entry under the same
+# name, only one of them could be restored: `merged_structure` refuses that, by name. A list is never joined, nor what
+# the caller says is whole: with the keys of two ranks it would be a value that no rank had.
+
+
+def merged_structure(
+    structures: Iterable[Branch], is_whole: Callable[[str], bool] = lambda name: False
+) -> tuple[Branch, set[str]]:
+    """Return one structure with all containers and keys of `structures`, in the order of their first occurrence.
+
+    A list, and a container whose name `is_whole`, are those of the first structure that has them; also returns the
+    names of those that are not equal in all. Raises ValueError, naming the entry, if two of them do not fit together.
+    """
+    odd: set[str] = set()
+    return _merged(structures, is_whole, odd, ""), odd
+
+
+def _merged(branches: Iterable[Branch], is_whole: Callable[[str], bool], odd: set[str], name: str) -> Branch:
+    first, *others = (branch for branch, _ in groupby(branches))
+    if not others:  # The usual case: ranks have equal structures.
+        return first
+    for other in others:
+        if other.kind != first.kind:
+            raise _conflict(name, f"a {first.kind}", f"a {other.kind}")
+    if first.kind == LIST or is_whole(name):
+        odd.add(name)
+        return first
+    keys: dict[Any, Any] = {}
+    below: dict[Any, list[Branch | None]] = {}
+    for branch in (first, *others):
+        # 1 and True are the same key in a dict.
+        texts = branch.key_reprs or branch.keys
+        for text, key, child in zip(texts, branch.keys, branch.children, strict=True):
+            identity = key if type(key) is str else (text,)
+            keys[identity] = key
+            below.setdefault(identity, []).append(child)
+    children = [
+        _merged_child(of_key, is_whole, odd, f"{name}.{key}" if name else str(key))
+        for key, of_key in zip(keys.values(), below.values(), strict=True)
+    ]
+    try:
+        return branch_of(first.kind, [*keys.values()], children)
+    except ValueError as error:
+        raise ValueError(f"{name or 'the state'}: {error}") from None
+
+
+def _merged_child(
+    children: Sequence[Branch | None], is_whole: Callable[[str], bool], odd: set[str], name: str
+) -> Branch | None:
+    branches = [child for child in children if child is not None]
+    if branches and len(branches) < len(children):
+        raise _conflict(name, f"a {branches[0].kind}", "no container")
+    return _merged(branches, is_whole, odd, name) if branches else None
+
+
+def _conflict(name: str, one: str, other: str) -> ValueError:
+    return ValueError(
+        f"{name} is {one} on one rank and {other} on another, and a checkpoint can hold only one of them. "
+        "Return a state of the same structure on every rank, or use a name of its own for each rank"
+    )

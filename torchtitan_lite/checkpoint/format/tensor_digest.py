@@ -38,6 +38,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torchtitan_lite.checkpoint.format.chunk_runs import is_inside
+
 BLOCK_WORDS = 8192
 """Part of the definition. At this size both tables stay in the second-level cache, and each numpy call pays off."""
 _WORD_BYTES = 4
@@ -87,7 +89,9 @@ def digest_chunk(local: torch.Tensor, *, global_shape: Sequence[int], offsets: S
     Any dtype and memory layout, on the CPU. Takes a few MiB of memory, 8 MiB more if `local` is not contiguous.
     Any thread: threads share only constants. Raises ValueError if the box is not inside the tensor.
     """
-    _check_box(tuple(local.shape), global_shape, offsets)
+    if not is_inside(offsets, local.shape, global_shape):
+        whole = list(global_shape)
+        raise ValueError(f"a chunk of {list(local.shape)} at {list(offsets)} is not inside a tensor of {whole}")
     sums = np.zeros(2, np.uint64)
     if local.numel():
         for piece, piece_offsets in _contiguous_pieces(local.detach(), tuple(offsets)):
@@ -103,14 +107,6 @@ def finish(digest: TensorDigest, dtype: torch.dtype, shape: Sequence[int]) -> Te
     text = f"{str(dtype).removeprefix('torch.')}{[int(size) for size in shape]}"
     key = hashlib.blake2b(text.encode(), digest_size=16).digest()
     return digest + TensorDigest(int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little"))
-
-
-def _check_box(sizes: Sequence[int], global_shape: Sequence[int], offsets: Sequence[int]) -> None:
-    same_rank = len(sizes) == len(global_shape) == len(offsets)
-    if not same_rank or any(
-        offset < 0 or offset + size > whole for size, whole, offset in zip(sizes, global_shape, offsets, strict=True)
-    ):
-        raise ValueError(f"a chunk of {list(sizes)} at {list(offsets)} is not inside a tensor of {list(global_shape)}")
 
 
 def _contiguous_pieces(local: torch.Tensor, offsets: tuple[int, ...]) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch.storage import UntypedStorage
 
+from torchtitan_lite.checkpoint.format.chunk_runs import row_major_strides
 from torchtitan_lite.torch_private import storage_kind
 
 ALIGNMENT = 64
@@ -147,7 +148,7 @@ def _tensor_pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     rebuild, (storage, _, _, _, grad, hooks, *rest) = torch.empty(0, dtype=dtype).__reduce_ex__(2)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     size = torch.Size(shape)
     buffer = io.BytesIO()
-    strides = _row_major_strides(shape)
+    strides = row_major_strides(shape)
     pickler = _TensorPickler(buffer, size.numel(), dtype.itemsize)
     pickler.dump(_Reduced(rebuild, (storage, 0, tuple(shape), strides, grad, hooks, *rest)))
     return buffer.getvalue()
@@ -197,11 +198,3 @@ class SafePickle:
     """A stand-in for the module `pickle`, for `torch.save(pickle_module=...)`, whose output weights_only loads read."""
 
     Pickler = _EmptyBytesPickler
-
-
-def _row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, stride = [], 1
-    for size in reversed(shape):
-        strides.append(stride)
-        stride *= max(size, 1)
-    return tuple(reversed(strides))

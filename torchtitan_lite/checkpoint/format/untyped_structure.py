@@ -9,15 +9,16 @@ restore a wrong state, `retyped` raises `Untyped` instead of guessing.
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torchtitan_lite.checkpoint.format.flattening import flatten
-from torchtitan_lite.checkpoint.format.structure import Branch, Path, empty_like, rebuild
+from torchtitan_lite.checkpoint.format.structure import Branch, Path, branch_of, empty_like, rebuild
 
 MAX_MISSING = 100_000
 """Missing positions in one list, which stand for empty mappings that the checkpoint does not store."""
 _MAX_DEPTH = 500
+_NOTHING = branch_of("dict", (), ())
 _MAX_KEY_LETTERS = 64
 """Characters. A longer key is taken for a string."""
 
@@ -31,39 +32,31 @@ def retyped(name: str, entries: Mapping[Path, Any], live: Mapping[Any, Any]) -> 
 
     Raises `Untyped`, naming the entry, and ValueError for paths that contradict each other.
     """
-    tree = _Tree()
-    for path, value in entries.items():
-        tree.put(path, value, name)
-    state = dict(_mapping(tree, live, name))
+    for path in entries:
+        if not 0 < len(path) <= _MAX_DEPTH:
+            raise ValueError(f"{name}: expected a path of 1 to {_MAX_DEPTH} keys to an entry, found {len(path)} keys")
+    state = dict(_mapping(_by_first_key(entries), live, name))
     # A mapping of the live object without any entry in the checkpoint was empty when it was saved.
     return {key: {} for key, value in live.items() if key not in state and isinstance(value, Mapping)} | state
 
 
-class _Tree(dict[str | int, Any]):
-    """A mapping of keys or list positions to subtrees or, in a `_Leaf`, to entries."""
-
-    def put(self, path: Sequence[str | int], value: Any, name: str) -> None:
-        if not 0 < len(path) <= _MAX_DEPTH:
-            raise ValueError(f"{name}: expected a path of 1 to {_MAX_DEPTH} keys to an entry, found {len(path)} keys")
-        tree = self
-        for key in path[:-1]:
-            below = tree.setdefault(key, _Tree())
-            if not isinstance(below, _Tree):
-                raise ValueError(f"{name}.{'.'.join(map(str, path))}: {key} is both an entry and a container")
-            tree = below
-        if path[-1] in tree:
-            raise ValueError(f"{name}.{'.'.join(map(str, path))} occurs twice")
-        tree[path[-1]] = _Leaf(value)
+_Tree = dict[str | int, dict[Path, Any]]
+"""The keys, or list positions, of a container, each with the entries below it by the rest of their paths."""
 
 
-class _Leaf:
-    def __init__(self, value: Any) -> None:
-        self.value = value
+def _by_first_key(entries: Mapping[Path, Any]) -> _Tree:
+    tree: _Tree = {}
+    for (first, *rest), value in entries.items():
+        tree.setdefault(first, {})[tuple(rest)] = value
+    return tree
 
 
-def _typed_value(tree: Any, live: Any, name: str) -> Any:
-    if isinstance(tree, _Leaf):
-        return tree.value
+def _typed_value(entries: Mapping[Path, Any], live: Any, name: str) -> Any:
+    if () in entries:
+        if len(entries) > 1:
+            raise ValueError(f"{name} is both an entry and a container")
+        return entries[()]
+    tree = _by_first_key(entries)
     if {*map(type, tree)} == {int}:
         return _typed_list(tree, live if isinstance(live, list) else [], name)
     return _mapping(tree, live if isinstance(live, Mapping) else {}, name)
@@ -75,18 +68,14 @@ def _typed_list(tree: _Tree, live: list[Any], name: str) -> list[Any]:
         raise ValueError(f"{name}: {len(tree)} entries do not make a list of {length}")
     present = [live[i] if i < len(live) else None for i in range(length)]
     items = [
-        _typed_value(tree[i], own, f"{name}.{i}") if i in tree else _missing_item(own) for i, own in enumerate(present)
+        _typed_value(tree[i], own, f"{name}.{i}") if i in tree else rebuild(_empty_structure(own) or _NOTHING, {})
+        for i, own in enumerate(present)
     ]
     for own in live[length:]:
         if (structure := _empty_structure(own)) is None:
             break
         items.append(rebuild(structure, {}))
     return items
-
-
-def _missing_item(own: Any) -> Any:
-    structure = _empty_structure(own)
-    return {} if structure is None else rebuild(structure, {})
 
 
 def _mapping(tree: _Tree, live: Mapping[Any, Any], name: str) -> Any:

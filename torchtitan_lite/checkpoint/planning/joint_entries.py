@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from torchtitan_lite.checkpoint.format.chunk_runs import Shape
 from torchtitan_lite.checkpoint.format.file_data import extent_of
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
-from torchtitan_lite.checkpoint.planning.placement import Numbers, Spread, Spreading
+from torchtitan_lite.checkpoint.planning.placement import Numbers, Spread
 from torchtitan_lite.checkpoint.planning.rank_summary import PlanEntry, SectionAnswer, section_of
 from torchtitan_lite.store import layout
 
@@ -48,13 +49,26 @@ ALL = slice(None)
 
 
 @dataclass
-class JointTensor(Spreading):
-    """A tensor of the joint state."""
+class JointTensor:
+    """A tensor of the joint state, spread over ranks."""
 
+    spread: Spread
+    is_lowest_ranks: bool
+    """Whether of each part only the lowest rank that holds it may write it."""
     key: str
     dtype: str
     places: Sequence[Place]
     """The entries that have it, in the order of the holders of its spread."""
+
+    def __post_init__(self) -> None:
+        self.itemsize = DTYPES[self.dtype].itemsize
+        self.writers: Numbers = self.spread.starts
+        """For each box the row of `spread.ranks` that writes it: at first that of the lowest rank."""
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether a rank cannot know by itself whether it writes its part."""
+        return self.is_lowest_ranks or not self.spread.numels.any() or self.spread.largest_shared > 0
 
     def by_place(self) -> Iterator[tuple[Place, Boxes]]:
         """Yield the boxes that are written by ranks with each of the places."""
@@ -86,8 +100,7 @@ class RankFiles:
     def place(self, tensor: JointTensor, boxes: Boxes) -> Numbers:
         """Put these boxes at the ends of their files; return the bytes at which their elements begin."""
         before, until_next = self._extents_of(tensor)
-        ranks = tensor.spread.ranks_in_a_row if isinstance(boxes, slice) and not tensor.is_decided else None
-        where = tensor.spread.ranks[tensor.writers[boxes]] if ranks is None else ranks
+        where = tensor.spread.ranks[tensor.writers[boxes]]
         at: Numbers = self._ends[where] + before[boxes]
         self._ends[where] += until_next[boxes]
         return at
@@ -124,10 +137,64 @@ def agreeing(lowest: PlanEntry, places: Sequence[Place]) -> tuple[list[Place], l
     return agreeing, odd
 
 
-def is_mixed(entries: Sequence[PlanEntry]) -> bool:
-    """Return whether some ranks say by placements, and others by boxes, what they have: no two of them are compared."""
-    return len(entries) > 1 and any(each.sizes for each in entries) and any(not each.sizes for each in entries)
-
-
 def _shown_entry(entry: PlanEntry) -> str:
     return f"{list(entry.shape)} of torch.{entry.dtype}"
+
+
+# Which of the ranks that hold a part of a tensor writes it. Pure.
+
+
+def balance(tensors: Sequence[JointTensor], num_ranks: int) -> None:
+    """Choose the writer of each part of `tensors`: each is written once, the bytes spread evenly.
+
+    A part of only one rank stays there. The others go, those of the largest tensors first, to the rank with the fewest
+    bytes among their holders (Graham's rule: at most 4/3 of the best possible).
+    """
+    loads: Numbers = np.zeros(num_ranks, dtype=np.int64)
+    shared: list[JointTensor] = []
+    of_lowest: dict[int, tuple[Spread, int]] = {}
+    for tensor in tensors:
+        spread = tensor.spread
+        if tensor.is_lowest_ranks or not spread.largest_shared:
+            num_bytes = of_lowest.get(id(spread), (spread, 0))[1] + tensor.itemsize
+            of_lowest[id(spread)] = spread, num_bytes
+        else:
+            shared.append(tensor)
+            if not spread.is_shared.all():
+                alone = ~spread.is_shared
+                np.add.at(loads, spread.ranks[spread.starts[alone]], spread.numels[alone] * tensor.itemsize)
+    # Counted before the shared parts are given out: these ranks have to write them in any case.
+    for spread, num_bytes in of_lowest.values():
+        np.add.at(loads, spread.ranks[spread.starts], spread.numels * num_bytes)
+    # The largest first: then no two ranks differ by more than the largest part. DCP goes through them in their order.
+    for tensor in sorted(shared, key=_largest_part, reverse=True):
+        spread = tensor.spread
+        boxes = spread.is_shared & (spread.numels > 0)
+        rows = _with_least(spread, loads, boxes)
+        if len(rows) < len(tensor.writers):
+            tensor.writers = tensor.writers.copy()
+            tensor.writers[boxes] = rows
+        else:
+            tensor.writers = rows
+        np.add.at(loads, spread.ranks[rows], spread.numels[boxes] * tensor.itemsize)
+
+
+def _largest_part(tensor: JointTensor) -> int:
+    return int(tensor.spread.largest_shared) * tensor.itemsize
+
+
+def _with_least(spread: Spread, loads: Numbers, boxes: npt.NDArray[np.bool_]) -> Numbers:
+    """Return for each of `boxes` the row of `spread.ranks` that has the least of `loads`, the first of these."""
+    starts, counts = spread.starts[boxes], spread.counts[boxes]
+    rows = np.repeat(starts - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts) + np.arange(counts.sum())
+    of_rows = loads[spread.ranks[rows]]
+    if len(counts) == 1:
+        return rows[[of_rows.argmin()]]
+    if (counts == counts[0]).all():
+        with_least: Numbers = starts + of_rows.reshape(-1, counts[0]).argmin(axis=1)
+        return with_least
+    begins = np.concatenate([[0], np.cumsum(counts)[:-1]])
+    least = np.repeat(np.minimum.reduceat(of_rows, begins), counts)
+    first = np.where(of_rows == least, rows, len(spread.ranks))
+    found: Numbers = np.minimum.reduceat(first, begins)
+    return found

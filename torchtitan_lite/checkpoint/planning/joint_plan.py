@@ -10,15 +10,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 
 from torchtitan_lite.checkpoint.format.chunk_runs import LEAST_CHUNKS, Shape
 from torchtitan_lite.checkpoint.format.description import Description
-from torchtitan_lite.checkpoint.format.joint_structure import merged_structure
 from torchtitan_lite.checkpoint.format.shards import box_of
-from torchtitan_lite.checkpoint.format.structure import Branch, branch_of, decode_structure, paths_of, without
-from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
+from torchtitan_lite.checkpoint.format.structure import (
+    Branch,
+    branch_of,
+    decode_structure,
+    merged_structure,
+    paths_of,
+    without,
+)
 from torchtitan_lite.checkpoint.planning.joint_entries import (
     Boxes,
     JointTensor,
@@ -26,13 +32,14 @@ from torchtitan_lite.checkpoint.planning.joint_entries import (
     RankFiles,
     Section,
     agreeing,
-    is_mixed,
+    balance,
 )
-from torchtitan_lite.checkpoint.planning.placement import Holders, Numbers, Placed, Spread, balance
-from torchtitan_lite.checkpoint.planning.rank_summary import Asked, Digest, KeptEntries, Outline, PlanAnswer
+from torchtitan_lite.checkpoint.planning.placement import Holders, Numbers, Spread
+from torchtitan_lite.checkpoint.planning.rank_summary import Digest, Outline, PlanAnswer
 from torchtitan_lite.checkpoint.planning.shared_items import Member, Patterns
 from torchtitan_lite.checkpoint.state.optimizer_state import SETTINGS, STATE, split_state_key
 from torchtitan_lite.errors import RanksDiffer
+from torchtitan_lite.log import listed
 
 _SHOWN = 4
 _MODEL, _OPTIMIZER = "model", "optimizer"
@@ -58,26 +65,16 @@ class JointPlan:
         self.odd_containers: dict[str, int] = {}
         """Lists and settings that ranks have with other entries, and the rank whose are saved."""
 
-    def ask(self, outlines: Sequence[Outline | Exception | None]) -> list[Asked]:
-        """Return what the coordinator asks of each rank. Raises the failure of the lowest rank that has one."""
-        for each in outlines:
-            if isinstance(each, Exception):
-                raise each
-        self._outlines = [each for each in outlines if isinstance(each, Outline)]
-        numbers: dict[Digest, int] = {}
+    def ask(self, outlines: Sequence[Outline]) -> list[tuple[Digest, ...]]:
+        """Return which of its pieces the coordinator asks of each rank."""
+        self._outlines = outlines
         known: set[Digest] = set()
         asked = []
-        for rank, outline in enumerate(self._outlines):
+        for rank, outline in enumerate(outlines):
             for digest in outline.sections:
-                numbers.setdefault(digest, len(numbers))
                 self._sections.setdefault(digest, Section()).ranks.append(rank)
-            wanted = list(dict.fromkeys((*outline.sections, outline.root, *outline.containers)))
-            asked.append(
-                Asked(
-                    tuple(numbers[digest] for digest in outline.sections),
-                    tuple(digest for digest in wanted if digest not in known),
-                )
-            )
+            wanted = dict.fromkeys((*outline.sections, outline.root, *outline.containers))
+            asked.append(tuple(digest for digest in wanted if digest not in known))
             known.update(wanted)
         return asked
 
@@ -96,31 +93,35 @@ class JointPlan:
         for section in self._sections.values():
             for number, entry in enumerate(section.entries):
                 places.setdefault(entry.key, []).append((section, number))
-        optimizers = self._optimizers(texts)
+        of_sections = self._sections.keys()
+        documents = {digest: json.loads(text) for digest, text in texts.items() if digest not in of_sections}
+        containers = {digest: document and decode_structure(document) for digest, document in documents.items()}
+        optimizers = self._optimizers(containers)
         if odd_state := odd_holder(optimizers, lambda name, rank: self._has_part(places, name, rank)):
             raise RanksDiffer(odd_state, KEPT_BY_ALL)
-        structure = self._structure(self._branches(texts), optimizers, places)
+        structure = self._structure(self._branches(containers), optimizers, places)
         if self.odd_containers:
             places = _within(structure, places)
-        kept = KeptEntries(len(self._outlines))
+        kept: list[tuple[int, Numbers]] = []
         tensors, objects, odd = self._keys(places)
         for key in objects:
             for section, number in places[key]:
                 section.is_decided[number] = 1
             section, number = min(places[key], key=lambda place: place[0].ranks[0])
-            kept.add(section.first + number, section.column[:1])
+            kept.append((section.first + number, section.column[:1]))
         balance(tensors, len(self._outlines))
         for tensor in tensors:
             if tensor.is_decided:
                 for (section, number), boxes in tensor.by_place():
                     section.is_decided[number] = 1
-                    kept.add(section.first + number, tensor.spread.ranks[tensor.writers[boxes]])
+                    kept.append((section.first + number, tensor.spread.ranks[tensor.writers[boxes]]))
         self.description = Description(self._laid_out(tensors), objects, structure)
         members, num_groups = self._shared(tensors)
         packed = {digest: section.packed() for digest, section in self._sections.items()}
+        by_rank = _by_rank(kept, len(self._outlines))
         return [
             PlanAnswer(tuple(packed[digest] for digest in outline.sections), of_rank, of_members, num_groups, odd)
-            for outline, of_rank, of_members in zip(self._outlines, kept.by_rank(), members, strict=True)
+            for outline, of_rank, of_members in zip(self._outlines, by_rank, members, strict=True)
         ]
 
     def _keys(self, places: Mapping[str, list[Place]]) -> tuple[list[JointTensor], list[str], str]:
@@ -146,12 +147,9 @@ class JointPlan:
             except ValueError as error:
                 raise ValueError(f"{key}: {error}") from None
             entries = [section.entries[at] for section, at in of_key]
-            is_lowest_ranks = self._of_lowest or is_mixed(entries) or any(each.is_lowest_ranks for each in entries)
-            tensors.append(
-                JointTensor(spread, DTYPES[lowest.dtype].itemsize, is_lowest_ranks, key, lowest.dtype, of_key)
-            )
-        shown = ", ".join(odd[:_SHOWN]) + (f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else "")
-        return tensors, objects, shown
+            is_lowest_ranks = self._of_lowest or any(each.is_lowest_ranks for each in entries)
+            tensors.append(JointTensor(spread, is_lowest_ranks, key, lowest.dtype, of_key))
+        return tensors, objects, listed(odd, most=_SHOWN)
 
     def _spread(self, shape: Shape, places: Sequence[Place], spreads: dict[tuple[object, ...], Spread]) -> Spread:
         alike = (shape, *((section.first, *section.entries[at][4:]) for section, at in places))
@@ -162,12 +160,11 @@ class JointPlan:
     def _holders(self, section: Section, number: int) -> Holders:
         entry = section.entries[number]
         if entry.mesh < 0:
-            return Holders(section.column, Placed((), (), entry.offsets, entry.sizes))
+            return Holders(section.column)
         if entry.mesh not in section.coordinates:
             of_ranks = [self._outlines[rank].places[entry.mesh] for rank in section.ranks]
             section.coordinates[entry.mesh] = np.array(of_ranks, dtype=np.int64)
-        placed = Placed(section.meshes[entry.mesh], entry.placements)
-        return Holders(section.column, placed, section.coordinates[entry.mesh])
+        return Holders(section.column, section.meshes[entry.mesh], entry.placements, section.coordinates[entry.mesh])
 
     def _laid_out(self, tensors: Sequence[JointTensor]) -> dict[str, dict[str, object]]:
         """Place all parts in the files, and return the entries of the tensors in the manifest's table.
@@ -212,62 +209,26 @@ class JointPlan:
     def _shared(self, tensors: Sequence[JointTensor]) -> tuple[list[list[Member]], int]:
         """Find the pattern of each entry; return the places of each rank in groups, and the number of groups."""
         patterns = Patterns()
-        known: dict[tuple[object, ...], int] = {}
+        known: dict[Spread, int] = {}
         for tensor in tensors:
             spread = tensor.spread
             if not spread.largest_shared or any(s.entries[at].is_lowest_ranks for s, at in tensor.places):
                 continue
-            entries = [section.entries[at] for section, at in tensor.places]
-            if is_mixed(entries):
-                continue
-            if any(entry.sizes for entry in entries):
-                for number, (section, at) in enumerate(tensor.places):
-                    ranks, counts = _of_one_box(spread, number)
-                    section.patterns[at] = patterns.number_of(ranks, counts)
-                continue
-            alike = (
-                len(spread.shape),
-                *(
-                    (s.first, entry.mesh, entry.placements)
-                    for (s, _), entry in zip(tensor.places, entries, strict=True)
-                ),
-            )
-            pattern = known.get(alike)
-            if pattern is None:
-                groups = self._without_empty(spread, tensor.places)
-                pattern = patterns.number_of(groups.ranks, groups.counts)
-                if groups is not spread:
-                    known[alike] = pattern
+            if spread not in known:
+                known[spread] = patterns.number_of(spread.ranks, spread.counts)
             for section, at in tensor.places:
-                section.patterns[at] = pattern
+                section.patterns[at] = known[spread]
         return patterns.members(len(self._outlines))
 
-    def _without_empty(self, spread: Spread, places: Sequence[Place]) -> Spread:
-        """Return the spread of a tensor that is placed as `spread`, and of which no rank's part is empty."""
-        shape = [1] * len(spread.shape)
-        for section, at in places:
-            entry = section.entries[at]
-            for split, size in zip(entry.placements, section.meshes.get(entry.mesh, ()), strict=True):
-                if split.dim >= 0:
-                    shape[split.dim] *= size
-        try:
-            return Spread(tuple(shape), [self._holders(*place) for place in places])
-        except ValueError:  # Stages of other sizes, of which each has all.
-            return spread
-
-    def _optimizers(self, texts: Mapping[Digest, bytes]) -> list[HeldBy]:
+    def _optimizers(self, containers: Mapping[Digest, Branch | None]) -> list[HeldBy]:
         """Return the different containers of optimizer states, each with the ranks that have it."""
-        roots = {
-            digest: decode_structure(json.loads(texts[digest])) for digest in {each.root for each in self._outlines}
-        }
         found: dict[Digest, list[int]] = {}
         for rank, outline in enumerate(self._outlines):
-            if outline.containers and _OPTIMIZER in (keys := roots[outline.root].keys):
-                found.setdefault(outline.containers[list(keys).index(_OPTIMIZER)], []).append(rank)
-        if len(found) < 2:
-            return []
-        documents = {digest: json.loads(texts[digest]) for digest in found}
-        return [(ranks, decode_structure(documents[digest])) for digest, ranks in found.items() if documents[digest]]
+            root = containers[outline.root]
+            if outline.containers and root is not None and _OPTIMIZER in root.keys:
+                found.setdefault(outline.containers[list(root.keys).index(_OPTIMIZER)], []).append(rank)
+        held = [(ranks, containers[digest]) for digest, ranks in found.items()]
+        return [(ranks, branch) for ranks, branch in held if branch is not None] if len(held) > 1 else []
 
     def _has_part(self, places: Mapping[str, list[Place]], parameter: str, rank: int) -> bool:
         """Return whether `rank` has elements of `parameter`, of the model or of another module of the state."""
@@ -275,7 +236,7 @@ class JointPlan:
             if rank in section.ranks:
                 entry = section.entries[number]
                 if entry.mesh < 0:
-                    return 0 not in (entry.sizes or entry.shape)
+                    return 0 not in entry.shape
                 coordinate = self._outlines[rank].places[entry.mesh]
                 return 0 not in box_of(entry.shape, section.meshes[entry.mesh], entry.placements, coordinate).sizes
         return False
@@ -298,29 +259,13 @@ class JointPlan:
         ]
         return branch_of(structure.kind, structure.keys, children)
 
-    def _branches(self, texts: Mapping[Digest, bytes]) -> list[Branch]:
-        branches: list[Branch] = []
-        seen: set[tuple[Digest, int, Digest]] = set()
-        roots: dict[Digest, Branch] = {}
-        for outline in self._outlines:
-            new = [at for at, digest in enumerate(outline.containers) if (outline.root, at, digest) not in seen]
-            if outline.root in roots and not new:
-                continue
-            seen.update((outline.root, at, outline.containers[at]) for at in new)
-            is_first = outline.root not in roots
-            root = roots.setdefault(outline.root, decode_structure(json.loads(texts[outline.root])))
-            if is_first and not outline.containers:
-                branches.append(root)
-                continue
-            chosen = range(len(root.keys)) if is_first else new
-            children = [json.loads(texts[outline.containers[at]]) for at in chosen]
-            branches.append(
-                branch_of(
-                    root.kind,
-                    [root.keys[at] for at in chosen],
-                    [child and decode_structure(child) for child in children],
-                )
-            )
+    def _branches(self, containers: Mapping[Digest, Branch | None]) -> list[Branch]:
+        """Return the different structures of ranks."""
+        branches = []
+        for root, digests in dict.fromkeys((outline.root, outline.containers) for outline in self._outlines):
+            branch = containers[root]
+            assert branch is not None, "a state is a container"
+            branches.append(branch._replace(children=tuple(map(containers.get, digests))) if digests else branch)
         return branches
 
 
@@ -333,14 +278,16 @@ def _within(structure: Branch, places: Mapping[str, list[Place]]) -> dict[str, l
     return {key: of_key for key, of_key in places.items() if key in names}
 
 
-def _of_one_box(spread: Spread, holders: int) -> tuple[Numbers, Numbers]:
-    """Return the ranks that hold the box of these holders, which all hold the same one, and their number."""
-    rows = np.flatnonzero(spread.of_holders == holders)
-    if not len(rows):
-        return rows, rows
-    box = int(np.searchsorted(spread.starts, rows[0], side="right")) - 1
-    begin, count = spread.starts[box], spread.counts[box]
-    return spread.ranks[begin : begin + count], spread.counts[box : box + 1]
+def _by_rank(kept: Sequence[tuple[int, Numbers]], num_ranks: int) -> list[bytes]:
+    """Return for each rank the numbers of the entries that it writes, 4 bytes each, of `kept` with their writers."""
+    if not kept:
+        return [b""] * num_ranks
+    ranks = np.concatenate([writers for _, writers in kept])
+    numbers = np.repeat(np.array([number for number, _ in kept], dtype=np.uint32), [len(each) for _, each in kept])
+    order = np.argsort(ranks, kind="stable")
+    ends = 4 * np.searchsorted(ranks[order], np.arange(num_ranks + 1))
+    packed = numbers[order].tobytes()
+    return [packed[begin:end] for begin, end in pairwise(ends.tolist())]
 
 
 # Whether every rank that has a parameter in its optimizer has the same of that parameter's state and settings. Pure.

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_lite.checkpoint.format.chunk_runs import Chunk, Shape
+from torchtitan_lite.checkpoint.format.chunk_runs import Chunk, Shape, row_major_strides
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.checkpoint.format.found_runs import Boxes
 from torchtitan_lite.checkpoint.format.shards import Split, split_order
@@ -24,24 +23,15 @@ from torchtitan_lite.checkpoint.format.stored_tensor import StoredTensor, chunk_
 Numbers = npt.NDArray[np.int64]
 
 
-class Placed(NamedTuple):
-    """How some ranks hold a tensor: on a mesh, or all of them the same box."""
-
-    mesh: Shape
-    """The sizes of the mesh; empty without one."""
-    placements: tuple[Split, ...]
-    offsets: Shape = ()
-    sizes: Shape = ()
-    """The box of all these ranks, without a mesh; empty: all of the tensor."""
-
-
 @dataclass(frozen=True)
 class Holders:
-    """Ranks that hold a tensor, all placed in one way."""
+    """Ranks that hold a tensor, all placed in one way: on a mesh, or each of them has all of it."""
 
     ranks: Numbers
     """Ascending."""
-    placed: Placed
+    mesh: Shape = ()
+    """The sizes of the mesh; empty without one."""
+    placements: tuple[Split, ...] = ()
     coordinates: Numbers | None = None
     """A row for each of `ranks`, its coordinate in the mesh; None without a mesh."""
 
@@ -63,7 +53,7 @@ class Spread:
         if math.prod(shape):
             kept = sizes.all(axis=1)
             offsets, sizes, ranks, of_holders = offsets[kept], sizes[kept], ranks[kept], of_holders[kept]
-            place = offsets @ np.array(_strides(shape), dtype=np.int64)
+            place = offsets @ np.array(row_major_strides(shape), dtype=np.int64)
         else:
             # One box, of the whole shape: a load finds it there, however its own ranks divide nothing.
             place, offsets, sizes = np.zeros(len(ranks), dtype=np.int64), offsets * 0, offsets * 0 + np.array(shape)
@@ -80,7 +70,7 @@ class Spread:
         """Of each box."""
         self.counts: Numbers = np.diff(np.append(self.starts, len(place)))
         """How many ranks hold each box."""
-        if finding := self._misfit(sizes[order], is_grid=len(holders) == 1 and bool(holders[0].placed.mesh)):
+        if finding := self._misfit(sizes[order], is_grid=len(holders) == 1 and bool(holders[0].mesh)):
             raise ValueError(finding)
 
     @cached_property
@@ -103,13 +93,6 @@ class Spread:
     def largest_shared(self) -> int:
         """The number of elements of the largest box that several ranks hold."""
         return int((self.numels * self.is_shared).max(initial=0))
-
-    @cached_property
-    def ranks_in_a_row(self) -> slice | None:
-        """The lowest ranks of all boxes, where these are consecutive numbers."""
-        lowest = self.ranks[self.starts]
-        is_row = bool((np.diff(lowest) == 1).all())
-        return slice(int(lowest[0]), int(lowest[-1]) + 1) if is_row else None
 
     @cached_property
     def boxes(self) -> Boxes:
@@ -139,105 +122,17 @@ class Spread:
 
 def _boxes(shape: Shape, holders: Holders) -> tuple[Numbers, Numbers]:
     """Return offsets and sizes of the box of each rank, a row each."""
-    count, placed = len(holders.ranks), holders.placed
+    count = len(holders.ranks)
     offsets = np.zeros((count, len(shape)), dtype=np.int64)
     sizes = np.empty((count, len(shape)), dtype=np.int64)
-    if holders.coordinates is None:
-        sizes[:] = placed.sizes or shape
-        offsets[:] = placed.offsets or 0
-        return offsets, sizes
     sizes[:] = shape
+    if holders.coordinates is None:
+        return offsets, sizes
     for dim, whole in enumerate(shape):
-        for mesh_dim in split_order(dim, placed.mesh, placed.placements):
-            num_rows = -(-sizes[:, dim] // placed.mesh[mesh_dim])
+        for mesh_dim in split_order(dim, holders.mesh, holders.placements):
+            num_rows = -(-sizes[:, dim] // holders.mesh[mesh_dim])
             begin = np.minimum(holders.coordinates[:, mesh_dim] * num_rows, sizes[:, dim])
             offsets[:, dim] += begin
             sizes[:, dim] = np.minimum(num_rows, sizes[:, dim] - begin)
         offsets[sizes[:, dim] == 0, dim] = whole
     return offsets, sizes
-
-
-def _strides(shape: Shape) -> list[int]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
-    return [*reversed(strides)] if shape else []
-
-
-# Which of the ranks that hold a part of a tensor writes it. Coordinator only, pure.
-
-
-@dataclass
-class Spreading:
-    """A tensor that is spread over ranks."""
-
-    spread: Spread
-    itemsize: int
-    is_lowest_ranks: bool
-    """Whether of each part only the lowest rank that holds it may write it."""
-    writers: Numbers = field(init=False)
-    """For each box the row of `spread.ranks` that writes it: at first that of the lowest rank."""
-
-    def __post_init__(self) -> None:
-        self.writers = self.spread.starts
-
-    @property
-    def is_decided(self) -> bool:
-        """Whether a rank cannot know by itself whether it writes its part."""
-        return self.is_lowest_ranks or not self.spread.numels.any() or self.spread.largest_shared > 0
-
-
-def balance(tensors: Sequence[Spreading], num_ranks: int) -> None:
-    """Choose the writer of each part of `tensors`: each is written once, the bytes spread evenly.
-
-    A part of only one rank stays there. The others go, those of the largest tensors first, to the rank with the fewest
-    bytes among their holders (Graham's rule: at most 4/3 of the best possible).
-    """
-    loads: Numbers = np.zeros(num_ranks, dtype=np.int64)
-    shared: list[Spreading] = []
-    of_lowest: dict[int, tuple[Spread, int]] = {}
-    for tensor in tensors:
-        spread = tensor.spread
-        if tensor.is_lowest_ranks or not spread.largest_shared:
-            num_bytes = of_lowest.get(id(spread), (spread, 0))[1] + tensor.itemsize
-            of_lowest[id(spread)] = spread, num_bytes
-        else:
-            shared.append(tensor)
-            if not spread.is_shared.all():
-                alone = ~spread.is_shared
-                np.add.at(loads, spread.ranks[spread.starts[alone]], spread.numels[alone] * tensor.itemsize)
-    # Counted before the shared parts are given out: these ranks have to write them in any case.
-    for spread, num_bytes in of_lowest.values():
-        np.add.at(loads, spread.ranks[spread.starts], spread.numels * num_bytes)
-    # The largest first: then no two ranks differ by more than the largest part. DCP goes through them in their order.
-    for tensor in sorted(shared, key=_largest_part, reverse=True):
-        spread = tensor.spread
-        boxes = spread.is_shared & (spread.numels > 0)
-        rows = _with_least(spread, loads, boxes)
-        if len(rows) < len(tensor.writers):
-            tensor.writers = tensor.writers.copy()
-            tensor.writers[boxes] = rows
-        else:
-            tensor.writers = rows
-        np.add.at(loads, spread.ranks[rows], spread.numels[boxes] * tensor.itemsize)
-
-
-def _largest_part(tensor: Spreading) -> int:
-    return int(tensor.spread.largest_shared) * tensor.itemsize
-
-
-def _with_least(spread: Spread, loads: Numbers, boxes: npt.NDArray[np.bool_]) -> Numbers:
-    """Return for each of `boxes` the row of `spread.ranks` that has the least of `loads`, the first of these."""
-    starts, counts = spread.starts[boxes], spread.counts[boxes]
-    rows = np.repeat(starts - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts) + np.arange(counts.sum())
-    of_rows = loads[spread.ranks[rows]]
-    if len(counts) == 1:
-        return rows[[of_rows.argmin()]]
-    if (counts == counts[0]).all():
-        with_least: Numbers = starts + of_rows.reshape(-1, counts[0]).argmin(axis=1)
-        return with_least
-    begins = np.concatenate([[0], np.cumsum(counts)[:-1]])
-    least = np.repeat(np.minimum.reduceat(of_rows, begins), counts)
-    first = np.where(of_rows == least, rows, len(spread.ranks))
-    found: Numbers = np.minimum.reduceat(first, begins)
-    return found

@@ -2,7 +2,7 @@
 
 Each rank compares the structure of its state (names, containers, dtypes, shapes, shardings) with that of the last save,
 and one all-reduce max says whether it is unchanged on all ranks. If so, the last plan holds and nothing else travels.
-If it changed on any rank, all ranks plan again: each rank proves that its state can be rebuilt, DCP makes its items,
+If it changed on any rank, all ranks plan again: each rank proves that its state can be rebuilt and lists its parts,
 and of their outlines (rank_summary.py) the coordinator makes one plan (joint_plan.py): what several ranks hold goes to
 one of them, balanced, and every file is laid out. Planning comes before staging, while the caller waits, so that a rank
 stages only what it writes. The same exchange carries what the ranks need to know whether they hold equal parameters
@@ -16,45 +16,44 @@ import enum
 import json
 import pickle
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.format.chunk_runs import LEAST_CHUNKS
 from torchtitan_lite.checkpoint.format.description import Description
-from torchtitan_lite.checkpoint.format.dtypes import DTYPES
-from torchtitan_lite.checkpoint.format.file_data import FileLayout, Spec
+from torchtitan_lite.checkpoint.format.file_data import FileLayout
 from torchtitan_lite.checkpoint.format.flattening import State, difference, flatten, refuse_piece
-from torchtitan_lite.checkpoint.format.shards import knows_its_parts, local_of, part_of
+from torchtitan_lite.checkpoint.format.shards import PLAIN_TENSORS, local_of
 from torchtitan_lite.checkpoint.format.structure import Branch, decode_structure, encode_structure, rebuild
+from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.planning.joint_plan import JointPlan
 from torchtitan_lite.checkpoint.planning.rank_comparison import OWN_NAMES, RankComparison
 from torchtitan_lite.checkpoint.planning.rank_entries import Divided, divided
 from torchtitan_lite.checkpoint.planning.rank_file import ObjectItems, PlannedSave, RankPlan
-from torchtitan_lite.checkpoint.planning.rank_summary import Outlined, PlanAnswer, SectionAnswer, entries_of, outlined
+from torchtitan_lite.checkpoint.planning.rank_summary import (
+    HeldPart,
+    Outlined,
+    PlanAnswer,
+    SectionAnswer,
+    entries_of,
+    outlined,
+    parts_of,
+)
 from torchtitan_lite.checkpoint.planning.replicated import Replicated
-from torchtitan_lite.checkpoint.planning.shared_items import SharedItems
+from torchtitan_lite.checkpoint.planning.shared_items import SharedParts
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import RanksDiffer
 from torchtitan_lite.store import layout, rank_records
 
-
-@dataclass(frozen=True)
-class _Examined:
-    """The structure of a state; states of equal structure are saved by the same plan."""
-
-    structure: Branch
-    entries: Sequence[tuple[Any, ...]]
-    """For each entry, in order: its name, and for a tensor what stays the same from save to save."""
+_Examined = tuple[Branch, list[tuple[Any, ...]]]
+"""The containers of a state, and for each entry, in order, its name, and of a tensor what stays the same from save to
+save: states of which both are equal are saved by the same plan."""
 
 
 class _Verdict(enum.IntEnum):
@@ -115,12 +114,15 @@ class PlanCache:
         try:
             if failure is not None:
                 raise failure
-            flat, structure = _flattened(state, check)
+            faults.point("plan")
+            if check is not None:
+                check()
+            flat, structure = flatten(state)
             examined = _examined(flat, structure, self._examined)
             is_known = self._plan is not None and examined is self._examined
             verdict = _Verdict.UNCHANGED if is_known else _Verdict.CHANGED
             if verdict is _Verdict.CHANGED:
-                _prove(state, flat, examined.structure)
+                _prove(state, flat, structure)
             elif check is not None:
                 report = self._comparison.report(flat, is_save=is_save)
         except Exception as error:
@@ -166,73 +168,42 @@ class PlanCache:
     def _plan_again(self, state: State, flat: State, examined: _Examined) -> None:
         """Replace the plan; keep none if that fails, also not the old one. **Collective**."""
         self._plan = self._examined = None
-        self._plan = self._make(state, flat, examined.structure)
+        self._plan = self._make(state, flat, examined[0])
         self._examined = examined
 
     def _make(self, state: State, flat: State, structure: Branch) -> RankPlan:
-        parts: Divided | None = None
-        own: Outlined | None = None
-        failure: Exception | None = None
         rank, world_size = self._peers.rank, self._peers.world_size
         has_record = world_size >= rank_records.FROM_RANKS
-        try:
-            states = self._states_of_ranks if has_record else ()
-            parts = divided(_local_items(flat), flat, structure, states, rank)
-            entries, meshes = entries_of(parts.joint, self._replicated.of_lowest_rank(state, parts.joint), flat)
-            own = outlined(entries, meshes, parts.structure)
-        except Exception as error:
-            failure = error
+        states = self._states_of_ranks if has_record else ()
+
+        def outlined_parts() -> tuple[Divided, Outlined]:
+            parts = divided(parts_of(flat), flat, structure, states, rank)
+            entries, meshes = entries_of(parts.joint, self._replicated.sameness(state), flat)
+            return parts, outlined(entries, meshes, parts.structure)
+
+        parts, own = self._peers.together(outlined_parts)
         joint = JointPlan(of_lowest=self._comparison.takes_lowest)
         with no_collection():  # The coordinator holds some objects for each rank.
-            outline = failure if own is None else own.outline
-            asked = self._peers.scatter_answers(outline, joint.ask)
-            assert own is not None, "else all ranks failed together"
-            answer = self._peers.scatter_answers(own.of(asked.wanted), joint.answers)
-        assert parts is not None
+            wanted = self._peers.scatter_answers(own.outline, joint.ask)
+            answer = self._peers.scatter_answers(own.of(wanted), joint.answers)
         self._odd_containers = joint.odd_containers
-        part = OwnPart(parts.joint, own.sections, asked.numbers, answer)
-        self._comparison.use(part.shared(), answer.num_groups, parts.joint)
+        kept, shared = own_part(parts.joint, own.sections, answer, world_size)
+        self._comparison.use(shared, answer.num_groups, parts.joint)
         self._contradiction = RanksDiffer(answer.contradiction, OWN_NAMES) if answer.contradiction else None
-        plan = _rank_plan(rank, [*part.kept(world_size), *parts.own], joint.description, flat)
+        plan = _rank_plan(rank, [*kept, *parts.own], joint.description, flat)
         if not has_record:
             return plan
-        return dataclasses.replace(plan, own=parts.entries(rank, plan.items, plan.layout))
-
-
-def _flattened(state: State, check: Callable[[], None] | None) -> tuple[State, Branch]:
-    faults.point("plan")
-    if check is not None:
-        check()
-    return flatten(state)
+        return dataclasses.replace(plan, own=parts.entries(rank, plan.parts, plan.layout))
 
 
 @torch.no_grad()  # Where `local_of` returns the memory itself.
 def _examined(flat: State, structure: Branch, last: _Examined | None) -> _Examined:
     """Return what is examined of `flat`: `last` itself, if that is the same. Raises as `_plan_dependencies`."""
-    if last is not None and structure == last.structure and _are_entries_of(flat, last.entries):
-        return last
-    return _Examined(structure, [_plan_dependencies(key, value) for key, value in flat.items()])
+    found = structure, [_plan_dependencies(key, value) for key, value in flat.items()]
+    return last if last is not None and found == last else found
 
 
-def _are_entries_of(flat: State, entries: Sequence[tuple[Any, ...]]) -> bool:
-    """Return whether `entries` are those of `flat`, without making those of plain tensors. It raises, too."""
-    plain, strided = _PLAIN_TENSORS, torch.strided
-    for (key, value), entry in zip(flat.items(), entries, strict=True):
-        is_same = (
-            type(value) in plain
-            and len(entry) == 3
-            and value.layout is strided
-            and _has_memory(value)
-            and value.dtype is entry[1]  # So it is as little quantized as that one.
-            and value.shape == entry[2]
-            and key == entry[0]
-        )
-        if not is_same and _plan_dependencies(key, value) != entry:
-            return False
-    return True
-
-
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_TORCH_DTYPES = {*DTYPES.values()}
 
 
 def _prove(state: State, flat: State, structure: Branch) -> None:
@@ -249,9 +220,13 @@ def _plan_dependencies(key: str, value: Any) -> tuple[Any, ...]:
     """
     if not isinstance(value, torch.Tensor):
         return (key,)
+    is_simple = type(value) in PLAIN_TENSORS and value.layout is torch.strided and value.dtype in _TORCH_DTYPES
+    if is_simple and not value.is_nested and _has_memory(value) and not hasattr(value, "global_shape"):
+        # Nearly all: the checks below take twice as long, for each of thousands at each save.
+        return key, value.dtype, value.shape
     refuse_piece(key, value)
     local = local_of(value)
-    if local.is_nested or (str(local.dtype).removeprefix("torch.") not in DTYPES and not local.is_quantized):
+    if local.is_nested or (local.dtype not in _TORCH_DTYPES and not local.is_quantized):
         what = "nested tensor" if local.is_nested else f"tensor of {local.dtype}"
         raise TypeError(f"{key} is a {what}, which a checkpoint cannot hold. Return dense tensors of other dtypes.")
     if local.layout is not torch.strided or local.is_quantized or not _has_memory(local):
@@ -275,32 +250,11 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     return tensor.numel() == 0 and not tensor.is_meta
 
 
-def _local_items(flat: State) -> list[WriteItem]:
-    """Return what DCP would write of `flat`, where the memory has it."""
-    planner = DefaultSavePlanner(flatten_state_dict=False)
-    planner.set_up_planner(flat)
-    return [_placed_item(item, flat[item.index.fqn]) for item in planner.create_local_plan().items]
-
-
-def _placed_item(item: WriteItem, value: Any) -> WriteItem:
-    """Return `item` with the chunk that `value` has in memory. Raises ValueError if its placement contradicts that."""
-    if not isinstance(value, DTensor) or knows_its_parts(value):
-        return item
-    assert item.tensor_data is not None
-    part = part_of(item.index.fqn, value)
-    chunk = ChunkStorageMetadata(torch.Size(part.offsets), part.memory.shape)
-    return dataclasses.replace(
-        item,
-        index=MetadataIndex(item.index.fqn, chunk.offsets),
-        tensor_data=dataclasses.replace(item.tensor_data, chunk=chunk),
-    )
-
-
-def _rank_plan(rank: int, items: Sequence[WriteItem], description: Description | None, flat: State) -> RankPlan:
-    tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
-    objects = [item.index.fqn for item in items if item.type == WriteItemType.BYTE_IO]
-    volatile = {number for number, item in enumerate(tensors) if not _only_step_changes(item.index.fqn, flat)}
-    file = FileLayout([_spec(item) for item in tensors])
+def _rank_plan(rank: int, parts: Sequence[HeldPart], description: Description | None, flat: State) -> RankPlan:
+    tensors = [part for part in parts if part.dtype is not None]
+    objects = [part.key for part in parts if part.dtype is None]
+    volatile = {number for number, part in enumerate(tensors) if not _only_step_changes(part.key, flat)}
+    file = FileLayout([(part.dtype, part.sizes) for part in parts if part.dtype is not None])
     return RankPlan(layout.data_file(rank, 0), tensors, objects, file, description, volatile)
 
 
@@ -310,84 +264,33 @@ def _only_step_changes(key: str, flat: State) -> bool:
     return key.startswith("optimizer.state.") or f"optimizer.param_groups.{fqn}.lr" in flat
 
 
-def _spec(item: WriteItem) -> Spec:
-    assert item.tensor_data is not None
-    return item.tensor_data.properties.dtype, tuple(item.tensor_data.chunk.sizes)
+def own_part(
+    parts: Sequence[HeldPart], sections: Sequence[range], answer: PlanAnswer, world_size: int
+) -> tuple[list[HeldPart], list[SharedParts]]:
+    """Return what the `answer` has the rank write, in the order of its file (`JointPlan`), and what it shares.
+
+    The rank has `parts`, in these `sections`.
+    """
+    decided = {*np.frombuffer(answer.kept, dtype=np.uint32).tolist()}
+    kept: list[list[HeldPart]] = [[], [], []]
+    by_pattern: dict[int, list[int]] = {}
+    of_sections = [SectionAnswer(*pickle.loads(zlib.decompress(packed))) for packed in answer.sections]
+    for answered, own in sorted(zip(of_sections, sections, strict=True), key=lambda pair: pair[0].first):
+        of_own = zip(own, answered.is_decided, answered.patterns, strict=True)
+        for number_of_all, (number, is_decided, pattern) in enumerate(of_own, answered.first):
+            part = parts[number]
+            if number_of_all in decided if is_decided else part.numel:
+                is_cut = world_size >= LEAST_CHUNKS and part.is_cut
+                kept[is_decided if is_cut else 2].append(_whole_if_empty(part))
+            if pattern >= 0 and part.numel:
+                by_pattern.setdefault(pattern, []).append(number)
+    # By name: other ranks of the group may have them in another order.
+    for of_pattern in by_pattern.values():
+        of_pattern.sort(key=lambda number: parts[number].key)
+    shared = [(member, by_pattern[member.pattern]) for member in answer.members if member.pattern in by_pattern]
+    return [part for of_order in kept for part in of_order], shared
 
 
-# What this rank writes, and what it shares, as it follows from the coordinator's answer.
-
-
-class _OwnEntry(NamedTuple):
-    number: int
-    """Of the item in this rank's plan."""
-    number_of_all: int
-    is_decided: bool
-    pattern: int
-
-
-class OwnPart:
-    """What the rank with these `items`, in `sections` with these `numbers`, has to know of the `answer`."""
-
-    def __init__(
-        self, items: Sequence[WriteItem], sections: Sequence[range], numbers: Sequence[int], answer: PlanAnswer
-    ) -> None:
-        self._items = items
-        self._answer = answer
-        self._sections = sorted(zip(numbers, sections, answer.sections, strict=True))
-
-    def kept(self, world_size: int) -> list[WriteItem]:
-        """Return the items that it writes, in the order of its file: see `JointPlan`."""
-        decided = {*np.frombuffer(self._answer.kept, dtype=np.uint32).tolist()}
-        parts: list[list[WriteItem]] = [[], [], []]
-        for entry in self._entries():
-            item = self._items[entry.number]
-            if entry.number_of_all in decided if entry.is_decided else _has_elements(item):
-                is_cut = world_size >= LEAST_CHUNKS and _is_cut(item)
-                parts[int(entry.is_decided) if is_cut else 2].append(_whole_if_empty(item))
-        return [item for part in parts for item in part]
-
-    def shared(self) -> list[SharedItems]:
-        """Return what it shares with others, group by group."""
-        numbers: dict[int, list[int]] = {}
-        for entry in self._entries():
-            if entry.pattern >= 0 and _has_elements(self._items[entry.number]):
-                numbers.setdefault(entry.pattern, []).append(entry.number)
-        found = []
-        for pattern, group, lowest, previous, following, sample_bytes in self._answer.members:
-            # By name: other ranks of the group may have them in another order.
-            of_group = sorted(numbers.get(pattern, ()), key=self._name)
-            if of_group:
-                found.append(SharedItems(group, lowest, previous, following, of_group, sample_bytes))
-        return found
-
-    def _name(self, number: int) -> tuple[str, Sequence[int]]:
-        index = self._items[number].index
-        return index.fqn, tuple(index.offset or ())
-
-    def _entries(self) -> Iterator[_OwnEntry]:
-        for _, numbers, packed in self._sections:
-            answered = SectionAnswer(*pickle.loads(zlib.decompress(packed)))
-            for at, (number, is_decided, pattern) in enumerate(
-                zip(numbers, answered.is_decided, answered.patterns, strict=True)
-            ):
-                yield _OwnEntry(number, answered.first + at, bool(is_decided), pattern)
-
-
-def _whole_if_empty(item: WriteItem) -> WriteItem:
-    """Return `item` with all of its tensor, if that has no elements."""
-    data = item.tensor_data
-    if data is None or data.size.numel() or data.chunk.sizes == data.size:
-        return item
-    chunk = ChunkStorageMetadata(torch.Size([0] * len(data.size)), data.size)
-    index = MetadataIndex(item.index.fqn, chunk.offsets)
-    return dataclasses.replace(item, index=index, tensor_data=dataclasses.replace(data, chunk=chunk))
-
-
-def _has_elements(item: WriteItem) -> bool:
-    return item.tensor_data is not None and item.tensor_data.chunk.sizes.numel() > 0
-
-
-def _is_cut(item: WriteItem) -> bool:
-    """Return whether `item` is a chunk with elements, but not with all those of its tensor."""
-    return item.tensor_data is not None and 0 < item.tensor_data.chunk.sizes.numel() < item.tensor_data.size.numel()
+def _whole_if_empty(part: HeldPart) -> HeldPart:
+    """Return `part` with all of its tensor, if that has no elements."""
+    return part._replace(offsets=(0,) * len(part.shape), sizes=part.shape) if 0 in part.shape else part

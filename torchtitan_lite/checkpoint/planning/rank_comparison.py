@@ -19,17 +19,17 @@ import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.tensor import DTensor
 
+from torchtitan_lite.checkpoint.format.file_data import elements_digest
 from torchtitan_lite.checkpoint.format.flattening import State
-from torchtitan_lite.checkpoint.format.shards import knows_its_parts, local_of, local_shards
+from torchtitan_lite.checkpoint.format.shards import PLAIN_TENSORS, local_of
 from torchtitan_lite.checkpoint.planning.distances import Distance, joint_distances, relative, squares
-from torchtitan_lite.checkpoint.planning.shared_items import SharedItems
+from torchtitan_lite.checkpoint.planning.rank_summary import HeldPart
+from torchtitan_lite.checkpoint.planning.shared_items import Member, SharedParts
 from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.disk.threads import in_threads
 from torchtitan_lite.distributed.environment import cores_of_rank
@@ -55,8 +55,6 @@ AFTER_CORRUPTION = (
 )
 DIGESTING_THREADS = 2
 """Of a rank, at most: one reads half as fast as the memory gives."""
-_Item = tuple[str, tuple[int, ...]]
-"""Key and offsets."""
 PIECE_BYTES = 16 << 20
 """Bytes of a tensor that are copied at once where it has to be copied: off an accelerator, to another rank."""
 
@@ -67,11 +65,11 @@ _NONE = -(1 << 62)
 class _Group(NamedTuple):
     """What this rank shares with the other ranks of a group."""
 
-    shared: SharedItems
-    items: Sequence[_Item]
-    small: Sequence[Sequence[_Item]]
+    shared: Member
+    keys: Sequence[str]
+    small: Sequence[Sequence[str]]
     """Those of up to `SMALL_BYTES`, of one dtype and shape together."""
-    large: Sequence[_Item]
+    large: Sequence[str]
 
 
 class RankComparison:
@@ -97,13 +95,13 @@ class RankComparison:
         self._digesting: Future[list[int]] | None = None
         forget_in_children(self._forget)
 
-    def use(self, shared: Sequence[SharedItems], num_groups: int, items: Sequence[WriteItem]) -> None:
-        """Compare `shared` from now on, of the `items` of this rank's new plan. Any rank."""
+    def use(self, shared: Sequence[SharedParts], num_groups: int, parts: Sequence[HeldPart]) -> None:
+        """Compare `shared` from now on, of the `parts` of this rank's new plan. Any rank."""
         self.wait()
         self._digesting = None
         if not self._may_differ:
             self._num_groups = num_groups
-            self._groups = [_divided(each, [items[number] for number in each.numbers]) for each in shared]
+            self._groups = [_divided(member, [parts[at] for at in numbers]) for member, numbers in shared]
 
     @property
     def is_due(self) -> bool:
@@ -210,10 +208,10 @@ class RankComparison:
 
         def digests() -> Holdings:
             found = {
-                (group.shared.group, at): (key, _elements_digest(_part_memory(flat, key, offsets)))
+                (group.shared.group, at): (key, elements_digest(_local_memory(flat[key])))
                 for group in self._groups
                 if group.shared.group in groups
-                for at, (key, offsets) in enumerate(group.items)
+                for at, key in enumerate(group.keys)
             }
             return platform.node(), found
 
@@ -224,7 +222,7 @@ class RankComparison:
         only_samples = self._has_warned
         tensors = self._by_place(flat, only_samples=only_samples)
         digests = self._peers.together(
-            lambda: {place: _elements_digest(tensor) for place, (_, tensor) in tensors.items()}
+            lambda: {place: elements_digest(tensor) for place, (_, tensor) in tensors.items()}
         )
         suspicious = self._peers.scatter_answers(digests, _that_differ)
         differing = {place: tensors[place] for place in sorted(suspicious)}
@@ -255,12 +253,10 @@ class RankComparison:
     def _by_place(self, flat: State, *, only_samples: bool) -> dict[tuple[int, int], tuple[str, torch.Tensor]]:
         """Return name and memory of each item that this rank shares, or samples of some, by group and number in it."""
         found: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
-        for shared, items, *_ in self._groups:
-            chosen = self._chosen(items) if only_samples else range(len(items))
-            tensors = (
-                self._sampled(flat, shared, items) if only_samples else [_part_memory(flat, *item) for item in items]
-            )
-            found |= {(shared.group, at): (items[at][0], tensor) for at, tensor in zip(chosen, tensors, strict=True)}
+        for shared, keys, *_ in self._groups:
+            chosen = self._chosen(keys) if only_samples else range(len(keys))
+            tensors = self._sampled(flat, shared, keys) if only_samples else [_local_memory(flat[key]) for key in keys]
+            found |= {(shared.group, at): (keys[at], tensor) for at, tensor in zip(chosen, tensors, strict=True)}
         return found
 
     def _distances(self, tensors: Mapping[tuple[int, int], tuple[str, torch.Tensor]]) -> list[Distance]:
@@ -291,61 +287,50 @@ class RankComparison:
         """Return a digest a group, of all that this rank shares."""
         digests = []
         for group in self._groups:
-            of_items = _elements_digests([_part_memory(flat, *item) for item in group.items])
+            of_items = _elements_digests([_local_memory(flat[key]) for key in group.keys])
             digests.append(xxhash.xxh3_64_intdigest(b"".join(each.to_bytes(8, "big") for each in of_items)))
         return digests
 
-    def _chosen(self, items: Sequence[Any]) -> range:
-        every = max(1, -(-len(items) // SAMPLED_ITEMS))
-        return range(self._num_compared % every, len(items), every)
+    def _chosen(self, keys: Sequence[str]) -> range:
+        every = max(1, -(-len(keys) // SAMPLED_ITEMS))
+        return range(self._num_compared % every, len(keys), every)
 
-    def _sampled(self, flat: State, shared: SharedItems, items: Sequence[_Item]) -> list[torch.Tensor]:
-        chosen = self._chosen(items)
+    def _sampled(self, flat: State, shared: Member, keys: Sequence[str]) -> list[torch.Tensor]:
+        chosen = self._chosen(keys)
         num_bytes = shared.sample_bytes // max(1, len(chosen))
-        return [_sampled_elements(_part_memory(flat, *items[at]), num_bytes) for at in chosen]
+        return [_sampled_elements(_local_memory(flat[keys[at]]), num_bytes) for at in chosen]
 
     def _forget(self) -> None:
         """Wait for no thread, in a child that was just forked: it belongs to its parent."""
         self._digesting = None
 
 
-def _divided(shared: SharedItems, items: Sequence[WriteItem]) -> _Group:
-    places = [(item.index.fqn, tuple(item.index.offset or ())) for item in items]
-    small: dict[tuple[torch.dtype, torch.Size], list[_Item]] = {}
-    large: list[_Item] = []
-    for item, place in zip(items, places, strict=True):
-        assert item.tensor_data is not None
-        dtype, sizes = item.tensor_data.properties.dtype, item.tensor_data.chunk.sizes
-        if sizes.numel() * dtype.itemsize <= SMALL_BYTES:
-            small.setdefault((dtype, sizes), []).append(place)
-        else:
-            large.append(place)
-    return _Group(shared, places, [*small.values()], large)
+def _divided(shared: Member, parts: Sequence[HeldPart]) -> _Group:
+    small: dict[object, list[str]] = {}
+    large: list[str] = []
+    for part in parts:
+        assert part.dtype is not None, "only tensors are shared"
+        is_small = part.numel * part.dtype.itemsize <= SMALL_BYTES
+        (small.setdefault((part.dtype, part.sizes), []) if is_small else large).append(part.key)
+    return _Group(shared, [part.key for part in parts], [*small.values()], large)
 
 
 @torch.no_grad()
-def _stacked(flat: State, small: Sequence[Sequence[_Item]]) -> Iterator[torch.Tensor]:
+def _stacked(flat: State, small: Sequence[Sequence[str]]) -> Iterator[torch.Tensor]:
     """Yield what is `small`, those of one shape in one tensor: a call for each would take most of the time."""
-    for items in small:
-        values = [flat[key] for key, _ in items]
-        if not {*map(type, values)} <= {torch.Tensor, torch.nn.Parameter}:
-            values = [_part_memory(flat, *item) for item in items]
+    for keys in small:
+        values = [flat[key] for key in keys]
+        if not {*map(type, values)} <= {*PLAIN_TENSORS}:
+            values = [*map(_local_memory, values)]
         devices = [value.device for value in values]
         for device in dict.fromkeys(devices):
             of_device = [value for value, its in zip(values, devices, strict=True) if its == device]
             yield torch.stack(of_device).resolve_conj().resolve_neg()
 
 
-def _part_memory(flat: State, key: str, offsets: tuple[int, ...]) -> torch.Tensor:
-    """Return this rank's part of the tensor `key` that begins at `offsets`."""
-    value = flat[key]
-    if not isinstance(value, DTensor):
-        found: torch.Tensor = value
-    elif knows_its_parts(value):
-        found = next(part.memory for part in local_shards(key, value) if tuple(part.offsets) == offsets)
-    else:
-        found = local_of(value)
-    return found.detach().resolve_conj().resolve_neg()
+def _local_memory(value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of `value`."""
+    return local_of(value).detach().resolve_conj().resolve_neg()
 
 
 def _devices(flat: State) -> set[torch.device]:
@@ -396,22 +381,12 @@ def _host_pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield piece.cpu()
 
 
-def _elements_digest(tensor: torch.Tensor) -> int:
-    """Return a digest of the elements of `tensor`."""
-    if not tensor.is_cuda:
-        return xxhash.xxh3_64_intdigest(_as_bytes(tensor).numpy().data)  # At once, a twentieth faster.
-    digest = xxhash.xxh3_64()
-    for piece in _host_pieces(tensor):
-        digest.update(piece.numpy().data)
-    return digest.intdigest()
-
-
 def _elements_digests(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the digest of each of `tensors`, several at a time."""
     digests = [0] * len(tensors)
 
     def digest(at: int) -> None:
-        digests[at] = _elements_digest(tensors[at])
+        digests[at] = elements_digest(tensors[at])
 
     in_threads(range(len(tensors)), min(DIGESTING_THREADS, cores_of_rank()), lambda: digest)
     return digests

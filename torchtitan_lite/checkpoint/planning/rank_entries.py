@@ -10,13 +10,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.description import PlacedObject, table_of_objects
+from torchtitan_lite.checkpoint.format.dtypes import dtype_name
 from torchtitan_lite.checkpoint.format.file_data import FileLayout
 from torchtitan_lite.checkpoint.format.flattening import State
-from torchtitan_lite.checkpoint.format.structure import Branch, branch_of, encode_structure
+from torchtitan_lite.checkpoint.format.structure import Branch, branch_of, encode_structure, without
+from torchtitan_lite.checkpoint.planning.rank_summary import HeldPart
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Table
@@ -50,73 +51,51 @@ class OwnEntries:
 
 @dataclass(frozen=True)
 class Divided:
-    """The items and containers of a rank: those that the ranks plan together, and its own."""
+    """The parts and containers of a rank: those that the ranks plan together, and its own."""
 
-    joint: list[WriteItem]
+    joint: list[HeldPart]
     structure: Branch
-    own: list[WriteItem]
+    own: list[HeldPart]
     own_structure: Branch
 
-    def entries(self, rank: int, items: Sequence[WriteItem], placed: FileLayout) -> OwnEntries:
-        """Return the entries of the rank that writes `items`, of which its own tensors are the last, as `placed`."""
-        own = [item for item in self.own if item.tensor_data is not None]
-        places = placed.places[len(items) - len(own) :]
+    def entries(self, rank: int, parts: Sequence[HeldPart], placed: FileLayout) -> OwnEntries:
+        """Return the entries of the rank that writes `parts`, of which its own tensors are the last, as `placed`."""
+        own = [part for part in self.own if part.dtype is not None]
+        places = placed.places[len(parts) - len(own) :]
         tensors = {
-            item.index.fqn: _table_entry(item, layout.data_file(rank, 0), place.data_at)
-            for item, place in zip(own, places, strict=True)
+            part.key: _table_entry(part, layout.data_file(rank, 0), place.data_at)
+            for part, place in zip(own, places, strict=True)
         }
-        objects = {item.index.fqn for item in self.own if item.tensor_data is None}
+        objects = {part.key for part in self.own if part.dtype is None}
         return OwnEntries(rank, Table(tensors), Table({"root": encode_structure(self.own_structure)}), objects)
 
 
-def divided(items: Sequence[WriteItem], flat: State, structure: Branch, states: Collection[str], rank: int) -> Divided:
-    """Divide the `items` of this `rank`: its own are below its number in one of the `states`, and whole."""
+def divided(parts: Sequence[HeldPart], flat: State, structure: Branch, states: Collection[str], rank: int) -> Divided:
+    """Divide the `parts` of this `rank`: its own are below its number in one of the `states`, and whole."""
     name = f"rank{rank}"
-    roots = [key for key in structure.keys if key in states and _has_child(structure, key, name)]
     # Another state may have a name that begins like the entry of a rank.
     names = [*map(str, structure.keys)]
-    roots = [key for key in roots if not any(each.startswith(f"{key}.rank") for each in names)]
-    prefixes = tuple(f"{key}.{name}" for key in roots)
-    below = tuple(f"{prefix}." for prefix in prefixes)
-
-    def is_own(item: WriteItem) -> bool:
-        key = item.index.fqn
-        return key in prefixes or key.startswith(below)
-
-    own = [item for item in items if is_own(item)]
-    if any(isinstance(flat[item.index.fqn], DTensor) for item in own):
-        return Divided([*items], structure, [], branch_of(structure.kind, [], []))
-    children = [
-        _filtered_branch(child, name, keeps=False) if key in roots and child is not None else child
+    roots = {
+        key: child
         for key, child in zip(structure.keys, structure.children, strict=True)
-    ]
-    own_children = [
-        _filtered_branch(child, name, keeps=True)
-        for key, child in zip(structure.keys, structure.children, strict=True)
-        if key in roots and child is not None
-    ]
+        if key in states and child is not None and name in child.keys
+        if not any(each.startswith(f"{key}.rank") for each in names)
+    }
+    below = tuple(f"{key}.{name}." for key in roots)
+    is_own = [f"{part.key}.".startswith(below) for part in parts]
+    own = [part for part, its in zip(parts, is_own, strict=True) if its]
+    if any(isinstance(flat[part.key], DTensor) for part in own):
+        return Divided([*parts], structure, [], branch_of(structure.kind, [], []))
+    rest = {key: without(child, lambda each: each == name) for key, child in roots.items()}
+    children = [rest.get(key, child) for key, child in zip(structure.keys, structure.children, strict=True)]
     return Divided(
-        [item for item in items if not is_own(item)],
-        branch_of(structure.kind, structure.keys, children),
+        [part for part, its in zip(parts, is_own, strict=True) if not its],
+        structure._replace(children=tuple(children)),
         own,
-        branch_of(structure.kind, roots, own_children),
+        branch_of(structure.kind, [*roots], [without(child, lambda each: each != name) for child in roots.values()]),
     )
 
 
-def _has_child(structure: Branch, key: Any, name: str) -> bool:
-    child = structure.children[list(structure.keys).index(key)]
-    return child is not None and name in child.keys
-
-
-def _filtered_branch(branch: Branch, name: str, *, keeps: bool) -> Branch:
-    """Return `branch` with the entry `name` only, or with all others."""
-    chosen = [(key, child) for key, child in zip(branch.keys, branch.children, strict=True) if (key == name) == keeps]
-    return branch_of(branch.kind, [key for key, _ in chosen], [child for _, child in chosen])
-
-
-def _table_entry(item: WriteItem, file: str, at: int) -> dict[str, Any]:
-    data = item.tensor_data
-    assert data is not None
-    sizes = list(data.chunk.sizes)
-    dtype = str(data.properties.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "shape": list(data.size), "chunks": [[file, at, [0] * len(sizes), sizes]]}
+def _table_entry(part: HeldPart, file: str, at: int) -> dict[str, Any]:
+    sizes = list(part.sizes)
+    return {"dtype": dtype_name(part.dtype), "shape": list(part.shape), "chunks": [[file, at, [0] * len(sizes), sizes]]}

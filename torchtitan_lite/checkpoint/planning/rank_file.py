@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.description import Description, PlacedObject
@@ -25,6 +24,7 @@ from torchtitan_lite.checkpoint.format.flattening import State, difference
 from torchtitan_lite.checkpoint.format.plain_value import NotPlain, encode_value
 from torchtitan_lite.checkpoint.format.torch_item import CALL_OF_BYTES, OBJECT_GRAIN, SafePickle, object_item
 from torchtitan_lite.checkpoint.planning.rank_entries import OwnEntries
+from torchtitan_lite.checkpoint.planning.rank_summary import HeldPart
 from torchtitan_lite.checkpoint.state.optimizer_state import nested_tensors
 from torchtitan_lite.checkpoint.untrusted.safe_load import UnsafeItem, load_item
 from torchtitan_lite.disk.digest import text_digest
@@ -144,10 +144,10 @@ def _not_loadable(key: str, reason: Exception | str) -> TypeError:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The items that this rank writes, as the ranks agreed; the same from save to save."""
+    """What this rank writes, as the ranks agreed; the same from save to save."""
 
     file_name: str
-    items: Sequence[WriteItem]
+    parts: Sequence[HeldPart]
     """Chunks of tensors, in file order."""
     object_keys: Sequence[str]
     layout: FileLayout
@@ -194,6 +194,6 @@ class PlannedSave:
         # Objects become bytes here, while the caller waits: a loader that changes its state later cannot change the
         # save.
         encoded, placed = self._object_items.lay_out(objects, plan.file_name, plan.layout.end)
-        values = [self._flat[item.index.fqn] for item in plan.items]
+        values = [self._flat[part.key] for part in plan.parts]
         tensors = [value.to_local() if isinstance(value, DTensor) else value for value in values]
         return RankFile(plan, FileData(plan.layout, tensors, encoded, plan.volatile), placed)

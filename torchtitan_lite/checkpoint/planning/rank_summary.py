@@ -9,21 +9,21 @@ each piece the coordinator then asks the lowest rank that has it.
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 from typing import Any, NamedTuple
 
-import numpy as np
+import torch
 import xxhash
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
+from torchtitan_lite.checkpoint.format.dtypes import dtype_name
 from torchtitan_lite.checkpoint.format.flattening import State
-from torchtitan_lite.checkpoint.format.shards import Split, knows_its_parts, split_of
+from torchtitan_lite.checkpoint.format.shards import Split, local_shards, split_of
 from torchtitan_lite.checkpoint.format.structure import Branch, encode_structure
-from torchtitan_lite.checkpoint.planning.placement import Numbers
 from torchtitan_lite.checkpoint.planning.shared_items import Member
 
 Shape = tuple[int, ...]
@@ -34,8 +34,43 @@ _MOST_NAMES = 256
 """Names of a state with a piece each; of one with more, such as bare weights, all entries are one piece."""
 
 
+class HeldPart(NamedTuple):
+    """What a rank has under one name: an object, or its part of a tensor."""
+
+    key: str
+    dtype: torch.dtype | None = None
+    """None for an object."""
+    shape: Shape = ()
+    """Of the whole tensor."""
+    offsets: Shape = ()
+    sizes: Shape = ()
+
+    @property
+    def numel(self) -> int:
+        """The number of elements in the part; 0 for an object."""
+        return 0 if self.dtype is None else math.prod(self.sizes)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it has elements, but not all of the tensor's."""
+        return 0 < self.numel < math.prod(self.shape)
+
+
+def parts_of(flat: State) -> list[HeldPart]:
+    """Return what this rank has of `flat`, as the memory has it. Raises ValueError if a placement contradicts that."""
+    parts: list[HeldPart] = []
+    for key, value in flat.items():
+        if isinstance(value, torch.Tensor):
+            dtype, shape = value.dtype, tuple(value.shape)
+            shards = local_shards(key, value)
+            parts += [HeldPart(key, dtype, shape, offsets, tuple(memory.shape)) for offsets, memory in shards]
+        else:
+            parts.append(HeldPart(key))
+    return parts
+
+
 class PlanEntry(NamedTuple):
-    """What a rank has under one name."""
+    """The same for the coordinator: a part by its place on a mesh, where it has one."""
 
     key: str
     dtype: str = ""
@@ -47,9 +82,7 @@ class PlanEntry(NamedTuple):
     mesh: int = -1
     """The number of its mesh in the rank's outline; -1 if it has none."""
     placements: tuple[Split, ...] = ()
-    offsets: Shape = ()
-    sizes: Shape = ()
-    """The part of the tensor that the rank has; empty with a mesh."""
+    """Without a mesh the rank has all of the tensor."""
 
 
 class MeshPlace(NamedTuple):
@@ -79,7 +112,7 @@ class Outlined:
     outline: Outline
     pieces: Mapping[Digest, bytes]
     sections: Sequence[range]
-    """The numbers of the items in each section."""
+    """The numbers of the parts in each section."""
 
     def of(self, digests: Collection[Digest]) -> dict[Digest, bytes]:
         """Return the pieces with these digests."""
@@ -87,14 +120,14 @@ class Outlined:
 
 
 def entries_of(
-    items: Sequence[WriteItem], lowest: Collection[int], flat: State
+    parts: Sequence[HeldPart], is_same: Callable[[str], bool], flat: State
 ) -> tuple[list[PlanEntry], list[MeshPlace]]:
-    """Return an entry for each of the `items` of the state `flat`, and the meshes that these name.
+    """Return an entry for each of the `parts` of the state `flat`, and the meshes that these name.
 
-    `lowest` has the numbers of those that only the lowest rank may write.
+    Only the lowest rank that has it may write a tensor of which `is_same` does not say that all ranks have the same.
     """
     meshes: dict[Any, int] = {}
-    entries = [_plan_entry(item, number in lowest, flat, meshes) for number, item in enumerate(items)]
+    entries = [_plan_entry(part, is_same, flat, meshes) for part in parts]
     return entries, [MeshPlace(tuple(mesh.shape), tuple(mesh.get_coordinate() or ())) for mesh in meshes]
 
 
@@ -163,33 +196,21 @@ def _shortened_entry(entry: PlanEntry) -> tuple[Any, ...]:
     """Return the fields of `entry` without those at the end that say nothing."""
     if not entry.dtype:
         return entry[:1]
-    return entry if entry.sizes else entry[:4] if entry.mesh < 0 else entry[:6]
+    return entry[:4] if entry.mesh < 0 else entry
 
 
-def _plan_entry(item: WriteItem, is_lowest_ranks: bool, flat: State, meshes: dict[Any, int]) -> PlanEntry:
-    key, data = item.index.fqn, item.tensor_data
-    if data is None:
-        return PlanEntry(key)
-    value = flat.get(key)
-    entry = PlanEntry(key, str(data.properties.dtype).removeprefix("torch."), tuple(data.size), is_lowest_ranks)
-    if type(value) is DTensor and not knows_its_parts(value):
+def _plan_entry(part: HeldPart, is_same: Callable[[str], bool], flat: State, meshes: dict[Any, int]) -> PlanEntry:
+    if part.dtype is None:
+        return PlanEntry(part.key)
+    value = flat.get(part.key)
+    entry = PlanEntry(part.key, dtype_name(part.dtype), part.shape, not is_same(part.key))
+    if isinstance(value, DTensor):
         mesh = meshes.setdefault(value.device_mesh, len(meshes))
         return entry._replace(mesh=mesh, placements=tuple(map(split_of, value.placements)))
-    if data.chunk.sizes == data.size:
-        return entry
-    return entry._replace(offsets=tuple(data.chunk.offsets), sizes=tuple(data.chunk.sizes))
+    return entry
 
 
 # What the coordinator says to each rank about its part of the joint plan.
-
-
-class Asked(NamedTuple):
-    """What the coordinator says of a rank's outline."""
-
-    numbers: tuple[int, ...]
-    """Of the rank's sections, among those of all ranks: what it writes lies in its file in this order."""
-    wanted: tuple[Digest, ...]
-    """The pieces that it sends."""
 
 
 class PlanAnswer(NamedTuple):
@@ -208,34 +229,8 @@ class SectionAnswer(NamedTuple):
     """What each rank that has a section needs to know of it."""
 
     first: int
-    """The number of its first entry among those of all sections."""
+    """The number of its first entry among those of all sections: what a rank writes lies in its file in this order."""
     is_decided: bytes
     """For each entry 1 if the coordinator decides who writes it; a rank writes what it has of the others."""
     patterns: list[int]
     """For each entry the number of the pattern of those that share it, or -1."""
-
-
-class KeptEntries:
-    """Which of the decided entries each rank writes."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
-        self._ranks: list[Numbers] = []
-        self._numbers: list[int] = []
-
-    def add(self, number: int, ranks: Numbers) -> None:
-        """Let each of `ranks` write its part of entry `number`."""
-        self._ranks.append(ranks)
-        self._numbers.append(number)
-
-    def by_rank(self) -> Iterator[bytes]:
-        """Yield the numbers for each rank."""
-        if not self._ranks:
-            yield from (b"" for _ in range(self._num_ranks))
-            return
-        ranks = np.concatenate(self._ranks)
-        numbers = np.repeat(np.array(self._numbers, dtype=np.uint32), [len(each) for each in self._ranks])
-        order = np.argsort(ranks, kind="stable")
-        ends = 4 * np.searchsorted(ranks[order], np.arange(self._num_ranks + 1))
-        packed = numbers[order].tobytes()
-        yield from (packed[begin:end] for begin, end in pairwise(ends.tolist()))

@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.flattening import State
@@ -26,7 +25,7 @@ from torchtitan_lite.checkpoint.format.shards import LocalShard, local_of, local
 from torchtitan_lite.disk.digest import text_digest
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import RanksDiffer
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import listed, logger
 
 SHOWN = 4
 """Number of keys that a warning names; it counts the others."""
@@ -40,22 +39,13 @@ _WEIGHTS = ""
 """The only section of a weights-only checkpoint, whose keys do not begin with a state's name."""
 
 
-def _none() -> Collection[str]:
-    return ()
-
-
 class Replicated:
     """Compares values across ranks, except the model's `parameters` (FQNs) and the keys that `may_differ`."""
 
-    def __init__(self, parameters: Callable[[], Collection[str]] = _none, may_differ: Collection[str] = ()) -> None:
+    def __init__(self, parameters: Callable[[], Collection[str]] = tuple, may_differ: Collection[str] = ()) -> None:
         self._parameters = parameters
         self._may_differ = frozenset(may_differ)
         self._warned: set[str] = set()
-
-    def of_lowest_rank(self, state: State, items: Sequence[WriteItem]) -> frozenset[int]:
-        """Return the numbers of the tensors in `items` that only the lowest rank that has them may write. Any rank."""
-        is_same = self._sameness(state)
-        return frozenset(n for n, item in enumerate(items) if item.tensor_data and not is_same(item.index.fqn))
 
     def compare(self, state: State, flat: State, peers: Peers, odd_containers: Mapping[str, int]) -> None:
         """Warn, on the coordinator, about keys whose values differ between ranks. **Collective**.
@@ -94,18 +84,16 @@ class Replicated:
         self._warned.update(new)
         if not new:
             return
-        named = ", ".join(f"{name} (rank {different[name]}'s is saved)" for name in new[:SHOWN])
         # A warning and not an error: which rank is right cannot be known here. With DDP it is the lowest one.
         logger.warning(
-            "Ranks hold different values of %s%s. A checkpoint has one of each, and every rank gets that one when it "
+            "Ranks hold different values of %s. A checkpoint has one of each, and every rank gets that one when it "
             "is loaded. If each rank needs its own, wrap the state in PerRank; buffers under DDP follow rank 0 anyway",
-            named,
-            f" and {len(new) - SHOWN} more" if len(new) > SHOWN else "",
+            listed([f"{name} (rank {different[name]}'s is saved)" for name in new], most=SHOWN),
         )
 
     def _sections(self, state: State, flat: State) -> dict[str, dict[str, str]]:
         """Return the digests of values that must be equal on all ranks that have them, by state and key."""
-        is_same, is_full = self._sameness(state), _is_full(state)
+        is_same, is_full = self.sameness(state), _is_full(state)
         sections: dict[str, dict[str, str]] = defaultdict(dict)
         for key, value in flat.items():
             is_compared_apart = is_same(key) and isinstance(value, torch.Tensor)
@@ -119,7 +107,7 @@ class Replicated:
                     section[key] = _value_digest(value)
         return sections
 
-    def _sameness(self, state: State) -> Callable[[str], bool]:
+    def sameness(self, state: State) -> Callable[[str], bool]:
         """Return a test whether training keeps a key equal on all ranks: a parameter, or its optimizer state."""
         parameters = frozenset(self._parameters())
         if not _is_full(state):

@@ -7,8 +7,6 @@ alike have the same groups, which are found once, as a `Pattern`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -19,31 +17,22 @@ SAMPLE_BYTES = 1 << 16
 """Bytes of what it shares that a rank samples at a save, at most: 1 ms, where a megabyte takes 8."""
 
 
-@dataclass(frozen=True)
-class SharedItems:
-    """What a group of ranks holds alike, for one of them."""
+class Member(NamedTuple):
+    """A rank's place in one of its groups."""
 
+    pattern: int
     group: int
     """The number of the group."""
     lowest: int
     previous: int | None
     """The next lower rank of the group; None on the lowest."""
     next: int | None
-    numbers: Sequence[int]
-    """Of the items in this rank's plan, in the same order on all ranks of the group."""
     sample_bytes: int
     """The part of `SAMPLE_BYTES` that is for this group: the same on all its ranks."""
 
 
-class Member(NamedTuple):
-    """A rank's place in one of its groups."""
-
-    pattern: int
-    group: int
-    lowest: int
-    previous: int | None
-    next: int | None
-    sample_bytes: int
+SharedParts = tuple[Member, list[int]]
+"""What a group of ranks holds alike, for one of them: its place, and the numbers of its parts, in one order on all."""
 
 
 class Patterns:

@@ -7,12 +7,13 @@ checked at its first use, and nothing outside the folder is read. Its files may 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal
 
-from torchtitan_lite.checkpoint.format.completed import completed
 from torchtitan_lite.checkpoint.format.contents import Contents
+from torchtitan_lite.checkpoint.format.structure import decode_structure, encode_structure, merged_structure
 from torchtitan_lite.checkpoint.reading.files import Files, files_of
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.collection import no_collection
@@ -20,9 +21,9 @@ from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import recorded_sizes
-from torchtitan_lite.store.manifest import Manifest
+from torchtitan_lite.store.manifest import Manifest, Table
 from torchtitan_lite.store.place import Place, on_disk
-from torchtitan_lite.store.rank_records import RecordedFiles, RecordsOfRanks
+from torchtitan_lite.store.rank_records import RankRecord, RecordedFiles, RecordsOfRanks
 
 Verify = Literal["off", "size", "full", "full_alone"]
 """What a load compares with the manifest: nothing; the files' sizes; these and every byte that it reads. `full_alone`:
@@ -169,12 +170,40 @@ def complete(
 
     Raises `CheckpointDamaged` for a wrong record, and what their reader raises.
     """
+    having = [name for name in (records.files if rank_files is None else rank_files) if records.has(name)]
+    if not having:
+        return manifest
     try:
-        return completed(manifest, records, rank_files)
+        found = {name: records.of(name) for name in having}
+        blocks = {name: FileRecord(manifest.files[name].size, record.blocks) for name, record in found.items()}
+        of_all: list[Manifest | RankRecord] = [manifest, *found.values()]
+        return dataclasses.replace(
+            manifest,
+            files=manifest.files | blocks,
+            objects=joined_tables([each.objects for each in of_all]),
+            tensors=joined_tables([each.tensors for each in of_all]),
+            structure=joined_structures([each.structure for each in of_all]),
+        )
     except CheckpointDamaged:
         raise
     except ValueError as error:
         raise CheckpointDamaged(str(folder), f"the records of its ranks do not fit together: {error}") from None
+
+
+def joined_tables(tables: Sequence[Table]) -> Table:
+    """Return the entries of all `tables`, which have different keys, without parsing one."""
+    having = [each for each in tables if each]
+    if len(having) < 2:
+        return having[0] if having else Table()
+    return Table.of_text(b"{" + b",".join(each.text.strip()[1:-1] for each in having) + b"}", "")
+
+
+def joined_structures(tables: Sequence[Table]) -> Table:
+    """Return the containers of all `tables` in one. Raises ValueError where they do not fit together."""
+    having = [each for each in tables if each]
+    if len(having) < 2:
+        return having[0] if having else Table()
+    return Table({"root": encode_structure(merged_structure(decode_structure(each["root"]) for each in having)[0])})
 
 
 def records_of(files: Files, folder: Place, manifest: Manifest) -> RecordsOfRanks:

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.contents import Shape, StoredTensor
-from torchtitan_lite.checkpoint.format.shards import local_shards
+from torchtitan_lite.checkpoint.format.shards import PLAIN_TENSORS, local_shards
 from torchtitan_lite.checkpoint.format.tensor_table import TensorKind, TensorTable
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.reading.reader import RankReads, Region
@@ -28,7 +28,6 @@ from torchtitan_lite.errors import CheckpointMismatch
 
 SMALL_BYTES = 32 << 10
 """Up to this size, planning and reading a tensor by itself takes longer than one more copy of it."""
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 @no_collection()
@@ -98,7 +97,7 @@ def small_tensors(state: Mapping[str, Any], table: TensorTable) -> tuple[dict[st
         kind = kinds.get(key)
         if (
             kind in columns
-            and type(target) in _PLAIN_TENSORS
+            and type(target) in PLAIN_TENSORS
             and target.dtype is kind.dtype
             and target.is_cpu
             and target.layout is strided

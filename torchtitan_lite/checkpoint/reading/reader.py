@@ -25,14 +25,13 @@ from torch.futures import Future
 
 from torchtitan_lite.checkpoint.devices.buffer_ring import DeviceRing
 from torchtitan_lite.checkpoint.devices.link import Link, build_link
+from torchtitan_lite.checkpoint.format.chunk_runs import is_inside, row_major_strides
 from torchtitan_lite.checkpoint.format.contents import Chunk, Item, Shape
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES, to_metadata
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, Verify
 from torchtitan_lite.checkpoint.reading.regions import (
     BufferedPart,
     StoredBox,
-    contiguous_strides,
-    is_inside,
     staged,
     straight,
     whole,
@@ -205,7 +204,7 @@ class CheckpointReader(StorageReader):
                 continue
             if chunk.at is not None:
                 source = StoredBox(
-                    chunk.file, chunk.at, tensors[region.key].dtype, chunk.sizes, contiguous_strides(chunk.sizes)
+                    chunk.file, chunk.at, tensors[region.key].dtype, chunk.sizes, row_major_strides(chunk.sizes)
                 )
             else:
                 assert chunk.item is not None

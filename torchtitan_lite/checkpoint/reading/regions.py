@@ -15,7 +15,9 @@ from typing import NamedTuple
 import torch
 
 from torchtitan_lite.checkpoint.devices.buffer_ring import DeviceRing
+from torchtitan_lite.checkpoint.format.chunk_runs import is_inside, row_major_strides
 from torchtitan_lite.checkpoint.format.contents import Chunk, Shape
+from torchtitan_lite.checkpoint.format.shards import PLAIN_TENSORS
 from torchtitan_lite.disk.read_requests import GAP_BYTES, Piece
 
 STAGED_BYTES = 8 << 20
@@ -46,21 +48,6 @@ class StoredBox(NamedTuple):
         return (sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + 1) * self.dtype.itemsize
 
 
-def is_inside(offsets: Shape, shape: Shape, whole: Shape) -> bool:
-    """Return whether the box of `shape` at `offsets` is inside a tensor of shape `whole`."""
-    if not len(offsets) == len(shape) == len(whole):
-        return False
-    return all(begin >= 0 and begin + n <= size for begin, n, size in zip(offsets, shape, whole, strict=True))
-
-
-def contiguous_strides(shape: Shape) -> Shape:
-    """Return the strides, in elements, of a row-major tensor of `shape`."""
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)
-    return tuple(strides)
-
-
 def whole(chunk: Chunk, dtype: torch.dtype, target: torch.Tensor, ring: DeviceRing) -> Piece | None:
     """Return the piece that reads all of `chunk` directly into `target`; None if one plain read cannot do it."""
     if chunk.at is None or target.dtype is not dtype or target.shape != chunk.sizes or not target.is_contiguous():
@@ -78,7 +65,7 @@ def straight(source: StoredBox, target: torch.Tensor, ring: DeviceRing) -> list[
     if piece_of is None:
         return None
     itemsize = source.dtype.itemsize
-    if target.is_contiguous() and source.strides == contiguous_strides(source.shape):
+    if target.is_contiguous() and source.strides == row_major_strides(source.shape):
         return [piece_of(source.at, 0, math.prod(source.shape) * itemsize)]
     runs = _contiguous_runs(source.shape, source.strides, target.stride())
     if runs is None:
@@ -145,7 +132,7 @@ def _piece_of(target: torch.Tensor, ring: DeviceRing) -> Callable[[int, int, int
 
     None if bytes written there would not be its elements, or cannot be written there one after the other.
     """
-    if type(target) not in _PLAIN_TENSORS or target.is_neg() or target.is_conj() or target.layout is not torch.strided:
+    if type(target) not in PLAIN_TENSORS or target.is_neg() or target.is_conj() or target.layout is not torch.strided:
         return None
     if ring.reaches(target):
         if not target.is_contiguous():
@@ -169,6 +156,3 @@ def _contiguous_runs(shape: Shape, source: Shape, target: Shape) -> tuple[int, l
     while dims and dims[-1][1] == dims[-1][2] == length:
         length *= dims.pop()[0]
     return (length, dims) if all(stride > 0 for _, stride, _ in dims) else None
-
-
-_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)

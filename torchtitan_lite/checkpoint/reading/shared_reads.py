@@ -8,7 +8,7 @@ fetches a part, and gives it to the others (host_exchange.py).
 
 Of several hosts each rank reads a part of the bytes, and they pass them on to each other (`RelayedReader`). The
 requests of a file are numbered, and their owners take turns. All ranks go through them in the same order: the owner of
-a request reads it, ahead of its turn, and it goes around (distributed/relay.py). What comes from another rank
+a request reads it, ahead of its turn, and it goes around (`Relay`). What comes from another rank
 is verified like what comes from a disk; what is wrong is read again. Whether that is faster than if each rank read all
 of it follows from the first bytes: a rank that finds that it is not says so with its next request, as does one that
 cannot read, and after that request each rank reads for itself.
@@ -43,7 +43,6 @@ from torchtitan_lite.disk.read_requests import (
 )
 from torchtitan_lite.distributed.host_exchange import MOST_RANKS, Exchanges, HostExchange, made, opened_rings
 from torchtitan_lite.distributed.peers import Peers
-from torchtitan_lite.distributed.relay import Relay
 from torchtitan_lite.errors import PeerLost
 from torchtitan_lite.host_memory import host_id
 
@@ -180,6 +179,49 @@ TRIED_BYTES = 64 << 20
 _STATUS_BYTES = 8
 _HAS_BYTES, _IS_LAST = 1, 2
 """Bits of the status at the end of a message: its bytes are right; after it each rank reads for itself."""
+
+
+class Relay:
+    """A ring of the ranks `members`, this one among them: each message goes from neighbour to neighbour.
+
+    So each link carries a message once, and the last rank has it as soon as the pipeline is full. All ranks pass the
+    same messages in the same order; then a message is behind those before it only, and no rank waits in a circle. The
+    methods are **collective** for the members.
+    """
+
+    def __init__(self, peers: Peers, members: Sequence[int]) -> None:
+        self._peers = peers
+        self.size = len(members)
+        self._members = members
+        self.position = members.index(peers.rank)
+        self._previous = members[self.position - 1]
+        self._following = members[(self.position + 1) % self.size]
+
+    def pass_on(self, owner: int, message: torch.Tensor) -> Callable[[], object]:
+        """Fill `message` with that of the rank at position `owner`, and begin to send it on.
+
+        Returns what waits until it was sent; before that it must not change. Raises `PeerLost`.
+        """
+        previous = None if owner == self.position else self._previous
+        following = None if (self.position + 1) % self.size == owner else self._following
+        return self._peers.relay(message, previous, following)
+
+    def any(self, mine: bool) -> bool:
+        """Return whether `mine` is true on any member.
+
+        Each sends what it knows to the one that is 1, 2, 4, ... places on.
+        """
+        is_any, distance = torch.tensor([mine], device="cpu"), 1
+        while distance < self.size:
+            following = self._members[(self.position + distance) % self.size]
+            previous = self._members[(self.position - distance) % self.size]
+            sent, theirs = is_any.clone(), torch.empty_like(is_any)
+            wait_until_sent = self._peers.relay(sent, None, following)
+            self._peers.relay(theirs, previous, None)
+            wait_until_sent()
+            is_any |= theirs
+            distance *= 2
+        return bool(is_any)
 
 
 class RelayedReader(ReadsBlocks):

@@ -34,15 +34,10 @@ from torchtitan_lite.checkpoint.reading.stored_model import StoredModel
 from torchtitan_lite.checkpoint.reading.stored_optimizer import StoredOptimizer
 from torchtitan_lite.checkpoint.state.optimizer_state import OF_OPTIMIZERS, ParameterSlot, nested_tensors
 from torchtitan_lite.collection import no_collection
-from torchtitan_lite.distributed.peers import Peers
-from torchtitan_lite.distributed.worst_failure import together_or_worst
+from torchtitan_lite.distributed.peers import Peers, together_or_worst
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.place import Place
-
-
-def _no_key(key: str) -> bool:
-    return False
 
 
 class StoredCheckpoint:
@@ -127,7 +122,7 @@ class StoredCheckpoint:
                 self._model.report(model, cast=cast),
                 KeyReport(missing=[name for name in states if not self.has_state(name)]),
             ]
-            return merged(*reports, *([optimizer.report(slots)] if slots else []))
+            return merged(*reports, *([optimizer.report()] if slots else []))
 
         report = self._joint_report(own)
         self._fitting = None if report else (model, slots, cast)
@@ -167,18 +162,18 @@ class StoredCheckpoint:
         """
         optimizer = self._optimizer_for(slots)
         if self._fitting is None or self._fitting[1] is not slots:
-            self._apply_strictness(self._joint_report(lambda: optimizer.report(slots)))
-        read = self._read(lambda: optimizer.targets(slots))
-        flat = self._peers.together(lambda: optimizer.assembled(slots, read))
+            self._apply_strictness(self._joint_report(optimizer.report))
+        read = self._read(optimizer.targets)
+        flat = self._peers.together(lambda: optimizer.assembled(read))
         name = f"optimizer.{OF_OPTIMIZERS}"
         return flat | ({OF_OPTIMIZERS: self.read_state(name, {})} if self.has_state(name) else {})
 
     def other_kinds(self, slots: Mapping[str, ParameterSlot]) -> dict[str, tuple[str, Any, Any]]:
         """Return the settings that make another optimizer: a parameter, the checkpoint's value, that of `slots`."""
-        return self._optimizer_for(slots).other_kinds(slots)
+        return self._optimizer_for(slots).other_kinds()
 
     @no_collection()
-    def read_state(self, name: str, own: State, leave_out: Callable[[str], bool] = _no_key) -> State:
+    def read_state(self, name: str, own: State, leave_out: Callable[[str], bool] = lambda key: False) -> State:
         """Return the nested state `name` as it was saved; sharded tensors are read into those of `own`. **Collective**.
 
         Top-level entries for whose name `leave_out` returns True are not read. On every rank, raises
@@ -263,11 +258,11 @@ class StoredCheckpoint:
         return StoredModel(self.contents, self._rules)
 
     def _optimizer_for(self, slots: Mapping[str, ParameterSlot]) -> StoredOptimizer:
-        """Return the stored optimizer; `slots` are the same at each call. **Collective**."""
-        if self._optimizer is None:
+        """Return the stored optimizer. **Collective**."""
+        if self._optimizer is None or self._optimizer.slots is not slots:
             names = self._model.names("model." if self.keys("model.") else "")
             listed = read_listed_groups(self.contents, slots, names, self._peers, self.read_objects)
-            self._optimizer = StoredOptimizer(self.contents, self._rules, names, listed)
+            self._optimizer = StoredOptimizer(self.contents, self._rules, names, listed, slots)
         return self._optimizer
 
     def _joint_report(self, own: Callable[[], KeyReport]) -> KeyReport:

@@ -33,19 +33,28 @@ Entries = dict[str, dict[Any, list[Leaf]]]
 
 
 class StoredOptimizer:
-    """The keys under `optimizer.` of `contents`; `names` maps the model's FQNs to the checkpoint's."""
+    """The keys under `optimizer.` of `contents`, for `slots`; `names` maps the model's FQNs to the checkpoint's."""
 
-    def __init__(self, contents: Contents, rules: LoadRules, names: Mapping[str, str], listed: ListedGroups) -> None:
+    def __init__(
+        self,
+        contents: Contents,
+        rules: LoadRules,
+        names: Mapping[str, str],
+        listed: ListedGroups,
+        slots: Mapping[str, ParameterSlot],
+    ) -> None:
         self._contents = contents
         self._rules = rules
         self._names = names
         self._listed = listed
+        self.slots = slots
 
-    def report(self, slots: Mapping[str, ParameterSlot]) -> KeyReport:
+    def report(self) -> KeyReport:
         """Return how the checkpoint differs from `slots`. Reads no data."""
+        slots = self.slots
         if self._listed.misfit:
             return KeyReport(mismatched={f"optimizer.{SETTINGS}": self._listed.misfit} if slots else {})
-        states, settings, _ = self._by_parameter(slots)
+        states, settings, _ = self._by_parameter
         missing: list[str] = []
         mismatched: dict[str, str] = {}
         taken: set[str] = set()
@@ -64,22 +73,22 @@ class StoredOptimizer:
         unexpected = [leaf.key for stored in states if stored not in taken for leaf in _leaves(states[stored])]
         return KeyReport(missing, [key for key in unexpected if self._is_wanted(key)], mismatched)
 
-    def other_kinds(self, slots: Mapping[str, ParameterSlot]) -> dict[str, tuple[str, Any, Any]]:
+    def other_kinds(self) -> dict[str, tuple[str, Any, Any]]:
         """Return the settings that make another optimizer than `slots` have: a parameter, the value there and here."""
         found: dict[str, tuple[str, Any, Any]] = {}
-        for name, _, _, settings, _ in self._fitting(slots):
-            own = slots[name].settings
+        for name, _, _, settings, _ in self._fitting:
+            own = self.slots[name].settings
             for key in _OF_THE_KIND:
                 there = self._plain(settings[key][0]) if settings.get(key) else _UNKNOWN
                 if key in own and there is not _UNKNOWN and there != own[key]:
                     found.setdefault(key, (name, there, own[key]))
         return found
 
-    def targets(self, slots: Mapping[str, ParameterSlot]) -> dict[str, Any]:
+    def targets(self) -> dict[str, Any]:
         """Map the checkpoint's keys to the tensors to read into, and to None for objects."""
         targets: dict[str, Any] = {}
-        for name, _, state, settings, layouts in self._fitting(slots):
-            slot = slots[name]
+        for name, _, state, settings, layouts in self._fitting:
+            slot = self.slots[name]
             for key, leaves in state.items():
                 layout = self._layout(layouts.get(str(key), []))
                 for leaf in leaves:
@@ -95,15 +104,15 @@ class StoredOptimizer:
                     device = live.device if isinstance(live, torch.Tensor) else torch.device("cpu")
                     targets[leaf.key] = tensor and torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         for entry, leaves in self._entries.items():
-            if _is_of_kind(SHARED, entry) and leaves:
-                join_targets(targets, self._object(leaves[0]))
+            if entry.startswith(f"{SHARED}.") and leaves:
+                join_targets(targets, self._plain(leaves[0]))
         return targets
 
-    def assembled(self, slots: Mapping[str, ParameterSlot], read: Mapping[str, Any]) -> dict[str, Any]:
+    def assembled(self, read: Mapping[str, Any]) -> dict[str, Any]:
         """Return the flat state for the optimizers: the values that were `read`, else the optimizers' own."""
         state: dict[str, Any] = {}
         fitting = set()
-        for name, stored, own, settings, _ in self._fitting(slots):
+        for name, stored, own, settings, _ in self._fitting:
             fitting.add(name)
             below = f"optimizer.{STATE}.{stored}"
             state[f"{STATE}.{name}"] = {
@@ -112,19 +121,20 @@ class StoredOptimizer:
             below = f"optimizer.{SETTINGS}.{stored}"
             for key, leaves in settings.items():
                 state[f"{SETTINGS}.{name}.{key}"] = assembled_entry(self._contents, f"{below}.{key}", leaves, read)
-        for name, slot in slots.items():
+        for name, slot in self.slots.items():
             if name not in fitting and slot.state:
                 state[f"{STATE}.{name}"] = dict(slot.state)
         return {key: value for key, value in state.items() if value != {} or not key.startswith(f"{STATE}.")}
 
-    def _fitting(self, slots: Mapping[str, ParameterSlot]) -> list[tuple[str, str, Any, Any, Any]]:
+    @cached_property
+    def _fitting(self) -> list[tuple[str, str, Any, Any, Any]]:
         """Return (name, the checkpoint's name, state, settings, layouts) of each parameter that can be loaded.
 
         These are the parameters that the rules choose and whose shape is the checkpoint's.
         """
-        states, settings, layouts = self._by_parameter(slots)
+        states, settings, layouts = self._by_parameter
         fitting = []
-        for name, slot in slots.items():
+        for name, slot in self.slots.items():
             stored = self._stored_name(slot)
             state = states.get(stored, {})
             if self._rules.wants(name) and not self._other_shapes(slot, stored, state):
@@ -142,21 +152,20 @@ class StoredOptimizer:
         return {
             split_state_key(key.removeprefix(f"{SETTINGS}."), known)[0]
             for key in self._entries
-            if _is_of_kind(SETTINGS, key)
+            if key.startswith(f"{SETTINGS}.")
         }
 
-    def _by_parameter(self, slots: Mapping[str, ParameterSlot]) -> tuple[Entries, Entries, Entries]:
-        if self._sorted is None:
-            known = {*self._names.values(), *(self._names.get(name, name) for s in slots.values() for name in s.names)}
-            self._sorted = ({}, {}, {})
-            for entry, leaves in self._entries.items():
-                for kind, found in zip((STATE, SETTINGS, LAYOUTS), self._sorted, strict=True):
-                    if _is_of_kind(kind, entry):
-                        container = self._contents.container(f"optimizer.{entry}")
-                        _sort_in(found, entry.removeprefix(f"{kind}."), leaves, known, container)
-        return self._sorted
-
-    _sorted: tuple[Entries, Entries, Entries] | None = None
+    @cached_property
+    def _by_parameter(self) -> tuple[Entries, Entries, Entries]:
+        of_slots = {self._names.get(name, name) for slot in self.slots.values() for name in slot.names}
+        known = {*self._names.values(), *of_slots}
+        by_kind: dict[str, Entries] = {STATE: {}, SETTINGS: {}, LAYOUTS: {}}
+        for entry, leaves in self._entries.items():
+            kind, _, rest = entry.partition(".")
+            if kind in by_kind:
+                container = self._contents.container(f"optimizer.{entry}")
+                _sort_in(by_kind[kind], rest, leaves, known, container)
+        return by_kind[STATE], by_kind[SETTINGS], by_kind[LAYOUTS]
 
     @cached_property
     def _entries(self) -> dict[str, list[Leaf]]:
@@ -210,10 +219,6 @@ class StoredOptimizer:
         tensors = self._contents.tensors
         return tensors.get(f"model.{stored}") or tensors.get(stored)
 
-    def _object(self, leaf: Leaf) -> Any:
-        stored = self._contents.objects.get(leaf.key)
-        return None if stored is None or stored.item is not None else stored.value
-
     def _plain(self, leaf: Leaf) -> Any:
         stored = self._contents.objects.get(leaf.key)
         return _UNKNOWN if stored is None or stored.item is not None or leaf.path else stored.value
@@ -236,10 +241,6 @@ class StoredOptimizer:
     def _is_wanted(self, key: str) -> bool:
         stored, _ = split_state_key(key.removeprefix(f"optimizer.{STATE}."), set(self._names.values()))
         return any(self._rules.wants(fqn) for fqn in self._rules.renamed([stored]))
-
-
-def _is_of_kind(kind: str, entry: str) -> bool:
-    return entry.startswith(f"{kind}.")
 
 
 def _sort_in(found: Entries, rest: str, leaves: list[Leaf], known: set[str], container: Branch | None) -> None:

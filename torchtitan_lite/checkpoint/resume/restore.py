@@ -360,7 +360,7 @@ def verify(path: str, make_state: Callable[[], dict[str, Any]], expected: Mappin
     if not expected:
         logger.warning("%s has no tensor digests: nothing to verify. Save with --checkpoint.digest_tensors=save", path)
         return
-    per_rank = peers.gather_made(lambda: _digest_shares(make_state(), expected))
+    per_rank = peers.gather(peers.together(lambda: _digest_shares(make_state(), expected)))
     found = _add_up([own for own, _ in per_rank])
     dtypes_and_shapes = {key: value for _, described in per_rank for key, value in described.items()}
     for key, digest in sorted(found.items()):

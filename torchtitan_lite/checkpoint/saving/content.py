@@ -96,7 +96,7 @@ class Copies:
         """
         faults.point("stage", step=target.step)
         # Before the copy begins: a change during the copy must be in only one of the two digests.
-        compare = self._watch(file.data, [item.index.fqn for item in file.plan.items])
+        compare = self._watch(file.data, [part.key for part in file.plan.parts])
         seconds, digests = self._copying.timeout_seconds, self._copying.digests
         staged = self.stager.take(file.data, target.step, seconds, digests=digests)
         # A queue, because the thread of a save may note its end only after the next save has made its copy.

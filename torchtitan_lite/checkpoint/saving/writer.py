@@ -14,19 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.planner import WriteItem
 from torch.nn.utils import get_total_norm
 
 import torchtitan_lite
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.format.description import Description, PlacedObject
+from torchtitan_lite.checkpoint.format.description import Description, PlacedObject, table_of_objects
 from torchtitan_lite.checkpoint.format.tensor_digest import TensorDigest, digest_chunk, finish
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.planning.rank_file import RankPlan
 from torchtitan_lite.checkpoint.saving.target import RankContent, SaveTarget
 from torchtitan_lite.disk.block_writer import in_memory
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.distributed.exchange import Exchange, RanksFailed, Sent, SentApart
+from torchtitan_lite.distributed.exchange import Exchange, RanksFailed
 from torchtitan_lite.distributed.lost_peer import as_peer_lost
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import LeaseLost, SaveFailed
@@ -47,16 +46,6 @@ from torchtitan_lite.store.manifest_fields import (
 )
 
 
-class Details(NamedTuple):
-    """What may be long, or empty, of a rank's report about its file."""
-
-    objects: Sequence[PlacedObject] = ()
-    digests: Mapping[str, TensorDigest] = {}  # never changed
-    """By key, the part of each tensor's digest that comes from this file."""
-    nan_in: Sequence[str] = ()
-    """Keys of weights and optimizer states in which NaN was seen."""
-
-
 class WrittenFile(NamedTuple):
     """A rank's report to the coordinator about the file that it wrote.
 
@@ -67,14 +56,17 @@ class WrittenFile(NamedTuple):
     """Bytes of its file of tensors."""
     blocks: bytes
     """The digests of the blocks of that; empty if they are in its record."""
-    details: Sent | None = None
-    """Its `Details`; None if they are empty."""
     record_size: int | None = None
     """Bytes of its record; None if it has none."""
     record_blocks: bytes = b""
     """The digests of the blocks of that."""
     seconds: float = 0.0
     """Seconds that the rank took to write it, with its digests."""
+    objects: Sequence[PlacedObject] = ()
+    digests: Mapping[str, TensorDigest] = {}  # never changed
+    """By key, the part of each tensor's digest that comes from this file."""
+    nan_in: Sequence[str] = ()
+    """Keys of weights and optimizer states in which NaN was seen."""
 
 
 class SaveOfRanks:
@@ -84,9 +76,8 @@ class SaveOfRanks:
     vote), and `finish` commits there, after every rank succeeded, and nowhere else.
     """
 
-    def __init__(self, target: SaveTarget, content: RankContent | None, exchange: Exchange) -> None:
+    def __init__(self, target: SaveTarget, content: RankContent | None) -> None:
         self._target, self._content = target, content
-        self._details = SentApart[Details](exchange.group)
         self.committed: CheckpointInfo | None = None
         """What was committed: on the coordinator, after `finish`; else None."""
 
@@ -104,10 +95,8 @@ class SaveOfRanks:
         target, description = self._target, self._content.plan.description
         assert description is not None, "the coordinator describes"
         by_rank = received(results)
-        sent = {rank: file.details for rank, file in by_rank.items() if file.details is not None}
-        found = [self._details.received(rank, details) for rank, details in sent.items()]
-        objects = [placed for each in found for placed in each.objects]
-        nan_in = sorted({key for each in found for key in each.nan_in})
+        objects = [placed for file in by_rank.values() for placed in file.objects]
+        nan_in = sorted({key for file in by_rank.values() for key in file.nan_in})
         files = written_files(by_rank, len(results))
         target.fence()  # The start of another job, which has the folder by now, removes what is staged.
         faults.point("metadata", step=target.step)
@@ -115,12 +104,12 @@ class SaveOfRanks:
             rank = max(by_rank, key=lambda rank: by_rank[rank].seconds)
             target.found.slowest = rank, by_rank[rank].seconds
         has_metadata = description.has_metadata(target.origin.dcp_metadata)
-        table = description.objects(objects, with_places=not has_metadata)
+        table = table_of_objects(objects, with_places=not has_metadata)
         if has_metadata:
-            described = description.metadata(objects)
-            target.store.add_metadata(place, described.data)
-            files |= {layout.METADATA: described.record}
-        digests = _tensor_digests([each.digests for each in found], description)
+            data, record = description.metadata(objects)
+            target.store.add_metadata(place, data)
+            files |= {layout.METADATA: record}
+        digests = _tensor_digests([file.digests for file in by_rank.values()], description)
         manifest = Manifest(
             step=target.step,
             kind=target.kind,
@@ -153,12 +142,12 @@ class SaveOfRanks:
             of_rank = target.store.new_file(place, own.file_name).write(in_memory(text))
             record, objects = FileRecord(record.size), own.without(objects)
         prefix = "model." if target.kind is CheckpointKind.FULL else ""
-        nan_in = names_with_nan(plan.items, content.tensors(), prefix)
+        nan_in = names_with_nan([part.key for part in plan.parts], content.tensors(), prefix)
         seconds = time.perf_counter() - began
         record_size, record_blocks = (None, b"") if of_rank is None else (of_rank.size, of_rank.blocks)
-        details = Details(objects, digests, nan_in)
-        sent = self._details.send(details) if any(details) else None
-        return tuple(WrittenFile(record.size, record.blocks, sent, record_size, record_blocks, seconds))
+        return tuple(
+            WrittenFile(record.size, record.blocks, record_size, record_blocks, seconds, objects, digests, nan_in)
+        )
 
     def _lineage(self) -> Lineage:
         lineage = self._target.origin.lineage
@@ -176,7 +165,7 @@ def commit(
     **Collective** over `exchange`, any thread. `failure` is what failed on this rank before, if anything did. Raises
     `SaveFailed` or `LeaseLost` on every rank if one rank failed, and KeyboardInterrupt in the main thread.
     """
-    save = SaveOfRanks(target, content, exchange)
+    save = SaveOfRanks(target, content)
     try:
         place = exchange.decide(lambda: _raised(failure), lambda _: save.begin())
         exchange.decide(lambda: save.write(place), lambda results: save.finish(place, results))
@@ -275,13 +264,10 @@ def _tensor_digests(shares: Sequence[Mapping[str, TensorDigest]], description: D
 
 def _written_shares(plan: RankPlan, written: Sequence[torch.Tensor]) -> dict[str, TensorDigest]:
     shares: dict[str, TensorDigest] = {}
-    for item, tensor in zip(plan.items, written, strict=True):
-        assert item.tensor_data is not None
-        if plan.own is not None and item.index.fqn in plan.own.tensors:
-            continue
-        data, key = item.tensor_data, item.index.fqn
-        digest = digest_chunk(tensor.detach().cpu(), global_shape=data.size, offsets=data.chunk.offsets)
-        shares[key] = shares.get(key, TensorDigest.zero()) + digest
+    for part, tensor in zip(plan.parts, written, strict=True):
+        if plan.own is None or part.key not in plan.own.tensors:
+            digest = digest_chunk(tensor.detach().cpu(), global_shape=part.shape, offsets=part.offsets)
+            shares[part.key] = shares.get(part.key, TensorDigest.zero()) + digest
     return shares
 
 
@@ -302,8 +288,8 @@ _MAX_TENSORS = 1024
 
 
 @torch.no_grad()
-def names_with_nan(items: Sequence[WriteItem], tensors: Sequence[torch.Tensor], prefix: str) -> list[str]:
-    """Return the keys of those `tensors` whose sample holds what it must not; `items` describe them. Any rank.
+def names_with_nan(keys: Sequence[str], tensors: Sequence[torch.Tensor], prefix: str) -> list[str]:
+    """Return the keys of those `tensors` whose sample holds what it must not, of their `keys`. Any rank.
 
     These are the weights, whose keys begin with `prefix`, and the optimizer states.
     """
@@ -312,20 +298,20 @@ def names_with_nan(items: Sequence[WriteItem], tensors: Sequence[torch.Tensor], 
     # Numbers, not pairs: of thousands of new pairs the garbage collector would take more time than all else here.
     weights: list[int] = []
     moments: list[int] = []
-    for number, (item, dtype) in enumerate(zip(items, dtypes, strict=True)):
+    for number, (key, dtype) in enumerate(zip(keys, dtypes, strict=True)):
         if dtype in sampled:
-            if item.index.fqn.startswith(prefix):
+            if key.startswith(prefix):
                 weights.append(number)
-            elif item.index.fqn.startswith(OPTIMIZER) and tensors[number].dim():
+            elif key.startswith(OPTIMIZER) and tensors[number].dim():
                 moments.append(number)
     return [
-        *_keys_of_wrong_tensors(items, tensors, weights, torch.isnan),
-        *_keys_of_wrong_tensors(items, tensors, moments, _is_not_finite),
+        *_keys_of_wrong_tensors(keys, tensors, weights, torch.isnan),
+        *_keys_of_wrong_tensors(keys, tensors, moments, _is_not_finite),
     ]
 
 
 def _keys_of_wrong_tensors(
-    items: Sequence[WriteItem],
+    keys: Sequence[str],
     tensors: Sequence[torch.Tensor],
     numbers: Sequence[int],
     is_wrong: Callable[[torch.Tensor], torch.Tensor],
@@ -333,7 +319,7 @@ def _keys_of_wrong_tensors(
     samples: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = {}
     for number in numbers[:: -(-len(numbers) // _MAX_TENSORS) or 1]:
         for part in _sampled_parts(tensors[number].detach()):
-            samples.setdefault((part.dtype, part.device), []).append((items[number].index.fqn, part))
+            samples.setdefault((part.dtype, part.device), []).append((keys[number], part))
     found: dict[str, None] = {}
     for of_a_kind in samples.values():
         # A norm is wrong if one element is, and one call computes that of all; which they are matters only then.

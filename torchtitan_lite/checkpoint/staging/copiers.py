@@ -73,7 +73,7 @@ class HostCopier:
 
         in_threads(enumerate(begins), THREADS, lambda: copy)
         record = FileRecord(data.num_bytes, b"".join(blocks)) if digests else None
-        return Copied(_nothing_to_wait_for, record)
+        return Copied(lambda: None, record)
 
 
 class CudaCopier:
@@ -177,10 +177,6 @@ def _enqueue_copies(data: FileData, arena: StagingArena, numbers: Sequence[int])
         for begin, end in pieces(place.data_at, place.data_end):
             part = of_bytes[begin - place.data_at : end - place.data_at]
             arena.tensor(begin, torch.uint8, part.shape).copy_(part, non_blocking=True)
-
-
-def _nothing_to_wait_for() -> None:
-    """Do nothing: the copies are complete."""
 
 
 def _copy_pieces(data: FileData, numbers: Sequence[int]) -> Iterator[tuple[torch.Tensor, int, int, TensorPlace]]:

@@ -8,7 +8,6 @@ into which arena, and copiers.py how.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,17 +17,16 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
-import xxhash
 
 from torchtitan_lite.checkpoint.devices.page_lock import PageLock, build_page_lock, wait_for_unlocking
-from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout, copy_bytes
+from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout, elements_digest
 from torchtitan_lite.checkpoint.staging.arena import ArenaSlot, Slots, StagingArena
 from torchtitan_lite.checkpoint.staging.copiers import Copier, build_copier
 from torchtitan_lite.checkpoint.staging.mark import Mark
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.writer_process import WriterProcess
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import listed, logger
 
 T = TypeVar("T")
 
@@ -210,21 +208,18 @@ Compare = Callable[[StagedCopy], None]
 StagingWatch = Callable[[FileData, Sequence[str]], Compare]
 """Called with a file and the names of its tensors, before they are staged."""
 
-_PIECE_BYTES = 4 << 20
-
 
 def watch(data: FileData, names: Sequence[str]) -> Compare:
     """Digest every tensor now, and return a function that compares the staged copies with these digests."""
-    before = [_memory_digest(tensor) for tensor in data.tensors]
+    before = [elements_digest(tensor) for tensor in data.tensors]
 
     def compare(staged: StagedCopy) -> None:
         staged.wait()
-        after = [_memory_digest(tensor) for tensor in staged.tensors()]
+        after = [elements_digest(tensor) for tensor in staged.tensors()]
         changed = [name for name, one, other in zip(names, before, after, strict=True) if one != other]
         if changed:
-            more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
             raise RuntimeError(
-                f"{', '.join(changed[:5])}{more} changed while being staged. Code that changes them must first call "
+                f"{listed(changed, most=5)} changed while being staged. Code that changes them must first call "
                 "maybe_wait_for_staging() of the checkpoint manager"
             )
 
@@ -241,14 +236,3 @@ DO_NOT_WATCH: StagingWatch = _do_not_watch
 def build_staging_watch(config: Checkpoint) -> StagingWatch:
     """Return `watch` if `digest_tensors` asks for it, else `DO_NOT_WATCH`."""
     return watch if "staging" in config.digest_tensors else DO_NOT_WATCH
-
-
-def _memory_digest(tensor: torch.Tensor) -> int:
-    state = xxhash.xxh3_64()
-    num_bytes = tensor.numel() * tensor.element_size()
-    buffer = bytearray(min(num_bytes, _PIECE_BYTES))
-    for begin in range(0, num_bytes, _PIECE_BYTES):
-        end = min(begin + _PIECE_BYTES, num_bytes)
-        copy_bytes(tensor, begin, end, ctypes.addressof(ctypes.c_char.from_buffer(buffer)))
-        state.update(memoryview(buffer)[: end - begin])
-    return state.intdigest()

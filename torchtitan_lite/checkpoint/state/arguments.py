@@ -58,7 +58,8 @@ def check_arguments(dataloader: Any, states: Any, job_config: Any) -> None:
     """Raise ConfigError if one of these is not what its parameter takes."""
     if not isinstance(job_config, JobConfig):
         raise ConfigError(f"job_config: expected a JobConfig, found {_typed(job_config)}.{OF_CONSTRUCTOR.hint}")
-    _refuse_small(dataloader, states, OF_CONSTRUCTOR)
+    _refuse_dataloader(dataloader, OF_CONSTRUCTOR)
+    _refuse_states(states, OF_CONSTRUCTOR)
     for name, each in {"dataloader": dataloader, **(states or {})}.items():
         for stream in (each, getattr(each, "dataset", None)):
             refuse_stuck_stream(name, stream)
@@ -89,7 +90,8 @@ def of_loop(
     """
     parts = model_parts(model, OF_LOOP)
     found = parts, optimizers(optimizer, OF_LOOP), lr_schedulers(lr_scheduler, OF_LOOP)
-    _refuse_small(dataloader, states, OF_LOOP)
+    _refuse_dataloader(dataloader, OF_LOOP)
+    _refuse_states(states, OF_LOOP)
     return found
 
 
@@ -116,10 +118,7 @@ def checked_step(call: str, given: object, least: int = 0) -> int:
 
     A folder of another name would be no checkpoint to any later start.
     """
-    try:
-        step = -2 if isinstance(given, bool) else operator.index(given)  # type: ignore[arg-type]  # it raises
-    except TypeError:
-        step = -2
+    step = _whole_number(given, least - 1)
     if step < least:
         raise ConfigError(f"{call}: expected a step, a whole number from {least}, found {given!r:.100}.")
     return step
@@ -131,13 +130,17 @@ def checked_rollback(reason: object, most: object, num_steps: object) -> tuple[i
         raise ConfigError(f"roll_back: reason: expected a text, such as 'loss is nan', found {reason!r:.100}.")
     limits = []
     for name, given in (("max_rollbacks", most), ("within_steps", num_steps)):
-        try:
-            limits.append(0 if isinstance(given, bool) else operator.index(given))  # type: ignore[arg-type]
-        except TypeError:
-            limits.append(0)
+        limits.append(_whole_number(given, 0))
         if limits[-1] < 1:
             raise ConfigError(f"roll_back: {name}: expected a whole number from 1, found {given!r:.100}.")
     return limits[0], limits[1]
+
+
+def _whole_number(given: object, otherwise: int) -> int:
+    try:
+        return otherwise if isinstance(given, bool) else operator.index(given)  # type: ignore[arg-type]  # it raises
+    except TypeError:
+        return otherwise
 
 
 def model_parts(given: object, spelt: Spelling = OF_CONSTRUCTOR) -> list[nn.Module]:
@@ -150,9 +153,12 @@ def model_parts(given: object, spelt: Spelling = OF_CONSTRUCTOR) -> list[nn.Modu
             f"{spelt.model}: expected a module or a list of modules, found {_typed(given)}. Put several models into an "
             "nn.ModuleDict, and give their optimizers as a list."
         )
-    parts = _argument_as_list(spelt.model, "a module or a list of modules", given, nn.Module, spelt)
+    what = "a module or a list of modules"
+    if given is None:
+        raise _wrong(spelt.model, what, given, spelt)
+    parts = _argument_as_list(spelt.model, what, given, nn.Module, spelt)
     if not parts:
-        raise ConfigError(f"{spelt.model}: expected a module or a list of modules, found none.{spelt.hint}")
+        raise ConfigError(f"{spelt.model}: expected {what}, found none.{spelt.hint}")
     for at, part in enumerate(parts):
         if not isinstance(part, nn.Module):
             raise _wrong(_one_of(spelt.model, at, given, parts), "a module", part, spelt)
@@ -173,7 +179,7 @@ def _refuse_pieces(parts: Sequence[nn.Module]) -> None:
 def optimizers(given: object, spelt: Spelling = OF_CONSTRUCTOR) -> list[Optimizer]:
     """Return the optimizers: those of `torch.optim`, and objects with a state and parameter groups like theirs."""
     what = "an optimizer, a list of them or None"
-    found = [] if given is None else _argument_as_list(spelt.optimizer, what, given, Optimizer, spelt)
+    found = _argument_as_list(spelt.optimizer, what, given, Optimizer, spelt)
     for at, each in enumerate(found):
         name = _one_of(spelt.optimizer, at, given, found)
         is_one = all(hasattr(each, name) for name in ("state_dict", "load_state_dict", "param_groups", "step"))
@@ -190,11 +196,7 @@ def optimizers(given: object, spelt: Spelling = OF_CONSTRUCTOR) -> list[Optimize
 def lr_schedulers(given: object, spelt: Spelling = OF_CONSTRUCTOR) -> list[LRScheduler]:
     """Return the schedulers: those of `torch.optim.lr_scheduler`, and objects with a state and a `step` method."""
     what = "a scheduler, a list of them or None"
-    found = (
-        []
-        if given is None
-        else _argument_as_list(spelt.lr_scheduler, what, given, LRScheduler | ReduceLROnPlateau, spelt)
-    )
+    found = _argument_as_list(spelt.lr_scheduler, what, given, LRScheduler | ReduceLROnPlateau, spelt)
     for at, each in enumerate(found):
         is_one = all(hasattr(each, name) for name in ("state_dict", "load_state_dict", "step"))
         if isinstance(each, nn.Module | Optimizer) or not is_one:
@@ -209,11 +211,6 @@ def refuse_without_state(given: object) -> None:
             f"PerRank: {_typed(given)} has no state_dict and load_state_dict. Put it into an object that has both, or "
             "into a plain dict."
         )
-
-
-def _refuse_small(dataloader: Any, states: Any, spelt: Spelling) -> None:
-    _refuse_dataloader(dataloader, spelt)
-    _refuse_states(states, spelt)
 
 
 def _refuse_dataloader(dataloader: Any, spelt: Spelling) -> None:
@@ -245,21 +242,17 @@ def _refuse_states(states: Any, spelt: Spelling) -> None:
         if not isinstance(name, str):
             raise ConfigError(f"states: expected strings as names, found {name!r}. Give the state a name.")
         if isinstance(state, dict) and not _has_state_methods(state):
-            _refuse_states_within(name, state)
+            for key, value in state.items():
+                if _has_state_methods(value):
+                    raise ConfigError(
+                        f"states: {name!r} is a dict with {_typed(value)} under {key!r}, whose own state would not be "
+                        f"saved. Give it as a state of its own: {{{f'{name}_{key}'!r}: ...}}."
+                    )
         elif not _has_state_methods(state):
             fix = f"a dict, which is saved and restored in place: {{{name!r}: {{'value': ...}}}}"
             raise ConfigError(
                 f"states: {name!r} is {_typed(state)}, which has no state_dict and load_state_dict. "
                 f"Put it into {fix if isinstance(state, _VALUES) else 'an object that has both'}."
-            )
-
-
-def _refuse_states_within(name: str, state: dict[Any, Any]) -> None:
-    for key, value in state.items():
-        if _has_state_methods(value):
-            raise ConfigError(
-                f"states: {name!r} is a dict with {_typed(value)} under {key!r}, whose own state would not be saved. "
-                f"Give it as a state of its own: {{{f'{name}_{key}'!r}: ...}}."
             )
 
 
@@ -311,6 +304,8 @@ def _typed(value: Any) -> str:
 
 
 def _argument_as_list(name: str, what: str, given: object, one: Any, spelt: Spelling) -> list[Any]:
+    if given is None:
+        return []
     if isinstance(given, one) or hasattr(given, "state_dict"):
         return [given]
     if isinstance(given, str | bytes | Mapping) or not (isinstance(given, Sequence) or hasattr(given, "__iter__")):

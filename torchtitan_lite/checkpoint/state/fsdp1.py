@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
@@ -69,17 +68,6 @@ def refuse_without_mesh(parts: Sequence[nn.Module]) -> None:
                     "its shards cannot be saved. Pass device_mesh=init_device_mesh(device_type, (world_size,)) to it, "
                     "or use fully_shard."
                 )
-
-
-def like_of_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return FSDP1's parameters and buffers by name, sharded as its optimizer's state is. **Collective**."""
-    with sharded_state_dicts(module):
-        return {name: value for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
-
-
-def names_in_another_order(module: nn.Module) -> list[str]:
-    """Return the raw names of parameters that are not contiguous, such as channels_last."""
-    return [name for name, is_contiguous in flat_names(module).items() if not is_contiguous]
 
 
 def flat_names(module: nn.Module) -> dict[str, bool]:

@@ -13,7 +13,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,20 +42,22 @@ GLOBAL, OTHER, EMPTY_GROUPS, WHOLE = "global", "other", "empty_groups", "whole"
 without parameters, and a complete state dict."""
 
 
-class Owner(Protocol):
-    """Reads and replaces the state of one optimizer."""
+class Owner:
+    """Reads and replaces the state of one `optimizer`."""
 
-    optimizer: Any
-    reads_in_place: bool
+    reads_in_place = False
     """Whether the tensors that `read` returns are the optimizer's own, so that a load may read into them."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
 
     def likes(self) -> dict[str, torch.Tensor]:
         """Return for each parameter, by name, a tensor that is sharded as its state is."""
-        ...
+        return {}
 
     def read(self) -> OptimizerState:
         """Return the current state. Its tensors are live where the optimizer's own state dict has live ones."""
-        ...
+        raise NotImplementedError
 
     def layouts(self, state: OptimizerState) -> dict[str, Any]:
         """Return how tensors of `state` are sharded, by flat key, if they are not sharded like their parameters.
@@ -63,20 +65,20 @@ class Owner(Protocol):
         Also returns which of them are the same. Raises TypeError for a tensor that a checkpoint cannot hold, because
         its value may differ between ranks, or because it is a part of another one.
         """
-        ...
+        return {}
 
     def take(self, states: Mapping[str, Any], settings: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
         """Replace the state; `states` and `settings` are by parameter name. A missing setting does not change."""
-        ...
+        raise NotImplementedError
 
 
-class PlainOwner:
+class PlainOwner(Owner):
     """An optimizer whose state dict has `state`, by the parameter's number, and `param_groups`."""
 
     reads_in_place = True
 
     def __init__(self, optimizer: Any, names: Mapping[torch.Tensor, Sequence[str]]) -> None:
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self._names = names
 
     def likes(self) -> dict[str, torch.Tensor]:
@@ -109,7 +111,9 @@ class PlainOwner:
                         "no parameter, while its parameters are sharded: its value may differ between ranks. "
                         "Keep it in the state of a parameter."
                     )
-        is_rare = may_share(chain(_state_tensors(state), likes.values()))
+        # A setting that is a tensor is in it once for each group.
+        settings = chain.from_iterable(nested_tensors(group.settings) for group in state.groups)
+        is_rare = may_share(chain(nested_tensors(state.states), settings, nested_tensors(state.rest), likes.values()))
         shared = shared_pairs(self._held(state), likes) if is_rare else {}
         return dict(flat_layouts(state, likes)) | {f"{SHARED}.{name}": pairs for name, pairs in shared.items()}
 
@@ -135,8 +139,7 @@ class PlainOwner:
         empty_groups = rest.get(EMPTY_GROUPS, {})
         groups = []
         for at, group in enumerate(own["param_groups"]):
-            given = [settings[names[number]] for number in group["params"] if names[number] in settings]
-            groups.append(group | dict(given[0] if given else empty_groups.get(str(at), {})))
+            groups.append(_with_settings(group, names, settings) or group | dict(empty_groups.get(str(at), {})))
         whole = (
             own
             | self._placed(rest.get(OTHER, {}), own)
@@ -171,23 +174,27 @@ class PlainOwner:
         return {key: _on_devices_of(value, live.get(key), device) for key, value in values.items()}
 
 
-class Fsdp1Owner:
-    """An optimizer over the parameters of a module that FSDP1 shards. Its methods are **collective**."""
+class Fsdp1Owner(Owner):
+    """An optimizer over the parameters of a module that FSDP1 shards, all state like its parameters.
 
-    reads_in_place = False
+    Its methods are **collective**.
+    """
 
     def __init__(self, optimizer: Optimizer, module: nn.Module) -> None:
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self._module = module
 
     def likes(self) -> dict[str, torch.Tensor]:
-        return self._cleaned(fsdp1.like_of_parameters(self._module))
+        with fsdp1.sharded_state_dicts(self._module):
+            named = self._module.state_dict().items()
+            return self._cleaned({name: value for name, value in named if isinstance(value, torch.Tensor)})
 
     def read(self) -> OptimizerState:
         with fsdp1.sharded_state_dicts(self._module):
             own = self._own()
         states = self._cleaned(own["state"])
-        in_another_order = set(clean_names(self._module, fsdp1.names_in_another_order(self._module)).values())
+        not_contiguous = [name for name, is_contiguous in fsdp1.flat_names(self._module).items() if not is_contiguous]
+        in_another_order = set(clean_names(self._module, not_contiguous).values())
         for name, state in states.items():
             if name in in_another_order and any(tensor.dim() > 0 for tensor in nested_tensors(state)):
                 raise ConfigError(
@@ -205,18 +212,12 @@ class Fsdp1Owner:
             groups.append(Group([names[raw] for raw in group["params"]], _group_settings(group)))
         return OptimizerState(states, groups)
 
-    def layouts(self, state: OptimizerState) -> dict[str, Any]:
-        return {}  # FSDP1 shards all state like its parameters.
-
     def take(self, states: Mapping[str, Any], settings: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
         with fsdp1.sharded_state_dicts(self._module):
             own = self._own()
             raw_names = [raw for group in own["param_groups"] for raw in group["params"]]
             names = clean_names(self._module, raw_names)
-            groups = []
-            for group in own["param_groups"]:
-                given = [settings[names[raw]] for raw in group["params"] if names[raw] in settings]
-                groups.append(group | dict(given[0] if given else {}))
+            groups = [_with_settings(group, names, settings) or group for group in own["param_groups"]]
             new = {"state": {raw: states[names[raw]] for raw in raw_names if names[raw] in states}}
             loadable = FullyShardedDataParallel.optim_state_dict_to_load(
                 self._module, self.optimizer, new | {"param_groups": groups}
@@ -242,22 +243,11 @@ class Fsdp1Owner:
         return {names[raw]: value for raw, value in by_raw_name.items()}
 
 
-class WholeOwner:
+class WholeOwner(Owner):
     """An optimizer whose state dict has a special form, and is saved unchanged."""
-
-    reads_in_place = False
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-
-    def likes(self) -> dict[str, torch.Tensor]:
-        return {}
 
     def read(self) -> OptimizerState:
         return OptimizerState({}, [], {WHOLE: self.optimizer.state_dict()})
-
-    def layouts(self, state: OptimizerState) -> dict[str, Any]:
-        return {}
 
     def take(self, states: Mapping[str, Any], settings: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
         if WHOLE not in rest:
@@ -303,19 +293,6 @@ def _on_devices_of(value: Any, live: Any, device: torch.device) -> Any:
     return value
 
 
-def _state_tensors(state: OptimizerState) -> Iterator[torch.Tensor]:
-    """Yield all tensors of `state`, a setting that is a tensor once for each group."""
-    for own in state.states.values():
-        for value in own.values():
-            if isinstance(value, torch.Tensor):
-                yield value
-            else:
-                yield from nested_tensors(value)
-    for group in state.groups:
-        yield from nested_tensors(group.settings)
-    yield from nested_tensors(state.rest)
-
-
 def _group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     for key in group:
         if not isinstance(key, str) or "." in key:
@@ -324,6 +301,14 @@ def _group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
                 "because a checkpoint has settings under them. Give the setting another name."
             )
     return {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
+
+
+def _with_settings(
+    group: dict[str, Any], names: Mapping[Any, str], settings: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Return `group` with the settings of the first of its parameters that has some; None if none has."""
+    given = (settings[names[each]] for each in group["params"] if names[each] in settings)
+    return next((group | dict(of_parameter) for of_parameter in given), None)
 
 
 # Keep the dtypes of an optimizer's state while the optimizer loads it.
@@ -361,13 +346,9 @@ def _exact_dtypes(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
         given.update(state_dict)
 
     def restore(loaded: Optimizer) -> None:
-        numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
-        parameters = chain.from_iterable(group["params"] for group in loaded.param_groups)
-        for number, parameter in zip(numbers, parameters, strict=True):
-            own = loaded.state.get(parameter, {})
-            for key, value in given["state"].get(number, {}).items():
-                if key in own and key != "step":
-                    own[key] = _with_dtypes_of(value, own[key])
+        for _, own, key, value in _loaded_entries(loaded, given):
+            if key != "step":
+                own[key] = _with_dtypes_of(value, own[key])
 
     # The first after the user's own pre-hooks, the second before the user's own post-hooks.
     handles = (
@@ -384,13 +365,17 @@ def _exact_dtypes(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
 def _put_back(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
     """Put tensors of `given` in place of those that `optimizer` has, and returns in a state dict, in another dtype."""
     returned = optimizer.state_dict()["state"]
+    for number, own, key, value in _loaded_entries(optimizer, given):
+        if own[key] is returned.get(number, {}).get(key):
+            own[key] = _with_dtypes_of(value, own[key])
+
+
+def _loaded_entries(optimizer: Optimizer, given: Mapping[str, Any]) -> Iterator[tuple[Any, dict[Any, Any], Any, Any]]:
+    """Yield the number of a parameter, its live state, a key of that, and what the state dict `given` has there."""
     numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    for number, parameter in zip(numbers, parameters, strict=True):
+    for number, parameter in zip(numbers, parameters_of(optimizer), strict=True):
         own = optimizer.state.get(parameter, {})
-        for key, value in given["state"].get(number, {}).items():
-            if key in own and own[key] is returned.get(number, {}).get(key):
-                own[key] = _with_dtypes_of(value, own[key])
+        yield from ((number, own, key, value) for key, value in given["state"].get(number, {}).items() if key in own)
 
 
 def _with_dtypes_of(given: Any, loaded: Any) -> Any:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from torchtitan_lite.checkpoint.format.shards import local_of
+from torchtitan_lite.checkpoint.format.flattening import named_tensors
+from torchtitan_lite.checkpoint.format.shards import PLAIN_TENSORS, local_of
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 
 STATE, SETTINGS, LAYOUTS, OF_OPTIMIZERS = "state", "param_groups", "layouts", "optimizers"
@@ -79,9 +80,6 @@ class ParameterSlot:
         return torch.empty(shape, dtype=dtype, device=device)
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
 def flat_optimizer_state(state: OptimizerState) -> Iterator[tuple[str, Any]]:
     """Yield the flat keys and values of `state`, except of `state.rest`."""
     for name, own in state.states.items():
@@ -106,7 +104,7 @@ def flat_layouts(state: OptimizerState, like: Mapping[str, torch.Tensor]) -> Ite
     ConfigError for DTensors within lists or dicts, because a load could make only plain tensors of them.
     """
     for name, own in state.states.items():
-        is_plain = type(like[name]) in _PLAIN and like[name].is_contiguous()
+        is_plain = type(like[name]) in PLAIN_TENSORS and like[name].is_contiguous()
         for key, value in own.items():
             if is_plain and type(value) is torch.Tensor and value.layout is torch.strided and value.is_contiguous():
                 # Almost all tensors: the rest would take a millisecond for every 100 of them, at each save.
@@ -169,7 +167,10 @@ def nested_tensors(value: Any) -> Iterator[torch.Tensor]:
         yield value
     elif isinstance(value, Mapping):
         for inner in value.values():
-            yield from nested_tensors(inner)
+            if isinstance(inner, torch.Tensor):
+                yield inner
+            else:
+                yield from nested_tensors(inner)
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from nested_tensors(inner)
@@ -223,8 +224,9 @@ def orders_in(value: Any, like: torch.Tensor) -> str:
     if isinstance(like, DTensor):
         return ""
     found = []
-    for path, tensor in _tensors_with_paths(value, ""):
-        if tensor.dim() < 2 or tensor.layout is not torch.strided:
+    for path, tensor, is_in_tuple in named_tensors(value):
+        # A tuple is stored with the strides of its tensors.
+        if is_in_tuple or isinstance(tensor, DTensor) or tensor.dim() < 2 or tensor.layout is not torch.strided:
             continue
         is_like = tensor.shape == like.shape
         if tensor.stride() == like.stride() if is_like else tensor.is_contiguous():
@@ -243,17 +245,6 @@ def order_of(orders: str, path: Path, dims: int) -> list[int]:
         if name == wanted and sorted(numbers) == [*map(str, range(dims))]:
             return [*map(int, numbers)]
     return []
-
-
-def _tensors_with_paths(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the plain tensors in nested dicts and lists, with their paths. Tuples are stored with their strides."""
-    if isinstance(value, torch.Tensor):
-        if not isinstance(value, DTensor):
-            yield path, value
-    elif isinstance(value, Mapping | list):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, inner in items:
-            yield from _tensors_with_paths(inner, f"{path}.{key}" if path else f"{key}")
 
 
 def _dim_order(tensor: torch.Tensor) -> list[int]:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 
 import torch
-import xxhash
 from torch import nn
 
+from torchtitan_lite.checkpoint.format.file_data import elements_digest
 from torchtitan_lite.checkpoint.format.flattening import is_plain
 from torchtitan_lite.checkpoint.format.shards import local_of
 from torchtitan_lite.checkpoint.state import fsdp1
@@ -125,5 +125,4 @@ def _local_digest(tensor: torch.Tensor) -> int:
     memory = local_of(tensor).detach()
     if not is_plain(memory) or memory.layout is not torch.strided or memory.is_quantized or memory.is_meta:
         return 0  # The save refuses most of these, by name.
-    memory = memory.resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return xxhash.xxh3_64_intdigest(memory.view(torch.uint8).cpu().numpy().data)
+    return elements_digest(memory)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from torchtitan_lite.checkpoint.state import arguments
 from torchtitan_lite.checkpoint.state.stateful import Stateful, as_stateful
+from torchtitan_lite.distributed.groups import world_size
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted, logger
 
@@ -102,9 +103,7 @@ def _rank_name(rank: int) -> str:
 
 def _rank_and_world_size() -> tuple[int, int]:
     """Return this rank and the number of ranks."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
+    return (dist.get_rank() if world_size() > 1 else 0), world_size()
 
 
 # A `Loader` of torchdata.nodes whose state was read before a load.

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from torchtitan_lite.checkpoint.format.flattening import named_tensors
 from torchtitan_lite.checkpoint.format.shards import local_of
 
 SHARED = "shared"
@@ -34,14 +35,8 @@ class NamedTensor(NamedTuple):
 
 def tensors_below(key: str, value: Any, owner: str) -> Iterator[NamedTensor]:
     """Yield the tensors in nested dicts, lists and tuples. A tuple is one object of a checkpoint."""
-    if isinstance(value, torch.Tensor):
-        yield NamedTensor(key, value, owner)
-    elif isinstance(value, Mapping):
-        for inner, below in value.items():
-            yield from tensors_below(f"{key}.{inner}", below, owner)
-    elif isinstance(value, list | tuple):
-        for at, below in enumerate(value):
-            yield from tensors_below(f"{key}.{at}", below, owner if isinstance(value, list) else "")
+    for name, tensor, is_in_tuple in named_tensors(value, key):
+        yield NamedTensor(name, tensor, "" if is_in_tuple else owner)
 
 
 @torch.no_grad()  # Where `to_local` returns the memory itself.

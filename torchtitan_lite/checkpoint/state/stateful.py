@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -32,6 +33,8 @@ from torchtitan_lite.checkpoint.state.optimizer_state import (
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 from torchtitan_lite.torch_private import inner_schedulers
+
+K = TypeVar("K")
 
 __all__ = ["LRSchedulerWrapper", "ModelWrapper", "OptimizerWrapper", "Stateful", "as_stateful"]
 
@@ -86,30 +89,15 @@ _OF_VERSIONS = {"verbose", "lr_lambdas"}
 """Keys that some versions of torch do not have, or that are empty and missing from older checkpoints."""
 
 
-class Names(Protocol):
-    """Knows the parameters' names."""
-
-    def names_of(self, optimizers: Sequence[Any]) -> list[list[str]]:
-        """Return the names of the parameters of each of `optimizers`; none for what is no optimizer of the run."""
-        ...
-
-
-class Unnamed:
-    """Knows no name: schedulers are matched in order."""
-
-    def names_of(self, optimizers: Sequence[Any]) -> list[list[str]]:
-        return [[] for _ in optimizers]
-
-
-UNNAMED = Unnamed()
-
-
 class LRSchedulerWrapper:
-    """Any number of schedulers as one `Stateful`; `names` knows the parameters of their optimizers."""
+    """Any number of schedulers as one `Stateful`; `optimizers` knows the parameters of their optimizers.
 
-    def __init__(self, lr_schedulers: Sequence[Any], names: Names = UNNAMED) -> None:
+    Without it schedulers are matched in order.
+    """
+
+    def __init__(self, lr_schedulers: Sequence[Any], optimizers: OptimizerWrapper | None = None) -> None:
         self._schedulers = list(lr_schedulers)
-        self._names = names
+        self._optimizers = OptimizerWrapper([], []) if optimizers is None else optimizers
         self._numbers = list(range(len(self._schedulers)))
         """The number of each scheduler in a checkpoint, where their states differ: that of the loaded one."""
 
@@ -137,15 +125,14 @@ class LRSchedulerWrapper:
     def _own_names(self) -> list[dict[str, bool]]:
         """Return the names of the parameters of each scheduler's optimizer."""
         optimizers = [getattr(each, "optimizer", None) for each in self._schedulers]
-        return [dict.fromkeys(names, True) for names in self._names.names_of(optimizers)]
+        return [dict.fromkeys(names, True) for names in self._optimizers.names_of(optimizers)]
 
     def _for_each(self, state_dict: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[int]]:
         """Return the state that each scheduler loads, and the number of each."""
         own_states = self._own_states()
         given = _distributed(state_dict, own_states)
-        numbers = _matched_schedulers(
-            given, [own | {PARAMETERS: names} for own, names in zip(own_states, self._own_names(), strict=True)]
-        )
+        own = [state | {PARAMETERS: names} for state, names in zip(own_states, self._own_names(), strict=True)]
+        numbers = _matched(dict(enumerate(given)), range(len(given)), own)
         return [
             _merged(given[number], own, at if len(own_states) > 1 else None)
             for at, (number, own) in enumerate(zip(numbers, own_states, strict=True))
@@ -188,17 +175,18 @@ def _distributed(state_dict: Mapping[str, Any], own_states: Sequence[Mapping[str
     raise _mismatch(f"it has the states of {len(states)} schedulers that differ, and this run has {len(own_states)}.")
 
 
-def _matched_schedulers(stored: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return for each of `own` the number of the state in `stored` whose optimizer has a parameter of its own.
+def _matched(stored: Mapping[K, Mapping[str, Any]], numbers: Iterable[K], own: Sequence[Mapping[str, Any]]) -> list[K]:
+    """Return for each of `own` which of `numbers` the state in `stored` has whose optimizer has one of its parameters.
 
     Several schedulers of one optimizer are matched by class, then in order. What is left is matched in order, as of
     older checkpoints, which have no names.
     """
-    free, found = list(range(len(stored))), {}
+    free, found = [*numbers], {}
     for at, each in enumerate(own):
-        of_same = [number for number in free if stored[number].get(PARAMETERS, {}).keys() & each[PARAMETERS].keys()]
+        names = each[PARAMETERS].keys()
+        of_same = [number for number in free if stored.get(number, {}).get(PARAMETERS, {}).keys() & names]
         if of_same:
-            found[at] = min(of_same, key=lambda number: stored[number].get(CLASS) != each[CLASS])
+            found[at] = min(of_same, key=lambda number: stored[number].get(CLASS) != each.get(CLASS))
             free.remove(found[at])
     return [found[at] if at in found else free.pop(0) for at in range(len(own))]
 
@@ -305,7 +293,9 @@ class OptimizerWrapper:
         Settings (`param_groups.*`) that are not in it do not change.
         """
         of_optimizers = state_dict.get(OF_OPTIMIZERS, {})
-        self._numbers = _matched_optimizers(of_optimizers, self.names_of(self._optimizers))
+        own_names = [{PARAMETERS: dict.fromkeys(names)} for names in self.names_of(self._optimizers)]
+        num_stored = max((int(number) + 1 for number in of_optimizers if number.isdecimal()), default=0)
+        self._numbers = _matched(of_optimizers, map(str, range(max(len(own_names), num_stored))), own_names)
         for number, owner in zip(self._numbers, self._owners, strict=True):
             own = owner.read()
             names = {name for group in own.groups for name in group.names}
@@ -335,12 +325,8 @@ class OptimizerWrapper:
 
     def has_state(self) -> bool:
         """Return whether every trained parameter has optimizer state, from a step or a load. Any rank."""
-        return all(
-            getattr(owner.optimizer, "state", {}).get(parameter)
-            for owner in self._owners
-            for parameter in parameters_of(owner.optimizer)
-            if parameter.requires_grad
-        )
+        held = chain.from_iterable(parameters_of(owner.optimizer) for owner in self._owners)
+        return {parameter for parameter in held if parameter.requires_grad} <= self.with_state()
 
     def _refresh_names(self) -> None:
         """Read the names of the present parameters: a model may change after the manager was made."""
@@ -375,23 +361,6 @@ def _owner(
     if is_sharded or len(parts) > 1:
         raise ConfigError(f"optimizers[{number}] ({type(optimizer).__name__}): {_NOT_OF_ONE_RANK}")
     return WholeOwner(optimizer)
-
-
-def _matched_optimizers(stored: Mapping[str, Mapping[str, Any]], own: Sequence[Sequence[str]]) -> list[str]:
-    """Return for each of `own`, the names of parameters, the number of the optimizer in `stored` that has one of them.
-
-    The rest are numbered in order, as those of older checkpoints, which have no names.
-    """
-    free = [
-        str(number) for number in range(max(0, len(own), *(int(number) + 1 for number in stored if number.isdecimal())))
-    ]
-    found = {}
-    for at, names in enumerate(own):
-        same = [number for number in free if stored.get(number, {}).get(PARAMETERS, {}).keys() & {*names}]
-        if same:
-            found[at] = same[0]
-            free.remove(same[0])
-    return [found[at] if at in found else free.pop(0) for at in range(len(own))]
 
 
 def _refuse_unknown_parameters(optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, Sequence[str]]) -> None:

@@ -27,10 +27,6 @@ _SAMPLED_PARAMETER = 64
 _GENERATORS = frozenset({torch.Generator, random.Random, np.random.Generator, np.random.RandomState})
 
 
-def _no_parameters() -> Mapping[str, torch.Tensor]:
-    return {}
-
-
 class UnsavedWatch:
     """Watches `modules`, by name of their state, `optimizers`, and the parameters that checkpoints leave out."""
 
@@ -38,7 +34,7 @@ class UnsavedWatch:
         self,
         modules: Mapping[str, Sequence[nn.Module]],
         optimizers: Sequence[Any],
-        left_out: Callable[[], Mapping[str, torch.Tensor]] = _no_parameters,
+        left_out: Callable[[], Mapping[str, torch.Tensor]] = dict,
     ) -> None:
         self._modules = modules
         self._optimizers = list(optimizers)

@@ -10,7 +10,7 @@ pickles of DCP and torch.save do not use are refused.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,144 +89,72 @@ class _Machine:
         self._at = 0
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []
-        self._memo: dict[int, Any] = {}
+        self.memo: dict[int, Any] = {}
 
     def run(self) -> Any:
-        data, operations = self._data, _OPERATIONS
+        data, values, operations = self._data, _VALUES, _OPERATIONS
         while (code := data[self._at]) != _STOP:
             self._at += 1
-            operation = operations.get(code)
-            if operation is None:
+            if (read := values.get(code)) is not None:
+                value = read(self)
+                self._stack.append(value)
+            elif (operation := operations.get(code)) is not None:
+                operation(self)
+            else:
                 raise InertPickleError(
                     f"operation {bytes([code])!r} at byte {self._at - 1} is one that no checkpoint needs"
                 )
-            operation(self)
         [result] = self._stack
         return result
 
-    def _take(self, num_bytes: int) -> bytes:
+    def take(self, num_bytes: int) -> bytes:
         begin, self._at = self._at, self._at + num_bytes
         if self._at > len(self._data):
             raise InertPickleError(f"{num_bytes} bytes at byte {begin} reach beyond its end")
         return self._data[begin : self._at]
 
-    def _line(self) -> str:
+    def byte(self) -> int:
+        self._at += 1
+        return self._data[self._at - 1]
+
+    def length(self) -> int:
+        number: int = _LENGTH.unpack(self.take(4))[0]
+        return number
+
+    def line(self) -> str:
         end = self._data.index(b"\n", self._at)
         line, self._at = self._data[self._at : end], end + 1
         return line.decode()
 
-    def _marked(self) -> list[Any]:
+    def short_text(self) -> str:
+        at = self._at
+        self._at = end = at + 1 + self._data[at]
+        if end > len(self._data):
+            raise InertPickleError(f"the string at byte {at} reaches beyond its end")
+        return self._data[at + 1 : end].decode()
+
+    def marked(self) -> list[Any]:
         items, self._stack = self._stack, self._below.pop()
         return items
 
-    def protocol(self) -> None:
-        self._take(1)
-
-    def frame(self) -> None:
-        self._take(8)
+    def last(self, count: int) -> tuple[Any, ...]:
+        items = tuple(self._stack[-count:])
+        if len(items) != count:
+            raise InertPickleError(f"a tuple of {count} has only {len(items)} items")
+        del self._stack[-count:]
+        return items
 
     def mark(self) -> None:
         self._below.append(self._stack)
         self._stack = []
 
-    def memoize(self) -> None:
-        self._memo[len(self._memo)] = self._stack[-1]
+    def memoize(self, number: int | None = None) -> None:
+        self.memo[len(self.memo) if number is None else number] = self._stack[-1]
 
-    def put(self) -> None:
-        self._memo[self._data[self._at]] = self._stack[-1]
-        self._at += 1
-
-    def long_put(self) -> None:
-        self._memo[_LENGTH.unpack(self._take(4))[0]] = self._stack[-1]
-
-    def get(self) -> None:
-        self._stack.append(self._memo[self._data[self._at]])
-        self._at += 1
-
-    def long_get(self) -> None:
-        self._stack.append(self._memo[_LENGTH.unpack_from(self._data, self._at)[0]])
-        self._at += 4
-
-    def short_text(self) -> None:
-        at = self._at
-        self._at = end = at + 1 + self._data[at]
-        if end > len(self._data):
-            raise InertPickleError(f"the string at byte {at} reaches beyond its end")
-        self._stack.append(self._data[at + 1 : end].decode())
-
-    def text(self) -> None:
-        self._stack.append(self._take(_LENGTH.unpack(self._take(4))[0]).decode())
-
-    def int1(self) -> None:
-        self._stack.append(self._data[self._at])
-        self._at += 1
-
-    def int2(self) -> None:
-        self._stack.append(int.from_bytes(self._take(2), "little"))
-
-    def int4(self) -> None:
-        self._stack.append(_INT.unpack(self._take(4))[0])
-
-    def long1(self) -> None:
-        self._stack.append(int.from_bytes(self._take(self._take(1)[0]), "little", signed=True))
-
-    def float(self) -> None:
-        self._stack.append(_FLOAT.unpack(self._take(8))[0])
-
-    def none(self) -> None:
-        self._stack.append(None)
-
-    def true(self) -> None:
-        self._stack.append(True)
-
-    def false(self) -> None:
-        self._stack.append(False)
-
-    def empty_dict(self) -> None:
-        self._stack.append({})
-
-    def empty_list(self) -> None:
-        self._stack.append([])
-
-    def empty_tuple(self) -> None:
-        self._stack.append(())
-
-    def tuple1(self) -> None:
-        self._stack[-1:] = [(self._stack[-1],)]
-
-    def tuple2(self) -> None:
-        self._last(2)
-
-    def tuple3(self) -> None:
-        self._last(3)
-
-    def _last(self, count: int) -> None:
-        items = tuple(self._stack[-count:])
-        if len(items) != count:
-            raise InertPickleError(f"a tuple of {count} has only {len(items)} items")
-        self._stack[-count:] = [items]
-
-    def tuple(self) -> None:
-        items = tuple(self._marked())
-        self._stack.append(items)
-
-    def append(self) -> None:
-        item = self._stack.pop()
-        _appendable_list(self._stack[-1]).append(item)
-
-    def appends(self) -> None:
-        items = self._marked()
+    def extend(self, items: Sequence[Any]) -> None:
         _appendable_list(self._stack[-1]).extend(items)
 
-    def set_item(self) -> None:
-        key, value = self._stack[-2:]
-        del self._stack[-2:]
-        self._set([key, value])
-
-    def set_items(self) -> None:
-        self._set(self._marked())
-
-    def _set(self, items: list[Any]) -> None:
+    def set_items(self, items: Sequence[Any]) -> None:
         target = self._stack[-1]
         if len(items) % 2 or not all(type(key) in _KEYS or _is_small_tuple(key) for key in items[::2]):
             raise InertPickleError("the key of a mapping has a type that no checkpoint needs")
@@ -239,15 +167,7 @@ class _Machine:
             raise InertPickleError(f"it sets items in a {type(target).__name__}")
         target.update(pairs)
 
-    def named(self) -> None:
-        module = self._line()
-        self._stack.append(self._find(module, self._line()))
-
-    def stack_named(self) -> None:
-        name, module = self._stack.pop(), self._stack.pop()
-        self._stack.append(self._find(module, name))
-
-    def _find(self, module: Any, name: Any) -> object:
+    def find(self, module: Any, name: Any) -> object:
         if type(module) is not str or type(name) is not str:
             raise InertPickleError("the name of a class is not a string")
         try:
@@ -312,40 +232,46 @@ def _appendable_list(value: Any) -> list[Any]:
 _KEYS: tuple[type, ...] = (str, int, bool, float, type(None), Instance)
 _MAX_KEY_PARTS = 1000
 _STOP = ord(".")
-_OPERATIONS: dict[int, Callable[[_Machine], None]] = {
+_VALUES: dict[int, Callable[[_Machine], Any]] = {
+    ord(code): read
+    for code, read in {
+        "N": lambda _: None,
+        "\x88": lambda _: True,
+        "\x89": lambda _: False,
+        "}": lambda _: {},
+        "]": lambda _: [],
+        ")": lambda _: (),
+        "K": _Machine.byte,
+        "M": lambda machine: int.from_bytes(machine.take(2), "little"),
+        "J": lambda machine: _INT.unpack(machine.take(4))[0],
+        "\x8a": lambda machine: int.from_bytes(machine.take(machine.byte()), "little", signed=True),
+        "G": lambda machine: _FLOAT.unpack(machine.take(8))[0],
+        "\x8c": _Machine.short_text,
+        "X": lambda machine: machine.take(machine.length()).decode(),
+        "h": lambda machine: machine.memo[machine.byte()],
+        "j": lambda machine: machine.memo[machine.length()],
+        "t": lambda machine: tuple(machine.marked()),
+        "\x85": lambda machine: machine.last(1),
+        "\x86": lambda machine: machine.last(2),
+        "\x87": lambda machine: machine.last(3),
+        "c": lambda machine: machine.find(machine.line(), machine.line()),
+        "\x93": lambda machine: machine.find(*machine.last(2)),
+    }.items()
+}
+"""The operations that push one value, and what they push."""
+_OPERATIONS: dict[int, Callable[[_Machine], object]] = {
     ord(code): operation
     for code, operation in {
-        "\x80": _Machine.protocol,
-        "\x95": _Machine.frame,
+        "\x80": lambda machine: machine.take(1),
+        "\x95": lambda machine: machine.take(8),
         "(": _Machine.mark,
         "\x94": _Machine.memoize,
-        "q": _Machine.put,
-        "r": _Machine.long_put,
-        "h": _Machine.get,
-        "j": _Machine.long_get,
-        "\x8c": _Machine.short_text,
-        "X": _Machine.text,
-        "K": _Machine.int1,
-        "M": _Machine.int2,
-        "J": _Machine.int4,
-        "\x8a": _Machine.long1,
-        "G": _Machine.float,
-        "N": _Machine.none,
-        "\x88": _Machine.true,
-        "\x89": _Machine.false,
-        "}": _Machine.empty_dict,
-        "]": _Machine.empty_list,
-        ")": _Machine.empty_tuple,
-        "\x85": _Machine.tuple1,
-        "\x86": _Machine.tuple2,
-        "\x87": _Machine.tuple3,
-        "t": _Machine.tuple,
-        "a": _Machine.append,
-        "e": _Machine.appends,
-        "s": _Machine.set_item,
-        "u": _Machine.set_items,
-        "c": _Machine.named,
-        "\x93": _Machine.stack_named,
+        "q": lambda machine: machine.memoize(machine.byte()),
+        "r": lambda machine: machine.memoize(machine.length()),
+        "a": lambda machine: machine.extend(machine.last(1)),
+        "e": lambda machine: machine.extend(machine.marked()),
+        "s": lambda machine: machine.set_items(machine.last(2)),
+        "u": lambda machine: machine.set_items(machine.marked()),
         "R": _Machine.call,
         "\x81": _Machine.call,
         "b": _Machine.build,

@@ -30,8 +30,9 @@ Read = Callable[[int, int], bytes]
 
 
 def item_reader(fd: int, item: Item) -> Read:
-    """Return what reads `item` in the open file `fd`."""
-    return lambda offset, count: os.pread(fd, min(count, item.length - offset), item.offset + offset)
+    """Return what reads `item` in the open file `fd`, and allocates no more than it has."""
+    begin, size = item.offset, item.length
+    return lambda offset, count: os.pread(fd, min(count, size - offset), begin + offset) if 0 <= offset < size else b""
 
 
 class Layout(NamedTuple):
@@ -45,12 +46,6 @@ class Layout(NamedTuple):
     strides: Shape
 
 
-_TAIL_BYTES = 1024
-"""More than the zip directory of an item and its end record take."""
-_HEAD_BYTES = 1024
-"""More than the first entry, which is the pickle, takes."""
-_WHOLE_BYTES = 16384
-"""An item up to this size is read with one call."""
 _MAX_DIRECTORY_BYTES = 65536
 
 _END = struct.Struct("<4s4H2LH")
@@ -93,25 +88,9 @@ def locate(read: Read, num_bytes: int, dtypes: Mapping[str, Any] = DTYPES) -> La
     Whatever the item says, all elements of a returned layout are inside it. Its dtype is a value of `dtypes`.
     """
     try:
-        return _locate(_with_both_ends(read, num_bytes), num_bytes, dtypes)
+        return _locate(read, num_bytes, dtypes)
     except (InertPickleError, IndexError, KeyError, TypeError, UnicodeDecodeError, ValueError, struct.error):
         return None
-
-
-def _with_both_ends(read: Read, num_bytes: int) -> Read:
-    """Return a `read` that has the first and the last bytes of the item in memory."""
-    if num_bytes <= _WHOLE_BYTES:
-        whole = read(0, num_bytes)
-        return lambda offset, count: whole[offset : offset + count]
-    head, tail = read(0, _HEAD_BYTES), read(num_bytes - _TAIL_BYTES, _TAIL_BYTES)
-
-    def ends_first(offset: int, count: int) -> bytes:
-        if offset + count <= len(head):
-            return head[offset : offset + count]
-        begin = offset - (num_bytes - _TAIL_BYTES)
-        return tail[begin : begin + count] if begin >= 0 else read(offset, count)
-
-    return ends_first
 
 
 def _locate(read: Read, num_bytes: int, dtypes: Mapping[str, Any]) -> Layout | None:

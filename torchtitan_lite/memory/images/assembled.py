@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchtitan_lite.checkpoint.format.completed import joined_structures, joined_tables
+from torchtitan_lite.checkpoint.reading.folder import joined_structures, joined_tables
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.memory.images.card import Card
 from torchtitan_lite.store import layout

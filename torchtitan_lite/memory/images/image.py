@@ -19,9 +19,9 @@ import torch
 
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.context import RunContext
-from torchtitan_lite.checkpoint.format.completed import joined_structures, joined_tables
 from torchtitan_lite.checkpoint.format.description import PlacedObject, table_of_objects
 from torchtitan_lite.checkpoint.planning.rank_file import RankPlan
+from torchtitan_lite.checkpoint.reading.folder import joined_structures, joined_tables
 from torchtitan_lite.checkpoint.saving.target import Origin
 from torchtitan_lite.checkpoint.saving.writer import versions
 from torchtitan_lite.checkpoint.staging.arena import StagingArena

@@ -88,7 +88,7 @@ class ImageSources(Sources):
         files = self._held.files(source.key, manifest, is_spread=source.is_spread)
         try:
             if source.is_spread:
-                files.borrow(peers.gather_made(lambda: lent_parts(source, files)))
+                files.borrow(peers.gather(peers.together(lambda: lent_parts(source, files))))
             if source.is_last_resort:
                 # What a load has changed, nothing on disk could put right.
                 peers.together(lambda: verify_images(source, files, peers.rank, peers.world_size))
