@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torchtitan_lite import faults
 from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, BlockDigest, FileRecord, block_digest
@@ -39,6 +39,7 @@ from torchtitan_lite.disk.read_requests import (
     scatter,
     segments,
 )
+from torchtitan_lite.disk.shared_memory import MAP_FAILED, libc_with_maps
 from torchtitan_lite.disk.threads import in_threads
 from torchtitan_lite.errors import CheckpointUnreadable
 from torchtitan_lite.log import counted, logger
@@ -386,10 +387,11 @@ def look_into_cache(fd: int, size: int) -> Iterator[Callable[[int, int], bool] |
     It checks a sample of the pages, because to check all of them takes as long as to read some: neighbouring pages
     come and go together, and a wrong answer costs only time. Yields None where the system cannot say.
     """
-    libc = _libc_with_mincore()
+    libc = libc_with_maps()
     # Not Python's `mmap`: ctypes gives no address of a mapping that is read-only.
-    address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0) if libc is not None and size else None
-    if libc is None or address in (None, _MAP_FAILED):
+    can_look = size and hasattr(libc, "mincore")
+    address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0) if can_look else MAP_FAILED
+    if address in (None, MAP_FAILED):
         yield None
         return
 
@@ -406,19 +408,3 @@ def look_into_cache(fd: int, size: int) -> Iterator[Callable[[int, int], bool] |
         yield has
     finally:
         libc.munmap(address, size)
-
-
-_MAP_FAILED = ctypes.c_void_p(-1).value
-
-
-@cache
-def _libc_with_mincore() -> Any:
-    """Return the C library if it has mincore, else None."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "mincore"):
-        return None
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
-    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-    return libc

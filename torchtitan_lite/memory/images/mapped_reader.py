@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torchtitan_lite.disk.block_reader import CheckedFile, DamagedRange
@@ -22,6 +22,7 @@ from torchtitan_lite.disk.read_requests import (
     ReadsBlocks,
     Segment,
     by_block,
+    copy_memory,
     pieces_in_order,
     scatter,
 )
@@ -33,8 +34,6 @@ THREADS = min(8, max(2, len(os.sched_getaffinity(0)) // 2)) if hasattr(os, "sche
 _PORTION_BYTES = 256 << 10
 """Bytes copied and hashed at a time: source and destination fit together into a core's cache."""
 ELSEWHERE = "it is in the memory of another host"
-_LARGE_COPY = 32 << 10
-"""Bytes from which a copy releases the GIL."""
 
 
 class MappedReader(ReadsBlocks):
@@ -138,18 +137,9 @@ class _Copy:
             target = ctypes.addressof(ctypes.c_char.from_buffer(into))
             for begin in range(0, count, _PORTION_BYTES):
                 end = min(begin + _PORTION_BYTES, count)
-                _copier(end - begin)(target + begin, address + at + begin, end - begin)
+                copy_memory(target + begin, address + at + begin, end - begin)
                 digest.update(into[begin:end])
             done = at + count
         if done < part.end:
             digest.update(view[done : part.end])
         return digest.digest()
-
-
-def _copier(num_bytes: int) -> Callable[[int, int, int], object]:
-    return ctypes.memmove if num_bytes >= _LARGE_COPY else _small_copy
-
-
-_small_copy = ctypes.PyDLL(None).memmove
-"""Keeps the GIL: to take it back from the other thread takes longer than a small copy."""
-_small_copy.argtypes, _small_copy.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_void_p
