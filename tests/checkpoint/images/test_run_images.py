@@ -81,9 +81,8 @@ def test_a_process_digests_where_copies_cannot_or_where_it_writes_anyway(
 ) -> None:
     if not digests:
         monkeypatch.setattr(run_images, "build_image_stager", lambda let_go: ImageStager(CopiesOnly(), let_go=let_go))
-    run = images_of_run(tmp_path, async_mode=async_mode, memory_interval=interval)
-    assert isinstance(run, KeptImages)
-    found = run.images
+    found = images_of_run(tmp_path, async_mode=async_mode, memory_interval=interval)
+    assert isinstance(found, KeptImages)
     assert (found.process is not None) == (not digests if process is None else process)
     assert found.are_made_at_once == (interval > 0)
     assert found._owns_process == (async_mode == "async"), "else the saver does"

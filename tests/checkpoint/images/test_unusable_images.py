@@ -53,8 +53,8 @@ def loop(folder: Path, width: int, *, steps: int, load: int = -1, **checkpoint: 
             manager.save(step)
             found = kept(manager)
             assert found is not None
-            found.images.stager.finish_preparation()
-            assert found.images.wait(60)
+            found.stager.finish_preparation()
+            assert found.marker.wait(60)
         return manager.loaded_step
 
 

@@ -9,27 +9,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
+from torchtitan_lite.checkpoint.staging.mark import Mark, Marked, read_mark
 from torchtitan_lite.disk.shared_memory import map_shared
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.log import counted, logger, readable_bytes
+from torchtitan_lite.memory.keeper.client import HeldMemory
 
 CHUNK_BYTES = 64 << 20
 """Of one message: what was sent is in the sender's memory until it was received."""
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """The image of a rank."""
-
-    arena_fd: int
-    mark_fd: int
-    card: bytes
 
 
 class Move(NamedTuple):
@@ -42,9 +33,7 @@ class Move(NamedTuple):
 class _Announced(NamedTuple):
     """What a rank is about to send."""
 
-    card: bytes
-    step: int
-    num_bytes: int
+    marked: Marked
     arena_bytes: int
 
 
@@ -64,7 +53,7 @@ def moves(where: Sequence[frozenset[int]]) -> list[Move]:
     return found
 
 
-def fetched(to_move: Sequence[Move], here: Mapping[int, Fetched], peers: Peers) -> Fetched | None:
+def fetched(to_move: Sequence[Move], here: Mapping[int, HeldMemory], peers: Peers) -> HeldMemory | None:
     """Send and receive what `to_move` says; return what this rank received, which the caller owns. **Collective**.
 
     `here` has the images on this host, by rank. What arrives is not verified: a load does that. Raises OSError on every
@@ -80,7 +69,7 @@ def fetched(to_move: Sequence[Move], here: Mapping[int, Fetched], peers: Peers) 
     memory = peers.together(lambda: None if own is None else _staging_memory(own.arena_bytes))
     waits: list[Callable[[], object]] = []
     for move in to_move:
-        num_bytes = announced[move.rank].num_bytes
+        num_bytes = announced[move.rank].marked.num_bytes
         if move.source == peers.rank:
             view = map_shared(here[move.rank].arena_fd, num_bytes)
             waits += [peers.relay(part, None, move.rank) for part in _memory_chunks(view)]
@@ -93,22 +82,22 @@ def fetched(to_move: Sequence[Move], here: Mapping[int, Fetched], peers: Peers) 
         logger.info(
             "The images of %s (%s) came from the memory of other hosts in %.1f s",
             counted(len(to_move), "rank"),
-            readable_bytes(sum(each.num_bytes for each in announced.values())),
+            readable_bytes(sum(each.marked.num_bytes for each in announced.values())),
             time.monotonic() - began,
         )
     if own is None or memory is None:
         return None
     mark = Mark()
-    mark.set(own.step, own.num_bytes, own.card)
+    mark.set(own.marked.step, own.marked.num_bytes, own.marked.card)
     mark_fd = os.dup(mark.fd)
     mark.close()
-    return Fetched(memory, mark_fd, own.card)
+    return HeldMemory("", memory, mark_fd, is_mapped=False)
 
 
-def _announced(image: Fetched) -> _Announced:
+def _announced(image: HeldMemory) -> _Announced:
     marked = read_mark(image.mark_fd)
     assert marked is not None, "it was valid when this start looked, and nothing writes into it"
-    return _Announced(image.card, marked.step, marked.num_bytes, os.fstat(image.arena_fd).st_size)
+    return _Announced(marked, os.fstat(image.arena_fd).st_size)
 
 
 def _staging_memory(num_bytes: int) -> int:

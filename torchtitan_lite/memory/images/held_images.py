@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtitan_lite.checkpoint.staging.mark import PAGE_BYTES, Mark, Marked, UnusableMark, read_mark
+from torchtitan_lite.checkpoint.staging.mark import PAGE_BYTES, Mark, UnusableMark, read_mark
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import num_blocks
 from torchtitan_lite.distributed.peers import Peers
@@ -23,7 +23,7 @@ from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.log import logger
 from torchtitan_lite.memory.images.assembled import assembled_manifest
 from torchtitan_lite.memory.images.card import Card, ImageKey
-from torchtitan_lite.memory.images.from_peers import Fetched, fetched, moves
+from torchtitan_lite.memory.images.from_peers import fetched, moves
 from torchtitan_lite.memory.images.image_files import FilesInMemory
 from torchtitan_lite.memory.images.mapped_reader import MappedReader
 from torchtitan_lite.memory.images.snapshot_match import ImageFacts, is_replica
@@ -114,15 +114,12 @@ class HeldImages:
         The ranks have one image each. Raises OSError on every rank where one has no memory for it.
         """
         where = [frozenset(i.rank for i in look.images if i.key == key) for look in self._looks]
-        mine = self._local.get((key, self.peers.rank))
-        has = {rank: local for (of, rank), local in self._local.items() if of == key}
-        found = fetched(moves(where), {rank: _as_fetched(local) for rank, local in has.items()}, self.peers)
-        if found is not None and mine is None:
-            held = HeldMemory("", found.arena_fd, found.mark_fd, is_mapped=False)
+        here = {rank: local.held for (of, rank), local in self._local.items() if of == key}
+        held = fetched(moves(where), here, self.peers)
+        if held is not None and (local := _read_held(held)) is not None:
             self._fetched.append((key, held))
             self._held.append(held)
-            card = Card.parse(found.card)
-            self._local[key, self.peers.rank] = _Local(held, ImageFacts.of_card(card), card)
+            self._local[key, self.peers.rank] = local
 
     def files(self, key: ImageKey, manifest: Manifest, *, is_spread: bool) -> FilesInMemory:
         """Return the files of `manifest`, which the coordinator put together for the images `key`. Any rank."""
@@ -321,13 +318,12 @@ def _read_held(held: HeldMemory) -> _Local | None:
     marked = read_mark(held.mark_fd)
     if marked is None:
         return None
-    card = Card.parse(marked.card)
-    _check_step_and_size(card, marked, os.fstat(held.arena_fd).st_size)
+    card, arena_bytes = Card.parse(marked.card), os.fstat(held.arena_fd).st_size
+    if card.key.step != marked.step:
+        raise ValueError(f"its mark is of step {marked.step}, its card of step {card.key.step}")
+    if not card.record.size <= marked.num_bytes <= arena_bytes:
+        raise ValueError(f"it has {arena_bytes} bytes, its mark says {marked.num_bytes}, its card {card.record.size}")
     return _Local(held, ImageFacts.of_card(card), card)
-
-
-def _as_fetched(local: _Local) -> Fetched:
-    return Fetched(local.held.arena_fd, local.held.mark_fd, local.card.to_bytes())
 
 
 def _matches_its_digests(local: _Local) -> bool:
@@ -360,10 +356,3 @@ def _clear(held: HeldMemory) -> None:
         return  # It is too small for a mark.
     mark.clear()
     mark.close()
-
-
-def _check_step_and_size(card: Card, marked: Marked, arena_bytes: int) -> None:
-    if card.key.step != marked.step:
-        raise ValueError(f"its mark is of step {marked.step}, its card of step {card.key.step}")
-    if not card.record.size <= marked.num_bytes <= arena_bytes:
-        raise ValueError(f"it has {arena_bytes} bytes, its mark says {marked.num_bytes}, its card {card.record.size}")

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -87,33 +86,19 @@ def staged_record(staged: StagedCopy) -> FileRecord:
     return FileRecord.of(staged.arena.memory[: staged.num_bytes])
 
 
-@dataclass(frozen=True)
-class WrittenCard:
-    """The card in a mark, and the size of the image that it describes."""
-
-    card: Card
-    num_bytes: int
-
-
-def renew_card(mark: Mark, commits: tuple[Commit, ...], rank: int, written: WrittenCard | None = None) -> None:
+def renew_card(mark: Mark, commits: tuple[Commit, ...], rank: int) -> None:
     """Write into the card of a valid image of `rank` that `commits` are the latest checkpoints on disk now.
 
-    Else the image would count again where its owner deletes that checkpoint, to roll back to the one before. The card
-    is read from the mark unless it is known as `written`. A card that cannot be renewed is given up.
+    Else the image would count again where its owner deletes that checkpoint, to roll back to the one before. A card
+    that cannot be renewed is given up.
     """
     try:
-        known = written or _written_in(mark)
-        if known is not None:
-            card = dataclasses.replace(known.card, commits=commits)
-            mark.set(card.key.step, known.num_bytes, card.to_bytes())
+        if (marked := read_mark(mark.fd)) is not None:
+            card = dataclasses.replace(Card.parse(marked.card), commits=commits)
+            mark.set(marked.step, marked.num_bytes, card.to_bytes())
     except (ValueError, OSError) as error:
         logger.warning("An image in memory of rank %d is given up: %s", rank, error)
         mark.clear()
-
-
-def _written_in(mark: Mark) -> WrittenCard | None:
-    marked = read_mark(mark.fd)
-    return None if marked is None else WrittenCard(Card.parse(marked.card), marked.num_bytes)
 
 
 MAX_FAILED = 3
@@ -140,8 +125,6 @@ class Marker:
         self._lock = threading.Lock()
         self._num_failed = 0
         self._joined: int | None = None
-        self._cards: WeakKeyDictionary[StagingArena, WrittenCard] = WeakKeyDictionary()
-        """The card of the last image in each arena, if this process wrote it."""
 
     @property
     def has_failed(self) -> bool:
@@ -232,12 +215,7 @@ class Marker:
         card = image.card(record, self._tier, self._world_size)
         data = card.to_bytes()
 
-        def write() -> None:
-            mark.set(image.step, staged.num_bytes, data)
-            # In here, where no card is renewed: that of the image before would be written next to these bytes.
-            self._cards[staged.arena] = WrittenCard(card, staged.num_bytes)
-
-        if not self._pool.validate(staged.slot, staged.number, write):
+        if not self._pool.validate(staged.slot, staged.number, lambda: mark.set(image.step, staged.num_bytes, data)):
             return False
         if card.commits[-1:] != self._tier.commits[-1:]:  # A save was committed meanwhile.
             self.renew_cards()
@@ -258,4 +236,4 @@ class Marker:
 
     def _renew_card(self, arena: StagingArena) -> None:
         assert arena.mark is not None, "a valid image has one"
-        renew_card(arena.mark, self._tier.commits, self._tier.rank, self._cards.get(arena))
+        renew_card(arena.mark, self._tier.commits, self._tier.rank)

@@ -136,9 +136,7 @@ class Keeper:
             if pidfd < 0:
                 raise KeeperUnavailable("the one that runs is in a PID namespace that is not seen here")
             try:
-                poll = select.poll()  # Not select(), which takes no descriptor above 1023.
-                poll.register(pidfd, select.POLLIN)
-                poll.poll()
+                _has_ended(pidfd, None)
             finally:
                 os.close(pidfd)
 
@@ -182,7 +180,7 @@ class Keeper:
         try:
             with self._as_unavailable(), suppress(NoKeeper, HungUp), connected(self._path(), ANSWER_SECONDS) as ask:
                 listed, _ = ask({"what": "list", "start": self._start_of(start_id)})
-                for name in _names_in_answer(listed):
+                for name in messages.names_in(listed):
                     answer, fds = ask({"what": "take", "name": name}, may_fail=True, wants_fds=True)
                     if "error" in answer:  # Dropped since it was listed.
                         continue
@@ -318,15 +316,6 @@ class Keeper:
             raise KeeperUnavailable(str(error)) from error
 
 
-def _names_in_answer(answer: Mapping[str, Any]) -> list[str]:
-    names = answer.get("names")
-    if not isinstance(names, list) or not all(map(messages.is_name, names)):
-        raise messages.BadMessage("expected a list of names")
-    if len(names) > messages.MAX_ENTRIES:
-        raise messages.BadMessage(f"it has {len(names)} names, expected at most {messages.MAX_ENTRIES}")
-    return names
-
-
 def _keeper_description(answer: Mapping[str, Any]) -> KeeperDescription:
     try:
         living = tuple(map(int, answer["living"]))
@@ -337,11 +326,11 @@ def _keeper_description(answer: Mapping[str, Any]) -> KeeperDescription:
         raise messages.BadMessage("it does not describe a keeper") from None
 
 
-def _has_ended(pidfd: int, seconds: float) -> bool:
-    """Wait until the process of `pidfd` has ended; return whether it has, in `seconds`."""
-    poll = select.poll()
+def _has_ended(pidfd: int, seconds: float | None) -> bool:
+    """Wait until the process of `pidfd` has ended; return whether it has, in `seconds`, or without end for None."""
+    poll = select.poll()  # Not select(), which takes no descriptor above 1023.
     poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))
+    return bool(poll.poll(None if seconds is None else seconds * 1000))
 
 
 def _wait_for_end(fds: Sequence[int]) -> None:

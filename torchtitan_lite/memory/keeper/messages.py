@@ -118,6 +118,16 @@ def is_name(name: object) -> bool:
     return isinstance(name, str) and 0 < len(name) <= MAX_NAME_LETTERS and name.isascii() and name.isprintable()
 
 
+def names_in(message: Mapping[str, Any]) -> list[str]:
+    """Return the names in `message`. Raises `BadMessage` if it has none such, or more than a keeper holds."""
+    names = message.get("names")
+    if not isinstance(names, list) or not all(map(is_name, names)):
+        raise BadMessage("names: expected a list of names")
+    if len(names) > MAX_ENTRIES:
+        raise BadMessage(f"it has {len(names)} names, expected at most {MAX_ENTRIES}")
+    return names
+
+
 def is_shared_memory(fd: int) -> bool:
     """Return whether `fd` is a memfd, or as good as one: a file in memory without a name, open for both ways."""
     try:

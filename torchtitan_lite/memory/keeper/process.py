@@ -314,7 +314,7 @@ class KeeperContents:
                 entry = self._held.get(_name_field(request, "name"))
                 return Answer({}, entry.fds) if entry else Answer({"error": "there is no such name"})
             case "drop":
-                return Answer({}, freed=self._drop(_texts(request, "names")))
+                return Answer({}, freed=self._drop(messages.names_in(request)))
             case "other":
                 other = self._other_than(_name_field(request, "start"))
                 return Answer({}, () if other is None else (other.pidfd,))
@@ -412,10 +412,3 @@ def _name_field(request: dict[str, Any], name: str) -> str:
     if value != "" and not messages.is_name(value):
         raise messages.BadMessage(f"{name}: expected at most {messages.MAX_NAME_LETTERS} letters of ASCII")
     return str(value)
-
-
-def _texts(request: dict[str, Any], name: str) -> list[str]:
-    values = request.get(name)
-    if not isinstance(values, list) or not all(map(messages.is_name, values)):
-        raise messages.BadMessage(f"{name}: expected a list of names")
-    return values
