@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from torchtitan_lite.bucket.garbage import KEPT_SECONDS, Inventory, remove, remove_beats, store_time
+from torchtitan_lite.bucket.garbage import KEPT_SECONDS, remove, remove_beats, store_time
 from torchtitan_lite.bucket.head import Entry, Head, Status
 from torchtitan_lite.bucket.head_file import HeadFile
 from torchtitan_lite.bucket.head_lease import BucketLease, HeldHead
 from torchtitan_lite.bucket.identity import id_of, make_id, probe
 from torchtitan_lite.bucket.manifests import AttemptManifests, read_manifest, size_findings
-from torchtitan_lite.bucket.naming import beat_key
+from torchtitan_lite.bucket.naming import AttemptObjects, attempts_in, beat_key, parse_beat
 from torchtitan_lite.bucket.object_upload import PART_BYTES, ObjectToUpload
 from torchtitan_lite.bucket.objects import Objects
 from torchtitan_lite.bucket.obstore_objects import connect
@@ -41,9 +41,9 @@ from torchtitan_lite.errors import (
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout, rollbacks
 from torchtitan_lite.store.holder import HolderSeen
-from torchtitan_lite.store.json_record import json_bytes
 from torchtitan_lite.store.lease import LeaseClock
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
+from torchtitan_lite.store.manifest_fields import json_bytes
 from torchtitan_lite.store.place import ObjectPlace, Place
 from torchtitan_lite.store.protocol import ABANDONED, CORRUPT, SetAside, StoresCheckpoints, nothing
 from torchtitan_lite.store.set_aside import branch_in_the_way
@@ -266,17 +266,23 @@ class BucketStore(StoresCheckpoints):
         place = self.place_of(entry.name)
         self._held.change(lambda head: head.with_corrupt(entry.name, findings))
         logger.warning("Step %d is damaged and is set aside: %s", step, place)
-        self._write_findings(place, step, findings)
+        text = json_bytes({"step": step, "findings": list(findings)}, indent=2)
+        try:
+            self._objects.put(f"{place.name}/{layout.FINDINGS}", text)
+        except OSError as error:
+            logger.warning("Could not write %s/%s: %s", place, layout.FINDINGS, error)
         return place
 
     def recover(self) -> list[ObjectPlace]:
-        head, inventory = self._held.read(), Inventory.of(self._objects)
+        head, listed = self._held.read(), list(self._objects.list(""))
+        attempts = attempts_in(listed)
         retired = [entry.name for entry in head.entries if entry.status is Status.RETIRED]
-        leftovers = [*(name for name in retired if name in inventory.latest), *self._strays(head, inventory)]
+        leftovers = [*(name for name in retired if name in attempts), *self._strays(head, attempts)]
         removed = remove(self._objects, leftovers)
-        remove_beats(self._objects, [epoch for epoch in inventory.beats if epoch < self._held.claim().epoch])
+        beats = {epoch for each in listed if (epoch := parse_beat(each.key)) is not None}
+        remove_beats(self._objects, [epoch for epoch in beats if epoch < self._held.claim().epoch])
         # Also what people removed by hand.
-        gone = {entry.name for entry in head.entries if entry.name not in inventory.latest}.union(retired)
+        gone = {entry.name for entry in head.entries if entry.name not in attempts}.union(retired)
         gone.difference_update(set(leftovers).difference(removed))
         if head.without(gone) != head:
             self._held.change(lambda head: head.without(gone))
@@ -296,22 +302,15 @@ class BucketStore(StoresCheckpoints):
             return error
         return None
 
-    def _write_findings(self, place: ObjectPlace, step: int, findings: Sequence[str]) -> None:
-        text = json_bytes({"step": step, "findings": list(findings)}, indent=2)
-        try:
-            self._objects.put(f"{place.name}/{layout.FINDINGS}", text)
-        except OSError as error:
-            logger.warning("Could not write %s/%s: %s", place, layout.FINDINGS, error)
-
-    def _strays(self, head: Head, inventory: Inventory) -> list[str]:
+    def _strays(self, head: Head, attempts: Mapping[str, AttemptObjects]) -> list[str]:
         """Return the checkpoints that are in no head and have not changed for a day."""
-        known = {entry.name for entry in head.entries}
-        if known.issuperset(inventory.latest):
+        strays = sorted(attempts.keys() - {entry.name for entry in head.entries})
+        if not strays:
             return []
         lease, claim = self._held.lease, self._held.claim()
         kept_seconds = KEPT_SECONDS if lease is None else max(KEPT_SECONDS, lease.timeout_seconds)
         now = store_time(self._objects, beat_key(claim.epoch), f"{claim.token} looks at the time\n".encode())
-        return inventory.strays(known, now - kept_seconds)
+        return [name for name in strays if attempts[name].modified < now - kept_seconds]
 
 
 _WHY = {Status.CORRUPT: CORRUPT, Status.ABANDONED: ABANDONED}
@@ -343,11 +342,7 @@ class BucketShelf:
     def bring_back(self, aside: SetAside, fence: Callable[[], object] = nothing) -> Sequence[Place]:
         fence()
         branch = {info.path.name for info in branch_in_the_way(self._store, aside)}
-
-        def brought_back(head: Head) -> Head:
-            return head.with_brought_back(aside.folder.name, branch)
-
-        self._held.change(brought_back)
+        self._held.change(lambda head: head.with_brought_back(aside.folder.name, branch))
         try:
             # It is undamaged: these findings are no longer true.
             self._objects.delete([f"{aside.folder.name}/{layout.FINDINGS}"])

@@ -35,13 +35,8 @@ def make_id(objects: Objects, probe: Callable[[Objects], None]) -> str:
         return found
     probe(objects)
     new = f"{secrets.token_hex(16)}\n".encode()
-    try:
-        if condition is None:
-            objects.put_if_absent(layout.FOLDER_ID, new)
-        else:
-            objects.put_if_match(layout.FOLDER_ID, new, condition)
-    except ConditionFailed:
-        pass  # Another job was faster, or the answer to our first try was lost: what is there counts.
+    with suppress(ConditionFailed):  # Another job was faster, or the answer to our first try was lost.
+        objects.put_if(layout.FOLDER_ID, new, condition)
     return _read_folder_id(objects)[0]
 
 
@@ -73,9 +68,9 @@ def _probe_once(objects: Objects) -> None:
     key = f"probe-{secrets.token_hex(8)}"
     try:
         first = _created(objects, key)
-        _refuse_unless_refused(objects, lambda: objects.put_if_absent(key, b"created twice"))
+        _refuse_unless_refused(objects, lambda: objects.put_if(key, b"created twice", None))
         _replace(objects, key, first)
-        _refuse_unless_refused(objects, lambda: objects.put_if_match(key, b"replaced twice", first))
+        _refuse_unless_refused(objects, lambda: objects.put_if(key, b"replaced twice", first))
     finally:
         _delete(objects, key)
 
@@ -83,7 +78,7 @@ def _probe_once(objects: Objects) -> None:
 def _created(objects: Objects, key: str) -> Condition:
     """Create the object `key`, which has a name that no other job can have chosen, and return its version."""
     try:
-        return objects.put_if_absent(key, b"created")
+        return objects.put_if(key, b"created", None)
     except ConditionFailed:
         # The store carried out the first try of the client, but gave an error for it.
         return _checked_version(objects, key, b"created")
@@ -91,7 +86,7 @@ def _created(objects: Objects, key: str) -> Condition:
 
 def _replace(objects: Objects, key: str, condition: Condition) -> None:
     try:
-        objects.put_if_match(key, b"replaced", condition)
+        objects.put_if(key, b"replaced", condition)
     except ConditionFailed:
         _checked_version(objects, key, b"replaced")  # Likewise.
 

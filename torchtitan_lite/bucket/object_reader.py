@@ -254,7 +254,7 @@ class _Object:
         """Return bytes [begin, end) of the object. Raises `DamagedRange` if it ends before."""
         path = self._checked.path
         faults.point("read", path=path)
-        data = _readable(path, lambda: self._objects.get_ranges(self._key, [(begin, end)]))[0]
+        data = _readable(path, lambda: self._objects.get_range(self._key, begin, end))
         if len(data) < end - begin:
             raise DamagedRange(path, begin + len(data), end, "the object ends before them")
         return data
