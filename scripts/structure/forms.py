@@ -36,7 +36,7 @@ RECORDS = {
     ),
     "the lock of a folder": ("store.holder",),
     "one JSON object in a file: pins, rollbacks, uploads, what verify found, why a checkpoint was set aside": (
-        "store.json_record",
+        "store.manifest_fields",
         "store.pins",
         "store.rollbacks",
         "store.retired",

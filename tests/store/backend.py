@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from tests.store.filled import manifest_of
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.lineage import Lineage, abandoned_by
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
+from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest, abandoned_by
 from torchtitan_lite.store.place import Place
 from torchtitan_lite.store.protocol import StoresCheckpoints, nothing
 

@@ -20,10 +20,9 @@ from torchtitan_lite.disk.threads import Background
 from torchtitan_lite.errors import CheckpointUnreadable, ConfigError, LeaseLost, PinsUnreadable
 from torchtitan_lite.events import Emit, Purged
 from torchtitan_lite.log import logger
-from torchtitan_lite.store.lineage import without_abandoned
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, without_abandoned
 from torchtitan_lite.store.protocol import StoresCheckpoints, nothing
-from torchtitan_lite.store.retention import KeepAll, RetentionPolicy, Verdict, judge_checkpoints, to_remove
+from torchtitan_lite.store.retention import KeepAll, RetentionPolicy, Verdict, judge_checkpoints
 
 _LOOKS = 10
 """Checkpoints, the latest ones, whose files every purge looks at; at the others once a start, which takes a while."""
@@ -114,7 +113,7 @@ class Housekeeping:
         if self._retention == KeepAll() and not store.missing_bytes(self._min_free_bytes):
             return
         try:
-            going = to_remove(self._retention, **self._facts(store, protected))
+            going = [verdict.info for verdict in self.verdicts(store, protected) if verdict.goes]
         except OSError as error:
             logger.warning("Could not list %s to remove what is no longer kept: %s", store.address, error)
         except PinsUnreadable as error:
@@ -125,23 +124,20 @@ class Housekeeping:
             self._warned_of = ""
             self.remove(going, store, fence)
 
-    def verdicts(self, store: StoresCheckpoints) -> list[Verdict]:
+    def verdicts(
+        self, store: StoresCheckpoints, protected: Callable[[], AbstractSet[int]] | None = None
+    ) -> list[Verdict]:
         """Return what happens to each committed checkpoint now. Changes nothing.
 
         Raises PinsUnreadable, and OSError if the disk fails.
         """
-        return judge_checkpoints(self._retention, **self._facts(store))
-
-    def _facts(
-        self, store: StoresCheckpoints, protected: Callable[[], AbstractSet[int]] | None = None
-    ) -> dict[str, Any]:
-        """Return what the policy is applied to."""
         good, kept = self._known_good, (protected or self._protected)()
         committed = without_abandoned(store.listed())
         latest = committed[-_LOOKS].step if len(committed) >= _LOOKS else 0
-        return dict[str, Any](
-            committed=committed,
-            protected=(good & {max(good, default=-1)}) | kept,
+        return judge_checkpoints(
+            self._retention,
+            committed,
+            (good & {max(good, default=-1)}) | kept,
             known_good=good,
             pinned=store.pins.read(),
             now=self._now(),

@@ -8,9 +8,8 @@ before the abandoned folders are renamed. Pure values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
 MAX_ABANDONED = 100_000
 """Checkpoints that one commit may abandon."""
@@ -112,35 +111,6 @@ class Lineage:
     def comes_from(self, run_id: str) -> bool:
         """Return whether this run began in the run `run_id`."""
         return any(run_id == run for _, run in self.ancestors)
-
-
-class OfARun(Protocol):
-    """What this module needs to know of a checkpoint."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def lineage(self) -> Lineage: ...
-
-
-T = TypeVar("T", bound=OfARun)
-
-
-def without_abandoned(committed: Sequence[T]) -> list[T]:
-    """Return the checkpoints of `committed` that no other one abandons."""
-    abandoned = {pair for info in committed if info.lineage.abandons for pair in info.lineage.abandons}
-    if not abandoned:
-        return [*committed]
-    return [info for info in committed if (info.step, info.lineage.run_id) not in abandoned]
-
-
-def abandoned_by(run_id: str, branch_point: int | None, committed: Iterable[OfARun]) -> tuple[tuple[int, str], ...]:
-    """Return what a commit of this run abandons: all steps of other runs beyond the branch point."""
-    if branch_point is None:
-        return ()
-    others = (info for info in committed if info.lineage.run_id != run_id)
-    return tuple((info.step, info.lineage.run_id) for info in others if info.step > branch_point)
 
 
 def _ancestors(pairs: object) -> tuple[tuple[int, str], ...]:

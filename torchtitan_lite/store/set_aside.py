@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 
 from torchtitan_lite.disk.durable import Durable
@@ -84,10 +83,9 @@ class ShelfOnDisk:
         """Set the checkpoints `infos` aside as abandoned, durably; return their new paths."""
         moved = []
         for info in infos:
-            spell = partial(layout.abandoned_dir, info.step, info.run_id)
             fence()
-            self._durable.rename(on_disk(info.path), place := Listing(self._root).free(spell))
-            moved.append(place)
+            moved.append(Listing(self._root).take_aside(info.step, f"abandoned-{info.run_id}"))
+            self._durable.rename(on_disk(info.path), moved[-1])
         if moved:
             self._durable.fsync_dir(self._root)
         return moved

@@ -38,8 +38,7 @@ from torchtitan_lite.store.holder import HolderSeen
 from torchtitan_lite.store.known_manifests import KnownManifests
 from torchtitan_lite.store.layout import Listing, is_folder, is_unmanaged
 from torchtitan_lite.store.lease import FolderLease, LeaseClock
-from torchtitan_lite.store.lineage import without_abandoned
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest, without_abandoned
 from torchtitan_lite.store.manifest_fields import DCP_METADATA
 from torchtitan_lite.store.pins import Pins
 from torchtitan_lite.store.place import on_disk

@@ -18,8 +18,7 @@ from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointUnsafe
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.format_version import FORMAT, check_format, unknown_fields
-from torchtitan_lite.store.json_record import json_bytes, json_object
-from torchtitan_lite.store.manifest_fields import file_name, integer_field, seconds, value_of
+from torchtitan_lite.store.manifest_fields import file_name, integer_field, json_bytes, json_object, seconds, value_of
 from torchtitan_lite.uploading.choice import Save
 
 _MOST_BYTES = 16 << 20
@@ -99,16 +98,13 @@ def _record_entries(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _record_document(record: Record) -> dict[str, Any]:
     begun = record.begun
+    under_way = None if begun is None else {**_save_fields(begun.save), "place": begun.place, "done": dict(begun.done)}
     return {
         "address": record.address,
         "folder_id": record.folder_id,
-        "begun": None if begun is None else {**_save_fields(begun.save), **_begun_fields(begun)},
+        "begun": under_way,
         "stored": [{**_save_fields(save), "stored_at": at} for save, at in sorted(record.stored.items())],
     }
-
-
-def _begun_fields(begun: Begun) -> dict[str, Any]:
-    return {"place": begun.place, "done": dict(begun.done)}
 
 
 def _parsed_record(document: dict[str, Any]) -> Record:

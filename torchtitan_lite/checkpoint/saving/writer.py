@@ -33,8 +33,8 @@ from torchtitan_lite.errors import LeaseLost, SaveFailed
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import Files, FilesOfRanks, with_rank_files
-from torchtitan_lite.store.lineage import Lineage, abandoned_by
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
+from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest, abandoned_by
 from torchtitan_lite.store.manifest_fields import (
     DCP_METADATA,
     LEFT_OUT,
