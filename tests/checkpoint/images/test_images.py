@@ -26,7 +26,7 @@ from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.memory.images import run_images
-from torchtitan_lite.memory.images.image_stager import ImageStager
+from torchtitan_lite.memory.images.pool import ImageStager
 from torchtitan_lite.memory.images.tier import TakenOver
 from torchtitan_lite.memory.keeper.client import Keeper
 from torchtitan_lite.store.manifest import Manifest

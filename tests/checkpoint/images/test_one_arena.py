@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.checkpoint.images.image_runs import CopiesOnly, images_of, start
 from torchtitan_lite import faults
 from torchtitan_lite.memory.images import run_images
-from torchtitan_lite.memory.images.image_stager import ImageStager
+from torchtitan_lite.memory.images.pool import ImageStager
 
 run_images.num_arenas = lambda found: 1
 run_images.build_image_stager = lambda let_go: ImageStager(CopiesOnly(), let_go=let_go)

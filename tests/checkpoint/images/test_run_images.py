@@ -22,7 +22,7 @@ from torchtitan_lite.events import ignore
 from torchtitan_lite.memory.images import run_images
 from torchtitan_lite.memory.images.card import Card, Commit
 from torchtitan_lite.memory.images.image import renew_card
-from torchtitan_lite.memory.images.image_stager import ImageStager
+from torchtitan_lite.memory.images.pool import ImageStager
 from torchtitan_lite.memory.images.run_images import FoundImages, KeptImages
 from torchtitan_lite.memory.keeper.client import Keeper
 from torchtitan_lite.store.lineage import Lineage

@@ -17,12 +17,12 @@ from tests.checkpoint.images.cards import CARD, changed
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.memory.images.card import Card, ImageKey
-from torchtitan_lite.memory.images.from_peers import Move, moves
+from torchtitan_lite.memory.images.held_images import Move, moves
+from torchtitan_lite.memory.images.host_replicas import ReplicaHost, Turns, own_address, partners, ring_text
 from torchtitan_lite.memory.images.memory_budget import Room, has_no_room_for_replicas
+from torchtitan_lite.memory.images.replica_sender import Order, Outcome, ReplicaJob, ReplicaMemory, ReplicaProcess
 from torchtitan_lite.memory.images.snapshot_match import is_replica
 from torchtitan_lite.memory.keeper.client import Keeper
-from torchtitan_lite.memory.replicas.host_replicas import ReplicaHost, Turns, own_address, partners, ring_text
-from torchtitan_lite.memory.replicas.replica_sender import Order, Outcome, ReplicaJob, ReplicaMemory, ReplicaProcess
 
 START = "a1"
 SECRET = b"of this start"

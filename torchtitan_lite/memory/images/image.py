@@ -32,8 +32,8 @@ from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.events import ImageReady
 from torchtitan_lite.log import logger
 from torchtitan_lite.memory.images.card import Card, CardRun, CardTables, Commit, ImageKey
+from torchtitan_lite.memory.images.host_replicas import HostReplicas
 from torchtitan_lite.memory.images.pool import Pool
-from torchtitan_lite.memory.images.replicates import Replicates
 from torchtitan_lite.memory.images.tier import Tier
 
 
@@ -116,7 +116,7 @@ class Marker:
         pool: Pool,
         process: WriterProcess | None,
         context: RunContext,
-        replicas: Replicates,
+        replicas: HostReplicas,
     ) -> None:
         self._replicas = replicas
         self._tier, self._pool, self._process, self._world_size = tier, pool, process, context.peers.world_size

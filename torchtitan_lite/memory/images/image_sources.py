@@ -29,10 +29,9 @@ from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from torchtitan_lite.events import ImageSkipped
 from torchtitan_lite.log import counted, logger
-from torchtitan_lite.memory.images.assembled import same_contents
-from torchtitan_lite.memory.images.card import Commit, ImageKey, commit_of, commits_in, rests_in
+from torchtitan_lite.memory.images.card import Commit, ImageKey, commit_of, commits_in, rests_in, same_contents
 from torchtitan_lite.memory.images.held_images import Complete, HeldImages
-from torchtitan_lite.memory.images.image_files import FilesInMemory
+from torchtitan_lite.memory.images.mapped_reader import FilesInMemory
 from torchtitan_lite.memory.images.snapshot_match import ChosenOnDisk, OnDisk, why_not
 from torchtitan_lite.memory.images.tier import TakenOver, Tier
 from torchtitan_lite.store import layout
@@ -325,7 +324,9 @@ def _state_on_disk(
     store: StoresCheckpoints, chosen: LoadSource | None, wanted: int, config: Checkpoint, *, is_exact: bool
 ) -> OnDisk:
     latest, start = _latest_commit(store)
-    of_run = chosen is not None and not chosen.initial
+    on_disk = None
+    if chosen is not None and not chosen.initial:
+        on_disk = ChosenOnDisk(step=chosen.step, lineage=chosen.lineage, begins_branch=chosen.is_explicit)
     return OnDisk(
         folder_id=store.folder_id(make=False),
         latest=latest,
@@ -335,16 +336,7 @@ def _state_on_disk(
         wanted=wanted,
         is_exact=is_exact,
         new_branch=config.new_branch,
-        chosen=ChosenOnDisk(
-            step=chosen.step,
-            run_id=chosen.lineage.run_id,
-            begins_branch=chosen.is_explicit,
-            branch_point=chosen.lineage.branch_point,
-            counts_again=chosen.lineage.counts_again,
-            left=chosen.lineage.ancestors,
-        )
-        if chosen is not None and of_run
-        else None,
+        chosen=on_disk,
     )
 
 

@@ -30,9 +30,9 @@ from torchtitan_lite.errors import RanksDiffer
 from torchtitan_lite.events import ImageMissed
 from torchtitan_lite.host_memory import free_memory_bytes, host_id, oom_kills
 from torchtitan_lite.log import counted, logger, readable_bytes
+from torchtitan_lite.memory.images.host_replicas import HostReplicas
 from torchtitan_lite.memory.images.image import Image, Marker
 from torchtitan_lite.memory.images.image_sources import FoundImages
-from torchtitan_lite.memory.images.image_stager import build_image_stager
 from torchtitan_lite.memory.images.memory_budget import (
     MAX_ARENAS,
     REPLICATED_ARENAS,
@@ -41,16 +41,13 @@ from torchtitan_lite.memory.images.memory_budget import (
     num_arenas,
     reserve_bytes,
 )
-from torchtitan_lite.memory.images.pool import FormerImages, Pool, step_in
-from torchtitan_lite.memory.images.replicates import Replicates
+from torchtitan_lite.memory.images.pool import FormerImages, build_image_stager, step_in
 from torchtitan_lite.memory.images.tier import TakenOver, Tier, build_tier
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.protocol import StoresCheckpoints
 
 CLOSE_SECONDS = 30.0
 """How long the digest under way may take when the manager is closed."""
-
-MakesReplicas = Callable[[Tier, Pool, RunContext], Replicates]
 
 
 class Agreement(NamedTuple):
@@ -94,7 +91,6 @@ class KeptImages(FoundImages):
         self,
         tier: Tier,
         plans: PlanCache,
-        make_replicas: MakesReplicas,
         store: StoresCheckpoints,
         context: RunContext,
         *,
@@ -112,7 +108,7 @@ class KeptImages(FoundImages):
         self._plans, self._watch = plans, build_staging_watch(config)
         self._clock, self._interval, self._emit = context.clock, config.memory_interval, context.emit
         self._most_arenas = REPLICATED_ARENAS if config.memory_replicas else MAX_ARENAS
-        self._replicas = make_replicas(tier, self.stager.pool, context)
+        self._replicas = HostReplicas(tier, self.stager.pool, context)
         self.marker = Marker(tier, self.stager.pool, self.process, context, self._replicas)
         """Makes images of the copies."""
         self._num_staged = 0
@@ -412,7 +408,6 @@ def build_run_images(
     root: Path,
     plans: PlanCache,
     context: RunContext,
-    make_replicas: MakesReplicas,
 ) -> FoundImages:
     """Return the images of a run that keeps some if it makes copies. Touches nothing."""
     config = context.config
@@ -420,4 +415,4 @@ def build_run_images(
     if config.async_mode == "disabled":
         return FoundImages(tier, store, context)
     has_process = config.async_mode == "async_with_pinned_mem"
-    return KeptImages(tier, plans, make_replicas, store, context, saver_has_process=has_process)
+    return KeptImages(tier, plans, store, context, saver_has_process=has_process)
