@@ -37,10 +37,11 @@ from torchtitan_lite.errors import (
     LeaseLost,
     SaveFailed,
 )
+from torchtitan_lite.events import ignore
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.housekeeping import Housekeeping
 from torchtitan_lite.store.lease import Lease
-from torchtitan_lite.store.manifest import Manifest
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.protocol import KeepsPins, StoresCheckpoints
 from torchtitan_lite.store.retention import KeepAll
 
@@ -500,7 +501,9 @@ def test_the_id_of_a_folder_is_made_once(job: Job, bucket: Bucket) -> None:
     assert found == new_store(bucket)[0].folder_id(make=True) == job.store.folder_id(make=True)
 
 
-def test_a_bucket_has_room(job: Job) -> None:
-    made_room: list[int] = []
-    job.store.preflight(5, 1 << 60, lambda: made_room.append(1))
-    assert job.store.has_room(1 << 60) and job.store.missing_bytes(1 << 60) == 0 and not made_room
+def test_a_bucket_has_room_and_to_know_that_is_no_request(job: Job) -> None:
+    housekeeping, num_requests = Housekeeping(KeepAll(), ignore), len(job.objects.requests)
+    last = CheckpointInfo(4, job.store.place_of("step-4"), CheckpointKind.FULL, 0.0, 1 << 60)
+    housekeeping.note_committed(last, job.store)
+    housekeeping.make_sure_of_room(5, CheckpointKind.FULL, job.store, lambda: pytest.fail("the commit finds out"))
+    assert len(job.objects.requests) == num_requests

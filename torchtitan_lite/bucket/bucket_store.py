@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -178,23 +179,8 @@ class BucketStore(StoresCheckpoints):
             raise CheckpointUnreadable(str(info.path), f"{type(error).__name__}: {error}") from error
         return size_findings({layout.MANIFEST: found.get(layout.MANIFEST, 0)} | dict(sizes or {}), found)
 
-    def preflight(
-        self,
-        step: int,
-        needed_bytes: int,
-        make_room: Callable[[], object] = nothing,
-        fence: Callable[[], object] = nothing,
-    ) -> None:
-        """Do nothing: an object store has room, and a save writes where no other one does.
-
-        The fence would be a request for which training waits; the commit finds out.
-        """
-
-    def missing_bytes(self, wanted_bytes: int) -> int:
-        return 0  # An object store has room.
-
-    def has_room(self, needed_bytes: int) -> bool:
-        return True  # As above.
+    def free_bytes(self) -> int:
+        return sys.maxsize  # An object store has room.
 
     def begin(self, step: int) -> str:
         return self._saves.begin(step)

@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from torchtitan_lite import faults
 from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, BlockDigest, FileRecord, block_digest
-from torchtitan_lite.disk.durable import O_DIRECT
+from torchtitan_lite.disk.durable import ALIGNMENT, NO_DIRECT_IO, O_DIRECT, log_no_direct_io
 from torchtitan_lite.disk.plain_file import opened_plain_file
 from torchtitan_lite.disk.read_requests import (
     REQUEST_BYTES,
@@ -44,16 +44,12 @@ from torchtitan_lite.disk.threads import in_threads
 from torchtitan_lite.errors import CheckpointUnreadable
 from torchtitan_lite.log import counted, logger
 
-ALIGNMENT = 4096
-"""Bytes. Direct I/O needs memory, offset and length to be multiples of the disk's sector, 512 or 4096."""
 THREADS = 3
 """Requests under way at a time: the disk has two while the third is copied and hashed."""
 PAUSES_SECONDS = (0.1, 1.0, 4.0)
 """Before each further try of a request, after which an I/O error is raised: a server may be away for a moment."""
 
 T = TypeVar("T")
-
-_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class DamagedRange(ValueError):
@@ -352,7 +348,7 @@ def _with_retries(
                 again()
             return operation()
         except OSError as error:
-            if direct and error.errno in _REFUSED:
+            if direct and error.errno in NO_DIRECT_IO:
                 raise
             # A file that is missing stays missing; any other error may be a moment of the network.
             if attempt > len(PAUSES_SECONDS) or error.errno == errno.ENOENT:
@@ -365,12 +361,7 @@ def _with_retries(
 
 
 def _log_refusal(path: Path, refusal: OSError) -> None:
-    _log_refused_reads_once(str(path.parent), refusal.strerror)
-
-
-@cache
-def _log_refused_reads_once(folder: str, refusal: str) -> None:
-    logger.info("%s: direct I/O is refused here (%s); reading through the page cache", folder, refusal)
+    log_no_direct_io(str(path.parent), refusal.strerror, "reading")
 
 
 # Which parts of a file are in the page cache.

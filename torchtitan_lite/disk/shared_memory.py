@@ -49,7 +49,9 @@ def map_shared(fd: int, num_bytes: int) -> memoryview:
         libc.madvise(address, size, mmap.MADV_DONTFORK)
         if num_bytes >= HUGE_PAGE_BYTES:
             libc.madvise(address, size, mmap.MADV_HUGEPAGE)
-    mapped = _array_type(num_bytes).from_address(address)
+    # A subclass, which weak references can refer to.
+    array: type[ctypes.Array[ctypes.c_char]] = type("Mapped", (ctypes.c_char * num_bytes,), {})
+    mapped = array.from_address(address)
     # At exit threads may still use it.
     weakref.finalize(mapped, _unmap, address, size, os.getpid()).atexit = False
     return memoryview(mapped).cast("B")
@@ -72,11 +74,6 @@ def allocate(view: memoryview) -> None:
             # Where it fails, small pages stay.
             libc.madvise(address + begin, whole, _MADV_COLLAPSE)
         ctypes.memset(address + begin, 0, end - begin)
-
-
-def _array_type(num_bytes: int) -> type[ctypes.Array[ctypes.c_char]]:
-    """Return a type of arrays that weak references can refer to."""
-    return type("Mapped", (ctypes.c_char * num_bytes,), {})
 
 
 def _mmap(libc: Any, address: int | None, size: int, access: int, flags: int, fd: int) -> int:

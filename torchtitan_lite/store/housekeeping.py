@@ -8,7 +8,6 @@ which checkpoints are known to be good (this run committed or loaded them), beca
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
@@ -17,9 +16,9 @@ from typing import Any
 from torchtitan_lite import faults
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.threads import Background
-from torchtitan_lite.errors import CheckpointUnreadable, ConfigError, LeaseLost, PinsUnreadable
+from torchtitan_lite.errors import CheckpointUnreadable, ConfigError, LeaseLost, PinsUnreadable, SaveFailed
 from torchtitan_lite.events import Emit, Purged
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, without_abandoned
 from torchtitan_lite.store.protocol import StoresCheckpoints, nothing
 from torchtitan_lite.store.retention import KeepAll, RetentionPolicy, Verdict, judge_checkpoints
@@ -81,11 +80,26 @@ class Housekeeping:
         if (store.address, kind) not in self._num_bytes:
             before = [info.nbytes for info in store.committed() if info.kind is kind]
             self._num_bytes[store.address, kind] = before[-1] if before else 0
-        if not store.has_room(self._num_bytes[store.address, kind]):
+        needed = self._num_bytes[store.address, kind]
+        if store.free_bytes() < needed:
             # Removals under way make room, and are no leftovers of a cut save.
             self.wait(self._timeout_seconds)
-        make_room = functools.partial(self.purge, store, fence, frozenset)
-        store.preflight(step, self._num_bytes[store.address, kind], make_room, fence)
+        if store.root is not None:
+            # First: making room, and then staging, remove what another job's save has staged. In an object store a save
+            # writes where no other one does, and this would be a request for which training waits.
+            fence()
+        if store.free_bytes() >= needed:
+            return
+        store.recover()
+        # Leftovers of cut saves go before checkpoints: no run needs the former.
+        self.purge(store, fence, frozenset)
+        fence()  # It removes nothing once the folder is another job's.
+        if (free := store.free_bytes()) < needed:
+            raise SaveFailed(
+                step,
+                f"{store.address} has room for {readable_bytes(free)}, the last save took {readable_bytes(needed)}; "
+                "remove something, or keep fewer with --checkpoint.keep_latest_k",
+            )
 
     def purge_when_there_is_time(self, store: StoresCheckpoints, fence: Callable[[], None]) -> None:
         """Purge, before returning, or in the background if saves are made there."""
@@ -110,7 +124,7 @@ class Housekeeping:
         protected: Callable[[], AbstractSet[int]] | None = None,
     ) -> None:
         """Remove the checkpoints that are not kept; nothing if disk or rule fails, or the folder is another job's."""
-        if self._retention == KeepAll() and not store.missing_bytes(self._min_free_bytes):
+        if self._retention == KeepAll() and not self._missing_bytes(store):
             return
         try:
             going = [verdict.info for verdict in self.verdicts(store, protected) if verdict.goes]
@@ -141,7 +155,7 @@ class Housekeeping:
             known_good=good,
             pinned=store.pins.read(),
             now=self._now(),
-            missing_bytes=store.missing_bytes(self._min_free_bytes),
+            missing_bytes=self._missing_bytes(store),
             is_sound=lambda info: (
                 (info.step < latest and self._sound.get(info.step) is info) or self._is_sound(info, store)
             ),
@@ -202,6 +216,9 @@ class Housekeeping:
             return False
         self._sound[info.step] = info
         return True
+
+    def _missing_bytes(self, store: StoresCheckpoints) -> int:
+        return max(0, self._min_free_bytes - store.free_bytes()) if self._min_free_bytes else 0
 
     def _warn_of(self, finding: str, cause: str = "") -> None:
         # One warning while the cause stays the same, not one for each save.

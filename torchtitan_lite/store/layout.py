@@ -262,9 +262,4 @@ def is_checkpoint(folder: Path) -> bool:
 
 def is_unmanaged(folder: Path) -> bool:
     """Return whether `folder` has files of a checkpoint but no manifest."""
-    if not is_folder(folder):
-        return False
-    if os.path.lexists(folder / MANIFEST):
-        return False
-    with os.scandir(folder) as entries:
-        return any(entry.name == METADATA or is_data_file(entry.name) for entry in entries)
+    return is_folder(folder) and not os.path.lexists(folder / MANIFEST) and is_checkpoint(folder)

@@ -205,25 +205,8 @@ class StoresCheckpoints(Protocol):
         """
         ...
 
-    def preflight(
-        self,
-        step: int,
-        needed_bytes: int,
-        make_room: Callable[[], object] = nothing,
-        fence: Callable[[], object] = nothing,
-    ) -> None:
-        """Raise `SaveFailed` unless there is room for a save of `step` with `needed_bytes`, while training waits.
-
-        Where there is too little room, removes what cut saves left and calls `make_room`; no save may be under way.
-        Calls `fence`, which raises if the folder belongs to another job, if a save would remove what that job wrote.
-        """
-
-    def missing_bytes(self, wanted_bytes: int) -> int:
-        """Return how many more bytes must be free so that `wanted_bytes` are; 0 if they are."""
-        ...
-
-    def has_room(self, needed_bytes: int) -> bool:
-        """Return whether `needed_bytes` may still be written."""
+    def free_bytes(self) -> int:
+        """Return how many bytes may still be written; a very large number where there is no limit. Raises OSError."""
         ...
 
     def begin(self, step: int) -> str:

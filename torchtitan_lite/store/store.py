@@ -32,7 +32,7 @@ from torchtitan_lite.errors import (
     CheckpointUnsafe,
     SaveFailed,
 )
-from torchtitan_lite.log import logger, readable_bytes
+from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.holder import HolderSeen
 from torchtitan_lite.store.known_manifests import KnownManifests
@@ -163,32 +163,8 @@ class CheckpointStore(StoresCheckpoints):
     def check_sizes(self, info: CheckpointInfo) -> list[str]:
         return self._manifests.check_sizes(info)
 
-    def preflight(
-        self,
-        step: int,
-        needed_bytes: int,
-        make_room: Callable[[], object] = nothing,
-        fence: Callable[[], object] = nothing,
-    ) -> None:
-        # First: making room, and then staging, remove what another job's save has staged.
-        fence()
-        if self._free_bytes(self.root) < needed_bytes:
-            self.recover()
-            # Leftovers of cut saves go before checkpoints, which `make_room` removes: no run needs the former.
-            make_room()
-            fence()  # It removes nothing once the folder is another job's.
-            if (free := self._free_bytes(self.root)) < needed_bytes:
-                raise SaveFailed(
-                    step,
-                    f"{self.root} has room for {readable_bytes(free)}, the last save took "
-                    f"{readable_bytes(needed_bytes)}; remove something, or keep fewer with --checkpoint.keep_latest_k",
-                )
-
-    def missing_bytes(self, wanted_bytes: int) -> int:
-        return max(0, wanted_bytes - self._free_bytes(self.root)) if wanted_bytes else 0
-
-    def has_room(self, needed_bytes: int) -> bool:
-        return self._free_bytes(self.root) >= needed_bytes
+    def free_bytes(self) -> int:
+        return self._free_bytes(self.root)
 
     def begin(self, step: int) -> str:
         # Never a name that was used: the client of a network file system may still lead it to the folder that had it,
