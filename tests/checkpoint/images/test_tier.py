@@ -15,7 +15,8 @@ from tests.store.filled import commit
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
 from torchtitan_lite.memory.images.card import MOST_COMMITS, Commit, commit_of, commits_in, rests_in
-from torchtitan_lite.memory.images.tier import MOST_KEEPERS, Tier, build_tier
+from torchtitan_lite.memory.images.tier import MOST_KEEPERS, Tier
+from torchtitan_lite.memory.keeper.client import Keeper
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointInfo
 from torchtitan_lite.store.store import CheckpointStore
@@ -24,7 +25,7 @@ from torchtitan_lite.store.store import CheckpointStore
 @pytest.fixture
 def tier(tmp_path: Path, memory_tier: Path) -> Iterator[Tier]:
     """The tier of rank 3 of the start "s1"."""
-    tier = build_tier(tmp_path / "checkpoint", 600.0, memory_tier, 3)
+    tier = Tier(Keeper(tmp_path / "checkpoint", 600.0, runtime=memory_tier), 3)
     tier.start, tier.folder_id = "s1", "f1"
     yield tier
     tier.finish()

@@ -103,9 +103,12 @@ class HeldImages:
         whole: list[tuple[ImageKey, ImageFacts, bool]] = []
         for key in sorted({key for images in visible for key, _ in images}, reverse=True):
             image = next((images[key, 0] for images in visible if (key, 0) in images), None)
-            if image is None or not self._is_complete(key, image, visible):
+            if image is None:
                 continue
-            is_spread = not all((key, rank) in images for images in visible for rank in range(image.world_size))
+            parts = [(key, rank) for rank in range(image.world_size)]
+            if not all(any(part in images for images in visible) for part in parts):
+                continue
+            is_spread = not all(part in images for images in visible for part in parts)
             if is_spread and not self._fits(key, image, topology):
                 continue
             whole.append((key, image, is_spread))
@@ -268,11 +271,6 @@ class HeldImages:
                 self._more_names.setdefault(before.name, []).append(each.name)
                 each.close()
         return list(first.values())
-
-    def _is_complete(
-        self, key: ImageKey, image: ImageFacts, visible: Sequence[dict[tuple[ImageKey, int], ImageFacts]]
-    ) -> bool:
-        return all(any((key, rank) in images for images in visible) for rank in range(image.world_size))
 
     def _fits(self, key: ImageKey, image: ImageFacts, topology: str) -> bool:
         """Return whether each rank needs its own image alone, as it can be had where they are on several hosts."""

@@ -28,7 +28,7 @@ from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.memory.images.card import Card, ImageKey
 from torchtitan_lite.memory.images.memory_budget import Room, has_no_room_for_replicas
 from torchtitan_lite.memory.images.pool import Pool
-from torchtitan_lite.memory.images.replica_sender import Order, Outcome, ReplicaJob, ReplicaProcess
+from torchtitan_lite.memory.images.replica_sender import Outcome, ReplicaJob, ReplicaProcess
 from torchtitan_lite.memory.images.tier import Tier
 
 _SECRET_BYTES = 32
@@ -45,7 +45,7 @@ class HostReplicas:
         self._process: ReplicaProcess | None = None
         self._turns = Turns()
         self._sending: ArenaSlot | None = None
-        self._number, self._began, self._ordered, self._finding = 0, 0.0, 0.0, ""
+        self._began, self._ordered, self._finding = 0.0, 0.0, ""
         # The end of a process may be noted while an order is given.
         self._lock = threading.RLock()
 
@@ -133,8 +133,8 @@ class HostReplicas:
             return
         assert self._process is not None and slot.arena is not None and slot.arena.mark is not None
         self._pool.add_reader(slot)
-        self._sending, self._number, self._ordered = slot, self._number + 1, self._clock()
-        self._process.send(Order(self._number, self._turns.complete), (slot.arena.fd, slot.arena.mark.fd))
+        self._sending, self._ordered = slot, self._clock()
+        self._process.send(self._turns.complete, (slot.arena.fd, slot.arena.mark.fd))
 
     def _end_if_stuck(self) -> None:
         """End the process if it takes too long, if it is stopped for instance: the next image has a new one."""
@@ -146,7 +146,7 @@ class HostReplicas:
             self._process.end()
 
     def _note(self, outcome: Outcome) -> None:
-        """Note how an order ended. Any thread."""
+        """Note how the order under way ended, if there is one. Any thread."""
         with self._lock:
             slot, due = self._sending, self._turns.due
             if slot is None:

@@ -155,10 +155,6 @@ class Marker:
 
         self._background.run(image.copy, work)
 
-    def digest_here(self, image: Image) -> None:
-        """Digest and mark `image` in this thread and process: its disk write failed. Raises nothing."""
-        self.mark(image, staged_record(image.staged))
-
     def mark(self, image: Image, record: FileRecord) -> bool:
         """Make `image` valid if the keeper holds it; `record` are its digests. Raises nothing."""
         try:

@@ -31,7 +31,7 @@ from torchtitan_lite.events import ImageMissed
 from torchtitan_lite.host_memory import free_memory_bytes, host_id, oom_kills
 from torchtitan_lite.log import counted, logger, readable_bytes
 from torchtitan_lite.memory.images.host_replicas import HostReplicas
-from torchtitan_lite.memory.images.image import Image, Marker
+from torchtitan_lite.memory.images.image import Image, Marker, staged_record
 from torchtitan_lite.memory.images.image_sources import FoundImages
 from torchtitan_lite.memory.images.memory_budget import (
     MAX_ARENAS,
@@ -42,7 +42,8 @@ from torchtitan_lite.memory.images.memory_budget import (
     reserve_bytes,
 )
 from torchtitan_lite.memory.images.pool import FormerImages, build_image_stager, step_in
-from torchtitan_lite.memory.images.tier import TakenOver, Tier, build_tier
+from torchtitan_lite.memory.images.tier import TakenOver, Tier
+from torchtitan_lite.memory.keeper.client import Keeper
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.protocol import StoresCheckpoints
 
@@ -208,7 +209,7 @@ class KeptImages(FoundImages):
                 record = content.write(new)
             except Exception:
                 # The disk failed, not the copy: it is all that a kill leaves then.
-                self.marker.digest_here(image)
+                self.marker.mark(image, staged_record(copy.staged))
                 raise
             self.marker.mark(image, record)
             return record
@@ -411,7 +412,8 @@ def build_run_images(
 ) -> FoundImages:
     """Return the images of a run that keeps some if it makes copies. Touches nothing."""
     config = context.config
-    tier = build_tier(root, config.memory_ttl_seconds, runtime_folder(), context.peers.rank)
+    keeper = Keeper(root.absolute(), config.memory_ttl_seconds, runtime=runtime_folder())
+    tier = Tier(keeper, context.peers.rank)
     if config.async_mode == "disabled":
         return FoundImages(tier, store, context)
     has_process = config.async_mode == "async_with_pinned_mem"

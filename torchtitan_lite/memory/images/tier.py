@@ -11,7 +11,6 @@ import os
 import shlex
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -227,8 +226,3 @@ class Tier:
                 logger.warning("Rank %d: %s. A restart loads from disk", self.rank, error)
             return False
         return True
-
-
-def build_tier(folder: Path, ttl_seconds: float, runtime: Path | None, rank: int) -> Tier:
-    """Return the tier of the run that saves into `folder`. Touches nothing."""
-    return Tier(Keeper(folder.absolute(), ttl_seconds, runtime=runtime), rank)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import select
 import socket
 import stat
 import struct
@@ -147,6 +148,13 @@ def is_process(fd: int) -> bool:
     except OSError:
         return False
     return target.name.startswith(("anon_inode:[pidfd]", "pidfd:"))
+
+
+def has_ended(pidfd: int, seconds: float | None) -> bool:
+    """Wait until the process of `pidfd` has ended; return whether it has, in `seconds`, or without end for None."""
+    poll = select.poll()  # Not select(), which takes no descriptor above 1023.
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(None if seconds is None else seconds * 1000))
 
 
 def pid_of(pidfd: int) -> int:

@@ -307,7 +307,9 @@ class KeeperContents:
             raise messages.BadMessage("it has descriptors that it does not need")
         match what:
             case "hello":
-                return self._hello(request)
+                if request.get("renew") is True:
+                    self._expect()
+                return Answer(self._described())
             case "list":
                 return self._list(_name_field(request, "start"))
             case "take":
@@ -326,11 +328,6 @@ class KeeperContents:
             case "end":
                 return Answer(self._described()) if self._members else self._over()
         raise messages.BadMessage(f"it asks for {what!r:.40}")
-
-    def _hello(self, request: dict[str, Any]) -> Answer:
-        if request.get("renew") is True:
-            self._expect()
-        return Answer(self._described())
 
     def _list(self, start: str) -> Answer:
         # A start that looks comes back: it needs the images until it has loaded and joins.
