@@ -46,7 +46,7 @@ from torchtitan_lite.store.lease import LeaseClock
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
 from torchtitan_lite.store.manifest_fields import json_bytes
 from torchtitan_lite.store.place import ObjectPlace, Place
-from torchtitan_lite.store.protocol import ABANDONED, CORRUPT, SetAside, StoresCheckpoints, nothing
+from torchtitan_lite.store.protocol import ABANDONED, CORRUPT, SetAside, StoresCheckpoints
 from torchtitan_lite.store.set_aside import branch_in_the_way
 
 
@@ -82,14 +82,6 @@ class BucketStore(StoresCheckpoints):
     def address(self) -> str:
         return self._objects.address
 
-    @property
-    def identity(self) -> str:
-        return self._objects.address
-
-    @property
-    def writes_atomically(self) -> bool:
-        return True  # An object is there or not.
-
     def place_of(self, name: str) -> ObjectPlace:
         return ObjectPlace(self.address, name)
 
@@ -122,6 +114,10 @@ class BucketStore(StoresCheckpoints):
         self._held.lease = lease
         return lease
 
+    def check_lease(self) -> None:
+        if self._held.lease is not None:
+            self._held.lease.check()
+
     def seen_holder(self) -> HolderSeen | None:
         if (holder := (head := self.head()).holder) is None:
             return None
@@ -140,10 +136,8 @@ class BucketStore(StoresCheckpoints):
     def listed(self) -> list[CheckpointInfo]:
         return self.intact()  # One head has all.
 
-    def committed(self) -> list[CheckpointInfo]:
-        return self.intact()  # What is abandoned loses its place with the commit that abandons it.
-
     def intact(self) -> list[CheckpointInfo]:
+        # What is abandoned loses its place with the commit that abandons it.
         while True:
             kept = self.head().kept
             infos = self._manifests.intact(kept)
@@ -210,22 +204,20 @@ class BucketStore(StoresCheckpoints):
     def add_metadata(self, place: str, data: bytes) -> None:
         self._saves.add_metadata(place, data)
 
-    def commit(
-        self, step: int, manifest: Manifest, fence: Callable[[], object] = nothing, *, place: str
-    ) -> CheckpointInfo:
+    def commit(self, step: int, manifest: Manifest, *, place: str) -> CheckpointInfo:
         """Make the save `place` of `step` visible. **Coordinator only**, after every rank has written its files.
 
-        Raises LeaseLost with or without a fence. After an OSError the checkpoint of `step` is the old one. Also raises
-        SaveFailed if the store does not say what became of the commit: it is the old one or the new one then, complete.
+        After an OSError the checkpoint of `step` is the old one. Raises SaveFailed if the store does not say what
+        became of the commit, too: it is the old one or the new one then, complete.
         """
-        fence()
+        self.check_lease()
         run_id = manifest.lineage.run_id
         if abandoning := [info for info in self.intact() if (step, run_id) in info.lineage.abandons]:
             # A head that is made again from the manifests would not have the new checkpoint.
             raise SaveFailed(step, f"{abandoning[0].path} abandons step {step} of run {run_id}")
         return self._saves.commit(place, manifest)
 
-    def remove_staging(self, step: int, place: str, fence: Callable[[], object] = nothing) -> None:
+    def remove_staging(self, step: int, place: str) -> None:
         self._saves.remove(place)
 
     def discard(self, info: CheckpointInfo) -> list[ObjectPlace]:
@@ -245,8 +237,7 @@ class BucketStore(StoresCheckpoints):
         for place in trash:
             self._held.delete(place.name)
 
-    def quarantine(self, step: int, findings: Sequence[str], fence: Callable[[], object] = nothing) -> ObjectPlace:
-        fence()
+    def quarantine(self, step: int, findings: Sequence[str]) -> ObjectPlace:
         if (entry := self._held.read().kept_of(step)) is None:
             raise CheckpointNotFound(self.address, step, [info.step for info in self.committed()])
         place = self.place_of(entry.name)
@@ -325,8 +316,7 @@ class BucketShelf:
         entry = self._held.read().kept_of(aside.step)
         return None if entry is None else self._store.place_of(entry.name)
 
-    def bring_back(self, aside: SetAside, fence: Callable[[], object] = nothing) -> Sequence[Place]:
-        fence()
+    def bring_back(self, aside: SetAside) -> Sequence[Place]:
         branch = {info.path.name for info in branch_in_the_way(self._store, aside)}
         self._held.change(lambda head: head.with_brought_back(aside.folder.name, branch))
         try:
@@ -341,7 +331,6 @@ class BucketPins:
     """The pinned steps in the head `file`. Every method raises OSError if they cannot be known."""
 
     def __init__(self, file: HeadFile) -> None:
-        self.path = file.path
         self._file = file
 
     def read(self) -> frozenset[int]:
@@ -350,11 +339,6 @@ class BucketPins:
             return self._file.read()[0].pinned
         except FileNotFoundError:
             return frozenset()
-
-    @contextmanager
-    def unchanged(self) -> Iterator[frozenset[int]]:
-        """Yield the pinned steps. One that is pinned in the block is not retired by a swap in it."""
-        yield self.read()
 
     @contextmanager
     def changing(self) -> Iterator[set[int]]:

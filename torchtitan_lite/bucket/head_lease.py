@@ -8,7 +8,7 @@ stopped. That it lives is shown by an object of its epoch which it writes again 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import NamedTuple
 
 from torchtitan_lite import faults
@@ -186,13 +186,10 @@ class HeldHead:
         self.file = file
         self.lease: BucketLease | None = None
         self._objects = objects
+        self.exclusive = process_lock(objects.address)
+        """The lock that orders the swaps of this process here: a background purge and commits."""
         self._gone: set[str] = set()
         """Retired checkpoints whose objects are gone; their entries go with the next swap."""
-
-    @property
-    def exclusive(self) -> AbstractContextManager[bool]:
-        """Return the lock that orders the swaps of this process here: a background purge and commits."""
-        return process_lock(self._objects.address)
 
     def claim(self) -> Claim:
         """Return what the holder shows with each change. Raises CheckpointError if this process holds nothing."""

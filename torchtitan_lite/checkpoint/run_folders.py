@@ -6,7 +6,7 @@ folder are **coordinator only**.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torchtitan_lite import faults
 from torchtitan_lite.config.job_config import JobConfig
@@ -89,10 +89,6 @@ class RunFolders:
         """Give the folders up to other jobs."""
         for lease in self._leases.values():
             lease.release()
-
-    def fence(self, store: StoresCheckpoints) -> Callable[[], None]:
-        """Return a function that raises `LeaseLost` once the folder of `store` belongs to another job."""
-        return self._leases[store].check
 
     def _refuse_one_for_both(self) -> None:
         if self.uploads is not None and self.uploads.identity in self.identities:

@@ -84,7 +84,7 @@ class Prune:
             return ExitCode.FINE
         with holding(store, "prune") as lease:
             verdicts = housekeeping.verdicts(store)
-            housekeeping.remove([verdict.info for verdict in verdicts if verdict.goes], store, lease.check)
+            housekeeping.remove([verdict.info for verdict in verdicts if verdict.goes], store)
             lease.check()
             recover_with_notes(store, screen)
             verdicts = _as_done(verdicts, removed, store)

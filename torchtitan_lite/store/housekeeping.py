@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
 
 from torchtitan_lite import faults
 from torchtitan_lite.config.job_config import Checkpoint
@@ -20,7 +19,7 @@ from torchtitan_lite.errors import CheckpointUnreadable, ConfigError, LeaseLost,
 from torchtitan_lite.events import Emit, Purged
 from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, without_abandoned
-from torchtitan_lite.store.protocol import StoresCheckpoints, nothing
+from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.retention import KeepAll, RetentionPolicy, Verdict, judge_checkpoints
 
 _LOOKS = 10
@@ -69,13 +68,8 @@ class Housekeeping:
         if info.kind is CheckpointKind.FULL and info.is_good:
             self.note_good(info.step)
 
-    def make_sure_of_room(
-        self, step: int, kind: CheckpointKind, store: StoresCheckpoints, fence: Callable[[], None] = nothing
-    ) -> None:
-        """Raise SaveFailed unless there is room for as much as the last checkpoint of `kind` took.
-
-        `fence` raises if the folder belongs to another job by now.
-        """
+    def make_sure_of_room(self, step: int, kind: CheckpointKind, store: StoresCheckpoints) -> None:
+        """Raise SaveFailed unless there is room for as much as the last checkpoint of `kind` took, and LeaseLost."""
         faults.point("preflight", step=step)
         if (store.address, kind) not in self._num_bytes:
             before = [info.nbytes for info in store.committed() if info.kind is kind]
@@ -87,13 +81,13 @@ class Housekeeping:
         if store.root is not None:
             # First: making room, and then staging, remove what another job's save has staged. In an object store a save
             # writes where no other one does, and this would be a request for which training waits.
-            fence()
+            store.check_lease()
         if store.free_bytes() >= needed:
             return
         store.recover()
         # Leftovers of cut saves go before checkpoints: no run needs the former.
-        self.purge(store, fence, frozenset)
-        fence()  # It removes nothing once the folder is another job's.
+        self.purge(store, frozenset)
+        store.check_lease()  # It removes nothing once the folder is another job's.
         if (free := store.free_bytes()) < needed:
             raise SaveFailed(
                 step,
@@ -101,12 +95,12 @@ class Housekeeping:
                 "remove something, or keep fewer with --checkpoint.keep_latest_k",
             )
 
-    def purge_when_there_is_time(self, store: StoresCheckpoints, fence: Callable[[], None]) -> None:
+    def purge_when_there_is_time(self, store: StoresCheckpoints) -> None:
         """Purge, before returning, or in the background if saves are made there."""
         if self._background is None:
-            self.purge(store, fence)
+            self.purge(store)
         else:
-            self._background.run(store.address, lambda: self.purge(store, fence))
+            self._background.run(store.address, lambda: self.purge(store))
 
     def wait(self, seconds: float) -> bool:
         """Return whether the background work ended within `seconds`."""
@@ -117,12 +111,7 @@ class Housekeeping:
         if self._background is not None and not self._background.close(seconds):
             logger.warning("A checkpoint is still being removed after %.0f s; the next start removes the rest", seconds)
 
-    def purge(
-        self,
-        store: StoresCheckpoints,
-        fence: Callable[[], None] = nothing,
-        protected: Callable[[], AbstractSet[int]] | None = None,
-    ) -> None:
+    def purge(self, store: StoresCheckpoints, protected: Callable[[], AbstractSet[int]] | None = None) -> None:
         """Remove the checkpoints that are not kept; nothing if disk or rule fails, or the folder is another job's."""
         if self._retention == KeepAll() and not self._missing_bytes(store):
             return
@@ -136,7 +125,7 @@ class Housekeeping:
             self._warn_of(f"{error} No checkpoint is removed while that is so", type(error.__cause__).__name__)
         else:
             self._warned_of = ""
-            self.remove(going, store, fence)
+            self.remove(going, store)
 
     def verdicts(
         self, store: StoresCheckpoints, protected: Callable[[], AbstractSet[int]] | None = None
@@ -161,17 +150,15 @@ class Housekeeping:
             ),
         )
 
-    def remove(
-        self, infos: Sequence[CheckpointInfo], store: StoresCheckpoints, fence: Callable[[], None] = nothing
-    ) -> None:
+    def remove(self, infos: Sequence[CheckpointInfo], store: StoresCheckpoints) -> None:
         """Remove `infos`, but none that was pinned meanwhile. What cannot be removed stays, with a warning."""
         for info in infos:
             if self._background is not None and self._background.is_closed:
                 return
             try:
                 faults.point("purge", step=info.step)
-                trash = self._discard(info, store, fence)
-                # Not under the lock: deleting a checkpoint takes seconds, and a commit waits for that lock.
+                trash = store.discard(info)
+                # Not under its lock: deleting a checkpoint takes seconds, and a commit waits for that.
                 store.empty(trash)
             except LeaseLost:
                 return  # The next commit ends the run with this error.
@@ -186,24 +173,14 @@ class Housekeeping:
                     logger.info("Deleted step %d", info.step)
                     self._emit(Purged(info.step, bytes=info.nbytes))
 
-    def remove_failed_save(
-        self, step: int, store: StoresCheckpoints, place: str, fence: Callable[[], None] = nothing
-    ) -> None:
+    def remove_failed_save(self, step: int, store: StoresCheckpoints, place: str) -> None:
         """Remove what a failed save left at `place`, unless the folder is another job's; a failure is a warning."""
         try:
-            store.remove_staging(step, place, fence)
+            store.remove_staging(step, place)
         except LeaseLost:
             return  # That job's start removes it. The next save ends the run with this error.
         except OSError as error:
             logger.warning("Could not remove what the failed save of step %d left: %s", step, error)
-
-    def _discard(self, info: CheckpointInfo, store: StoresCheckpoints, fence: Callable[[], None]) -> Sequence[Any]:
-        # Lease and pins are read again for each removal, because both may have changed since the decision. Under the
-        # lock of the pins no `pin` can come between this look and the rename.
-        with store.exclusive:
-            fence()
-            with store.pins.unchanged() as pinned:
-                return [] if info.step in pinned else store.discard(info)
 
     def _is_sound(self, info: CheckpointInfo, store: StoresCheckpoints) -> bool:
         """Return whether the files of `info` have their sizes."""

@@ -109,7 +109,7 @@ class SaveOfRanks:
         objects = [placed for each in found for placed in each.objects]
         nan_in = sorted({key for each in found for key in each.nan_in})
         files = written_files(by_rank, len(results))
-        target.fence()  # The start of another job, which has the folder by now, removes what is staged.
+        target.store.check_lease()  # The start of another job, which has the folder by now, removes what is staged.
         faults.point("metadata", step=target.step)
         if by_rank:
             rank = max(by_rank, key=lambda rank: by_rank[rank].seconds)
@@ -133,7 +133,7 @@ class SaveOfRanks:
             structure=description.structure,
             extra=_extra(target, digests, nan_in, has_metadata=has_metadata),
         )
-        self.committed = target.store.commit(target.step, manifest, target.fence, place=place)
+        self.committed = target.store.commit(target.step, manifest, place=place)
         _warn_of_nan(target.step, nan_in)
 
     def write(self, place: str) -> tuple[Any, ...] | None:
