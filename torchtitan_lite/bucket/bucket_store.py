@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from torchtitan_lite.bucket.garbage import KEPT_SECONDS, remove, remove_beats, store_time
+from torchtitan_lite.bucket.garbage import KEPT_SECONDS, remove, remove_beats
 from torchtitan_lite.bucket.head import Entry, Head, Status
 from torchtitan_lite.bucket.head_file import HeadFile
 from torchtitan_lite.bucket.head_lease import BucketLease, HeldHead
@@ -115,8 +115,7 @@ class BucketStore(StoresCheckpoints):
         return lease
 
     def check_lease(self) -> None:
-        if self._held.lease is not None:
-            self._held.lease.check()
+        self._held.read()
 
     def seen_holder(self) -> HolderSeen | None:
         if (holder := (head := self.head()).holder) is None:
@@ -286,7 +285,9 @@ class BucketStore(StoresCheckpoints):
             return []
         lease, claim = self._held.lease, self._held.claim()
         kept_seconds = KEPT_SECONDS if lease is None else max(KEPT_SECONDS, lease.timeout_seconds)
-        now = store_time(self._objects, beat_key(claim.epoch), f"{claim.token} looks at the time\n".encode())
+        # By the clock of the store: an object that is written now has its time.
+        self._objects.put(beat_key(claim.epoch), f"{claim.token} looks at the time\n".encode())
+        now = self._objects.head(beat_key(claim.epoch)).modified
         return [name for name in strays if attempts[name].modified < now - kept_seconds]
 
 

@@ -42,9 +42,3 @@ def remove_beats(objects: Objects, epochs: Iterable[int]) -> None:
         objects.delete([naming.beat_key(epoch) for epoch in epochs])
     except OSError as error:
         logger.warning("Could not remove the beats of earlier jobs in %s: %s", objects.address, error)
-
-
-def store_time(objects: Objects, key: str, text: bytes) -> float:
-    """Return the time by the clock of the store: write the object `key`, and return when it was written."""
-    objects.put(key, text)
-    return objects.head(key).modified

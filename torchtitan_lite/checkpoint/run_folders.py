@@ -6,6 +6,7 @@ folder are **coordinator only**.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 from torchtitan_lite import faults
@@ -23,7 +24,9 @@ class RunFolders:
     def __init__(self, config: JobConfig, run_id: str, checkpoints: StoresCheckpoints | None = None) -> None:
         section, dump_folder = config.checkpoint, config.job.dump_folder
         patience = look_seconds(section.timeout_seconds)
-        self.checkpoints = checkpoints or open_store(section.folder, dump_folder, patience)
+        # A store checks the lease that it gave last: one that was handed in may be that of another manager, too.
+        given = copy.copy(checkpoints)
+        self.checkpoints = given or open_store(section.folder, dump_folder, patience)
         self.exports = open_store(section.export_folder, dump_folder, patience) if section.export_folder else None
         self.uploads = open_store(section.upload_folder, dump_folder) if section.upload_folder else None
         """The second folder of checkpoints, which another process holds; None for none."""

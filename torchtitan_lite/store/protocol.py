@@ -124,9 +124,9 @@ class StoresCheckpoints(Protocol):
         ...
 
     def check_lease(self) -> None:
-        """Raise LeaseLost if the lease that was made here is another job's by now, OSError if that is not known.
+        """Raise LeaseLost if the lease that was made here last is another job's by now, OSError if that is not known.
 
-        Do nothing where none was made. Any thread.
+        Where none was made, do nothing on a disk, and raise CheckpointError in an object store. Any thread.
         """
         ...
 
