@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.disk.durable import DISK, Durable
+from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.disk.lock_file import locked
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointUnsafe
@@ -67,7 +67,7 @@ def read(root: Path, address: str) -> Record:
     return next((each for each in read_all(root) if each.address == address), Record(address))
 
 
-def write_record(root: Path, record: Record, durable: Durable = DISK) -> None:
+def write_record(root: Path, record: Record) -> None:
     """Write `record` into the folder of checkpoints `root`, in place of the one of its address.
 
     Raises OSError, and as `read_all`.
@@ -81,7 +81,7 @@ def write_record(root: Path, record: Record, durable: Durable = DISK) -> None:
         # What a later version added stays.
         entries[record.address] = entries.get(record.address, {}) | _record_document(record)
         document = {**FORMAT, **unknown_fields(found, {_ENTRIES}), _ENTRIES: [*entries.values()]}
-        durable.write_atomically(root / layout.UPLOADS, json_bytes(document, indent=1))
+        DISK.write_atomically(root / layout.UPLOADS, json_bytes(document, indent=1))
 
 
 def _read_document(root: Path) -> dict[str, Any]:

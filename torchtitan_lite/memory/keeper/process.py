@@ -298,14 +298,13 @@ class KeeperContents:
     def answer(self, request: dict[str, Any], fds: list[int]) -> Answer:
         """Do what `request` asks for. Raises `BadMessage`; then `fds` stay the caller's to close."""
         what = request.get("what")
+        if fds and what not in ("join", "keep"):
+            raise messages.BadMessage("it has descriptors that it does not need")
         match what:
             case "join":
                 return self._join(request, fds)
             case "keep":
                 return self._keep(request, fds)
-        if fds:
-            raise messages.BadMessage("it has descriptors that it does not need")
-        match what:
             case "hello":
                 if request.get("renew") is True:
                     self._expect()
@@ -347,11 +346,8 @@ class KeeperContents:
         }
 
     def _join(self, request: dict[str, Any], fds: list[int]) -> Answer:
-        name, start, ttl_seconds = (
-            _name_field(request, "member"),
-            _name_field(request, "start"),
-            request.get("ttl_seconds"),
-        )
+        name, start = _name_field(request, "member"), _name_field(request, "start")
+        ttl_seconds = request.get("ttl_seconds")
         if not isinstance(ttl_seconds, int | float) or not 0 <= ttl_seconds <= messages.MAX_TTL_SECONDS:
             raise messages.BadMessage(f"ttl_seconds: expected 0 to {messages.MAX_TTL_SECONDS}")
         if len(fds) != 1 or not messages.is_process(fds[0]):
