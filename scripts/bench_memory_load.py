@@ -30,8 +30,7 @@ from checkpoint_bench.states import BenchState
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.disk.threads import in_threads
 from torchtitan_lite.distributed.peers import Peers
-from torchtitan_lite.memory.images.image_files import FilesInMemory
-from torchtitan_lite.memory.images.mapped_reader import THREADS
+from torchtitan_lite.memory.images.mapped_reader import THREADS, FilesInMemory
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest
 

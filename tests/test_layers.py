@@ -46,7 +46,7 @@ WITHOUT_TORCH = (
     *(f"checkpoint.untrusted.{name}" for name in ("inert_pickle", "safe_metadata", "saved_file", "stock_item")),
     *("checkpoint.untrusted.safetensors_header", "checkpoint.reading.files"),
     "checkpoint.reading.folder",
-    *(f"memory.images.{name}" for name in ("assembled", "card", "image_files", "mapped_reader", "memory_budget")),
+    *(f"memory.images.{name}" for name in ("card", "mapped_reader", "memory_budget")),
     *("memory.images.snapshot_match", "memory.images.tier", "checkpoint.staging.mark"),
     *(f"examining.{name}" for name in ("opened", "inventory", "summary")),
     *(f"examining.{name}" for name in ("verification", "file_digests", "item_checksums")),

@@ -76,9 +76,8 @@ def importers_of(room: str) -> set[str]:
 
 
 def test_images_are_in_one_room_and_without_them_none_of_it_is_imported() -> None:
-    images, replicas = f"{PACKAGE}.memory.images", f"{PACKAGE}.memory.replicas"
-    assert importers_of(images) == {images, replicas, f"{PACKAGE}.cli"}, "the tool shows what is kept"
-    assert importers_of(replicas) == {replicas}
+    images = f"{PACKAGE}.memory.images"
+    assert importers_of(images) == {images, f"{PACKAGE}.cli"}, "the tool shows what is kept"
 
 
 def test_each_module_stands_in_a_flat_and_its_lines_are_counted_once() -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any
 
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
@@ -94,9 +94,6 @@ CONDITIONS: Mapping[str, str] = MappingProxyType(
 PROCESSES = ("trainer", "writer", "uploader")
 FORM = "KIND@POINT:rank=1,step=10"
 
-T = TypeVar("T")
-D = TypeVar("D")
-
 
 @dataclass
 class Fault:
@@ -117,14 +114,11 @@ class Fault:
 
     def fires(self, step: int | None, path: Path | None) -> bool:
         """Return whether the fault happens at this pass of its point; count the pass if it matches. Any thread."""
-        if self.step not in (None, step) or not self._fits_path(path):
+        if self.step not in (None, step) or (self.path and not (path and PurePath(path).match(self.path))):
             return False
         with self._lock:
             self._passes += 1
             return self.after < self._passes <= self.after + self.times
-
-    def _fits_path(self, path: Path | None) -> bool:
-        return self.path is None or (path is not None and PurePath(path).match(self.path))
 
 
 @dataclass(frozen=True)
@@ -251,7 +245,7 @@ def _fault(part: str) -> Fault:
     kind, at, name = (piece.strip() for piece in head.partition("@"))
     if not at:
         raise _wrong_spec(part, f"expected {FORM}, found {head!r}")
-    if kind not in KINDS and not _is_errno_name(kind):
+    if kind not in KINDS and not (kind.startswith("E") and isinstance(getattr(errno, kind, None), int)):
         raise _wrong_spec(part, f"expected a kind of fault, found {kind!r}")
     if name not in POINTS:
         raise _wrong_spec(part, f"expected a point, found {name!r}")
@@ -260,18 +254,8 @@ def _fault(part: str) -> Fault:
     given = _conditions(part, conditions)
     if "seconds" in given and kind != "slow":
         raise _wrong_spec(part, f"expected seconds with slow only, found it with {kind}")
-    return Fault(
-        part,
-        kind,
-        name,
-        rank=_fault_condition(part, given, "rank", _whole_number, "a number from 0", None),
-        step=_fault_condition(part, given, "step", _whole_number, "a number from 0", None),
-        process=_fault_condition(part, given, "process", _process, " or ".join(PROCESSES), None),
-        path=_fault_condition(part, given, "path", _glob, "a glob, such as *.distcp", None),
-        after=_fault_condition(part, given, "after", _whole_number, "a number from 0", 0),
-        times=_fault_condition(part, given, "times", _fault_times, "a number from 1, or always", 1),
-        seconds=_fault_condition(part, given, "seconds", _seconds, "a number of seconds", 1.0),
-    )
+    values = {condition: _condition_value(part, condition, text) for condition, text in given.items()}
+    return Fault(part, kind, name, **values)
 
 
 def _conditions(part: str, conditions: str) -> dict[str, str]:
@@ -286,28 +270,16 @@ def _conditions(part: str, conditions: str) -> dict[str, str]:
     return given
 
 
-def _fault_condition(
-    part: str, given: Mapping[str, str], name: str, read: Callable[[str], T | None], expected: str, default: D
-) -> T | D:
-    """Return the value of the condition `name`; `default` if it is not given."""
-    if name not in given:
-        return default
-    value = read(given[name])
+def _condition_value(part: str, name: str, text: str) -> Any:
+    read, expected = _READERS[name]
+    value = read(text)
     if value is None:
-        raise _wrong_spec(part, f"{name}: expected {expected}, found {given[name]!r}")
+        raise _wrong_spec(part, f"{name}: expected {expected}, found {text!r}")
     return value
 
 
 def _whole_number(text: str) -> int | None:
     return int(text) if re.fullmatch("[0-9]+", text) else None
-
-
-def _process(text: str) -> str | None:
-    return text if text in PROCESSES else None
-
-
-def _glob(text: str) -> str | None:
-    return text or None
 
 
 def _fault_times(text: str) -> float | None:
@@ -322,8 +294,17 @@ def _seconds(text: str) -> float | None:
     return seconds if 0 <= seconds < math.inf else None
 
 
-def _is_errno_name(kind: str) -> bool:
-    return kind.startswith("E") and isinstance(getattr(errno, kind, None), int)
+_NUMBER = (_whole_number, "a number from 0")
+_READERS: Mapping[str, tuple[Callable[[str], object], str]] = {
+    "rank": _NUMBER,
+    "step": _NUMBER,
+    "process": ({process: process for process in PROCESSES}.get, " or ".join(PROCESSES)),
+    "path": (lambda text: text or None, "a glob, such as *.distcp"),
+    "after": _NUMBER,
+    "times": (_fault_times, "a number from 1, or always"),
+    "seconds": (_seconds, "a number of seconds"),
+}
+"""What reads the value of each condition, None for a wrong one, and what it expects."""
 
 
 def _wrong_spec(part: str, finding: str) -> ConfigError:

@@ -16,9 +16,7 @@ _V1_UNLIMITED = 1 << 60
 
 def oom_kills(root: Path = Path("/")) -> int:
     """Return how many processes the kernel has killed because the innermost cgroup with a limit was full."""
-    for folder, is_v2 in _cgroups(
-        _file_text(root / "proc/self/cgroup"), _file_text(root / "proc/self/mountinfo"), root
-    ):
+    for folder, is_v2 in _cgroups(root):
         if _free_in(folder, is_v2) < _V1_UNLIMITED:
             found = figures(folder / ("memory.events" if is_v2 else "memory.oom_control"))
             return parse_number(found.get("oom_kill", "")) or 0
@@ -33,10 +31,7 @@ def host_id(root: Path = Path("/")) -> str:
 def free_memory_bytes(root: Path = Path("/")) -> int:
     """Return the bytes that this process may still take: of the host, and of each cgroup above it."""
     free = [available_in(_file_text(root / "proc/meminfo"))]
-    for folder, is_v2 in _cgroups(
-        _file_text(root / "proc/self/cgroup"), _file_text(root / "proc/self/mountinfo"), root
-    ):
-        free.append(_free_in(folder, is_v2))
+    free += [_free_in(folder, is_v2) for folder, is_v2 in _cgroups(root)]
     return max(0, min(free))
 
 
@@ -49,9 +44,10 @@ def available_in(meminfo: str) -> int:
     return _V1_UNLIMITED
 
 
-def _cgroups(cgroup: str, mountinfo: str, root: Path) -> Iterator[tuple[Path, bool]]:
+def _cgroups(root: Path) -> Iterator[tuple[Path, bool]]:
     """Yield the folders of the cgroups that count this process's memory, up the hierarchy, and whether each is v2."""
-    for mount_root, mount_point, is_v2 in _mounts(mountinfo):
+    cgroup = _file_text(root / "proc/self/cgroup")
+    for mount_root, mount_point, is_v2 in _mounts(_file_text(root / "proc/self/mountinfo")):
         own = _own_path(cgroup, is_v2)
         if own is None:
             continue

@@ -17,8 +17,8 @@ PROTOCOLS = {
     "requests to a keeper: JSON, with descriptors": ("memory.keeper.messages",),
     "links of the watchers of a job to that of rank 0": ("hangs.watcher", "distributed.job_link"),
     "replicas of images between hosts": (
-        "memory.replicas.host_replicas",
-        "memory.replicas.replica_sender",
+        "memory.images.host_replicas",
+        "memory.images.replica_sender",
     ),
     "objects of all ranks to the coordinator and back": ("distributed.exchange",),
 }
@@ -36,7 +36,7 @@ RECORDS = {
     ),
     "the lock of a folder": ("store.holder",),
     "one JSON object in a file: pins, rollbacks, uploads, what verify found, why a checkpoint was set aside": (
-        "store.json_record",
+        "store.manifest_fields",
         "store.pins",
         "store.rollbacks",
         "store.retired",

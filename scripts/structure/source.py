@@ -34,7 +34,6 @@ FLATS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("memory", "memory.keeper", "uploading", "examining", "hangs"),
         ("converting",),
         ("uploads", "hugging_face", "importing", "memory.images"),
-        ("memory.replicas",),
         ("checkpoint.companions",),
     ),
     # Loops that train: ours, and those of other libraries.

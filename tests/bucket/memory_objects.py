@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -128,18 +128,16 @@ class MemoryObjects:
     def put(self, key: str, data: bytes) -> None:
         self._sent("put", key, lambda: self.bucket.put(key, data))
 
-    def put_if_absent(self, key: str, data: bytes) -> Condition:
-        return self._sent("put_if_absent", key, lambda: self.bucket.put_if(key, data, None))
-
-    def put_if_match(self, key: str, data: bytes, condition: Condition) -> Condition:
-        return self._sent("put_if_match", key, lambda: self.bucket.put_if(key, data, dict(condition)))
+    def put_if(self, key: str, data: bytes, condition: Condition | None) -> Condition:
+        verb = "put_if_absent" if condition is None else "put_if_match"
+        version = None if condition is None else dict(condition)
+        return self._sent(verb, key, lambda: self.bucket.put_if(key, data, version))
 
     def upload(self, key: str, parts: Iterator[memoryview], part_bytes: int, at_a_time: int) -> None:
         self.put(key, b"".join(parts))
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        data = self.get(key)[0]
-        return [memoryview(data)[begin:end] for begin, end in ranges]
+    def get_range(self, key: str, begin: int, end: int) -> memoryview:
+        return memoryview(self.get(key)[0])[begin:end]
 
     def head(self, key: str) -> Listed:
         found = self._sent("head", key, lambda: self.bucket.get(key))

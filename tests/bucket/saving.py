@@ -109,8 +109,7 @@ def set_aside_in(store: BucketStore) -> list[Entry]:
 
 def purge(store: BucketStore, step: int) -> bool:
     """Remove `step` as a policy does; return whether it was removed."""
-    with store.exclusive, store.pins.unchanged() as pinned:
-        trash = [] if step in pinned else store.discard(store.get(step))
+    trash = store.discard(store.get(step))
     store.empty(trash)
     return bool(trash)
 

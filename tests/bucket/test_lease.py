@@ -234,11 +234,7 @@ def test_a_head_that_cannot_be_read_ends_the_start_and_changes_nothing(bucket: B
 
 def test_a_store_that_ignores_conditions_is_refused_before_anything_is_taken(bucket: Bucket) -> None:
     class Ignoring(MemoryObjects):
-        def put_if_absent(self, key: str, data: bytes) -> dict[str, str]:
-            self.put(key, data)
-            return {}
-
-        def put_if_match(self, key: str, data: bytes, condition: object) -> dict[str, str]:
+        def put_if(self, key: str, data: bytes, condition: object) -> dict[str, str]:
             self.put(key, data)
             return {}
 

@@ -92,11 +92,11 @@ def test_a_block_that_is_wrong_once_is_read_again(
             self.head = objects.head
             self.asked: list[tuple[int, int]] = []
 
-        def get_ranges(self, key: str, ranges: list[tuple[int, int]]) -> list[memoryview]:
-            self.asked += ranges
-            data = bytearray(objects.get_ranges(key, ranges)[0])
+        def get_range(self, key: str, begin: int, end: int) -> memoryview:
+            self.asked.append((begin, end))
+            data = bytearray(objects.get_range(key, begin, end))
             data[3] ^= len(self.asked) == 1
-            return [memoryview(data)]
+            return memoryview(data)
 
     wrong = WrongOnce()
     pieces = pieces_of([(0, 2 * BLOCK_BYTES)])
@@ -150,12 +150,12 @@ def test_an_unreadable_part_outweighs_damage(objects: Objects, file: Path) -> No
             self.head = objects.head
             self.both_asked = threading.Barrier(2)
 
-        def get_ranges(self, key: str, ranges: list[tuple[int, int]]) -> list[memoryview]:
-            if ranges[0][1] - ranges[0][0] > BLOCK_BYTES:
+        def get_range(self, key: str, begin: int, end: int) -> memoryview:
+            if end - begin > BLOCK_BYTES:
                 self.both_asked.wait(60)
-            if ranges[0][0] > 0:
+            if begin > 0:
                 raise PermissionError(errno.EACCES, "the store refuses it", "a")
-            return [memoryview(bytes(ranges[0][1]))]
+            return memoryview(bytes(end))
 
     with pytest.raises(CheckpointUnreadable, match="the store refuses it"):
         ObjectReader(WrongAndRefused(), NAME, threads=2).read(file, RECORD, pieces_of([(0, SIZE)]))  # type: ignore[arg-type]

@@ -42,7 +42,7 @@ def test_what_was_put_is_got_with_its_version(objects: Objects) -> None:
 
 
 def test_a_missing_object_is_not_found(objects: Objects) -> None:
-    for ask in (objects.get, objects.head, lambda key: objects.get_ranges(key, [(0, 1)])):
+    for ask in (objects.get, objects.head, lambda key: objects.get_range(key, 0, 1)):
         with pytest.raises(FileNotFoundError, match=r"no such object in the store: '.*/missing'") as caught:
             ask("missing")
         assert caught.value.filename == f"{objects.address}/missing"
@@ -50,36 +50,36 @@ def test_a_missing_object_is_not_found(objects: Objects) -> None:
 
 
 def test_an_object_is_created_once(objects: Objects) -> None:
-    first = objects.put_if_absent("a", b"first")
+    first = objects.put_if("a", b"first", None)
     assert first == objects.get("a")[1]
     with pytest.raises(ConditionFailed, match="another version is there") as caught:
-        objects.put_if_absent("a", b"second")
+        objects.put_if("a", b"second", None)
     assert caught.value.filename == f"{objects.address}/a"
     assert objects.get("a")[0] == b"first"
     objects.delete(["a"])
-    objects.put_if_absent("a", b"third")
+    objects.put_if("a", b"third", None)
 
 
 def test_only_the_version_that_was_seen_is_replaced(objects: Objects) -> None:
-    first = objects.put_if_absent("a", b"first")
-    second = objects.put_if_match("a", b"second", first)
+    first = objects.put_if("a", b"first", None)
+    second = objects.put_if("a", b"second", first)
     assert second == objects.get("a")[1]
     for outdated in (first, {**first, "e_tag": '"0"'}):
         with pytest.raises(ConditionFailed):
-            objects.put_if_match("a", b"third", outdated)
+            objects.put_if("a", b"third", outdated)
     assert objects.get("a")[0] == b"second"
     objects.delete(["a"])
     with pytest.raises(ConditionFailed):
-        objects.put_if_match("a", b"third", second)
+        objects.put_if("a", b"third", second)
     assert list(objects.list("")) == []
 
 
 def test_of_many_that_replace_one_version_one_succeeds(objects: Objects) -> None:
-    condition = objects.put_if_absent("a", b"first")
+    condition = objects.put_if("a", b"first", None)
 
     def replace(number: int) -> bool:
         try:
-            objects.put_if_match("a", str(number).encode(), condition)
+            objects.put_if("a", str(number).encode(), condition)
         except ConditionFailed:
             return False
         return True
@@ -115,9 +115,8 @@ def test_a_listing_has_more_than_one_page_and_all_of_it_is_deleted(objects: Obje
 def test_ranges_are_shorter_where_the_object_ends(objects: Objects) -> None:
     objects.put("a", b"0123456789")
     ranges = [(0, 10), (3, 5), (5, 5), (8, 20), (10, 12), (50, 60), (3, 5)]
-    found = objects.get_ranges("a", ranges)
+    found = [objects.get_range("a", begin, end) for begin, end in ranges]
     assert [bytes(each) for each in found] == [b"0123456789"[begin:end] for begin, end in ranges]
-    assert objects.get_ranges("a", []) == []
 
 
 PART = 5 * BLOCK_BYTES
@@ -129,7 +128,7 @@ def test_an_object_is_uploaded_in_parts(objects: Objects, sizes: list[int]) -> N
     objects.upload("a", map(memoryview, parts), PART, 2)
     size = sum(sizes)
     assert objects.head("a").size == size
-    assert b"".join(objects.get_ranges("a", [(0, size // 2), (size // 2, size)])) == b"".join(parts)
+    assert bytes(objects.get_range("a", 0, size // 2)) + objects.get_range("a", size // 2, size) == b"".join(parts)
     assert len(list(objects.list(""))) == 1
 
 
@@ -218,10 +217,10 @@ def test_a_request_to_a_busy_store_is_sent_again(proxied: ObstoreObjects, proxy:
         lambda: proxied.get("a"),
         lambda: proxied.head("a"),
         lambda: list(proxied.list("")),
-        lambda: proxied.get_ranges("a", [(0, 1)]),
-        lambda: proxied.put_if_match("a", b"b", proxied.head("a").condition),
+        lambda: proxied.get_range("a", 0, 1),
+        lambda: proxied.put_if("a", b"b", proxied.head("a").condition),
         lambda: proxied.delete(["a"]),
-        lambda: proxied.put_if_absent("a", b"a"),
+        lambda: proxied.put_if("a", b"a", None),
     ]
     for way in ways:
         proxy.again(at(1, action))
@@ -240,7 +239,7 @@ def test_a_deletion_whose_answer_is_lost_is_made_again(proxied: ObstoreObjects, 
 def test_a_read_whose_answer_is_cut_is_read_again(proxied: ObstoreObjects, proxy: Proxy) -> None:
     data = os.urandom(300_000)
     proxied.put("a", data)
-    for ask in (lambda: proxied.get("a")[0], lambda: bytes(proxied.get_ranges("a", [(0, len(data))])[0])):
+    for ask in (lambda: proxied.get("a")[0], lambda: bytes(proxied.get_range("a", 0, len(data)))):
         for action in (proxies.cuts(100_000), proxies.cuts(0), proxies.resets, proxies.loses_answer):
             proxy.again(at(1, action))
             assert ask() == data
@@ -249,23 +248,23 @@ def test_a_read_whose_answer_is_cut_is_read_again(proxied: ObstoreObjects, proxy
 def test_a_conditional_write_whose_answer_is_lost_is_undecided(proxied: ObstoreObjects, proxy: Proxy) -> None:
     proxy.again(at(1, proxies.loses_answer))
     with pytest.raises((StoreUnavailable, ConditionFailed)):
-        proxied.put_if_absent("a", b"first")
+        proxied.put_if("a", b"first", None)
     data, condition = proxied.get("a")
     assert data == b"first"
     proxy.again(at(1, proxies.loses_answer))
     with pytest.raises((StoreUnavailable, ConditionFailed)):
-        proxied.put_if_match("a", b"second", condition)
+        proxied.put_if("a", b"second", condition)
     assert proxied.get("a")[0] == b"second"
 
 
 def test_a_conflict_of_conditional_writes_is_a_failed_condition(proxy: Proxy, folder: str) -> None:
     proxied = ObstoreObjects(parse_address(folder), most_tries=2)
-    condition = proxied.put_if_absent("a", b"first")
+    condition = proxied.put_if("a", b"first", None)
     proxy.rules.append(where(proxies.answers(409, "ConditionalRequestConflict"), "PUT"))
     with pytest.raises(ConditionFailed, match="ConditionalRequestConflict"):
-        proxied.put_if_absent("b", b"first")
+        proxied.put_if("b", b"first", None)
     with pytest.raises(ConditionFailed, match="ConditionalRequestConflict"):
-        proxied.put_if_match("a", b"second", condition)
+        proxied.put_if("a", b"second", condition)
 
 
 def test_a_process_has_one_client_for_each_address(folder: str) -> None:

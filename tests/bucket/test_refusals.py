@@ -41,10 +41,10 @@ def test_a_refusal_is_one_of_the_protocols_errors_without_a_secret(
     for ask in (
         lambda: objects.get("a"),
         lambda: objects.put("a", b"a"),
-        lambda: objects.put_if_absent("a", b"a"),
-        lambda: objects.put_if_match("a", b"a", {"e_tag": '"1"'}),
+        lambda: objects.put_if("a", b"a", None),
+        lambda: objects.put_if("a", b"a", {"e_tag": '"1"'}),
         lambda: list(objects.list("")),
-        lambda: objects.get_ranges("a", [(0, 1)]),
+        lambda: objects.get_range("a", 0, 1),
         lambda: objects.upload("a", iter([memoryview(bytes(PART))] * 2), PART, 1),
         lambda: objects.delete(["a"]),
     ):
@@ -75,8 +75,8 @@ def test_a_store_that_hangs_is_unavailable_at_the_deadline(proxy: Proxy, folder:
     for ask in (
         lambda: objects.get("a"),
         lambda: objects.put("a", b"a"),
-        lambda: objects.put_if_absent("a", b"a"),
-        lambda: objects.get_ranges("a", [(0, 1)]),
+        lambda: objects.put_if("a", b"a", None),
+        lambda: objects.get_range("a", 0, 1),
     ):
         with pytest.raises(StoreUnavailable, match="too slow"):
             ask()
@@ -101,7 +101,7 @@ def test_missing_credentials_are_named(folder: str, monkeypatch: pytest.MonkeyPa
 def test_conditional_writes_that_are_switched_off_are_named(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_CONDITIONAL_PUT", "disabled")
     with pytest.raises(PermissionError, match="conditional writes are switched off: unset AWS_CONDITIONAL_PUT"):
-        ObstoreObjects(parse_address(folder)).put_if_absent("a", b"a")
+        ObstoreObjects(parse_address(folder)).put_if("a", b"a", None)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +133,6 @@ def test_without_its_package_the_extra_is_named(folder: str, monkeypatch: pytest
 
 def test_a_bucket_that_does_not_exist_is_named(s3: Server, folder: str) -> None:
     objects = connect(parse_address("s3://no-such-bucket/run"))
-    for ask in (lambda: objects.put("a", b"a"), lambda: objects.put_if_absent("a", b"a"), lambda: objects.get("a")):
+    for ask in (lambda: objects.put("a", b"a"), lambda: objects.put_if("a", b"a", None), lambda: objects.get("a")):
         with pytest.raises(FileNotFoundError, match=r"the bucket does not exist: create it.*s3://no-such-bucket/run/a"):
             ask()

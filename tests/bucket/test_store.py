@@ -37,10 +37,11 @@ from torchtitan_lite.errors import (
     LeaseLost,
     SaveFailed,
 )
+from torchtitan_lite.events import ignore
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.housekeeping import Housekeeping
 from torchtitan_lite.store.lease import Lease
-from torchtitan_lite.store.manifest import Manifest
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.protocol import KeepsPins, StoresCheckpoints
 from torchtitan_lite.store.retention import KeepAll
 
@@ -128,15 +129,16 @@ def test_a_manifest_of_another_step_is_not_committed(job: Job) -> None:
         job.store.commit(5, manifest_of(6, b"data"), place=place)
 
 
-def test_after_the_fence_raised_nothing_is_changed(job: Job, bucket: Bucket) -> None:
+def test_after_a_look_at_the_lease_raised_nothing_is_changed(job: Job, bucket: Bucket) -> None:
     place = write(job.store, 5)
     before = bucket.state()
 
     def fence() -> None:
         raise LeaseLost("s3://bucket/run", "another job")
 
+    job.store.check_lease = fence  # type: ignore[method-assign]
     with pytest.raises(LeaseLost):
-        job.store.commit(5, manifest_of(5, b"data"), fence, place=place)
+        job.store.commit(5, manifest_of(5, b"data"), place=place)
     assert bucket.state() == before
 
 
@@ -377,7 +379,7 @@ def test_a_save_that_failed_while_the_store_was_away_is_removed_once_the_next_on
     """As the loop removes it, which first looks whether the folder is still its own."""
     place = write(job.store, 5, b"first")
     job.objects.fate = lambda request: Fate.NEVER_SENT
-    Housekeeping(KeepAll(), lambda event: None).remove_failed_save(5, job.store, place, job.lease.check)
+    Housekeeping(KeepAll(), lambda event: None).remove_failed_save(5, job.store, place)
     job.objects.fate = at(0, Fate.NEVER_SENT)
     save(job.store, 5, b"second")
     assert len([key for key in bucket.stored if key.startswith("step-")]) == 3
@@ -500,7 +502,9 @@ def test_the_id_of_a_folder_is_made_once(job: Job, bucket: Bucket) -> None:
     assert found == new_store(bucket)[0].folder_id(make=True) == job.store.folder_id(make=True)
 
 
-def test_a_bucket_has_room(job: Job) -> None:
-    made_room: list[int] = []
-    job.store.preflight(5, 1 << 60, lambda: made_room.append(1))
-    assert job.store.has_room(1 << 60) and job.store.missing_bytes(1 << 60) == 0 and not made_room
+def test_a_bucket_has_room_and_to_know_that_is_no_request(job: Job) -> None:
+    housekeeping, num_requests = Housekeeping(KeepAll(), ignore), len(job.objects.requests)
+    last = CheckpointInfo(4, job.store.place_of("step-4"), CheckpointKind.FULL, 0.0, 1 << 60)
+    housekeeping.note_committed(last, job.store)
+    housekeeping.make_sure_of_room(5, CheckpointKind.FULL, job.store)
+    assert len(job.objects.requests) == num_requests

@@ -71,6 +71,7 @@ class _WatchedStore(CheckpointStore):
 
     def __init__(self, store: CheckpointStore, before_write: Callable[[Path], object]) -> None:
         super().__init__(store.root, durable=store.durable, look_seconds=store._look_seconds)
+        self._lease = store._lease
         self._before_write: Callable[[Path], object] | None = before_write
 
     def new_file(self, place: str, name: str) -> NewFileOnDisk:

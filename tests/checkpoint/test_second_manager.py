@@ -56,13 +56,16 @@ def slow_saver(may_continue: threading.Event) -> ObservedSaver:
     return saver
 
 
+@pytest.mark.parametrize("is_handed_in", [False, True])
 def test_a_second_manager_waits_for_the_save_of_the_first_and_resumes_from_it(
-    start_run: StartRun, caplog: pytest.LogCaptureFixture
+    start_run: StartRun, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_handed_in: bool
 ) -> None:
+    """Also where both are handed the same store: each checks its own lease."""
     may_continue = threading.Event()
-    first = start_run(interval=1, async_mode="async", seams={"saver": slow_saver(may_continue)})
+    same_store = {"store": CheckpointStore(tmp_path / "checkpoint")} if is_handed_in else {}
+    first = start_run(interval=1, async_mode="async", seams={"saver": slow_saver(may_continue), **same_store})
     first.train(2, last=False)
-    second = start_run(seed=1)
+    second = start_run(seed=1, seams=same_store)
     with when_logged("Closing the manager that this process opened before", may_continue):
         assert second.manager.load()
     assert second.manager.loaded_step == 2

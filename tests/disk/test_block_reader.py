@@ -194,7 +194,7 @@ def test_buffers_are_bounded(path: Path, data: bytes) -> None:
     for _ in range(3):
         one.read(path, FileRecord.of(data), pieces_of([(0, SIZE)]))
     assert sum(len(buffers.bounce) + len(buffers.scratch) for buffers in one._buffers) == taken
-    assert errno.EINVAL in block_reader._REFUSED
+    assert errno.EINVAL in block_reader.NO_DIRECT_IO
 
 
 needs_direct = pytest.mark.skipif(not O_DIRECT, reason="the system has no direct I/O")

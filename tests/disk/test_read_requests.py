@@ -114,7 +114,7 @@ def test_without_a_look_into_the_page_cache_everything_is_read_through_it(
     path: Path, requests: Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forget(path)
-    monkeypatch.setattr(block_reader, "_libc_with_mincore", lambda: None)
+    monkeypatch.setattr(block_reader, "libc_with_maps", lambda: None)
     read(path, [(0, SIZE)], direct=True)
     assert requests.made
     assert not any(request.direct for request in requests.made)
@@ -266,11 +266,13 @@ def test_pages_outside_a_range_are_not_checked(paged: int) -> None:
 
 def test_a_file_that_cannot_be_mapped_is_not_checked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class NoMaps:
-        """A C library on a file system without mappings; it has no other function."""
+        """A C library on a file system without mappings; no other function of it is called."""
+
+        mincore = None
 
         def mmap(self, *arguments: object) -> int | None:
             return ctypes.c_void_p(-1).value
 
-    monkeypatch.setattr(block_reader, "_libc_with_mincore", NoMaps)
+    monkeypatch.setattr(block_reader, "libc_with_maps", NoMaps)
     with path.open("rb") as file, look_into_cache(file.fileno(), 10) as has:
         assert has is None

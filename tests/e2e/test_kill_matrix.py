@@ -231,7 +231,7 @@ def test_a_killed_quarantine_changes_nothing_for_the_next_start(
     _was_killed(case, killed, tally)
     resumed = _start(order, 3)
     _nothing_is_lost(SAVE - INTERVAL, resumed, tally)
-    aside = layout.quarantined(SAVE, 1)
+    aside = layout.aside_dir(SAVE, "corrupt")
     _nothing_is_wrong([(started, straight) for started in (cut, killed, resumed)], tally, {aside})
 
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from tests.store.filled import manifest_of
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.lineage import Lineage, abandoned_by
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
+from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest, abandoned_by
 from torchtitan_lite.store.place import Place
-from torchtitan_lite.store.protocol import StoresCheckpoints, nothing
+from torchtitan_lite.store.protocol import StoresCheckpoints
 
 FULL, WEIGHTS = CheckpointKind.FULL, CheckpointKind.WEIGHTS_ONLY
 UNSUPPORTED = ("notes", "step-10.bak", "step-007", "step-2.corrupted", "step-abc")
@@ -152,8 +152,10 @@ class Backend:
         self.store.add_metadata(place, files[layout.METADATA])
         return Written(step, place, kind, lineage or Lineage("run0"), records)
 
-    def commit(self, written: Written, fence: Callable[[], object] = nothing) -> CheckpointInfo:
-        """Commit `written`, which abandons what its branch does."""
+    def commit(self, written: Written, fence: Callable[[], None] | None = None) -> CheckpointInfo:
+        """Commit `written`, which abandons what its branch does; `fence` is in place of a look at the lease."""
+        if fence is not None:
+            self.store.check_lease = fence  # type: ignore[method-assign]  # the store is opened again then
         lineage = written.lineage
         abandons = abandoned_by(lineage.run_id, lineage.branch_point, self.store.intact())
         manifest = manifest_of(
@@ -164,13 +166,11 @@ class Backend:
             files=dict(written.records),
             lineage=replace(lineage, abandons=abandons),
         )
-        return self.store.commit(written.step, manifest, fence, place=written.place)
+        return self.store.commit(written.step, manifest, place=written.place)
 
     def purge(self, info: CheckpointInfo) -> None:
         """Remove `info` as housekeeping does, unless it is pinned."""
-        with self.store.exclusive, self.store.pins.unchanged() as pinned:
-            trash = [] if info.step in pinned else self.store.discard(info)
-        self.store.empty(trash)
+        self.store.empty(self.store.discard(info))
 
     def pin(self, *steps: int, unpin: int | None = None) -> frozenset[int]:
         """Pin `steps` as another process does; return all that is pinned."""

@@ -6,14 +6,14 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torchtitan_lite.disk.block_writer import _log_refused_writes_once
+from torchtitan_lite.disk.durable import log_no_direct_io
 from torchtitan_lite.log import logger
 
 
 @contextmanager
 def refusals_logged() -> Iterator[list[str]]:
     """Collect the lines that the package logs about refused direct I/O."""
-    _log_refused_writes_once.cache_clear()
+    log_no_direct_io.cache_clear()
     lines: list[str] = []
 
     class Listener(logging.Handler):

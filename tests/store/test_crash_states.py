@@ -63,7 +63,7 @@ def a_branch_half_made(disk: DiskBackend) -> None:
     a_branch_to_be(disk)
     save(disk, 3, "new", Lineage("b2", None, 2))
     for step in (4, 6):
-        (disk.root / layout.abandoned_dir(step, "run0", 1)).rename(disk.root / layout.step_dir(step))
+        (disk.root / layout.aside_dir(step, "abandoned-run0")).rename(disk.root / layout.step_dir(step))
 
 
 ON_DISK = SAVES | {

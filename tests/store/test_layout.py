@@ -57,13 +57,13 @@ def test_a_name_that_is_nearly_one_of_the_protocol_is_unknown(name: str) -> None
 
 
 def test_a_name_for_an_obstacle_is_unknown_to_every_parser() -> None:
-    names = [layout.moved_aside(5, number) for number in (1, 2)]
+    names = [layout.aside_dir(5, "foreign", number) for number in (1, 2)]
     assert names == ["step-5.foreign", "step-5.foreign-2"]
     assert not any(parse(name) for parse in (layout.parse_step, layout.parse_staging) for name in names)
 
 
 def test_a_name_for_a_damaged_checkpoint_is_unknown_to_every_parser() -> None:
-    names = [layout.quarantined(5, number) for number in (1, 2)]
+    names = [layout.aside_dir(5, "corrupt", number) for number in (1, 2)]
     assert names == ["step-5.corrupt", "step-5.corrupt-2"]
     parsers = (layout.parse_step, layout.parse_staging, layout.parse_trash, layout.parse_replaced)
     assert not any(parse(name) is not None for parse in parsers for name in names)
@@ -76,7 +76,7 @@ def test_data_files_are_recognized() -> None:
 
 
 def test_a_name_for_an_abandoned_checkpoint_has_its_run_and_is_unknown_to_every_parser() -> None:
-    names = [layout.abandoned_dir(5, "a1b2", number) for number in (1, 2)]
+    names = [layout.aside_dir(5, "abandoned-a1b2", number) for number in (1, 2)]
     assert names == ["step-5.abandoned-a1b2", "step-5.abandoned-a1b2-2"]
     parsers = (layout.parse_step, layout.parse_staging, layout.parse_trash, layout.parse_replaced)
     assert not any(parse(name) is not None for parse in parsers for name in names)

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import itertools
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ from tests.examples import mostly_slow
 from tests.store import filled
 from tests.store.crashing import Contents, Cut, contents
 from torchtitan_lite.errors import CheckpointNotFound
-from torchtitan_lite.store.lineage import Lineage, abandoned_by, without_abandoned
+from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, abandoned_by, without_abandoned
 from torchtitan_lite.store.store import CheckpointStore
 
 STEPS = st.integers(0, 10**6)
@@ -28,16 +28,9 @@ LINEAGES = st.builds(
 )
 
 
-@dataclass(frozen=True)
-class Saved:
-    """The part of a checkpoint that lineage uses."""
-
-    step: int
-    lineage: Lineage
-
-
-def saved(step: int, run_id: str, *abandons: tuple[int, str]) -> Saved:
-    return Saved(step, Lineage(run_id, abandons=abandons))
+def saved(step: int, run_id: str, *abandons: tuple[int, str]) -> CheckpointInfo:
+    lineage = Lineage(run_id, abandons=abandons)
+    return CheckpointInfo(step, Path(f"step-{step}"), CheckpointKind.FULL, 0.0, 0, lineage)
 
 
 @given(LINEAGES)
@@ -91,7 +84,7 @@ def test_a_step_of_one_run_is_abandoned_and_not_that_of_another() -> None:
 
 @given(st.lists(st.builds(saved, STEPS, RUN_IDS)), RUN_IDS, STEPS)
 def test_after_its_first_commit_a_branch_leaves_no_step_of_others_beyond_its_branch_point(
-    committed: list[Saved], run_id: str, branch_point: int
+    committed: list[CheckpointInfo], run_id: str, branch_point: int
 ) -> None:
     first = saved(branch_point + 1, run_id, *abandoned_by(run_id, branch_point, committed))
     left = without_abandoned([*committed, first])

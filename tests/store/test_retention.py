@@ -192,7 +192,8 @@ def branch(step: int, *abandons: int) -> Act:
 
 def not_yet_set_aside(step: int, run_id: str) -> Act:
     """Prepare the state after a crash between the commit of a branch and the renames of what it abandons."""
-    return lambda store: (store.root / layout.abandoned_dir(step, run_id, 1)).rename(store.root / layout.step_dir(step))
+    aside = layout.aside_dir(step, f"abandoned-{run_id}")
+    return lambda store: (store.root / aside).rename(store.root / layout.step_dir(step))
 
 
 DATA = layout.data_file(0, 0)

@@ -93,18 +93,14 @@ def test_only_rollbacks_from_the_last_steps_are_counted() -> None:
 
 
 def test_a_rollback_is_unfinished_until_the_branch_has_a_checkpoint() -> None:
-    class Saved:
-        def __init__(self, step: int, lineage: Lineage) -> None:
-            self.step, self.lineage = step, lineage
-
     first = following(7, [])
     second = following(7, [first], RUN.rolled_back("run2", 6))
-    assert unfinished([first], Saved(6, RUN)) == first
-    assert unfinished([first], Saved(8, RUN.rolled_back("run2", 6))) is None
+    assert unfinished([first], RUN.run_id) == first
+    assert unfinished([first], RUN.rolled_back("run2", 6).run_id) is None
     # The first branch saved nothing.
-    assert unfinished([first, second], Saved(6, RUN)) == second
-    assert unfinished([first], Saved(6, Lineage("other"))) is None
-    assert unfinished([], Saved(6, RUN)) is None
+    assert unfinished([first, second], RUN.run_id) == second
+    assert unfinished([first], Lineage("other").run_id) is None
+    assert unfinished([], RUN.run_id) is None
 
 
 def test_what_is_left_by_a_second_rollback_is_left_of_both_runs() -> None:

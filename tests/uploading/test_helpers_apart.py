@@ -33,7 +33,7 @@ def before() -> Iterator[set[int]]:
 def started(before: set[int]) -> list[str]:
     """Return which helpers this process has started since."""
     lines = [command_line(pid) for pid in own_children(os.getpid()) if pid not in before]
-    modules = ("disk.writer_process", "memory.replicas.replica_sender", "uploading.upload_process", "hangs.watcher")
+    modules = ("disk.writer_process", "memory.images.replica_sender", "uploading.upload_process", "hangs.watcher")
     return [module for module in modules for line in lines if f"from torchtitan_lite.{module} import" in line]
 
 

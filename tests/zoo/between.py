@@ -208,9 +208,9 @@ def snapshot(run: Trick) -> dict[str, Any]:
 def _finish_images(manager: CheckpointManager) -> None:
     """Wait until the next image finds an arena, and the last one is complete: a start in haste skips some."""
     if (found := kept(manager)) is not None:
-        found.images.stager.finish_preparation()
+        found.stager.finish_preparation()
         manager.maybe_wait_for_staging()
-        assert found.images.wait(60)
+        assert found.marker.wait(60)
 
 
 def _manager(run: Trick, cell: RanksCell, folder: Path) -> CheckpointManager:

@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from torchtitan_lite.bucket.garbage import KEPT_SECONDS, Inventory, remove, remove_beats, store_time
+from torchtitan_lite.bucket.garbage import KEPT_SECONDS, remove, remove_beats
 from torchtitan_lite.bucket.head import Entry, Head, Status
 from torchtitan_lite.bucket.head_file import HeadFile
 from torchtitan_lite.bucket.head_lease import BucketLease, HeldHead
 from torchtitan_lite.bucket.identity import id_of, make_id, probe
 from torchtitan_lite.bucket.manifests import AttemptManifests, read_manifest, size_findings
-from torchtitan_lite.bucket.naming import beat_key
+from torchtitan_lite.bucket.naming import AttemptObjects, attempts_in, beat_key, parse_beat
 from torchtitan_lite.bucket.object_upload import PART_BYTES, ObjectToUpload
 from torchtitan_lite.bucket.objects import Objects
 from torchtitan_lite.bucket.obstore_objects import connect
@@ -41,11 +42,11 @@ from torchtitan_lite.errors import (
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout, rollbacks
 from torchtitan_lite.store.holder import HolderSeen
-from torchtitan_lite.store.json_record import json_bytes
 from torchtitan_lite.store.lease import LeaseClock
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
+from torchtitan_lite.store.manifest_fields import json_bytes
 from torchtitan_lite.store.place import ObjectPlace, Place
-from torchtitan_lite.store.protocol import ABANDONED, CORRUPT, SetAside, StoresCheckpoints, nothing
+from torchtitan_lite.store.protocol import ABANDONED, CORRUPT, SetAside, StoresCheckpoints
 from torchtitan_lite.store.set_aside import branch_in_the_way
 
 
@@ -81,14 +82,6 @@ class BucketStore(StoresCheckpoints):
     def address(self) -> str:
         return self._objects.address
 
-    @property
-    def identity(self) -> str:
-        return self._objects.address
-
-    @property
-    def writes_atomically(self) -> bool:
-        return True  # An object is there or not.
-
     def place_of(self, name: str) -> ObjectPlace:
         return ObjectPlace(self.address, name)
 
@@ -121,6 +114,9 @@ class BucketStore(StoresCheckpoints):
         self._held.lease = lease
         return lease
 
+    def check_lease(self) -> None:
+        self._held.read()
+
     def seen_holder(self) -> HolderSeen | None:
         if (holder := (head := self.head()).holder) is None:
             return None
@@ -139,10 +135,8 @@ class BucketStore(StoresCheckpoints):
     def listed(self) -> list[CheckpointInfo]:
         return self.intact()  # One head has all.
 
-    def committed(self) -> list[CheckpointInfo]:
-        return self.intact()  # What is abandoned loses its place with the commit that abandons it.
-
     def intact(self) -> list[CheckpointInfo]:
+        # What is abandoned loses its place with the commit that abandons it.
         while True:
             kept = self.head().kept
             infos = self._manifests.intact(kept)
@@ -178,23 +172,8 @@ class BucketStore(StoresCheckpoints):
             raise CheckpointUnreadable(str(info.path), f"{type(error).__name__}: {error}") from error
         return size_findings({layout.MANIFEST: found.get(layout.MANIFEST, 0)} | dict(sizes or {}), found)
 
-    def preflight(
-        self,
-        step: int,
-        needed_bytes: int,
-        make_room: Callable[[], object] = nothing,
-        fence: Callable[[], object] = nothing,
-    ) -> None:
-        """Do nothing: an object store has room, and a save writes where no other one does.
-
-        The fence would be a request for which training waits; the commit finds out.
-        """
-
-    def missing_bytes(self, wanted_bytes: int) -> int:
-        return 0  # An object store has room.
-
-    def has_room(self, needed_bytes: int) -> bool:
-        return True  # As above.
+    def free_bytes(self) -> int:
+        return sys.maxsize  # An object store has room.
 
     def begin(self, step: int) -> str:
         return self._saves.begin(step)
@@ -224,22 +203,20 @@ class BucketStore(StoresCheckpoints):
     def add_metadata(self, place: str, data: bytes) -> None:
         self._saves.add_metadata(place, data)
 
-    def commit(
-        self, step: int, manifest: Manifest, fence: Callable[[], object] = nothing, *, place: str
-    ) -> CheckpointInfo:
+    def commit(self, step: int, manifest: Manifest, *, place: str) -> CheckpointInfo:
         """Make the save `place` of `step` visible. **Coordinator only**, after every rank has written its files.
 
-        Raises LeaseLost with or without a fence. After an OSError the checkpoint of `step` is the old one. Also raises
-        SaveFailed if the store does not say what became of the commit: it is the old one or the new one then, complete.
+        After an OSError the checkpoint of `step` is the old one. Raises SaveFailed if the store does not say what
+        became of the commit, too: it is the old one or the new one then, complete.
         """
-        fence()
+        self.check_lease()
         run_id = manifest.lineage.run_id
         if abandoning := [info for info in self.intact() if (step, run_id) in info.lineage.abandons]:
             # A head that is made again from the manifests would not have the new checkpoint.
             raise SaveFailed(step, f"{abandoning[0].path} abandons step {step} of run {run_id}")
         return self._saves.commit(place, manifest)
 
-    def remove_staging(self, step: int, place: str, fence: Callable[[], object] = nothing) -> None:
+    def remove_staging(self, step: int, place: str) -> None:
         self._saves.remove(place)
 
     def discard(self, info: CheckpointInfo) -> list[ObjectPlace]:
@@ -259,24 +236,29 @@ class BucketStore(StoresCheckpoints):
         for place in trash:
             self._held.delete(place.name)
 
-    def quarantine(self, step: int, findings: Sequence[str], fence: Callable[[], object] = nothing) -> ObjectPlace:
-        fence()
+    def quarantine(self, step: int, findings: Sequence[str]) -> ObjectPlace:
         if (entry := self._held.read().kept_of(step)) is None:
             raise CheckpointNotFound(self.address, step, [info.step for info in self.committed()])
         place = self.place_of(entry.name)
         self._held.change(lambda head: head.with_corrupt(entry.name, findings))
         logger.warning("Step %d is damaged and is set aside: %s", step, place)
-        self._write_findings(place, step, findings)
+        text = json_bytes({"step": step, "findings": list(findings)}, indent=2)
+        try:
+            self._objects.put(f"{place.name}/{layout.FINDINGS}", text)
+        except OSError as error:
+            logger.warning("Could not write %s/%s: %s", place, layout.FINDINGS, error)
         return place
 
     def recover(self) -> list[ObjectPlace]:
-        head, inventory = self._held.read(), Inventory.of(self._objects)
+        head, listed = self._held.read(), list(self._objects.list(""))
+        attempts = attempts_in(listed)
         retired = [entry.name for entry in head.entries if entry.status is Status.RETIRED]
-        leftovers = [*(name for name in retired if name in inventory.latest), *self._strays(head, inventory)]
+        leftovers = [*(name for name in retired if name in attempts), *self._strays(head, attempts)]
         removed = remove(self._objects, leftovers)
-        remove_beats(self._objects, [epoch for epoch in inventory.beats if epoch < self._held.claim().epoch])
+        beats = {epoch for each in listed if (epoch := parse_beat(each.key)) is not None}
+        remove_beats(self._objects, [epoch for epoch in beats if epoch < self._held.claim().epoch])
         # Also what people removed by hand.
-        gone = {entry.name for entry in head.entries if entry.name not in inventory.latest}.union(retired)
+        gone = {entry.name for entry in head.entries if entry.name not in attempts}.union(retired)
         gone.difference_update(set(leftovers).difference(removed))
         if head.without(gone) != head:
             self._held.change(lambda head: head.without(gone))
@@ -296,22 +278,17 @@ class BucketStore(StoresCheckpoints):
             return error
         return None
 
-    def _write_findings(self, place: ObjectPlace, step: int, findings: Sequence[str]) -> None:
-        text = json_bytes({"step": step, "findings": list(findings)}, indent=2)
-        try:
-            self._objects.put(f"{place.name}/{layout.FINDINGS}", text)
-        except OSError as error:
-            logger.warning("Could not write %s/%s: %s", place, layout.FINDINGS, error)
-
-    def _strays(self, head: Head, inventory: Inventory) -> list[str]:
+    def _strays(self, head: Head, attempts: Mapping[str, AttemptObjects]) -> list[str]:
         """Return the checkpoints that are in no head and have not changed for a day."""
-        known = {entry.name for entry in head.entries}
-        if known.issuperset(inventory.latest):
+        strays = sorted(attempts.keys() - {entry.name for entry in head.entries})
+        if not strays:
             return []
         lease, claim = self._held.lease, self._held.claim()
         kept_seconds = KEPT_SECONDS if lease is None else max(KEPT_SECONDS, lease.timeout_seconds)
-        now = store_time(self._objects, beat_key(claim.epoch), f"{claim.token} looks at the time\n".encode())
-        return inventory.strays(known, now - kept_seconds)
+        # By the clock of the store: an object that is written now has its time.
+        self._objects.put(beat_key(claim.epoch), f"{claim.token} looks at the time\n".encode())
+        now = self._objects.head(beat_key(claim.epoch)).modified
+        return [name for name in strays if attempts[name].modified < now - kept_seconds]
 
 
 _WHY = {Status.CORRUPT: CORRUPT, Status.ABANDONED: ABANDONED}
@@ -340,14 +317,9 @@ class BucketShelf:
         entry = self._held.read().kept_of(aside.step)
         return None if entry is None else self._store.place_of(entry.name)
 
-    def bring_back(self, aside: SetAside, fence: Callable[[], object] = nothing) -> Sequence[Place]:
-        fence()
+    def bring_back(self, aside: SetAside) -> Sequence[Place]:
         branch = {info.path.name for info in branch_in_the_way(self._store, aside)}
-
-        def brought_back(head: Head) -> Head:
-            return head.with_brought_back(aside.folder.name, branch)
-
-        self._held.change(brought_back)
+        self._held.change(lambda head: head.with_brought_back(aside.folder.name, branch))
         try:
             # It is undamaged: these findings are no longer true.
             self._objects.delete([f"{aside.folder.name}/{layout.FINDINGS}"])
@@ -360,7 +332,6 @@ class BucketPins:
     """The pinned steps in the head `file`. Every method raises OSError if they cannot be known."""
 
     def __init__(self, file: HeadFile) -> None:
-        self.path = file.path
         self._file = file
 
     def read(self) -> frozenset[int]:
@@ -369,11 +340,6 @@ class BucketPins:
             return self._file.read()[0].pinned
         except FileNotFoundError:
             return frozenset()
-
-    @contextmanager
-    def unchanged(self) -> Iterator[frozenset[int]]:
-        """Yield the pinned steps. One that is pinned in the block is not retired by a swap in it."""
-        yield self.read()
 
     @contextmanager
     def changing(self) -> Iterator[set[int]]:

@@ -7,8 +7,7 @@ first, so a checkpoint without some of its objects is never taken for one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
 from torchtitan_lite.bucket import naming
 from torchtitan_lite.bucket.objects import Objects
@@ -27,17 +26,14 @@ def delete_attempt(objects: Objects, name: str) -> None:
 
 def remove(objects: Objects, names: Iterable[str]) -> list[str]:
     """Delete the checkpoints `names`, which no reader sees; return those that are gone. What stays is a warning."""
-    # A few objects more are no reason not to train.
-    return [name for name in names if _is_removed(objects, name)]
-
-
-def _is_removed(objects: Objects, name: str) -> bool:
-    try:
-        delete_attempt(objects, name)
-    except OSError as error:
-        logger.warning("Could not remove %s/%s, which is no longer kept: %s", objects.address, name, error)
-        return False
-    return True
+    removed = []
+    for name in names:
+        try:
+            delete_attempt(objects, name)
+            removed.append(name)
+        except OSError as error:  # A few objects more are no reason not to train.
+            logger.warning("Could not remove %s/%s, which is no longer kept: %s", objects.address, name, error)
+    return removed
 
 
 def remove_beats(objects: Objects, epochs: Iterable[int]) -> None:
@@ -46,34 +42,3 @@ def remove_beats(objects: Objects, epochs: Iterable[int]) -> None:
         objects.delete([naming.beat_key(epoch) for epoch in epochs])
     except OSError as error:
         logger.warning("Could not remove the beats of earlier jobs in %s: %s", objects.address, error)
-
-
-@dataclass
-class Inventory:
-    """What one listing of the folder shows."""
-
-    latest: dict[str, float] = field(default_factory=dict)
-    """The time of the latest object of each checkpoint, by its name, in the clock of the store."""
-    beats: set[int] = field(default_factory=set)
-    """The epochs that have a beat."""
-
-    @classmethod
-    def of(cls, objects: Objects) -> Inventory:
-        """List the folder."""
-        inventory = cls()
-        for each in objects.list(""):
-            if (split := naming.split_object_key(each.key)) is not None:
-                inventory.latest[split[0]] = max(each.modified, inventory.latest.get(split[0], each.modified))
-            elif (epoch := naming.parse_beat(each.key)) is not None:
-                inventory.beats.add(epoch)
-        return inventory
-
-    def strays(self, known: Collection[str], before: float) -> list[str]:
-        """Return the checkpoints that are not `known` and have no object since `before`."""
-        return sorted(name for name, at in self.latest.items() if name not in known and at < before)
-
-
-def store_time(objects: Objects, key: str, text: bytes) -> float:
-    """Return the time by the clock of the store: write the object `key`, and return when it was written."""
-    objects.put(key, text)
-    return objects.head(key).modified

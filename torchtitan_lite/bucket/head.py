@@ -8,7 +8,7 @@ after an answer was lost.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -138,40 +138,20 @@ class Head:
 
     def with_retired(self, name: str) -> Head:
         """Return the head without the checkpoint `name` for readers; unchanged if its step is pinned."""
-        return replace(
-            self,
-            entries=tuple(
-                replace(entry, status=Status.RETIRED)
-                if entry.name == name and entry.status is Status.KEPT and entry.step not in self.pinned
-                else entry
-                for entry in self.entries
-            ),
+        return self._with_kept(
+            {name}, lambda entry: entry if entry.step in self.pinned else replace(entry, status=Status.RETIRED)
         )
 
     def with_corrupt(self, name: str, findings: Sequence[str]) -> Head:
         """Return the head after the kept checkpoint `name` was found to be damaged."""
-        return replace(
-            self,
-            entries=tuple(
-                entry.damaged(findings) if entry.name == name and entry.status is Status.KEPT else entry
-                for entry in self.entries
-            ),
-        )
+        return self._with_kept({name}, lambda entry: entry.damaged(findings))
 
     def with_brought_back(self, name: str, branch: Collection[str]) -> Head:
         """Return the head after the checkpoint `name`, which was set aside, came back in place of those in `branch`.
 
         Unchanged if another one of its step is kept.
         """
-        left = replace(
-            self,
-            entries=tuple(
-                replace(entry, status=Status.ABANDONED)
-                if entry.name in branch and entry.status is Status.KEPT
-                else entry
-                for entry in self.entries
-            ),
-        )
+        left = self._with_kept(branch, lambda entry: replace(entry, status=Status.ABANDONED))
         found = self.find(name)
         if found is None or left.kept_of(found.step) is not None:
             return self
@@ -186,3 +166,10 @@ class Head:
         """Return the head without the entries `names`, of checkpoints that no reader sees."""
         kept = (entry for entry in self.entries if entry.status is Status.KEPT or entry.name not in names)
         return replace(self, entries=tuple(kept))
+
+    def _with_kept(self, names: Collection[str], change: Callable[[Entry], Entry]) -> Head:
+        """Return the head with what `change` makes of each kept checkpoint in `names`."""
+        changed = (
+            change(entry) if entry.name in names and entry.status is Status.KEPT else entry for entry in self.entries
+        )
+        return replace(self, entries=tuple(changed))

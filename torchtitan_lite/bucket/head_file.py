@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,10 +25,9 @@ from torchtitan_lite.bucket.objects import Condition, ConditionFailed, Objects, 
 from torchtitan_lite.errors import FolderUnusable
 from torchtitan_lite.store.format_version import FORMAT, check_format, unknown_fields
 from torchtitan_lite.store.holder import Holder
-from torchtitan_lite.store.json_record import json_object
 from torchtitan_lite.store.lease import LeaseClock
 from torchtitan_lite.store.manifest import CheckpointKind, compact_json, seal
-from torchtitan_lite.store.manifest_fields import integer_field, value_of
+from torchtitan_lite.store.manifest_fields import integer_field, json_object, value_of
 
 DEADLINE_SECONDS = 120.0
 """For one change with all its repetitions. Two deadlines of a request, so one that hung may be repeated."""
@@ -82,10 +81,7 @@ class HeadFile:
         Raises OSError; after `ConditionFailed`, too, the head may be written, by a request whose answer was lost.
         """
         text = head_to_bytes(replace(head, change=head.change + 1))
-        if condition is None:
-            self._objects.put_if_absent(naming.HEAD, text)
-        else:
-            self._objects.put_if_match(naming.HEAD, text, condition)
+        self._objects.put_if(naming.HEAD, text, condition)
 
     def change(self, make: Callable[[Head], Head]) -> Head:
         """Replace the head by what `make` returns for it, in one swap; return that.
@@ -94,7 +90,7 @@ class HeadFile:
         change is in it. Raises what `make` raises, what `read` raises, and OSError: the head may be changed then.
         """
         began = self._clock.monotonic()
-        for pause in _pauses():
+        for pause in itertools.chain((0.0, 0.1, 0.5, 2.0), itertools.repeat(5.0)):
             head, condition = self.read()
             changed = make(head)
             if changed == head:
@@ -117,11 +113,6 @@ class HeadFile:
         except (ValueError, RecursionError) as error:
             # Not damage, so it is not rebuilt: that would lose what it says.
             raise FolderUnusable(self.path, f"{error}; restore it from a copy, or remove it") from error
-
-
-def _pauses() -> Iterator[float]:
-    """Yield the seconds to wait before each repetition."""
-    yield from itertools.chain((0.0, 0.1, 0.5, 2.0), itertools.repeat(5.0))
 
 
 _FIELDS = frozenset({"epoch", "change", "holder", "beat_seconds", "pinned", "checkpoints", "digest"})

@@ -8,7 +8,7 @@ stopped. That it lives is shown by an object of its epoch which it writes again 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import NamedTuple
 
 from torchtitan_lite import faults
@@ -87,10 +87,7 @@ class BucketLease(Lease):
     def check(self) -> None:
         """Raise LeaseLost unless the folder is still ours. No commit relies on it: it finds out early."""
         assert self.claim is not None, "check() before take()"
-        try:
-            refuse_others(self._file.read()[0], self.claim, self._objects.address)
-        except FileNotFoundError:
-            raise head_is_gone(self._objects.address) from None
+        held_head(self._file, self.claim, self._objects.address)
 
     def _prepare(self) -> None:
         make_id(self._objects, self._probe)
@@ -172,8 +169,14 @@ def head_is_gone(address: str) -> LeaseLost:
     return LeaseLost(address, _GONE)
 
 
-def _is_never_done(head: Head) -> bool:
-    return False
+def held_head(file: HeadFile, claim: Claim, address: str) -> Head:
+    """Return the head, which is held with `claim`. Raises LeaseLost if it is not, and OSError."""
+    try:
+        head = file.read()[0]
+    except FileNotFoundError:
+        raise head_is_gone(address) from None
+    refuse_others(head, claim, address)
+    return head
 
 
 class HeldHead:
@@ -183,13 +186,10 @@ class HeldHead:
         self.file = file
         self.lease: BucketLease | None = None
         self._objects = objects
+        self.exclusive = process_lock(objects.address)
+        """The lock that orders the swaps of this process here: a background purge and commits."""
         self._gone: set[str] = set()
         """Retired checkpoints whose objects are gone; their entries go with the next swap."""
-
-    @property
-    def exclusive(self) -> AbstractContextManager[bool]:
-        """Return the lock that orders the swaps of this process here: a background purge and commits."""
-        return process_lock(self._objects.address)
 
     def claim(self) -> Claim:
         """Return what the holder shows with each change. Raises CheckpointError if this process holds nothing."""
@@ -200,24 +200,18 @@ class HeldHead:
 
     def read(self) -> Head:
         """Return the head, which is ours. Raises LeaseLost, CheckpointError without a lease, and OSError."""
-        claim = self.claim()
-        try:
-            head = self.file.read()[0]
-        except FileNotFoundError:
-            raise head_is_gone(self._objects.address) from None
-        refuse_others(head, claim, self._objects.address)
-        return head
+        return held_head(self.file, self.claim(), self._objects.address)
 
-    def change(self, make: Callable[[Head], Head], is_done: Callable[[Head], bool] = _is_never_done) -> Head:
+    def change(self, make: Callable[[Head], Head], commits: str = "") -> Head:
         """Replace the head by what `make` returns for it, if it is ours, and return that; see `HeadFile.change`.
 
-        A head for which `is_done` is returned as it is, whoever holds it. Raises as `read`; after an OSError the head
-        may be changed.
+        A head that has the checkpoint `commits` already is returned as it is, whoever holds it. Raises as `read`; after
+        an OSError the head may be changed.
         """
         claim, gone = self.claim(), frozenset(self._gone)
 
         def changed(head: Head) -> Head:
-            if is_done(head):
+            if commits and head.find(commits) is not None:
                 return head
             refuse_others(head, claim, self._objects.address)
             return make(head).without(gone)

@@ -35,13 +35,8 @@ def make_id(objects: Objects, probe: Callable[[Objects], None]) -> str:
         return found
     probe(objects)
     new = f"{secrets.token_hex(16)}\n".encode()
-    try:
-        if condition is None:
-            objects.put_if_absent(layout.FOLDER_ID, new)
-        else:
-            objects.put_if_match(layout.FOLDER_ID, new, condition)
-    except ConditionFailed:
-        pass  # Another job was faster, or the answer to our first try was lost: what is there counts.
+    with suppress(ConditionFailed):  # Another job was faster, or the answer to our first try was lost.
+        objects.put_if(layout.FOLDER_ID, new, condition)
     return _read_folder_id(objects)[0]
 
 
@@ -72,43 +67,34 @@ def probe(objects: Objects) -> None:
 def _probe_once(objects: Objects) -> None:
     key = f"probe-{secrets.token_hex(8)}"
     try:
-        first = _created(objects, key)
-        _refuse_unless_refused(objects, lambda: objects.put_if_absent(key, b"created twice"))
-        _replace(objects, key, first)
-        _refuse_unless_refused(objects, lambda: objects.put_if_match(key, b"replaced twice", first))
+        first = _written(objects, key, b"created", None)
+        _refuse_unless_refused(objects, key, b"created twice", None)
+        _written(objects, key, b"replaced", first)
+        _refuse_unless_refused(objects, key, b"replaced twice", first)
     finally:
         _delete(objects, key)
 
 
-def _created(objects: Objects, key: str) -> Condition:
-    """Create the object `key`, which has a name that no other job can have chosen, and return its version."""
+def _written(objects: Objects, key: str, data: bytes, condition: Condition | None) -> Condition:
+    """Write the object `key`, which has a name that no other job can have chosen, and return its version.
+
+    Raises FolderUnusable if the store refuses that.
+    """
     try:
-        return objects.put_if_absent(key, b"created")
+        return objects.put_if(key, data, condition)
     except ConditionFailed:
-        # The store carried out the first try of the client, but gave an error for it.
-        return _checked_version(objects, key, b"created")
-
-
-def _replace(objects: Objects, key: str, condition: Condition) -> None:
-    try:
-        objects.put_if_match(key, b"replaced", condition)
-    except ConditionFailed:
-        _checked_version(objects, key, b"replaced")  # Likewise.
-
-
-def _checked_version(objects: Objects, key: str, expected: bytes) -> Condition:
-    """Return the version of the object `key`. Raises FolderUnusable unless it has the contents `expected`."""
-    with suppress(FileNotFoundError):
-        data, condition = objects.get(key)
-        if data == expected:
-            return condition
+        # The store may have carried out the first try of the client, but given an error for it.
+        with suppress(FileNotFoundError):
+            found, version = objects.get(key)
+            if found == data:
+                return version
     finding = "does not carry out conditional writes, so a job could not keep its folder"
     raise FolderUnusable(objects.address, f"the store {finding}")
 
 
-def _refuse_unless_refused(objects: Objects, write: Callable[[], object]) -> None:
+def _refuse_unless_refused(objects: Objects, key: str, data: bytes, condition: Condition | None) -> None:
     try:
-        write()
+        objects.put_if(key, data, condition)
     except ConditionFailed:
         return
     finding = "ignores conditional writes, so two jobs would both write the folder"

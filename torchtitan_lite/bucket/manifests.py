@@ -7,7 +7,7 @@ needs it gets the error, all others one warning. Any thread.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torchtitan_lite import faults
@@ -56,8 +56,10 @@ class AttemptManifests:
     def intact(self, entries: Sequence[Entry]) -> list[CheckpointInfo]:
         """Return those of `entries` that are intact, by the same order. Raises FormatTooNew."""
         # Without this, the table would keep an entry for each step that was ever purged.
-        self._forget_all_but({entry.name for entry in entries})
-        self._read_together([entry for entry in entries if entry.name not in self._known])
+        for name in set(self._known) - {entry.name for entry in entries}:
+            self._known.pop(name, None)
+        unread = [entry for entry in entries if entry.name not in self._known]
+        in_threads(unread, min(_AT_A_TIME, len(unread)), lambda: self.find_intact)
         found = (self.find_intact(entry) for entry in entries)
         return [info for info in found if info is not None]
 
@@ -71,12 +73,6 @@ class AttemptManifests:
             self._warn(error)
             return None
 
-    def _read_together(self, entries: Sequence[Entry]) -> None:
-        def read(entry: Entry) -> None:
-            self.find_intact(entry)
-
-        in_threads(entries, min(_AT_A_TIME, len(entries)), lambda: read)
-
     def _read(self, entry: Entry) -> _ReadManifest:
         if (known := self._known.get(entry.name)) is None:
             place = ObjectPlace(self._objects.address, entry.name)
@@ -85,11 +81,6 @@ class AttemptManifests:
             known = self._known[entry.name] = _known_manifest(place, manifest)
             self._warned.pop(str(place), None)
         return known
-
-    def _forget_all_but(self, names: Collection[str]) -> None:
-        for name in list(self._known):
-            if name not in names:
-                self._known.pop(name, None)
 
     def _warn(self, error: CheckpointUnreadable) -> None:
         if self._warned.get(error.path) != error.cause:

@@ -39,7 +39,7 @@ def files_at(place: ObjectPlace) -> ObjectFiles:
 
 
 class ObjectFiles:
-    """The files of the checkpoint at `place` in `objects`. Errors of the store are raised as OSError."""
+    """The files of the checkpoint at `place` in `objects`, as `StoredFiles` has them. Raises OSError."""
 
     def __init__(self, objects: Objects, place: ObjectPlace) -> None:
         self._objects = objects
@@ -48,14 +48,12 @@ class ObjectFiles:
         """Of the objects that were listed or read; they do not change."""
 
     def manifest(self) -> Manifest | None:
-        """Return the manifest; None if there is none. Raises as `Manifest.parse`."""
         try:
             return Manifest.parse(self._get(layout.MANIFEST), str(self.path_of(layout.MANIFEST)))
         except FileNotFoundError:
             return None
 
     def identity(self) -> tuple[int | str, ...] | None:
-        """Return what differs once another checkpoint has this place; None if there is none any more."""
         try:
             condition = self._objects.head(self._key(layout.MANIFEST)).condition
         except FileNotFoundError:
@@ -66,7 +64,6 @@ class ObjectFiles:
         return tuple(f"{name}={value}" for name, value in sorted(condition.items()))
 
     def path_of(self, name: str) -> ObjectPath:
-        """Return what the reader takes for the file `name`, and messages show."""
         return ObjectPath(f"{self._place}/{name}")
 
     def sizes_of(self, names: Iterable[str]) -> dict[str, int]:
@@ -91,7 +88,6 @@ class ObjectFiles:
             yield file.fileno()
 
     def reader(self, *, cached: bool = False) -> ObjectReader:
-        """Return what reads the files."""
         return ObjectReader(self._objects, self._place.name, self._sizes)
 
     @contextmanager
@@ -102,7 +98,6 @@ class ObjectFiles:
             yield ranks.over_hosts(own, alone)
 
     def share(self, names: Sequence[str], number: int, count: int) -> Sequence[str]:
-        """Return the part of `names` that rank `number` of `count` looks at."""
         return names[number::count]
 
     def absence(self) -> str:
@@ -137,7 +132,6 @@ class ObjectFiles:
         """Do nothing: an object is fetched at each read."""
 
     def thread_reader(self) -> ObjectReader:
-        """Return a reader: requests of several threads never wait for each other."""
         return self.reader()
 
     @cached_property
@@ -254,7 +248,7 @@ class _Object:
         """Return bytes [begin, end) of the object. Raises `DamagedRange` if it ends before."""
         path = self._checked.path
         faults.point("read", path=path)
-        data = _readable(path, lambda: self._objects.get_ranges(self._key, [(begin, end)]))[0]
+        data = _readable(path, lambda: self._objects.get_range(self._key, begin, end))
         if len(data) < end - begin:
             raise DamagedRange(path, begin + len(data), end, "the object ends before them")
         return data

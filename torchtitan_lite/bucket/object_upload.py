@@ -67,11 +67,7 @@ def _upload_parts(source: FileSource, part_bytes: int, path: ObjectPath, digests
         part = source.kept(begin, min(begin + part_bytes, source.num_bytes))
         if source.record is None:
             digests.append(digest_blocks(part))
-        _pass_the_point(len(part), path)
+        num_bytes = len(part)
+        while num_bytes > 0:  # The rest of a short or torn part is written, or fails, next.
+            num_bytes -= faults.limit("write", num_bytes, path=path)
         yield part
-
-
-def _pass_the_point(num_bytes: int, path: ObjectPath) -> None:
-    """Pass the point "write" for a part of `num_bytes`; the rest of a short or torn one is written, or fails, next."""
-    while num_bytes > 0:
-        num_bytes -= faults.limit("write", num_bytes, path=path)

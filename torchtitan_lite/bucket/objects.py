@@ -1,13 +1,13 @@
 """What a folder of checkpoints asks of an object store: few verbs, each of them one request that may be repeated.
 
 A key names one object below the address. Nothing here knows what a checkpoint is. Conditions are the only means by
-which two jobs that write at the same time are kept apart: `put_if_absent` and `put_if_match` are carried out by the
-store as one step, or refused. Any thread, any rank.
+which two jobs that write at the same time are kept apart: `put_if` is carried out by the store as one step, or
+refused. Any thread, any rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PosixPath
 from typing import Protocol
@@ -54,20 +54,19 @@ class Objects(Protocol):
         """Write the small object `key`; replace what was there."""
         ...
 
-    def put_if_absent(self, key: str, data: bytes) -> Condition:
-        """Create the small object `key`. Raises `ConditionFailed` if it exists."""
-        ...
+    def put_if(self, key: str, data: bytes, condition: Condition | None) -> Condition:
+        """Replace the small object `key`, if it has the version of `condition`; with None, create it.
 
-    def put_if_match(self, key: str, data: bytes, condition: Condition) -> Condition:
-        """Replace the small object `key`. Raises `ConditionFailed` unless it has the version of `condition`."""
+        Return its new version. Raises `ConditionFailed` if it has another version, or exists.
+        """
         ...
 
     def upload(self, key: str, parts: Iterator[memoryview], part_bytes: int, at_a_time: int) -> None:
         """Write the object `key` from `parts`, each of `part_bytes` but the last, in several requests at a time."""
         ...
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """Return the bytes [begin, end) of each range of the object `key`; shorter where the object ends before."""
+    def get_range(self, key: str, begin: int, end: int) -> memoryview:
+        """Return the bytes [begin, end) of the object `key`; shorter where the object ends before."""
         ...
 
     def head(self, key: str) -> Listed:

@@ -89,18 +89,13 @@ class ObstoreObjects:
         with self._translated(key):
             self._client.put(self._small, key, data, mode="overwrite", use_multipart=False)
 
-    def put_if_absent(self, key: str, data: bytes) -> Condition:
-        with self._translated(key):
-            return _version_condition(self._client.put(self._small, key, data, mode="create", use_multipart=False))
-
-    def put_if_match(self, key: str, data: bytes, condition: Condition) -> Condition:
+    def put_if(self, key: str, data: bytes, condition: Condition | None) -> Condition:
+        mode = "create" if condition is None else dict(condition)
         try:
             with self._translated(key):
-                return _version_condition(
-                    self._client.put(self._small, key, data, mode=dict(condition), use_multipart=False)
-                )
+                return _version_condition(self._client.put(self._small, key, data, mode=mode, use_multipart=False))
         except FileNotFoundError as error:
-            if not is_missing_object(error):
+            if condition is None or not is_missing_object(error):
                 raise
             raise ConditionFailed(error.errno, error.strerror, error.filename) from None
 
@@ -118,8 +113,12 @@ class ObstoreObjects:
         except OSError as error:
             if source.failure is not None:
                 raise source.failure from None
-            if not self._is_complete(key, source):
-                raise _unfinished(error) from None
+            if self._is_complete(key, source):
+                return
+            if not is_missing_object(error):
+                raise
+            finding = "no usable answer from the store (the upload was lost)"
+            raise StoreUnavailable(errno.ETIMEDOUT, finding, error.filename) from None
 
     def _is_complete(self, key: str, source: _PartsToSend) -> bool:
         """Return whether the new object `key` is there, though the answer that says so was lost."""
@@ -128,11 +127,7 @@ class ObstoreObjects:
         except OSError:
             return False
 
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        # One by one: the client's own function for several fails where the object ends before one of them.
-        return [self._range(key, begin, end) for begin, end in ranges]
-
-    def _range(self, key: str, begin: int, end: int) -> memoryview:
+    def get_range(self, key: str, begin: int, end: int) -> memoryview:
         if begin >= end:
             return memoryview(b"")
         try:
@@ -209,13 +204,6 @@ class _PartsToSend:
             raise
         self.num_bytes += len(part)
         return part
-
-
-def _unfinished(error: OSError) -> OSError:
-    """Return `error` of an upload, or what it means that the store does not know the upload any more."""
-    if not is_missing_object(error):
-        return error
-    return StoreUnavailable(errno.ETIMEDOUT, "no usable answer from the store (the upload was lost)", error.filename)
 
 
 def _client() -> Any:

@@ -10,7 +10,7 @@ Reads no data and changes nothing; what cannot be read ends it, because it may b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchtitan_lite.bucket import naming
@@ -57,7 +57,9 @@ def rebuilt(objects: Objects) -> Head:
     Raises FormatTooNew, FolderUnusable for a manifest that cannot be read, and OSError.
     """
     try:
-        commits = [_found_commit(objects, name, sizes) for name, sizes in _with_manifest(objects)]
+        found = naming.attempts_in(objects.list(naming.CHECKPOINTS))
+        attempts = sorted((name, each.sizes) for name, each in found.items() if layout.MANIFEST in each.sizes)
+        commits = [_found_commit(objects, name, sizes) for name, sizes in attempts]
     except CheckpointUnreadable as error:
         path = f"{objects.address}/{naming.HEAD}"
         raise FolderUnusable(path, f"it is lost or damaged, and {error.path} cannot be read: {error.cause}") from error
@@ -76,12 +78,6 @@ def highest_beat(objects: Objects) -> tuple[int, Condition | None]:
     return epoch, latest.condition
 
 
-def _with_manifest(objects: Objects) -> Iterable[tuple[str, Mapping[str, int]]]:
-    """Return the names of the checkpoints that have a manifest, with the sizes in bytes of their files."""
-    found = naming.attempts_in(objects.list(naming.CHECKPOINTS))
-    return sorted((name, each.sizes) for name, each in found.items() if layout.MANIFEST in each.sizes)
-
-
 def _found_commit(objects: Objects, name: str, sizes: Mapping[str, int]) -> FoundCommit:
     step, attempt = naming.parse_attempt(name) or (0, "")
     try:
@@ -92,15 +88,12 @@ def _found_commit(objects: Objects, name: str, sizes: Mapping[str, int]) -> Foun
     entry = Entry(
         step, attempt, manifest.kind, manifest.lineage.run_id, digest, findings=_commit_findings(manifest, sizes)
     )
-    return FoundCommit(entry, _epoch_of(manifest), manifest.created_at, manifest.lineage.abandons)
+    epoch = manifest.extra.get(EPOCH)
+    epoch = epoch if type(epoch) is int and epoch >= 0 else 0
+    return FoundCommit(entry, epoch, manifest.created_at, manifest.lineage.abandons)
 
 
 def _commit_findings(manifest: Manifest, sizes: Mapping[str, int]) -> tuple[str, ...]:
     if layout.FINDINGS in sizes:
         return (f"it was set aside; {layout.FINDINGS} says why",)
     return tuple(size_findings(recorded_sizes(manifest.files), sizes))
-
-
-def _epoch_of(manifest: Manifest) -> int:
-    epoch = manifest.extra.get(EPOCH)
-    return epoch if type(epoch) is int and epoch >= 0 else 0

@@ -164,18 +164,14 @@ def _settled(under_way: set[Future[tuple[int, str]]], tags: dict[int, str]) -> s
     return rest
 
 
-def _code_of(error: Exception) -> str:
-    response = getattr(error, "response", None)
-    return str(response.get("Error", {}).get("Code", "")) if isinstance(response, dict) else ""
-
-
 def _meaning(error: Exception, key: str) -> OSError:
     """Return `error` of boto3 as `Objects` raises it."""
-    code = _code_of(error)
+    response = getattr(error, "response", {})
+    code = str(response.get("Error", {}).get("Code", ""))
     if not code:
         kind = type(error).__name__
         if kind in ("NoCredentialsError", "PartialCredentialsError"):
             return PermissionError(errno.EACCES, "there are no credentials", key)
         return StoreUnavailable(errno.ETIMEDOUT, f"no usable answer from the store ({kind})", key)
-    status = getattr(error, "response", {}).get("ResponseMetadata", {}).get("HTTPStatusCode", "")
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", "")
     return meaning(OSError(f"status code: {status} <Code>{code}</Code>"), key)

@@ -167,7 +167,7 @@ class BucketSaves:
 
         try:
             # Whoever holds it: a job that took the folder since then found this commit in it.
-            head = self._held.change(with_commit, is_done=lambda head: head.find(entry.name) is not None)
+            head = self._held.change(with_commit, commits=entry.name)
         except OSError as error:
             if entry.name not in self._unknown:
                 raise

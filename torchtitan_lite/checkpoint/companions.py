@@ -32,9 +32,8 @@ def images(store: StoresCheckpoints, plans: PlanCache, context: RunContext) -> l
     if not (_saves(config) and config.memory_ttl_seconds) or memory_is_off() or store.root is None:
         return []
     from torchtitan_lite.memory.images.run_images import build_run_images
-    from torchtitan_lite.memory.replicas.host_replicas import HostReplicas
 
-    return [build_run_images(store, store.root, plans, context, HostReplicas)]
+    return [build_run_images(store, store.root, plans, context)]
 
 
 def _uploads(folders: RunFolders, retention: RetentionPolicy | None, context: RunContext) -> list[Companion]:

@@ -494,7 +494,7 @@ class CheckpointManager:
         with ExitStack() as in_reverse:
             in_reverse.callback(self._opener.note_closed)
             in_reverse.callback(self._folders.release)
-            in_reverse.callback(self._first_save.leave, self._folders.fence(self._store))
+            in_reverse.callback(self._first_save.leave, self._store.check_lease)
             in_reverse.callback(self._preemption.close)
             in_reverse.callback(self._housekeeping.close, self._config.timeout_seconds)
             for each in self._companions:

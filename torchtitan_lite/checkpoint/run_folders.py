@@ -6,7 +6,8 @@ folder are **coordinator only**.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Sequence
 
 from torchtitan_lite import faults
 from torchtitan_lite.config.job_config import JobConfig
@@ -23,7 +24,9 @@ class RunFolders:
     def __init__(self, config: JobConfig, run_id: str, checkpoints: StoresCheckpoints | None = None) -> None:
         section, dump_folder = config.checkpoint, config.job.dump_folder
         patience = look_seconds(section.timeout_seconds)
-        self.checkpoints = checkpoints or open_store(section.folder, dump_folder, patience)
+        # A store checks the lease that it gave last: one that was handed in may be that of another manager, too.
+        given = copy.copy(checkpoints)
+        self.checkpoints = given or open_store(section.folder, dump_folder, patience)
         self.exports = open_store(section.export_folder, dump_folder, patience) if section.export_folder else None
         self.uploads = open_store(section.upload_folder, dump_folder) if section.upload_folder else None
         """The second folder of checkpoints, which another process holds; None for none."""
@@ -89,10 +92,6 @@ class RunFolders:
         """Give the folders up to other jobs."""
         for lease in self._leases.values():
             lease.release()
-
-    def fence(self, store: StoresCheckpoints) -> Callable[[], None]:
-        """Return a function that raises `LeaseLost` once the folder of `store` belongs to another job."""
-        return self._leases[store].check
 
     def _refuse_one_for_both(self) -> None:
         if self.uploads is not None and self.uploads.identity in self.identities:

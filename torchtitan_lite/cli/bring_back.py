@@ -47,7 +47,7 @@ class BringBack:
             with screen.progress(f"verifying {aside.folder.name}", aside.manifest.nbytes) as advance:
                 check_set_aside(aside, advance)
             lease.check()
-            left = shelf.bring_back(aside, lease.check)
+            left = shelf.bring_back(aside)
             info = store.get(aside.step)
         latest = store.latest()
         is_latest = latest is not None and latest.step == aside.step and info.kind is CheckpointKind.FULL

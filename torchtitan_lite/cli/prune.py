@@ -84,7 +84,7 @@ class Prune:
             return ExitCode.FINE
         with holding(store, "prune") as lease:
             verdicts = housekeeping.verdicts(store)
-            housekeeping.remove([verdict.info for verdict in verdicts if verdict.goes], store, lease.check)
+            housekeeping.remove([verdict.info for verdict in verdicts if verdict.goes], store)
             lease.check()
             recover_with_notes(store, screen)
             verdicts = _as_done(verdicts, removed, store)
@@ -186,7 +186,7 @@ class Prune:
         return PruneOthers(
             Path(store.address),
             build_retention(config),
-            store.missing_bytes(round(config.min_free_disk_gb * 1e9)),
+            max(0, round(config.min_free_disk_gb * 1e9) - store.free_bytes()),
             self.min_age * 3600,
             self.yes,
             self._words(),

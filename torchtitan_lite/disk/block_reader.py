@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torchtitan_lite import faults
 from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, BlockDigest, FileRecord, block_digest
-from torchtitan_lite.disk.durable import O_DIRECT
+from torchtitan_lite.disk.durable import ALIGNMENT, NO_DIRECT_IO, O_DIRECT, log_no_direct_io
 from torchtitan_lite.disk.plain_file import opened_plain_file
 from torchtitan_lite.disk.read_requests import (
     REQUEST_BYTES,
@@ -39,20 +39,17 @@ from torchtitan_lite.disk.read_requests import (
     scatter,
     segments,
 )
+from torchtitan_lite.disk.shared_memory import MAP_FAILED, libc_with_maps
 from torchtitan_lite.disk.threads import in_threads
 from torchtitan_lite.errors import CheckpointUnreadable
 from torchtitan_lite.log import counted, logger
 
-ALIGNMENT = 4096
-"""Bytes. Direct I/O needs memory, offset and length to be multiples of the disk's sector, 512 or 4096."""
 THREADS = 3
 """Requests under way at a time: the disk has two while the third is copied and hashed."""
 PAUSES_SECONDS = (0.1, 1.0, 4.0)
 """Before each further try of a request, after which an I/O error is raised: a server may be away for a moment."""
 
 T = TypeVar("T")
-
-_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class DamagedRange(ValueError):
@@ -351,7 +348,7 @@ def _with_retries(
                 again()
             return operation()
         except OSError as error:
-            if direct and error.errno in _REFUSED:
+            if direct and error.errno in NO_DIRECT_IO:
                 raise
             # A file that is missing stays missing; any other error may be a moment of the network.
             if attempt > len(PAUSES_SECONDS) or error.errno == errno.ENOENT:
@@ -364,12 +361,7 @@ def _with_retries(
 
 
 def _log_refusal(path: Path, refusal: OSError) -> None:
-    _log_refused_reads_once(str(path.parent), refusal.strerror)
-
-
-@cache
-def _log_refused_reads_once(folder: str, refusal: str) -> None:
-    logger.info("%s: direct I/O is refused here (%s); reading through the page cache", folder, refusal)
+    log_no_direct_io(str(path.parent), refusal.strerror, "reading")
 
 
 # Which parts of a file are in the page cache.
@@ -386,10 +378,11 @@ def look_into_cache(fd: int, size: int) -> Iterator[Callable[[int, int], bool] |
     It checks a sample of the pages, because to check all of them takes as long as to read some: neighbouring pages
     come and go together, and a wrong answer costs only time. Yields None where the system cannot say.
     """
-    libc = _libc_with_mincore()
+    libc = libc_with_maps()
     # Not Python's `mmap`: ctypes gives no address of a mapping that is read-only.
-    address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0) if libc is not None and size else None
-    if libc is None or address in (None, _MAP_FAILED):
+    can_look = size and hasattr(libc, "mincore")
+    address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0) if can_look else MAP_FAILED
+    if address in (None, MAP_FAILED):
         yield None
         return
 
@@ -406,19 +399,3 @@ def look_into_cache(fd: int, size: int) -> Iterator[Callable[[int, int], bool] |
         yield has
     finally:
         libc.munmap(address, size)
-
-
-_MAP_FAILED = ctypes.c_void_p(-1).value
-
-
-@cache
-def _libc_with_mincore() -> Any:
-    """Return the C library if it has mincore, else None."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "mincore"):
-        return None
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
-    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-    return libc

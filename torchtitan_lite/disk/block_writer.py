@@ -16,20 +16,15 @@ import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
 from torchtitan_lite import faults
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, digest_blocks
-from torchtitan_lite.disk.durable import DISK, O_DIRECT, Durable, naming
+from torchtitan_lite.disk.durable import ALIGNMENT, DISK, NO_DIRECT_IO, O_DIRECT, Durable, log_no_direct_io, naming
 from torchtitan_lite.disk.read_requests import request_memory
 from torchtitan_lite.disk.threads import in_threads
-from torchtitan_lite.log import logger
 
-ALIGNMENT = 4096
-"""Bytes. Direct I/O needs memory, offset and length to be multiples of the disk's sector, 512 or 4096."""
-_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 _NOT_SEEN = (errno.ENOENT, errno.ESTALE)
 _PAUSE_SECONDS = 0.5
 
@@ -190,7 +185,7 @@ class _WrittenFile:
                 self._durable.set_direct(self._fd, True)
                 self._direct = True
         except OSError as error:
-            if not direct or error.errno not in _REFUSED:
+            if not direct or error.errno not in NO_DIRECT_IO:
                 raise
             self._log_refusal(error)
 
@@ -207,7 +202,7 @@ class _WrittenFile:
                 request = data[: aligned(allowed) if direct else allowed]
                 written = min(self._durable.write_at(self._fd, request, offset), allowed)
             except OSError as error:
-                if error.errno not in _REFUSED or not direct:
+                if error.errno not in NO_DIRECT_IO or not direct:
                     raise
                 self._use_the_page_cache(error)
                 continue
@@ -252,13 +247,8 @@ class _WrittenFile:
                     self._log_refusal(refusal)
 
     def _log_refusal(self, refusal: OSError) -> None:
-        _log_refused_writes_once(str(self._path.parent.parent), refusal.strerror)
-
-
-@cache
-def _log_refused_writes_once(root: str, refusal: str) -> None:
-    # Each save has a folder of its own in `root`.
-    logger.info("%s: direct I/O is refused here (%s); writing through the page cache", root, refusal)
+        # Each save has a folder of its own in this one.
+        log_no_direct_io(str(self._path.parent.parent), refusal.strerror, "writing")
 
 
 # A file that is about to be written: the handle that a store gives to whoever has the bytes.

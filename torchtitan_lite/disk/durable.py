@@ -20,12 +20,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.log import logger
+
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 # EPERM: a sandbox that does not know the call. Where EPERM is real, the write raises it again.
 _NO_ALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV, errno.EPERM)
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 """0 where the system has no direct I/O."""
+ALIGNMENT = 4096
+"""Bytes. Direct I/O needs memory, offset and length to be multiples of the disk's sector, 512 or 4096."""
+NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
+"""What a file system answers that refuses direct I/O."""
 # Sandboxes answer EPERM to a call that they do not know. Where EPERM is real, the plain rename raises it again.
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
 
@@ -167,6 +173,12 @@ def _raise_unless_gone(function: object, path: object, error: Any) -> None:
 
 
 _UNLESS_GONE: dict[str, Any] = {"onexc" if sys.version_info >= (3, 12) else "onerror": _raise_unless_gone}
+
+
+@functools.cache
+def log_no_direct_io(folder: str, refusal: str, instead: str) -> None:
+    """Log once that direct I/O is refused in `folder`, and what is done `instead`."""
+    logger.info("%s: direct I/O is refused here (%s); %s through the page cache", folder, refusal, instead)
 
 
 def temporary_name(name: str) -> str:

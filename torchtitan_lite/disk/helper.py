@@ -148,7 +148,8 @@ class Helper:
     ) -> None:
         self._name, self._module, self._num_lines = name, module, num_lines
         self._send_seconds = math.ceil(send_seconds)
-        self._ignored = _numbers_of(ignored_signals)
+        known = {*IGNORED_SIGNALS, *ignored_signals} & signal.Signals.__members__.keys()
+        self._ignored = sorted(int(signal.Signals[each]) for each in known)
         self._process: subprocess.Popen[bytes] | None = None
         self._lines: tuple[Line, ...] = ()
         """Empty while no process runs, as far as this end knows."""
@@ -270,12 +271,6 @@ def is_stopped(pid: int) -> bool:
     except (OSError, IndexError):
         return False
     return state in (b"T", b"t")
-
-
-def _numbers_of(signals: Sequence[str]) -> list[int]:
-    """Return the numbers of `signals` and of those that are always ignored, as far as this system has them."""
-    names = {*IGNORED_SIGNALS, *signals}
-    return sorted(int(signal.Signals[name]) for name in names if name in signal.Signals.__members__)
 
 
 def _spawn(module: str, call: str, descriptors: Sequence[int], ignored: Sequence[int]) -> subprocess.Popen[bytes]:

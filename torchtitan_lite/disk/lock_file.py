@@ -15,7 +15,7 @@ import io
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -159,7 +159,7 @@ class LockFile:
             return
         with file:
             # Compared after the lock is taken: before, another process may have renamed another file to this name.
-            yield file.read(_LIMIT_BYTES) if _lock_for_change(file) and _is_at(self._path, file) else None
+            yield file.read(_LIMIT_BYTES) if _has_lock(file) and _is_at(self._path, file) else None
 
 
 def _write_whole(file: io.FileIO, data: bytes) -> None:
@@ -178,14 +178,14 @@ def _open_lock_file(path: Path) -> BinaryIO:
         return path.open("rb", buffering=0)
 
 
-def _lock_for_change(file: BinaryIO) -> bool:
-    """Return whether no other process is about to replace or remove `file`; True where there are no such locks."""
+def _has_lock(file: BinaryIO | int) -> bool:
+    """Return whether this process has the lock of `file` now, and no other one; True where there are no such locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        return True
+        pass
     return True
 
 
@@ -211,29 +211,16 @@ def locked(folder: Path, wait_seconds: float, sleep: Callable[[float], None] = t
     """Hold the lock of `folder` in the block. Raise BlockingIOError if another process has it for `wait_seconds`."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _wait_for_lock(fd, folder, wait_seconds, sleep)
+        for _ in range(max(1, round(wait_seconds / _POLL_SECONDS))):
+            if _has_lock(fd):
+                break
+            sleep(_POLL_SECONDS)
+        else:
+            finding = f"another process has locked it for {wait_seconds:g} s"
+            raise BlockingIOError(errno.EAGAIN, finding, str(folder))
         yield
     finally:
         # A process that was forked meanwhile has the descriptor, too: closing this one would not end the lock.
-        _unlock(fd)
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
-
-
-def _wait_for_lock(fd: int, folder: Path, wait_seconds: float, sleep: Callable[[float], None]) -> None:
-    for _ in range(max(1, round(wait_seconds / _POLL_SECONDS))):
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            sleep(_POLL_SECONDS)
-        except OSError:
-            return
-        else:
-            return
-    raise BlockingIOError(errno.EAGAIN, f"another process has locked it for {wait_seconds:g} s", str(folder))
-
-
-def _unlock(fd: int) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    except OSError:
-        return

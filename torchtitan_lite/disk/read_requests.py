@@ -254,6 +254,11 @@ _copy = ctypes.PyDLL(None).memmove
 _copy.argtypes, _copy.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_void_p
 
 
+def copy_memory(target: int, source: int, num_bytes: int) -> None:
+    """Copy `num_bytes` from the address `source` to the address `target`. Any thread."""
+    (ctypes.memmove if num_bytes >= _LARGE_COPY else _copy)(target, source, num_bytes)
+
+
 class BlockPieces(NamedTuple):
     """Pieces within one block of a file, by ascending begin: columns of equal length."""
 

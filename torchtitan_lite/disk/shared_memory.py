@@ -22,7 +22,7 @@ from torchtitan_lite.disk.read_requests import HUGE_PAGE_BYTES
 
 _NO_ACCESS, _MAP_FIXED = 0, 0x10
 _MADV_COLLAPSE = 25
-_FAILED = ctypes.c_void_p(-1).value
+MAP_FAILED = ctypes.c_void_p(-1).value
 _COLLAPSED_BYTES = 256 << 20
 """Bytes of one request to collapse. Requests of few huge pages wait several milliseconds for each of them."""
 
@@ -32,7 +32,7 @@ def map_shared(fd: int, num_bytes: int) -> memoryview:
 
     They are unmapped when nothing refers to them any more; `fd` may be closed before. Raises OSError.
     """
-    libc = _libc_with_madvise()
+    libc = libc_with_maps()
     size = -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     # A place is reserved first, larger by a huge page: no other mapping can come between.
     reserved = _mmap(libc, None, size + HUGE_PAGE_BYTES, _NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
@@ -49,7 +49,9 @@ def map_shared(fd: int, num_bytes: int) -> memoryview:
         libc.madvise(address, size, mmap.MADV_DONTFORK)
         if num_bytes >= HUGE_PAGE_BYTES:
             libc.madvise(address, size, mmap.MADV_HUGEPAGE)
-    mapped = _array_type(num_bytes).from_address(address)
+    # A subclass, which weak references can refer to.
+    array: type[ctypes.Array[ctypes.c_char]] = type("Mapped", (ctypes.c_char * num_bytes,), {})
+    mapped = array.from_address(address)
     # At exit threads may still use it.
     weakref.finalize(mapped, _unmap, address, size, os.getpid()).atexit = False
     return memoryview(mapped).cast("B")
@@ -62,7 +64,7 @@ def address_of(view: memoryview) -> int:
 
 def allocate(view: memoryview) -> None:
     """Write zeros to all of `view`, so that the kernel gives its pages; huge ones if it can. Releases the GIL."""
-    address, libc = address_of(view), _libc_with_madvise()
+    address, libc = address_of(view), libc_with_maps()
     for begin in range(0, len(view), _COLLAPSED_BYTES):
         end = min(begin + _COLLAPSED_BYTES, len(view))
         whole = (end - begin) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
@@ -74,14 +76,9 @@ def allocate(view: memoryview) -> None:
         ctypes.memset(address + begin, 0, end - begin)
 
 
-def _array_type(num_bytes: int) -> type[ctypes.Array[ctypes.c_char]]:
-    """Return a type of arrays that weak references can refer to."""
-    return type("Mapped", (ctypes.c_char * num_bytes,), {})
-
-
 def _mmap(libc: Any, address: int | None, size: int, access: int, flags: int, fd: int) -> int:
     found = libc.mmap(address, size, access, flags, fd, 0)
-    if found == _FAILED:
+    if found == MAP_FAILED:
         code = ctypes.get_errno()
         raise OSError(code, f"{size} bytes could not be mapped: {os.strerror(code)}")
     return int(found)
@@ -90,14 +87,17 @@ def _mmap(libc: Any, address: int | None, size: int, access: int, flags: int, fd
 def _unmap(address: int, size: int, pid: int) -> None:
     with contextlib.suppress(AttributeError):  # The interpreter ends.
         if os.getpid() == pid:  # A forked child has something else there.
-            _libc_with_madvise().munmap(address, size)
+            libc_with_maps().munmap(address, size)
 
 
 @functools.cache
-def _libc_with_madvise() -> Any:
+def libc_with_maps() -> Any:
+    """Return the C library, whose functions for mappings take addresses."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    if hasattr(libc, "mincore"):
+        libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     return libc

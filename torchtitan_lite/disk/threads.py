@@ -147,7 +147,7 @@ def _end_all() -> None:
 T = TypeVar("T")
 
 
-def in_threads(items: Iterable[T], threads: int, make_worker: Callable[[], Callable[[T], None]]) -> None:
+def in_threads(items: Iterable[T], threads: int, make_worker: Callable[[], Callable[[T], object]]) -> None:
     """Give each of `items` to one of `threads` workers; `make_worker` is called once in each thread."""
     waiting = iter(items)
     lock = threading.Lock()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -36,8 +35,7 @@ class Arena(Protocol):
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class Work:
+class Request(NamedTuple):
     """Requests the record of a file that is the first `num_bytes` of an arena."""
 
     num_bytes: int
@@ -46,16 +44,11 @@ class Work:
     """The file to write, durably; None to take the digests only."""
     record: FileRecord | None = None
     """What the answer is, if it is known; else the process takes the digests."""
-
-
-class Request(NamedTuple):
-    """Work on an arena, whose descriptor comes with the first request about it."""
-
-    arena: int
-    arena_bytes: int
-    live: tuple[int, ...]
+    arena: int = 0
+    """The number of the arena, whose descriptor comes with the first request about it."""
+    arena_bytes: int = 0
+    live: tuple[int, ...] = ()
     """The arenas that are not gone."""
-    work: Work
 
 
 class WriterProcess(Helper):
@@ -92,18 +85,18 @@ class WriterProcess(Helper):
         Raises the error of the write, or `WriterProcessDied`: at once if the process ended, within a second if it was
         stopped.
         """
-        return self._record(0, arena, Work(num_bytes, step, new, record), f"writing {new}")
+        return self._record(0, arena, Request(num_bytes, step, new, record), f"writing {new}")
 
     def digest(self, arena: Arena, num_bytes: int, step: int) -> FileRecord:
         """Return the record of a file that is the first `num_bytes` of `arena`. Raises `WriterProcessDied`."""
-        return self._record(1, arena, Work(num_bytes, step), f"digesting step {step}")
+        return self._record(1, arena, Request(num_bytes, step), f"digesting step {step}")
 
     def close(self) -> None:
         """End the process, by killing it after `STOP_SECONDS`. Idempotent; no write may be under way."""
         if (killed := self.end(STOP_SECONDS)) is not None:
             log.logger.warning("Writer process %d did not end by itself; killing it", killed)
 
-    def _record(self, which: int, arena: Arena, work: Work, doing: str) -> FileRecord:
+    def _record(self, which: int, arena: Arena, request: Request, doing: str) -> FileRecord:
         # In this order: never a process that is later than the lines.
         process, lines = self._process, self._lines
         if not lines or process is None:
@@ -114,7 +107,7 @@ class WriterProcess(Helper):
                 known = {number: each for number, each in self._arenas.get(line, {}).items() if each.fd >= 0}
                 fds = [] if id(arena) in known else [arena.fd]
                 self._arenas[line] = known = {**known, id(arena): arena}
-                request = Request(id(arena), arena.num_bytes, tuple(known), work)
+                request = request._replace(arena=id(arena), arena_bytes=arena.num_bytes, live=tuple(known))
                 answer: FileRecord | Exception = line.answer(request, fds, process.pid, self._timeout_seconds)
         except HelperLost as lost:
             # The next `start` starts another one; until then the other line finds it ended, too.
@@ -147,18 +140,18 @@ def _answer_all(line: Line) -> None:
                 del arenas[number]
             for fd in fds:
                 arenas[request.arena] = _mapped(fd, request.arena_bytes)
-            line.send(_answer(request.work, arenas[request.arena]))
+            line.send(_answer(request, arenas[request.arena]))
         except (EOFError, ConnectionError):
             return
 
 
-def _answer(work: Work, memory: memoryview) -> FileRecord | Exception:
+def _answer(request: Request, memory: memoryview) -> FileRecord | Exception:
     try:
-        if work.new is None:
-            faults.point("digest", step=work.step)
-            return FileRecord.of(memory[: work.num_bytes])
-        faults.set_step(work.step)
-        return work.new.write(InPlace(memory, work.num_bytes, work.record))
+        if request.new is None:
+            faults.point("digest", step=request.step)
+            return FileRecord.of(memory[: request.num_bytes])
+        faults.set_step(request.step)
+        return request.new.write(InPlace(memory, request.num_bytes, request.record))
     except Exception as error:
         return error
 

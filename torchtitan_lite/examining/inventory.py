@@ -47,8 +47,8 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.described import read_description
 from torchtitan_lite.store.known_manifests import checkpoint_info
 from torchtitan_lite.store.layout import Listing, is_folder
-from torchtitan_lite.store.lineage import Lineage, without_abandoned
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
+from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest, without_abandoned
 from torchtitan_lite.store.manifest_fields import DCP_METADATA
 from torchtitan_lite.store.place import Place
 from torchtitan_lite.store.retention import Verdict, build_retention, judge_checkpoints

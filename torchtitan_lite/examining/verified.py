@@ -22,9 +22,8 @@ from torchtitan_lite.disk.lock_file import locked
 from torchtitan_lite.disk.plain_file import opened_plain_file, read_plain
 from torchtitan_lite.errors import CheckpointUnsafe
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.json_record import json_object
 from torchtitan_lite.store.manifest import last_digest
-from torchtitan_lite.store.manifest_fields import file_name, integer_field, seconds, value_of
+from torchtitan_lite.store.manifest_fields import file_name, integer_field, json_object, seconds, value_of
 
 SIZES = "sizes"
 """Depth of a verification: manifest, sizes, coverage of the tensors."""

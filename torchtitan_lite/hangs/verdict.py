@@ -41,7 +41,8 @@ class Evidence:
     @property
     def waits(self) -> bool:
         """Whether the main thread is in a collective."""
-        return any(_is_of_collectives(frame) for frame in self.stack[:_INNERMOST])
+        innermost = self.stack[:_INNERMOST]
+        return any("distributed/" in frame and "algorithms/_checkpoint" not in frame for frame in innermost)
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,3 @@ def _lines_of(found: Evidence | None, rank: int, reason: str) -> list[str]:
         f"  host {found.host}, process {found.pid}; last calls, innermost first:",
         *(f"    {'/'.join(frame.split('/')[-3:])}" for frame in stack),
     ]
-
-
-def _is_of_collectives(frame: str) -> bool:
-    return "distributed/" in frame and "algorithms/_checkpoint" not in frame

@@ -24,7 +24,7 @@ from torchtitan_lite.hugging_face.writing import (
     tensor_summary,
 )
 from torchtitan_lite.log import listed
-from torchtitan_lite.store.json_record import json_bytes
+from torchtitan_lite.store.manifest_fields import json_bytes
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

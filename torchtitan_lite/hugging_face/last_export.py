@@ -114,7 +114,7 @@ class HuggingFaceExport:
         with new_output.new_folder(whole) as folder:
             yield folder
         # Right before the rename, because another job may have the folder by now.
-        self._folders.fence(self._folders.checkpoints)()
+        self._folders.checkpoints.check_lease()
         faults.point("hugging_face", step=step, path=out)
         is_exchanged = os.path.lexists(out) and DISK.exchange(whole, out)
         if not is_exchanged:

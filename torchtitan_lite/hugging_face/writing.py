@@ -33,7 +33,7 @@ from torchtitan_lite.hugging_face.model_card import model_card
 from torchtitan_lite.hugging_face.model_files import DescribedModel
 from torchtitan_lite.hugging_face.rotary_rows import ReorderedStream
 from torchtitan_lite.log import listed
-from torchtitan_lite.store.json_record import json_bytes
+from torchtitan_lite.store.manifest_fields import json_bytes
 
 CONFIG = "config.json"
 CARD = "README.md"

@@ -8,22 +8,19 @@ which checkpoints are known to be good (this run committed or loaded them), beca
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
 
 from torchtitan_lite import faults
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.threads import Background
-from torchtitan_lite.errors import CheckpointUnreadable, ConfigError, LeaseLost, PinsUnreadable
+from torchtitan_lite.errors import CheckpointUnreadable, ConfigError, LeaseLost, PinsUnreadable, SaveFailed
 from torchtitan_lite.events import Emit, Purged
-from torchtitan_lite.log import logger
-from torchtitan_lite.store.lineage import without_abandoned
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
-from torchtitan_lite.store.protocol import StoresCheckpoints, nothing
-from torchtitan_lite.store.retention import KeepAll, RetentionPolicy, Verdict, judge_checkpoints, to_remove
+from torchtitan_lite.log import logger, readable_bytes
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, without_abandoned
+from torchtitan_lite.store.protocol import StoresCheckpoints
+from torchtitan_lite.store.retention import KeepAll, RetentionPolicy, Verdict, judge_checkpoints
 
 _LOOKS = 10
 """Checkpoints, the latest ones, whose files every purge looks at; at the others once a start, which takes a while."""
@@ -71,29 +68,39 @@ class Housekeeping:
         if info.kind is CheckpointKind.FULL and info.is_good:
             self.note_good(info.step)
 
-    def make_sure_of_room(
-        self, step: int, kind: CheckpointKind, store: StoresCheckpoints, fence: Callable[[], None] = nothing
-    ) -> None:
-        """Raise SaveFailed unless there is room for as much as the last checkpoint of `kind` took.
-
-        `fence` raises if the folder belongs to another job by now.
-        """
+    def make_sure_of_room(self, step: int, kind: CheckpointKind, store: StoresCheckpoints) -> None:
+        """Raise SaveFailed unless there is room for as much as the last checkpoint of `kind` took, and LeaseLost."""
         faults.point("preflight", step=step)
         if (store.address, kind) not in self._num_bytes:
             before = [info.nbytes for info in store.committed() if info.kind is kind]
             self._num_bytes[store.address, kind] = before[-1] if before else 0
-        if not store.has_room(self._num_bytes[store.address, kind]):
+        needed = self._num_bytes[store.address, kind]
+        if store.free_bytes() < needed:
             # Removals under way make room, and are no leftovers of a cut save.
             self.wait(self._timeout_seconds)
-        make_room = functools.partial(self.purge, store, fence, frozenset)
-        store.preflight(step, self._num_bytes[store.address, kind], make_room, fence)
+        if store.root is not None:
+            # First: making room, and then staging, remove what another job's save has staged. In an object store a save
+            # writes where no other one does, and this would be a request for which training waits.
+            store.check_lease()
+        if store.free_bytes() >= needed:
+            return
+        store.recover()
+        # Leftovers of cut saves go before checkpoints: no run needs the former.
+        self.purge(store, frozenset)
+        store.check_lease()  # It removes nothing once the folder is another job's.
+        if (free := store.free_bytes()) < needed:
+            raise SaveFailed(
+                step,
+                f"{store.address} has room for {readable_bytes(free)}, the last save took {readable_bytes(needed)}; "
+                "remove something, or keep fewer with --checkpoint.keep_latest_k",
+            )
 
-    def purge_when_there_is_time(self, store: StoresCheckpoints, fence: Callable[[], None]) -> None:
+    def purge_when_there_is_time(self, store: StoresCheckpoints) -> None:
         """Purge, before returning, or in the background if saves are made there."""
         if self._background is None:
-            self.purge(store, fence)
+            self.purge(store)
         else:
-            self._background.run(store.address, lambda: self.purge(store, fence))
+            self._background.run(store.address, lambda: self.purge(store))
 
     def wait(self, seconds: float) -> bool:
         """Return whether the background work ended within `seconds`."""
@@ -104,17 +111,12 @@ class Housekeeping:
         if self._background is not None and not self._background.close(seconds):
             logger.warning("A checkpoint is still being removed after %.0f s; the next start removes the rest", seconds)
 
-    def purge(
-        self,
-        store: StoresCheckpoints,
-        fence: Callable[[], None] = nothing,
-        protected: Callable[[], AbstractSet[int]] | None = None,
-    ) -> None:
+    def purge(self, store: StoresCheckpoints, protected: Callable[[], AbstractSet[int]] | None = None) -> None:
         """Remove the checkpoints that are not kept; nothing if disk or rule fails, or the folder is another job's."""
-        if self._retention == KeepAll() and not store.missing_bytes(self._min_free_bytes):
+        if self._retention == KeepAll() and not self._missing_bytes(store):
             return
         try:
-            going = to_remove(self._retention, **self._facts(store, protected))
+            going = [verdict.info for verdict in self.verdicts(store, protected) if verdict.goes]
         except OSError as error:
             logger.warning("Could not list %s to remove what is no longer kept: %s", store.address, error)
         except PinsUnreadable as error:
@@ -123,45 +125,40 @@ class Housekeeping:
             self._warn_of(f"{error} No checkpoint is removed while that is so", type(error.__cause__).__name__)
         else:
             self._warned_of = ""
-            self.remove(going, store, fence)
+            self.remove(going, store)
 
-    def verdicts(self, store: StoresCheckpoints) -> list[Verdict]:
+    def verdicts(
+        self, store: StoresCheckpoints, protected: Callable[[], AbstractSet[int]] | None = None
+    ) -> list[Verdict]:
         """Return what happens to each committed checkpoint now. Changes nothing.
 
         Raises PinsUnreadable, and OSError if the disk fails.
         """
-        return judge_checkpoints(self._retention, **self._facts(store))
-
-    def _facts(
-        self, store: StoresCheckpoints, protected: Callable[[], AbstractSet[int]] | None = None
-    ) -> dict[str, Any]:
-        """Return what the policy is applied to."""
         good, kept = self._known_good, (protected or self._protected)()
         committed = without_abandoned(store.listed())
         latest = committed[-_LOOKS].step if len(committed) >= _LOOKS else 0
-        return dict[str, Any](
-            committed=committed,
-            protected=(good & {max(good, default=-1)}) | kept,
+        return judge_checkpoints(
+            self._retention,
+            committed,
+            (good & {max(good, default=-1)}) | kept,
             known_good=good,
             pinned=store.pins.read(),
             now=self._now(),
-            missing_bytes=store.missing_bytes(self._min_free_bytes),
+            missing_bytes=self._missing_bytes(store),
             is_sound=lambda info: (
                 (info.step < latest and self._sound.get(info.step) is info) or self._is_sound(info, store)
             ),
         )
 
-    def remove(
-        self, infos: Sequence[CheckpointInfo], store: StoresCheckpoints, fence: Callable[[], None] = nothing
-    ) -> None:
+    def remove(self, infos: Sequence[CheckpointInfo], store: StoresCheckpoints) -> None:
         """Remove `infos`, but none that was pinned meanwhile. What cannot be removed stays, with a warning."""
         for info in infos:
             if self._background is not None and self._background.is_closed:
                 return
             try:
                 faults.point("purge", step=info.step)
-                trash = self._discard(info, store, fence)
-                # Not under the lock: deleting a checkpoint takes seconds, and a commit waits for that lock.
+                trash = store.discard(info)
+                # Not under its lock: deleting a checkpoint takes seconds, and a commit waits for that.
                 store.empty(trash)
             except LeaseLost:
                 return  # The next commit ends the run with this error.
@@ -176,24 +173,14 @@ class Housekeeping:
                     logger.info("Deleted step %d", info.step)
                     self._emit(Purged(info.step, bytes=info.nbytes))
 
-    def remove_failed_save(
-        self, step: int, store: StoresCheckpoints, place: str, fence: Callable[[], None] = nothing
-    ) -> None:
+    def remove_failed_save(self, step: int, store: StoresCheckpoints, place: str) -> None:
         """Remove what a failed save left at `place`, unless the folder is another job's; a failure is a warning."""
         try:
-            store.remove_staging(step, place, fence)
+            store.remove_staging(step, place)
         except LeaseLost:
             return  # That job's start removes it. The next save ends the run with this error.
         except OSError as error:
             logger.warning("Could not remove what the failed save of step %d left: %s", step, error)
-
-    def _discard(self, info: CheckpointInfo, store: StoresCheckpoints, fence: Callable[[], None]) -> Sequence[Any]:
-        # Lease and pins are read again for each removal, because both may have changed since the decision. Under the
-        # lock of the pins no `pin` can come between this look and the rename.
-        with store.exclusive:
-            fence()
-            with store.pins.unchanged() as pinned:
-                return [] if info.step in pinned else store.discard(info)
 
     def _is_sound(self, info: CheckpointInfo, store: StoresCheckpoints) -> bool:
         """Return whether the files of `info` have their sizes."""
@@ -206,6 +193,9 @@ class Housekeeping:
             return False
         self._sound[info.step] = info
         return True
+
+    def _missing_bytes(self, store: StoresCheckpoints) -> int:
+        return max(0, self._min_free_bytes - store.free_bytes()) if self._min_free_bytes else 0
 
     def _warn_of(self, finding: str, cause: str = "") -> None:
         # One warning while the cause stays the same, not one for each save.

@@ -44,6 +44,12 @@ class _Known:
     digest: str = ""
     """In its last line, if this process wrote it: while the file is not settled, its bytes are compared with it."""
 
+    def sound_info(self) -> CheckpointInfo:
+        """Return what the manifest says. Raises `CheckpointDamaged`."""
+        if isinstance(self.info, CheckpointDamaged):
+            raise CheckpointDamaged(self.info.path, self.info.finding)
+        return self.info
+
 
 class KnownManifests:
     """The manifests that were read in `root`. `now_ns` is the clock of file times, as far as known."""
@@ -82,12 +88,10 @@ class KnownManifests:
         found: list[CheckpointDamaged | CheckpointUnreadable] = []
         for folder in places:
             try:
-                info = self._inspect(folder, step)
+                if (known := self._read(folder, step)) is not None:
+                    return known.sound_info()
             except (CheckpointDamaged, CheckpointUnreadable) as error:
                 found.append(error)
-            else:
-                if info is not None:
-                    return info
         # An I/O error outweighs damage, which may be another symptom of the same failure.
         if worst := sorted(found, key=lambda error: isinstance(error, CheckpointDamaged)):
             raise worst[0]
@@ -146,24 +150,15 @@ class KnownManifests:
     def check_sizes(self, info: CheckpointInfo) -> list[str]:
         """Return what is wrong with the sizes of the files of `info`, one sentence each; empty if nothing is."""
         try:
-            sizes = self._sizes(info)
-            findings = [size_finding(on_disk(info.path) / name, size) for name, size in sorted(sizes.items())]
+            if (known := self._read(on_disk(info.path), info.step)) is None:
+                return [f"{layout.MANIFEST} is missing"]
+            known.sound_info()
+            findings = [size_finding(on_disk(info.path) / name, size) for name, size in sorted(known.sizes.items())]
         except CheckpointDamaged as error:
             return [error.finding]
         except OSError as error:
             raise CheckpointUnreadable(str(info.path), f"{type(error).__name__}: {error}") from error
         return [finding for finding in findings if finding]
-
-    def _sizes(self, info: CheckpointInfo) -> Mapping[str, int]:
-        """Return the sizes in bytes of the files of `info`, by name, as its manifest has them.
-
-        Raises as `find` does, and `CheckpointDamaged` where the manifest is gone.
-        """
-        known = self._read(on_disk(info.path), info.step)
-        if known is None:
-            raise CheckpointDamaged(str(info.path), f"{layout.MANIFEST} is missing")
-        _raise_damage(known)
-        return known.sizes
 
     def _forget_purged(self, listing: Listing) -> None:
         """Forget the manifests of what is gone, now and then: the table would keep each step that was ever purged."""
@@ -171,14 +166,6 @@ class KnownManifests:
             for folder in list(self._known):
                 if folder.name not in names:
                     self._known.pop(folder, None)
-
-    def _inspect(self, folder: Path, step: int) -> CheckpointInfo | None:
-        known = self._read(folder, step)
-        if known is None:
-            return None
-        _raise_damage(known)
-        assert isinstance(known.info, CheckpointInfo), "a manifest that is not damaged has an info"
-        return known.info
 
     def _read(self, folder: Path, step: int) -> _Known | None:
         """Return what is known of `folder` by now; None if it has no manifest."""
@@ -239,11 +226,6 @@ def damage_in(folder: Place, error: CheckpointUnsafe) -> CheckpointDamaged:
     return CheckpointDamaged(
         str(folder), error.finding if error.path == str(folder) else f"{path.name}: {error.finding}"
     )
-
-
-def _raise_damage(known: _Known) -> None:
-    if isinstance(known.info, CheckpointDamaged):
-        raise CheckpointDamaged(known.info.path, known.info.finding)
 
 
 def _is_settled(identity: Identity, now_ns: int) -> bool:

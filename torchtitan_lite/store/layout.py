@@ -97,24 +97,13 @@ def parse_replaced(name: str) -> tuple[int, int] | None:
     return _two(_REPLACED, name)
 
 
-def abandoned_dir(step: int, run_id: str, number: int) -> str:
-    """Return the name of a checkpoint of `step` that `run_id` abandoned by rolling back; `number` from 1."""
-    return f"step-{step}.abandoned-{run_id}" + ("" if number == 1 else f"-{number}")
+def aside_dir(step: int, why: str, number: int = 1) -> str:
+    """Return the name of a checkpoint of `step` that was renamed; `number` from 1.
 
-
-def weights_dir(step: int, number: int) -> str:
-    """Return the name of a weights-only checkpoint of `step` after a full one took its name; `number` from 1."""
-    return f"step-{step}.weights" if number == 1 else f"step-{step}.weights-{number}"
-
-
-def quarantined(step: int, number: int) -> str:
-    """Return the name of a damaged checkpoint of `step`; `number` from 1."""
-    return f"step-{step}.corrupt" if number == 1 else f"step-{step}.corrupt-{number}"
-
-
-def moved_aside(step: int, number: int) -> str:
-    """Return the name of what was in the way of `step` and is not ours to remove; `number` from 1."""
-    return f"step-{step}.foreign" if number == 1 else f"step-{step}.foreign-{number}"
+    `why` is "corrupt" for a damaged one, "abandoned-RUN" for one that the run RUN left by rolling back, "weights" for
+    weights after a full checkpoint took their name, "foreign" for what was in the way and is not ours to remove.
+    """
+    return f"step-{step}.{why}" + ("" if number == 1 else f"-{number}")
 
 
 def parse_set_aside(name: str) -> tuple[int, str] | None:
@@ -237,15 +226,12 @@ class Listing:
         parsers = (parse_staging, parse_trash)
         return [self.root / name for name in self.names if any(parse(name) is not None for parse in parsers)]
 
-    def free(self, spell: Callable[[int], str]) -> Path:
-        """Return the first free path of the names that `spell` makes of 1, 2, ..."""
-        return self.root / next(name for number in itertools.count(1) if (name := spell(number)) not in self._taken)
-
-    def take(self, spell: Callable[[int], str]) -> Path:
-        """Return the same as `free`, and count it as taken from now on."""
-        path = self.free(spell)
-        self._taken.add(path.name)
-        return path
+    def take_aside(self, step: int, why: str) -> Path:
+        """Return the first free path for a checkpoint of `step` that is renamed; it counts as taken from now on."""
+        names = (aside_dir(step, why, number) for number in itertools.count(1))
+        name = next(name for name in names if name not in self._taken)
+        self._taken.add(name)
+        return self.root / name
 
     def free_replaced(self, step: int) -> Path:
         """Return a free path for the next replaced checkpoint of `step`."""
@@ -276,9 +262,4 @@ def is_checkpoint(folder: Path) -> bool:
 
 def is_unmanaged(folder: Path) -> bool:
     """Return whether `folder` has files of a checkpoint but no manifest."""
-    if not is_folder(folder):
-        return False
-    if os.path.lexists(folder / MANIFEST):
-        return False
-    with os.scandir(folder) as entries:
-        return any(entry.name == METADATA or is_data_file(entry.name) for entry in entries)
+    return is_folder(folder) and not os.path.lexists(folder / MANIFEST) and is_checkpoint(folder)

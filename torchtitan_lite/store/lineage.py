@@ -8,9 +8,8 @@ before the abandoned folders are renamed. Pure values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
 MAX_ABANDONED = 100_000
 """Checkpoints that one commit may abandon."""
@@ -67,11 +66,7 @@ class Lineage:
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Lineage:
         """Return the lineage in `document`. Raise ValueError that names the wrong field."""
-        pairs = document.get("abandons", [])
-        if not isinstance(pairs, list) or len(pairs) > MAX_ABANDONED or not all(_is_pair(pair) for pair in pairs):
-            raise ValueError(
-                f"lineage: abandons: expected pairs of step and run id, {MAX_ABANDONED} at most, found {pairs!r:.100}"
-            )
+        abandons = _pairs(document, "abandons", MAX_ABANDONED)
         run_id = document.get("run_id")
         if not _is_run_id(run_id):
             raise ValueError(
@@ -81,8 +76,8 @@ class Lineage:
             run_id=run_id,
             parent_step=_step_or_none(document, "parent_step"),
             branch_point=_step_or_none(document, "branch_point"),
-            abandons=tuple((step, run) for step, run in pairs),
-            ancestors=_ancestors(document.get("ancestors", [])),
+            abandons=abandons,
+            ancestors=_pairs(document, "ancestors", MAX_ANCESTORS, lowest_step=-1),
         )
 
     def branch(self, last_kept: int) -> tuple[tuple[int, str], ...]:
@@ -114,54 +109,16 @@ class Lineage:
         return any(run_id == run for _, run in self.ancestors)
 
 
-class OfARun(Protocol):
-    """What this module needs to know of a checkpoint."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def lineage(self) -> Lineage: ...
-
-
-T = TypeVar("T", bound=OfARun)
-
-
-def without_abandoned(committed: Sequence[T]) -> list[T]:
-    """Return the checkpoints of `committed` that no other one abandons."""
-    abandoned = {pair for info in committed if info.lineage.abandons for pair in info.lineage.abandons}
-    if not abandoned:
-        return [*committed]
-    return [info for info in committed if (info.step, info.lineage.run_id) not in abandoned]
-
-
-def abandoned_by(run_id: str, branch_point: int | None, committed: Iterable[OfARun]) -> tuple[tuple[int, str], ...]:
-    """Return what a commit of this run abandons: all steps of other runs beyond the branch point."""
-    if branch_point is None:
-        return ()
-    others = (info for info in committed if info.lineage.run_id != run_id)
-    return tuple((info.step, info.lineage.run_id) for info in others if info.step > branch_point)
-
-
-def _ancestors(pairs: object) -> tuple[tuple[int, str], ...]:
-    if (
-        isinstance(pairs, list)
-        and len(pairs) <= MAX_ANCESTORS
-        and all(_is_pair([max(0, pair[0]), *pair[1:]]) for pair in pairs if _begins_with_step(pair))
-        and all(map(_begins_with_step, pairs))
-    ):
+def _pairs(document: dict[str, Any], name: str, most: int, lowest_step: int = 0) -> tuple[tuple[int, str], ...]:
+    """Return the field `name`, at most `most` pairs of a step and a run id. Raise ValueError for anything else."""
+    pairs = document.get(name, [])
+    if isinstance(pairs, list) and len(pairs) <= most and all(_is_pair(pair, lowest_step) for pair in pairs):
         return tuple((step, run) for step, run in pairs)
-    raise ValueError(
-        f"lineage: ancestors: expected pairs of step and run id, {MAX_ANCESTORS} at most, found {pairs!r:.100}"
-    )
+    raise ValueError(f"lineage: {name}: expected pairs of step and run id, {most} at most, found {pairs!r:.100}")
 
 
-def _begins_with_step(pair: object) -> bool:
-    return isinstance(pair, list) and bool(pair) and type(pair[0]) is int and pair[0] >= -1
-
-
-def _is_pair(pair: object) -> bool:
-    return isinstance(pair, list) and len(pair) == 2 and _is_step(pair[0]) and _is_run_id(pair[1])
+def _is_pair(pair: object, lowest_step: int) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and _is_step(pair[0], lowest_step) and _is_run_id(pair[1])
 
 
 def _is_run_id(value: object) -> TypeGuard[str]:
@@ -169,8 +126,8 @@ def _is_run_id(value: object) -> TypeGuard[str]:
     return isinstance(value, str) and len(value) <= _RUN_ID_LETTERS and value.isascii() and value.isalnum()
 
 
-def _is_step(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+def _is_step(value: object, lowest: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and lowest <= value < 1 << 63
 
 
 def _step_or_none(document: dict[str, Any], name: str) -> int | None:

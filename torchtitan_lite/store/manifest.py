@@ -12,7 +12,7 @@ import enum
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii
 from pathlib import Path
@@ -99,6 +99,22 @@ def of_equal_ranks(committed: Sequence[CheckpointInfo]) -> Sequence[CheckpointIn
     """
     equal = [info for info in committed if not info.ranks_differ]
     return equal if any(info.kind is CheckpointKind.FULL for info in equal) else committed
+
+
+def without_abandoned(committed: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Return the checkpoints of `committed` that no other one abandons."""
+    abandoned = {pair for info in committed if info.lineage.abandons for pair in info.lineage.abandons}
+    return [info for info in committed if not abandoned or (info.step, info.run_id) not in abandoned]
+
+
+def abandoned_by(
+    run_id: str, branch_point: int | None, committed: Iterable[CheckpointInfo]
+) -> tuple[tuple[int, str], ...]:
+    """Return what a commit of this run abandons: all steps of other runs beyond the branch point."""
+    if branch_point is None:
+        return ()
+    others = (info for info in committed if info.run_id != run_id)
+    return tuple((info.step, info.run_id) for info in others if info.step > branch_point)
 
 
 class Table(Mapping[str, Any]):

@@ -1,4 +1,4 @@
-"""Fields of `manifest.json`, each with its type and range.
+"""Small JSON records, each one object in a file that is replaced as a whole, and fields of `manifest.json`.
 
 Each function returns a value of the right type and range, or raises ValueError that names the field and quotes at most
 a few words of what it found.
@@ -6,7 +6,9 @@ a few words of what it found.
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from typing import Any, NoReturn, TypeVar
 
 from torchtitan_lite.disk.plain_file import is_plain_name, is_plain_path
@@ -74,6 +76,19 @@ def seconds(document: dict[str, Any], name: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{name}: expected seconds, found {value}")
     return value
+
+
+def json_object(data: bytes) -> dict[str, Any]:
+    """Return the JSON object in `data`. Raise ValueError for anything else, and for NaN and the infinities in it."""
+    document = json.loads(data, parse_constant=refuse_constant)
+    if not isinstance(document, dict):
+        raise ValueError(f"expected a JSON object, found {json_type(document)}")
+    return document
+
+
+def json_bytes(document: Mapping[str, Any], indent: int | None = None) -> bytes:
+    """Return the contents of the file."""
+    return (json.dumps(document, indent=indent) + "\n").encode()
 
 
 def table(entries: Any) -> dict[str, Any]:

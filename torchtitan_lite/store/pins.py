@@ -17,7 +17,7 @@ from torchtitan_lite.disk.lock_file import locked
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointUnsafe, PinsUnreadable
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.json_record import json_bytes, json_object
+from torchtitan_lite.store.manifest_fields import json_bytes, json_object
 
 VERSION = 1
 _LIMIT_BYTES = 1 << 20

@@ -7,7 +7,7 @@ checkpoint, a `NewFile` is written by whoever has its bytes. Errors of the machi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +17,10 @@ from torchtitan_lite.disk.block_writer import FileSource, NewFile
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.holder import HolderSeen
-from torchtitan_lite.store.lease import Lease, process_lock
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
+from torchtitan_lite.store.lease import Lease
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest, without_abandoned
 from torchtitan_lite.store.place import Place
 from torchtitan_lite.store.rollbacks import Rollback
-
-
-def nothing() -> None:
-    """Do nothing."""
 
 
 class KeepsPins(Protocol):
@@ -32,10 +28,6 @@ class KeepsPins(Protocol):
 
     def read(self) -> frozenset[int]:
         """Return the pinned steps."""
-        ...
-
-    def unchanged(self) -> AbstractContextManager[frozenset[int]]:
-        """Return a context with the pinned steps, none of which loses its pin, or gets one unseen, in the block."""
         ...
 
     def changing(self) -> AbstractContextManager[set[int]]:
@@ -84,10 +76,10 @@ class Shelf(Protocol):
         """Return what has the place of the step of `aside` now; None if nothing has."""
         ...
 
-    def bring_back(self, aside: SetAside, fence: Callable[[], object] = nothing) -> Sequence[Place]:
+    def bring_back(self, aside: SetAside) -> Sequence[Place]:
         """Make `aside` the checkpoint of its step, durably; return what was set aside of the branch that abandons it.
 
-        After `check_set_aside` and `refuse_harm`. `fence` raises if the folder belongs to another job by now.
+        After `check_set_aside` and `refuse_harm`. Raises LeaseLost.
         """
         ...
 
@@ -96,7 +88,10 @@ class StoresCheckpoints(Protocol):
     """One folder of checkpoints. What changes it is **coordinator only**, where nothing else is said."""
 
     root: Path | None
-    """The folder, if it is one on a disk, where other programs and hosts may see it differently; else None."""
+    """The folder, if it is one on a disk, where other programs and hosts may see it differently; else None.
+
+    There a file of a save that is cut is there in part; an object appears complete or not at all.
+    """
 
     @property
     def address(self) -> str:
@@ -106,12 +101,7 @@ class StoresCheckpoints(Protocol):
     @property
     def identity(self) -> str:
         """The same for every spelling of this folder, in this process."""
-        ...
-
-    @property
-    def writes_atomically(self) -> bool:
-        """Whether each file of a save appears complete or not at all."""
-        ...
+        return self.address if self.root is None else str(self.root.resolve())
 
     def place_of(self, name: str) -> Place:
         """Return the place of the checkpoint, or of the save, that is called `name` here. Any rank."""
@@ -126,13 +116,18 @@ class StoresCheckpoints(Protocol):
     @property
     def shelf(self) -> Shelf: ...
 
-    @property
-    def exclusive(self) -> AbstractContextManager[bool]:
-        """Return the lock that orders commits of this process and removals in the background."""
-        return process_lock(self.address)
-
     def lease(self, run_id: str, timeout_seconds: float) -> Lease:
-        """Return the lease of this folder, not yet taken. Any rank. In an object store each change needs it."""
+        """Return the lease of this folder, not yet taken. Any rank. In an object store each change needs it.
+
+        From now on what only its holder may do asks it first, and on a disk again right before each rename.
+        """
+        ...
+
+    def check_lease(self) -> None:
+        """Raise LeaseLost if the lease that was made here last is another job's by now, OSError if that is not known.
+
+        Where none was made, do nothing on a disk, and raise CheckpointError in an object store. Any thread.
+        """
         ...
 
     def seen_holder(self) -> HolderSeen | None:
@@ -148,7 +143,7 @@ class StoresCheckpoints(Protocol):
 
         Where the head of a bucket is lost or damaged, returns what the next start will find in the manifests.
         """
-        ...
+        return without_abandoned(self.intact())
 
     def listed(self) -> list[CheckpointInfo]:
         """Return the same as `intact`, for the holder of the lease: without another look at what it knows.
@@ -205,25 +200,8 @@ class StoresCheckpoints(Protocol):
         """
         ...
 
-    def preflight(
-        self,
-        step: int,
-        needed_bytes: int,
-        make_room: Callable[[], object] = nothing,
-        fence: Callable[[], object] = nothing,
-    ) -> None:
-        """Raise `SaveFailed` unless there is room for a save of `step` with `needed_bytes`, while training waits.
-
-        Where there is too little room, removes what cut saves left and calls `make_room`; no save may be under way.
-        Calls `fence`, which raises if the folder belongs to another job, if a save would remove what that job wrote.
-        """
-
-    def missing_bytes(self, wanted_bytes: int) -> int:
-        """Return how many more bytes must be free so that `wanted_bytes` are; 0 if they are."""
-        ...
-
-    def has_room(self, needed_bytes: int) -> bool:
-        """Return whether `needed_bytes` may still be written."""
+    def free_bytes(self) -> int:
+        """Return how many bytes may still be written; a very large number where there is no limit. Raises OSError."""
         ...
 
     def begin(self, step: int) -> str:
@@ -254,41 +232,38 @@ class StoresCheckpoints(Protocol):
     def add_metadata(self, place: str, data: bytes) -> None:
         """Write DCP's `.metadata` of the save that `begin` gave the name `place`."""
 
-    def commit(
-        self, step: int, manifest: Manifest, fence: Callable[[], object] = nothing, *, place: str
-    ) -> CheckpointInfo:
+    def commit(self, step: int, manifest: Manifest, *, place: str) -> CheckpointInfo:
         """Commit the save `place` of `step`, durably, after every rank has written its files.
 
-        `fence` raises if the folder belongs to another job by now. It is called first, and on a disk again right before
-        each rename that leads to the commit; after it raised, nothing is changed, and its error is raised here. Raises
-        SaveFailed if the files are not those of the manifest, OSError if the disk or the store fails, LeaseLost. The
-        checkpoint of `step` is then the old one or the new one, complete, and `remove_staging` may follow (not after
-        `fence` raised: the folder is another job's then). A replaced checkpoint that cannot be removed after the commit
-        is a warning.
+        Raises SaveFailed if the files are not those of the manifest, OSError if the disk or the store fails, and
+        LeaseLost, after which nothing is changed. The checkpoint of `step` is then the old one or the new one,
+        complete, and `remove_staging` may follow (not after LeaseLost: the folder is another job's then). A replaced
+        checkpoint that cannot be removed after the commit is a warning.
         """
         ...
 
-    def remove_staging(self, step: int, place: str, fence: Callable[[], object] = nothing) -> None:
+    def remove_staging(self, step: int, place: str) -> None:
         """Remove what the failed save `place` of `step` left, when no rank writes into it any more.
 
-        What may be committed after all stays. `fence` raises if the folder is another job's by now: nothing is removed
-        then. A bucket asks its head in its place, and notes the save, so that a later commit removes it.
+        What may be committed after all stays. Raises LeaseLost on a disk, and removes nothing then. A bucket asks its
+        head in its place, and notes the save, so that a later commit removes it.
         """
 
     def discard(self, info: CheckpointInfo) -> Sequence[Any]:
         """Make `info` absent for every reader, durably.
 
-        Returns what is left of it, for `empty`: nothing if it is gone, pinned in a bucket, or replaced by now.
+        Returns what is left of it, for `empty`: nothing if it is gone, pinned, or replaced by now. Raises LeaseLost,
+        and `PinsUnreadable`.
         """
         ...
 
     def empty(self, trash: Sequence[Any]) -> None:
         """Remove what was discarded; may run alongside anything but `recover`."""
 
-    def quarantine(self, step: int, findings: Sequence[str], fence: Callable[[], object] = nothing) -> Place:
+    def quarantine(self, step: int, findings: Sequence[str]) -> Place:
         """Set the damaged checkpoint of `step` aside, durably, with `findings`; return its new place.
 
-        After every rank has agreed. Nothing reads, counts or removes it there. `fence` as in `commit`.
+        After every rank has agreed. Nothing reads, counts or removes it there. Raises LeaseLost.
         """
         ...
 

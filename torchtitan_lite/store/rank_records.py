@@ -7,32 +7,24 @@ record, and the manifest has the digest of that. A rank reads the records of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import DIGEST_BYTES, FileRecord, num_blocks
-from torchtitan_lite.disk.read_requests import Piece
+from torchtitan_lite.disk.read_requests import Piece, ReadsBlocks
 from torchtitan_lite.errors import CheckpointDamaged
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.described import allowed_description_bytes
-from torchtitan_lite.store.json_record import json_object
 from torchtitan_lite.store.manifest import Manifest, Table
-from torchtitan_lite.store.manifest_fields import bare, value_of
+from torchtitan_lite.store.manifest_fields import bare, json_object, value_of
 
 FROM_RANKS = 256
 """With fewer ranks all is in the manifest, and a load reads no further file for each (docs/design.md has figures)."""
 
 
 SizesOf = Callable[[Iterable[str]], Mapping[str, int]]
-
-
-class ReadsPieces(Protocol):
-    """The part of a reader of blocks that is used here."""
-
-    def read(self, path: Path, record: FileRecord | None, pieces: Sequence[Piece]) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -70,7 +62,7 @@ class RecordsOfRanks:
     """
 
     def __init__(
-        self, manifest: Manifest, folder: str, reader: ReadsPieces, path_of: Callable[[str], Path], sizes_of: SizesOf
+        self, manifest: Manifest, folder: str, reader: ReadsBlocks, path_of: Callable[[str], Path], sizes_of: SizesOf
     ) -> None:
         self._manifest, self._folder = manifest, folder
         self._reader, self._path_of, self._sizes_of = reader, path_of, sizes_of

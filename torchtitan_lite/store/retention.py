@@ -196,56 +196,21 @@ def judge_checkpoints(
     keeps, or no rule at all. `is_sound` is called for full checkpoints only, and only if one would go; a checkpoint
     that is not sound counts as absent, and stays.
     """
-    full, kept, damaged = _apply_rules(policy, committed, protected, known_good, pinned, now, missing_bytes, is_sound)
-    others = [Verdict(info, (WEIGHTS_ONLY,)) for info in committed if info.kind is not CheckpointKind.FULL]
-    others += [Verdict(info, (DAMAGED,)) for info in damaged]
-    verdicts = _for_space([Verdict(info, _keepers(info, kept)) for info in full], missing_bytes)
-    return sorted([*verdicts, *others], key=lambda verdict: verdict.info.step)
-
-
-def to_remove(
-    policy: RetentionPolicy,
-    committed: Sequence[CheckpointInfo],
-    protected: AbstractSet[int] = frozenset(),
-    *,
-    known_good: AbstractSet[int] = frozenset(),
-    pinned: AbstractSet[int] = frozenset(),
-    now: float = 0.0,
-    missing_bytes: int = 0,
-    is_sound: Callable[[CheckpointInfo], bool] = presumed_sound,
-) -> list[CheckpointInfo]:
-    """Return the checkpoints that go by `judge_checkpoints`, lowest step first: a thousand in a quarter the time."""
-    full, kept, _ = _apply_rules(policy, committed, protected, known_good, pinned, now, missing_bytes, is_sound)
-    if missing_bytes > 0:
-        verdicts = _for_space([Verdict(info, _keepers(info, kept)) for info in full], missing_bytes)
-        return [verdict.info for verdict in verdicts if verdict.goes]
-    return _kept_by_none(full, kept)
-
-
-def _apply_rules(
-    policy: RetentionPolicy,
-    committed: Sequence[CheckpointInfo],
-    protected: AbstractSet[int],
-    known_good: AbstractSet[int],
-    pinned: AbstractSet[int],
-    now: float,
-    missing_bytes: int,
-    is_sound: Callable[[CheckpointInfo], bool],
-) -> tuple[list[CheckpointInfo], _Kept, list[CheckpointInfo]]:
-    """Return the sound full checkpoints, the steps that each rule or reason keeps, and the damaged full ones."""
-    full = [info for info in committed if info.kind is CheckpointKind.FULL]
-    full.sort(key=_STEP)
+    full = sorted((info for info in committed if info.kind is CheckpointKind.FULL), key=_STEP)
     protections = [(PINNED, pinned), (PROTECTED, protected)]
     kept = [*_kept_steps(policy, full, known_good, now), *protections]
+    damaged: list[CheckpointInfo] = []
     # Only if one would go: `is_sound` looks at files.
-    if _kept_by_none(full, kept) or _may_go_for_space(full, kept, missing_bytes):
+    if _would_one_go(full, kept, missing_bytes):
         damaged = [info for info in full if not is_sound(info)]
         if damaged:
             steps = _steps_of(damaged)
             full = [info for info in full if info.step not in steps]
             kept = [*_kept_steps(policy, full, known_good, now), *protections]
-        return full, kept, damaged
-    return full, kept, []
+    others = [Verdict(info, (WEIGHTS_ONLY,)) for info in committed if info.kind is not CheckpointKind.FULL]
+    others += [Verdict(info, (DAMAGED,)) for info in damaged]
+    verdicts = _for_space([Verdict(info, _keepers(info, kept)) for info in full], missing_bytes)
+    return sorted([*verdicts, *others], key=lambda verdict: verdict.info.step)
 
 
 def _kept_steps(
@@ -292,16 +257,14 @@ def _without_rulings(policy: RetentionPolicy, found: str) -> ConfigError:
     return ConfigError(f"{name}: expected a list of Ruling with steps as numbers, {found}.")
 
 
-def _kept_by_none(full: Sequence[CheckpointInfo], kept: _Kept) -> list[CheckpointInfo]:
-    stay = set[int]().union(*(steps for _, steps in kept))
-    return [info for info in full if info.step not in stay]
-
-
 def _keepers(info: CheckpointInfo, kept: _Kept) -> tuple[str, ...]:
     return tuple(name for name, steps in kept if info.step in steps)
 
 
-def _may_go_for_space(full: Sequence[CheckpointInfo], kept: _Kept, missing_bytes: int) -> bool:
+def _would_one_go(full: Sequence[CheckpointInfo], kept: _Kept, missing_bytes: int) -> bool:
+    stay = set[int]().union(*(steps for _, steps in kept))
+    if any(info.step not in stay for info in full):
+        return True
     return missing_bytes > 0 and any(_YIELD_TO_FREE_SPACE.issuperset(_keepers(info, kept)) for info in full)
 
 

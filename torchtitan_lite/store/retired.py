@@ -7,7 +7,6 @@ the checkpoint loses its name.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,10 +14,10 @@ from pathlib import Path
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.json_record import json_bytes
 from torchtitan_lite.store.known_manifests import KnownManifests
 from torchtitan_lite.store.layout import Listing, is_folder
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
+from torchtitan_lite.store.manifest_fields import json_bytes
 from torchtitan_lite.store.place import on_disk
 
 _MOST_LINES = 10
@@ -62,7 +61,7 @@ class RetiredCheckpoints:
         self.rename_abandoned()
         # The step's own name last: as long as it exists, no reader takes an older, replaced checkpoint for the step.
         for path in reversed(Listing(self.root).places()[step]):
-            aside = Listing(self.root).free(functools.partial(layout.quarantined, step))
+            aside = Listing(self.root).take_aside(step, "corrupt")
             fence()
             self._durable.rename(path, aside)
         self._durable.fsync_dir(self.root)
@@ -120,7 +119,7 @@ class RetiredCheckpoints:
 
     def move_aside(self, step: int) -> None:
         """Rename what has the name of the checkpoint of `step` and is no intact one of ours."""
-        aside = Listing(self.root).free(lambda number: layout.moved_aside(step, number))
+        aside = Listing(self.root).take_aside(step, "foreign")
         logger.warning(
             "%s has no intact %s and is in the way of a save; it is now %s", self._final(step), layout.MANIFEST, aside
         )
@@ -147,7 +146,7 @@ class RetiredCheckpoints:
             for path in paths:
                 info = self._manifests.find_intact(step, [path])
                 if info is not None and info.run_id in left[step]:
-                    aside = listing.take(functools.partial(layout.abandoned_dir, step, info.run_id))
+                    aside = listing.take_aside(step, f"abandoned-{info.run_id}")
                     self._durable.rename(path, aside)
                     moved.append((step, aside))
         if moved:
@@ -176,7 +175,8 @@ class RetiredCheckpoints:
         """Remove or rename `path`, which was replaced, durably; return its former or new path."""
         if self._stays_next_to(path, step):
             return self._set_weights_aside(path, step)
-        self._remove_durably(path, step)
+        # Absent for every reader first, durably: never half of it under its old name.
+        self._is_removed(self._set_for_removal(path, step))
         return path
 
     def _stays_next_to(self, path: Path, step: int) -> bool:
@@ -196,15 +196,11 @@ class RetiredCheckpoints:
 
     def _set_weights_aside(self, path: Path, step: int) -> Path:
         """Rename the exported weights `path`, durably; return the new path."""
-        aside = Listing(self.root).free(functools.partial(layout.weights_dir, step))
+        aside = Listing(self.root).take_aside(step, "weights")
         self._durable.rename(path, aside)
         self._durable.fsync_dir(self.root)
         logger.info("The weights-only step %d is now %s: a full checkpoint takes its name", step, aside.name)
         return aside
-
-    def _remove_durably(self, path: Path, step: int) -> None:
-        """Make `path` absent for every reader, durably, then remove it: never half of it under its old name."""
-        self._is_removed(self._set_for_removal(path, step))
 
     def _is_removed(self, path: Path) -> bool:
         """Return whether `path`, which no reader takes for a checkpoint, could be removed; log a warning if not.

@@ -18,9 +18,8 @@ from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointError, CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.format_version import FORMAT, check_format, unknown_fields
-from torchtitan_lite.store.json_record import json_bytes, json_object
-from torchtitan_lite.store.lineage import Lineage, OfARun
-from torchtitan_lite.store.manifest_fields import integer_field, value_of
+from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.manifest_fields import integer_field, json_bytes, json_object, value_of
 
 _LIMIT_BYTES = 16 << 20
 _NOT_YET = -1
@@ -70,14 +69,14 @@ def _run_ids(lineage: Lineage) -> set[str]:
     return {lineage.run_id, *(run for _, run in lineage.ancestors[: next(counted_again, None)])}
 
 
-def unfinished(found: Sequence[Rollback], latest: OfARun) -> Rollback | None:
+def unfinished(found: Sequence[Rollback], run_id: str) -> Rollback | None:
     """Return the last of `found` if no checkpoint was saved since; None if one was.
 
-    None was if `latest`, the latest one, is of the run that rolled back, or of one that this came from.
+    None was if `run_id`, that of the latest one, is of the run that rolled back, or of one that this came from.
     """
     if not found:
         return None
-    return found[-1] if found[-1].left.is_of(latest.lineage.run_id) else None
+    return found[-1] if found[-1].left.is_of(run_id) else None
 
 
 def batch_of(step: int, skipped: Collection[int]) -> int:

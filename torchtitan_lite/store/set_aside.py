@@ -9,8 +9,7 @@ caller holds the lease**.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from pathlib import Path
 
 from torchtitan_lite.disk.durable import Durable
@@ -18,9 +17,10 @@ from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, Checkpoin
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.known_manifests import damage_in
 from torchtitan_lite.store.layout import Listing, is_folder
+from torchtitan_lite.store.lease import process_lock
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
 from torchtitan_lite.store.place import Place, on_disk
-from torchtitan_lite.store.protocol import ABANDONED, CORRUPT, SetAside, StoresCheckpoints, nothing
+from torchtitan_lite.store.protocol import ABANDONED, CORRUPT, SetAside, StoresCheckpoints
 
 
 class ShelfOnDisk:
@@ -55,24 +55,24 @@ class ShelfOnDisk:
         final = self._root / layout.step_dir(aside.step)
         return final if os.path.lexists(final) else None
 
-    def bring_back(self, aside: SetAside, fence: Callable[[], object] = nothing) -> list[Path]:
+    def bring_back(self, aside: SetAside) -> list[Path]:
         final = self._root / layout.step_dir(aside.step)
-        with self._store.exclusive:
+        with process_lock(self._store.address):
             abandoners, branch = abandoners_of(self._store, aside), branch_in_the_way(self._store, aside)
             rest = [info for info in reversed(branch) if info not in abandoners]
             # Until the last of the abandoners has lost its name the step is still abandoned, and a start after a crash
             # renames it again. So they go last, and the others before them, or a crash would leave two branches.
             if any(info.path == final for info in abandoners):
-                moved = [*self._leave(rest, fence), *self._leave(abandoners, fence)]
-                self._take_name(aside, final, fence)
+                moved = [*self._leave(rest), *self._leave(abandoners)]
+                self._take_name(aside, final)
                 return sorted(moved)
-            moved = self._leave([info for info in rest if info.path == final], fence)
-            self._take_name(aside, final, fence)
-            moved += self._leave([info for info in rest if info.path != final], fence)
-            return sorted([*moved, *self._leave(abandoners, fence)])
+            moved = self._leave([info for info in rest if info.path == final])
+            self._take_name(aside, final)
+            moved += self._leave([info for info in rest if info.path != final])
+            return sorted([*moved, *self._leave(abandoners)])
 
-    def _take_name(self, aside: SetAside, final: Path, fence: Callable[[], object]) -> None:
-        fence()
+    def _take_name(self, aside: SetAside, final: Path) -> None:
+        self._store.check_lease()
         folder = on_disk(aside.folder)
         if os.path.lexists(folder / layout.FINDINGS):
             # It is undamaged: these findings are no longer true.
@@ -80,14 +80,13 @@ class ShelfOnDisk:
         self._durable.rename(folder, final)
         self._durable.fsync_dir(self._root)
 
-    def _leave(self, infos: Iterable[CheckpointInfo], fence: Callable[[], object]) -> list[Path]:
+    def _leave(self, infos: Iterable[CheckpointInfo]) -> list[Path]:
         """Set the checkpoints `infos` aside as abandoned, durably; return their new paths."""
         moved = []
         for info in infos:
-            spell = partial(layout.abandoned_dir, info.step, info.run_id)
-            fence()
-            self._durable.rename(on_disk(info.path), place := Listing(self._root).free(spell))
-            moved.append(place)
+            self._store.check_lease()
+            moved.append(Listing(self._root).take_aside(info.step, f"abandoned-{info.run_id}"))
+            self._durable.rename(on_disk(info.path), moved[-1])
         if moved:
             self._durable.fsync_dir(self._root)
         return moved

@@ -3,7 +3,7 @@
 For every reader and after any crash, `step-N` is a complete checkpoint or absent: `commit` is the only door to that
 name, and the rename in it is the commit. Every method may be cut anywhere; `recover` finishes or removes what was left.
 Only names that `layout` spells are ever removed; a damaged checkpoint is renamed, never removed. There must be only one
-writer at a time, so `commit` calls its fence before each rename.
+writer at a time, so `commit` checks the lease before each rename.
 """
 
 from __future__ import annotations
@@ -32,18 +32,17 @@ from torchtitan_lite.errors import (
     CheckpointUnsafe,
     SaveFailed,
 )
-from torchtitan_lite.log import logger, readable_bytes
+from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.holder import HolderSeen
 from torchtitan_lite.store.known_manifests import KnownManifests
 from torchtitan_lite.store.layout import Listing, is_folder, is_unmanaged
-from torchtitan_lite.store.lease import FolderLease, LeaseClock
-from torchtitan_lite.store.lineage import without_abandoned
+from torchtitan_lite.store.lease import FolderLease, LeaseClock, process_lock
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
 from torchtitan_lite.store.manifest_fields import DCP_METADATA
 from torchtitan_lite.store.pins import Pins
 from torchtitan_lite.store.place import on_disk
-from torchtitan_lite.store.protocol import Shelf, StoresCheckpoints, nothing
+from torchtitan_lite.store.protocol import Shelf, StoresCheckpoints
 from torchtitan_lite.store.retired import RetiredCheckpoints
 from torchtitan_lite.store.rollbacks import RollbackFile
 
@@ -79,10 +78,13 @@ class CheckpointStore(StoresCheckpoints):
         self.root: Path = Path(root).absolute()
         self._durable = durable
         self._look_seconds = look_seconds
+        self._exclusive = process_lock(self.address)
+        """Orders commits of this process and removals in the background."""
         self._begun: set[str] = set()
         """The places that this process has made: it need not wait to see them."""
         self._free_bytes = free_bytes
         self._clock = clock
+        self._lease: FolderLease | None = None
         self._manifests = KnownManifests(self.root, now_ns)
         self._retired = RetiredCheckpoints(self.root, durable, self._manifests)
 
@@ -94,14 +96,6 @@ class CheckpointStore(StoresCheckpoints):
     @property
     def address(self) -> str:
         return str(self.root)
-
-    @property
-    def identity(self) -> str:
-        return str(self.root.resolve())
-
-    @property
-    def writes_atomically(self) -> bool:
-        return False  # A file that is cut is there in part.
 
     def place_of(self, name: str) -> Path:
         return self.root / name
@@ -121,13 +115,18 @@ class CheckpointStore(StoresCheckpoints):
         return ShelfOnDisk(self, self.root, self._durable)
 
     def lease(self, run_id: str, timeout_seconds: float) -> FolderLease:
-        return FolderLease(
+        self._lease = FolderLease(
             self.root,
             run_id=run_id,
             timeout_seconds=timeout_seconds,
             clock=self._clock,
             make_room=functools.partial(recover_with_log, self),
         )
+        return self._lease
+
+    def check_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.check()
 
     def seen_holder(self) -> HolderSeen | None:
         try:
@@ -138,11 +137,8 @@ class CheckpointStore(StoresCheckpoints):
     def folder_id(self, *, make: bool) -> str:
         return folder_id(self.root, self._durable, make=make)
 
-    def committed(self) -> list[CheckpointInfo]:
-        return without_abandoned(self.intact())
-
     def listed(self) -> list[CheckpointInfo]:
-        with self.exclusive:  # A commit meanwhile would be forgotten.
+        with self._exclusive:  # A commit meanwhile would be forgotten.
             return self._manifests.listed()
 
     def intact(self) -> list[CheckpointInfo]:
@@ -164,32 +160,8 @@ class CheckpointStore(StoresCheckpoints):
     def check_sizes(self, info: CheckpointInfo) -> list[str]:
         return self._manifests.check_sizes(info)
 
-    def preflight(
-        self,
-        step: int,
-        needed_bytes: int,
-        make_room: Callable[[], object] = nothing,
-        fence: Callable[[], object] = nothing,
-    ) -> None:
-        # First: making room, and then staging, remove what another job's save has staged.
-        fence()
-        if self._free_bytes(self.root) < needed_bytes:
-            self.recover()
-            # Leftovers of cut saves go before checkpoints, which `make_room` removes: no run needs the former.
-            make_room()
-            fence()  # It removes nothing once the folder is another job's.
-            if (free := self._free_bytes(self.root)) < needed_bytes:
-                raise SaveFailed(
-                    step,
-                    f"{self.root} has room for {readable_bytes(free)}, the last save took "
-                    f"{readable_bytes(needed_bytes)}; remove something, or keep fewer with --checkpoint.keep_latest_k",
-                )
-
-    def missing_bytes(self, wanted_bytes: int) -> int:
-        return max(0, wanted_bytes - self._free_bytes(self.root)) if wanted_bytes else 0
-
-    def has_room(self, needed_bytes: int) -> bool:
-        return self._free_bytes(self.root) >= needed_bytes
+    def free_bytes(self) -> int:
+        return self._free_bytes(self.root)
 
     def begin(self, step: int) -> str:
         # Never a name that was used: the client of a network file system may still lead it to the folder that had it,
@@ -218,12 +190,12 @@ class CheckpointStore(StoresCheckpoints):
     def add_metadata(self, place: str, data: bytes) -> None:
         self._durable.write_file(self.root / place / layout.METADATA, data)
 
-    def remove_staging(self, step: int, place: str, fence: Callable[[], object] = nothing) -> None:
+    def remove_staging(self, step: int, place: str) -> None:
         staging = self.root / place
         if layout.parse_staging(place) != step:
             return
-        fence()
-        with self.exclusive:
+        self.check_lease()
+        with self._exclusive:
             # A commit that failed after its exchange left the old checkpoint here, or under another name. The new one
             # must be durable before the old one goes; and if the new one abandons it, it is renamed and stays.
             self._durable.fsync_dir(self.root)
@@ -232,19 +204,17 @@ class CheckpointStore(StoresCheckpoints):
         if os.path.lexists(staging):
             self._retired.remove(staging)
 
-    def commit(
-        self, step: int, manifest: Manifest, fence: Callable[[], object] = nothing, *, place: str
-    ) -> CheckpointInfo:
+    def commit(self, step: int, manifest: Manifest, *, place: str) -> CheckpointInfo:
         """Turn the save `place` into `step-N`, durably. **Coordinator only**, after every rank has synced its files."""
         # First: the start of the job that has the folder by now removes what is staged here, and sealing would fail
         # with an error that hides this.
-        fence()
+        self.check_lease()
         staging = self.root / place
         sealed, text = self._seal(step, manifest, staging)
         self._durable.fsync_dir(self.root)
         faults.point("commit", step=step, path=self._final(step))
-        with self.exclusive:
-            replaced = self._put_in_place(sealed, staging, fence)
+        with self._exclusive:
+            replaced = self._put_in_place(sealed, staging)
             faults.point("committed", step=step, path=self._final(step))
             self._durable.fsync_dir(self.root)
             info = self._manifests.note_commit(self._final(step), sealed, text)
@@ -254,17 +224,21 @@ class CheckpointStore(StoresCheckpoints):
         return info
 
     def discard(self, info: CheckpointInfo) -> list[Path]:
-        with self.exclusive:
-            if self._manifests.find_intact(info.step, [on_disk(info.path)]) != info:
-                return []
-            return self._retired.discard(info)
+        # Lease and pins are read again for each removal, because both may have changed since the decision. Under the
+        # lock of the pins no `pin` can come between this look and the rename.
+        with self._exclusive:
+            self.check_lease()
+            with self.pins.unchanged() as pinned:
+                if info.step in pinned or self._manifests.find_intact(info.step, [on_disk(info.path)]) != info:
+                    return []
+                return self._retired.discard(info)
 
     def empty(self, trash: Sequence[Path]) -> None:
         for path in trash:
             self._retired.remove(path)
 
-    def quarantine(self, step: int, findings: Sequence[str], fence: Callable[[], object] = nothing) -> Path:
-        return self._retired.quarantine(step, findings, fence)
+    def quarantine(self, step: int, findings: Sequence[str]) -> Path:
+        return self._retired.quarantine(step, findings, self.check_lease)
 
     def recover(self) -> list[Path]:
         return self._retired.recover()
@@ -302,17 +276,17 @@ class CheckpointStore(StoresCheckpoints):
         self._durable.fsync_dir(staging)
         return sealed, text
 
-    def _put_in_place(self, sealed: Manifest, staging: Path, fence: Callable[[], object]) -> list[Path]:
+    def _put_in_place(self, sealed: Manifest, staging: Path) -> list[Path]:
         """Rename `staging` to step-N, after what has that name got another one; return where what it replaced is."""
         step = sealed.step
         final = self._final(step)
         if self._manifests.find_intact(step, [final]) is not None:
-            fence()
+            self.check_lease()
             # Its manifest goes, and with it the list of what it abandons.
             self._retired.rename_abandoned()
         is_there, there = os.path.lexists(final), self._manifests.find_intact(step, [final])
         keeps_weights = there is not None and _both_stay(there, sealed)
-        fence()
+        self.check_lease()
         # One system call, so `step-N` exists at every moment. Where the system has no such call there are two renames,
         # and `recover` undoes the first one if a crash comes between them.
         if there is not None and not keeps_weights and self._durable.exchange(staging, final):
@@ -324,7 +298,7 @@ class CheckpointStore(StoresCheckpoints):
                 self._retired.move_aside(step)
             # Without this sync a power cut may keep the second rename and lose the first.
             self._durable.fsync_dir(self.root)
-            fence()
+            self.check_lease()
         self._durable.rename(staging, final)
         return Listing(self.root).replaced(step) if is_there else []
 

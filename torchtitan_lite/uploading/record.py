@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.disk.durable import DISK, Durable
+from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.disk.lock_file import locked
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointUnsafe
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.format_version import FORMAT, check_format, unknown_fields
-from torchtitan_lite.store.json_record import json_bytes, json_object
-from torchtitan_lite.store.manifest_fields import file_name, integer_field, seconds, value_of
+from torchtitan_lite.store.manifest_fields import file_name, integer_field, json_bytes, json_object, seconds, value_of
 from torchtitan_lite.uploading.choice import Save
 
 _MOST_BYTES = 16 << 20
@@ -68,7 +67,7 @@ def read(root: Path, address: str) -> Record:
     return next((each for each in read_all(root) if each.address == address), Record(address))
 
 
-def write_record(root: Path, record: Record, durable: Durable = DISK) -> None:
+def write_record(root: Path, record: Record) -> None:
     """Write `record` into the folder of checkpoints `root`, in place of the one of its address.
 
     Raises OSError, and as `read_all`.
@@ -82,7 +81,7 @@ def write_record(root: Path, record: Record, durable: Durable = DISK) -> None:
         # What a later version added stays.
         entries[record.address] = entries.get(record.address, {}) | _record_document(record)
         document = {**FORMAT, **unknown_fields(found, {_ENTRIES}), _ENTRIES: [*entries.values()]}
-        durable.write_atomically(root / layout.UPLOADS, json_bytes(document, indent=1))
+        DISK.write_atomically(root / layout.UPLOADS, json_bytes(document, indent=1))
 
 
 def _read_document(root: Path) -> dict[str, Any]:
@@ -99,16 +98,13 @@ def _record_entries(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _record_document(record: Record) -> dict[str, Any]:
     begun = record.begun
+    under_way = None if begun is None else {**_save_fields(begun.save), "place": begun.place, "done": dict(begun.done)}
     return {
         "address": record.address,
         "folder_id": record.folder_id,
-        "begun": None if begun is None else {**_save_fields(begun.save), **_begun_fields(begun)},
+        "begun": under_way,
         "stored": [{**_save_fields(save), "stored_at": at} for save, at in sorted(record.stored.items())],
     }
-
-
-def _begun_fields(begun: Begun) -> dict[str, Any]:
-    return {"place": begun.place, "done": dict(begun.done)}
 
 
 def _parsed_record(document: dict[str, Any]) -> Record:

@@ -64,8 +64,6 @@ class State:
 
     stored: Save | None = None
     """The latest one in the other folder."""
-    stored_at: float = 0.0
-    """The Unix second at which it was complete there."""
     uploading: int | None = None
     """The step under way."""
     waiting: int = 0
@@ -222,10 +220,9 @@ class Uploader:
                 raise
             return
         self._done_with.add(save_of(info))
-        stored_at = time.time()
-        stored = {**self._record.stored, save_of(info): stored_at}
+        stored = {**self._record.stored, save_of(info): time.time()}
         self._write(dataclasses.replace(self._record, begun=None, stored=stored))
-        self.say(uploading=None, stored=save_of(info), stored_at=stored_at)
+        self.say(uploading=None, stored=save_of(info))
         sent_bytes, seconds = self.state.sent_bytes - sent_before, time.monotonic() - began
         logger.info(
             "Uploaded step %d to %s: %s in %.1f s", info.step, self.address, readable_bytes(sent_bytes), seconds
@@ -233,7 +230,7 @@ class Uploader:
         failures, self.failures = self.failures, 0
         self._emit(Uploaded(info.step, path=self.address, bytes=sent_bytes, seconds=seconds, failures=failures))
         self._housekeeping.note_committed(info, self._target)
-        self._housekeeping.purge(self._target, self._lease.check)
+        self._housekeeping.purge(self._target)
 
     def _leave(self, info: CheckpointInfo, error: CheckpointError) -> None:
         """Leave `info` to the next start, and say so."""
@@ -249,12 +246,12 @@ class Uploader:
         self._at = sum(begun.done.values())
         for name, known in manifest.files.items():
             faults.point("upload", step=info.step)
-            if not self._target.writes_atomically:
+            if self._target.root is not None:
                 self._lease.check()  # In a bucket no other job writes under this name, and the commit finds out.
             if begun.done.get(name) != known.size:
                 source = StoredFile(folder / name, files[name], self._pass)
                 self._target.send(begun.place, name, source)
-            if not self._target.writes_atomically:
+            if self._target.root is not None:
                 begun = dataclasses.replace(begun, done={**begun.done, name: known.size})
                 self._write(dataclasses.replace(self._record, begun=begun))
         if not self._is_there(info):
@@ -262,7 +259,7 @@ class Uploader:
         self._send_rollbacks()
         lineage = lineage_in(self._target.intact(), manifest.lineage)
         manifest = dataclasses.replace(manifest, lineage=lineage)
-        self._target.commit(info.step, manifest, self._lease.check, place=begun.place)
+        self._target.commit(info.step, manifest, place=begun.place)
 
     def _send_rollbacks(self) -> None:
         """Have the other folder's record of rollbacks hold those of this one: a start with an empty disk skips them."""
@@ -282,9 +279,9 @@ class Uploader:
         if begun is not None and begun.save == save_of(info):
             there = self._target.resume(info.step, begun.place)
             if there is not None:
-                known = there if self._target.writes_atomically else begun.done
+                known = there if self._target.root is None else begun.done
                 done = {name: size for name, size in known.items() if there.get(name) == size and name in files}
-                if not self._target.writes_atomically:
+                if self._target.root is not None:
                     # Another run may have had a file of that name there since.
                     place = on_disk(self._target.place_of(begun.place))
                     done = {name: size for name, size in done.items() if _has_contents(place / name, files[name])}
@@ -314,8 +311,7 @@ class Uploader:
         stored = {save_of(info): known.get(save_of(info), now) for info in target}
         if stored != known:
             self._write(dataclasses.replace(self._record, stored=stored))
-        latest = save_of(target[-1]) if target else None
-        self.say(stored=latest, stored_at=0.0 if latest is None else stored[latest])
+        self.say(stored=save_of(target[-1]) if target else None)
 
     def _write(self, new: Record) -> None:
         self._record = new

@@ -28,8 +28,7 @@ from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.converting.rewriting import add_metadata
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError
 from torchtitan_lite.examining.verification import look_at, read_through
-from torchtitan_lite.memory.images.assembled import same_contents
-from torchtitan_lite.memory.images.card import commit_of, rests_in
+from torchtitan_lite.memory.images.card import commit_of, rests_in, same_contents
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest, Table
 from torchtitan_lite.store.store import CheckpointStore

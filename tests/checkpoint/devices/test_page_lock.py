@@ -21,7 +21,7 @@ from torchtitan_lite.checkpoint.staging import copiers, stager
 from torchtitan_lite.checkpoint.staging.arena import NO_STEP, StagingArena
 from torchtitan_lite.checkpoint.staging.copiers import CudaCopier, HostCopier
 from torchtitan_lite.checkpoint.staging.stager import Stager
-from torchtitan_lite.memory.images.image_stager import ImageStager
+from torchtitan_lite.memory.images.pool import ImageStager
 
 MIB = 1 << 20
 

@@ -18,7 +18,7 @@ from torchtitan_lite.checkpoint.staging.copiers import Copied, HostCopier
 from torchtitan_lite.checkpoint.staging.mark import read_mark
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.memory.images.card import Card
-from torchtitan_lite.memory.images.images import Images
+from torchtitan_lite.memory.images.run_images import KeptImages
 from torchtitan_lite.memory.keeper.client import Keeper
 
 
@@ -41,10 +41,10 @@ def close_runs() -> None:
         RUNS.pop().manager.close()
 
 
-def images_of(run: SmallRun) -> Images:
+def images_of(run: SmallRun) -> KeptImages:
     found = kept(run.manager)
     assert found is not None
-    return found.images
+    return found
 
 
 def step(run: SmallRun, *, last: bool = False) -> None:
@@ -52,7 +52,7 @@ def step(run: SmallRun, *, last: bool = False) -> None:
     run.step(last=last)
     run.manager.maybe_wait_for_staging()  # Then the image of a save has begun, too.
     images_of(run).stager.finish_preparation()
-    assert images_of(run).wait(60)
+    assert images_of(run).marker.wait(60)
 
 
 def start(folder: Path, steps: int, **options: Any) -> SmallRun:

@@ -162,7 +162,7 @@ def _train(
                 optimizer.step()
                 optimizer.zero_grad()
                 write("trained", step, weight=weight())
-                stager = None if (found := kept(manager)) is None else found.images.stager
+                stager = None if (found := kept(manager)) is None else found.stager
                 if waits and stager is not None and step > 1:
                     stager.finish_preparation()
                 manager.save(step, force=finishes and step == until)

@@ -10,8 +10,7 @@ import pytest
 from tests.checkpoint.images.cards import CARD, changed
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointDamaged
-from torchtitan_lite.memory.images.assembled import assembled_manifest, same_contents
-from torchtitan_lite.memory.images.card import Card
+from torchtitan_lite.memory.images.card import Card, assembled_manifest, same_contents
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table
 

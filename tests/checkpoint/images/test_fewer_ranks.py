@@ -62,7 +62,7 @@ def test_an_image_whose_memory_is_too_small_now_stays_until_a_newer_one_is_compl
     first.manager.close()
     with SmallRun(tmp_path, async_mode="async", interval=100, memory_interval=1).loaded() as second:
         images = images_of(second)
-        images.make_room(20 << 20)
+        images.sized(20 << 20)
         images.stager.prepare(20 << 20)
         images.stager.finish_preparation()
         assert held(first.root) == (1, {3})  # No image is in the new memory yet.

@@ -15,9 +15,9 @@ from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.mark import Mark
 from torchtitan_lite.distributed.environment import runtime_folder
 from torchtitan_lite.distributed.peers import Peers
-from torchtitan_lite.memory.images.images import FormerImages, step_in
-from torchtitan_lite.memory.images.pool import NO_STEP, Pool
-from torchtitan_lite.memory.images.tier import Tier, build_tier
+from torchtitan_lite.memory.images.pool import NO_STEP, FormerImages, Pool, step_in
+from torchtitan_lite.memory.images.tier import Tier
+from torchtitan_lite.memory.keeper.client import Keeper
 
 PEERS = Peers(timedelta(seconds=60))
 SIZE = 4096
@@ -25,8 +25,8 @@ SIZE = 4096
 
 @pytest.fixture
 def tier(tmp_path: Path, memory_tier: Path) -> Iterator[Tier]:
-    tier = build_tier(tmp_path / "checkpoint", 600.0, runtime_folder(), 0)
-    tier.begin("s1", "f1")
+    tier = Tier(Keeper(tmp_path / "checkpoint", 600.0, runtime=runtime_folder()), 0)
+    tier.start, tier.folder_id = "s1", "f1"
     tier.begin_keeping(list)
     yield tier
     tier.finish()

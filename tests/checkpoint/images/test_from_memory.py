@@ -16,8 +16,7 @@ from torchtitan_lite.checkpoint.resume.load_source import choose_source
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.distributed.peers import Peers
-from torchtitan_lite.memory.images.assembled import assembled_manifest
-from torchtitan_lite.memory.images.card import Card, Commit, ImageKey, commit_of
+from torchtitan_lite.memory.images.card import Card, Commit, ImageKey, assembled_manifest, commit_of
 from torchtitan_lite.memory.images.held_images import Complete, HeldImages
 from torchtitan_lite.memory.images.image_sources import ImageSource, prefer_memory
 from torchtitan_lite.memory.images.snapshot_match import ImageFacts

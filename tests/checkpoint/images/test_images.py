@@ -26,7 +26,8 @@ from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.memory.images import run_images
-from torchtitan_lite.memory.images.image_stager import ImageStager
+from torchtitan_lite.memory.images.pool import ImageStager
+from torchtitan_lite.memory.images.tier import TakenOver
 from torchtitan_lite.memory.keeper.client import Keeper
 from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.store import CheckpointStore
@@ -112,12 +113,12 @@ def test_without_an_interval_the_copy_of_a_save_is_the_image_until_the_next_copy
     tmp_path: Path, memory_tier: Path
 ) -> None:
     run = start(tmp_path, 2, memory_interval=0, interval=2)
-    assert run.manager.wait() > 0 and images_of(run).wait(60)
+    assert run.manager.wait() > 0 and images_of(run).marker.wait(60)
     assert set(held(run.root, memory_tier)) == {2}
     step(run)
     assert set(held(run.root, memory_tier)) == {2}
     step(run)
-    assert run.manager.wait() > 0 and images_of(run).wait(60)
+    assert run.manager.wait() > 0 and images_of(run).marker.wait(60)
     assert set(held(run.root, memory_tier)) == {4}
     assert run.events.steps("image_ready") == [2, 4]
 
@@ -129,7 +130,7 @@ def test_the_copy_of_a_failed_save_is_an_image(tmp_path: Path, memory_tier: Path
     faults.install("EIO@fsync:times=always", rank=0)
     step(run)
     assert run.manager.wait() == -1
-    assert images_of(run).wait(60)
+    assert images_of(run).marker.wait(60)
     assert run.events.steps("save_failed") == [2]
     assert max(held(run.root, memory_tier)) == 2
 
@@ -250,7 +251,7 @@ def test_adopted_images_stay_until_a_newer_one_is_complete(tmp_path: Path, memor
     keeper = Keeper(first.root, 600.0, runtime=memory_tier)
     found = sorted(keeper.held(), key=lambda each: -_step(each.mark_fd))
     second = SmallRun(tmp_path, async_mode="async", interval=100, memory_interval=1).loaded()
-    images_of(second).adopt([(each.arena_fd, each.mark_fd) for each in found], 1)
+    images_of(second).use(TakenOver([(each.arena_fd, each.mark_fd) for each in found], (), 1))
     keeper.drop([each.name for each in found])
     assert set(held(first.root, memory_tier)) == {3, 4, 5}
     second.train_state.step = 5
@@ -300,7 +301,7 @@ def test_the_copy_of_a_save_is_an_image_while_its_file_is_still_written(tmp_path
     faults.install("slow@fsync:seconds=2", rank=0)
     step(run)
     run.manager.maybe_wait_for_staging()
-    assert images_of(run).wait(60)
+    assert images_of(run).marker.wait(60)
     assert max(held(run.root, memory_tier)) == 2
     assert run.committed() == []
     assert run.manager.wait() == 2
@@ -348,7 +349,7 @@ def test_a_state_that_cannot_be_saved_is_not_called_too_large(
     tmp_path: Path, memory_tier: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = start(tmp_path, 1)
-    images_of(run).make_room(-1)
+    images_of(run).sized(-1)
     assert "No images in memory every 1 step: the state cannot be saved. The first save says why" in caplog.text
     assert "do not fit" not in caplog.text
 
@@ -358,7 +359,7 @@ def test_both_ranks_have_the_images_of_the_same_steps_of_one_run(rank: int, tmp_
     with tier_on(tmp_path) as runtime:
         run = start(tmp_path, 5, interval=4)
         run.manager.wait()
-        assert images_of(run).wait(60)
+        assert images_of(run).marker.wait(60)
         assert same_everywhere(run.events.steps("image_ready"))
         assert same_everywhere(sorted(held_by_rank(run.root, runtime)))
         cards = held_by_rank(run.root, runtime)

@@ -102,7 +102,7 @@ def test_an_image_that_a_step_does_not_get_is_an_event(tmp_path: Path, memory_ti
     run = start(tmp_path, 0)
     while run.train_state.step < 2 or run.train_state.step not in run.events.steps("image_missed"):
         run.step()
-    images_of(run).wait(60)
+    images_of(run).marker.wait(60)
     made, missed = run.events.steps("image_ready"), run.events.steps("image_missed")
     assert sorted(made + missed) == [*range(1, run.train_state.step + 1)]
     assert run.events.figures("image_missed")["reason"] in ("its memory is being made", "earlier ones are being read")

@@ -19,8 +19,8 @@ from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointDamaged
 from torchtitan_lite.memory.images import image_sources
 from torchtitan_lite.memory.images.held_images import Complete, HeldImages
-from torchtitan_lite.memory.images.image_files import FilesInMemory
 from torchtitan_lite.memory.images.image_sources import lent_parts, verify_images
+from torchtitan_lite.memory.images.mapped_reader import FilesInMemory
 from torchtitan_lite.memory.keeper.client import Keeper
 from torchtitan_lite.store.lineage import Lineage
 

@@ -11,17 +11,17 @@ SAVED = """
 from pathlib import Path
 from tests.checkpoint.images.image_runs import CopiesOnly, images_of, start
 from torchtitan_lite import faults
-from torchtitan_lite.memory.images import images, run_images
-from torchtitan_lite.memory.images.image_stager import ImageStager
+from torchtitan_lite.memory.images import run_images
+from torchtitan_lite.memory.images.pool import ImageStager
 
-images.num_arenas = lambda found: 1
+run_images.num_arenas = lambda found: 1
 run_images.build_image_stager = lambda let_go: ImageStager(CopiesOnly(), let_go=let_go)
 run = start(Path("run"), 0, interval=1)
 faults.install("slow@digest:seconds=1,times=1;kill@mark:step=2", rank=0)
 for _ in range(2):
     run.step()
 run.manager.wait()
-images_of(run).wait(60)
+images_of(run).marker.wait(60)
 raise SystemExit("no fault happened")
 """
 

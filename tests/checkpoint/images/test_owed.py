@@ -60,7 +60,7 @@ class Job:
         self.run.step()
         self.run.manager.maybe_wait_for_staging()
         images_of(self.run).stager.finish_preparation()
-        assert images_of(self.run).wait(60)
+        assert images_of(self.run).marker.wait(60)
         self.run.manager.wait()
         self.trained[step] = self.trained[step - 1] + STEP_SECONDS
         self.saved = max(self.run.committed(), default=0)

@@ -13,8 +13,7 @@ from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
 from torchtitan_lite.checkpoint.staging.arena import NO_STEP, ArenaSlot, StagingArena
 from torchtitan_lite.checkpoint.staging.copiers import HostCopier
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
-from torchtitan_lite.memory.images.image_stager import ImageStager
-from torchtitan_lite.memory.images.pool import Pool
+from torchtitan_lite.memory.images.pool import ImageStager, Pool
 
 
 class Ranks:

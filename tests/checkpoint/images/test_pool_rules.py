@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import pytest
 
-from torchtitan_lite.checkpoint.staging.arena import StagingArena
+from torchtitan_lite.checkpoint.staging.arena import ArenaSlot, StagingArena
 from torchtitan_lite.checkpoint.staging.mark import Mark
 from torchtitan_lite.memory.images.pool import NO_STEP, Pool, choose_arena, is_busy
 
 
-class Arena(NamedTuple):
-    step: int
-    is_valid: bool = True
-    is_read: bool = False
+def Arena(step: int, *, is_valid: bool = True, is_read: bool = False) -> ArenaSlot:  # reads as a value
+    return ArenaSlot(None, step, is_valid, num_readers=int(is_read))
 
 
 NEW = Arena(NO_STEP, is_valid=False)
@@ -40,7 +37,7 @@ NEW = Arena(NO_STEP, is_valid=False)
     ],
 )
 def test_the_arena_to_overwrite_is_the_least_useful_one_that_is_spare(
-    arenas: Sequence[Arena], complete: int, number: int | None
+    arenas: Sequence[ArenaSlot], complete: int, number: int | None
 ) -> None:
     assert choose_arena(arenas, (complete,)) == number
 
@@ -67,7 +64,7 @@ def test_the_image_that_has_replicas_is_kept_next_to_the_one_that_all_ranks_have
     ],
 )
 def test_a_rank_is_busy_if_its_only_spare_arena_may_have_the_image_that_all_ranks_have(
-    arenas: Sequence[Arena], busy: bool
+    arenas: Sequence[ArenaSlot], busy: bool
 ) -> None:
     assert is_busy(arenas) == busy
 

@@ -22,7 +22,7 @@ from torchtitan_lite.events import ignore
 from torchtitan_lite.memory.images import run_images
 from torchtitan_lite.memory.images.card import Card, Commit
 from torchtitan_lite.memory.images.image import renew_card
-from torchtitan_lite.memory.images.image_stager import ImageStager
+from torchtitan_lite.memory.images.pool import ImageStager
 from torchtitan_lite.memory.images.run_images import FoundImages, KeptImages
 from torchtitan_lite.memory.keeper.client import Keeper
 from torchtitan_lite.store.lineage import Lineage
@@ -81,9 +81,8 @@ def test_a_process_digests_where_copies_cannot_or_where_it_writes_anyway(
 ) -> None:
     if not digests:
         monkeypatch.setattr(run_images, "build_image_stager", lambda let_go: ImageStager(CopiesOnly(), let_go=let_go))
-    run = images_of_run(tmp_path, async_mode=async_mode, memory_interval=interval)
-    assert isinstance(run, KeptImages)
-    found = run.images
+    found = images_of_run(tmp_path, async_mode=async_mode, memory_interval=interval)
+    assert isinstance(found, KeptImages)
     assert (found.process is not None) == (not digests if process is None else process)
     assert found.are_made_at_once == (interval > 0)
     assert found._owns_process == (async_mode == "async"), "else the saver does"

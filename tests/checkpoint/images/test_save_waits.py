@@ -18,7 +18,7 @@ for _ in range(5):  # Three are copied before the first one is complete; the sav
     run.step()
     images_of(run).stager.finish_preparation()
 run.manager.wait()
-images_of(run).wait(60)
+images_of(run).marker.wait(60)
 raise SystemExit("no fault happened")
 """
 

@@ -15,7 +15,8 @@ from tests.store.filled import commit
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
 from torchtitan_lite.memory.images.card import MOST_COMMITS, Commit, commit_of, commits_in, rests_in
-from torchtitan_lite.memory.images.tier import MOST_KEEPERS, Tier, build_tier
+from torchtitan_lite.memory.images.tier import MOST_KEEPERS, Tier
+from torchtitan_lite.memory.keeper.client import Keeper
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointInfo
 from torchtitan_lite.store.store import CheckpointStore
@@ -24,8 +25,8 @@ from torchtitan_lite.store.store import CheckpointStore
 @pytest.fixture
 def tier(tmp_path: Path, memory_tier: Path) -> Iterator[Tier]:
     """The tier of rank 3 of the start "s1"."""
-    tier = build_tier(tmp_path / "checkpoint", 600.0, memory_tier, 3)
-    tier.begin("s1", "f1")
+    tier = Tier(Keeper(tmp_path / "checkpoint", 600.0, runtime=memory_tier), 3)
+    tier.start, tier.folder_id = "s1", "f1"
     yield tier
     tier.finish()
 
@@ -163,7 +164,7 @@ def committed(folder: Path) -> CheckpointInfo:
 
 
 def test_the_latest_commit_is_that_of_the_load_then_that_of_the_run(tier: Tier, tmp_path: Path) -> None:
-    tier.note_commits([Commit(5, "d")])
+    tier.commits = (Commit(5, "d"),)
     info = committed(tmp_path / "checkpoint")
     manifest = info.path / "manifest.json"
     hidden = manifest.rename(info.path / "hidden")
@@ -178,14 +179,14 @@ def test_the_latest_commit_is_that_of_the_load_then_that_of_the_run(tier: Tier, 
 
 def test_of_the_commits_of_a_folder_the_last_few_are_known_and_none_that_a_rollback_abandons(tier: Tier) -> None:
     several = [Commit(step, "d") for step in (2, 4, 6, 7, 8)]
-    tier.note_commits(several)
+    tier.commits = tuple(several)
     assert tier.commits[-1] == several[-1]
     info = committed(tier.keeper.folder)
     tier.note_committed(info)
     assert tier.commits == (*several[:3], commit_of(info))
-    tier.note_commits([])
+    tier.commits = ()
     assert tier.commits == ()
-    tier.note_commits(several[:MOST_COMMITS])
+    tier.commits = tuple(several[:MOST_COMMITS])
     tier.note_committed(dataclasses.replace(info, step=9))
     assert [commit.step for commit in tier.commits] == [4, 6, 7, 9]
 

@@ -32,7 +32,7 @@ from torchtitan_lite.errors import (
 )
 from torchtitan_lite.memory.images.card import ImageKey
 from torchtitan_lite.memory.images.image_sources import ImageSource, ImageSources
-from torchtitan_lite.memory.images.tier import build_tier
+from torchtitan_lite.memory.images.tier import Tier
 from torchtitan_lite.memory.keeper.client import Keeper
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.store import CheckpointStore
@@ -53,8 +53,8 @@ def loop(folder: Path, width: int, *, steps: int, load: int = -1, **checkpoint: 
             manager.save(step)
             found = kept(manager)
             assert found is not None
-            found.images.stager.finish_preparation()
-            assert found.images.wait(60)
+            found.stager.finish_preparation()
+            assert found.marker.wait(60)
         return manager.loaded_step
 
 
@@ -115,9 +115,7 @@ def test_an_image_is_left_out_with_what_was_found(tmp_path: Path, kind: type[Che
         def preferred(self, chosen: LoadSource | None, *_: object, **__: object) -> LoadSource | None:
             return offered.pop(0)
 
-    images = Offering(
-        build_tier(tmp_path, 600.0, None, 0), RunContext(Checkpoint(), peers, time.monotonic, events.emit)
-    )
+    images = Offering(Tier(Keeper(tmp_path, 600.0), 0), RunContext(Checkpoint(), peers, time.monotonic, events.emit))
 
     def load(source: LoadSource) -> None:
         raise kind(str(source.path), "its bytes are wrong")

@@ -17,12 +17,12 @@ from tests.checkpoint.images.cards import CARD, changed
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.memory.images.card import Card, ImageKey
-from torchtitan_lite.memory.images.from_peers import Move, moves
+from torchtitan_lite.memory.images.held_images import Move, moves
+from torchtitan_lite.memory.images.host_replicas import ReplicaHost, Turns, own_address, partners, ring_text
 from torchtitan_lite.memory.images.memory_budget import Room, has_no_room_for_replicas
+from torchtitan_lite.memory.images.replica_sender import Outcome, ReplicaJob, ReplicaMemory, ReplicaProcess
 from torchtitan_lite.memory.images.snapshot_match import is_replica
 from torchtitan_lite.memory.keeper.client import Keeper
-from torchtitan_lite.memory.replicas.host_replicas import ReplicaHost, Turns, own_address, partners, ring_text
-from torchtitan_lite.memory.replicas.replica_sender import Order, Outcome, ReplicaJob, ReplicaMemory, ReplicaProcess
 
 START = "a1"
 SECRET = b"of this start"
@@ -151,13 +151,12 @@ class Sender:
                     bytes_per_second=0.0,
                 ),
                 self._listeners[rank],
-                self.outcomes.put,
+                self.outcomes.put if rank == 0 else lambda outcome: None,
             )
             for rank in range(2)
         ]
         for process in self.processes:
             assert process.start() and not process.start()
-        self._number = 0
 
     def send(self, card: Card, data: bytes, keeps: ImageKey | None = None) -> Outcome:
         return self.begin(card, data, keeps)()
@@ -167,8 +166,7 @@ class Sender:
         arena, mark = os.memfd_create("arena"), Mark()
         os.write(arena, data)
         mark.set(card.key.step, len(data), card.to_bytes())
-        self._number += 1
-        self.processes[0].send(Order(self._number, keeps), (arena, mark.fd))
+        self.processes[0].send(keeps, (arena, mark.fd))
         os.close(arena)
         mark.close()
         return lambda: self.outcomes.get(timeout=60.0)
@@ -202,9 +200,9 @@ def image(step: int, data: bytes = DATA) -> Card:
 
 
 def test_an_image_arrives_is_verified_and_outlives_both_processes(sender: Sender) -> None:
-    assert sender.send(image(2), DATA) == Outcome(1, len(DATA))
+    assert sender.send(image(2), DATA) == Outcome(len(DATA))
     assert sender.replicas() == {2: DATA}
-    assert sender.send(image(2), DATA) == Outcome(2, 0), "it is there already"
+    assert sender.send(image(2), DATA) == Outcome(0), "it is there already"
     for process in sender.processes:
         process.close()
     assert sender.replicas() == {2: DATA}
@@ -261,6 +259,7 @@ def test_a_process_that_is_stopped_can_be_ended_and_its_order_is_lost(sender: Se
 
 def test_the_orders_of_a_process_that_dies_are_lost_not_forgotten(sender: Sender) -> None:
     sender.processes[0].close()
+    assert sender.outcomes.get(timeout=60.0).finding == "the process that sends replicas ended"
     assert sender.send(image(2), DATA).finding == "no process runs"
 
 

@@ -31,7 +31,8 @@ from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.data.loader import TokenLoader
 from torchtitan_lite.errors import CheckpointNotFound
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.lineage import Lineage, abandoned_by
+from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.manifest import abandoned_by
 from torchtitan_lite.store.retention import KeepLatest
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -74,7 +75,7 @@ class Saved:
 
     @property
     def name_once_abandoned(self) -> str:
-        return layout.abandoned_dir(self.step, self.lineage.run_id, 1)
+        return layout.aside_dir(self.step, f"abandoned-{self.lineage.run_id}")
 
 
 def commit(store: CheckpointStore, step: int, lineage: Lineage, data: bytes) -> None:

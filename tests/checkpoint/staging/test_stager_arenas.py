@@ -12,8 +12,7 @@ from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.checkpoint.staging.copiers import Copied, CudaCopier, HostCopier
 from torchtitan_lite.checkpoint.staging.stager import Stager, build_stager
 from torchtitan_lite.disk.read_requests import HUGE_PAGE_BYTES
-from torchtitan_lite.memory.images.image_stager import ImageStager, build_image_stager
-from torchtitan_lite.memory.images.pool import Pool
+from torchtitan_lite.memory.images.pool import ImageStager, Pool, build_image_stager
 
 
 class Failing(HostCopier):

@@ -33,7 +33,7 @@ from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.known_manifests import damage_in
 from torchtitan_lite.store.manifest import CheckpointKind
-from torchtitan_lite.store.protocol import StoresCheckpoints, nothing
+from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.rollbacks import joint_rollbacks, of_run
 from torchtitan_lite.stores import usable
 
@@ -60,8 +60,6 @@ class Candidates:
     """Chooses the next candidate."""
     sources: Sources = field(default_factory=Sources)
     """What else there is to load; it goes before the disk."""
-    fence: Callable[[], object] = nothing
-    """Raises `LeaseLost` once the folder belongs to another job; coordinator only, before something is set aside."""
     damaged: dict[int, CheckpointDamaged] = field(default_factory=dict)
     """Damaged checkpoints found so far, by step; the same on every rank."""
     _chosen: Identity | None = field(default=None, init=False, repr=False)
@@ -224,7 +222,7 @@ class Candidates:
         moved = {}
         for step, error in sorted(self.damaged.items()):
             faults.point("quarantine", step=step)
-            moved[step] = str(self.store.quarantine(step, [error.summary], self.fence))
+            moved[step] = str(self.store.quarantine(step, [error.summary]))
         return moved
 
 

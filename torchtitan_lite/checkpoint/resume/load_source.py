@@ -140,7 +140,7 @@ def _chosen_source(
     latest = of_equal_ranks(full)[-1] if full else None
     if step != -1 and (is_exact or not is_branch_of(latest, step, config)):
         return _explicit(store, step)
-    if latest is not None and (rollback := unfinished(found, latest)) is not None:
+    if latest is not None and (rollback := unfinished(found, latest.run_id)) is not None:
         return _rolled_back(store, rollback, skipped)
     if latest is not None:
         source = dataclasses.replace(

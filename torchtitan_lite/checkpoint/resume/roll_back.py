@@ -43,7 +43,7 @@ class RollBack:
 
     def __init__(self, folders: RunFolders, load: RunLoad, run: RunState, context: RunContext) -> None:
         self._store = folders.checkpoints
-        self._fence = folders.fence(folders.checkpoints)
+        self._fence = folders.checkpoints.check_lease
         self._load, self._run = load, run
         self._peers, self._emit = context.peers, context.emit
 

@@ -103,7 +103,6 @@ class RunLoad:
             is_exact=is_exact,
             choose=choose,
             sources=sources,
-            fence=self._folders.fence(self._store),
         )
 
     def _load(self, wanted: int, source: LoadSource, sources: Sources) -> None:

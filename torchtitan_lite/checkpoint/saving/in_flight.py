@@ -22,7 +22,7 @@ from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, SavesStates
-from torchtitan_lite.checkpoint.saving.target import Origin, SaveTarget, free
+from torchtitan_lite.checkpoint.saving.target import Origin, SaveTarget
 from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.disk.threads import end_at_exit, is_finished
 from torchtitan_lite.distributed.peers import Peers
@@ -109,14 +109,12 @@ class InFlightSave:
         store: StoresCheckpoints,
         saver: SavesStates,
         origin: Origin,
-        fence: Callable[[], None] = free,
         *,
         writes_anyway: bool = False,
     ) -> None:
         """Begin to save `state`; nothing may be in flight. **Collective**.
 
-        Raises `RanksDiffer`, or with `writes_anyway` keeps it in `differs`. `fence` raises `LeaseLost` if the folder no
-        longer belongs to this job. The coordinator calls it before it touches anything there, and before the commit.
+        Raises `RanksDiffer`, or with `writes_anyway` keeps it in `differs`.
         """
         assert self._save is None, "settle() comes first"
         began = self._clock()
@@ -129,8 +127,7 @@ class InFlightSave:
             step,
             kind,
             origin,
-            fence=fence,
-            check=lambda: self._preflight(step, kind, store, fence),
+            check=lambda: self._preflight(step, kind, store),
             writes_anyway=writes_anyway,
         )
         try:
@@ -250,18 +247,18 @@ class InFlightSave:
                 return
             if _has_failed(save.pending.durable):
                 if place := target.found.place:
-                    self._housekeeping.remove_failed_save(target.step, target.store, place, target.fence)
+                    self._housekeeping.remove_failed_save(target.step, target.store, place)
                 return
             if (committed := save.pending.durable.result()) is not None:
                 self._housekeeping.note_committed(committed, target.store)
-            self._housekeeping.purge_when_there_is_time(target.store, target.fence)
+            self._housekeeping.purge_when_there_is_time(target.store)
         finally:
             save.over.set_result(None)
 
-    def _preflight(self, step: int, kind: CheckpointKind, store: StoresCheckpoints, fence: Callable[[], None]) -> None:
+    def _preflight(self, step: int, kind: CheckpointKind, store: StoresCheckpoints) -> None:
         """Raise for a save that would fail half-way: the folder belongs to another job, or the disk has no room."""
         if self._peers.is_coordinator:
-            self._housekeeping.make_sure_of_room(step, kind, store, fence)
+            self._housekeeping.make_sure_of_room(step, kind, store)
 
     def _report_saved(self, save: _Save) -> None:
         committed = save.pending.durable.result()

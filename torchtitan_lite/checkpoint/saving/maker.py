@@ -240,7 +240,6 @@ class SaveMaker:
             store,
             begins,
             self._origin(step, metrics),
-            self._folders.fence(store),
             writes_anyway=saver is self._at_once,
         )
         self._begun, self.last = begun, self.now(step)

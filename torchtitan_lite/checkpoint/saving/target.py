@@ -56,7 +56,7 @@ def build_origin(config: JobConfig, lineage: Lineage, topology: str) -> Origin:
 
 
 def free() -> None:
-    """Do nothing: no fence, no check, nothing to wait for."""
+    """Do nothing: no check, nothing to wait for."""
 
 
 @dataclass
@@ -77,8 +77,6 @@ class SaveTarget:
     step: int
     kind: CheckpointKind
     origin: Origin
-    fence: Callable[[], None] = free
-    """Raises `LeaseLost` if the folder belongs to another job by now; called right before the commit. Coordinator."""
     check: Callable[[], None] = free
     """Raises if the save cannot succeed; called before planning. Acts on the coordinator only."""
     writes_anyway: bool = False

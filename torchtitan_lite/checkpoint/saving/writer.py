@@ -32,8 +32,8 @@ from torchtitan_lite.errors import LeaseLost, SaveFailed
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import Files, FilesOfRanks, with_rank_files
-from torchtitan_lite.store.lineage import Lineage, abandoned_by
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest
+from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest, abandoned_by
 from torchtitan_lite.store.manifest_fields import (
     DCP_METADATA,
     LEFT_OUT,
@@ -98,7 +98,7 @@ class SaveOfRanks:
         objects = [placed for file in by_rank.values() for placed in file.objects]
         nan_in = sorted({key for file in by_rank.values() for key in file.nan_in})
         files = written_files(by_rank, len(results))
-        target.fence()  # The start of another job, which has the folder by now, removes what is staged.
+        target.store.check_lease()  # The start of another job, which has the folder by now, removes what is staged.
         faults.point("metadata", step=target.step)
         if by_rank:
             rank = max(by_rank, key=lambda rank: by_rank[rank].seconds)
@@ -123,7 +123,7 @@ class SaveOfRanks:
             structure=description.structure,
             extra=_extra(target, digests, nan_in, has_metadata=has_metadata),
         )
-        self.committed = target.store.commit(target.step, manifest, target.fence, place=place)
+        self.committed = target.store.commit(target.step, manifest, place=place)
         _warn_of_nan(target.step, nan_in)
 
     def write(self, place: str) -> tuple[Any, ...] | None:

@@ -1,7 +1,9 @@
 """The card of an image: what one rank knows of the checkpoint that its image is a file of.
 
 The cards of all ranks hold what a manifest holds, so a start can put one together. The coordinator's has the tables of
-tensors and containers, as the text that a manifest holds; each other rank's has only its own file and objects.
+tensors and containers, as the text that a manifest holds; each other rank's has only its own file and objects. They
+were written by processes that are gone, perhaps by ones that someone else started: what does not fit together is
+refused by name.
 """
 
 from __future__ import annotations
@@ -9,12 +11,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchtitan_lite.checkpoint.format.completed import joined_structures, joined_tables
+from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.digest import DIGEST_BYTES, FileRecord, num_blocks
 from torchtitan_lite.disk.plain_file import opened_plain_file
 from torchtitan_lite.errors import CheckpointUnsafe
@@ -22,8 +26,16 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.format_version import FORMAT, check_format, unknown_fields
 from torchtitan_lite.store.layout import Listing
 from torchtitan_lite.store.lineage import Lineage
-from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Table, last_digest
-from torchtitan_lite.store.manifest_fields import file_name, integer_field, refuse_constant, seconds, table, value_of
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest, Table, last_digest
+from torchtitan_lite.store.manifest_fields import (
+    TRAINED_SECONDS,
+    file_name,
+    integer_field,
+    refuse_constant,
+    seconds,
+    table,
+    value_of,
+)
 from torchtitan_lite.store.place import on_disk
 from torchtitan_lite.store.protocol import StoresCheckpoints
 
@@ -220,14 +232,13 @@ def rests_in(store: StoresCheckpoints) -> frozenset[Commit]:
     for name in Listing(root).names:
         if (aside := layout.parse_set_aside(name)) is not None and aside[1] == "corrupt":
             folders.append((aside[0], root / name))
-    return frozenset(_leftover_commit(step, folder) for step, folder in folders)
-
-
-def _leftover_commit(step: int, folder: Path) -> Commit:
-    digest = ""
-    with suppress(OSError, CheckpointUnsafe):
-        digest = _digest_in(folder)
-    return Commit(step, digest, _written_ns(folder))
+    found = set()
+    for step, folder in folders:
+        digest = ""
+        with suppress(OSError, CheckpointUnsafe):
+            digest = _digest_in(folder)
+        found.add(Commit(step, digest, _written_ns(folder)))
+    return frozenset(found)
 
 
 def _digest_in(folder: Path) -> str:
@@ -240,3 +251,88 @@ def _written_ns(folder: Path) -> int:
         return os.lstat(folder / layout.data_file(0, 0)).st_mtime_ns
     except OSError:
         return 0
+
+
+def assembled_manifest(cards: Sequence[Card]) -> Manifest:
+    """Return the manifest of the checkpoint whose images the `cards` describe. Raise ValueError if they do not fit.
+
+    It has no `.metadata` among its files, and no digests of tensors.
+    """
+    by_rank = sorted(cards, key=lambda card: card.rank)
+    if not by_rank:
+        raise ValueError("there are no cards")
+    first = by_rank[0]
+    if [card.rank for card in by_rank] != [*range(first.world_size)]:
+        found = ", ".join(str(card.rank) for card in by_rank)
+        raise ValueError(f"expected the cards of ranks 0 to {first.world_size - 1}, found those of {found:.200}")
+    for card in by_rank:
+        _check_same_step(card, first)
+    if first.tables.tensors is None or not first.tables.structure:
+        raise ValueError("the card of rank 0 has no tables of tensors and containers")
+    having = [card.tables for card in by_rank]
+    return Manifest(
+        step=first.key.step,
+        kind=CheckpointKind.FULL,
+        created_at=first.created_at,
+        world_size=first.world_size,
+        versions=dict(first.run.versions),
+        files={card.file: card.record for card in by_rank if card.file},
+        lineage=first.run.lineage,
+        tensors=joined_tables([tables.tensors for tables in having if tables.tensors is not None]),
+        objects=_objects_of_ranks(by_rank),
+        structure=joined_structures([tables.structure for tables in having if tables.structure is not None]),
+        extra={
+            "topology": first.run.topology,
+            "config": dict(first.run.config),
+            "start": first.key.start,
+            TRAINED_SECONDS: first.run.trained_seconds,
+        },
+    )
+
+
+def same_contents(on_disk: Manifest, in_memory: Manifest) -> bool:
+    """Return whether both, completed, describe the same checkpoint, byte by byte."""
+    files = {name: record for name, record in on_disk.files.items() if layout.is_data_file(name)}
+    # Only on disk a value may come with its item, for a `.metadata` that is added later.
+    objects = {key: {"value": entry["value"]} if "value" in entry else entry for key, entry in on_disk.objects.items()}
+    is_same = files == in_memory.files and objects == dict(in_memory.objects)
+    return is_same and dict(on_disk.tensors) == dict(in_memory.tensors)
+
+
+def _objects_of_ranks(by_rank: Sequence[Card]) -> Table:
+    """Return the objects of all cards in one table. Raise ValueError if two ranks have the same one.
+
+    There may be a million. Their text is put together as it is, and parsed only to find those that are there twice.
+    """
+    having = [card for card in by_rank if card.tables.objects]
+    if len(having) < 2:
+        return having[0].tables.objects if having else Table()
+    keys: set[str] = set()
+    for card in having:
+        with no_collection():
+            own = set(card.tables.objects)
+        if not keys.isdisjoint(own):
+            raise ValueError(f"rank {card.rank}: {min(keys & own)!r:.100} is an object of another rank, too")
+        keys |= own
+    inside = (card.tables.objects.text.strip()[1:-1] for card in having)
+    return Table.of_text(b"{" + b",".join(inside) + b"}", "card")
+
+
+def _check_same_step(card: Card, first: Card) -> None:
+    """Raise ValueError unless `card` is of the same step of the same start as `first`, the card of rank 0."""
+    run, of_first = card.run, first.run
+    for name, found, expected in (
+        *zip(card.key._fields, card.key, first.key, strict=True),
+        ("world_size", card.world_size, first.world_size),
+        ("folder_id", run.folder_id, of_first.folder_id),
+        ("topology", run.topology, of_first.topology),
+    ):
+        if found != expected:
+            raise ValueError(f"rank {card.rank}: {name}: expected {expected!r:.80}, found {found!r:.80}")
+    lineage, of_first_rank = run.lineage, of_first.lineage
+    if (lineage.run_id, lineage.branch_point) != (of_first_rank.run_id, of_first_rank.branch_point):
+        raise ValueError(f"rank {card.rank}: it is of run {lineage.run_id}, rank 0 of {of_first_rank.run_id}")
+    if card.file and layout.rank_of(card.file) != card.rank:
+        raise ValueError(f"rank {card.rank}: {card.file!r:.80} is not the name of its file")
+    if not card.file and card.record.size:
+        raise ValueError(f"rank {card.rank}: its file of {card.record.size} bytes has no name")

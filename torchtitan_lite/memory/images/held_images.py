@@ -3,29 +3,34 @@
 Every rank looks at its own host, once a load, and the ranks exchange what they found. The coordinator decides, as it
 does among the steps on disk: the highest step that is complete over all hosts and belongs to the run, memory before
 disk at the same step. What is no image of ours, or damaged, is ignored with one line.
+
+An image that a rank lacks on its host and another host has comes through the process group of the job. So a host that
+was replaced gets its part from the replicas at its neighbour, and ranks that are on other hosts than before get theirs
+from those.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from torchtitan_lite.checkpoint.staging.mark import PAGE_BYTES, Mark, Marked, UnusableMark, read_mark
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import num_blocks
+from torchtitan_lite.disk.shared_memory import map_shared
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import KeeperUnavailable
-from torchtitan_lite.log import logger
-from torchtitan_lite.memory.images.assembled import assembled_manifest
-from torchtitan_lite.memory.images.card import Card, ImageKey
-from torchtitan_lite.memory.images.from_peers import Fetched, fetched, moves
-from torchtitan_lite.memory.images.image_files import FilesInMemory
-from torchtitan_lite.memory.images.mapped_reader import MappedReader
+from torchtitan_lite.log import counted, logger, readable_bytes
+from torchtitan_lite.memory.images.card import Card, ImageKey, assembled_manifest
+from torchtitan_lite.memory.images.mapped_reader import FilesInMemory, MappedReader
 from torchtitan_lite.memory.images.snapshot_match import ImageFacts, is_replica
 from torchtitan_lite.memory.images.tier import TakenOver
 from torchtitan_lite.memory.keeper.client import HeldMemory, Keeper
@@ -98,9 +103,12 @@ class HeldImages:
         whole: list[tuple[ImageKey, ImageFacts, bool]] = []
         for key in sorted({key for images in visible for key, _ in images}, reverse=True):
             image = next((images[key, 0] for images in visible if (key, 0) in images), None)
-            if image is None or not self._is_complete(key, image, visible):
+            if image is None:
                 continue
-            is_spread = not all((key, rank) in images for images in visible for rank in range(image.world_size))
+            parts = [(key, rank) for rank in range(image.world_size)]
+            if not all(any(part in images for images in visible) for part in parts):
+                continue
+            is_spread = not all(part in images for images in visible for part in parts)
             if is_spread and not self._fits(key, image, topology):
                 continue
             whole.append((key, image, is_spread))
@@ -114,15 +122,12 @@ class HeldImages:
         The ranks have one image each. Raises OSError on every rank where one has no memory for it.
         """
         where = [frozenset(i.rank for i in look.images if i.key == key) for look in self._looks]
-        mine = self._local.get((key, self.peers.rank))
-        has = {rank: local for (of, rank), local in self._local.items() if of == key}
-        found = fetched(moves(where), {rank: _as_fetched(local) for rank, local in has.items()}, self.peers)
-        if found is not None and mine is None:
-            held = HeldMemory("", found.arena_fd, found.mark_fd, is_mapped=False)
+        here = {rank: local.held for (of, rank), local in self._local.items() if of == key}
+        held = fetched(moves(where), here, self.peers)
+        if held is not None and (local := _read_held(held)) is not None:
             self._fetched.append((key, held))
             self._held.append(held)
-            card = Card.parse(found.card)
-            self._local[key, self.peers.rank] = _Local(held, ImageFacts.of_card(card), card)
+            self._local[key, self.peers.rank] = local
 
     def files(self, key: ImageKey, manifest: Manifest, *, is_spread: bool) -> FilesInMemory:
         """Return the files of `manifest`, which the coordinator put together for the images `key`. Any rank."""
@@ -267,11 +272,6 @@ class HeldImages:
                 each.close()
         return list(first.values())
 
-    def _is_complete(
-        self, key: ImageKey, image: ImageFacts, visible: Sequence[dict[tuple[ImageKey, int], ImageFacts]]
-    ) -> bool:
-        return all(any((key, rank) in images for images in visible) for rank in range(image.world_size))
-
     def _fits(self, key: ImageKey, image: ImageFacts, topology: str) -> bool:
         """Return whether each rank needs its own image alone, as it can be had where they are on several hosts."""
         if image.world_size == self.peers.world_size and image.topology == topology:
@@ -321,13 +321,12 @@ def _read_held(held: HeldMemory) -> _Local | None:
     marked = read_mark(held.mark_fd)
     if marked is None:
         return None
-    card = Card.parse(marked.card)
-    _check_step_and_size(card, marked, os.fstat(held.arena_fd).st_size)
+    card, arena_bytes = Card.parse(marked.card), os.fstat(held.arena_fd).st_size
+    if card.key.step != marked.step:
+        raise ValueError(f"its mark is of step {marked.step}, its card of step {card.key.step}")
+    if not card.record.size <= marked.num_bytes <= arena_bytes:
+        raise ValueError(f"it has {arena_bytes} bytes, its mark says {marked.num_bytes}, its card {card.record.size}")
     return _Local(held, ImageFacts.of_card(card), card)
-
-
-def _as_fetched(local: _Local) -> Fetched:
-    return Fetched(local.held.arena_fd, local.held.mark_fd, local.card.to_bytes())
 
 
 def _matches_its_digests(local: _Local) -> bool:
@@ -362,8 +361,99 @@ def _clear(held: HeldMemory) -> None:
     mark.close()
 
 
-def _check_step_and_size(card: Card, marked: Marked, arena_bytes: int) -> None:
-    if card.key.step != marked.step:
-        raise ValueError(f"its mark is of step {marked.step}, its card of step {card.key.step}")
-    if not card.record.size <= marked.num_bytes <= arena_bytes:
-        raise ValueError(f"it has {arena_bytes} bytes, its mark says {marked.num_bytes}, its card {card.record.size}")
+CHUNK_BYTES = 64 << 20
+"""Of one message: what was sent is in the sender's memory until it was received."""
+
+
+class Move(NamedTuple):
+    """Rank `source` sends the image of rank `rank` to it."""
+
+    source: int
+    rank: int
+
+
+class _Announced(NamedTuple):
+    """What a rank is about to send."""
+
+    marked: Marked
+    arena_bytes: int
+
+
+def moves(where: Sequence[frozenset[int]]) -> list[Move]:
+    """Return who sends what, if `where` has by rank the ranks whose images are on its host. The same on every rank.
+
+    Those that have an image share the work evenly.
+    """
+    num_sent = [0] * len(where)
+    found = []
+    for rank, images in enumerate(where):
+        having = [source for source, theirs in enumerate(where) if rank in theirs]
+        if rank not in images and having:
+            source = min(having, key=lambda each: (num_sent[each], each))
+            num_sent[source] += 1
+            found.append(Move(source, rank))
+    return found
+
+
+def fetched(to_move: Sequence[Move], here: Mapping[int, HeldMemory], peers: Peers) -> HeldMemory | None:
+    """Send and receive what `to_move` says; return what this rank received, which the caller owns. **Collective**.
+
+    `here` has the images on this host, by rank. What arrives is not verified: a load does that. Raises OSError on every
+    rank where one has no memory.
+    """
+    if not to_move:
+        return None
+    began = time.monotonic()
+    mine = {move.rank: _announced(here[move.rank]) for move in to_move if move.source == peers.rank}
+    announced = {rank: each for of_rank in peers.gather(mine) for rank, each in of_rank.items()}
+    own = announced.get(peers.rank)
+    # All ranks have theirs before the first byte is sent, or none sends any.
+    memory = peers.together(lambda: None if own is None else _staging_memory(own.arena_bytes))
+    waits: list[Callable[[], object]] = []
+    for move in to_move:
+        num_bytes = announced[move.rank].marked.num_bytes
+        if move.source == peers.rank:
+            view = map_shared(here[move.rank].arena_fd, num_bytes)
+            waits += [peers.relay(part, None, move.rank) for part in _memory_chunks(view)]
+        elif move.rank == peers.rank and memory is not None:
+            for part in _memory_chunks(map_shared(memory, num_bytes)):
+                peers.relay(part, move.source, None)
+    for wait in waits:
+        wait()
+    if peers.is_coordinator:
+        logger.info(
+            "The images of %s (%s) came from the memory of other hosts in %.1f s",
+            counted(len(to_move), "rank"),
+            readable_bytes(sum(each.marked.num_bytes for each in announced.values())),
+            time.monotonic() - began,
+        )
+    if own is None or memory is None:
+        return None
+    mark = Mark()
+    mark.set(own.marked.step, own.marked.num_bytes, own.marked.card)
+    mark_fd = os.dup(mark.fd)
+    mark.close()
+    return HeldMemory("", memory, mark_fd, is_mapped=False)
+
+
+def _announced(image: HeldMemory) -> _Announced:
+    marked = read_mark(image.mark_fd)
+    assert marked is not None, "it was valid when this start looked, and nothing writes into it"
+    return _Announced(marked, os.fstat(image.arena_fd).st_size)
+
+
+def _staging_memory(num_bytes: int) -> int:
+    fd = os.memfd_create("torchtitan_lite-staging", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _memory_chunks(view: memoryview) -> list[torch.Tensor]:
+    whole = (
+        torch.frombuffer(view, dtype=torch.uint8) if view.nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
+    return list(torch.split(whole, CHUNK_BYTES))

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -33,8 +32,8 @@ from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.events import ImageReady
 from torchtitan_lite.log import logger
 from torchtitan_lite.memory.images.card import Card, CardRun, CardTables, Commit, ImageKey
+from torchtitan_lite.memory.images.host_replicas import HostReplicas
 from torchtitan_lite.memory.images.pool import Pool
-from torchtitan_lite.memory.images.replicates import Replicates
 from torchtitan_lite.memory.images.tier import Tier
 
 
@@ -87,33 +86,19 @@ def staged_record(staged: StagedCopy) -> FileRecord:
     return FileRecord.of(staged.arena.memory[: staged.num_bytes])
 
 
-@dataclass(frozen=True)
-class WrittenCard:
-    """The card in a mark, and the size of the image that it describes."""
-
-    card: Card
-    num_bytes: int
-
-
-def renew_card(mark: Mark, commits: tuple[Commit, ...], rank: int, written: WrittenCard | None = None) -> None:
+def renew_card(mark: Mark, commits: tuple[Commit, ...], rank: int) -> None:
     """Write into the card of a valid image of `rank` that `commits` are the latest checkpoints on disk now.
 
-    Else the image would count again where its owner deletes that checkpoint, to roll back to the one before. The card
-    is read from the mark unless it is known as `written`. A card that cannot be renewed is given up.
+    Else the image would count again where its owner deletes that checkpoint, to roll back to the one before. A card
+    that cannot be renewed is given up.
     """
     try:
-        known = written or _written_in(mark)
-        if known is not None:
-            card = dataclasses.replace(known.card, commits=commits)
-            mark.set(card.key.step, known.num_bytes, card.to_bytes())
+        if (marked := read_mark(mark.fd)) is not None:
+            card = dataclasses.replace(Card.parse(marked.card), commits=commits)
+            mark.set(marked.step, marked.num_bytes, card.to_bytes())
     except (ValueError, OSError) as error:
         logger.warning("An image in memory of rank %d is given up: %s", rank, error)
         mark.clear()
-
-
-def _written_in(mark: Mark) -> WrittenCard | None:
-    marked = read_mark(mark.fd)
-    return None if marked is None else WrittenCard(Card.parse(marked.card), marked.num_bytes)
 
 
 MAX_FAILED = 3
@@ -131,7 +116,7 @@ class Marker:
         pool: Pool,
         process: WriterProcess | None,
         context: RunContext,
-        replicas: Replicates,
+        replicas: HostReplicas,
     ) -> None:
         self._replicas = replicas
         self._tier, self._pool, self._process, self._world_size = tier, pool, process, context.peers.world_size
@@ -140,8 +125,6 @@ class Marker:
         self._lock = threading.Lock()
         self._num_failed = 0
         self._joined: int | None = None
-        self._cards: WeakKeyDictionary[StagingArena, WrittenCard] = WeakKeyDictionary()
-        """The card of the last image in each arena, if this process wrote it."""
 
     @property
     def has_failed(self) -> bool:
@@ -171,10 +154,6 @@ class Marker:
                 self._pool.release(image.staged.slot)
 
         self._background.run(image.copy, work)
-
-    def digest_here(self, image: Image) -> None:
-        """Digest and mark `image` in this thread and process: its disk write failed. Raises nothing."""
-        self.mark(image, staged_record(image.staged))
 
     def mark(self, image: Image, record: FileRecord) -> bool:
         """Make `image` valid if the keeper holds it; `record` are its digests. Raises nothing."""
@@ -232,12 +211,7 @@ class Marker:
         card = image.card(record, self._tier, self._world_size)
         data = card.to_bytes()
 
-        def write() -> None:
-            mark.set(image.step, staged.num_bytes, data)
-            # In here, where no card is renewed: that of the image before would be written next to these bytes.
-            self._cards[staged.arena] = WrittenCard(card, staged.num_bytes)
-
-        if not self._pool.validate(staged.slot, staged.number, write):
+        if not self._pool.validate(staged.slot, staged.number, lambda: mark.set(image.step, staged.num_bytes, data)):
             return False
         if card.commits[-1:] != self._tier.commits[-1:]:  # A save was committed meanwhile.
             self.renew_cards()
@@ -258,4 +232,4 @@ class Marker:
 
     def _renew_card(self, arena: StagingArena) -> None:
         assert arena.mark is not None, "a valid image has one"
-        renew_card(arena.mark, self._tier.commits, self._tier.rank, self._cards.get(arena))
+        renew_card(arena.mark, self._tier.commits, self._tier.rank)

@@ -2,13 +2,16 @@
 
 A load looks once, takes at most one copy, and then takes the memory over, or closes it. Between the images and what is
 on disk a pure rule (snapshot_match.py) decides for each image, on the coordinator alone: here are the facts that it
-needs, and what a load then takes.
+needs, and what a load then takes. `FoundImages` accompanies a run, from the ids that all ranks agree on to the end of
+the keeper: a start that makes no copies takes the images of the start before, and lets them go after its load.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import os
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +21,17 @@ from torchtitan_lite.checkpoint.reading.files import Files, files_of
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, Verify, complete_manifest
 from torchtitan_lite.checkpoint.reading.source import Choose, LoadSource, RunFacts, Sources
 from torchtitan_lite.checkpoint.resume.load_source import with_exclusions
+from torchtitan_lite.checkpoint.saving.companion import Companion
+from torchtitan_lite.checkpoint.saving.target import Origin
 from torchtitan_lite.checkpoint.schedule.interval import BEGINNING, Tick
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from torchtitan_lite.events import ImageSkipped
 from torchtitan_lite.log import counted, logger
-from torchtitan_lite.memory.images.assembled import same_contents
-from torchtitan_lite.memory.images.card import Commit, ImageKey, commit_of, rests_in
+from torchtitan_lite.memory.images.card import Commit, ImageKey, commit_of, commits_in, rests_in, same_contents
 from torchtitan_lite.memory.images.held_images import Complete, HeldImages
-from torchtitan_lite.memory.images.image_files import FilesInMemory
+from torchtitan_lite.memory.images.mapped_reader import FilesInMemory
 from torchtitan_lite.memory.images.snapshot_match import ChosenOnDisk, OnDisk, why_not
 from torchtitan_lite.memory.images.tier import TakenOver, Tier
 from torchtitan_lite.store import layout
@@ -120,6 +124,72 @@ class ImageSources(Sources):
         """Close the images: no load takes them over. The keeper has them for the next start."""
         self._held.close()
         self._held = HeldImages(None, "", self._peers)
+
+
+class FoundImages(Companion):
+    """The images that the start before left in `tier`, for a start that makes none."""
+
+    keeps_copies = False
+    """Whether copies of this start stay in memory for the next one."""
+
+    def __init__(self, tier: Tier, store: StoresCheckpoints, context: RunContext) -> None:
+        self.tier = tier
+        self._sources = ImageSources(tier, context)
+        self._store = store
+        self._peers = context.peers
+
+    def sources(self, others: Sources) -> Sources:
+        """Return the images that are found: the first companion's, so there are no others yet."""
+        return self._sources
+
+    def begin(self, origin: Origin) -> Origin:
+        start, folder_id, lineage = self._peers.on_coordinator(
+            lambda: (uuid.uuid4().hex[:16], self._folder_id(), origin.lineage)
+        )
+        self.tier.start, self.tier.folder_id = start, folder_id
+        if not folder_id:
+            self.tier.is_off = True
+        if not folder_id or not self.keeps_copies:
+            return origin
+        return dataclasses.replace(origin, start=start, lineage=lineage)
+
+    def loaded(self, source: LoadSource | None) -> None:
+        """Take the memory over that the start before left, after a load of `source`. **Collective**.
+
+        No image that may be needed is dropped before the keeper holds it under a name of this start.
+        """
+        taken = self._sources.taken_over(source)
+        if self._peers.is_coordinator:
+            self.tier.commits = commits_in(self._store)
+        self._begin_keeping()
+        if taken is None:
+            return
+        self.tier.replica_bytes = taken.replica_bytes
+        self.use(taken)
+        self._peers.gather(None)  # All ranks have adopted theirs.
+        self.tier.drop_names(taken.names)
+
+    def finished(self, run_id: str) -> None:
+        self.tier.finish()
+
+    def leave(self, seconds_left: Callable[[], float]) -> None:
+        """Let the images outlive this process."""
+        self.tier.leave()
+
+    def _begin_keeping(self) -> None:
+        """Start what keeps images: nothing, because this start makes none."""
+
+    def use(self, taken: TakenOver) -> None:
+        """Own what is `taken`: this start has no use for it. **Collective**."""
+        for fd in [fd for pair in taken.arenas for fd in pair]:
+            os.close(fd)
+
+    def _folder_id(self) -> str:
+        try:
+            return self._store.folder_id(make=True)
+        except OSError as error:
+            logger.warning("No images in memory: the folder %s got no id: %s", self._store.address, error)
+            return ""
 
 
 def _of_image(error: CheckpointMismatch, source: LoadSource, folder: str) -> CheckpointMismatch:
@@ -254,7 +324,9 @@ def _state_on_disk(
     store: StoresCheckpoints, chosen: LoadSource | None, wanted: int, config: Checkpoint, *, is_exact: bool
 ) -> OnDisk:
     latest, start = _latest_commit(store)
-    of_run = chosen is not None and not chosen.initial
+    on_disk = None
+    if chosen is not None and not chosen.initial:
+        on_disk = ChosenOnDisk(step=chosen.step, lineage=chosen.lineage, begins_branch=chosen.is_explicit)
     return OnDisk(
         folder_id=store.folder_id(make=False),
         latest=latest,
@@ -264,16 +336,7 @@ def _state_on_disk(
         wanted=wanted,
         is_exact=is_exact,
         new_branch=config.new_branch,
-        chosen=ChosenOnDisk(
-            step=chosen.step,
-            run_id=chosen.lineage.run_id,
-            begins_branch=chosen.is_explicit,
-            branch_point=chosen.lineage.branch_point,
-            counts_again=chosen.lineage.counts_again,
-            left=chosen.lineage.ancestors,
-        )
-        if chosen is not None and of_run
-        else None,
+        chosen=on_disk,
     )
 
 

@@ -50,7 +50,7 @@ def num_arenas(ranks: Sequence[Room]) -> int:
     if any(rank.arena_bytes < 0 for rank in ranks):
         return 0
     most = MAX_ARENAS - max((rank.oom_kills for rank in ranks), default=0)
-    return next((count for count in range(most, 0, -1) if _fits(ranks, count)), 0)
+    return next((count for count in range(most, 0, -1) if not _full(ranks, count, {})), 0)
 
 
 def has_no_room_for_replicas(ranks: Sequence[Room], to: Sequence[int]) -> str:
@@ -64,10 +64,6 @@ def has_no_room_for_replicas(ranks: Sequence[Room], to: Sequence[int]) -> str:
     if any(rank.arena_bytes < 0 or rank.oom_kills for rank in ranks):
         return ranks[0].host
     return _full(ranks, REPLICATED_ARENAS, foreign)
-
-
-def _fits(ranks: Sequence[Room], count: int) -> bool:
-    return not _full(ranks, count, {})
 
 
 def _full(ranks: Sequence[Room], count: int, foreign: Mapping[str, int]) -> str:

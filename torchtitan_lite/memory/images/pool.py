@@ -5,39 +5,30 @@ while a disk write or a digest reads it, nor while it has the latest image that 
 the latest one whose replicas are. So, whenever the job is killed, there is one step whose image every rank has. Which
 step that is, and whether a rank has no arena to spare, the ranks find out in the exchange that each image needs anyway:
 `report` goes in, `agree` takes what comes out. The rule itself is in pure functions.
+
+`FormerImages` are those that a start resumed from, where their memory cannot take its own: the files have other sizes
+now. They stay next to the memory for new images, because until one of those is complete, or a save is durable, they are
+all that a second kill leaves of the run.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
 
+from torchtitan_lite.checkpoint.devices.page_lock import PageLock, build_page_lock, wait_for_unlocking
 from torchtitan_lite.checkpoint.staging.arena import NO_STEP, ArenaSlot, Slots, StagingArena
+from torchtitan_lite.checkpoint.staging.copiers import Copier, build_copier
+from torchtitan_lite.checkpoint.staging.mark import Mark, UnusableMark, read_mark
+from torchtitan_lite.checkpoint.staging.stager import Stager
+from torchtitan_lite.distributed.peers import Peers
+from torchtitan_lite.memory.images.tier import Tier
 
 NUM_RECENT = 4
 """Steps in a report: of more than there are arenas no rank has an image."""
 
 
-class Seen(Protocol):
-    """What the rule needs to know of an arena."""
-
-    @property
-    def step(self) -> int:
-        """The step staged last; `NO_STEP` for none."""
-        ...
-
-    @property
-    def is_valid(self) -> bool:
-        """Whether the image of that step is complete here."""
-        ...
-
-    @property
-    def is_read(self) -> bool:
-        """Whether a disk write or a digest still needs it."""
-        ...
-
-
-def choose_arena(arenas: Sequence[Seen], kept: Collection[int]) -> int | None:
+def choose_arena(arenas: Sequence[ArenaSlot], kept: Collection[int]) -> int | None:
     """Return the number of the arena to overwrite, None for none, if the images of the steps in `kept` have to stay."""
     if len(arenas) == 1:
         return 0
@@ -51,14 +42,10 @@ def choose_arena(arenas: Sequence[Seen], kept: Collection[int]) -> int | None:
     return min(spare, key=lambda number: (arenas[number].is_valid, arenas[number].step), default=None)
 
 
-def is_busy(arenas: Sequence[Seen], num_kept: int = 1) -> bool:
+def is_busy(arenas: Sequence[ArenaSlot], num_kept: int = 1) -> bool:
     """Return whether `choose_arena` could return None, whichever `num_kept` images the ranks find to be complete."""
     spare = [arena for arena in arenas if not arena.is_read]
     return not spare or (len(arenas) > 1 and len(spare) <= num_kept and all(arena.is_valid for arena in spare))
-
-
-def _holds_step(slot: ArenaSlot, step: int) -> bool:
-    return slot.is_valid and slot.step == step
 
 
 class Pool(Slots):
@@ -89,7 +76,11 @@ class Pool(Slots):
         with self._changed:
             if len(self.slots) <= num_slots:
                 return []
-            first = sorted(self.slots, key=lambda slot: (slot.is_read, _holds_step(slot, self.complete)), reverse=True)
+
+            def usefulness(slot: ArenaSlot) -> tuple[bool, bool]:
+                return slot.is_read, slot.is_valid and slot.step == self.complete
+
+            first = sorted(self.slots, key=usefulness, reverse=True)
             self.slots, others = first[:num_slots], first[num_slots:]
             self._changed.wait_for(lambda: not any(slot.is_read for slot in others), seconds)
             for slot in others:
@@ -183,3 +174,119 @@ class Pool(Slots):
     def _last_steps(self) -> list[int]:
         """Return the last steps that were staged, `NO_STEP` where there are fewer."""
         return [NO_STEP] * (NUM_RECENT - len(self._recent)) + self._recent
+
+
+class FormerImages:
+    """Arenas of this rank, which `tier` keeps and no copy is made into. Any thread."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._arenas: list[StagingArena] = []
+        self._lock = threading.Lock()
+        self.step = NO_STEP
+        """The step that was loaded from memory; `NO_STEP` for none. The same on all ranks."""
+        self.are_any = False
+        """Whether a rank has one; the same on all ranks, and true also after they have been freed."""
+
+    def hold(self, arenas: Sequence[StagingArena]) -> None:
+        """Own `arenas`."""
+        self.are_any = True
+        with self._lock:
+            self._arenas += arenas
+
+    def take_from(self, pool: Pool, num_bytes: int, peers: Peers) -> None:
+        """Take the arenas with what was loaded out of `pool`, if they have no room for `num_bytes` on some rank.
+
+        Leaves empty slots. **Collective**, main thread.
+        """
+        loaded = [slot for slot in pool.slots if slot.is_valid and slot.step == self.step]
+        arenas = [slot.arena for slot in loaded if slot.arena is not None]
+        if peers.max_over_ranks(any(arena.num_bytes < num_bytes for arena in arenas))[0]:
+            for slot in loaded:
+                slot.is_valid, slot.step, slot.arena = False, NO_STEP, None
+            self.hold(arenas)
+
+    def free(self) -> None:
+        """Free all of them: they are no images any more. Idempotent; takes 0.2 s for each GB."""
+        with self._lock:
+            for arena in self._arenas:
+                self._tier.give_up(arena)
+                arena.close()
+            self._arenas = []
+        wait_for_unlocking()
+
+    def free_later(self) -> None:
+        """Free all of them in a thread. Idempotent."""
+        if self._arenas:
+            threading.Thread(target=self.free, name="former images", daemon=True).start()
+
+    def close(self) -> None:
+        """Close them, and leave those to later starts that the keeper holds. Idempotent."""
+        with self._lock:
+            for arena in self._arenas:
+                arena.close()
+            self._arenas = []
+
+    def forget_keeper(self) -> None:
+        """Free them: the keeper holds nothing any more."""
+        with self._lock:
+            for arena in self._arenas:
+                arena.is_kept = False
+        self.close()
+
+
+def step_in(mark_fd: int) -> int:
+    """Return the step of the valid image that the mark describes; `NO_STEP` for none."""
+    try:
+        found = read_mark(mark_fd)
+    except (UnusableMark, OSError):
+        return NO_STEP
+    return NO_STEP if found is None else found.step
+
+
+class ImageStager(Stager):
+    """Copies into the arenas of a `Pool`. `let_go` has the keeper drop an arena that is replaced or not needed."""
+
+    pool: Pool
+
+    def __init__(
+        self, copier: Copier, *, let_go: Callable[[StagingArena], None], page_lock: PageLock | None = None
+    ) -> None:
+        super().__init__(copier, page_lock=page_lock, pool=Pool())
+        self._let_go = let_go
+
+    def adopt(self, descriptors: Sequence[tuple[int, int]]) -> list[StagingArena]:
+        """Return the arenas in `descriptors` (memory, mark), which they own; `pool.adopt` puts them to use.
+
+        Closes those of now: the descriptors may be of the same memory, and two arenas of it would overwrite each other.
+        """
+        self.finish_preparation()
+        for arena, _ in self.pool.clear():
+            # A save that the caller stopped waiting for may still be written from it.
+            arena.close(is_unused=False)
+        # Their pages are locked before the first copy, by `prepare`: a load needs no locked ones.
+        return [StagingArena.adopted(fd, mark_fd, page_lock=self._page_lock) for fd, mark_fd in descriptors]
+
+    def shrink(self, num_slots: int, seconds: float) -> None:
+        """Have at most `num_slots`, and free the others' arenas once they are not read, after `seconds` at most."""
+        if len(self.pool.slots) > num_slots:
+            self.finish_preparation()
+        for arena, is_read in self.pool.shrink(num_slots, seconds):
+            self._let_go(arena)
+            arena.close(is_unused=not is_read)
+
+    def _new_mark(self) -> Mark | None:
+        try:
+            return Mark()
+        except (AttributeError, OSError):
+            # The system has no memfds: then the arena is a temporary file, and no image.
+            return None
+
+    def _give_up(self, arena: StagingArena) -> None:
+        self._let_go(arena)
+        super()._give_up(arena)
+
+
+def build_image_stager(let_go: Callable[[StagingArena], None]) -> ImageStager:
+    """Return the stager for this machine: page-locked memory and CUDA streams if there is CUDA."""
+    return ImageStager(build_copier(), let_go=let_go, page_lock=build_page_lock())

@@ -1,199 +1,407 @@
-"""The images of a run on this rank: from the ids that all ranks agree on to the end of the keeper.
+"""The images of a rank: copies of the state in memory that a later start can resume from.
 
-A start that makes no copies takes the images of the start before, if there are any, and lets them go after its load.
+Every copy that an asynchronous save makes becomes one, and with `memory_interval` also copies that no disk write
+follows. Here is when such a copy is made, on all ranks alike, and in which memory; a `Marker` makes an image of it. If
+too many images in a row fail on a rank, all ranks stop to stage them: they find out in the same exchange.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
-from torchtitan_lite.checkpoint.reading.source import LoadSource, Sources
-from torchtitan_lite.checkpoint.saving.companion import Companion, CopyOfSave
+from torchtitan_lite.checkpoint.saving.companion import CopyOfSave
 from torchtitan_lite.checkpoint.saving.target import Origin, RankContent
-from torchtitan_lite.checkpoint.staging.stager import Copying
+from torchtitan_lite.checkpoint.staging.arena import NO_STEP
+from torchtitan_lite.checkpoint.staging.stager import Copying, build_staging_watch
+from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.block_writer import NewFile
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.distributed.environment import runtime_folder
-from torchtitan_lite.log import logger
-from torchtitan_lite.memory.images.card import commits_in
-from torchtitan_lite.memory.images.image import Image
-from torchtitan_lite.memory.images.image_sources import ImageSources
-from torchtitan_lite.memory.images.image_stager import build_image_stager
-from torchtitan_lite.memory.images.images import Images
-from torchtitan_lite.memory.images.pool import Pool
-from torchtitan_lite.memory.images.replicates import Replicates
-from torchtitan_lite.memory.images.tier import TakenOver, Tier, build_tier
-from torchtitan_lite.store.manifest import CheckpointInfo
+from torchtitan_lite.errors import RanksDiffer
+from torchtitan_lite.events import ImageMissed
+from torchtitan_lite.host_memory import free_memory_bytes, host_id, oom_kills
+from torchtitan_lite.log import counted, logger, readable_bytes
+from torchtitan_lite.memory.images.host_replicas import HostReplicas
+from torchtitan_lite.memory.images.image import Image, Marker, staged_record
+from torchtitan_lite.memory.images.image_sources import FoundImages
+from torchtitan_lite.memory.images.memory_budget import (
+    MAX_ARENAS,
+    REPLICATED_ARENAS,
+    Room,
+    is_short,
+    num_arenas,
+    reserve_bytes,
+)
+from torchtitan_lite.memory.images.pool import FormerImages, build_image_stager, step_in
+from torchtitan_lite.memory.images.tier import TakenOver, Tier
+from torchtitan_lite.memory.keeper.client import Keeper
+from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
 from torchtitan_lite.store.protocol import StoresCheckpoints
 
-MakesReplicas = Callable[[Tier, Pool, RunContext], Replicates]
+CLOSE_SECONDS = 30.0
+"""How long the digest under way may take when the manager is closed."""
 
 
-class FoundImages(Companion):
-    """The images that the start before left in `tier`, for a start that makes none."""
+class Agreement(NamedTuple):
+    """What a rank reports about its images, and what all agree on: of each number the maximum over the ranks."""
 
-    keeps_copies = False
-    """Whether copies of this start stay in memory for the next one."""
+    is_off: int
+    """Whether no image can be made or kept any more."""
+    is_short: int
+    """Whether memory is short."""
+    lacks_replica: int
+    has_no_replica: int
+    """Whether the replica that is due will never be made."""
+    of_pool: tuple[int, ...] = ()
+    """As `Pool.report` has it; whether there is no arena to spare comes first."""
 
-    def __init__(self, tier: Tier, store: StoresCheckpoints, context: RunContext) -> None:
-        self.tier = tier
-        self._sources = ImageSources(tier, context)
-        self._store = store
-        self._peers = context.peers
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Agreement | None:
+        """Return what `numbers` say; None if there are none, in a run that makes no images between saves."""
+        if not numbers:
+            return None
+        is_off, is_short, lacks_replica, has_no_replica, *of_pool = numbers
+        return cls(is_off, is_short, lacks_replica, has_no_replica, tuple(of_pool))
 
-    def sources(self, others: Sources) -> Sources:
-        """Return the images that are found: the first companion's, so there are no others yet."""
-        return self._sources
-
-    def begin(self, origin: Origin) -> Origin:
-        start, folder_id, lineage = self._peers.on_coordinator(lambda: (*self._ids(), origin.lineage))
-        self.tier.begin(start, folder_id)
-        if not folder_id:
-            self.tier.is_off = True
-        if not folder_id or not self.keeps_copies:
-            return origin
-        return dataclasses.replace(origin, start=start, lineage=lineage)
-
-    def loaded(self, source: LoadSource | None) -> None:
-        """Take the memory over that the start before left, after a load of `source`. **Collective**.
-
-        No image that may be needed is dropped before the keeper holds it under a name of this start.
-        """
-        taken = self._sources.taken_over(source)
-        if self._peers.is_coordinator:
-            self.tier.note_commits(commits_in(self._store))
-        self._begin_keeping()
-        if taken is None:
-            return
-        self.tier.replica_bytes = taken.replica_bytes
-        self._use(taken)
-        self._peers.gather(None)  # All ranks have adopted theirs.
-        self.tier.drop_names(taken.names)
-
-    def finished(self, run_id: str) -> None:
-        self.tier.finish()
-
-    def leave(self, seconds_left: Callable[[], float]) -> None:
-        """Let the images outlive this process."""
-        self.tier.leave()
-
-    def _begin_keeping(self) -> None:
-        """Start what keeps images: nothing, because this start makes none."""
-
-    def _use(self, taken: TakenOver) -> None:
-        for fd in [fd for pair in taken.arenas for fd in pair]:
-            os.close(fd)
-
-    def _ids(self) -> tuple[str, str]:
-        try:
-            return uuid.uuid4().hex[:16], self._store.folder_id(make=True)
-        except OSError as error:
-            logger.warning("No images in memory: the folder %s got no id: %s", self._store.address, error)
-            return uuid.uuid4().hex[:16], ""
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Return the numbers as they travel."""
+        return *self[:4], *self.of_pool
 
 
 class KeptImages(FoundImages):
-    """Those, and the `images` that this start makes of its copies and between saves, for the next one.
+    """Those that are found, and those of this rank in the arenas of `stager`, which this start makes for the next one.
 
-    Each copy of a save becomes an image whether or not its file is written.
+    Each copy of a save becomes an image whether or not its file is written; so do steps that no save takes, if the
+    config says so. `process` digests copies that come without digests; with `saver_has_process` it is the saver's, too,
+    which starts and closes it.
     """
 
     keeps_copies = True
 
-    def __init__(self, images: Images, store: StoresCheckpoints, context: RunContext) -> None:
-        super().__init__(images.tier, store, context)
-        self.images = images
+    def __init__(
+        self,
+        tier: Tier,
+        plans: PlanCache,
+        store: StoresCheckpoints,
+        context: RunContext,
+        *,
+        saver_has_process: bool,
+    ) -> None:
+        super().__init__(tier, store, context)
+        config = context.config
+        self.stager = build_image_stager(tier.give_up)
+        # Copies that an accelerator makes come without digests, so a writer process has to take them.
+        needs_process = saver_has_process or (config.memory_interval > 0 and not self.stager.can_digest)
+        ignored, rank = config.preemption_signals, context.peers.rank
+        self.process = WriterProcess(config.timeout_seconds, ignored, rank=rank) if needs_process else None
+        self._owns_process = not saver_has_process
+        self._timeout_seconds = config.timeout_seconds
+        self._plans, self._watch = plans, build_staging_watch(config)
+        self._clock, self._interval, self._emit = context.clock, config.memory_interval, context.emit
+        self._most_arenas = REPLICATED_ARENAS if config.memory_replicas else MAX_ARENAS
+        self._replicas = HostReplicas(tier, self.stager.pool, context)
+        self.marker = Marker(tier, self.stager.pool, self.process, context, self._replicas)
+        """Makes images of the copies."""
+        self._num_staged = 0
+        """The copies that this start has begun to make: the same number on all ranks."""
+        self._is_off = False
+        self._former = FormerImages(tier)
+        self._has_adopted = False
+        self._last: Image | None = None
         self._began = 0.0
 
-    def copying(self) -> Copying:
-        images = self.images
-        return Copying(
-            images.stager, images.process, digests=images.are_made_at_once, timeout_seconds=images.timeout_seconds
-        )
+    @property
+    def are_made_at_once(self) -> bool:
+        """Return whether the copy of a save becomes an image before its disk write is done; else by its digests.
 
-    def rolled_back(self, step: int) -> None:
-        self.images.drop_after(step)
+        It takes digests of its own then: with the copy, which takes up to a third longer, or after it.
+        """
+        return self._interval > 0
+
+    def copying(self) -> Copying:
+        return Copying(self.stager, self.process, digests=self.are_made_at_once, timeout_seconds=self._timeout_seconds)
 
     def start(self, run_id: str) -> None:
         self._begin_keeping()
 
     def sized(self, num_bytes: int) -> None:
-        self.images.make_room(num_bytes)
+        """Find out for how many arenas of `num_bytes` there is memory, -1 for not known. **Collective**."""
+        if self._has_adopted:
+            self._former.take_from(self.stager.pool, num_bytes, self._peers)
+        if self._interval:
+            self._start_process_early()
+        elif not self._former.are_any:
+            return
+        found = self._found(num_bytes)
+        if self._former.are_any and num_arenas(found) < (2 if self._interval else 1):
+            self._former.free()
+            # Again: it may have counted in the limits of another job.
+            found = self._found(num_bytes)
+        if not self._interval:
+            return
+        if self._replicas.begin(found):
+            self._have_slots(REPLICATED_ARENAS)
+            self._replicas.resend(self._former.step)
+        else:
+            self._make(found)
 
     def numbers(self) -> tuple[int, ...]:
-        return self.images.report()
+        """Return what this rank reports to the others with its plan, as numbers of which the maximum counts."""
+        if not self._interval:
+            return ()
+        of_pool = self.stager.pool.report()
+        if of_pool:
+            of_pool = of_pool[0] or self.stager.is_preparing, *of_pool[1:]
+        # Looked at again for each image, because the first steps of a start do not show the last peak.
+        is_short_here = not self._is_off and is_short()
+        # These numbers travel in the all-reduce of the plan, so an image costs no exchange of its own.
+        is_off = self.marker.has_failed or self.tier.is_off
+        return Agreement(is_off, is_short_here, *self._replicas.numbers(), of_pool).numbers
 
     def agreed(self, step: int, maxima: Sequence[int]) -> None:
-        self.images.note_save(step, maxima)
-        self._began = self.images.now()
+        """Note that a save of `step` is about to stage it. **Collective**, main thread.
+
+        If a rank has no arena to spare, waits until the images under way are complete, and finds out again which one
+        all ranks have: what is then free may be the only image that is complete. A rank with one arena waits, too: a
+        digest of the copy in it may be under way.
+        """
+        found = Agreement.of(maxima)
+        if found is not None and any(found.of_pool[:1]):
+            self.stager.pool.wait_until_unread(self._timeout_seconds)
+            maxima = self._peers.max_over_ranks(*self.numbers())
+        self._agree(maxima)
+        if len(self.stager.pool.slots) == 1:
+            self.stager.pool.wait_until_unread(self._timeout_seconds)
+        self._note_staged(step)
+        self._began = self._clock()
 
     def copied(self, copy: CopyOfSave, content: RankContent) -> RankContent:
         """Return `content`, whose copy also becomes an image: before its write, or by it."""
-        images, target = self.images, copy.target
+        target = copy.target
         image = Image(
-            target.step, target.origin, copy.plan, copy.objects, copy.staged, self._began, copy=images.num_staged
+            target.step, target.origin, copy.plan, copy.objects, copy.staged, self._began, copy=self._num_staged
         )
 
         def wait() -> None:
             content.wait()
-            images.note_staged(image)
-            if images.are_made_at_once:
+            image.stall_seconds = self._clock() - image.began_seconds
+            if self.are_made_at_once:
                 # A second reader: the arena must not be overwritten before both the disk write and the image are done.
-                images.stager.pool.add_reader(copy.staged.slot)
-                images.marker.mark_later(image)
+                self.stager.pool.add_reader(copy.staged.slot)
+                self.marker.mark_later(image)
 
         def write(new: NewFile) -> FileRecord:
             # This copy has its digests, so the save does not hash it again. Without `memory_interval` there is time for
             # a digest during the disk write, which no step waits for, and the copy stays as short as it can be.
-            if images.are_made_at_once:
+            if self.are_made_at_once:
                 return content.write(new)
             try:
                 record = content.write(new)
             except Exception:
                 # The disk failed, not the copy: it is all that a kill leaves then.
-                images.marker.digest_here(image)
+                self.marker.mark(image, staged_record(copy.staged))
                 raise
-            images.marker.mark(image, record)
+            self.marker.mark(image, record)
             return record
 
         return dataclasses.replace(content, wait=wait, write=write)
 
     def durable(self, committed: CheckpointInfo | None) -> None:
-        self.images.note_durable(committed)
+        if committed is not None and committed.kind is CheckpointKind.FULL:
+            self.tier.note_committed(committed)
+            self.marker.renew_cards()
+        self._former.free()
 
     def not_saved(self, step: int, make_state: Callable[[], State], make_origin: Callable[[], Origin]) -> bool:
-        if not self.images.is_due(step):
+        """Copy the state of `step` into memory if that is due, unless a rank has no arena to spare. **Collective**."""
+        if not self._interval or step % self._interval or self._is_off:
             return False
-        self.images.stage(step, make_state, make_origin())
+        self._stage(step, make_state, make_origin())
         return True
 
+    def rolled_back(self, step: int) -> None:
+        """Drop the images of later steps, while none is being made. Main thread; all ranks, with the same step."""
+        self.stager.pool.drop_after(step)
+        if self._former.step > step:
+            self._former.free_later()
+
     def wait_for_staging(self) -> None:
-        self.images.wait_for_staging()
+        image, self._last = self._last, None
+        if image is not None:
+            began = self._clock()
+            image.staged.wait()
+            image.stall_seconds += self._clock() - began
 
     def settle(self) -> None:
-        self.images.wait_for_staging()
-        self.images.wait(self.images.timeout_seconds)
+        self.wait_for_staging()
+        self.marker.wait(self._timeout_seconds)
 
     def finished(self, run_id: str) -> None:
         super().finished(run_id)
-        self.images.forget_keeper()
+        # The keeper holds nothing any more, so `close` of the stager frees the memory.
+        for slot in self.stager.pool.slots:
+            if slot.arena is not None:
+                slot.arena.is_kept = False
+        self._former.forget_keeper()
 
     def close(self) -> None:
-        self.images.close()
+        self.marker.close(CLOSE_SECONDS)
+        self._replicas.close()
+        self._former.close()
+        if self._owns_process and self.process is not None:
+            self.process.close()
 
     def _begin_keeping(self) -> None:
-        self.tier.begin_keeping(self.images.marker.helpers)
+        self.tier.begin_keeping(self.marker.helpers)
 
-    def _use(self, taken: TakenOver) -> None:
-        self.images.adopt(taken.arenas, taken.num_loaded)
+    def use(self, taken: TakenOver) -> None:
+        """Make images in the arenas in `taken`. On return the keeper holds them under names of this start."""
+        pairs, num_loaded = taken.arenas, taken.num_loaded
+        self.marker.wait(CLOSE_SECONDS)
+        self._former.close()  # A load has descriptors of its own of what it needs.
+        steps = [step_in(mark_fd) for _, mark_fd in pairs]
+        parts, self._former.step = self._peers.max_over_ranks(num_loaded, steps[0] if num_loaded else NO_STEP)
+        # Several files in place of one: none of them has the room for what is to be copied now.
+        is_apart = parts > 1
+        # A job that the kernel killed for memory cannot say so, but the count of its cgroup can: one copy fewer for
+        # each kill.
+        wanted = max(1, self._most_arenas - oom_kills()) if self._interval else 1
+        most = num_loaded if is_apart else max(wanted, num_loaded)
+        for fd in [fd for pair in pairs[most:] for fd in pair]:
+            os.close(fd)
+        arenas = self._peers.together(lambda: self.stager.adopt(pairs[:most]))
+        for arena in arenas:
+            self.tier.keep(arena)
+        self._has_adopted = True
+        if is_apart:
+            return self._former.hold(arenas)
+        of_ranks = self._peers.gather(steps[:most])
+        if self._interval:
+            self.stager.pool.resize(max(map(len, of_ranks)))
+        adopted = [*zip(arenas, steps, strict=False)]
+        self.stager.pool.adopt(adopted, [step for of_rank in of_ranks for step in of_rank])
+
+    def _make(self, found: list[Room]) -> None:
+        """Have as many slots as there is memory for, or none of these images; one line says that they are fewer."""
+        number = num_arenas(found)
+        # With two, no image is made while a save is being written, so a failure then loses the steps of one save. With
+        # one there are only the copies that saves make anyway, which become images, too.
+        self._have_slots(number if number > 1 else 1)
+        self._is_off = number < 2
+        if number == MAX_ARENAS or not self._peers.is_coordinator:
+            return
+        every, size = counted(self._interval, "step"), readable_bytes(max(each.arena_bytes for each in found))
+        kills = max(each.oom_kills for each in found)
+        why = f" (the kernel has killed {counted(kills, 'process')} of its cgroup for memory)" if kills else ""
+        if number > 1:
+            logger.info("Images in memory every %s: two copies of the state, not three, of %s each%s", every, size, why)
+        elif any(each.arena_bytes < 0 for each in found):
+            logger.warning("No images in memory every %s: the state cannot be saved. The first save says why", every)
+        else:
+            reason = (
+                f"two copies of the state ({size} on each rank) do not fit into the memory of each host next to "
+                f"training{why}. Unset checkpoint.memory_interval, or give the job more memory"
+            )
+            logger.warning("No images in memory every %s: %s", every, reason)
+
+    def _have_slots(self, number: int) -> None:
+        self.stager.pool.resize(number)
+        self.stager.shrink(number, self._timeout_seconds)
+
+    def _start_process_early(self) -> None:
+        try:
+            self.marker.start_process()
+        except Exception as error:
+            self.marker.note_failed(0, error)  # The first image tries again.
+
+    def _found(self, num_bytes: int) -> list[Room]:
+        """Return what `num_arenas` needs to know of all ranks. **Collective**."""
+        have = sum(slot.arena.num_bytes for slot in self.stager.pool.slots if slot.arena is not None)
+        return self._peers.gather(
+            Room(host_id(), num_bytes, have, free_memory_bytes(), reserve_bytes(), self.tier.replica_bytes, oom_kills())
+        )
+
+    def _agree(self, highest: Sequence[int]) -> bool:
+        """Note the maximum over all ranks of their reports; return whether an image can be staged on all of them."""
+        agreed = Agreement.of(highest)
+        if agreed is None:
+            return True
+        self._replicas.agree(agreed.lacks_replica, agreed.has_no_replica)
+        has_spare = self.stager.pool.agree(agreed.of_pool)
+        if agreed.is_off and not self._is_off:
+            self._end("a rank cannot make or keep them")
+        if agreed.is_short and not self._is_off:
+            self._end("training needs their memory. Unset checkpoint.memory_interval, or give the job more")
+            self._have_slots(1)
+        if self.stager.pool.complete > self._former.step:
+            self._former.free_later()
+        return has_spare and not self._is_off
+
+    def _end(self, reason: str) -> None:
+        """Make no more of these images, as all ranks have agreed."""
+        self._is_off = True
+        if self._peers.is_coordinator:
+            logger.warning("No more images in memory in this start: %s", reason.removesuffix("."))
+
+    def _stage(self, step: int, make_state: Callable[[], State], origin: Origin) -> None:
+        if len(self.stager.pool.slots) < 2:
+            return self._note_missed(step, "its memory is being made")
+        began = self._clock()
+        state: State = {}
+        failure: Exception | None = None
+        try:
+            faults.point("image", step=step)
+            state = make_state()
+        except Exception as error:
+            failure = error
+        with no_collection():
+            try:
+                # The process again, if it died. With a check the first plan of a start compares the ranks, too.
+                planned = self._plans.plan(
+                    state, self.marker.start_process, failure=failure, numbers=self.numbers(), step=step
+                )
+                if planned.differs is not None:
+                    return self._end(f"{planned.differs}")
+                if not self._agree(planned.agreed):
+                    # Skipped: a wait for an arena would stop training on all ranks.
+                    return self._note_missed(step, self._why_missed())
+                self._note_staged(step)
+                file = planned.file()
+                check = self._watch(file.data, [item.index.fqn for item in file.plan.items])
+                staged = self.stager.take(file.data, step, digests=True)
+            except RanksDiffer as error:
+                return self._end(f"{error}")
+            except Exception as error:
+                self.marker.note_failed(step, error)
+                return
+        self._last = Image(step, origin, file.plan, file.objects, staged, began, self._num_staged, check)
+        self._last.stall_seconds = self._clock() - began
+        self.marker.mark_later(self._last)
+
+    def _why_missed(self) -> str:
+        if self._is_off:
+            return "no more are made"
+        return "its memory is being made" if self.stager.is_preparing else "earlier ones are being read"
+
+    def _note_missed(self, step: int, reason: str) -> None:
+        logger.debug("Step %d gets no image: %s", step, reason)
+        self._emit(ImageMissed(step, reason=reason))
+
+    def _note_staged(self, step: int) -> None:
+        """Note that all ranks are about to stage `step`."""
+        self._num_staged += 1
+        self.stager.pool.note_staged(step)
+        self._replicas.note_staged(step, self._num_staged)
 
 
 def build_run_images(
@@ -201,18 +409,12 @@ def build_run_images(
     root: Path,
     plans: PlanCache,
     context: RunContext,
-    make_replicas: MakesReplicas,
 ) -> FoundImages:
     """Return the images of a run that keeps some if it makes copies. Touches nothing."""
-    config, rank = context.config, context.peers.rank
-    tier = build_tier(root, config.memory_ttl_seconds, runtime_folder(), rank)
+    config = context.config
+    keeper = Keeper(root.absolute(), config.memory_ttl_seconds, runtime=runtime_folder())
+    tier = Tier(keeper, context.peers.rank)
     if config.async_mode == "disabled":
         return FoundImages(tier, store, context)
-    stager = build_image_stager(tier.give_up)
-    # Copies that an accelerator makes come without digests, so the writer process has to take them.
-    digests_elsewhere = config.memory_interval > 0 and not stager.can_digest
-    needs_process = digests_elsewhere or config.async_mode == "async_with_pinned_mem"
-    process = WriterProcess(config.timeout_seconds, config.preemption_signals, rank=rank) if needs_process else None
-    replicas = make_replicas(tier, stager.pool, context)
-    images = Images(tier, stager, process, plans, context, replicas, owns_process=config.async_mode == "async")
-    return KeptImages(images, store, context)
+    has_process = config.async_mode == "async_with_pinned_mem"
+    return KeptImages(tier, plans, store, context, saver_has_process=has_process)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_lite.memory.images.card import Card, Commit, ImageKey
+from torchtitan_lite.store.lineage import Lineage
 
 _REPLICA = ".replica."
 
@@ -63,15 +64,10 @@ class ChosenOnDisk:
     """The checkpoint on disk that a load would take."""
 
     step: int
-    run_id: str
+    lineage: Lineage
+    """Of the run that the load would begin or continue."""
     begins_branch: bool = False
     """Whether the load would begin a branch there, because the user named the step."""
-    branch_point: int | None = None
-    """That of the run that the load would begin or continue."""
-    counts_again: bool = False
-    """Whether the run would count its steps from the start again."""
-    left: tuple[tuple[int, str], ...] = ()
-    """(last step kept, run id) of each run that it has left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,21 +137,21 @@ def _why_not_chosen(image: ImageFacts, disk: OnDisk) -> str:
         counts = image.branch_point is None or _has_saved(image, disk)
         return "" if counts else f"it is of a branch from step {image.branch_point}"
     # The steps of such a run do not compare with those on disk.
-    if chosen.counts_again:
+    if chosen.lineage.counts_again:
         return _why_not_again(image, chosen, disk)
     if image.step < chosen.step:
         return f"step {chosen.step} is on disk"
     if image.step == chosen.step:
         return ""
-    if kept := [step for step, run_id in chosen.left if run_id == image.run_id and image.step > step]:
+    if kept := [step for step, run_id in chosen.lineage.ancestors if run_id == image.run_id and image.step > step]:
         return f"the run rolled back to step {kept[0]}"
     if disk.new_branch and disk.wanted != -1:
         return "a new branch is wanted"
     if chosen.begins_branch:
         return "" if image.branch_point == disk.wanted else f"it is of no branch from step {disk.wanted}"
-    if image.run_id == chosen.run_id or _has_saved(image, disk):
+    if image.run_id == chosen.lineage.run_id or _has_saved(image, disk):
         return ""
-    return f"it is of run {image.run_id}, and run {chosen.run_id} is resumed"
+    return f"it is of run {image.run_id}, and run {chosen.lineage.run_id} is resumed"
 
 
 def _has_saved(image: ImageFacts, disk: OnDisk) -> bool:
@@ -169,7 +165,8 @@ def _why_not_again(image: ImageFacts, chosen: ChosenOnDisk, disk: OnDisk) -> str
         return "a new branch is wanted"
     if not image.counts_again:
         return "the run counts its steps from the start again"
-    return "" if image.branch_point == chosen.branch_point else "it is of another branch that counts its steps again"
+    is_same = image.branch_point == chosen.lineage.branch_point
+    return "" if is_same else "it is of another branch that counts its steps again"
 
 
 def _excludes_step_counter(config: Mapping[str, Any]) -> bool:

@@ -11,7 +11,6 @@ import os
 import shlex
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -55,11 +54,11 @@ class Tier:
     def __init__(self, keeper: Keeper, rank: int) -> None:
         self.keeper = keeper
         self.start = ""
-        """The id of this start of the job; the same on all ranks. Empty before `begin`."""
+        """The id of this start of the job; the same on all ranks. Empty before a run begins."""
         self.folder_id = ""
         """The id of the folder of checkpoints."""
         self.commits: tuple[Commit, ...] = ()
-        """The latest full checkpoints in the folder, as far as this rank knows: the coordinator does."""
+        """The latest full checkpoints in the folder by step, as far as this rank knows: the coordinator does."""
         self.replica_bytes = 0
         """What the replicas of other hosts take here since the start before."""
         self.is_off = False
@@ -76,14 +75,6 @@ class Tier:
         self._also: Callable[[], list[int]] = list
         self._lock = threading.Lock()
         self._starting: threading.Thread | None = None
-
-    def begin(self, start: str, folder_id: str) -> None:
-        """Note what all ranks agreed on. Call it once, before a load."""
-        self.start, self.folder_id = start, folder_id
-
-    def note_commits(self, commits: Sequence[Commit]) -> None:
-        """Note the latest full checkpoints of the folder, by ascending step, after a load."""
-        self.commits = tuple(commits)
 
     def note_committed(self, info: CheckpointInfo) -> None:
         """Note that this run committed the full checkpoint `info`. Coordinator, any thread."""
@@ -235,8 +226,3 @@ class Tier:
                 logger.warning("Rank %d: %s. A restart loads from disk", self.rank, error)
             return False
         return True
-
-
-def build_tier(folder: Path, ttl_seconds: float, runtime: Path | None, rank: int) -> Tier:
-    """Return the tier of the run that saves into `folder`. Touches nothing."""
-    return Tier(Keeper(folder.absolute(), ttl_seconds, runtime=runtime), rank)

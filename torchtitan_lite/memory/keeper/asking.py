@@ -91,13 +91,8 @@ class Ask:
         return pidfd
 
 
-def never() -> bool:
-    """Return False."""
-    return False
-
-
 @contextmanager
-def connected(path: Path, seconds: float, hurries: Callable[[], bool] = never) -> Iterator[Ask]:
+def connected(path: Path, seconds: float, hurries: Callable[[], bool] = bool) -> Iterator[Ask]:
     """Connect to the keeper at `path`, for `seconds`; while it `hurries`, for `STOPPED_SECONDS` if that is stopped.
 
     Raises `NoKeeper`, at once; `KeeperUnavailable` if another user answers, or none in time; and OSError.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import select
 import stat
 import tempfile
 import threading
@@ -126,7 +125,7 @@ class Keeper:
     def has_ended(self) -> bool:
         """Return whether the keeper that this process joined has ended; False if that cannot be known. Any thread."""
         with self._watching:
-            return self._pidfd >= 0 and not self._is_forked and _has_ended(self._pidfd, 0.0)
+            return self._pidfd >= 0 and not self._is_forked and messages.has_ended(self._pidfd, 0.0)
 
     def wait(self) -> None:
         """Wait until the keeper that runs now has ended; return at once if none does. Raises `KeeperUnavailable`."""
@@ -136,9 +135,7 @@ class Keeper:
             if pidfd < 0:
                 raise KeeperUnavailable("the one that runs is in a PID namespace that is not seen here")
             try:
-                poll = select.poll()  # Not select(), which takes no descriptor above 1023.
-                poll.register(pidfd, select.POLLIN)
-                poll.poll()
+                messages.has_ended(pidfd, None)
             finally:
                 os.close(pidfd)
 
@@ -182,7 +179,7 @@ class Keeper:
         try:
             with self._as_unavailable(), suppress(NoKeeper, HungUp), connected(self._path(), ANSWER_SECONDS) as ask:
                 listed, _ = ask({"what": "list", "start": self._start_of(start_id)})
-                for name in _names_in_answer(listed):
+                for name in messages.names_in(listed):
                     answer, fds = ask({"what": "take", "name": name}, may_fail=True, wants_fds=True)
                     if "error" in answer:  # Dropped since it was listed.
                         continue
@@ -210,7 +207,7 @@ class Keeper:
                     return True
                 try:
                     left = deadline - time.monotonic()
-                    if left <= 0 or messages.pid_of(fds[0]) == os.getpid() or not _has_ended(fds[0], left):
+                    if left <= 0 or messages.pid_of(fds[0]) == os.getpid() or not messages.has_ended(fds[0], left):
                         return False
                 finally:
                     messages.close_all(fds)
@@ -318,15 +315,6 @@ class Keeper:
             raise KeeperUnavailable(str(error)) from error
 
 
-def _names_in_answer(answer: Mapping[str, Any]) -> list[str]:
-    names = answer.get("names")
-    if not isinstance(names, list) or not all(map(messages.is_name, names)):
-        raise messages.BadMessage("expected a list of names")
-    if len(names) > messages.MAX_ENTRIES:
-        raise messages.BadMessage(f"it has {len(names)} names, expected at most {messages.MAX_ENTRIES}")
-    return names
-
-
 def _keeper_description(answer: Mapping[str, Any]) -> KeeperDescription:
     try:
         living = tuple(map(int, answer["living"]))
@@ -337,18 +325,11 @@ def _keeper_description(answer: Mapping[str, Any]) -> KeeperDescription:
         raise messages.BadMessage("it does not describe a keeper") from None
 
 
-def _has_ended(pidfd: int, seconds: float) -> bool:
-    """Wait until the process of `pidfd` has ended; return whether it has, in `seconds`."""
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))
-
-
 def _wait_for_end(fds: Sequence[int]) -> None:
     try:
         for fd in fds:
             if messages.is_process(fd):
-                _has_ended(fd, FREE_SECONDS)
+                messages.has_ended(fd, FREE_SECONDS)
     finally:
         messages.close_all(fds)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import select
 import socket
 import stat
 import struct
@@ -118,6 +119,16 @@ def is_name(name: object) -> bool:
     return isinstance(name, str) and 0 < len(name) <= MAX_NAME_LETTERS and name.isascii() and name.isprintable()
 
 
+def names_in(message: Mapping[str, Any]) -> list[str]:
+    """Return the names in `message`. Raises `BadMessage` if it has none such, or more than a keeper holds."""
+    names = message.get("names")
+    if not isinstance(names, list) or not all(map(is_name, names)):
+        raise BadMessage("names: expected a list of names")
+    if len(names) > MAX_ENTRIES:
+        raise BadMessage(f"it has {len(names)} names, expected at most {MAX_ENTRIES}")
+    return names
+
+
 def is_shared_memory(fd: int) -> bool:
     """Return whether `fd` is a memfd, or as good as one: a file in memory without a name, open for both ways."""
     try:
@@ -137,6 +148,13 @@ def is_process(fd: int) -> bool:
     except OSError:
         return False
     return target.name.startswith(("anon_inode:[pidfd]", "pidfd:"))
+
+
+def has_ended(pidfd: int, seconds: float | None) -> bool:
+    """Wait until the process of `pidfd` has ended; return whether it has, in `seconds`, or without end for None."""
+    poll = select.poll()  # Not select(), which takes no descriptor above 1023.
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(None if seconds is None else seconds * 1000))
 
 
 def pid_of(pidfd: int) -> int:

@@ -298,23 +298,24 @@ class KeeperContents:
     def answer(self, request: dict[str, Any], fds: list[int]) -> Answer:
         """Do what `request` asks for. Raises `BadMessage`; then `fds` stay the caller's to close."""
         what = request.get("what")
+        if fds and what not in ("join", "keep"):
+            raise messages.BadMessage("it has descriptors that it does not need")
         match what:
             case "join":
                 return self._join(request, fds)
             case "keep":
                 return self._keep(request, fds)
-        if fds:
-            raise messages.BadMessage("it has descriptors that it does not need")
-        match what:
             case "hello":
-                return self._hello(request)
+                if request.get("renew") is True:
+                    self._expect()
+                return Answer(self._described())
             case "list":
                 return self._list(_name_field(request, "start"))
             case "take":
                 entry = self._held.get(_name_field(request, "name"))
                 return Answer({}, entry.fds) if entry else Answer({"error": "there is no such name"})
             case "drop":
-                return Answer({}, freed=self._drop(_texts(request, "names")))
+                return Answer({}, freed=self._drop(messages.names_in(request)))
             case "other":
                 other = self._other_than(_name_field(request, "start"))
                 return Answer({}, () if other is None else (other.pidfd,))
@@ -326,11 +327,6 @@ class KeeperContents:
             case "end":
                 return Answer(self._described()) if self._members else self._over()
         raise messages.BadMessage(f"it asks for {what!r:.40}")
-
-    def _hello(self, request: dict[str, Any]) -> Answer:
-        if request.get("renew") is True:
-            self._expect()
-        return Answer(self._described())
 
     def _list(self, start: str) -> Answer:
         # A start that looks comes back: it needs the images until it has loaded and joins.
@@ -350,11 +346,8 @@ class KeeperContents:
         }
 
     def _join(self, request: dict[str, Any], fds: list[int]) -> Answer:
-        name, start, ttl_seconds = (
-            _name_field(request, "member"),
-            _name_field(request, "start"),
-            request.get("ttl_seconds"),
-        )
+        name, start = _name_field(request, "member"), _name_field(request, "start")
+        ttl_seconds = request.get("ttl_seconds")
         if not isinstance(ttl_seconds, int | float) or not 0 <= ttl_seconds <= messages.MAX_TTL_SECONDS:
             raise messages.BadMessage(f"ttl_seconds: expected 0 to {messages.MAX_TTL_SECONDS}")
         if len(fds) != 1 or not messages.is_process(fds[0]):
@@ -412,10 +405,3 @@ def _name_field(request: dict[str, Any], name: str) -> str:
     if value != "" and not messages.is_name(value):
         raise messages.BadMessage(f"{name}: expected at most {messages.MAX_NAME_LETTERS} letters of ASCII")
     return str(value)
-
-
-def _texts(request: dict[str, Any], name: str) -> list[str]:
-    values = request.get(name)
-    if not isinstance(values, list) or not all(map(messages.is_name, values)):
-        raise messages.BadMessage(f"{name}: expected a list of names")
-    return values

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import sys
 from contextlib import suppress
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.errors import KeeperUnavailable
+from torchtitan_lite.memory.keeper import messages
 
 START_SECONDS = 30.0
 """How long a keeper may take to start, which is 0.1 s on an idle host."""
@@ -61,13 +61,11 @@ def _exit_code(pid: int) -> int:
     except ProcessLookupError:
         return 0  # SIGCHLD is ignored here, so the system keeps no exit codes.
     try:
-        poll = select.poll()
-        poll.register(pidfd, select.POLLIN)
-        has_ended = bool(poll.poll(1000 * START_SECONDS))
+        has_ended = messages.has_ended(pidfd, START_SECONDS)
         if not has_ended:
             os.kill(pid, signal.SIGKILL)
             # It may hang in the system: then it is left behind.
-            poll.poll(1000 * KILL_SECONDS)
+            messages.has_ended(pidfd, KILL_SECONDS)
         exit_code = 0
         with suppress(ChildProcessError):
             exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, os.WNOHANG)[1])

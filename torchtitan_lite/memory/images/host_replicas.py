@@ -28,8 +28,8 @@ from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.memory.images.card import Card, ImageKey
 from torchtitan_lite.memory.images.memory_budget import Room, has_no_room_for_replicas
 from torchtitan_lite.memory.images.pool import Pool
+from torchtitan_lite.memory.images.replica_sender import Outcome, ReplicaJob, ReplicaProcess
 from torchtitan_lite.memory.images.tier import Tier
-from torchtitan_lite.memory.replicas.replica_sender import Order, Outcome, ReplicaJob, ReplicaProcess
 
 _SECRET_BYTES = 32
 _GROWTH = 2
@@ -45,11 +45,12 @@ class HostReplicas:
         self._process: ReplicaProcess | None = None
         self._turns = Turns()
         self._sending: ArenaSlot | None = None
-        self._number, self._began, self._ordered, self._finding = 0, 0.0, 0.0, ""
+        self._began, self._ordered, self._finding = 0.0, 0.0, ""
         # The end of a process may be noted while an order is given.
         self._lock = threading.RLock()
 
     def begin(self, found: Sequence[Room]) -> bool:
+        """Agree on where replicas go, given the memory of all ranks; return whether they are made. **Collective**."""
         if self._process is not None:
             return True
         if not self._config.memory_replicas:
@@ -74,27 +75,32 @@ class HostReplicas:
         return True
 
     def numbers(self) -> tuple[int, int]:
+        """Return what this rank reports to the others: that it lacks the replica that is due, and will not have it."""
         self._end_if_stuck()
         return self._turns.numbers(is_sending=self._sending is not None)
 
     def agree(self, lacks: int, has_failed: int) -> None:
+        """Note the maximum over all ranks of what they reported. Main thread; all ranks."""
         with self._lock:
             self._turns.agree(lacks, has_failed)
             if self._turns.complete is not None:
                 self._pool.replicated = self._turns.complete.step
 
     def note_staged(self, step: int, copy: int) -> None:
+        """Note that the ranks are about to stage `step` as their `copy`. Main thread; all ranks."""
         if self._process is not None and self._turns.due is None:
             self._start(self._process)
             self._begin(ImageKey(step, self._tier.start, copy))
 
     def send(self, slot: ArenaSlot, copy: int) -> None:
+        """Send the valid image in `slot` if that `copy` is due. Any thread."""
         with self._lock:
             due = self._turns.due
             if due is not None and (due.start, due.copy) == (self._tier.start, copy):
                 self._order(slot)
 
     def resend(self, step: int) -> None:
+        """Send the image of `step`, which was loaded: the host that had its replica may be the one that was lost."""
         slot = next((slot for slot in self._pool.slots if slot.is_valid and slot.step == step), None)
         mark = None if slot is None or slot.arena is None else slot.arena.mark
         marked = None if mark is None else read_mark(mark.fd)
@@ -106,6 +112,7 @@ class HostReplicas:
                 self._order(slot)
 
     def close(self) -> None:
+        """End the process that sends and receives. Idempotent."""
         if self._process is not None:
             self._process.close()
 
@@ -126,8 +133,8 @@ class HostReplicas:
             return
         assert self._process is not None and slot.arena is not None and slot.arena.mark is not None
         self._pool.add_reader(slot)
-        self._sending, self._number, self._ordered = slot, self._number + 1, self._clock()
-        self._process.send(Order(self._number, self._turns.complete), (slot.arena.fd, slot.arena.mark.fd))
+        self._sending, self._ordered = slot, self._clock()
+        self._process.send(self._turns.complete, (slot.arena.fd, slot.arena.mark.fd))
 
     def _end_if_stuck(self) -> None:
         """End the process if it takes too long, if it is stopped for instance: the next image has a new one."""
@@ -139,7 +146,7 @@ class HostReplicas:
             self._process.end()
 
     def _note(self, outcome: Outcome) -> None:
-        """Note how an order ended. Any thread."""
+        """Note how the order under way ended, if there is one. Any thread."""
         with self._lock:
             slot, due = self._sending, self._turns.due
             if slot is None:

@@ -57,18 +57,9 @@ class ReplicaJob:
     """0 for as many as the network takes."""
 
 
-class Order(NamedTuple):
-    """An image to send; its descriptors come with it."""
-
-    number: int
-    keeps: ImageKey | None
-    """The replica that stays until this one is complete; None for none."""
-
-
 class Outcome(NamedTuple):
-    """How an order ended."""
+    """How an order ended: to send one image, while another one may stay."""
 
-    number: int
     num_bytes: int = 0
     """That were sent: none where the other host has the image already."""
     finding: str = ""
@@ -76,15 +67,13 @@ class Outcome(NamedTuple):
 
 
 class ReplicaProcess(Helper):
-    """The trainer's end. `note` gets the outcome of each order, in a thread; all are lost if the process ends."""
+    """The trainer's end, of one order at a time. `note` gets its outcome, in a thread, also if the process ends."""
 
     def __init__(
         self, job: ReplicaJob, listener: socket.socket, note: Callable[[Outcome], None], signals: Sequence[str] = ()
     ) -> None:
         super().__init__("Replica", __name__, signals)
         self._job, self._listening, self._note = job, listener, note
-        self._under_way: set[int] = set()
-        self._lock = threading.Lock()
 
     def start(self) -> bool:
         """Start the process unless it lives; return whether it was started. Main thread only. Raises OSError."""
@@ -95,14 +84,15 @@ class ReplicaProcess(Helper):
         self._listen()
         return True
 
-    def send(self, order: Order, fds: tuple[int, int]) -> None:
-        """Have the process send the image in `fds` (memory, mark); both may be closed on return. Any thread."""
-        with self._lock:
-            self._under_way.add(order.number)
+    def send(self, keeps: ImageKey | None, fds: tuple[int, int]) -> None:
+        """Have the process send the image in `fds` (memory, mark); both may be closed on return. Any thread.
+
+        The replica `keeps` stays until it is complete; None for none.
+        """
         try:
-            self._send(order, fds)
+            self._send(keeps, fds)
         except OSError as error:
-            self._heard(Outcome(order.number, finding=str(error)))
+            self._note(Outcome(finding=str(error)))
 
     def close(self) -> None:
         """End the process for good. Idempotent."""
@@ -114,15 +104,10 @@ class ReplicaProcess(Helper):
         self._listening.close()
 
     def _heard(self, message: Outcome) -> None:
-        with self._lock:
-            is_first = message.number in self._under_way
-            self._under_way.discard(message.number)
-        if is_first:
-            self._note(message)
+        self._note(message)
 
     def _ended(self, *, has_died: bool) -> None:
-        for number in [*self._under_way]:
-            self._heard(Outcome(number, finding="the process that sends replicas ended"))
+        self._note(Outcome(finding="the process that sends replicas ended"))
 
 
 def serve(job: ReplicaJob, lines: Sequence[Line], fds: Sequence[int]) -> None:
@@ -137,9 +122,9 @@ def serve(job: ReplicaJob, lines: Sequence[Line], fds: Sequence[int]) -> None:
     sender = _Sender(job)
     with suppress(EOFError):
         while True:
-            order, image = line.receive_with_fds()
+            keeps, image = line.receive_with_fds()
             try:
-                line.send(sender.outcome(order, *image))
+                line.send(sender.outcome(keeps, *image))
             finally:
                 for fd in image:
                     os.close(fd)
@@ -154,15 +139,15 @@ class _Sender:
         self._rate = Rate(job.bytes_per_second)
         self._link: JobLink | None = None
 
-    def outcome(self, order: Order, arena_fd: int, mark_fd: int) -> Outcome:
+    def outcome(self, keeps: ImageKey | None, arena_fd: int, mark_fd: int) -> Outcome:
         """Send the image in the descriptors; return how that ended."""
         try:
-            return Outcome(order.number, self._sent(_marked(mark_fd), order.keeps, arena_fd))
+            return Outcome(self._sent(_marked(mark_fd), keeps, arena_fd))
         except (OSError, ValueError) as error:
             if self._link is not None:
                 self._link.close()
                 self._link = None
-            return Outcome(order.number, finding=f"{self._job.address}: {error}"[:_MOST_LETTERS])
+            return Outcome(finding=f"{self._job.address}: {error}"[:_MOST_LETTERS])
 
     def _sent(self, marked: Marked, keeps: ImageKey | None, arena_fd: int) -> int:
         if self._link is None:
