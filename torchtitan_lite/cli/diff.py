@@ -50,8 +50,6 @@ class Diff:
     """Read the values: largest difference of each tensor."""
     atol: Annotated[float, Option("NUMBER")] = 0.0
     """Largest difference of two values that counts as equal; implies --values."""
-    json: bool = False
-    """Print JSON."""
 
     def run(self, screen: Screen) -> ExitCode:
         if not self.atol >= 0 or math.isinf(self.atol):

@@ -12,7 +12,6 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 from torchtitan_lite.checkpoint.format.contents import StoredTensor
-from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.named_checkpoint import resolve_any
 from torchtitan_lite.cli.screen import Screen, plain_table
 from torchtitan_lite.cli.words import age, count_text
@@ -59,13 +58,11 @@ class Inspect:
     step: Annotated[str, Positional("STEP")]
     """The folder of a checkpoint, FOLDER:10 for a step in a folder of checkpoints, or FOLDER for its latest."""
     tensors: Annotated[str, Option("GLOB")] = ""
-    """Show every tensor whose key matches, such as 'model.*'; a * matches dots, too."""
+    """Show every tensor whose key matches, such as 'model.*'; a * matches dots, too. JSON has all that match."""
     ranks: bool = False
     """Show how many bytes each rank's file has of each part."""
-    json: bool = False
-    """Print JSON, with every tensor that matches."""
 
-    def run(self, screen: Screen) -> ExitCode:
+    def run(self, screen: Screen) -> None:
         opened = open_checkpoint(resolve_any(self.step).folder)
         chosen = matching(opened.contents.tensors, self.tensors or "*")
         if not chosen and self.tensors:
@@ -75,7 +72,6 @@ class Inspect:
             view.to_json() if screen.as_json else None,
             lambda: view.render(tensors=bool(self.tensors), ranks=self.ranks),
         )
-        return ExitCode.FINE
 
 
 @dataclass(frozen=True)

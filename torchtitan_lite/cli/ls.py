@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.named_checkpoint import SpeltAddress, folder_of_checkpoints, names_step, none_in
 from torchtitan_lite.cli.screen import Screen, plain_table
 from torchtitan_lite.cli.words import age
@@ -53,10 +52,8 @@ class Ls:
 
     folder: Annotated[str, Positional("FOLDER")]
     """A folder of checkpoints, on disk or as an address, or the dump folder of a run."""
-    json: bool = False
-    """Print JSON."""
 
-    def run(self, screen: Screen) -> ExitCode:
+    def run(self, screen: Screen) -> None:
         if names_step(self.folder):
             raise ConfigError(f"{self.folder} is a checkpoint, not a folder of checkpoints: use inspect")
         found = (
@@ -65,7 +62,6 @@ class Ls:
             else _listing_on_disk(folder_of_checkpoints(self.folder))
         )
         screen.show(found.to_json() if screen.as_json else None, found.render)
-        return ExitCode.FINE
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from torchtitan_lite.checkpoint.staging.mark import UnusableMark, read_mark
-from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.named_checkpoint import folder_of_checkpoints, local, names_step
 from torchtitan_lite.cli.screen import Screen, plain_table
 from torchtitan_lite.cli.words import age
@@ -51,15 +50,14 @@ class Memory:
     """Free them, and end the process that holds them; refused while a job uses them."""
     keep: bool = False
     """Start the process that holds them, and wait until it ends: for a container of its own, next to the job's."""
-    json: bool = False
-    """Print JSON."""
 
-    def run(self, screen: Screen) -> ExitCode:
+    def run(self, screen: Screen) -> None:
         root = _root(self.folder)
         if self.keep and self.end:
             raise ConfigError("--keep starts what --end ends: give one of them")
         if self.keep:
-            return _hold_memory(root, screen)
+            _hold_memory(root, screen)
+            return
         keeper = _keeper_of(root)
         found = _HeldHere.of(root, keeper, time.time())
         if found.keeper is None and not root.is_dir():
@@ -72,7 +70,6 @@ class Memory:
             screen.show(found.to_json() | {"ended": True}, lambda: freed)
         else:
             screen.show(found.to_json() | {"ended": False}, found.render)
-        return ExitCode.FINE
 
 
 @dataclass(frozen=True)
@@ -177,15 +174,14 @@ class _HeldHere:
         return str(card.key.step), rank, readable_bytes(image.num_bytes), old, card.run.lineage.run_id
 
 
-def _hold_memory(root: Path, screen: Screen) -> ExitCode:
+def _hold_memory(root: Path, screen: Screen) -> None:
     """Hold what a job at `root` keeps until the run has finished, no job has used it for a while, or SIGTERM comes."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.FINE))  # As process 1 it would do nothing by itself.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # As process 1 it would do nothing by itself.
     keeper = Keeper(root, _UNUSED_SECONDS, runtime=runtime_folder())
     keeper.start()
     found = _HeldHere.of(root, keeper, time.time())
     screen.show(found.to_json() | {"ended": False}, found.render)
     keeper.wait()
-    return ExitCode.FINE
 
 
 def _keeper_of(root: Path) -> Keeper:

@@ -64,8 +64,6 @@ class Prune:
     """Remove what is listed in a folder of another library, too."""
     min_age: Annotated[float, Option("HOURS")] = 1.0
     """In a folder of another library, keep what has a file that was written at most this many hours ago."""
-    json: bool = False
-    """Print JSON."""
 
     def run(self, screen: Screen) -> ExitCode:
         config = self._config()

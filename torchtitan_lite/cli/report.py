@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.named_checkpoint import local
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.config.argument_parser import Option, Positional
@@ -37,10 +36,8 @@ class Report:
     """The dump folder of a second run, to show side by side."""
     png: bool = False
     """Also write OUT.light.png and OUT.dark.png, with chromium."""
-    json: bool = False
-    """Print JSON."""
 
-    def run(self, screen: Screen) -> ExitCode:
+    def run(self, screen: Screen) -> None:
         out = Path(self.out)
         if out.suffix not in (".html", ".htm"):
             raise ConfigError(f"OUT {self.out}: expected a name that ends in .html; --compare-with names a second run")
@@ -73,4 +70,3 @@ class Report:
             return Text("\n".join(lines))
 
         screen.show(document, shown)
-        return ExitCode.FINE

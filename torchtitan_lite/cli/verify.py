@@ -67,8 +67,6 @@ class Verify:
     """The same, but write FILE instead, which is outside of it; if FILE is there, compare with it."""
     again: bool = False
     """Replace the record: the checkpoint was saved again on purpose."""
-    json: bool = False
-    """Print JSON."""
 
     def run(self, screen: Screen) -> ExitCode:
         reads = not self.sizes

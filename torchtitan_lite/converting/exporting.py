@@ -16,6 +16,7 @@ from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled_entry
 from torchtitan_lite.converting import new_output, safetensors_files
 from torchtitan_lite.converting.casting import cast_between
 from torchtitan_lite.converting.model_part import ModelKey, chosen, model_keys
+from torchtitan_lite.converting.new_output import NewOutput
 from torchtitan_lite.converting.safetensors_files import TensorToWrite
 from torchtitan_lite.converting.streamed_file import Advance, Elements
 from torchtitan_lite.errors import ConfigError
@@ -43,17 +44,7 @@ class ExportRequest:
     exclude: str = ""
 
 
-@dataclass(frozen=True)
-class Exported:
-    """What was written."""
-
-    files: list[str]
-    num_tensors: int
-    num_bytes: int
-    """Of the tensors' elements."""
-
-
-def export(opened: OpenedCheckpoint, out: Path, wanted: ExportRequest, progress: Progress) -> Exported:
+def export(opened: OpenedCheckpoint, out: Path, wanted: ExportRequest, progress: Progress) -> NewOutput:
     """Write the weights of `opened` to `out`, which must not exist.
 
     Raises ConfigError before anything is written if `wanted` does not fit the checkpoint, what the stream raises for a
@@ -67,13 +58,13 @@ def export(opened: OpenedCheckpoint, out: Path, wanted: ExportRequest, progress:
     label = f"Exporting to {out.name}"
     if wanted.format == "safetensors":
         with progress(label, 2 * total) as advance:
-            return Exported(_to_safetensors(keys, out, wanted, stream, advance), len(tensors), total)
+            return NewOutput(_to_safetensors(keys, out, wanted, stream, advance), len(tensors), total)
     # It imports torch, which takes seconds, which are not to be seen as slow progress.
     from torchtitan_lite.converting.old_layout import Reader
 
     write, reader = _to_torch if wanted.format == "torch" else _to_dcp, Reader(opened, stream)
     with progress(label, 2 * total) as advance:
-        return Exported(write(reader, keys, out, wanted, advance), len(tensors), total)
+        return NewOutput(write(reader, keys, out, wanted, advance), len(tensors), total)
 
 
 def _to_safetensors(

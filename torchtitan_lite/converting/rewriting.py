@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -25,6 +24,7 @@ from torchtitan_lite.converting import new_output
 from torchtitan_lite.converting.dcp_folder import Written, cut_into_files, write_checkpoint
 from torchtitan_lite.converting.exporting import Progress
 from torchtitan_lite.converting.layouts import Relaid, as_nested, as_our_layout, as_stored, as_torchtitan
+from torchtitan_lite.converting.new_output import NewOutput
 from torchtitan_lite.converting.new_state import NewState
 from torchtitan_lite.converting.old_layout import Reader
 from torchtitan_lite.converting.streamed_file import Advance, read_back
@@ -49,19 +49,7 @@ Layout = Literal["dcp", "dcp, nested", "torchtitan", "ours"]
 _SAME = {"dcp": WrittenBy.DCP, "dcp, nested": WrittenBy.DCP, "torchtitan": WrittenBy.TORCHTITAN, "ours": WrittenBy.OURS}
 
 
-@dataclass(frozen=True)
-class Rewritten:
-    """What was written."""
-
-    files: list[str]
-    num_tensors: int
-    num_bytes: int
-    """Of all files but the manifest."""
-    left_out: list[str]
-    """What the layout has no place for."""
-
-
-def convert(opened: OpenedCheckpoint, out: Path, to: Layout, progress: Progress, *, dp_ranks: int = 0) -> Rewritten:
+def convert(opened: OpenedCheckpoint, out: Path, to: Layout, progress: Progress, *, dp_ranks: int = 0) -> NewOutput:
     """Write `opened` to the new folder `out` in the layout `to`. Raises as `export` does.
 
     What is in an object store in our layout is copied byte for byte, and a copy that was cut is continued.
@@ -83,7 +71,7 @@ def convert(opened: OpenedCheckpoint, out: Path, to: Layout, progress: Progress,
     return _write_rewritten(reader, out, relaid, num_files, manifest, progress)
 
 
-def reshard_checkpoint(opened: OpenedCheckpoint, out: Path, num_files: int, progress: Progress) -> Rewritten:
+def reshard_checkpoint(opened: OpenedCheckpoint, out: Path, num_files: int, progress: Progress) -> NewOutput:
     """Write the same content to `num_files` files in the new folder `out`. Raises as `export` does."""
     if num_files < 1:
         raise ConfigError(f"--files {num_files}: expected at least 1")
@@ -95,7 +83,7 @@ def reshard_checkpoint(opened: OpenedCheckpoint, out: Path, num_files: int, prog
     return _write_rewritten(reader, out, relaid, num_files, opened.manifest, progress)
 
 
-def _mirrored(opened: OpenedCheckpoint, manifest: Manifest, out: Path, progress: Progress) -> Rewritten:
+def _mirrored(opened: OpenedCheckpoint, manifest: Manifest, out: Path, progress: Progress) -> NewOutput:
     _check_step(manifest.step, out)
     with (
         new_output.continued_folder(out) as folder,
@@ -103,7 +91,7 @@ def _mirrored(opened: OpenedCheckpoint, manifest: Manifest, out: Path, progress:
         _keeping_what_is_right(folder),
     ):
         mirror(opened, manifest, folder, advance)
-    return Rewritten([*manifest.files, layout.MANIFEST], len(manifest.tensors), opened.nbytes, [])
+    return NewOutput([*manifest.files, layout.MANIFEST], len(manifest.tensors), opened.nbytes)
 
 
 @contextmanager
@@ -126,7 +114,7 @@ def _reader(opened: OpenedCheckpoint) -> Reader:
 
 def _write_rewritten(
     reader: Reader, out: Path, relaid: Relaid, num_files: int, manifest: Manifest | None, progress: Progress
-) -> Rewritten:
+) -> NewOutput:
     state = relaid.state
     total = sum(tensor.num_bytes for tensor in state.tensors.values())
     with new_output.new_folder(out) as folder, progress(f"Writing {out.name}", 2 * total) as advance:
@@ -137,7 +125,7 @@ def _write_rewritten(
         _check_rewritten(folder, state)
     size = sum(record.size for record in written.files.values())
     names = [*written.files, *([layout.MANIFEST] if manifest is not None else [])]
-    return Rewritten(names, len(state.tensors), size, relaid.left_out)
+    return NewOutput(names, len(state.tensors), size, relaid.left_out)
 
 
 def _check_rewritten(folder: Path, state: NewState) -> None:

@@ -21,8 +21,9 @@ from pathlib import Path
 
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.converting import new_output, safetensors_files
-from torchtitan_lite.converting.exporting import Exported, Progress, new_tensors
+from torchtitan_lite.converting.exporting import Progress, new_tensors
 from torchtitan_lite.converting.model_part import ModelKey, model_keys
+from torchtitan_lite.converting.new_output import NewOutput
 from torchtitan_lite.converting.safetensors_files import TensorToWrite
 from torchtitan_lite.converting.streamed_file import Advance
 from torchtitan_lite.disk.durable import DISK
@@ -129,7 +130,7 @@ def tensor_summary(contents: Contents, keys: Iterable[ModelKey], tensors: Sequen
     }
 
 
-def write_planned(planned: PlannedExport, out: Path, progress: Progress) -> Exported:
+def write_planned(planned: PlannedExport, out: Path, progress: Progress) -> NewOutput:
     """Write all of `planned` to the folder `out`, which must not exist.
 
     Raises ConfigError if it does, what the stream raises for a checkpoint that is damaged or cannot be read, and
@@ -141,7 +142,7 @@ def write_planned(planned: PlannedExport, out: Path, progress: Progress) -> Expo
     ):
         write_shards(planned, folder, planned.shards, advance)
         write_rest(planned, folder)
-    return Exported([*planned.shards, *planned.files], planned.num_tensors, planned.num_bytes)
+    return NewOutput([*planned.shards, *planned.files], planned.num_tensors, planned.num_bytes)
 
 
 def write_shards(

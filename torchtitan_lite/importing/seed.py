@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from torchtitan_lite.converting import new_output
 from torchtitan_lite.converting.casting import cast_between
 from torchtitan_lite.converting.dcp_folder import Written, cut_into_files, write_checkpoint
 from torchtitan_lite.converting.exporting import Progress
+from torchtitan_lite.converting.new_output import NewOutput
 from torchtitan_lite.converting.new_state import NewState, NewTensor
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
@@ -37,18 +37,6 @@ _FILE_BYTES = 5_000_000_000
 _MODEL = "model"
 
 
-@dataclass(frozen=True)
-class Imported:
-    """What was written."""
-
-    files: list[str]
-    num_tensors: int
-    num_bytes: int
-    """Of the tensors' elements."""
-    notes: list[str]
-    """Facts that the user should see: what was copied, and what was left out."""
-
-
 class Form(NamedTuple):
     """How the weights are stored."""
 
@@ -60,7 +48,7 @@ class Form(NamedTuple):
 
 def write_seed(
     out: Path, weights: Sequence[Weight], stream: Stream, form: Form, progress: Progress, extra: dict[str, Any]
-) -> Imported:
+) -> NewOutput:
     """Write `weights`, read from `stream`, as a seed checkpoint to the new folder `out`.
 
     `extra` goes into its manifest. Raises ConfigError before anything is written, what the stream raises, and OSError;
@@ -80,7 +68,7 @@ def write_seed(
         found = open_checkpoint(folder)
         if found.contents.tensors.keys() != state.tensors.keys() or found.kind is not CheckpointKind.FULL:
             raise TorchtitanLiteError(f"{out.name} was written, but other entries are found in it")
-    return Imported([*written.files, layout.MANIFEST], len(state.tensors), total, [])
+    return NewOutput([*written.files, layout.MANIFEST], len(state.tensors), total)
 
 
 def refuse_out(out: Path) -> None:
