@@ -185,7 +185,7 @@ class _View:
     def _parts(self) -> Table:
         parts = state_parts(self.opened.contents)
         longest = max((part.nbytes for part in parts), default=0)
-        table = _new_columns_table("part", "tensors", "elements", "size", "objects", "", "dtypes")
+        table = plain_table("part", "tensors", "elements", "size", "objects", "", "dtypes")
         for part in parts:
             dtypes = ", ".join(sorted(part.dtypes))
             nbytes = readable_bytes(part.nbytes) if part.num_tensors else ""
@@ -198,7 +198,7 @@ class _View:
     def _files(self, *, by_part: bool) -> Table:
         held, sizes = bytes_by_file(self.opened.contents), self.opened.sizes
         names = self._part_names()
-        table = _new_columns_table("rank", "file", "size", "tensors", "")
+        table = plain_table("rank", "file", "size", "tensors", "")
         longest = max((sum(parts.values()) for parts in held.values()), default=0)
         for alike in _alike(sorted(held, key=lambda name: (layout.rank_of(name) or 0, name)), held, sizes):
             first, last = alike[0], alike[-1]
@@ -251,7 +251,7 @@ def _totals(parts: Sequence[StatePart]) -> Iterator[str]:
 
 def _tensors_table(rows: Sequence[Row]) -> Table:
     counts = any(row.num_tensors > 1 for row in rows)
-    table = _new_columns_table("name", *(["count"] if counts else []), "dtype", "shape", "size")
+    table = plain_table("name", *(["count"] if counts else []), "dtype", "shape", "size")
     for row in rows:
         shape = " x ".join(map(str, row.shape)) or "scalar"
         each = readable_bytes(row.nbytes // row.num_tensors)
@@ -281,17 +281,6 @@ def _pairs_table(facts: Mapping[str, str]) -> Table:
     table.add_column(overflow="fold")
     for name, value in facts.items():
         table.add_row(name, value)
-    return table
-
-
-def _new_columns_table(*names: str) -> Table:
-    table = plain_table()
-    for name in names:
-        if name in ("name", "part", "dtypes"):
-            table.add_column(name, overflow="fold")
-        else:
-            is_number = name in ("rank", "tensors", "elements", "size", "objects", "count")
-            table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
     return table
 
 

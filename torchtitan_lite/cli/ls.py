@@ -183,11 +183,7 @@ class _Found:
             yield f"DAMAGED, found {ago} ago" if entry.verified.num_findings else f"{what} {ago} ago"
 
     def _others(self, entries: Sequence[ListedCheckpoint]) -> Table:
-        table = plain_table()
-        table.add_column("name", overflow="fold")
-        table.add_column("size", justify="right", no_wrap=True)
-        table.add_column("age", justify="right", no_wrap=True)
-        table.add_column("what it is")
+        table = plain_table("name", "size", "age", "what it is")
         for entry in entries:
             what = entry.state.value.replace("_", " ")
             what += ", pinned" if self.is_pinned(entry) else ""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from torchtitan_lite.checkpoint.staging.mark import UnusableMark, read_mark
-from torchtitan_lite.cli.named_checkpoint import folder_of_checkpoints, local, names_step
+from torchtitan_lite.cli.named_checkpoint import folder_of_checkpoints, local, refuse_step
 from torchtitan_lite.cli.screen import Screen, plain_table
 from torchtitan_lite.cli.words import age
 from torchtitan_lite.config.argument_parser import Positional
@@ -152,10 +152,7 @@ class _HeldHere:
 
         held = f"{counted(len(self.images), 'image')}, {readable_bytes(self.memory_bytes)}"
         held += f", kept by process {self.keeper.pid}"
-        table = plain_table()
-        for title in ("step", "rank", "size", "age"):
-            table.add_column(title, justify="right", no_wrap=True)
-        table.add_column("run", overflow="fold")
+        table = plain_table("step", "rank", "size", "age", "run")
         for image in self.images:
             table.add_row(*self._row(image))
         return Group(Text(f"{self.root}: {held}"), Text(self._use()), *(("", table) if self.images else ()))
@@ -192,10 +189,7 @@ def _keeper_of(root: Path) -> Keeper:
 
 def _root(spelling: str) -> Path:
     local(spelling, "memory")
-    if names_step(spelling):
-        raise ConfigError(
-            f"{spelling} is one checkpoint: name the folder of checkpoints, {spelling.rpartition(':')[0]}"
-        )
+    refuse_step(spelling)
     try:
         return folder_of_checkpoints(spelling)
     except CheckpointNotFound:

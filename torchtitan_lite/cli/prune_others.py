@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_lite.cli.exit_codes import ExitCode, sentence_of
-from torchtitan_lite.cli.screen import Screen
+from torchtitan_lite.cli.screen import Screen, plain_table
 from torchtitan_lite.disk.durable import DISK, Durable
 from torchtitan_lite.examining import others_outlook
 from torchtitan_lite.examining.others_outlook import OthersOutlook, OtherVerdict
@@ -71,14 +71,9 @@ class PruneOthers:
 
     def _table(self, verdicts: Sequence[OtherVerdict], done: Sequence[OtherVerdict], stopped: str) -> RenderableType:
         from rich.console import Group
-        from rich.table import Table
         from rich.text import Text
 
-        table = Table(box=None, pad_edge=False, header_style="")
-        table.add_column("name", overflow="fold")
-        table.add_column("files", justify="right")
-        table.add_column("size", justify="right")
-        table.add_column("what happens")
+        table = plain_table("name", "files", "size", "what happens")
         words = self._words(any(retention.DAMAGED in verdict.kept_by for verdict in verdicts))
         for verdict in verdicts:
             other = verdict.checkpoint

@@ -31,6 +31,10 @@ LEAST_COLUMNS = 80
 """Columns for which every table has room."""
 _UNLIMITED = 10_000
 """Columns of a pipe."""
+_NUMBERS = ("step", "rank", "size", "age", "files", "count", "tensors", "elements", "objects")
+"""Columns of tables that are at the right."""
+_FOLDED = ("name", "part", "dtypes", "run", "what it is", "what happens")
+"""Columns of tables that are folded."""
 
 Advance = Callable[[int], None]
 """Call it with the number of bytes done since the last call; from any thread."""
@@ -99,11 +103,19 @@ class Screen:
         sys.stdout.writelines(f"{line.rstrip()}\n" for line in printed.get().splitlines())
 
 
-def plain_table(**options: Any) -> Table:
-    """Return a table without lines, with two spaces between its columns."""
+def plain_table(*columns: str, **options: Any) -> Table:
+    """Return a table without lines, with two spaces between its `columns`.
+
+    Numbers are at the right, and words are folded where the screen is too narrow.
+    """
     from rich.table import Table
 
-    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="", **options)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="", **options)
+    for name in columns:
+        table.add_column(
+            name, justify="right" if name in _NUMBERS else "left", no_wrap=name not in _FOLDED, overflow="fold"
+        )
+    return table
 
 
 class _Notes(logging.Handler):

@@ -28,7 +28,7 @@ from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
 from torchtitan_lite.examining.cut import Cut, number_of
-from torchtitan_lite.examining.tensor_stream import Stream
+from torchtitan_lite.examining.tensor_stream import TensorStream
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Table
 
@@ -49,7 +49,7 @@ class Written(NamedTuple):
     objects: dict[str, Any]
 
 
-def write_checkpoint(folder: Path, state: NewState, num_files: int, stream: Stream, advance: Advance) -> Written:
+def write_checkpoint(folder: Path, state: NewState, num_files: int, stream: TensorStream, advance: Advance) -> Written:
     """Write `state` into `num_files` files in `folder`, with DCP's metadata, and check them.
 
     Raises ConfigError if the tensors cannot be cut into that many.

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torchtitan_lite.converting.streamed_file import Advance, Elements, read_back, write_new
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError, ExtraMissing, TorchtitanLiteError
-from torchtitan_lite.examining.tensor_stream import Stream
+from torchtitan_lite.examining.tensor_stream import TensorStream
 from torchtitan_lite.log import listed
 
 DTYPES = {
@@ -80,7 +80,7 @@ def sharded(tensors: Sequence[TensorToWrite], most_bytes: int) -> dict[str, list
 
 
 def write_folder(
-    folder: Path, tensors: Sequence[TensorToWrite], most_bytes: int, stream: Stream, advance: Advance
+    folder: Path, tensors: Sequence[TensorToWrite], most_bytes: int, stream: TensorStream, advance: Advance
 ) -> list[str]:
     """Write `tensors` into files in `folder`, and check them; return the names of the files."""
     shards = sharded(tensors, most_bytes)
@@ -99,7 +99,7 @@ def index_of(shards: Mapping[str, Sequence[TensorToWrite]]) -> bytes:
     return (json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2) + "\n").encode()
 
 
-def write_file(path: Path, tensors: Sequence[TensorToWrite], stream: Stream, advance: Advance) -> None:
+def write_file(path: Path, tensors: Sequence[TensorToWrite], stream: TensorStream, advance: Advance) -> None:
     """Write `tensors` into the file `path`, and check it. Raises `TorchtitanLiteError` if the check fails."""
     ordered = sorted(tensors, key=lambda tensor: (-_itemsize(tensor), tensor.name))
     record = write_new(path, [_header(ordered), *(tensor.elements for tensor in ordered)], stream, advance)

@@ -19,7 +19,7 @@ from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import TorchtitanLiteError
 from torchtitan_lite.examining.cut import Cut
 from torchtitan_lite.examining.file_digests import verify_file
-from torchtitan_lite.examining.tensor_stream import Stream
+from torchtitan_lite.examining.tensor_stream import TensorStream
 
 Advance = Callable[[int], None]
 """Called with the number of bytes done since the last call. Any thread."""
@@ -48,7 +48,7 @@ def size_of(part: Part) -> int:
     return part.num_bytes if isinstance(part, Elements) else len(part)
 
 
-def write_new(path: Path, parts: Sequence[Part], stream: Stream, advance: Advance) -> FileRecord:
+def write_new(path: Path, parts: Sequence[Part], stream: TensorStream, advance: Advance) -> FileRecord:
     """Write `parts` to the new file `path`, synced; return its record.
 
     Raises the OSError of the disk, with a path in it, and what `stream` raises.
@@ -127,7 +127,7 @@ class _InOrder:
             room, self._rest = room[count:], self._rest[count:]
 
 
-def _cast_pieces(parts: Iterable[Part], stream: Stream, advance: Advance) -> Iterator[memoryview]:
+def _cast_pieces(parts: Iterable[Part], stream: TensorStream, advance: Advance) -> Iterator[memoryview]:
     """Yield the bytes of `parts`; each piece is valid until the next."""
     for part in parts:
         if isinstance(part, bytes):

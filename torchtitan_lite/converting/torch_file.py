@@ -21,7 +21,7 @@ from torch.storage import UntypedStorage
 from torchtitan_lite.checkpoint.format.torch_item import ALIGNMENT
 from torchtitan_lite.converting.streamed_file import Advance, Elements, Part, read_back, size_of, write_new
 from torchtitan_lite.errors import TorchtitanLiteError
-from torchtitan_lite.examining.tensor_stream import Stream
+from torchtitan_lite.examining.tensor_stream import TensorStream
 from torchtitan_lite.torch_private import storage_kind
 
 _LIMIT = 0xFFFFFFFF
@@ -36,7 +36,7 @@ class Tensor(NamedTuple):
     elements: Elements
 
 
-def write_state(path: Path, state: Mapping[str, Any], stream: Stream, advance: Advance) -> None:
+def write_state(path: Path, state: Mapping[str, Any], stream: TensorStream, advance: Advance) -> None:
     """Write `state`, nested containers of `Tensor` and plain objects, to the file `path`, and check it."""
     pickled, tensors = _pickled(state)
     archive = _PlannedArchive()

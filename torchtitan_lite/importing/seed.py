@@ -27,7 +27,7 @@ from torchtitan_lite.converting.new_state import NewState, NewTensor
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
 from torchtitan_lite.examining.opened import open_checkpoint
-from torchtitan_lite.examining.tensor_stream import Stream
+from torchtitan_lite.examining.tensor_stream import TensorStream
 from torchtitan_lite.importing.wanted import Weight
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table
@@ -47,7 +47,7 @@ class Form(NamedTuple):
 
 
 def write_seed(
-    out: Path, weights: Sequence[Weight], stream: Stream, form: Form, progress: Progress, extra: dict[str, Any]
+    out: Path, weights: Sequence[Weight], stream: TensorStream, form: Form, progress: Progress, extra: dict[str, Any]
 ) -> NewOutput:
     """Write `weights`, read from `stream`, as a seed checkpoint to the new folder `out`.
 
@@ -78,7 +78,7 @@ def refuse_out(out: Path) -> None:
         raise ConfigError(f"{out} is the name of step {step}, and imported weights are step 0: name OUT step-0")
 
 
-def _state(weights: Sequence[Weight], stream: Stream, dtype: str) -> NewState:
+def _state(weights: Sequence[Weight], stream: TensorStream, dtype: str) -> NewState:
     tensors = {}
     for name, source in weights:
         before = dtype_name(stream.contents.tensors[source].dtype)

@@ -17,7 +17,7 @@ from torchtitan_lite.converting.exporting import Progress
 from torchtitan_lite.converting.new_output import NewOutput
 from torchtitan_lite.converting.streamed_file import Advance
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.examining.tensor_stream import Stream
+from torchtitan_lite.examining.tensor_stream import TensorStream
 from torchtitan_lite.hugging_face.rotary_rows import ReorderedStream
 from torchtitan_lite.importing import meta_folder
 from torchtitan_lite.importing.seed import Form, write_seed
@@ -45,9 +45,10 @@ class OpenedLlama:
     states_tying: bool
     """Whether the source says if its embeddings are tied."""
 
-    def stream(self) -> Stream:
+    def stream(self) -> TensorStream:
         """Return what reads the tensors with their rows in our order."""
-        return ReorderedStream(self.source.stream(), self.head_dims, "pairs")
+        of = self.source
+        return ReorderedStream(of.path, of.contents, {}, of.strides, self.head_dims, "pairs")
 
 
 @contextlib.contextmanager
