@@ -19,8 +19,7 @@ from functools import partial
 from typing import Annotated, Any, Literal, Protocol, cast
 
 from torchtitan_lite.cli.exit_codes import INTERRUPTED, ExitCode, code_of, sentence_of
-from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.words import as_spelled
+from torchtitan_lite.cli.screen import Screen, as_spelled
 from torchtitan_lite.config.argument_parser import Option, Parser
 from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
 from torchtitan_lite.log import forget_stdout

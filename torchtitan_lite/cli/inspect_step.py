@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from torchtitan_lite.checkpoint.format.contents import StoredTensor
 from torchtitan_lite.cli.named_checkpoint import resolve_any
-from torchtitan_lite.cli.screen import Screen, plain_table
-from torchtitan_lite.cli.words import age, count_text
+from torchtitan_lite.cli.screen import Screen, age, count_text, plain_table
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.config.job_config import JobConfig, flat_config
 from torchtitan_lite.errors import ConfigError

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from torchtitan_lite.checkpoint.staging.mark import UnusableMark, read_mark
 from torchtitan_lite.cli.named_checkpoint import folder_of_checkpoints, local, refuse_step
-from torchtitan_lite.cli.screen import Screen, plain_table
-from torchtitan_lite.cli.words import age
+from torchtitan_lite.cli.screen import Screen, age, plain_table
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.distributed.environment import runtime_folder
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError, FolderInUse, UnknownFormat

@@ -12,18 +12,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from torchtitan_lite.checkpoint.format import plain_value
 from torchtitan_lite.checkpoint.format.dtypes import dtype_name
 from torchtitan_lite.checkpoint.format.file_data import FileLayout
 from torchtitan_lite.checkpoint.format.found_runs import with_runs
 from torchtitan_lite.checkpoint.format.metadata_file import PlacedItem, metadata_head, metadata_tail
+from torchtitan_lite.checkpoint.format.structure import Path as KeyPath
 from torchtitan_lite.checkpoint.format.tensor_table import TensorTable
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
-from torchtitan_lite.checkpoint.format.torch_item import OBJECT_GRAIN
-from torchtitan_lite.converting.new_state import NewObject, NewState, NewTensor
-from torchtitan_lite.converting.streamed_file import Advance, Elements, Part, read_back, write_new
+from torchtitan_lite.checkpoint.format.torch_item import OBJECT_GRAIN, object_item
+from torchtitan_lite.converting.streamed_file import Advance, Cast, Elements, Part, read_back, write_new
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
@@ -31,6 +33,45 @@ from torchtitan_lite.examining.cut import Cut, number_of
 from torchtitan_lite.examining.tensor_stream import TensorStream
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Table
+
+
+class NewTensor(NamedTuple):
+    """A tensor of the new checkpoint, and the stored one that it comes from."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    source: str
+    """The key in the old checkpoint."""
+    cast: Cast | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class NewObject(NamedTuple):
+    """An object of the new checkpoint."""
+
+    item: bytes
+    """It as `torch.save` writes it."""
+    plain: Any = None
+    """It in the form that our manifest holds; None if JSON cannot hold it, or if the object is None."""
+    is_plain: bool = True
+
+    @classmethod
+    def of(cls, value: Any) -> NewObject:
+        """Return `value`, of Python's built-in types, as an object."""
+        return cls(object_item(value), plain_value.encode_value(value))
+
+
+class NewState(NamedTuple):
+    """What a new checkpoint has in it."""
+
+    tensors: Mapping[str, NewTensor]
+    objects: Mapping[str, NewObject]
+    paths: Mapping[str, KeyPath]
+    """The place of each key in the nested state; DCP calls this the planner data."""
 
 
 class NewChunk(NamedTuple):

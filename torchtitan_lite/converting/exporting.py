@@ -14,11 +14,10 @@ from torchtitan_lite.checkpoint.format.dtypes import DTYPES, dtype_name
 from torchtitan_lite.checkpoint.format.structure import Path as KeyPath
 from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled_entry
 from torchtitan_lite.converting import new_output, safetensors_files
-from torchtitan_lite.converting.casting import cast_between
 from torchtitan_lite.converting.model_part import ModelKey, chosen, model_keys
 from torchtitan_lite.converting.new_output import NewOutput
 from torchtitan_lite.converting.safetensors_files import TensorToWrite
-from torchtitan_lite.converting.streamed_file import Advance, Elements
+from torchtitan_lite.converting.streamed_file import Advance, Elements, cast_between
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.examining.opened import OF_HUGGING_FACE, OpenedCheckpoint, WrittenBy
 from torchtitan_lite.examining.other_libraries import WEIGHTS

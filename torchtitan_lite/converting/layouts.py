@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from torchtitan_lite.checkpoint.format import plain_value
 from torchtitan_lite.checkpoint.format.structure import Path
 from torchtitan_lite.checkpoint.state.optimizer_state import SETTINGS, STATE, split_state_key
+from torchtitan_lite.converting.dcp_folder import NewObject, NewState
 from torchtitan_lite.converting.model_part import MODEL, ModelKey, model_keys
-from torchtitan_lite.converting.new_state import NewObject, NewState
 from torchtitan_lite.converting.old_layout import Reader
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 from torchtitan_lite.examining.opened import OpenedCheckpoint, kind_from_keys

@@ -10,7 +10,7 @@ from torchtitan_lite.checkpoint.format.dtypes import dtype_name
 from torchtitan_lite.checkpoint.format.structure import Path, paths_of
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.untrusted.safe_load import UnsafeItem, load_item
-from torchtitan_lite.converting.new_state import NewObject, NewState, NewTensor
+from torchtitan_lite.converting.dcp_folder import NewObject, NewState, NewTensor
 from torchtitan_lite.errors import CheckpointUnsafe
 from torchtitan_lite.examining.opened import OpenedCheckpoint
 from torchtitan_lite.examining.tensor_stream import TensorStream

@@ -21,11 +21,10 @@ from torchtitan_lite import __version__
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.converting import new_output
-from torchtitan_lite.converting.dcp_folder import Written, cut_into_files, write_checkpoint
+from torchtitan_lite.converting.dcp_folder import NewState, Written, cut_into_files, write_checkpoint
 from torchtitan_lite.converting.exporting import Progress
 from torchtitan_lite.converting.layouts import Relaid, as_nested, as_our_layout, as_stored, as_torchtitan
 from torchtitan_lite.converting.new_output import NewOutput
-from torchtitan_lite.converting.new_state import NewState
 from torchtitan_lite.converting.old_layout import Reader
 from torchtitan_lite.converting.streamed_file import Advance, read_back
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
@@ -35,7 +34,7 @@ from torchtitan_lite.disk.lock_file import locked
 from torchtitan_lite.disk.read_requests import Piece, ReadsBlocks
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, TorchtitanLiteError
 from torchtitan_lite.examining.derived_metadata import metadata_of
-from torchtitan_lite.examining.held_folder import HeldFolder, held
+from torchtitan_lite.examining.listed_tree import HeldFolder, held
 from torchtitan_lite.examining.opened import OpenedCheckpoint, WrittenBy, open_checkpoint
 from torchtitan_lite.examining.tensor_stream import TensorStream
 from torchtitan_lite.log import logger

@@ -19,11 +19,10 @@ from torchtitan_lite.checkpoint.format.structure import branch_of, encode_struct
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.resume.load_source import new_run
 from torchtitan_lite.converting import new_output
-from torchtitan_lite.converting.casting import cast_between
-from torchtitan_lite.converting.dcp_folder import Written, cut_into_files, write_checkpoint
+from torchtitan_lite.converting.dcp_folder import NewState, NewTensor, Written, cut_into_files, write_checkpoint
 from torchtitan_lite.converting.exporting import Progress
 from torchtitan_lite.converting.new_output import NewOutput
-from torchtitan_lite.converting.new_state import NewState, NewTensor
+from torchtitan_lite.converting.streamed_file import cast_between
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
 from torchtitan_lite.examining.opened import open_checkpoint

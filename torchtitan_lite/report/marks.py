@@ -8,12 +8,11 @@ from collections.abc import Iterator, Sequence
 
 from torchtitan_lite.log import readable_bytes
 from torchtitan_lite.report import svg
-from torchtitan_lite.report.run import Run
+from torchtitan_lite.report.run import LABELS, Run, TimeParts
 from torchtitan_lite.report.saved_steps import Fate, Save, ShardMap
 from torchtitan_lite.report.scales import Scale, nice_scale, rate_text, seconds_text, share_text, short_step
 from torchtitan_lite.report.starts import ReportedStart
 from torchtitan_lite.report.svg import Figure
-from torchtitan_lite.report.time_parts import LABELS, TimeParts
 
 BAR_HEIGHT = 40
 RATE_HEIGHT = 150

@@ -15,7 +15,7 @@ from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.report import curves, marks
 from torchtitan_lite.report.changes import differences, shown_on_page
 from torchtitan_lite.report.lines import GOODPUT, TOKENS_PER_SECOND, number_or_nan
-from torchtitan_lite.report.run import Run
+from torchtitan_lite.report.run import LABELS, Run
 from torchtitan_lite.report.saved_steps import Save
 from torchtitan_lite.report.scales import (
     moment_text,
@@ -24,7 +24,6 @@ from torchtitan_lite.report.scales import (
     seconds_text,
     share_text,
 )
-from torchtitan_lite.report.time_parts import LABELS
 
 MAX_TABLE_ROWS = 200
 MAX_START_ROWS = 100
