@@ -14,14 +14,15 @@ from torchtitan_lite.cli.named_checkpoint import resolve_any
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.examining.difference import Difference, compare_checkpoints
+from torchtitan_lite.examining.opened import OpenedCheckpoint, open_checkpoint
+from torchtitan_lite.examining.presence import present
 from torchtitan_lite.log import counted
 from torchtitan_lite.store.manifest_fields import topology_in_words
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
-    from torchtitan_lite.examining.difference import Difference
-    from torchtitan_lite.examining.opened import OpenedCheckpoint
     from torchtitan_lite.examining.value_difference import ValueDifference
 
 _SHOWN = 12
@@ -55,10 +56,6 @@ class Diff:
         if not self.atol >= 0 or math.isinf(self.atol):
             raise ConfigError(f"--atol: expected a number of at least 0, found {self.atol}")
         a, b = resolve_any(self.a).folder, resolve_any(self.b).folder
-        from torchtitan_lite.examining.difference import compare_checkpoints
-        from torchtitan_lite.examining.opened import open_checkpoint
-        from torchtitan_lite.examining.presence import present
-
         with present(a, b):
             opened_a, opened_b = open_checkpoint(a), open_checkpoint(b)
             result = _Result(opened_a, opened_b, compare_checkpoints(opened_a, opened_b), self.atol)
@@ -144,7 +141,7 @@ def _rendered(result: _Result) -> RenderableType:
     from rich.text import Text
 
     found = result.difference
-    parts: list[RenderableType] = [Text(f"A  {result.a.folder}"), Text(f"B  {result.b.folder}")]
+    parts: list[RenderableType] = [f"A  {result.a.folder}", f"B  {result.b.folder}"]
     sections = (
         ("Only in A", [(key, what) for key, what in found.only_in_a.items()]),
         ("Only in B", [(key, what) for key, what in found.only_in_b.items()]),
@@ -157,8 +154,8 @@ def _rendered(result: _Result) -> RenderableType:
     )
     for title, rows in sections:
         if rows:
-            parts += [Text(), Text(f"{title}: {len(rows)}", style="bold"), *_shortened_table(rows)]
-    return Group(*parts, Text(), *(Text(line) for line in _diff_summary(result)))
+            parts += ["", Text(f"{title}: {len(rows)}", style="bold"), *_shortened_table(rows)]
+    return Group(*parts, "", *_diff_summary(result))
 
 
 def _in_words_of_origin(origin: Mapping[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
@@ -202,11 +199,10 @@ def _value_difference_text(value: ValueDifference) -> tuple[str, str]:
 
 def _shortened_table(rows: Sequence[tuple[str, ...]]) -> list[RenderableType]:
     from rich.padding import Padding
-    from rich.text import Text
 
     parts: list[RenderableType] = [_Columns(rows[:_SHOWN])]
     if len(rows) > _SHOWN:
-        parts.append(Text(f"... and {len(rows) - _SHOWN} more; --json has all of them"))
+        parts.append(f"... and {len(rows) - _SHOWN} more; --json has all of them")
     return [Padding(part, (0, 0, 0, 2)) for part in parts]
 
 
@@ -225,11 +221,11 @@ class _Columns:
         if sum(max(map(len, column)) + _GAP for column in columns) - _GAP > options.max_width:
             for name, *cells in self.rows:
                 yield Text(name, overflow="fold")
-                yield Padding(Text((" " * _GAP).join(cells)), (0, 0, 0, 2))
+                yield Padding((" " * _GAP).join(cells), (0, 0, 0, 2))
             return
         table = Table.grid(padding=(0, _GAP, 0, 0))
         for row in self.rows:
-            table.add_row(*map(Text, row))
+            table.add_row(*row)
         yield table
 
 

@@ -58,7 +58,7 @@ class ListedTree:
     @classmethod
     def of_files(cls, root: Path, names: Sequence[str]) -> ListedTree:
         """Return those of the files `names` in `root` that exist. Raises as `of_folder` does."""
-        files = {name: FileState.of(_regular_file_stat(root / name)) for name in names if os.path.lexists(root / name)}
+        files = {name: FileState.of(regular_file_stat(root / name)) for name in names if os.path.lexists(root / name)}
         return cls(root, files, {})
 
     @property
@@ -137,11 +137,12 @@ def _files_below(root: Path, folder: str) -> Iterator[tuple[str, os.stat_result]
             if entry.is_dir(follow_symlinks=False):
                 yield from _files_below(root, path)
             else:
-                yield path, _regular_file_stat(root / path)
+                yield path, regular_file_stat(root / path)
     yield folder, (root / folder).lstat()
 
 
-def _regular_file_stat(path: Path) -> os.stat_result:
+def regular_file_stat(path: Path) -> os.stat_result:
+    """Return what the system says of the file `path`. Raises `CheckpointUnsafe` for anything else, and OSError."""
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode):
         raise CheckpointUnsafe(str(path), f"expected a file, found {file_kind(path)}")
