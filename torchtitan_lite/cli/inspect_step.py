@@ -93,7 +93,7 @@ class _View:
             if rows:
                 blocks.append(("Tensors", _tensors_table(rows if tensors else rows[:_MOST_ROWS])))
             if not tensors and len(rows) > _MOST_ROWS:
-                blocks.append(("", Text(f"and {counted(len(rows) - _MOST_ROWS, 'more row')}: --tensors '*' shows all")))
+                blocks.append(("", f"and {counted(len(rows) - _MOST_ROWS, 'more row')}: --tensors '*' shows all"))
         if ranks or not tensors:
             blocks.append((f"Files{self._legend() if ranks else ''}", self._files(by_part=ranks)))
         shown: list[RenderableType] = [Text(str(self.opened.folder), style="bold"), _pairs_table(self._facts())]

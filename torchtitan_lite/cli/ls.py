@@ -128,12 +128,12 @@ class _Found:
 
         usable = [entry for entry in self.entries if entry.state in USABLE]
         others = [entry for entry in self.entries if entry.state not in USABLE]
-        parts: list[RenderableType] = [Text(f"{self.root}: {counted(len(usable), 'checkpoint')}, {_total(usable)}")]
+        parts: list[RenderableType] = [f"{self.root}: {counted(len(usable), 'checkpoint')}, {_total(usable)}"]
         if self.holder is not None:
-            parts.append(Text(f"In use by {self.holder}"))
+            parts.append(f"In use by {self.holder}")
         if self.uploads.stored:
             (step, *_), at = max(self.uploads.stored.items())
-            parts.append(Text(f"Uploaded to {self.uploads.address}: up to step {step}, {age(self.now - at)} ago"))
+            parts.append(f"Uploaded to {self.uploads.address}: up to step {step}, {age(self.now - at)} ago")
         rows = {entry.name: self._row(entry) for entry in usable}
         widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows.values(), strict=True)]
         for number, (title, of_run) in enumerate(_by_run(usable)):
@@ -143,14 +143,14 @@ class _Found:
             parts += ["", Text(f"Not loaded by any job, {_total(others)}", style="bold"), self._others(others)]
         if self.keys and any(map(self.goes, usable)):
             rules = ", ".join(f"{key} {value}" for key, value in self.keys.items())
-            parts += ["", Text(f"To be removed by {rules}, the latest checkpoint's configuration.")]
+            parts += ["", f"To be removed by {rules}, the latest checkpoint's configuration."]
         if self.pins_error:
-            parts += ["", Text(f"Nothing is removed: {self.pins_error}")]
+            parts += ["", f"Nothing is removed: {self.pins_error}"]
         if usable and is_address(self.root):
             last = self.latest or usable[-1]
             # Not folded: the address is to be copied.
             address = Text(f"{self.root}/{last.name}", no_wrap=True, overflow="ignore")
-            parts += ["", Text(f"The address of step {last.step}:"), address]
+            parts += ["", f"The address of step {last.step}:", address]
         return Group(*parts)
 
     def _row(self, entry: ListedCheckpoint) -> tuple[str, ...]:

@@ -147,14 +147,13 @@ class _HeldHere:
         if self.keeper is None:
             return f"{self.root}: nothing is kept in memory on this host"
         from rich.console import Group
-        from rich.text import Text
 
         held = f"{counted(len(self.images), 'image')}, {readable_bytes(self.memory_bytes)}"
         held += f", kept by process {self.keeper.pid}"
         table = plain_table("step", "rank", "size", "age", "run")
         for image in self.images:
             table.add_row(*self._row(image))
-        return Group(Text(f"{self.root}: {held}"), Text(self._use()), *(("", table) if self.images else ()))
+        return Group(f"{self.root}: {held}", self._use(), *(("", table) if self.images else ()))
 
     def _use(self) -> str:
         assert self.keeper is not None

@@ -71,7 +71,6 @@ class PruneOthers:
 
     def _table(self, verdicts: Sequence[OtherVerdict], done: Sequence[OtherVerdict], stopped: str) -> RenderableType:
         from rich.console import Group
-        from rich.text import Text
 
         table = plain_table("name", "files", "size", "what happens")
         words = self._words(any(retention.DAMAGED in verdict.kept_by for verdict in verdicts))
@@ -79,13 +78,13 @@ class PruneOthers:
             other = verdict.checkpoint
             num_files = str(len(other.tree.files) or "")
             what = self._in_words(verdict, verdict in done, words)
-            table.add_row(Text(other.name), num_files, readable_bytes(other.nbytes), Text(what))
+            table.add_row(other.name, num_files, readable_bytes(other.nbytes), what)
         size = f" ({readable_bytes(sum(verdict.checkpoint.nbytes for verdict in done))})" if done else ""
         would = "" if self.removes else "would be "
         end = f"\n{len(done)} of {counted(len(verdicts), 'checkpoint')} {would}removed{size}"
         end += ": nothing is removed without --yes" if done and not self.removes else ""
         end += f"\nStopped: {stopped}. Run it again for what is there now." if stopped else ""
-        return Group(table, Text(end))
+        return Group(table, end)
 
     def _in_words(self, verdict: OtherVerdict, is_done: bool, words: Mapping[str, str]) -> str:
         if verdict.goes and not is_done:

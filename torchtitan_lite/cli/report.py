@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from torchtitan_lite.cli.named_checkpoint import local
 from torchtitan_lite.cli.screen import Screen
@@ -15,9 +15,6 @@ from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.report.page import render_page
 from torchtitan_lite.report.picture import find_browser, pictures
 from torchtitan_lite.report.run import read_run
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 @dataclass(frozen=True)
@@ -62,11 +59,5 @@ class Report:
                 for run in runs
             ],
         }
-
-        def shown() -> RenderableType:
-            from rich.text import Text
-
-            lines = [f"{out}: {readable_bytes(len(page))}, {counted(num_steps, 'logged step')}", *map(str, written[1:])]
-            return Text("\n".join(lines))
-
-        screen.show(document, shown)
+        lines = [f"{out}: {readable_bytes(len(page))}, {counted(num_steps, 'logged step')}", *map(str, written[1:])]
+        screen.show(document, lambda: "\n".join(lines))

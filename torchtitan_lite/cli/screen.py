@@ -95,11 +95,12 @@ class Screen:
     def _print(self, renderable: RenderableType) -> None:
         from rich.console import Console
 
-        console = Console(file=sys.stdout, width=self._width, highlight=False)
+        plain: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}  # A path may have [brackets].
+        console = Console(file=sys.stdout, width=self._width, **plain)
         if console.is_terminal:
             console.width = max(console.width, LEAST_COLUMNS)
         else:
-            console = Console(file=io.StringIO(), width=self._width or _UNLIMITED, highlight=False, color_system=None)
+            console = Console(file=io.StringIO(), width=self._width or _UNLIMITED, color_system=None, **plain)
         with console.capture() as printed:
             console.print(renderable)
         sys.stdout.writelines(f"{line.rstrip()}\n" for line in printed.get().splitlines())

@@ -13,18 +13,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchtitan_lite.checkpoint.untrusted.safetensors_header import NAMES
 from torchtitan_lite.converting.streamed_file import Advance, Elements, read_back, write_new
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError, ExtraMissing, TorchtitanLiteError
 from torchtitan_lite.examining.tensor_stream import TensorStream
 from torchtitan_lite.log import listed
 
-DTYPES = {
-    **{"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"},
-    **{"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8"},
-    **{"uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL"},
-    **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
-}
+DTYPES = {ours: name for name, ours in NAMES.items() if name not in ("F8_E8M0", "C64")}
 """The format's name of each dtype that every version of the library since 0.4 reads."""
 
 SINGLE_FILE = "model.safetensors"

@@ -201,28 +201,15 @@ _TEXTS = re.compile(
 """What transformers and peft write next to weights and pickles."""
 
 
-@dataclass(frozen=True)
-class OtherCheckpoint:
-    """A checkpoint of another library, or a part of one."""
+@dataclass(frozen=True, kw_only=True)
+class OtherCheckpoint(ListedCheckpoint):
+    """A checkpoint of another library, or a part of one; `finding` is why it is not known to be complete."""
 
     path: Path
-    origin: WrittenBy | None
-    step: int | None
-    kind: CheckpointKind | None
-    created_at: float
-    """Unix seconds."""
-    nbytes: int
     tree: ListedTree
     """All that is removed with it; nothing for one that is not complete."""
     named: Named
     """Which ones it names as the best or the last."""
-    finding: str = ""
-    """Why it is not known to be complete."""
-
-    @property
-    def name(self) -> str:
-        """Return its name in the folder."""
-        return self.path.name
 
     def first_to_go(self) -> list[str]:
         """Return the files without which no library loads it, in the order in which they go.
@@ -266,8 +253,8 @@ def _other(root: Path, entry: ListedCheckpoint) -> OtherCheckpoint:
     except (TorchtitanLiteError, OSError) as error:
         finding = f"{error!s:.200}"
     step = named.step if entry.step is None else entry.step
-    nbytes = tree.nbytes or entry.nbytes
-    return OtherCheckpoint(path, entry.origin, step, entry.kind, entry.created_at, nbytes, tree, named, finding)
+    own = {"step": step, "nbytes": tree.nbytes or entry.nbytes, "finding": finding}
+    return OtherCheckpoint(**vars(entry) | own, path=path, tree=tree, named=named)
 
 
 def _unknown_files(tree: ListedTree, known: AbstractSet[str], origin: WrittenBy | None) -> Iterator[str]:

@@ -177,28 +177,21 @@ class SeenFolder:
         A store that cannot be read is a warning: what the dump folder has is known without it.
         """
         if not is_in_object_store(name):
-            return _folder_on_disk(dump_folder / name)
+            root = dump_folder / name
+            if not root.is_dir():
+                return cls()
+            return cls(tuple(inventory(root)), CheckpointStore(root).seen_holder(), root.joinpath)
         try:
-            return _folder_in_store(name)
+            # Its client is an extra, and takes its time.
+            from torchtitan_lite.bucket.bucket_store import open_bucket
+            from torchtitan_lite.examining.stored_inventory import stored_inventory
+
+            store = open_bucket(name)
+            _, entries = stored_inventory(store)
+            return cls(tuple(entries), store.seen_holder(), store.place_of)
         except (OSError, TorchtitanLiteError) as error:
             logger.warning("The checkpoints in %s are left out: %s", name, error)
             return cls(was_read=False)
-
-
-def _folder_on_disk(root: Path) -> SeenFolder:
-    if not root.is_dir():
-        return SeenFolder()
-    return SeenFolder(tuple(inventory(root)), CheckpointStore(root).seen_holder(), root.joinpath)
-
-
-def _folder_in_store(address: str) -> SeenFolder:
-    # Its client is an extra, and takes its time.
-    from torchtitan_lite.bucket.bucket_store import open_bucket
-    from torchtitan_lite.examining.stored_inventory import stored_inventory
-
-    store = open_bucket(address)
-    _, entries = stored_inventory(store)
-    return SeenFolder(tuple(entries), store.seen_holder(), store.place_of)
 
 
 # Where the time of a run went, part by part.
