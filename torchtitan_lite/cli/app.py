@@ -13,7 +13,7 @@ import inspect
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, Protocol, cast
@@ -97,7 +97,8 @@ def parse_verb(argv: Sequence[str]) -> tuple[Verb, bool]:
         # --keep_latest is --keep-latest.
         arguments = [re.sub("^--[^=]*", lambda found: found[0].replace("_", "-"), each) for each in argv[1:]]
         values = _given(parser, parser.parse_known_intermixed_args, arguments)
-        return cast(Verb, _made(kind, values)), values["json"]
+        as_json = values.pop("json")
+        return cast(Verb, kind(**values)), as_json
     if not name.startswith("-"):
         raise ConfigError(_unknown_verb(name))
     parser = _parser_of_all()
@@ -108,17 +109,6 @@ def parse_verb(argv: Sequence[str]) -> tuple[Verb, bool]:
 
     sys.stdout.write(shtab.complete(parser, shell))
     raise SystemExit(0)
-
-
-def _made(kind: Any, values: Mapping[str, Any]) -> Any:
-    """Return the dataclass `kind` of its `values`, and so for a field whose default is a dataclass."""
-    fields = {each.name: each.default for each in dataclasses.fields(kind)}
-    return kind(
-        **{
-            name: _made(type(default), values) if dataclasses.is_dataclass(default) else values[name]
-            for name, default in fields.items()
-        }
-    )
 
 
 @dataclass(frozen=True)

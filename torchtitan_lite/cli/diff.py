@@ -143,23 +143,22 @@ def _rendered(result: _Result) -> RenderableType:
     found = result.difference
     parts: list[RenderableType] = [f"A  {result.a.folder}", f"B  {result.b.folder}"]
     sections = (
-        ("Only in A", [(key, what) for key, what in found.only_in_a.items()]),
-        ("Only in B", [(key, what) for key, what in found.only_in_b.items()]),
+        ("Only in A", [*found.only_in_a.items()]),
+        ("Only in B", [*found.only_in_b.items()]),
         ("Another dtype or shape (A, B)", _form_rows(result)),
         ("Another container (A, B)", _table_rows(found.containers)),
         ("Other objects (A, B)", _table_rows(found.objects)),
         ("Other values", _value_rows(result)),
         ("Clocks of the runs, which do not count", _clock_rows(result)),
-        ("Where they come from, which does not count (A, B)", _table_rows(_in_words_of_origin(found.origin))),
+        (
+            "Where they come from, which does not count (A, B)",
+            [(name, *map(topology_in_words, sides)) for name, sides in found.origin.items()],
+        ),
     )
     for title, rows in sections:
         if rows:
             parts += ["", Text(f"{title}: {len(rows)}", style="bold"), *_shortened_table(rows)]
     return Group(*parts, "", *_diff_summary(result))
-
-
-def _in_words_of_origin(origin: Mapping[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
-    return {name: (topology_in_words(a), topology_in_words(b)) for name, (a, b) in origin.items()}
 
 
 def _table_rows(pairs: Mapping[str, tuple[str, str]]) -> list[tuple[str, ...]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from torchtitan_lite.cli.name_map import NOTHING_GIVEN, GivenModel
+from torchtitan_lite.cli.name_map import GivenModel
 from torchtitan_lite.cli.named_checkpoint import resolve_any
 from torchtitan_lite.cli.new_place import new_place
 from torchtitan_lite.cli.screen import Screen
@@ -54,7 +54,16 @@ class Export:
     """Globs of the model's names, with commas: only these."""
     exclude: Annotated[str, Option("GLOBS")] = ""
     """Globs of the model's names, with commas: not these."""
-    model: GivenModel = NOTHING_GIVEN
+    config: Annotated[str, Option("FILE")] = ""
+    """hf: the model's config.json, where the checkpoint does not describe the model. peft: the adapter_config.json."""
+    names: Literal["llama", "same"] = "llama"
+    """hf: llama, the model of train.py; same, a model that has Hugging Face's names already."""
+    name_map: Annotated[str, Option("NAMES")] = ""
+    """hf: FILE.json with {name in the model: name in the file}, or module:function."""
+    tokenizer: Annotated[str, Option("PATH")] = ""
+    """hf: a tokenizer.json or its folder, in place of the recorded one."""
+    no_tokenizer: bool = False
+    """hf: write no files of a tokenizer."""
     adapter: Annotated[str, Option("NAME")] = "default"
     """peft: the name that the adapter has in the model."""
 
@@ -90,7 +99,8 @@ class Export:
         from torchtitan_lite.cli.described_model import described_checkpoint
         from torchtitan_lite.hugging_face.writing import plan, write_planned
 
-        of = described_checkpoint(opened, self.model)
+        given = GivenModel(self.config, self.names, self.name_map, self.tokenizer, self.no_tokenizer)
+        of = described_checkpoint(opened, given)
         for note in of.notes:
             screen.note(note)
         name = out.absolute().name
@@ -102,11 +112,11 @@ class Export:
         from torchtitan_lite.hugging_face import adapter
         from torchtitan_lite.hugging_face.writing import write_planned
 
-        if not self.model.config:
+        if not self.config:
             raise ConfigError(
                 "--format peft needs --config: the adapter_config.json that LoraConfig.save_pretrained writes"
             )
-        config = read_config(self.model.config, adapter.CONFIG)
+        config = read_config(self.config, adapter.CONFIG)
         planned = adapter.plan_adapter(opened, config, adapter=self.adapter, name=out.absolute().name, dtype=self.dtype)
         if planned.left_out:
             screen.note(f"note: left out, because trained but not part of the adapter: {listed(planned.left_out)}")
@@ -115,9 +125,8 @@ class Export:
     def _refuse_options(self) -> None:
         """Raise ConfigError for an option that the format does not have."""
         usual = Export(self.step, self.out)
-        given, defaults = (vars(each) | vars(each.model) for each in (self, usual))
         for name, formats in _FORMATS_OF.items():
-            if given[name] != defaults[name] and self.format not in formats:
+            if getattr(self, name) != getattr(usual, name) and self.format not in formats:
                 raise ConfigError(f"--{name.replace('_', '-')} is for --format {' and '.join(formats)}")
 
 

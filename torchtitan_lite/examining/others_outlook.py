@@ -93,9 +93,9 @@ class OthersOutlook:
         # A run that begins again in the folder of a longer one has lower steps.
         last_written = max(with_step, key=lambda each: (each.created_at, _known_step(each)), default=None)
         highest = _known_step(with_step[-1]) if with_step else None
-        names, finding = _best_and_last_names(
-            [each for each in with_step if each is last_written or each.step == highest]
-        )
+        latest = [each for each in with_step if each is last_written or each.step == highest]
+        names = frozenset(name for each in latest for name in each.named.names)
+        finding = next((each.named.finding for each in latest if each.named.finding), "")
         reasons: dict[int, tuple[str, ...]] = {}
         for each in with_step:
             is_so = {
@@ -174,12 +174,6 @@ def _with_kinds(family: Sequence[OtherCheckpoint]) -> list[OtherCheckpoint]:
     if any(each.kind is CheckpointKind.FULL for each in family):
         return [*family]
     return [dataclasses.replace(each, kind=CheckpointKind.FULL) for each in family]
-
-
-def _best_and_last_names(latest: Sequence[OtherCheckpoint]) -> tuple[frozenset[str], str]:
-    """Return the names that `latest` have for the best and the last, and why they are not known."""
-    names = frozenset(name for each in latest for name in each.named.names)
-    return names, next((each.named.finding for each in latest if each.named.finding), "")
 
 
 def _known_step(other: OtherCheckpoint) -> int:
