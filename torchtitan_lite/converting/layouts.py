@@ -47,9 +47,9 @@ def as_nested(reader: Reader) -> Relaid:
     return stored._replace(state=with_listed_groups(stored.state, reader))
 
 
-def as_weights(reader: Reader, keys: Iterable[ModelKey]) -> NewState:
-    """Return the model alone, under its own names."""
-    return reader.state({each.key: (each.name, each.path) for each in keys})
+def as_weights(reader: Reader, keys: Iterable[ModelKey], dtype: str = "") -> NewState:
+    """Return the model alone, under its own names, cast to `dtype` if it is not empty."""
+    return reader.state({each.key: (each.name, each.path) for each in keys}, dtype)
 
 
 def as_our_layout(reader: Reader) -> Relaid:

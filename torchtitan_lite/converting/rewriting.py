@@ -36,7 +36,6 @@ from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, Config
 from torchtitan_lite.examining.derived_metadata import metadata_of
 from torchtitan_lite.examining.listed_tree import HeldFolder, held
 from torchtitan_lite.examining.opened import OpenedCheckpoint, WrittenBy, open_checkpoint
-from torchtitan_lite.examining.tensor_stream import TensorStream
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest, Table
@@ -57,7 +56,7 @@ def convert(opened: OpenedCheckpoint, out: Path, to: Layout, progress: Progress,
         return _mirrored(opened, opened.manifest, out, progress)
     if opened.origin is _SAME[to]:
         raise ConfigError(f"{opened.folder} has this layout already: copy it, or use reshard")
-    reader = _reader(opened)
+    reader = Reader(opened)
     by_layout: dict[Layout, Callable[[Reader], Relaid]] = {
         "dcp": as_stored,
         "dcp, nested": as_nested,
@@ -74,7 +73,7 @@ def reshard_checkpoint(opened: OpenedCheckpoint, out: Path, num_files: int, prog
     """Write the same content to `num_files` files in the new folder `out`. Raises as `export` does."""
     if num_files < 1:
         raise ConfigError(f"--files {num_files}: expected at least 1")
-    reader = _reader(opened)
+    reader = Reader(opened)
     relaid = as_stored(reader)
     cut_into_files(relaid.state.tensors, num_files)
     if opened.manifest is not None:
@@ -105,10 +104,6 @@ def _keeping_what_is_right(folder: Path) -> Iterator[None]:
         else:
             logger.warning("What was copied stays in %s: the same command continues", folder)
         raise
-
-
-def _reader(opened: OpenedCheckpoint) -> Reader:
-    return Reader(opened, TensorStream(opened.folder, opened.contents, opened.records))
 
 
 def _write_rewritten(

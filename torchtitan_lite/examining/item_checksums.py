@@ -23,7 +23,7 @@ from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.untrusted.inert_pickle import AnyName, InertPickleError, parse_pickle
 from torchtitan_lite.checkpoint.untrusted.stock_item import Read, StockEntry, directory, locate
 from torchtitan_lite.disk.threads import in_threads
-from torchtitan_lite.errors import CheckpointUnreadable
+from torchtitan_lite.examining.presence import reading
 from torchtitan_lite.store.place import Place
 
 THREADS = 3
@@ -92,24 +92,21 @@ def check_items(
     # One file at a time: a checkpoint may have more of them than a process may open.
     for file, of_file in groupby(sorted(items, key=lambda place: place.item), key=lambda place: place.item.file):
         places = list(of_file)
-        try:
-            with files.opened(file) as fd:
+        with reading(folder), files.opened(file) as fd:
 
-                def check(place: PlacedItem, fd: int = fd) -> None:
-                    read = _bounded_reader(fd, place.item)
-                    elements = _Elements.of(read, place, finder)
-                    text, has_checksum = _item_finding(read, place, elements)
-                    with lock:
-                        checked.num_without_checksum += not has_checksum
-                        if elements.is_found:
-                            checked.with_nan.add(place.key)
-                        if text:
-                            checked.damaged.append((place, text))
-                        on_bytes(place.item.length)
+            def check(place: PlacedItem, fd: int = fd) -> None:
+                read = _bounded_reader(fd, place.item)
+                elements = _Elements.of(read, place, finder)
+                text, has_checksum = _item_finding(read, place, elements)
+                with lock:
+                    checked.num_without_checksum += not has_checksum
+                    if elements.is_found:
+                        checked.with_nan.add(place.key)
+                    if text:
+                        checked.damaged.append((place, text))
+                    on_bytes(place.item.length)
 
-                in_threads(places, min(THREADS, len(places)), lambda check=check: check)  # type: ignore[misc]  # of a default
-        except OSError as error:
-            raise CheckpointUnreadable(str(folder), f"{type(error).__name__}: {error}") from error
+            in_threads(places, min(THREADS, len(places)), lambda check=check: check)  # type: ignore[misc]  # of a default
     checked.damaged.sort(key=lambda found: found[0].item)
     return checked
 

@@ -23,6 +23,7 @@ from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, Fold
 from torchtitan_lite.examining.file_digests import OnBytes, digests_of
 from torchtitan_lite.examining.listed_tree import FileState, regular_file_stat
 from torchtitan_lite.examining.other_libraries import transformers_step_of
+from torchtitan_lite.examining.presence import reading
 from torchtitan_lite.log import listed
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.described import allowed_description_bytes
@@ -102,10 +103,8 @@ def states_of(folder: Path) -> dict[str, FileState]:
     Raises `CheckpointUnsafe` for what is neither a file nor a folder, and `CheckpointUnreadable`.
     """
     home = on_disk(home_of(folder))
-    try:
+    with reading(folder):
         return {name: FileState.of(regular_file_stat(home / name)) for name, _ in files_in(folder)}
-    except OSError as error:
-        raise CheckpointUnreadable(str(folder), f"{type(error).__name__}: {error}") from error
 
 
 def take_digests(folder: Path, before: Mapping[str, FileState], on_bytes: OnBytes) -> RecordedDigests:

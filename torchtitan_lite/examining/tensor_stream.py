@@ -24,8 +24,9 @@ from torchtitan_lite.checkpoint.untrusted.stock_item import item_reader, locate
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
 from torchtitan_lite.disk.read_requests import Piece, Segment, scatter
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe
 from torchtitan_lite.examining.cut import Cut, cuts_of, is_range, is_row_major, number_of, overlap
+from torchtitan_lite.examining.presence import reading
 from torchtitan_lite.store.place import Place
 
 SLICE_BYTES = 8 << 20
@@ -202,11 +203,8 @@ class TensorStream:
         item = chunk.item
         assert item is not None
         path = self._files.files.path_of(item.file)
-        try:
-            with self._files.files.opened(item.file) as fd:
-                layout = locate(item_reader(fd, item), item.length)
-        except OSError as error:
-            raise CheckpointUnreadable(str(path), f"{type(error).__name__}: {error}") from error
+        with reading(path), self._files.files.opened(item.file) as fd:
+            layout = locate(item_reader(fd, item), item.length)
         if layout is None:
             return _Part(chunk, begin, end, item.file, item.offset, held=self._held(key, chunk, item))
         if layout.shape != chunk.sizes or dtype_name(layout.dtype) != dtype_name(self.contents.tensors[key].dtype):

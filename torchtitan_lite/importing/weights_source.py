@@ -17,8 +17,9 @@ from torchtitan_lite.checkpoint.untrusted.safetensors_header import read_header
 from torchtitan_lite.checkpoint.untrusted.saved_file import SavedFile
 from torchtitan_lite.checkpoint.untrusted.stock_item import Layout
 from torchtitan_lite.disk.plain_file import is_plain_name, read_plain
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnreadable, ConfigError
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
 from torchtitan_lite.examining.cut import is_row_major, row_major
+from torchtitan_lite.examining.presence import reading
 from torchtitan_lite.examining.tensor_stream import TensorStream
 from torchtitan_lite.log import listed
 from torchtitan_lite.store import layout
@@ -64,15 +65,11 @@ def open_source(path: Path) -> WeightsSource:
     Raises CheckpointNotFound, ConfigError if it is something else, CheckpointDamaged, CheckpointUnsafe and
     CheckpointUnreadable.
     """
-    try:
+    with reading(path):
         if path.is_dir():
             return _source_of_folder(path)
         if path.exists():
             return _source_of_file(path)
-    except CheckpointNotFound:
-        raise  # It is an OSError, too.
-    except OSError as error:
-        raise CheckpointUnreadable(str(path), f"{type(error).__name__}: {error}") from error
     raise CheckpointNotFound(str(path), None, finding="it does not exist; a name on a hub is not downloaded")
 
 
