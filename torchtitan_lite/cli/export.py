@@ -100,11 +100,11 @@ class Export:
         from torchtitan_lite.hugging_face.writing import plan, write_planned
 
         given = GivenModel(self.config, self.names, self.name_map, self.tokenizer, self.no_tokenizer)
-        of = described_checkpoint(opened, given)
-        for note in of.notes:
+        model, of_trainer, notes = described_checkpoint(opened, given)
+        for note in notes:
             screen.note(note)
         name = out.absolute().name
-        planned = plan(opened, of.model, name=name, dtype=self.dtype, max_shard_bytes=most, of_trainer=of.of_trainer)
+        planned = plan(opened, model, name=name, dtype=self.dtype, max_shard_bytes=most, of_trainer=of_trainer)
         return write_planned(planned, out, screen.progress)
 
     def _adapter(self, opened: OpenedCheckpoint, out: Path, screen: Screen) -> NewOutput:

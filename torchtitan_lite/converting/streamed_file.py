@@ -43,18 +43,14 @@ class Elements(NamedTuple):
 Part = bytes | Elements
 
 
-def size_of(part: Part) -> int:
-    """Return the number of bytes of `part`."""
-    return part.num_bytes if isinstance(part, Elements) else len(part)
-
-
 def write_new(path: Path, parts: Sequence[Part], stream: TensorStream, advance: Advance) -> FileRecord:
     """Write `parts` to the new file `path`, synced; return its record.
 
     Raises the OSError of the disk, with a path in it, and what `stream` raises.
     """
     contents = _InOrder(_cast_pieces(parts, stream, advance))
-    source = Bounced(sum(map(size_of, parts)), contents.fill)
+    num_bytes = sum(part.num_bytes if isinstance(part, Elements) else len(part) for part in parts)
+    source = Bounced(num_bytes, contents.fill)
     written: list[FileRecord] = []
     failures: list[BaseException] = []
 

@@ -30,7 +30,6 @@ from torchtitan_lite.examining.other_libraries import (
     contents_in,
     contents_of,
     description_of,
-    has_optimizer,
     is_lightning_file,
     is_lightning_folder,
     lightning_step_of,
@@ -172,15 +171,14 @@ def _opened_of_other_library(
         sizes = dict(sorted(files_of(Path(contents.path)).sizes_of(contents.files).items()))
         created_at = description.lstat().st_mtime
     contents.check(sizes)
+    is_full = origin is WrittenBy.LIGHTNING or any(key.startswith("optimizer") for key in contents)
     return OpenedCheckpoint(
         folder,
         origin,
         contents,
         manifest=None,
         sizes=sizes,
-        kind=CheckpointKind.FULL
-        if has_optimizer(contents) or origin is WrittenBy.LIGHTNING
-        else CheckpointKind.WEIGHTS_ONLY,
+        kind=CheckpointKind.FULL if is_full else CheckpointKind.WEIGHTS_ONLY,
         step=step_of(folder.absolute().name),
         saved_by=SavingJob(),
         created_at=created_at,

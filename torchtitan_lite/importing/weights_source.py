@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, Shape, StoredTensor
 from torchtitan_lite.checkpoint.untrusted.safetensors_header import read_header
@@ -184,8 +184,8 @@ def tensors_in_file(file: Path) -> tuple[Mapping[str, Layout], str]:
     if file.suffix == SAFETENSORS:
         held = read_header(file)
         return {name: Layout(each.at, each.dtype, each.shape, row_major(each.shape)) for name, each in held.items()}, ""
-    saved = read_saved(file)
-    return saved.tensors, f"the weights are the entry {saved.entry!r} of {file.name}" if saved.entry else ""
+    tensors, entry = _tensors_of_torch(file)
+    return tensors, f"the weights are the entry {entry!r} of {file.name}" if entry else ""
 
 
 def is_strided(place: Layout) -> bool:
@@ -203,15 +203,8 @@ FROM_DEEPSPEED = (
 )
 
 
-class Saved(NamedTuple):
-    """The tensors of a state dict, and the entry of the file that it is; "" if it is all of the file."""
-
-    tensors: Mapping[str, Layout]
-    entry: str = ""
-
-
-def read_saved(path: Path) -> Saved:
-    """Return the weights in the file `path`.
+def _tensors_of_torch(path: Path) -> tuple[Mapping[str, Layout], str]:
+    """Return the tensors of the state dict in the file `path`, and the entry that it is; "" if it is all of the file.
 
     Raises ConfigError, with what is there, if it holds no state dict or several, and what `SavedFile` raises.
     """
@@ -228,10 +221,10 @@ def read_saved(path: Path) -> Saved:
         if _SHAPES in root and any(0 in place.shape for place in inner[entry].values()):
             raise ConfigError(f"{path} is {FROM_DEEPSPEED}")
         _refuse_others(path, file, file.mapping(root[entry]) or {}, entry)
-        return Saved(inner[entry], entry)
+        return inner[entry], entry
     if direct and not usual:
         _refuse_others(path, file, root, "")
-        return Saved(direct)
+        return direct, ""
     there = ", ".join(map(repr, list(inner or root)[:8])) or "nothing"
     what = "several groups of tensors" if inner else "no tensors"
     raise ConfigError(f"{path} holds {what} ({there}): save the state dict of the model alone with torch.save")
