@@ -121,9 +121,9 @@ def cut_into_files(tensors: Mapping[str, NewTensor], num_files: int) -> list[lis
     Each file gets at least one row that has elements. Raises ConfigError if there are fewer of these than files.
     """
     total = sum(tensor.num_bytes for tensor in tensors.values())
-    left = sum(_cut_dim_and_rows(tensor)[1] for tensor in tensors.values() if tensor.num_bytes)
-    if left < num_files and num_files > 1:
-        raise ConfigError(f"the tensors are too small for {num_files} files: ask for at most {max(left, 1)}")
+    left = most_files(tensors)
+    if left < num_files:
+        raise ConfigError(f"the tensors are too small for {num_files} files: ask for at most {left}")
     files: list[list[NewChunk]] = [[] for _ in range(num_files)]
     at, number, is_filled = 0, 0, False
     for key, tensor in tensors.items():
@@ -143,6 +143,11 @@ def cut_into_files(tensors: Mapping[str, NewTensor], num_files: int) -> list[lis
             if begin < rows:
                 number, is_filled = number + 1, False
     return files
+
+
+def most_files(tensors: Mapping[str, NewTensor]) -> int:
+    """Return the largest number of files that `tensors` can be cut into; at least 1."""
+    return max(1, sum(_cut_dim_and_rows(tensor)[1] for tensor in tensors.values() if tensor.num_bytes))
 
 
 def _cut_dim_and_rows(tensor: NewTensor) -> tuple[int | None, int]:

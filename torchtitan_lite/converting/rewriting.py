@@ -21,7 +21,7 @@ from torchtitan_lite import __version__
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.converting import new_output
-from torchtitan_lite.converting.dcp_folder import NewState, Written, cut_into_files, write_checkpoint
+from torchtitan_lite.converting.dcp_folder import NewState, Written, cut_into_files, most_files, write_checkpoint
 from torchtitan_lite.converting.exporting import Progress
 from torchtitan_lite.converting.layouts import Relaid, as_nested, as_our_layout, as_stored, as_torchtitan
 from torchtitan_lite.converting.new_output import NewOutput
@@ -64,7 +64,8 @@ def convert(opened: OpenedCheckpoint, out: Path, to: Layout, progress: Progress,
         "ours": as_our_layout,
     }
     relaid = by_layout[to](reader)
-    num_files = _fitting(relaid.state, sum(map(layout.is_data_file, opened.sizes)))
+    num_files = sum(map(layout.is_data_file, opened.sizes))
+    num_files = max(1, min(num_files, most_files(relaid.state.tensors)))
     manifest = _new_manifest(opened, relaid, out, reader) if to == "ours" else None
     return _write_rewritten(reader, out, relaid, num_files, manifest, progress)
 
@@ -168,17 +169,6 @@ def _check_step(step: int, out: Path) -> None:
     named = layout.parse_step(out.name)
     if named is not None and named != step:
         raise ConfigError(f"{out} is the name of step {named}, and the checkpoint is of step {step}: name OUT after it")
-
-
-def _fitting(state: NewState, num_files: int) -> int:
-    """Return the largest number of files, at most `num_files`, that the tensors can be cut into."""
-    for count in range(num_files, 1, -1):
-        try:
-            cut_into_files(state.tensors, count)
-        except ConfigError:
-            continue
-        return count
-    return 1
 
 
 # A copy of a checkpoint of ours on a disk: the same files, byte for byte, with the same manifest.
