@@ -9,7 +9,6 @@ on the way. Memory: `THREADS` x 1 MiB. Any thread.
 from __future__ import annotations
 
 import math
-import os
 import struct
 import threading
 import zlib
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 from torchtitan_lite.checkpoint.format.contents import Item, Shape
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.untrusted.inert_pickle import AnyName, InertPickleError, parse_pickle
-from torchtitan_lite.checkpoint.untrusted.stock_item import Read, StockEntry, directory, locate
+from torchtitan_lite.checkpoint.untrusted.stock_item import Read, StockEntry, directory, item_reader, locate
 from torchtitan_lite.disk.threads import in_threads
 from torchtitan_lite.examining.presence import reading
 from torchtitan_lite.store.place import Place
@@ -95,7 +94,7 @@ def check_items(
         with reading(folder), files.opened(file) as fd:
 
             def check(place: PlacedItem, fd: int = fd) -> None:
-                read = _bounded_reader(fd, place.item)
+                read = item_reader(fd, place.item)
                 elements = _Elements.of(read, place, finder)
                 text, has_checksum = _item_finding(read, place, elements)
                 with lock:
@@ -109,16 +108,6 @@ def check_items(
             in_threads(places, min(THREADS, len(places)), lambda check=check: check)  # type: ignore[misc]  # of a default
     checked.damaged.sort(key=lambda found: found[0].item)
     return checked
-
-
-def _bounded_reader(fd: int, item: Item) -> Read:
-    """Return what reads `item` in the open file `fd`, and nothing outside of it."""
-
-    def read(at: int, count: int) -> bytes:
-        count = min(count, item.length - at)
-        return os.pread(fd, count, item.offset + at) if at >= 0 and count > 0 else b""
-
-    return read
 
 
 @dataclass

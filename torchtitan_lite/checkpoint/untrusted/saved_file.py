@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.checkpoint.format.contents import Item
 from torchtitan_lite.checkpoint.untrusted.inert_pickle import (
     InertPickleError,
     Instance,
@@ -30,6 +31,7 @@ from torchtitan_lite.checkpoint.untrusted.stock_item import (
     content_start,
     described_tensor,
     directory,
+    item_reader,
 )
 from torchtitan_lite.disk.plain_file import opened_plain_file
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe
@@ -69,7 +71,7 @@ class SavedFile:
         self.path = path
         with opened_plain_file(path.resolve()) as fd:
             self._num_bytes = os.fstat(fd).st_size
-            read = _bounded_read(fd, self._num_bytes)
+            read = item_reader(fd, Item(path.name, 0, self._num_bytes))
             self._refuse_other_formats(read)
             try:
                 self._entries = directory(read, self._num_bytes, _MOST_DIRECTORY_BYTES)
@@ -146,8 +148,3 @@ class SavedFile:
         if sys.byteorder != "little" or (order is not None and content(read, order) != b"little"):
             raise CheckpointUnreadable(str(self.path), "its numbers are big-endian: save it on this machine")
         return folder
-
-
-def _bounded_read(fd: int, size: int) -> Read:
-    """Return a `read` of the file that is open as `fd`, which allocates no more than it has."""
-    return lambda offset, count: os.pread(fd, min(count, size - offset), offset) if 0 <= offset < size else b""
