@@ -140,7 +140,7 @@ class Prune:
     def _table(self, verdicts: list[Verdict]) -> RenderableType:
         from rich.console import Group
 
-        table = plain_table("step", "size", "what happens")
+        table = plain_table("step", "size", "what happens", padding=(0, 1))
         for verdict in verdicts:
             table.add_row(str(verdict.info.step), readable_bytes(verdict.info.nbytes), self._in_words(verdict))
         going = [verdict.info.nbytes for verdict in verdicts if verdict.goes]

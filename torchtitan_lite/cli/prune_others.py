@@ -72,7 +72,7 @@ class PruneOthers:
     def _table(self, verdicts: Sequence[OtherVerdict], done: Sequence[OtherVerdict], stopped: str) -> RenderableType:
         from rich.console import Group
 
-        table = plain_table("name", "files", "size", "what happens")
+        table = plain_table("name", "files", "size", "what happens", padding=(0, 1))
         words = self._words(any(retention.DAMAGED in verdict.kept_by for verdict in verdicts))
         for verdict in verdicts:
             other = verdict.checkpoint

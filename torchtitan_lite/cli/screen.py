@@ -106,14 +106,16 @@ class Screen:
         sys.stdout.writelines(f"{line.rstrip()}\n" for line in printed.get().splitlines())
 
 
-def plain_table(*columns: str, **options: Any) -> Table:
+def plain_table(
+    *columns: str, padding: tuple[int, int] | tuple[int, int, int, int] = (0, 2, 0, 0), show_header: bool = True
+) -> Table:
     """Return a table without lines, with two spaces between its `columns`.
 
     Numbers are at the right, and words are folded where the screen is too narrow.
     """
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="", **options)
+    table = Table(box=None, pad_edge=False, padding=padding, header_style="", show_header=show_header)
     for name in columns:
         table.add_column(
             name, justify="right" if name in _NUMBERS else "left", no_wrap=name not in _FOLDED, overflow="fold"
