@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from torchtitan_lite.converting.exporting import Exported, Progress
+from torchtitan_lite.converting.exporting import Progress
+from torchtitan_lite.converting.new_output import NewOutput
 from torchtitan_lite.examining.opened import OpenedCheckpoint
 from torchtitan_lite.hugging_face.known_model import HuggingFaceModel
 from torchtitan_lite.hugging_face.writing import plan, write_planned
@@ -22,7 +23,7 @@ NEW_TOKENS = 32
 TOLERANCE = 1e-5
 
 
-def write_model(opened: OpenedCheckpoint, model: HuggingFaceModel, out: Path, show: Progress, **how: Any) -> Exported:
+def write_model(opened: OpenedCheckpoint, model: HuggingFaceModel, out: Path, show: Progress, **how: Any) -> NewOutput:
     """Write the model in `opened` to the folder `out`, `how` as `plan` has it."""
     return write_planned(plan(opened, model, name=out.absolute().name, **how), out, show)
 

@@ -54,12 +54,12 @@ WITHOUT_TORCH = (
     *("hugging_face.known_model", "models.llama.args", "models.llama.hugging_face"),
     "models.llama.config_file",
     *(f"metrics.{name}" for name in ("ledger", "run_clock")),
-    *("accounts", "json_lines", "examining.held_folder", "examining.listed_tree", "examining.verified"),
+    *("accounts", "json_lines", "examining.listed_tree", "examining.verified"),
     *("cli.verify", "cli.verify_result", "cli.diff"),
     *("preflight", "data.batch_size"),
     *("report", "cli.report", "hangs"),
     *("cli.app", "cli.exit_codes", "cli.inspect_step", "cli.ls", "cli.memory"),
-    *("cli.named_checkpoint", "cli.screen", "cli.words"),
+    *("cli.named_checkpoint", "cli.screen"),
 )
 OF_CHECKPOINTS = tuple(part for floor in FLATS["extras"] for part in floor)
 NOT_EVEN_BELOW = {

@@ -226,15 +226,15 @@ def test_a_tolerance_that_is_none_is_wrong_usage(atol: str, step: Path, call: Sa
 def test_a_checkpoint_that_is_removed_meanwhile_is_one_sentence(
     step: Path, tmp_path: Path, call: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchtitan_lite.examining import difference
+    from torchtitan_lite.cli import diff
 
     def purge_and_compare(a: Any, b: Any) -> Any:
         found = compare(a, b)
         shutil.rmtree(step)
         return found
 
-    compare = difference.compare_checkpoints
-    monkeypatch.setattr(difference, "compare_checkpoints", purge_and_compare)
+    compare = diff.compare_checkpoints
+    monkeypatch.setattr(diff, "compare_checkpoints", purge_and_compare)
     other = shutil.copytree(step, tmp_path / "other")
     code, out, err = call(step, other, "--values")
     assert (code, out) == (1, "")

@@ -18,5 +18,5 @@ COMMANDS = [
 @pytest.mark.parametrize("command", dict.fromkeys(COMMANDS))
 def test_it_is_parsed(command: str) -> None:
     _, *arguments = shlex.split(command)
-    verb = parse_verb(arguments)
+    verb, _ = parse_verb(arguments)
     assert type(verb).__name__.lower() == arguments[0]

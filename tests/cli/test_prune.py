@@ -146,7 +146,7 @@ def said_json(*argv: object) -> Any:
         def show(self, data: Any, render: Callable[[], Any]) -> None:
             output.append(data)
 
-    assert parse_verb([*command, "--json"]).run(Keep(as_json=True)) == 0
+    assert parse_verb([*command, "--json"])[0].run(Keep(as_json=True)) == 0
     return output[0]
 
 

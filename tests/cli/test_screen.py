@@ -13,8 +13,7 @@ from tests.cli.command import on_a_terminal, plain
 from tests.cli.folders import add_step
 from torchtitan_lite.cli import screen as module
 from torchtitan_lite.cli.inspect_step import bar, folded
-from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.words import age
+from torchtitan_lite.cli.screen import Screen, age
 from torchtitan_lite.log import counted, readable_bytes
 
 Capture = pytest.CaptureFixture[str]

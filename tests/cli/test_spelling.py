@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli.conftest import Said
 from tests.store.filled import damage, fill
-from torchtitan_lite.cli.words import as_spelled
+from torchtitan_lite.cli.screen import as_spelled
 from torchtitan_lite.errors import FolderInUse
 from torchtitan_lite.store.lease import LeaseClock
 

@@ -19,7 +19,7 @@ from tests.checkpoint.small_run import SmallRun
 from tests.cli.conftest import Said
 from tests.cli.folders import GOLDEN, add_step
 from tests.store.filled import flip, later_format
-from torchtitan_lite.examining import verification
+from torchtitan_lite.cli import verify
 from torchtitan_lite.examining.verified import verified, verified_in
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -163,8 +163,8 @@ def test_a_step_that_is_removed_meanwhile_is_one_sentence(
             store.empty(store.discard(store.get(7)))
         return read(looked, on_bytes)
 
-    read = verification.read_through
-    monkeypatch.setattr(verification, "read_through", purge_and_read)
+    read = verify.read_through
+    monkeypatch.setattr(verify, "read_through", purge_and_read)
     save_plain({"weight": torch.ones(3)}, root / "step-9")
     copy = shutil.copytree(root, root.parent / "copy")
     code, out, err = call(root, "--json")
@@ -186,8 +186,8 @@ def test_the_result_is_not_recorded_for_a_checkpoint_that_took_the_name_meanwhil
         add_step(root, 7, created_at=5.0)
         return found
 
-    read = verification.read_through
-    monkeypatch.setattr(verification, "read_through", read_and_replace)
+    read = verify.read_through
+    monkeypatch.setattr(verify, "read_through", read_and_replace)
     assert call(root)[0] == 0
     assert verified_in(root) == {}
 

@@ -19,9 +19,8 @@ from torchtitan_lite.errors import CheckpointError, CheckpointNotFound
 from torchtitan_lite.report.changes import differences, shown_on_page, without_secret_values
 from torchtitan_lite.report.curves import spans_of, stalls_by_line, time_ceiling
 from torchtitan_lite.report.page import render_page
-from torchtitan_lite.report.run import read_run
+from torchtitan_lite.report.run import read_run, steps_per_line
 from torchtitan_lite.report.saved_steps import shard_map
-from torchtitan_lite.report.time_parts import steps_per_line
 from torchtitan_lite.store.holder import Holder
 from torchtitan_lite.store.manifest import CheckpointKind
 

@@ -13,14 +13,13 @@ import inspect
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, Protocol, cast
 
 from torchtitan_lite.cli.exit_codes import INTERRUPTED, ExitCode, code_of, sentence_of
-from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.cli.words import as_spelled
+from torchtitan_lite.cli.screen import Screen, as_spelled
 from torchtitan_lite.config.argument_parser import Option, Parser
 from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
 from torchtitan_lite.log import forget_stdout
@@ -53,13 +52,16 @@ VERBS = {
 
 
 class Verb(Protocol):
-    """The arguments of one verb, and what it does with them."""
+    """The arguments of one verb but --json, and what it does with them."""
 
-    @property
-    def json(self) -> bool: ...
+    def run(self, screen: Screen) -> ExitCode | None:
+        """Do it, print the result on `screen`, and return how it ended; None for fine."""
 
-    def run(self, screen: Screen) -> ExitCode:
-        """Do it, print the result on `screen`, and return how it ended."""
+
+@dataclass(frozen=True)
+class _OfEveryVerb:
+    json: bool = False
+    """Print JSON."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,10 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     spelled = partial(as_spelled, arguments=arguments)
     try:
-        verb = parse_verb(arguments)
-        screen = Screen(as_json=verb.json, spelled=spelled)
+        verb, as_json = parse_verb(arguments)
+        screen = Screen(as_json=as_json, spelled=spelled)
         with screen.noting_warnings():
-            return int(verb.run(screen))
+            return int(verb.run(screen) or ExitCode.FINE)
     except BrokenPipeError:
         forget_stdout()
         return ExitCode.FAILED
@@ -82,16 +84,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code_of(error)
 
 
-def parse_verb(argv: Sequence[str]) -> Verb:
-    """Return the verb that `argv` asks for. Raise ConfigError for wrong usage; `--help` prints and exits with 0."""
+def parse_verb(argv: Sequence[str]) -> tuple[Verb, bool]:
+    """Return the verb that `argv` asks for, and whether it prints JSON.
+
+    Raise ConfigError for wrong usage; `--help` prints and exits with 0.
+    """
     name = argv[0] if argv else ""
     if name in VERBS:
         kind = _load(name)
         parser = Parser(prog=f"{PROGRAM} {name}", description=inspect.getdoc(kind))
-        parser.add_fields(parser, kind, _option_default_text)
+        _add_arguments(parser, kind)
         # --keep_latest is --keep-latest.
         arguments = [re.sub("^--[^=]*", lambda found: found[0].replace("_", "-"), each) for each in argv[1:]]
-        return cast(Verb, _made(kind, _given(parser, parser.parse_known_intermixed_args, arguments)))
+        values = _given(parser, parser.parse_known_intermixed_args, arguments)
+        as_json = values.pop("json")
+        return cast(Verb, kind(**values)), as_json
     if not name.startswith("-"):
         raise ConfigError(_unknown_verb(name))
     parser = _parser_of_all()
@@ -102,17 +109,6 @@ def parse_verb(argv: Sequence[str]) -> Verb:
 
     sys.stdout.write(shtab.complete(parser, shell))
     raise SystemExit(0)
-
-
-def _made(kind: Any, values: Mapping[str, Any]) -> Any:
-    """Return the dataclass `kind` of its `values`, and so for a field whose default is a dataclass."""
-    fields = {each.name: each.default for each in dataclasses.fields(kind)}
-    return kind(
-        **{
-            name: _made(type(default), values) if dataclasses.is_dataclass(default) else values[name]
-            for name, default in fields.items()
-        }
-    )
 
 
 @dataclass(frozen=True)
@@ -129,8 +125,13 @@ def _parser_of_all() -> Parser:
     for name in VERBS:
         kind = _load(name)
         verb = verbs.add_parser(name, help=(inspect.getdoc(kind) or "").partition("\n\n")[0])
-        verb.add_fields(verb, kind, _option_default_text)
+        _add_arguments(verb, kind)
     return parser
+
+
+def _add_arguments(parser: Parser, kind: type) -> None:
+    for each in (kind, _OfEveryVerb):
+        parser.add_fields(parser, each, _option_default_text)
 
 
 def _given(

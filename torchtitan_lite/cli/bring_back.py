@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.cli.writing_verbs import holding, recover_with_notes, store_to_write
 from torchtitan_lite.config.address import is_address
@@ -32,10 +31,8 @@ class BringBack:
     """The name in it, as ls shows it: step-10.corrupt, which is verified first, or step-10.abandoned-RUN."""
     leave_branch: bool = False
     """Abandon the branch that replaced it."""
-    json: bool = False
-    """Print JSON."""
 
-    def run(self, screen: Screen) -> ExitCode:
+    def run(self, screen: Screen) -> None:
         store = store_to_write(self.folder, screen)
         shelf, name = store.shelf, self._name_in(store.address)
         with holding(store, "bring-back") as lease:
@@ -60,7 +57,6 @@ class BringBack:
             "is_latest": is_latest,
         }
         screen.show(data, lambda: _brought_back_text(aside, [path.name for path in left], is_latest))
-        return ExitCode.FINE
 
     def _name_in(self, folder: str) -> str:
         """Return the name, which a shell may have completed to a path. Raise ConfigError for one elsewhere."""

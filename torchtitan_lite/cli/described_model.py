@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,27 +36,21 @@ from torchtitan_lite.models.llama.hugging_face import (
 )
 from torchtitan_lite.models.llama.tied import EMBEDDING, OUTPUT, are_equal
 
+Described = tuple[HuggingFaceModel, bool, list[str]]
+"""A model, whether the configuration in the checkpoint is that of the model, and notes for the person."""
 _MOST_BYTES = 1 << 20
 _TOKENIZER_OF_DATA = "dataloader.tokenizer"
 _SETTINGS = "train_state.model."
 _MODEL_OF_IMPORT = "model"
 """In the manifest of a seed that `import-weights` or initial_load_in_hf made."""
 _LARGEST_SIZE = 1 << 40
+_WITHOUT_TOKENIZER = (
+    "note: the checkpoint names no tokenizer, so no files of one are written; --tokenizer PATH adds them"
+)
 _HOW = "give --config CONFIG_JSON, and --names same or --name-map if its names are not those of train.py's model"
 
 
-@dataclass(frozen=True)
-class DescribedCheckpoint:
-    """The model of a checkpoint."""
-
-    model: HuggingFaceModel
-    of_trainer: bool
-    """Whether the configuration in the checkpoint is that of the model."""
-    notes: list[str]
-    """For the person."""
-
-
-def described_checkpoint(opened: OpenedCheckpoint, given: GivenModel) -> DescribedCheckpoint:
+def described_checkpoint(opened: OpenedCheckpoint, given: GivenModel) -> Described:
     """Return the model in `opened`. Raise ConfigError, with what is missing or does not fit."""
     if given.tokenizer and given.no_tokenizer:
         raise ConfigError("--tokenizer and --no-tokenizer: expected one of them")
@@ -79,7 +72,7 @@ def described_checkpoint(opened: OpenedCheckpoint, given: GivenModel) -> Describ
     files = _named_tokenizer(given.tokenizer).files() if given.tokenizer else {}
     files |= {GENERATION: generation_config(config.get("bos_token_id"), config.get("eos_token_id"))}
     model = HuggingFaceModel(config, places, files, left_out)
-    return DescribedCheckpoint(model, False, [] if given.tokenizer or given.no_tokenizer else [_without_tokenizer()])
+    return model, False, [] if given.tokenizer or given.no_tokenizer else [_WITHOUT_TOKENIZER]
 
 
 def read_config(given: str, name: str = "config.json") -> dict[str, Any]:
@@ -95,7 +88,7 @@ def read_config(given: str, name: str = "config.json") -> dict[str, Any]:
     return {key: value for key, value in document.items() if key != "_name_or_path"}
 
 
-def _llama(opened: OpenedCheckpoint, keys: list[ModelKey], given: GivenModel) -> DescribedCheckpoint:
+def _llama(opened: OpenedCheckpoint, keys: list[ModelKey], given: GivenModel) -> Described:
     """Return the model of `train.py`: of the sizes in a given config.json, else of the recorded ones."""
     notes = []
     imported = _imported_args(opened)
@@ -125,8 +118,8 @@ def _llama(opened: OpenedCheckpoint, keys: list[ModelKey], given: GivenModel) ->
             f"the tokenizer has {tokenizer.vocab_size} tokens, and the model {rows}: name the run's with --tokenizer"
         )
     if tokenizer is None and not given.no_tokenizer:
-        notes.append(_without_tokenizer())
-    return DescribedCheckpoint(model, bool(opened.saved_by.config) and not given.config, notes)
+        notes.append(_WITHOUT_TOKENIZER)
+    return model, bool(opened.saved_by.config) and not given.config, notes
 
 
 def _copies(opened: OpenedCheckpoint, model: HuggingFaceModel, keys: list[ModelKey]) -> list[str]:
@@ -278,7 +271,3 @@ def _refuse_other_llama(opened: OpenedCheckpoint, config: Mapping[str, Any], pla
             f"{opened.folder}: {odd[0].name} has shape {list(found[odd[0].name])}, and in the model of config.json "
             f"{list(odd[0].shape)}"
         )
-
-
-def _without_tokenizer() -> str:
-    return "note: the checkpoint names no tokenizer, so no files of one are written; --tokenizer PATH adds them"

@@ -14,14 +14,15 @@ from torchtitan_lite.cli.named_checkpoint import resolve_any
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.examining.difference import Difference, compare_checkpoints
+from torchtitan_lite.examining.opened import OpenedCheckpoint, open_checkpoint
+from torchtitan_lite.examining.presence import present
 from torchtitan_lite.log import counted
 from torchtitan_lite.store.manifest_fields import topology_in_words
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
-    from torchtitan_lite.examining.difference import Difference
-    from torchtitan_lite.examining.opened import OpenedCheckpoint
     from torchtitan_lite.examining.value_difference import ValueDifference
 
 _SHOWN = 12
@@ -50,17 +51,11 @@ class Diff:
     """Read the values: largest difference of each tensor."""
     atol: Annotated[float, Option("NUMBER")] = 0.0
     """Largest difference of two values that counts as equal; implies --values."""
-    json: bool = False
-    """Print JSON."""
 
     def run(self, screen: Screen) -> ExitCode:
         if not self.atol >= 0 or math.isinf(self.atol):
             raise ConfigError(f"--atol: expected a number of at least 0, found {self.atol}")
         a, b = resolve_any(self.a).folder, resolve_any(self.b).folder
-        from torchtitan_lite.examining.difference import compare_checkpoints
-        from torchtitan_lite.examining.opened import open_checkpoint
-        from torchtitan_lite.examining.presence import present
-
         with present(a, b):
             opened_a, opened_b = open_checkpoint(a), open_checkpoint(b)
             result = _Result(opened_a, opened_b, compare_checkpoints(opened_a, opened_b), self.atol)
@@ -146,25 +141,24 @@ def _rendered(result: _Result) -> RenderableType:
     from rich.text import Text
 
     found = result.difference
-    parts: list[RenderableType] = [Text(f"A  {result.a.folder}"), Text(f"B  {result.b.folder}")]
+    parts: list[RenderableType] = [f"A  {result.a.folder}", f"B  {result.b.folder}"]
     sections = (
-        ("Only in A", [(key, what) for key, what in found.only_in_a.items()]),
-        ("Only in B", [(key, what) for key, what in found.only_in_b.items()]),
+        ("Only in A", [*found.only_in_a.items()]),
+        ("Only in B", [*found.only_in_b.items()]),
         ("Another dtype or shape (A, B)", _form_rows(result)),
         ("Another container (A, B)", _table_rows(found.containers)),
         ("Other objects (A, B)", _table_rows(found.objects)),
         ("Other values", _value_rows(result)),
         ("Clocks of the runs, which do not count", _clock_rows(result)),
-        ("Where they come from, which does not count (A, B)", _table_rows(_in_words_of_origin(found.origin))),
+        (
+            "Where they come from, which does not count (A, B)",
+            [(name, *map(topology_in_words, sides)) for name, sides in found.origin.items()],
+        ),
     )
     for title, rows in sections:
         if rows:
-            parts += [Text(), Text(f"{title}: {len(rows)}", style="bold"), *_shortened_table(rows)]
-    return Group(*parts, Text(), *(Text(line) for line in _diff_summary(result)))
-
-
-def _in_words_of_origin(origin: Mapping[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
-    return {name: (topology_in_words(a), topology_in_words(b)) for name, (a, b) in origin.items()}
+            parts += ["", Text(f"{title}: {len(rows)}", style="bold"), *_shortened_table(rows)]
+    return Group(*parts, "", *_diff_summary(result))
 
 
 def _table_rows(pairs: Mapping[str, tuple[str, str]]) -> list[tuple[str, ...]]:
@@ -204,11 +198,10 @@ def _value_difference_text(value: ValueDifference) -> tuple[str, str]:
 
 def _shortened_table(rows: Sequence[tuple[str, ...]]) -> list[RenderableType]:
     from rich.padding import Padding
-    from rich.text import Text
 
     parts: list[RenderableType] = [_Columns(rows[:_SHOWN])]
     if len(rows) > _SHOWN:
-        parts.append(Text(f"... and {len(rows) - _SHOWN} more; --json has all of them"))
+        parts.append(f"... and {len(rows) - _SHOWN} more; --json has all of them")
     return [Padding(part, (0, 0, 0, 2)) for part in parts]
 
 
@@ -227,11 +220,11 @@ class _Columns:
         if sum(max(map(len, column)) + _GAP for column in columns) - _GAP > options.max_width:
             for name, *cells in self.rows:
                 yield Text(name, overflow="fold")
-                yield Padding(Text((" " * _GAP).join(cells)), (0, 0, 0, 2))
+                yield Padding((" " * _GAP).join(cells), (0, 0, 0, 2))
             return
         table = Table.grid(padding=(0, _GAP, 0, 0))
         for row in self.rows:
-            table.add_row(*map(Text, row))
+            table.add_row(*row)
         yield table
 
 

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from torchtitan_lite.cli.exit_codes import ExitCode
-from torchtitan_lite.cli.name_map import NOTHING_GIVEN, GivenModel
+from torchtitan_lite.cli.name_map import GivenModel
 from torchtitan_lite.cli.named_checkpoint import resolve_any
 from torchtitan_lite.cli.new_place import new_place
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.examining.opened import OF_HUGGING_FACE, OpenedCheckpoint, open_checkpoint
+from torchtitan_lite.examining.presence import reporting_removal
 from torchtitan_lite.log import counted, listed, readable_bytes
 from torchtitan_lite.store.place import Place
 
 if TYPE_CHECKING:
-    from torchtitan_lite.converting.exporting import Exported
-    from torchtitan_lite.examining.opened import OpenedCheckpoint
+    from torchtitan_lite.converting.new_output import NewOutput
 
 _FORMATS_OF = {
     **dict.fromkeys(("names", "name_map", "tokenizer", "no_tokenizer"), ("hf",)),
@@ -54,20 +54,25 @@ class Export:
     """Globs of the model's names, with commas: only these."""
     exclude: Annotated[str, Option("GLOBS")] = ""
     """Globs of the model's names, with commas: not these."""
-    model: GivenModel = NOTHING_GIVEN
+    config: Annotated[str, Option("FILE")] = ""
+    """hf: the model's config.json, where the checkpoint does not describe the model. peft: the adapter_config.json."""
+    names: Literal["llama", "same"] = "llama"
+    """hf: llama, the model of train.py; same, a model that has Hugging Face's names already."""
+    name_map: Annotated[str, Option("NAMES")] = ""
+    """hf: FILE.json with {name in the model: name in the file}, or module:function."""
+    tokenizer: Annotated[str, Option("PATH")] = ""
+    """hf: a tokenizer.json or its folder, in place of the recorded one."""
+    no_tokenizer: bool = False
+    """hf: write no files of a tokenizer."""
     adapter: Annotated[str, Option("NAME")] = "default"
     """peft: the name that the adapter has in the model."""
-    json: bool = False
-    """Print JSON."""
 
-    def run(self, screen: Screen) -> ExitCode:
+    def run(self, screen: Screen) -> None:
         most = num_bytes(self.max_shard_size) if self.max_shard_size else None
         out = new_place(self.out, is_step=self.format == "dcp")
         target = resolve_any(self.step)
 
         from torchtitan_lite.converting.exporting import weights_alone
-        from torchtitan_lite.examining.opened import OF_HUGGING_FACE, open_checkpoint
-        from torchtitan_lite.examining.presence import reporting_removal
 
         with reporting_removal(target.folder):
             opened = open_checkpoint(target.folder)
@@ -75,20 +80,11 @@ class Export:
                 already = "has the form of Hugging Face's libraries already: copy it, or name another --format"
                 raise ConfigError(f"{target.folder} {already}")
             done = self._export(weights_alone(opened), out, most, screen)
-        data = {
-            "step": target.step,
-            "source": str(target.folder),
-            "out": str(out),
-            "format": self.format,
-            "dtype": self.dtype or None,
-            "files": done.files,
-            "tensors": done.num_tensors,
-            "bytes": done.num_bytes,
-        }
+        data = {"step": target.step, "source": str(target.folder), "out": str(out), "format": self.format}
+        data |= {"dtype": self.dtype or None, **done.to_json()}
         screen.show(data, lambda: _exported_text(target.folder, out, done))
-        return ExitCode.FINE
 
-    def _export(self, opened: OpenedCheckpoint, out: Path, most: int | None, screen: Screen) -> Exported:
+    def _export(self, opened: OpenedCheckpoint, out: Path, most: int | None, screen: Screen) -> NewOutput:
         self._refuse_options()
         if self.format == "peft":
             return self._adapter(opened, out, screen)
@@ -99,27 +95,28 @@ class Export:
         wanted = ExportRequest(self.format, self.dtype, most, self.include, self.exclude)
         return export(opened, out, wanted, screen.progress)
 
-    def _model(self, opened: OpenedCheckpoint, out: Path, most: int | None, screen: Screen) -> Exported:
+    def _model(self, opened: OpenedCheckpoint, out: Path, most: int | None, screen: Screen) -> NewOutput:
         from torchtitan_lite.cli.described_model import described_checkpoint
         from torchtitan_lite.hugging_face.writing import plan, write_planned
 
-        of = described_checkpoint(opened, self.model)
-        for note in of.notes:
+        given = GivenModel(self.config, self.names, self.name_map, self.tokenizer, self.no_tokenizer)
+        model, of_trainer, notes = described_checkpoint(opened, given)
+        for note in notes:
             screen.note(note)
         name = out.absolute().name
-        planned = plan(opened, of.model, name=name, dtype=self.dtype, max_shard_bytes=most, of_trainer=of.of_trainer)
+        planned = plan(opened, model, name=name, dtype=self.dtype, max_shard_bytes=most, of_trainer=of_trainer)
         return write_planned(planned, out, screen.progress)
 
-    def _adapter(self, opened: OpenedCheckpoint, out: Path, screen: Screen) -> Exported:
+    def _adapter(self, opened: OpenedCheckpoint, out: Path, screen: Screen) -> NewOutput:
         from torchtitan_lite.cli.described_model import read_config
         from torchtitan_lite.hugging_face import adapter
         from torchtitan_lite.hugging_face.writing import write_planned
 
-        if not self.model.config:
+        if not self.config:
             raise ConfigError(
                 "--format peft needs --config: the adapter_config.json that LoraConfig.save_pretrained writes"
             )
-        config = read_config(self.model.config, adapter.CONFIG)
+        config = read_config(self.config, adapter.CONFIG)
         planned = adapter.plan_adapter(opened, config, adapter=self.adapter, name=out.absolute().name, dtype=self.dtype)
         if planned.left_out:
             screen.note(f"note: left out, because trained but not part of the adapter: {listed(planned.left_out)}")
@@ -128,9 +125,8 @@ class Export:
     def _refuse_options(self) -> None:
         """Raise ConfigError for an option that the format does not have."""
         usual = Export(self.step, self.out)
-        given, defaults = (vars(each) | vars(each.model) for each in (self, usual))
         for name, formats in _FORMATS_OF.items():
-            if given[name] != defaults[name] and self.format not in formats:
+            if getattr(self, name) != getattr(usual, name) and self.format not in formats:
                 raise ConfigError(f"--{name.replace('_', '-')} is for --format {' and '.join(formats)}")
 
 
@@ -144,7 +140,7 @@ def num_bytes(text: str) -> int:
     return size
 
 
-def _exported_text(source: Place, out: Path, done: Exported) -> str:
+def _exported_text(source: Place, out: Path, done: NewOutput) -> str:
     weights = [name for name in done.files if not name.endswith((".json", ".md", ".jinja"))]
     others = [name for name in done.files if name not in weights]
     size = f"{readable_bytes(done.num_bytes)} in {counted(len(weights), 'file')}"

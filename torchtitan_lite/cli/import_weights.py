@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.name_map import read_name_map
 from torchtitan_lite.cli.named_checkpoint import local
 from torchtitan_lite.cli.new_place import new_place
@@ -22,7 +21,8 @@ from torchtitan_lite.store.store import CheckpointStore
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from torchtitan_lite.importing.seed import Form, Imported
+    from torchtitan_lite.converting.new_output import NewOutput
+    from torchtitan_lite.importing.seed import Form
     from torchtitan_lite.models.llama.args import ModelArgs
 
 _TOKENIZER = "tokenizer.json"
@@ -48,10 +48,8 @@ class ImportWeights:
     """llama: the model of train.py. same: keep the names, for a training loop of your own."""
     name_map: Annotated[str, Option("NAMES")] = ""
     """For your own loop: FILE.json with {name in your model: name in SOURCE}, or module:function."""
-    json: bool = False
-    """Print JSON."""
 
-    def run(self, screen: Screen) -> ExitCode:
+    def run(self, screen: Screen) -> None:
         if self.files < 0:
             raise ConfigError(f"--files {self.files}: expected at least 1")
         if self.names == "same" and self.name_map:
@@ -73,15 +71,12 @@ class ImportWeights:
             "source": str(source),
             "out": str(out),
             "dtype": None if self.dtype == "same" else self.dtype,
-            "files": done.files,
-            "tensors": done.num_tensors,
-            "bytes": done.num_bytes,
+            **done.to_json(),
             "notes": done.notes,
             "model": None if args is None else dataclasses.asdict(args),
             "train": None if args is None else shlex.join(_command(source, out, args)),
         }
         screen.show(data, lambda: _imported_text(source, out, done, args))
-        return ExitCode.FINE
 
 
 def _refuse_folder_of_a_run(out: Path) -> None:
@@ -98,14 +93,14 @@ def _refuse_folder_of_a_run(out: Path) -> None:
         )
 
 
-def _import_llama(source: Path, out: Path, form: Form, screen: Screen) -> tuple[Imported, ModelArgs]:
+def _import_llama(source: Path, out: Path, form: Form, screen: Screen) -> tuple[NewOutput, ModelArgs]:
     from torchtitan_lite.models.llama.imported import open_llama, write_llama
 
     opened = open_llama(source)
     return write_llama(opened, out, form, screen.progress), opened.args
 
 
-def _import_named(source: Path, out: Path, names: Any, form: Form, screen: Screen) -> Imported:
+def _import_named(source: Path, out: Path, names: Any, form: Form, screen: Screen) -> NewOutput:
     """Write all tensors for a model that is not known here, under the names of a map or their own."""
     from torchtitan_lite.importing.seed import write_seed
     from torchtitan_lite.importing.wanted import as_mapped, as_renamed
@@ -122,7 +117,7 @@ def _import_named(source: Path, out: Path, names: Any, form: Form, screen: Scree
     return dataclasses.replace(done, notes=[*opened.notes, *chosen.notes])
 
 
-def _imported_text(source: Path, out: Path, done: Imported, args: ModelArgs | None) -> Text:
+def _imported_text(source: Path, out: Path, done: NewOutput, args: ModelArgs | None) -> Text:
     from rich.text import Text
 
     count = len([name for name in done.files if layout.is_data_file(name)])

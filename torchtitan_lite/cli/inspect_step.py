@@ -12,10 +12,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 from torchtitan_lite.checkpoint.format.contents import StoredTensor
-from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.named_checkpoint import resolve_any
-from torchtitan_lite.cli.screen import Screen, plain_table
-from torchtitan_lite.cli.words import age, count_text
+from torchtitan_lite.cli.screen import Screen, age, count_text, plain_table
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.config.job_config import JobConfig, flat_config
 from torchtitan_lite.errors import ConfigError
@@ -59,13 +57,11 @@ class Inspect:
     step: Annotated[str, Positional("STEP")]
     """The folder of a checkpoint, FOLDER:10 for a step in a folder of checkpoints, or FOLDER for its latest."""
     tensors: Annotated[str, Option("GLOB")] = ""
-    """Show every tensor whose key matches, such as 'model.*'; a * matches dots, too."""
+    """Show every tensor whose key matches, such as 'model.*'; a * matches dots, too. JSON has all that match."""
     ranks: bool = False
     """Show how many bytes each rank's file has of each part."""
-    json: bool = False
-    """Print JSON, with every tensor that matches."""
 
-    def run(self, screen: Screen) -> ExitCode:
+    def run(self, screen: Screen) -> None:
         opened = open_checkpoint(resolve_any(self.step).folder)
         chosen = matching(opened.contents.tensors, self.tensors or "*")
         if not chosen and self.tensors:
@@ -75,7 +71,6 @@ class Inspect:
             view.to_json() if screen.as_json else None,
             lambda: view.render(tensors=bool(self.tensors), ranks=self.ranks),
         )
-        return ExitCode.FINE
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,7 @@ class _View:
             if rows:
                 blocks.append(("Tensors", _tensors_table(rows if tensors else rows[:_MOST_ROWS])))
             if not tensors and len(rows) > _MOST_ROWS:
-                blocks.append(("", Text(f"and {counted(len(rows) - _MOST_ROWS, 'more row')}: --tensors '*' shows all")))
+                blocks.append(("", f"and {counted(len(rows) - _MOST_ROWS, 'more row')}: --tensors '*' shows all"))
         if ranks or not tensors:
             blocks.append((f"Files{self._legend() if ranks else ''}", self._files(by_part=ranks)))
         shown: list[RenderableType] = [Text(str(self.opened.folder), style="bold"), _pairs_table(self._facts())]
@@ -189,7 +184,7 @@ class _View:
     def _parts(self) -> Table:
         parts = state_parts(self.opened.contents)
         longest = max((part.nbytes for part in parts), default=0)
-        table = _new_columns_table("part", "tensors", "elements", "size", "objects", "", "dtypes")
+        table = plain_table("part", "tensors", "elements", "size", "objects", "", "dtypes")
         for part in parts:
             dtypes = ", ".join(sorted(part.dtypes))
             nbytes = readable_bytes(part.nbytes) if part.num_tensors else ""
@@ -202,7 +197,7 @@ class _View:
     def _files(self, *, by_part: bool) -> Table:
         held, sizes = bytes_by_file(self.opened.contents), self.opened.sizes
         names = self._part_names()
-        table = _new_columns_table("rank", "file", "size", "tensors", "")
+        table = plain_table("rank", "file", "size", "tensors", "")
         longest = max((sum(parts.values()) for parts in held.values()), default=0)
         for alike in _alike(sorted(held, key=lambda name: (layout.rank_of(name) or 0, name)), held, sizes):
             first, last = alike[0], alike[-1]
@@ -255,7 +250,7 @@ def _totals(parts: Sequence[StatePart]) -> Iterator[str]:
 
 def _tensors_table(rows: Sequence[Row]) -> Table:
     counts = any(row.num_tensors > 1 for row in rows)
-    table = _new_columns_table("name", *(["count"] if counts else []), "dtype", "shape", "size")
+    table = plain_table("name", *(["count"] if counts else []), "dtype", "shape", "size")
     for row in rows:
         shape = " x ".join(map(str, row.shape)) or "scalar"
         each = readable_bytes(row.nbytes // row.num_tensors)
@@ -285,17 +280,6 @@ def _pairs_table(facts: Mapping[str, str]) -> Table:
     table.add_column(overflow="fold")
     for name, value in facts.items():
         table.add_row(name, value)
-    return table
-
-
-def _new_columns_table(*names: str) -> Table:
-    table = plain_table()
-    for name in names:
-        if name in ("name", "part", "dtypes"):
-            table.add_column(name, overflow="fold")
-        else:
-            is_number = name in ("rank", "tensors", "elements", "size", "objects", "count")
-            table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
     return table
 
 

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.named_checkpoint import SpeltAddress, folder_of_checkpoints, names_step, none_in
-from torchtitan_lite.cli.screen import Screen, plain_table
-from torchtitan_lite.cli.words import age
+from torchtitan_lite.cli.screen import Screen, age, plain_table
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError, PinsUnreadable, UnknownFormat
@@ -53,10 +51,8 @@ class Ls:
 
     folder: Annotated[str, Positional("FOLDER")]
     """A folder of checkpoints, on disk or as an address, or the dump folder of a run."""
-    json: bool = False
-    """Print JSON."""
 
-    def run(self, screen: Screen) -> ExitCode:
+    def run(self, screen: Screen) -> None:
         if names_step(self.folder):
             raise ConfigError(f"{self.folder} is a checkpoint, not a folder of checkpoints: use inspect")
         found = (
@@ -65,7 +61,6 @@ class Ls:
             else _listing_on_disk(folder_of_checkpoints(self.folder))
         )
         screen.show(found.to_json() if screen.as_json else None, found.render)
-        return ExitCode.FINE
 
 
 @dataclass(frozen=True)
@@ -133,12 +128,12 @@ class _Found:
 
         usable = [entry for entry in self.entries if entry.state in USABLE]
         others = [entry for entry in self.entries if entry.state not in USABLE]
-        parts: list[RenderableType] = [Text(f"{self.root}: {counted(len(usable), 'checkpoint')}, {_total(usable)}")]
+        parts: list[RenderableType] = [f"{self.root}: {counted(len(usable), 'checkpoint')}, {_total(usable)}"]
         if self.holder is not None:
-            parts.append(Text(f"In use by {self.holder}"))
+            parts.append(f"In use by {self.holder}")
         if self.uploads.stored:
             (step, *_), at = max(self.uploads.stored.items())
-            parts.append(Text(f"Uploaded to {self.uploads.address}: up to step {step}, {age(self.now - at)} ago"))
+            parts.append(f"Uploaded to {self.uploads.address}: up to step {step}, {age(self.now - at)} ago")
         rows = {entry.name: self._row(entry) for entry in usable}
         widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows.values(), strict=True)]
         for number, (title, of_run) in enumerate(_by_run(usable)):
@@ -148,14 +143,14 @@ class _Found:
             parts += ["", Text(f"Not loaded by any job, {_total(others)}", style="bold"), self._others(others)]
         if self.keys and any(map(self.goes, usable)):
             rules = ", ".join(f"{key} {value}" for key, value in self.keys.items())
-            parts += ["", Text(f"To be removed by {rules}, the latest checkpoint's configuration.")]
+            parts += ["", f"To be removed by {rules}, the latest checkpoint's configuration."]
         if self.pins_error:
-            parts += ["", Text(f"Nothing is removed: {self.pins_error}")]
+            parts += ["", f"Nothing is removed: {self.pins_error}"]
         if usable and is_address(self.root):
             last = self.latest or usable[-1]
             # Not folded: the address is to be copied.
             address = Text(f"{self.root}/{last.name}", no_wrap=True, overflow="ignore")
-            parts += ["", Text(f"The address of step {last.step}:"), address]
+            parts += ["", f"The address of step {last.step}:", address]
         return Group(*parts)
 
     def _row(self, entry: ListedCheckpoint) -> tuple[str, ...]:
@@ -187,11 +182,7 @@ class _Found:
             yield f"DAMAGED, found {ago} ago" if entry.verified.num_findings else f"{what} {ago} ago"
 
     def _others(self, entries: Sequence[ListedCheckpoint]) -> Table:
-        table = plain_table()
-        table.add_column("name", overflow="fold")
-        table.add_column("size", justify="right", no_wrap=True)
-        table.add_column("age", justify="right", no_wrap=True)
-        table.add_column("what it is")
+        table = plain_table("name", "size", "age", "what it is")
         for entry in entries:
             what = entry.state.value.replace("_", " ")
             what += ", pinned" if self.is_pinned(entry) else ""

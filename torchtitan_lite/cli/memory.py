@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from torchtitan_lite.checkpoint.staging.mark import UnusableMark, read_mark
-from torchtitan_lite.cli.exit_codes import ExitCode
-from torchtitan_lite.cli.named_checkpoint import folder_of_checkpoints, local, names_step
-from torchtitan_lite.cli.screen import Screen, plain_table
-from torchtitan_lite.cli.words import age
+from torchtitan_lite.cli.named_checkpoint import folder_of_checkpoints, local, refuse_step
+from torchtitan_lite.cli.screen import Screen, age, plain_table
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.distributed.environment import runtime_folder
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError, FolderInUse, UnknownFormat
@@ -51,15 +49,14 @@ class Memory:
     """Free them, and end the process that holds them; refused while a job uses them."""
     keep: bool = False
     """Start the process that holds them, and wait until it ends: for a container of its own, next to the job's."""
-    json: bool = False
-    """Print JSON."""
 
-    def run(self, screen: Screen) -> ExitCode:
+    def run(self, screen: Screen) -> None:
         root = _root(self.folder)
         if self.keep and self.end:
             raise ConfigError("--keep starts what --end ends: give one of them")
         if self.keep:
-            return _hold_memory(root, screen)
+            _hold_memory(root, screen)
+            return
         keeper = _keeper_of(root)
         found = _HeldHere.of(root, keeper, time.time())
         if found.keeper is None and not root.is_dir():
@@ -72,7 +69,6 @@ class Memory:
             screen.show(found.to_json() | {"ended": True}, lambda: freed)
         else:
             screen.show(found.to_json() | {"ended": False}, found.render)
-        return ExitCode.FINE
 
 
 @dataclass(frozen=True)
@@ -151,17 +147,13 @@ class _HeldHere:
         if self.keeper is None:
             return f"{self.root}: nothing is kept in memory on this host"
         from rich.console import Group
-        from rich.text import Text
 
         held = f"{counted(len(self.images), 'image')}, {readable_bytes(self.memory_bytes)}"
         held += f", kept by process {self.keeper.pid}"
-        table = plain_table()
-        for title in ("step", "rank", "size", "age"):
-            table.add_column(title, justify="right", no_wrap=True)
-        table.add_column("run", overflow="fold")
+        table = plain_table("step", "rank", "size", "age", "run")
         for image in self.images:
             table.add_row(*self._row(image))
-        return Group(Text(f"{self.root}: {held}"), Text(self._use()), *(("", table) if self.images else ()))
+        return Group(f"{self.root}: {held}", self._use(), *(("", table) if self.images else ()))
 
     def _use(self) -> str:
         assert self.keeper is not None
@@ -177,15 +169,14 @@ class _HeldHere:
         return str(card.key.step), rank, readable_bytes(image.num_bytes), old, card.run.lineage.run_id
 
 
-def _hold_memory(root: Path, screen: Screen) -> ExitCode:
+def _hold_memory(root: Path, screen: Screen) -> None:
     """Hold what a job at `root` keeps until the run has finished, no job has used it for a while, or SIGTERM comes."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitCode.FINE))  # As process 1 it would do nothing by itself.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # As process 1 it would do nothing by itself.
     keeper = Keeper(root, _UNUSED_SECONDS, runtime=runtime_folder())
     keeper.start()
     found = _HeldHere.of(root, keeper, time.time())
     screen.show(found.to_json() | {"ended": False}, found.render)
     keeper.wait()
-    return ExitCode.FINE
 
 
 def _keeper_of(root: Path) -> Keeper:
@@ -196,10 +187,7 @@ def _keeper_of(root: Path) -> Keeper:
 
 def _root(spelling: str) -> Path:
     local(spelling, "memory")
-    if names_step(spelling):
-        raise ConfigError(
-            f"{spelling} is one checkpoint: name the folder of checkpoints, {spelling.rpartition(':')[0]}"
-        )
+    refuse_step(spelling)
     try:
         return folder_of_checkpoints(spelling)
     except CheckpointNotFound:

@@ -10,33 +10,22 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, NamedTuple
 
-from torchtitan_lite.config.argument_parser import Option
 from torchtitan_lite.errors import ConfigError
 
 NameMap = Mapping[str, Any] | Callable[[str], str | None]
 
 
-@dataclass(frozen=True)
-class GivenModel:
-    """What a person says about the model."""
+class GivenModel(NamedTuple):
+    """What a person says about the model: the options of `export` of these names."""
 
-    config: Annotated[str, Option("FILE")] = ""
-    """hf: the model's config.json, where the checkpoint does not describe the model. peft: the adapter_config.json."""
-    names: Literal["llama", "same"] = "llama"
-    """hf: llama, the model of train.py; same, a model that has Hugging Face's names already."""
-    name_map: Annotated[str, Option("NAMES")] = ""
-    """hf: FILE.json with {name in the model: name in the file}, or module:function."""
-    tokenizer: Annotated[str, Option("PATH")] = ""
-    """hf: a tokenizer.json or its folder, in place of the recorded one."""
-    no_tokenizer: bool = False
-    """hf: write no files of a tokenizer."""
-
-
-NOTHING_GIVEN = GivenModel()
+    config: str
+    names: str
+    name_map: str
+    tokenizer: str
+    no_tokenizer: bool
 
 
 def read_name_map(given: str) -> NameMap:

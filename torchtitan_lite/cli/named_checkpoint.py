@@ -99,6 +99,13 @@ def names_step(spelling: str) -> bool:
     return bool(folder) and is_step and not os.path.lexists(spelling)
 
 
+def refuse_step(spelling: str) -> None:
+    """Raise ConfigError if `spelling` is that of one checkpoint, as `names_step` has it."""
+    if names_step(spelling):
+        folder = SpeltAddress.of(spelling).folder if is_address(spelling) else spelling.rpartition(":")[0]
+        raise ConfigError(f"{spelling} is one checkpoint: name the folder of checkpoints, {folder}")
+
+
 def folder_of_checkpoints(spelling: str) -> Path:
     """Return the folder of checkpoints on disk that `spelling` means: itself, or `checkpoint` in a dump folder.
 

@@ -12,20 +12,15 @@ from torchtitan_lite.store.layout import Listing, is_checkpoint
 
 
 def new_place(spelling: str, *, is_step: bool) -> Path:
-    """Return `spelling`, the argument OUT, as a path. Raise ConfigError for an address, and as `refuse_place`."""
+    """Return `spelling`, the argument OUT, as a path.
+
+    Raise ConfigError for an address, and if there are checkpoints in it, or it would be part of one. Unless what is
+    made there `is_step`, a checkpoint in our layout or DCP's, it must not have the name of one among others either: a
+    job would take it for a save that was cut off.
+    """
     if is_address(spelling):
         raise ConfigError(f"OUT {spelling}: expected a folder on disk, found an address")
     out = Path(spelling)
-    refuse_place(out, is_step=is_step)
-    return out
-
-
-def refuse_place(out: Path, *, is_step: bool) -> None:
-    """Raise ConfigError if `out` has checkpoints in it, or would be part of one.
-
-    Unless what is made there `is_step`, a checkpoint in our layout or DCP's, it must not have the name of one among
-    others either: a job would take it for a save that was cut off.
-    """
     for folder in (out, out / IN_DUMP_FOLDER):
         if steps := _steps_in(folder):
             raise ConfigError(
@@ -44,6 +39,7 @@ def refuse_place(out: Path, *, is_step: bool) -> None:
             f"OUT {out}: {out.parent} has {_in_list(steps)}, and a job there would take {out.name} for a checkpoint: "
             "name OUT in another folder"
         )
+    return out
 
 
 def _steps_in(folder: Path) -> list[int]:

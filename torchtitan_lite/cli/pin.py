@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.named_checkpoint import resolve
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.config.argument_parser import Positional
@@ -28,10 +27,8 @@ class Pin:
 
     step: Step
     """FOLDER:10, the folder of a checkpoint, or FOLDER for its latest one."""
-    json: bool = False
-    """Print JSON."""
 
-    def run(self, screen: Screen) -> ExitCode:
+    def run(self, screen: Screen) -> None:
         root, step = _folder_and_step(self.step)
         store = open_store(root)
         pins = store.pins
@@ -49,7 +46,6 @@ class Pin:
             raise CheckpointError(f"step {step} of {root} was removed while it was being pinned") from None
         text = f"Step {step} of {root} was pinned already" if was_pinned else f"Pinned step {step} of {root}"
         screen.show(_pin_json(root, pins, step, changed=not was_pinned), lambda: text)
-        return ExitCode.FINE
 
 
 @dataclass(frozen=True)
@@ -58,10 +54,8 @@ class Unpin:
 
     step: Step
     """FOLDER:10, the folder of a checkpoint, or FOLDER for its latest one. It may be gone already."""
-    json: bool = False
-    """Print JSON."""
 
-    def run(self, screen: Screen) -> ExitCode:
+    def run(self, screen: Screen) -> None:
         root, step = _folder_and_step(self.step)
         pins = open_store(root).pins
         with pins.changing() as pinned:
@@ -69,7 +63,6 @@ class Unpin:
             pinned.discard(step)
         text = f"Unpinned step {step} of {root}" if was_pinned else f"Step {step} of {root} was not pinned"
         screen.show(_pin_json(root, pins, step, changed=was_pinned), lambda: text)
-        return ExitCode.FINE
 
 
 def _folder_and_step(spelling: str) -> tuple[str, int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from torchtitan_lite.cli.exit_codes import ExitCode
-from torchtitan_lite.cli.screen import Screen
+from torchtitan_lite.cli.screen import Screen, plain_table
 from torchtitan_lite.cli.writing_verbs import (
     has_only_others,
     holding,
@@ -64,8 +64,6 @@ class Prune:
     """Remove what is listed in a folder of another library, too."""
     min_age: Annotated[float, Option("HOURS")] = 1.0
     """In a folder of another library, keep what has a file that was written at most this many hours ago."""
-    json: bool = False
-    """Print JSON."""
 
     def run(self, screen: Screen) -> ExitCode:
         config = self._config()
@@ -141,12 +139,8 @@ class Prune:
 
     def _table(self, verdicts: list[Verdict]) -> RenderableType:
         from rich.console import Group
-        from rich.table import Table
 
-        table = Table(box=None, pad_edge=False, header_style="")
-        table.add_column("step", justify="right")
-        table.add_column("size", justify="right")
-        table.add_column("what happens")
+        table = plain_table("step", "size", "what happens", padding=(0, 1))
         for verdict in verdicts:
             table.add_row(str(verdict.info.step), readable_bytes(verdict.info.nbytes), self._in_words(verdict))
         going = [verdict.info.nbytes for verdict in verdicts if verdict.goes]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_lite.cli.exit_codes import ExitCode, sentence_of
-from torchtitan_lite.cli.screen import Screen
+from torchtitan_lite.cli.screen import Screen, plain_table
 from torchtitan_lite.disk.durable import DISK, Durable
 from torchtitan_lite.examining import others_outlook
 from torchtitan_lite.examining.others_outlook import OthersOutlook, OtherVerdict
@@ -71,26 +71,20 @@ class PruneOthers:
 
     def _table(self, verdicts: Sequence[OtherVerdict], done: Sequence[OtherVerdict], stopped: str) -> RenderableType:
         from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
 
-        table = Table(box=None, pad_edge=False, header_style="")
-        table.add_column("name", overflow="fold")
-        table.add_column("files", justify="right")
-        table.add_column("size", justify="right")
-        table.add_column("what happens")
+        table = plain_table("name", "files", "size", "what happens", padding=(0, 1))
         words = self._words(any(retention.DAMAGED in verdict.kept_by for verdict in verdicts))
         for verdict in verdicts:
             other = verdict.checkpoint
             num_files = str(len(other.tree.files) or "")
             what = self._in_words(verdict, verdict in done, words)
-            table.add_row(Text(other.name), num_files, readable_bytes(other.nbytes), Text(what))
+            table.add_row(other.name, num_files, readable_bytes(other.nbytes), what)
         size = f" ({readable_bytes(sum(verdict.checkpoint.nbytes for verdict in done))})" if done else ""
         would = "" if self.removes else "would be "
         end = f"\n{len(done)} of {counted(len(verdicts), 'checkpoint')} {would}removed{size}"
         end += ": nothing is removed without --yes" if done and not self.removes else ""
         end += f"\nStopped: {stopped}. Run it again for what is there now." if stopped else ""
-        return Group(table, Text(end))
+        return Group(table, end)
 
     def _in_words(self, verdict: OtherVerdict, is_done: bool, words: Mapping[str, str]) -> str:
         if verdict.goes and not is_done:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.named_checkpoint import local
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.config.argument_parser import Option, Positional
@@ -16,9 +15,6 @@ from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.report.page import render_page
 from torchtitan_lite.report.picture import find_browser, pictures
 from torchtitan_lite.report.run import read_run
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 @dataclass(frozen=True)
@@ -37,10 +33,8 @@ class Report:
     """The dump folder of a second run, to show side by side."""
     png: bool = False
     """Also write OUT.light.png and OUT.dark.png, with chromium."""
-    json: bool = False
-    """Print JSON."""
 
-    def run(self, screen: Screen) -> ExitCode:
+    def run(self, screen: Screen) -> None:
         out = Path(self.out)
         if out.suffix not in (".html", ".htm"):
             raise ConfigError(f"OUT {self.out}: expected a name that ends in .html; --compare-with names a second run")
@@ -65,12 +59,5 @@ class Report:
                 for run in runs
             ],
         }
-
-        def shown() -> RenderableType:
-            from rich.text import Text
-
-            lines = [f"{out}: {readable_bytes(len(page))}, {counted(num_steps, 'logged step')}", *map(str, written[1:])]
-            return Text("\n".join(lines))
-
-        screen.show(document, shown)
-        return ExitCode.FINE
+        lines = [f"{out}: {readable_bytes(len(page))}, {counted(num_steps, 'logged step')}", *map(str, written[1:])]
+        screen.show(document, lambda: "\n".join(lines))

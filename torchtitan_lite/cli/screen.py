@@ -10,11 +10,13 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_lite.log import logger, readable_bytes
@@ -31,6 +33,10 @@ LEAST_COLUMNS = 80
 """Columns for which every table has room."""
 _UNLIMITED = 10_000
 """Columns of a pipe."""
+_NUMBERS = ("step", "rank", "size", "age", "files", "count", "tensors", "elements", "objects")
+"""Columns of tables that are at the right."""
+_FOLDED = ("name", "part", "dtypes", "run", "what it is", "what happens")
+"""Columns of tables that are folded."""
 
 Advance = Callable[[int], None]
 """Call it with the number of bytes done since the last call; from any thread."""
@@ -89,21 +95,32 @@ class Screen:
     def _print(self, renderable: RenderableType) -> None:
         from rich.console import Console
 
-        console = Console(file=sys.stdout, width=self._width, highlight=False)
+        plain: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}  # A path may have [brackets].
+        console = Console(file=sys.stdout, width=self._width, **plain)
         if console.is_terminal:
             console.width = max(console.width, LEAST_COLUMNS)
         else:
-            console = Console(file=io.StringIO(), width=self._width or _UNLIMITED, highlight=False, color_system=None)
+            console = Console(file=io.StringIO(), width=self._width or _UNLIMITED, color_system=None, **plain)
         with console.capture() as printed:
             console.print(renderable)
         sys.stdout.writelines(f"{line.rstrip()}\n" for line in printed.get().splitlines())
 
 
-def plain_table(**options: Any) -> Table:
-    """Return a table without lines, with two spaces between its columns."""
+def plain_table(
+    *columns: str, padding: tuple[int, int] | tuple[int, int, int, int] = (0, 2, 0, 0), show_header: bool = True
+) -> Table:
+    """Return a table without lines, with two spaces between its `columns`.
+
+    Numbers are at the right, and words are folded where the screen is too narrow.
+    """
     from rich.table import Table
 
-    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="", **options)
+    table = Table(box=None, pad_edge=False, padding=padding, header_style="", show_header=show_header)
+    for name in columns:
+        table.add_column(
+            name, justify="right" if name in _NUMBERS else "left", no_wrap=name not in _FOLDED, overflow="fold"
+        )
+    return table
 
 
 class _Notes(logging.Handler):
@@ -161,3 +178,33 @@ class _Lines:
         left = (self._total_bytes - self._done_bytes) / speed if speed else 0.0
         done, total = readable_bytes(self._done_bytes), readable_bytes(self._total_bytes)
         sys.stderr.write(f"{self._label}: {done} of {total}, {left:.0f} s left\n")
+
+
+# Ages and counts as a person reads them, and paths in their own spelling.
+
+
+_UNITS = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
+
+
+def age(seconds: float) -> str:
+    """Return `seconds` in the largest unit of which there are two, as in "3 d" or "90 min"; at least "0 s"."""
+    for length, unit in _UNITS:
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def count_text(value: int) -> str:
+    """Return `value` with separators of thousands; the empty string for 0."""
+    return f"{value:,}" if value else ""
+
+
+def as_spelled(text: str, arguments: Sequence[str]) -> str:
+    """Return `text` with the absolute path of each relative one among `arguments` in its own spelling."""
+    # FOLDER:10 names a folder too, and so does --option=FOLDER.
+    words = {word for each in arguments for word in (each, each.rpartition(":")[0], each.partition("=")[2])}
+    spelled = {str(Path(word).absolute()): str(Path(word)) for word in words if word and not Path(word).is_absolute()}
+    if not spelled:
+        return text
+    longest_first = "|".join(map(re.escape, sorted(spelled, key=len, reverse=True)))
+    return re.sub(rf"(?<![\w./-])({longest_first})(?![\w.-])", lambda found: spelled[found[1]], text)

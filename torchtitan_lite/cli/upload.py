@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from torchtitan_lite.cli.exit_codes import ExitCode
 from torchtitan_lite.cli.named_checkpoint import folder_of_checkpoints, names_step
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.config.address import is_address
@@ -34,10 +33,8 @@ class Upload:
     """An address such as s3://bucket/run, or a folder."""
     max_mb_per_second: Annotated[float, Option("MB")] = 0.0
     """Most megabytes (10^6 bytes) a second; 0: no limit."""
-    json: bool = False
-    """Print JSON."""
 
-    def run(self, screen: Screen) -> ExitCode:
+    def run(self, screen: Screen) -> None:
         not_negative("--max-mb-per-second", self.max_mb_per_second)
         if is_address(self.folder):
             raise ConfigError(f"{self.folder} is an address, and uploads are from a folder on disk")
@@ -53,7 +50,6 @@ class Upload:
             count = upload_all(job, shown)
         data = {"folder": str(root), "to": to, "uploaded": count, "bytes": shown.sent_bytes}
         screen.show(data, lambda: _uploaded_text(root, to, count, shown.sent_bytes))
-        return ExitCode.FINE
 
 
 class _Shown:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.cli.exit_codes import ExitCode, sentence_of
@@ -32,17 +32,21 @@ from torchtitan_lite.errors import (
     ConfigError,
     UnknownFormat,
 )
-from torchtitan_lite.examining.opened import absence
+from torchtitan_lite.examining.opened import absence, kind_from_keys
+from torchtitan_lite.examining.presence import checkpoint_identity
+from torchtitan_lite.examining.recorded_digests import (
+    RecordedDigests,
+    digests_path,
+    states_of,
+    take_digests,
+    unwritable,
+)
+from torchtitan_lite.examining.verification import finding_of, look_at, read_through
 from torchtitan_lite.examining.verified import FULL, SIZES, Verified, content_identity, record
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.layout import Listing, is_checkpoint
 from torchtitan_lite.store.place import Place, on_disk
 from torchtitan_lite.store.store import CheckpointStore
-
-if TYPE_CHECKING:
-    from torchtitan_lite.checkpoint.format.contents import Contents
-    from torchtitan_lite.examining.file_digests import OnBytes
-    from torchtitan_lite.examining.listed_tree import FileState
 
 
 @dataclass(frozen=True)
@@ -67,20 +71,16 @@ class Verify:
     """The same, but write FILE instead, which is outside of it; if FILE is there, compare with it."""
     again: bool = False
     """Replace the record: the checkpoint was saved again on purpose."""
-    json: bool = False
-    """Print JSON."""
 
     def run(self, screen: Screen) -> ExitCode:
+        self._refuse_options()
         reads = not self.sizes
-        records = DigestRecords.of_options(
-            record=self.record, record_to=self.record_to, again=self.again, sizes=self.sizes
-        )
         folders, is_single = _folders(self.target, screen)
-        records.refuse(folders, is_single)
-        results = [_looked_at(folder, is_single, records) for folder in folders]
+        self._refuse_records(folders, is_single)
+        results = [self._looked_at(folder, is_single) for folder in folders]
         begun = time.monotonic()
         if reads:
-            _read_checkpoints(results, is_single, records, screen)
+            self._read_checkpoints(results, is_single, screen)
         seconds = time.monotonic() - begun  # Of reading alone: the speed is the disk's.
         for result in results:
             _record_result(result, reads, screen)
@@ -91,6 +91,77 @@ class Verify:
         }
         screen.show(document, lambda: rendered(results, reads, seconds))
         return _code(results)
+
+    def _looked_at(self, folder: Place, is_single: bool) -> VerifyResult:
+        result = VerifyResult(folder)
+        with _set_apart(result, is_single):
+            files = files_of(folder)
+            if (damage := files.damage()) is not None:
+                result.add([finding_of(folder, damage)])
+                return result
+            # Before anything is read, so that what is recorded is what was verified.
+            is_ours = os.path.lexists(files.path_of(layout.MANIFEST))
+            before = states_of(on_disk(folder)) if self._writes and not is_ours else None
+            result.looked = look_at(folder, self._known_record(folder))
+            if result.looked.manifest is None and result.looked.recorded is None:
+                result.before = before
+            result.add(result.looked.findings)
+        return result
+
+    def _read_checkpoints(self, results: Sequence[VerifyResult], is_single: bool, screen: Screen) -> None:
+        total = sum(result.looked.nbytes for result in results if result.looked is not None)
+        total += sum(state.size for result in results for state in (result.before or {}).values())
+        with screen.progress("Verifying", total) as advance:
+            for result in results:
+                if result.looked is None or result.looked.contents is None:
+                    continue
+                with _set_apart(result, is_single):
+                    result.read = read_through(result.looked, advance)
+                    result.add(result.read.findings)
+                    if result.before is not None and not result.findings:
+                        folder = on_disk(result.folder)
+                        digests, path = take_digests(folder, result.before, advance), self._record_of(folder)
+                        digests.write(path, layout.parse_step(result.name), kind_from_keys(result.looked.contents))
+                        result.recorded_in = path
+
+    # Checkpoints of ours have digests in their manifest, and get no record.
+
+    @property
+    def _writes(self) -> bool:
+        return self.record or bool(self.record_to)
+
+    def _refuse_options(self) -> None:
+        if self._writes and self.sizes:
+            raise ConfigError("--sizes reads no byte, so there is nothing to record: leave one of the two options out")
+        if self.record and self.record_to:
+            raise ConfigError("--record writes into the checkpoint's folder, --record-to elsewhere: give one of them")
+        if self.again and not self._writes:
+            raise ConfigError("--again replaces a record: it needs --record or --record-to FILE")
+
+    def _record_of(self, folder: Path) -> Path:
+        """Return where the record of the checkpoint in `folder` is."""
+        return Path(self.record_to).absolute() if self.record_to else digests_path(folder)
+
+    def _known_record(self, place: Place) -> Path | None:
+        """Return where the record is that the checkpoint at `place` is compared with; None in an object store."""
+        is_on_disk = place.is_dir() or place.is_file()
+        return self._record_of(on_disk(place).absolute()) if is_on_disk and not self.again else None
+
+    def _refuse_records(self, folders: Sequence[Place], is_single: bool) -> None:
+        """Raise ConfigError or FolderUnusable where no record can be written, before anything is read."""
+        if self.record_to and not is_single:
+            raise ConfigError("--record-to FILE is the record of one checkpoint: name one, as FOLDER/step-10")
+        for place in folders if self._writes else ():
+            folder = on_disk(place, ", where every checkpoint has digests already")
+            if os.path.lexists(folder / layout.MANIFEST):
+                if is_single:
+                    raise ConfigError(f"{folder} has digests in its {layout.MANIFEST}: verify it without a record")
+                continue
+            path = self._record_of(folder.absolute())
+            if self.record_to:
+                _refuse_place(path, folder)
+            if (self.again or not path.exists()) and not os.access(path.parent, os.W_OK):
+                raise unwritable(path, "it is read-only" if path.parent.is_dir() else "it does not exist")
 
 
 def _folders(spelling: str, screen: Screen) -> tuple[Sequence[Place], bool]:
@@ -149,42 +220,6 @@ def _is_one(folder: Path) -> bool:
         return True
 
 
-def _looked_at(folder: Place, is_single: bool, records: DigestRecords) -> VerifyResult:
-    from torchtitan_lite.examining.recorded_digests import states_of
-    from torchtitan_lite.examining.verification import finding_of, look_at
-
-    result = VerifyResult(folder)
-    with _set_apart(result, is_single):
-        files = files_of(folder)
-        if (damage := files.damage()) is not None:
-            result.add([finding_of(folder, damage)])
-            return result
-        # Before anything is read, so that what is recorded is what was verified.
-        is_ours = os.path.lexists(files.path_of(layout.MANIFEST))
-        before = states_of(on_disk(folder)) if records.writes and not is_ours else None
-        result.looked = look_at(folder, records.known_of(folder))
-        if result.looked.manifest is None and result.looked.recorded is None:
-            result.before = before
-        result.add(result.looked.findings)
-    return result
-
-
-def _read_checkpoints(results: Sequence[VerifyResult], is_single: bool, records: DigestRecords, screen: Screen) -> None:
-    from torchtitan_lite.examining.verification import read_through
-
-    total = sum(result.looked.nbytes for result in results if result.looked is not None)
-    total += sum(state.size for result in results for state in (result.before or {}).values())
-    with screen.progress("Verifying", total) as advance:
-        for result in results:
-            if result.looked is not None and result.looked.contents is not None:
-                with _set_apart(result, is_single):
-                    result.read = read_through(result.looked, advance)
-                    result.add(result.read.findings)
-                    if result.before is not None and not result.findings:
-                        place = on_disk(result.folder)
-                        result.recorded_in = records.write(place, result.before, result.looked.contents, advance)
-
-
 @contextlib.contextmanager
 def _set_apart(result: VerifyResult, is_single: bool) -> Iterator[None]:
     """Keep an error about one of several checkpoints in its `result`; the error of a single one is raised."""
@@ -199,8 +234,6 @@ def _set_apart(result: VerifyResult, is_single: bool) -> Iterator[None]:
 
 def _record_result(result: VerifyResult, full: bool, screen: Screen) -> None:
     """Write the result where `ls` finds it. A result that cannot be written is a note."""
-    from torchtitan_lite.examining import presence
-
     looked = result.looked
     if not result.folder.is_dir():
         return  # Who may read a bucket need not have the right to write there.
@@ -210,7 +243,7 @@ def _record_result(result: VerifyResult, full: bool, screen: Screen) -> None:
     try:
         identity = content_identity(folder)
         # Another checkpoint may have the name by now.
-        if identity is not None and presence.checkpoint_identity(folder) == looked.identity:
+        if identity is not None and checkpoint_identity(folder) == looked.identity:
             record(folder, Verified(identity, time.time(), FULL if full else SIZES, len(result.findings)))
     except (OSError, CheckpointUnsafe) as error:
         screen.note(f"note: ls will not show this result: {sentence_of(error)}")
@@ -223,81 +256,8 @@ def _code(results: Sequence[VerifyResult]) -> ExitCode:
     return ExitCode.FAILED if statuses & {UNREADABLE, UNKNOWN} else ExitCode.FINE
 
 
-# The records of digests that `verify` writes of checkpoints of other libraries: where each is, and whether it may be.
-#
-# Ours have digests in their manifest, and get no record.
-
-
-@dataclass(frozen=True)
-class DigestRecords:
-    """The records of checkpoints that other libraries wrote: where they are, and what becomes of them."""
-
-    elsewhere: Path | None
-    """The file of a single one; None for records in the folders."""
-    writes: bool
-    """Whether one that is missing is written."""
-    again: bool
-    """Whether one that is there is replaced."""
-
-    @classmethod
-    def of_options(cls, *, record: bool, record_to: str, again: bool, sizes: bool) -> DigestRecords:
-        """Return what becomes of records by the options of `verify`. Raise ConfigError for those that do not fit."""
-        is_given = record or bool(record_to)
-        if is_given and sizes:
-            raise ConfigError("--sizes reads no byte, so there is nothing to record: leave one of the two options out")
-        if record and record_to:
-            raise ConfigError("--record writes into the checkpoint's folder, --record-to elsewhere: give one of them")
-        if again and not is_given:
-            raise ConfigError("--again replaces a record: it needs --record or --record-to FILE")
-        return cls(Path(record_to).absolute() if record_to else None, is_given, again)
-
-    def of(self, folder: Path) -> Path:
-        """Return where the record of the checkpoint in `folder` is."""
-        from torchtitan_lite.examining.recorded_digests import digests_path
-
-        return self.elsewhere or digests_path(folder)
-
-    def known_of(self, place: Place) -> Path | None:
-        """Return where the record is that the checkpoint at `place` is compared with; None in an object store."""
-        is_on_disk = place.is_dir() or place.is_file()
-        return self.of(on_disk(place).absolute()) if is_on_disk and not self.again else None
-
-    def refuse(self, folders: Sequence[Place], is_single: bool) -> None:
-        """Raise ConfigError or FolderUnusable where no record can be written, before anything is read."""
-        if self.elsewhere is not None and not is_single:
-            raise ConfigError("--record-to FILE is the record of one checkpoint: name one, as FOLDER/step-10")
-        for place in folders if self.writes else ():
-            folder = on_disk(place, ", where every checkpoint has digests already")
-            if os.path.lexists(folder / layout.MANIFEST):
-                if is_single:
-                    raise ConfigError(f"{folder} has digests in its {layout.MANIFEST}: verify it without a record")
-                continue
-            path = self.of(folder.absolute())
-            if self.elsewhere is not None:
-                _refuse_place(path, folder)
-            if (self.again or not path.exists()) and not os.access(path.parent, os.W_OK):
-                from torchtitan_lite.examining.recorded_digests import unwritable
-
-                raise unwritable(path, "it is read-only" if path.parent.is_dir() else "it does not exist")
-
-    def write(self, folder: Path, before: Mapping[str, FileState], contents: Contents, on_bytes: OnBytes) -> Path:
-        """Write the record of the intact checkpoint in `folder`, whose files were as `before`; return where it is.
-
-        Raises what `take_digests` and `RecordedDigests.write` raise.
-        """
-        from torchtitan_lite.examining.opened import kind_from_keys
-        from torchtitan_lite.examining.recorded_digests import take_digests
-
-        path = self.of(folder)
-        step = layout.parse_step(folder.absolute().name)
-        take_digests(folder, before, on_bytes).write(path, step, kind_from_keys(contents))
-        return path
-
-
 def _refuse_place(record: Path, folder: Path) -> None:
     """Raise ConfigError if `record` is in the checkpoint in `folder`, or is something else than a record."""
-    from torchtitan_lite.examining.recorded_digests import RecordedDigests
-
     if record.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(f"--record-to {record} is in the checkpoint: name a file elsewhere, or use --record")
     try:

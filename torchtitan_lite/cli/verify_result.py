@@ -107,11 +107,10 @@ def rendered(results: Sequence[VerifyResult], full: bool, seconds: float) -> Ren
     for result in results:
         status = Text(result.status.upper() if result.status == DAMAGED else result.status)
         status.stylize(_STYLES.get(result.status, ""))
-        table.add_row(Text(result.name), status, *_figures(result))
+        table.add_row(result.name, status, *_figures(result))
         if result.findings or result.reason:
-            parts += [Text(), Text(result.name), *_details(result)]
-    parts += [Text(), *(Text(line) for line in _verify_summary(results, full, seconds))]
-    return Group(*parts)
+            parts += ["", result.name, *_details(result)]
+    return Group(*parts, "", *_verify_summary(results, full, seconds))
 
 
 def _figures(result: VerifyResult) -> list[str]:
@@ -124,7 +123,6 @@ def _figures(result: VerifyResult) -> list[str]:
 
 def _details(result: VerifyResult) -> list[RenderableType]:
     from rich.padding import Padding
-    from rich.text import Text
 
     lines: list[tuple[int, str]] = [(2, result.reason)] if result.reason else []
     for finding in result.findings[:_SHOWN_FINDINGS]:
@@ -138,7 +136,7 @@ def _details(result: VerifyResult) -> list[RenderableType]:
         )
     if len(result.findings) > _SHOWN_FINDINGS:
         lines.append((2, f"... and {len(result.findings) - _SHOWN_FINDINGS} more; --json has all of them"))
-    return [Padding(Text(text), (0, 0, 0, indent)) for indent, text in lines]
+    return [Padding(text, (0, 0, 0, indent)) for indent, text in lines]
 
 
 def _verify_summary(results: Sequence[VerifyResult], full: bool, seconds: float) -> list[str]:

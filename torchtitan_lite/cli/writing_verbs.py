@@ -9,17 +9,10 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-from torchtitan_lite.cli.named_checkpoint import (
-    SpeltAddress,
-    folder_of_checkpoints,
-    is_one,
-    names_step,
-    of_other_libraries,
-)
+from torchtitan_lite.cli.named_checkpoint import folder_of_checkpoints, is_one, of_other_libraries, refuse_step
 from torchtitan_lite.cli.screen import Screen
-from torchtitan_lite.config.address import is_address
+from torchtitan_lite.config.address import is_address, parse_address
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError
 from torchtitan_lite.examining.inventory import FolderState, inventory
 from torchtitan_lite.examining.opened import WrittenBy
@@ -38,27 +31,17 @@ def store_to_write(spelling: str, screen: Screen) -> StoresCheckpoints:
 
     While its lease is waited for, `screen` has a note.
     """
+    refuse_step(spelling)
     if not is_address(spelling):
-        root = folder_to_write(spelling).absolute()
-        return CheckpointStore(root, clock=LeaseClock(_sleep(str(root), screen, _LOOKS_OF_A_LIVE_JOB)))
+        root = folder_of_checkpoints(spelling)
+        if is_checkpoint(root) or (is_one(root) and not of_other_libraries(root)):
+            raise ConfigError(f"{spelling} is one checkpoint: name the folder of checkpoints that it is in")
+        clock = LeaseClock(_sleep(str(root.absolute()), screen, _LOOKS_OF_A_LIVE_JOB))
+        return CheckpointStore(root.absolute(), clock=clock)
     from torchtitan_lite.bucket.bucket_store import open_bucket  # Its client is an extra, and takes its time.
 
-    address = SpeltAddress.of(spelling)
-    if address.is_step:
-        raise ConfigError(f"{spelling} is one checkpoint: name the folder of checkpoints, {address.folder}")
-    return open_bucket(str(address.folder), LeaseClock(_sleep(str(address.folder), screen, looks=1)))
-
-
-def folder_to_write(spelling: str) -> Path:
-    """Return the folder of checkpoints `spelling` on disk. Raise ConfigError for a single checkpoint."""
-    if names_step(spelling):
-        raise ConfigError(
-            f"{spelling} is one checkpoint: name the folder of checkpoints, {spelling.rpartition(':')[0]}"
-        )
-    root = folder_of_checkpoints(spelling)
-    if is_checkpoint(root) or (is_one(root) and not of_other_libraries(root)):
-        raise ConfigError(f"{spelling} is one checkpoint: name the folder of checkpoints that it is in")
-    return root
+    folder = str(parse_address(spelling))
+    return open_bucket(folder, LeaseClock(_sleep(folder, screen, looks=1)))
 
 
 def refuse_without_checkpoints(store: StoresCheckpoints) -> None:

@@ -51,15 +51,9 @@ class Parser(argparse.ArgumentParser):
         """The other arguments, as the usage has them."""
 
     def add_fields(self, group: Any, cls: type, hint: Hint, *, section: str = "") -> None:
-        """Add an argument for each field of `cls` to `group`, which is this parser or a group in it.
-
-        A field whose default is a dataclass stands for the fields of that one.
-        """
+        """Add an argument for each field of `cls` to `group`, which is this parser or a group in it."""
         docs, types = doc_strings(cls), get_type_hints(cls, include_extras=True)
         for field in dataclasses.fields(cls):
-            if dataclasses.is_dataclass(field.default):
-                self.add_fields(group, type(field.default), hint, section=section)
-                continue
             annotation, place = types[field.name], None
             if hasattr(annotation, "__metadata__"):
                 annotation, place = get_args(annotation)

@@ -12,25 +12,66 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from torchtitan_lite.checkpoint.format import plain_value
 from torchtitan_lite.checkpoint.format.dtypes import dtype_name
 from torchtitan_lite.checkpoint.format.file_data import FileLayout
 from torchtitan_lite.checkpoint.format.found_runs import with_runs
 from torchtitan_lite.checkpoint.format.metadata_file import PlacedItem, metadata_head, metadata_tail
+from torchtitan_lite.checkpoint.format.structure import Path as KeyPath
 from torchtitan_lite.checkpoint.format.tensor_table import TensorTable
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
-from torchtitan_lite.checkpoint.format.torch_item import OBJECT_GRAIN
-from torchtitan_lite.converting.new_state import NewObject, NewState, NewTensor
-from torchtitan_lite.converting.streamed_file import Advance, Elements, Part, read_back, write_new
+from torchtitan_lite.checkpoint.format.torch_item import OBJECT_GRAIN, object_item
+from torchtitan_lite.converting.streamed_file import Advance, Cast, Elements, Part, read_back, write_new
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
 from torchtitan_lite.examining.cut import Cut, number_of
-from torchtitan_lite.examining.tensor_stream import Stream
+from torchtitan_lite.examining.tensor_stream import TensorStream
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Table
+
+
+class NewTensor(NamedTuple):
+    """A tensor of the new checkpoint, and the stored one that it comes from."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    source: str
+    """The key in the old checkpoint."""
+    cast: Cast | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class NewObject(NamedTuple):
+    """An object of the new checkpoint."""
+
+    item: bytes
+    """It as `torch.save` writes it."""
+    plain: Any = None
+    """It in the form that our manifest holds; None if JSON cannot hold it, or if the object is None."""
+    is_plain: bool = True
+
+    @classmethod
+    def of(cls, value: Any) -> NewObject:
+        """Return `value`, of Python's built-in types, as an object."""
+        return cls(object_item(value), plain_value.encode_value(value))
+
+
+class NewState(NamedTuple):
+    """What a new checkpoint has in it."""
+
+    tensors: Mapping[str, NewTensor]
+    objects: Mapping[str, NewObject]
+    paths: Mapping[str, KeyPath]
+    """The place of each key in the nested state; DCP calls this the planner data."""
 
 
 class NewChunk(NamedTuple):
@@ -49,7 +90,7 @@ class Written(NamedTuple):
     objects: dict[str, Any]
 
 
-def write_checkpoint(folder: Path, state: NewState, num_files: int, stream: Stream, advance: Advance) -> Written:
+def write_checkpoint(folder: Path, state: NewState, num_files: int, stream: TensorStream, advance: Advance) -> Written:
     """Write `state` into `num_files` files in `folder`, with DCP's metadata, and check them.
 
     Raises ConfigError if the tensors cannot be cut into that many.
@@ -80,9 +121,9 @@ def cut_into_files(tensors: Mapping[str, NewTensor], num_files: int) -> list[lis
     Each file gets at least one row that has elements. Raises ConfigError if there are fewer of these than files.
     """
     total = sum(tensor.num_bytes for tensor in tensors.values())
-    left = sum(_cut_dim_and_rows(tensor)[1] for tensor in tensors.values() if tensor.num_bytes)
-    if left < num_files and num_files > 1:
-        raise ConfigError(f"the tensors are too small for {num_files} files: ask for at most {max(left, 1)}")
+    left = most_files(tensors)
+    if left < num_files:
+        raise ConfigError(f"the tensors are too small for {num_files} files: ask for at most {left}")
     files: list[list[NewChunk]] = [[] for _ in range(num_files)]
     at, number, is_filled = 0, 0, False
     for key, tensor in tensors.items():
@@ -102,6 +143,11 @@ def cut_into_files(tensors: Mapping[str, NewTensor], num_files: int) -> list[lis
             if begin < rows:
                 number, is_filled = number + 1, False
     return files
+
+
+def most_files(tensors: Mapping[str, NewTensor]) -> int:
+    """Return the largest number of files that `tensors` can be cut into; at least 1."""
+    return max(1, sum(_cut_dim_and_rows(tensor)[1] for tensor in tensors.values() if tensor.num_bytes))
 
 
 def _cut_dim_and_rows(tensor: NewTensor) -> tuple[int | None, int]:

@@ -14,10 +14,10 @@ from torchtitan_lite.checkpoint.format.dtypes import DTYPES, dtype_name
 from torchtitan_lite.checkpoint.format.structure import Path as KeyPath
 from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled_entry
 from torchtitan_lite.converting import new_output, safetensors_files
-from torchtitan_lite.converting.casting import cast_between
 from torchtitan_lite.converting.model_part import ModelKey, chosen, model_keys
+from torchtitan_lite.converting.new_output import NewOutput
 from torchtitan_lite.converting.safetensors_files import TensorToWrite
-from torchtitan_lite.converting.streamed_file import Advance, Elements
+from torchtitan_lite.converting.streamed_file import Advance, Elements, cast_between
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.examining.opened import OF_HUGGING_FACE, OpenedCheckpoint, WrittenBy
 from torchtitan_lite.examining.other_libraries import WEIGHTS
@@ -43,17 +43,7 @@ class ExportRequest:
     exclude: str = ""
 
 
-@dataclass(frozen=True)
-class Exported:
-    """What was written."""
-
-    files: list[str]
-    num_tensors: int
-    num_bytes: int
-    """Of the tensors' elements."""
-
-
-def export(opened: OpenedCheckpoint, out: Path, wanted: ExportRequest, progress: Progress) -> Exported:
+def export(opened: OpenedCheckpoint, out: Path, wanted: ExportRequest, progress: Progress) -> NewOutput:
     """Write the weights of `opened` to `out`, which must not exist.
 
     Raises ConfigError before anything is written if `wanted` does not fit the checkpoint, what the stream raises for a
@@ -61,19 +51,19 @@ def export(opened: OpenedCheckpoint, out: Path, wanted: ExportRequest, progress:
     """
     contents = opened.contents
     keys = chosen(model_keys(contents, opened.manifest), wanted.include, wanted.exclude)
-    stream = TensorStream(opened.folder, contents, opened.records)
     tensors = [each for each in keys if each.key in contents.tensors]
     total = sum(elements_of(contents, each.key, wanted.dtype).num_bytes for each in tensors)
     label = f"Exporting to {out.name}"
     if wanted.format == "safetensors":
+        stream = TensorStream(opened.folder, contents, opened.records)
         with progress(label, 2 * total) as advance:
-            return Exported(_to_safetensors(keys, out, wanted, stream, advance), len(tensors), total)
+            return NewOutput(_to_safetensors(keys, out, wanted, stream, advance), len(tensors), total)
     # It imports torch, which takes seconds, which are not to be seen as slow progress.
     from torchtitan_lite.converting.old_layout import Reader
 
-    write, reader = _to_torch if wanted.format == "torch" else _to_dcp, Reader(opened, stream)
+    write, reader = _to_torch if wanted.format == "torch" else _to_dcp, Reader(opened)
     with progress(label, 2 * total) as advance:
-        return Exported(write(reader, keys, out, wanted, advance), len(tensors), total)
+        return NewOutput(write(reader, keys, out, wanted, advance), len(tensors), total)
 
 
 def _to_safetensors(
@@ -135,21 +125,14 @@ def _model_entry(contents: Contents, name: str, leaves: Sequence[Leaf], values: 
 
 
 def _to_dcp(reader: Reader, keys: Sequence[ModelKey], out: Path, wanted: ExportRequest, advance: Advance) -> list[str]:
-    from torchtitan_lite.checkpoint.format.torch_contents import DTYPES as OF_TORCH
     from torchtitan_lite.converting.dcp_folder import write_checkpoint
     from torchtitan_lite.converting.layouts import as_weights
 
-    state = as_weights(reader, keys)
-    tensors = {}
-    for name, tensor in state.tensors.items():
-        stored = reader.contents.tensors[tensor.source]
-        after = dtype_after(stored, wanted.dtype)
-        cast = cast_between(dtype_name(stored.dtype), wanted.dtype)
-        tensors[name] = tensor._replace(dtype=OF_TORCH[after], cast=cast)
-    total = sum(tensor.num_bytes for tensor in tensors.values())
+    state = as_weights(reader, keys, wanted.dtype)
+    total = sum(tensor.num_bytes for tensor in state.tensors.values())
     num_files = -(-total // wanted.max_shard_bytes) if wanted.max_shard_bytes else 1
     with new_output.new_folder(out) as folder:
-        written = write_checkpoint(folder, state._replace(tensors=tensors), max(num_files, 1), reader.stream, advance)
+        written = write_checkpoint(folder, state, max(num_files, 1), reader.stream, advance)
     return [*written.files]
 
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from torchtitan_lite.checkpoint.format import plain_value
 from torchtitan_lite.checkpoint.format.structure import Path
 from torchtitan_lite.checkpoint.state.optimizer_state import SETTINGS, STATE, split_state_key
+from torchtitan_lite.converting.dcp_folder import NewObject, NewState
 from torchtitan_lite.converting.model_part import MODEL, ModelKey, model_keys
-from torchtitan_lite.converting.new_state import NewObject, NewState
 from torchtitan_lite.converting.old_layout import Reader
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 from torchtitan_lite.examining.opened import OpenedCheckpoint, kind_from_keys
@@ -47,9 +47,9 @@ def as_nested(reader: Reader) -> Relaid:
     return stored._replace(state=with_listed_groups(stored.state, reader))
 
 
-def as_weights(reader: Reader, keys: Iterable[ModelKey]) -> NewState:
-    """Return the model alone, under its own names."""
-    return reader.state({each.key: (each.name, each.path) for each in keys})
+def as_weights(reader: Reader, keys: Iterable[ModelKey], dtype: str = "") -> NewState:
+    """Return the model alone, under its own names, cast to `dtype` if it is not empty."""
+    return reader.state({each.key: (each.name, each.path) for each in keys}, dtype)
 
 
 def as_our_layout(reader: Reader) -> Relaid:

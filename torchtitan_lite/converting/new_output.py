@@ -8,13 +8,31 @@ next command that writes the same OUT.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.disk.lock_file import locked
 from torchtitan_lite.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class NewOutput:
+    """What was written."""
+
+    files: Sequence[str]
+    num_tensors: int
+    num_bytes: int
+    """Of the tensors' elements; of a converted checkpoint, of all its files but our manifest."""
+    notes: Sequence[str] = ()
+    """Facts that the user should see; of a converted checkpoint, what the layout has no place for."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what every verb that writes prints of it."""
+        return {"files": [*self.files], "tensors": self.num_tensors, "bytes": self.num_bytes}
 
 
 @contextmanager

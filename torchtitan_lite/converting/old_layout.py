@@ -10,7 +10,8 @@ from torchtitan_lite.checkpoint.format.dtypes import dtype_name
 from torchtitan_lite.checkpoint.format.structure import Path, paths_of
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.untrusted.safe_load import UnsafeItem, load_item
-from torchtitan_lite.converting.new_state import NewObject, NewState, NewTensor
+from torchtitan_lite.converting.dcp_folder import NewObject, NewState, NewTensor
+from torchtitan_lite.converting.streamed_file import cast_between
 from torchtitan_lite.errors import CheckpointUnsafe
 from torchtitan_lite.examining.opened import OpenedCheckpoint
 from torchtitan_lite.examining.tensor_stream import TensorStream
@@ -19,13 +20,16 @@ from torchtitan_lite.examining.tensor_stream import TensorStream
 class Reader:
     """Reads the small things of the checkpoint `opened` that a layout needs."""
 
-    def __init__(self, opened: OpenedCheckpoint, stream: TensorStream) -> None:
-        self.opened, self.contents, self.stream = opened, opened.contents, stream
+    def __init__(self, opened: OpenedCheckpoint) -> None:
+        self.opened, self.contents = opened, opened.contents
+        self.stream = TensorStream(opened.folder, opened.contents, opened.records)
 
-    def tensor(self, key: str) -> NewTensor:
-        """Return the tensor under `key`, as it is."""
+    def tensor(self, key: str, dtype: str = "") -> NewTensor:
+        """Return the tensor under `key`, cast to `dtype` if it is not empty."""
         stored = self.contents.tensors[key]
-        return NewTensor(DTYPES[dtype_name(stored.dtype)], stored.shape, key)
+        before = dtype_name(stored.dtype)
+        cast = cast_between(before, dtype)
+        return NewTensor(DTYPES[before if cast is None else dtype], stored.shape, key, cast)
 
     def object(self, key: str) -> NewObject:
         """Return the object under `key`, as it is. Raises CheckpointUnsafe if it holds more than plain data."""
@@ -53,9 +57,9 @@ class Reader:
             return int.from_bytes(part.data, "little", signed=True)
         return None
 
-    def state(self, keys: Mapping[str, tuple[str, Path]]) -> NewState:
+    def state(self, keys: Mapping[str, tuple[str, Path]], dtype: str = "") -> NewState:
         """Return the entries under the given keys of the checkpoint, each under its new key and path."""
-        tensors = {new: self.tensor(key) for key, (new, _) in keys.items() if key in self.contents.tensors}
+        tensors = {new: self.tensor(key, dtype) for key, (new, _) in keys.items() if key in self.contents.tensors}
         objects = {new: self.object(key) for key, (new, _) in keys.items() if key in self.contents.objects}
         return NewState(tensors, objects, dict(keys.values()))
 

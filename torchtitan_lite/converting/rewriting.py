@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -22,10 +21,10 @@ from torchtitan_lite import __version__
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.converting import new_output
-from torchtitan_lite.converting.dcp_folder import Written, cut_into_files, write_checkpoint
+from torchtitan_lite.converting.dcp_folder import NewState, Written, cut_into_files, most_files, write_checkpoint
 from torchtitan_lite.converting.exporting import Progress
 from torchtitan_lite.converting.layouts import Relaid, as_nested, as_our_layout, as_stored, as_torchtitan
-from torchtitan_lite.converting.new_state import NewState
+from torchtitan_lite.converting.new_output import NewOutput
 from torchtitan_lite.converting.old_layout import Reader
 from torchtitan_lite.converting.streamed_file import Advance, read_back
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
@@ -35,9 +34,8 @@ from torchtitan_lite.disk.lock_file import locked
 from torchtitan_lite.disk.read_requests import Piece, ReadsBlocks
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, TorchtitanLiteError
 from torchtitan_lite.examining.derived_metadata import metadata_of
-from torchtitan_lite.examining.held_folder import HeldFolder, held
+from torchtitan_lite.examining.listed_tree import HeldFolder, held
 from torchtitan_lite.examining.opened import OpenedCheckpoint, WrittenBy, open_checkpoint
-from torchtitan_lite.examining.tensor_stream import TensorStream
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest, Table
@@ -49,19 +47,7 @@ Layout = Literal["dcp", "dcp, nested", "torchtitan", "ours"]
 _SAME = {"dcp": WrittenBy.DCP, "dcp, nested": WrittenBy.DCP, "torchtitan": WrittenBy.TORCHTITAN, "ours": WrittenBy.OURS}
 
 
-@dataclass(frozen=True)
-class Rewritten:
-    """What was written."""
-
-    files: list[str]
-    num_tensors: int
-    num_bytes: int
-    """Of all files but the manifest."""
-    left_out: list[str]
-    """What the layout has no place for."""
-
-
-def convert(opened: OpenedCheckpoint, out: Path, to: Layout, progress: Progress, *, dp_ranks: int = 0) -> Rewritten:
+def convert(opened: OpenedCheckpoint, out: Path, to: Layout, progress: Progress, *, dp_ranks: int = 0) -> NewOutput:
     """Write `opened` to the new folder `out` in the layout `to`. Raises as `export` does.
 
     What is in an object store in our layout is copied byte for byte, and a copy that was cut is continued.
@@ -70,7 +56,7 @@ def convert(opened: OpenedCheckpoint, out: Path, to: Layout, progress: Progress,
         return _mirrored(opened, opened.manifest, out, progress)
     if opened.origin is _SAME[to]:
         raise ConfigError(f"{opened.folder} has this layout already: copy it, or use reshard")
-    reader = _reader(opened)
+    reader = Reader(opened)
     by_layout: dict[Layout, Callable[[Reader], Relaid]] = {
         "dcp": as_stored,
         "dcp, nested": as_nested,
@@ -78,16 +64,17 @@ def convert(opened: OpenedCheckpoint, out: Path, to: Layout, progress: Progress,
         "ours": as_our_layout,
     }
     relaid = by_layout[to](reader)
-    num_files = _fitting(relaid.state, sum(map(layout.is_data_file, opened.sizes)))
+    num_files = sum(map(layout.is_data_file, opened.sizes))
+    num_files = max(1, min(num_files, most_files(relaid.state.tensors)))
     manifest = _new_manifest(opened, relaid, out, reader) if to == "ours" else None
     return _write_rewritten(reader, out, relaid, num_files, manifest, progress)
 
 
-def reshard_checkpoint(opened: OpenedCheckpoint, out: Path, num_files: int, progress: Progress) -> Rewritten:
+def reshard_checkpoint(opened: OpenedCheckpoint, out: Path, num_files: int, progress: Progress) -> NewOutput:
     """Write the same content to `num_files` files in the new folder `out`. Raises as `export` does."""
     if num_files < 1:
         raise ConfigError(f"--files {num_files}: expected at least 1")
-    reader = _reader(opened)
+    reader = Reader(opened)
     relaid = as_stored(reader)
     cut_into_files(relaid.state.tensors, num_files)
     if opened.manifest is not None:
@@ -95,7 +82,7 @@ def reshard_checkpoint(opened: OpenedCheckpoint, out: Path, num_files: int, prog
     return _write_rewritten(reader, out, relaid, num_files, opened.manifest, progress)
 
 
-def _mirrored(opened: OpenedCheckpoint, manifest: Manifest, out: Path, progress: Progress) -> Rewritten:
+def _mirrored(opened: OpenedCheckpoint, manifest: Manifest, out: Path, progress: Progress) -> NewOutput:
     _check_step(manifest.step, out)
     with (
         new_output.continued_folder(out) as folder,
@@ -103,7 +90,7 @@ def _mirrored(opened: OpenedCheckpoint, manifest: Manifest, out: Path, progress:
         _keeping_what_is_right(folder),
     ):
         mirror(opened, manifest, folder, advance)
-    return Rewritten([*manifest.files, layout.MANIFEST], len(manifest.tensors), opened.nbytes, [])
+    return NewOutput([*manifest.files, layout.MANIFEST], len(manifest.tensors), opened.nbytes)
 
 
 @contextmanager
@@ -120,13 +107,9 @@ def _keeping_what_is_right(folder: Path) -> Iterator[None]:
         raise
 
 
-def _reader(opened: OpenedCheckpoint) -> Reader:
-    return Reader(opened, TensorStream(opened.folder, opened.contents, opened.records))
-
-
 def _write_rewritten(
     reader: Reader, out: Path, relaid: Relaid, num_files: int, manifest: Manifest | None, progress: Progress
-) -> Rewritten:
+) -> NewOutput:
     state = relaid.state
     total = sum(tensor.num_bytes for tensor in state.tensors.values())
     with new_output.new_folder(out) as folder, progress(f"Writing {out.name}", 2 * total) as advance:
@@ -137,7 +120,7 @@ def _write_rewritten(
         _check_rewritten(folder, state)
     size = sum(record.size for record in written.files.values())
     names = [*written.files, *([layout.MANIFEST] if manifest is not None else [])]
-    return Rewritten(names, len(state.tensors), size, relaid.left_out)
+    return NewOutput(names, len(state.tensors), size, relaid.left_out)
 
 
 def _check_rewritten(folder: Path, state: NewState) -> None:
@@ -186,17 +169,6 @@ def _check_step(step: int, out: Path) -> None:
     named = layout.parse_step(out.name)
     if named is not None and named != step:
         raise ConfigError(f"{out} is the name of step {named}, and the checkpoint is of step {step}: name OUT after it")
-
-
-def _fitting(state: NewState, num_files: int) -> int:
-    """Return the largest number of files, at most `num_files`, that the tensors can be cut into."""
-    for count in range(num_files, 1, -1):
-        try:
-            cut_into_files(state.tensors, count)
-        except ConfigError:
-            continue
-        return count
-    return 1
 
 
 # A copy of a checkpoint of ours on a disk: the same files, byte for byte, with the same manifest.

@@ -13,18 +13,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchtitan_lite.checkpoint.untrusted.safetensors_header import NAMES
 from torchtitan_lite.converting.streamed_file import Advance, Elements, read_back, write_new
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError, ExtraMissing, TorchtitanLiteError
-from torchtitan_lite.examining.tensor_stream import Stream
+from torchtitan_lite.examining.tensor_stream import TensorStream
 from torchtitan_lite.log import listed
 
-DTYPES = {
-    **{"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"},
-    **{"int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8"},
-    **{"uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8", "bool": "BOOL"},
-    **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
-}
+DTYPES = {ours: name for name, ours in NAMES.items() if name not in ("F8_E8M0", "C64")}
 """The format's name of each dtype that every version of the library since 0.4 reads."""
 
 SINGLE_FILE = "model.safetensors"
@@ -80,7 +76,7 @@ def sharded(tensors: Sequence[TensorToWrite], most_bytes: int) -> dict[str, list
 
 
 def write_folder(
-    folder: Path, tensors: Sequence[TensorToWrite], most_bytes: int, stream: Stream, advance: Advance
+    folder: Path, tensors: Sequence[TensorToWrite], most_bytes: int, stream: TensorStream, advance: Advance
 ) -> list[str]:
     """Write `tensors` into files in `folder`, and check them; return the names of the files."""
     shards = sharded(tensors, most_bytes)
@@ -99,7 +95,7 @@ def index_of(shards: Mapping[str, Sequence[TensorToWrite]]) -> bytes:
     return (json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2) + "\n").encode()
 
 
-def write_file(path: Path, tensors: Sequence[TensorToWrite], stream: Stream, advance: Advance) -> None:
+def write_file(path: Path, tensors: Sequence[TensorToWrite], stream: TensorStream, advance: Advance) -> None:
     """Write `tensors` into the file `path`, and check it. Raises `TorchtitanLiteError` if the check fails."""
     ordered = sorted(tensors, key=lambda tensor: (-_itemsize(tensor), tensor.name))
     record = write_new(path, [_header(ordered), *(tensor.elements for tensor in ordered)], stream, advance)

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torchtitan_lite.converting.casting import Cast
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.block_writer import Bounced, write_blocks
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import TorchtitanLiteError
 from torchtitan_lite.examining.cut import Cut
 from torchtitan_lite.examining.file_digests import verify_file
-from torchtitan_lite.examining.tensor_stream import Stream
+from torchtitan_lite.examining.tensor_stream import SLICE_BYTES, TensorStream
 
 Advance = Callable[[int], None]
 """Called with the number of bytes done since the last call. Any thread."""
@@ -43,18 +43,14 @@ class Elements(NamedTuple):
 Part = bytes | Elements
 
 
-def size_of(part: Part) -> int:
-    """Return the number of bytes of `part`."""
-    return part.num_bytes if isinstance(part, Elements) else len(part)
-
-
-def write_new(path: Path, parts: Sequence[Part], stream: Stream, advance: Advance) -> FileRecord:
+def write_new(path: Path, parts: Sequence[Part], stream: TensorStream, advance: Advance) -> FileRecord:
     """Write `parts` to the new file `path`, synced; return its record.
 
     Raises the OSError of the disk, with a path in it, and what `stream` raises.
     """
     contents = _InOrder(_cast_pieces(parts, stream, advance))
-    source = Bounced(sum(map(size_of, parts)), contents.fill)
+    num_bytes = sum(part.num_bytes if isinstance(part, Elements) else len(part) for part in parts)
+    source = Bounced(num_bytes, contents.fill)
     written: list[FileRecord] = []
     failures: list[BaseException] = []
 
@@ -127,7 +123,7 @@ class _InOrder:
             room, self._rest = room[count:], self._rest[count:]
 
 
-def _cast_pieces(parts: Iterable[Part], stream: Stream, advance: Advance) -> Iterator[memoryview]:
+def _cast_pieces(parts: Iterable[Part], stream: TensorStream, advance: Advance) -> Iterator[memoryview]:
     """Yield the bytes of `parts`; each piece is valid until the next."""
     for part in parts:
         if isinstance(part, bytes):
@@ -138,3 +134,45 @@ def _cast_pieces(parts: Iterable[Part], stream: Stream, advance: Advance) -> Ite
             cast = data if part.cast is None else part.cast(data)
             yield cast
             advance(len(cast))
+
+
+# Elements of one dtype as another one, slice by slice. Torch is imported where they are cast.
+
+
+FLOATING = ("float32", "float16", "bfloat16", "float64")
+"""The dtypes that are cast from and to. Float8 needs scales that are not stored next to the elements."""
+
+
+class Cast:
+    """Casts elements from the dtype `before` to the dtype `after`, as `tensor.to` does. One thread at a time."""
+
+    def __init__(self, before: str, after: str) -> None:
+        import torch
+
+        self._before: torch.dtype = getattr(torch, before)
+        self._after: torch.dtype = getattr(torch, after)
+        self._room: torch.Tensor = torch.empty(0, dtype=self._after)
+        self.most_elements = SLICE_BYTES // max(self._before.itemsize, self._after.itemsize)
+        """In one call, so that neither the elements nor the cast ones are larger than a slice."""
+
+    def __call__(self, data: memoryview) -> memoryview:
+        """Return the elements of `data`, cast; valid until the next call."""
+        import torch
+
+        elements = torch.frombuffer(data, dtype=self._before)
+        if len(self._room) < len(elements):
+            self._room = torch.empty(len(elements), dtype=self._after)
+        room = self._room[: len(elements)]
+        room.copy_(elements)
+        cast: Any = room.view(torch.uint8).numpy()
+        view: memoryview = cast.data
+        return view
+
+
+@cache
+def cast_between(before: str, after: str) -> Cast | None:
+    """Return the cast of a tensor of the dtype `before` if `after` is wanted; None for a tensor that stays as it is.
+
+    There is one of these dtypes: each keeps memory for a slice.
+    """
+    return None if not after or before == after or before not in FLOATING else Cast(before, after)

@@ -92,12 +92,9 @@ class Difference:
 def compare_checkpoints(a: OpenedCheckpoint, b: OpenedCheckpoint) -> Difference:
     """Return the differences between `a` and `b`. Raises `CheckpointDamaged`, `CheckpointUnreadable` and so on."""
     in_a, in_b = a.contents.tensors, b.contents.tensors
-    tensors = {
-        key: (dtype_and_shape_text(in_a[key]), dtype_and_shape_text(in_b[key]))
-        for key in in_a
-        if key in in_b and _dtype_and_shape(in_a[key]) != _dtype_and_shape(in_b[key])
-    }
-    same = [key for key in in_a if key in in_b and key not in tensors]
+    forms = {key: (dtype_and_shape_text(in_a[key]), dtype_and_shape_text(in_b[key])) for key in in_a if key in in_b}
+    tensors = {key: sides for key, sides in forms.items() if sides[0] != sides[1]}
+    same = [key for key in forms if key not in tensors]
     clocks = frozenset(key for key in same if is_clock(key, in_a))
     return Difference(
         only_in_a=_only_in(a, b),
@@ -109,17 +106,13 @@ def compare_checkpoints(a: OpenedCheckpoint, b: OpenedCheckpoint) -> Difference:
         has_common_names=bool(same or tensors or a.contents.objects.keys() & b.contents.objects.keys()),
         clocks=clocks,
         by_digest=_values_by_digest(a.extra.get(_DIGESTS, {}), b.extra.get(_DIGESTS, {}), same, clocks),
-        comparable=tuple(key for key in in_a if key in in_b and in_a[key].shape == in_b[key].shape),
+        comparable=tuple(key for key in forms if in_a[key].shape == in_b[key].shape),
     )
 
 
 def dtype_and_shape_text(tensor: StoredTensor) -> str:
     """Return dtype and shape of `tensor`."""
     return f"{tensor.dtype} {list(tensor.shape)}"
-
-
-def _dtype_and_shape(tensor: StoredTensor) -> tuple[str, tuple[int, ...]]:
-    return str(tensor.dtype), tuple(tensor.shape)
 
 
 def _values_by_digest(

@@ -146,19 +146,17 @@ def _block_ranges(count: int, each: int) -> Iterator[range]:
 
 def _damaged(reader: ReadsBlocks, path: Path, record: FileRecord, blocks: range) -> list[int]:
     """Return those of `blocks` that have another digest, twice."""
+    if _are_sound(reader, path, record, blocks):
+        return []
+    return [block for block in blocks if not _are_sound(reader, path, record, [block])]
+
+
+def _are_sound(reader: ReadsBlocks, path: Path, record: FileRecord, blocks: Sequence[int]) -> bool:
     try:
         reader.verify(path, record, blocks)
-        return []
     except DamagedRange:
-        return [block for block in blocks if _is_damaged_block(reader, path, record, block)]
-
-
-def _is_damaged_block(reader: ReadsBlocks, path: Path, record: FileRecord, block: int) -> bool:
-    try:
-        reader.verify(path, record, [block])
-    except DamagedRange:
-        return True
-    return False
+        return False
+    return True
 
 
 def _consecutive_runs(numbers: Sequence[int]) -> list[tuple[int, int]]:

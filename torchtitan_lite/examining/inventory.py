@@ -21,7 +21,7 @@ from typing import Any
 
 from torchtitan_lite.config.job_config import Checkpoint, flat_config
 from torchtitan_lite.disk.plain_file import read_plain, size_finding
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe, ConfigError, UnknownFormat
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe, ConfigError, UnknownFormat
 from torchtitan_lite.examining.opened import (
     POSITIONS_OF_TORCHTITAN,
     SavingJob,
@@ -202,7 +202,8 @@ def _step_entry(folder: Path, step: int) -> ListedCheckpoint:
             )
         finding = _sizes_finding(folder, manifest)
     except (UnknownFormat, CheckpointDamaged, CheckpointUnsafe, OSError) as error:
-        return _entry_of_error(folder, step, error)
+        state, finding = state_of_error(error)
+        return _unusable_entry(folder, state, step, finding)
     return managed(folder, manifest, FolderState.DAMAGED if finding else FolderState.COMMITTED, finding)
 
 
@@ -265,7 +266,8 @@ def _of_transformers(folder: Path, step: int | None) -> ListedCheckpoint:
         description = description_of(folder) or folder
         return _other_library_entry(folder, origin_by(description), description, step)
     except (CheckpointDamaged, CheckpointUnsafe, OSError) as error:
-        return _entry_of_error(folder, step, error)
+        state, finding = state_of_error(error)
+        return _unusable_entry(folder, state, step, finding)
 
 
 def _other_library_entry(folder: Path, origin: WrittenBy, description: Path, step: int | None) -> ListedCheckpoint:
@@ -315,21 +317,20 @@ def _unusable_entry(folder: Path, state: FolderState, step: int | None, finding:
     )
 
 
-def _entry_of_error(
-    folder: Path, step: int | None, error: UnknownFormat | CheckpointDamaged | CheckpointUnsafe | OSError
-) -> ListedCheckpoint:
-    """Return the entry of a checkpoint whose description cannot be read. Raise the error if it is gone."""
+def state_of_error(error: Exception) -> tuple[FolderState, str]:
+    """Return what a checkpoint is whose description cannot be read, and why. Raise the error if it is gone."""
     match error:
-        case FileNotFoundError():
-            raise error  # A job removed it meanwhile: `inventory` leaves it out.
         case UnknownFormat():
-            return _unusable_entry(folder, FolderState.UNKNOWN_FORMAT, step, error.in_short)
+            return FolderState.UNKNOWN_FORMAT, error.in_short
         case CheckpointDamaged():
-            return _unusable_entry(folder, FolderState.DAMAGED, step, error.summary)
+            return FolderState.DAMAGED, error.summary
         case CheckpointUnsafe():
-            return _unusable_entry(folder, FolderState.DAMAGED, step, f"{Path(error.path).name}: {error.finding}")
-        case _:
-            return _unusable_entry(folder, FolderState.UNREADABLE, step, error.strerror or str(error))
+            return FolderState.DAMAGED, f"{Path(error.path).name}: {error.finding}"
+        case CheckpointUnreadable():
+            return FolderState.UNREADABLE, error.cause
+        case OSError() if not isinstance(error, FileNotFoundError):
+            return FolderState.UNREADABLE, error.strerror or str(error)
+    raise error  # A job removed it meanwhile: `inventory` leaves it out.
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:

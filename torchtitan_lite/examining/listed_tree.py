@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +17,6 @@ from typing import NamedTuple
 from torchtitan_lite.disk.durable import DISK, Durable
 from torchtitan_lite.disk.plain_file import file_kind
 from torchtitan_lite.errors import CheckpointUnsafe
-from torchtitan_lite.examining.held_folder import held
 
 
 class FileState(NamedTuple):
@@ -58,7 +58,7 @@ class ListedTree:
     @classmethod
     def of_files(cls, root: Path, names: Sequence[str]) -> ListedTree:
         """Return those of the files `names` in `root` that exist. Raises as `of_folder` does."""
-        files = {name: FileState.of(_regular_file_stat(root / name)) for name in names if os.path.lexists(root / name)}
+        files = {name: FileState.of(regular_file_stat(root / name)) for name in names if os.path.lexists(root / name)}
         return cls(root, files, {})
 
     @property
@@ -137,12 +137,50 @@ def _files_below(root: Path, folder: str) -> Iterator[tuple[str, os.stat_result]
             if entry.is_dir(follow_symlinks=False):
                 yield from _files_below(root, path)
             else:
-                yield path, _regular_file_stat(root / path)
+                yield path, regular_file_stat(root / path)
     yield folder, (root / folder).lstat()
 
 
-def _regular_file_stat(path: Path) -> os.stat_result:
+def regular_file_stat(path: Path) -> os.stat_result:
+    """Return what the system says of the file `path`. Raises `CheckpointUnsafe` for anything else, and OSError."""
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode):
         raise CheckpointUnsafe(str(path), f"expected a file, found {file_kind(path)}")
     return found
+
+
+# A folder that is held while it is written into: what has its name meanwhile may become another folder.
+
+
+@dataclass(frozen=True)
+class HeldFolder:
+    """The folder that was `folder` when it was opened."""
+
+    folder: Path
+    path: Path
+    """Leads to this folder whatever its name is, in this process and while it is held."""
+
+    def has_its_name(self) -> bool:
+        """Return whether the name still is this folder's."""
+        try:
+            return os.path.samestat(self.path.stat(), self.folder.lstat())
+        except FileNotFoundError:
+            return False
+
+
+@contextmanager
+def held(folder: Path, *, follows_link: bool = True) -> Iterator[HeldFolder]:
+    """Yield `folder`, held in the block. An OSError about a file in it has the name of the folder.
+
+    Unless it `follows_link`, a link to a folder is an OSError, too.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follows_link else os.O_NOFOLLOW))
+    path = Path(f"/proc/self/fd/{fd}")
+    try:
+        yield HeldFolder(folder, path)
+    except OSError as error:
+        if error.errno is None or not str(error.filename).startswith(f"{path}/"):
+            raise
+        raise OSError(error.errno, error.strerror, str(folder / Path(str(error.filename)).name)) from error
+    finally:
+        os.close(fd)

@@ -23,19 +23,19 @@ from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.errors import CheckpointNotFound, CheckpointUnreadable
+from torchtitan_lite.errors import CheckpointNotFound
 from torchtitan_lite.examining.other_libraries import (
     GENERATORS,
     absence_in,
     contents_in,
     contents_of,
     description_of,
-    has_optimizer,
     is_lightning_file,
     is_lightning_folder,
     lightning_step_of,
     transformers_step_of,
 )
+from torchtitan_lite.examining.presence import reading
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.place import Place, home_of, on_disk
@@ -134,17 +134,20 @@ def open_checkpoint(folder: Place) -> OpenedCheckpoint:
     if manifest is None and not folder.is_dir():  # It was removed meanwhile.
         raise CheckpointNotFound(str(folder), None, finding=absence(folder))
     contents = opened.contents
-    try:
+    with reading(folder):
         names = {*contents.files, layout.METADATA} if manifest is None else {*manifest.files}
         sizes = dict(sorted(opened.files.sizes_of(names).items()))
         created_at = (on_disk(folder) / layout.METADATA).lstat().st_mtime if manifest is None else manifest.created_at
-    except OSError as error:
-        raise CheckpointUnreadable(str(folder), f"{type(error).__name__}: {error}") from error
-    is_of_lightning = manifest is None and is_lightning_folder(on_disk(folder))
-    parse_step = lightning_step_of if is_of_lightning else layout.parse_step
+    origin = WrittenBy.OURS
+    if manifest is None and is_lightning_folder(on_disk(folder)):
+        origin = WrittenBy.LIGHTNING
+    elif manifest is None:
+        is_torchtitan = any(key.startswith(POSITIONS_OF_TORCHTITAN) for key in contents.objects)
+        origin = WrittenBy.TORCHTITAN if is_torchtitan else WrittenBy.DCP
+    parse_step = lightning_step_of if origin is WrittenBy.LIGHTNING else layout.parse_step
     return OpenedCheckpoint(
         folder,
-        WrittenBy.LIGHTNING if is_of_lightning else _origin_of(manifest, contents.objects),
+        origin,
         contents,
         manifest,
         sizes,
@@ -162,23 +165,20 @@ def _opened_of_other_library(
     contents_in: Callable[[Path], Contents],
     step_of: Callable[[str], int | None],
 ) -> OpenedCheckpoint:
-    try:
+    with reading(folder):
         contents = contents_in(folder)
         contents.check_names()
         sizes = dict(sorted(files_of(Path(contents.path)).sizes_of(contents.files).items()))
         created_at = description.lstat().st_mtime
-    except OSError as error:
-        raise CheckpointUnreadable(str(folder), f"{type(error).__name__}: {error}") from error
     contents.check(sizes)
+    is_full = origin is WrittenBy.LIGHTNING or any(key.startswith("optimizer") for key in contents)
     return OpenedCheckpoint(
         folder,
         origin,
         contents,
         manifest=None,
         sizes=sizes,
-        kind=CheckpointKind.FULL
-        if has_optimizer(contents) or origin is WrittenBy.LIGHTNING
-        else CheckpointKind.WEIGHTS_ONLY,
+        kind=CheckpointKind.FULL if is_full else CheckpointKind.WEIGHTS_ONLY,
         step=step_of(folder.absolute().name),
         saved_by=SavingJob(),
         created_at=created_at,
@@ -200,14 +200,6 @@ def absence(folder: Place) -> str:
     if any(map(layout.is_data_file, names)):
         return f"there are files of tensors in it, but no {layout.METADATA}"
     return f"there is neither {layout.MANIFEST} nor {layout.METADATA} in it"
-
-
-def _origin_of(manifest: Manifest | None, objects: Iterable[str]) -> WrittenBy:
-    """Return what wrote the checkpoint with these `objects`."""
-    if manifest is not None:
-        return WrittenBy.OURS
-    is_torchtitan = any(key.startswith(POSITIONS_OF_TORCHTITAN) for key in objects)
-    return WrittenBy.TORCHTITAN if is_torchtitan else WrittenBy.DCP
 
 
 def origin_by(description: Path) -> WrittenBy:

@@ -75,11 +75,6 @@ def absence_in(folder: Path) -> str:
     return "" if has_weights else "there are no weights in it"
 
 
-def has_optimizer(contents: Contents) -> bool:
-    """Return whether the state of an optimizer is among `contents`."""
-    return any(key.startswith("optimizer") for key in contents)
-
-
 def weights_in(folder: Path) -> dict[str, frozenset[str]]:
     """Return the safetensors files of the model, each with the tensors that its index places there.
 

@@ -93,9 +93,9 @@ class OthersOutlook:
         # A run that begins again in the folder of a longer one has lower steps.
         last_written = max(with_step, key=lambda each: (each.created_at, _known_step(each)), default=None)
         highest = _known_step(with_step[-1]) if with_step else None
-        names, finding = _best_and_last_names(
-            [each for each in with_step if each is last_written or each.step == highest]
-        )
+        latest = [each for each in with_step if each is last_written or each.step == highest]
+        names = frozenset(name for each in latest for name in each.named.names)
+        finding = next((each.named.finding for each in latest if each.named.finding), "")
         reasons: dict[int, tuple[str, ...]] = {}
         for each in with_step:
             is_so = {
@@ -176,12 +176,6 @@ def _with_kinds(family: Sequence[OtherCheckpoint]) -> list[OtherCheckpoint]:
     return [dataclasses.replace(each, kind=CheckpointKind.FULL) for each in family]
 
 
-def _best_and_last_names(latest: Sequence[OtherCheckpoint]) -> tuple[frozenset[str], str]:
-    """Return the names that `latest` have for the best and the last, and why they are not known."""
-    names = frozenset(name for each in latest for name in each.named.names)
-    return names, next((each.named.finding for each in latest if each.named.finding), "")
-
-
 def _known_step(other: OtherCheckpoint) -> int:
     assert other.step is not None, "only those with a step are judged"
     return other.step
@@ -201,28 +195,15 @@ _TEXTS = re.compile(
 """What transformers and peft write next to weights and pickles."""
 
 
-@dataclass(frozen=True)
-class OtherCheckpoint:
-    """A checkpoint of another library, or a part of one."""
+@dataclass(frozen=True, kw_only=True)
+class OtherCheckpoint(ListedCheckpoint):
+    """A checkpoint of another library, or a part of one; `finding` is why it is not known to be complete."""
 
     path: Path
-    origin: WrittenBy | None
-    step: int | None
-    kind: CheckpointKind | None
-    created_at: float
-    """Unix seconds."""
-    nbytes: int
     tree: ListedTree
     """All that is removed with it; nothing for one that is not complete."""
     named: Named
     """Which ones it names as the best or the last."""
-    finding: str = ""
-    """Why it is not known to be complete."""
-
-    @property
-    def name(self) -> str:
-        """Return its name in the folder."""
-        return self.path.name
 
     def first_to_go(self) -> list[str]:
         """Return the files without which no library loads it, in the order in which they go.
@@ -266,8 +247,8 @@ def _other(root: Path, entry: ListedCheckpoint) -> OtherCheckpoint:
     except (TorchtitanLiteError, OSError) as error:
         finding = f"{error!s:.200}"
     step = named.step if entry.step is None else entry.step
-    nbytes = tree.nbytes or entry.nbytes
-    return OtherCheckpoint(path, entry.origin, step, entry.kind, entry.created_at, nbytes, tree, named, finding)
+    own = {"step": step, "nbytes": tree.nbytes or entry.nbytes, "finding": finding}
+    return OtherCheckpoint(**vars(entry) | own, path=path, tree=tree, named=named)
 
 
 def _unknown_files(tree: ListedTree, known: AbstractSet[str], origin: WrittenBy | None) -> Iterator[str]:

@@ -11,7 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torchtitan_lite.checkpoint.reading.files import Identity, differs, files_of
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnreadable, CheckpointUnsafe
+from torchtitan_lite.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    CheckpointUnreadable,
+    CheckpointUnsafe,
+    TorchtitanLiteError,
+)
 from torchtitan_lite.examining.other_libraries import description_of
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.place import Place, on_disk
@@ -38,6 +44,17 @@ def checkpoint_identity(folder: Place) -> Identity | None:
             return None if error.errno == errno.ESTALE else (error.errno or 0,)
         return found.st_dev, found.st_ino, found.st_mtime_ns
     return None
+
+
+@contextmanager
+def reading(place: Place) -> Iterator[None]:
+    """Raise `CheckpointUnreadable`, about `place`, in place of an OSError of the system in the block."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, TorchtitanLiteError):
+            raise
+        raise CheckpointUnreadable(str(place), f"{type(error).__name__}: {error}") from error
 
 
 def refuse_if_gone(folder: Place, identity: Identity | None) -> None:

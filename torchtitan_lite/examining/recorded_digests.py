@@ -9,7 +9,6 @@ from `states_of` before the first read to the end of the last one: a file that c
 from __future__ import annotations
 
 import os
-import stat
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,17 +18,19 @@ from torchtitan_lite import __version__
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import DISK, Durable, temporary_name
-from torchtitan_lite.disk.plain_file import file_kind, read_plain
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe, FolderUnusable
+from torchtitan_lite.disk.plain_file import read_plain
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, FolderUnusable
 from torchtitan_lite.examining.file_digests import OnBytes, digests_of
-from torchtitan_lite.examining.listed_tree import FileState
+from torchtitan_lite.examining.listed_tree import FileState, regular_file_stat
 from torchtitan_lite.examining.other_libraries import transformers_step_of
+from torchtitan_lite.examining.presence import reading
 from torchtitan_lite.log import listed
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.described import allowed_description_bytes
 from torchtitan_lite.store.files_of_ranks import FilesOfRanks, with_rank_files
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.manifest_fields import file_path
+from torchtitan_lite.store.place import home_of, on_disk
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,6 @@ class RecordedDigests:
             files=with_rank_files(dict(self.files), FilesOfRanks([], [], b"")),
         )
         try:
-            # Opening what is there would follow a link that leads elsewhere.
-            durable.remove_file(path.with_name(temporary_name(path.name)))
             durable.write_atomically(path, manifest.to_json())
         except OSError as error:
             raise unwritable(path, error.strerror or str(error)) from error
@@ -103,16 +102,9 @@ def states_of(folder: Path) -> dict[str, FileState]:
 
     Raises `CheckpointUnsafe` for what is neither a file nor a folder, and `CheckpointUnreadable`.
     """
-    states = {}
-    try:
-        for name, found in files_in(folder):
-            if not stat.S_ISREG(found.st_mode):
-                path = folder if folder.name == name else folder / name
-                raise CheckpointUnsafe(str(path), f"expected a file, found {file_kind(path)}")
-            states[name] = FileState.of(found)
-    except OSError as error:
-        raise CheckpointUnreadable(str(folder), f"{type(error).__name__}: {error}") from error
-    return states
+    home = on_disk(home_of(folder))
+    with reading(folder):
+        return {name: FileState.of(regular_file_stat(home / name)) for name, _ in files_in(folder)}
 
 
 def take_digests(folder: Path, before: Mapping[str, FileState], on_bytes: OnBytes) -> RecordedDigests:
@@ -121,8 +113,7 @@ def take_digests(folder: Path, before: Mapping[str, FileState], on_bytes: OnByte
     Raises `CheckpointUnreadable` if one was changed, added or removed since, and for an error of the machine.
     """
     try:
-        home = folder.parent if folder.is_file() else folder
-        files = digests_of(home, {name: state.size for name, state in before.items()}, on_bytes)
+        files = digests_of(on_disk(home_of(folder)), {name: state.size for name, state in before.items()}, on_bytes)
     except (DamagedRange, CheckpointUnreadable):
         _refuse_changes(folder, before)
         raise

@@ -21,6 +21,7 @@ from torchtitan_lite.examining.inventory import (
     in_short,
     managed,
     sorted_entries,
+    state_of_error,
     with_abandoned,
 )
 from torchtitan_lite.store import layout
@@ -74,12 +75,8 @@ def _attempt_entry(store: BucketStore, entry: Entry, objects: AttemptObjects) ->
     state, finding = _STATES[entry.status], "; ".join(entry.findings) or _FINDINGS.get(entry.status, "")
     try:
         manifest, _ = read_manifest(store.objects, place, entry.step, entry.digest)
-    except CheckpointDamaged as error:
-        state, finding = (FolderState.DAMAGED, error.summary) if is_kept else (state, finding)
-    except CheckpointUnreadable as error:
-        state, finding = (FolderState.UNREADABLE, error.cause) if is_kept else (state, finding)
-    except UnknownFormat as error:
-        state, finding = (FolderState.UNKNOWN_FORMAT, error.in_short) if is_kept else (state, finding)
+    except (CheckpointDamaged, CheckpointUnreadable, UnknownFormat) as error:
+        state, finding = state_of_error(error) if is_kept else (state, finding)
     else:
         sizes = recorded_sizes(manifest.files)
         if is_kept and (findings := size_findings(sizes, objects.sizes)):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +24,9 @@ from torchtitan_lite.checkpoint.untrusted.stock_item import item_reader, locate
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
 from torchtitan_lite.disk.read_requests import Piece, Segment, scatter
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe
-from torchtitan_lite.examining.cut import Cut, cuts, cuts_of, is_range, is_row_major, number_of, overlap
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe
+from torchtitan_lite.examining.cut import Cut, cuts_of, is_range, is_row_major, number_of, overlap
+from torchtitan_lite.examining.presence import reading
 from torchtitan_lite.store.place import Place
 
 SLICE_BYTES = 8 << 20
@@ -46,22 +47,6 @@ class Slice(NamedTuple):
     """The number of the first of them in the whole tensor."""
     data: memoryview
     """Their bytes, little-endian; valid until the next slice."""
-
-
-class Stream(Protocol):
-    """What gives the elements of stored tensors: a `TensorStream`, or what reads one in another order."""
-
-    @property
-    def contents(self) -> Contents: ...
-
-    @property
-    def reader(self) -> BlockReader: ...
-
-    def slices(self, key: str, most_elements: int | None = None, within: Cut | None = None) -> Iterator[Slice]: ...
-
-    def read(self, key: str, cut: Cut, into: memoryview) -> None: ...
-
-    def read_item(self, item: Item) -> bytes: ...
 
 
 class _Part(NamedTuple):
@@ -116,10 +101,15 @@ class TensorStream:
         itemsize = tensor.dtype.itemsize
         most = most_elements or max(1, SLICE_BYTES // itemsize)
         room = _new_buffer(min(most, math.prod(tensor.shape)) * itemsize)
-        for cut in cuts(tensor.shape, most) if within is None else cuts_of(within, most):
+        whole = within or Cut(0, (0,) * len(tensor.shape), tensor.shape)
+        for cut in self._cuts(key, whole, most):
             data = room[: cut.numel * itemsize]
             self.read(key, cut, data)
             yield Slice(cut.begin, data)
+
+    def _cuts(self, key: str, whole: Cut, most: int) -> Iterator[Cut]:
+        """Return cuts of at most `most` elements that make up `whole` of the tensor `key`, in order."""
+        return cuts_of(whole, most)
 
     def read(self, key: str, cut: Cut, into: memoryview) -> None:
         """Fill `into` with the elements of `cut` of the tensor `key`. Raises as `slices` does.
@@ -213,11 +203,8 @@ class TensorStream:
         item = chunk.item
         assert item is not None
         path = self._files.files.path_of(item.file)
-        try:
-            with self._files.files.opened(item.file) as fd:
-                layout = locate(item_reader(fd, item), item.length)
-        except OSError as error:
-            raise CheckpointUnreadable(str(path), f"{type(error).__name__}: {error}") from error
+        with reading(path), self._files.files.opened(item.file) as fd:
+            layout = locate(item_reader(fd, item), item.length)
         if layout is None:
             return _Part(chunk, begin, end, item.file, item.offset, held=self._held(key, chunk, item))
         if layout.shape != chunk.sizes or dtype_name(layout.dtype) != dtype_name(self.contents.tensors[key].dtype):

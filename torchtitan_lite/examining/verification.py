@@ -26,18 +26,12 @@ from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.read_requests import ReadsBlocks
-from torchtitan_lite.errors import (
-    CheckpointDamaged,
-    CheckpointNotFound,
-    CheckpointUnreadable,
-    CheckpointUnsafe,
-    TorchtitanLiteError,
-)
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnreadable, CheckpointUnsafe
 from torchtitan_lite.examining.file_digests import FileDigests, Finding, OnBytes, verify_file
 from torchtitan_lite.examining.item_checksums import CheckedItems, PlacedItem, check_items
 from torchtitan_lite.examining.opened import absence
 from torchtitan_lite.examining.other_libraries import contents_in, contents_of, description_of
-from torchtitan_lite.examining.presence import checkpoint_identity, refuse_if_gone
+from torchtitan_lite.examining.presence import checkpoint_identity, reading, refuse_if_gone
 from torchtitan_lite.examining.recorded_digests import RecordedDigests
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import recorded_sizes
@@ -119,16 +113,11 @@ def look_at(folder: Place, record: Path | None = None) -> Looked:
     if identity is None or (absence(folder) and not folder.is_file()):
         raise CheckpointNotFound(str(folder), None, finding=absence(folder))
     try:
-        with no_collection():
+        with no_collection(), reading(folder):
             looked = _looked(Looked(folder, identity), record)
     except CheckpointUnreadable:
         refuse_if_gone(folder, identity)
         raise
-    except OSError as error:
-        if isinstance(error, TorchtitanLiteError):
-            raise
-        refuse_if_gone(folder, identity)
-        raise CheckpointUnreadable(str(folder), f"{type(error).__name__}: {error}") from error
     if looked.findings:
         refuse_if_gone(folder, identity)
     return looked

@@ -18,11 +18,7 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.examining.opened import OpenedCheckpoint
 from torchtitan_lite.examining.tensor_stream import TensorStream
 from torchtitan_lite.hugging_face.model_card import adapter_card
-from torchtitan_lite.hugging_face.writing import (
-    CARD,
-    PlannedExport,
-    tensor_summary,
-)
+from torchtitan_lite.hugging_face.writing import CARD, PlannedExport, tensor_summary
 from torchtitan_lite.log import listed
 from torchtitan_lite.store.manifest_fields import json_bytes
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torchtitan_lite
 from torchtitan_lite.examining.opened import OpenedCheckpoint, WrittenBy
-from torchtitan_lite.examining.tensor_stream import Stream
+from torchtitan_lite.examining.tensor_stream import TensorStream
 from torchtitan_lite.hugging_face.model_files import DescribedModel
 
 TOKENIZER = "tokenizer.json"
@@ -44,7 +44,7 @@ _ADAPTER = """\
 def model_card(
     name: str,
     opened: OpenedCheckpoint,
-    stream: Stream,
+    stream: TensorStream,
     model: DescribedModel,
     facts: Mapping[str, str],
     *,
@@ -63,7 +63,7 @@ def model_card(
     return _card(name, head, example.replace("{kind}", kind), rows)
 
 
-def adapter_card(name: str, opened: OpenedCheckpoint, stream: Stream, facts: Mapping[str, str]) -> bytes:
+def adapter_card(name: str, opened: OpenedCheckpoint, stream: TensorStream, facts: Mapping[str, str]) -> bytes:
     """Return the card of the adapter `name`, made of `opened`."""
     return _card(name, ["library_name: peft"], _ADAPTER, {**_progress(opened, stream), **facts, **_origin_rows(opened)})
 
@@ -76,7 +76,7 @@ def _card(name: str, head: list[str], example: str, facts: Mapping[str, str]) ->
     return ("\n".join(lines) + "\n").encode(errors="replace")
 
 
-def _progress(opened: OpenedCheckpoint, stream: Stream) -> dict[str, str]:
+def _progress(opened: OpenedCheckpoint, stream: TensorStream) -> dict[str, str]:
     """Return how far the run was."""
     facts = {} if opened.step is None else {"step": f"{opened.step:,}"}
     if _TOKENS in opened.contents.tensors:

@@ -17,10 +17,11 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_lite.checkpoint.format.contents import Contents, Item
-from torchtitan_lite.disk.block_reader import BlockReader
+from torchtitan_lite.checkpoint.format.contents import Contents, Shape
+from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.examining.cut import Cut, cuts_of
-from torchtitan_lite.examining.tensor_stream import SLICE_BYTES, Slice, Stream
+from torchtitan_lite.examining.tensor_stream import TensorStream
+from torchtitan_lite.store.place import Place
 
 Order = Literal["halves", "pairs"]
 
@@ -34,37 +35,34 @@ def rows_in_order(rows: _Rows, head_dim: int, order: Order) -> _Rows:
     return rows - within + source
 
 
-class ReorderedStream:
-    """Reads tensors of `stream`; those in `head_dims`, by key, with the rows of each head in `order`.
+class ReorderedStream(TensorStream):
+    """Reads tensors as `TensorStream` does; those in `head_dims`, by key, with the rows of each head in `order`.
 
-    The numbers of rows must be multiples of the numbers in `head_dims`, and these even. Any thread, one at a time.
+    The numbers of rows must be multiples of the numbers in `head_dims`, and these even. A slice of reordered rows ends
+    between heads if it can.
     """
 
-    def __init__(self, stream: Stream, head_dims: Mapping[str, int], order: Order) -> None:
-        self.contents: Contents = stream.contents
-        self.reader: BlockReader = stream.reader
-        self._stream, self._head_dims, self._order = stream, head_dims, order
-        self._scratch = memoryview(b"")
+    def __init__(
+        self,
+        folder: Place,
+        contents: Contents,
+        records: Mapping[str, FileRecord],
+        strides: Mapping[str, Shape],
+        head_dims: Mapping[str, int],
+        order: Order,
+    ) -> None:
+        super().__init__(folder, contents, records, strides)
+        self._head_dims, self._order = head_dims, order
+        self._source_rows = memoryview(b"")
 
-    def slices(self, key: str, most_elements: int | None = None, within: Cut | None = None) -> Iterator[Slice]:
-        """Yield the elements as `TensorStream.slices` does; a slice of reordered rows ends between heads if it can."""
+    def _cuts(self, key: str, whole: Cut, most: int) -> Iterator[Cut]:
         if key not in self._head_dims:
-            yield from self._stream.slices(key, most_elements, within)
-            return
-        tensor = self.contents.tensors[key]
-        itemsize = tensor.dtype.itemsize
-        most = most_elements or max(1, SLICE_BYTES // itemsize)
-        whole = Cut(0, (0,) * len(tensor.shape), tensor.shape) if within is None else within
-        room = np.empty(min(most, whole.numel) * itemsize, np.uint8).data
-        for cut in _between_heads(whole, tensor.shape, self._head_dims[key], most):
-            data = room[: cut.numel * itemsize]
-            self.read(key, cut, data)
-            yield Slice(cut.begin, data)
+            return super()._cuts(key, whole, most)
+        return _between_heads(whole, self.contents.tensors[key].shape, self._head_dims[key], most)
 
     def read(self, key: str, cut: Cut, into: memoryview) -> None:
-        """Fill `into` with the elements of `cut`, as `TensorStream.read` does."""
         if key not in self._head_dims:
-            self._stream.read(key, cut, into)
+            super().read(key, cut, into)
             return
         itemsize = self.contents.tensors[key].dtype.itemsize
         begin, num_rows = cut.offsets[0], cut.sizes[0]
@@ -75,18 +73,14 @@ class ReorderedStream:
             cut.begin + (first - begin) * row_elements, (first, *cut.offsets[1:]), (last + 1 - first, *cut.sizes[1:])
         )
         num_bytes = source.numel * itemsize
-        if len(self._scratch) < num_bytes:
-            self._scratch = np.empty(num_bytes, np.uint8).data
-        read = self._scratch[:num_bytes]
-        self._stream.read(key, source, read)
+        if len(self._source_rows) < num_bytes:
+            self._source_rows = np.empty(num_bytes, np.uint8).data
+        read = self._source_rows[:num_bytes]
+        super().read(key, source, read)
         # A row is one item: it is copied as it is.
         width = f"V{math.prod(cut.sizes[1:]) * itemsize}"
         # "clip" lets numpy write into the target without a copy of its own; every number is valid.
         np.take(np.frombuffer(read, width), rows - first, out=np.frombuffer(into, width), mode="clip")
-
-    def read_item(self, item: Item) -> bytes:
-        """Return the bytes of `item`."""
-        return self._stream.read_item(item)
 
 
 def _between_heads(whole: Cut, shape: tuple[int, ...], head_dim: int, most: int) -> Iterator[Cut]:

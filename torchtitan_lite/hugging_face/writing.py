@@ -21,14 +21,15 @@ from pathlib import Path
 
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.converting import new_output, safetensors_files
-from torchtitan_lite.converting.exporting import Exported, Progress, new_tensors
+from torchtitan_lite.converting.exporting import Progress, new_tensors
 from torchtitan_lite.converting.model_part import ModelKey, model_keys
+from torchtitan_lite.converting.new_output import NewOutput
 from torchtitan_lite.converting.safetensors_files import TensorToWrite
 from torchtitan_lite.converting.streamed_file import Advance
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.examining.opened import OpenedCheckpoint
-from torchtitan_lite.examining.tensor_stream import Stream, TensorStream
+from torchtitan_lite.examining.tensor_stream import TensorStream
 from torchtitan_lite.hugging_face.model_card import model_card
 from torchtitan_lite.hugging_face.model_files import DescribedModel
 from torchtitan_lite.hugging_face.rotary_rows import ReorderedStream
@@ -49,7 +50,7 @@ class PlannedExport:
     """The tensors of each file of weights, by its name."""
     files: Mapping[str, bytes]
     """The contents of every other file."""
-    stream: Stream
+    stream: TensorStream
     left_out: Sequence[str] = ()
     """The names of trained tensors that the format has no place for."""
 
@@ -110,12 +111,11 @@ def model_mismatch(model: DescribedModel, contents: Contents, keys: Sequence[Mod
     return listed(findings, "; ")
 
 
-def stream_of(opened: OpenedCheckpoint, model: DescribedModel, keys: Iterable[ModelKey]) -> Stream:
+def stream_of(opened: OpenedCheckpoint, model: DescribedModel, keys: Iterable[ModelKey]) -> TensorStream:
     """Return what reads the tensors of `opened` with their rows in the order of Hugging Face's."""
-    stream = TensorStream(opened.folder, opened.contents, opened.records)
     head_dims = {each.key: model.places[each.name].rotary_head_dim for each in keys}
     turned = {key: head_dim for key, head_dim in head_dims.items() if head_dim is not None}
-    return ReorderedStream(stream, turned, "halves") if turned else stream
+    return ReorderedStream(opened.folder, opened.contents, opened.records, {}, turned, "halves")
 
 
 def tensor_summary(contents: Contents, keys: Iterable[ModelKey], tensors: Sequence[TensorToWrite]) -> dict[str, str]:
@@ -129,7 +129,7 @@ def tensor_summary(contents: Contents, keys: Iterable[ModelKey], tensors: Sequen
     }
 
 
-def write_planned(planned: PlannedExport, out: Path, progress: Progress) -> Exported:
+def write_planned(planned: PlannedExport, out: Path, progress: Progress) -> NewOutput:
     """Write all of `planned` to the folder `out`, which must not exist.
 
     Raises ConfigError if it does, what the stream raises for a checkpoint that is damaged or cannot be read, and
@@ -141,7 +141,7 @@ def write_planned(planned: PlannedExport, out: Path, progress: Progress) -> Expo
     ):
         write_shards(planned, folder, planned.shards, advance)
         write_rest(planned, folder)
-    return Exported([*planned.shards, *planned.files], planned.num_tensors, planned.num_bytes)
+    return NewOutput([*planned.shards, *planned.files], planned.num_tensors, planned.num_bytes)
 
 
 def write_shards(

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, Shape, StoredTensor
 from torchtitan_lite.checkpoint.untrusted.stock_item import Layout
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, ConfigError
+from torchtitan_lite.errors import CheckpointDamaged, ConfigError
+from torchtitan_lite.examining.presence import reading
 from torchtitan_lite.importing.weights_source import WeightsSource, is_strided, read_json, tensors_in_file
 from torchtitan_lite.log import counted
 
@@ -47,15 +48,13 @@ def is_meta_folder(path: Path) -> bool:
 
 def read_meta_folder(path: Path) -> MetaFolder:
     """Return the files in `path`. Raises CheckpointDamaged for a missing one, and as `open_source` does."""
-    try:
+    with reading(path):
         numbers = {int(match[1]): entry for entry in path.iterdir() if (match := _PART.fullmatch(entry.name))}
         missing = [number for number in range(max(numbers)) if number not in numbers]
         if missing:
             raise CheckpointDamaged(str(path), f"consolidated.{missing[0]:02}.pth is missing. Download it")
         files = [numbers[number] for number in sorted(numbers)]
         return MetaFolder(path, read_json(path / PARAMS), files, [tensors_in_file(file)[0] for file in files])
-    except OSError as error:
-        raise CheckpointUnreadable(str(path), f"{type(error).__name__}: {error}") from error
 
 
 def joined_weights(folder: MetaFolder, shapes: Mapping[str, Shape]) -> WeightsSource:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,14 +19,14 @@ from torchtitan_lite.checkpoint.format.structure import branch_of, encode_struct
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.resume.load_source import new_run
 from torchtitan_lite.converting import new_output
-from torchtitan_lite.converting.casting import cast_between
-from torchtitan_lite.converting.dcp_folder import Written, cut_into_files, write_checkpoint
+from torchtitan_lite.converting.dcp_folder import NewState, NewTensor, Written, cut_into_files, write_checkpoint
 from torchtitan_lite.converting.exporting import Progress
-from torchtitan_lite.converting.new_state import NewState, NewTensor
+from torchtitan_lite.converting.new_output import NewOutput
+from torchtitan_lite.converting.streamed_file import cast_between
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
 from torchtitan_lite.examining.opened import open_checkpoint
-from torchtitan_lite.examining.tensor_stream import Stream
+from torchtitan_lite.examining.tensor_stream import TensorStream
 from torchtitan_lite.importing.wanted import Weight
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table
@@ -35,18 +34,6 @@ from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table
 _FILE_BYTES = 5_000_000_000
 """The largest file, unless the caller wants another number of files."""
 _MODEL = "model"
-
-
-@dataclass(frozen=True)
-class Imported:
-    """What was written."""
-
-    files: list[str]
-    num_tensors: int
-    num_bytes: int
-    """Of the tensors' elements."""
-    notes: list[str]
-    """Facts that the user should see: what was copied, and what was left out."""
 
 
 class Form(NamedTuple):
@@ -59,8 +46,8 @@ class Form(NamedTuple):
 
 
 def write_seed(
-    out: Path, weights: Sequence[Weight], stream: Stream, form: Form, progress: Progress, extra: dict[str, Any]
-) -> Imported:
+    out: Path, weights: Sequence[Weight], stream: TensorStream, form: Form, progress: Progress, extra: dict[str, Any]
+) -> NewOutput:
     """Write `weights`, read from `stream`, as a seed checkpoint to the new folder `out`.
 
     `extra` goes into its manifest. Raises ConfigError before anything is written, what the stream raises, and OSError;
@@ -80,7 +67,7 @@ def write_seed(
         found = open_checkpoint(folder)
         if found.contents.tensors.keys() != state.tensors.keys() or found.kind is not CheckpointKind.FULL:
             raise TorchtitanLiteError(f"{out.name} was written, but other entries are found in it")
-    return Imported([*written.files, layout.MANIFEST], len(state.tensors), total, [])
+    return NewOutput([*written.files, layout.MANIFEST], len(state.tensors), total)
 
 
 def refuse_out(out: Path) -> None:
@@ -90,7 +77,7 @@ def refuse_out(out: Path) -> None:
         raise ConfigError(f"{out} is the name of step {step}, and imported weights are step 0: name OUT step-0")
 
 
-def _state(weights: Sequence[Weight], stream: Stream, dtype: str) -> NewState:
+def _state(weights: Sequence[Weight], stream: TensorStream, dtype: str) -> NewState:
     tensors = {}
     for name, source in weights:
         before = dtype_name(stream.contents.tensors[source].dtype)

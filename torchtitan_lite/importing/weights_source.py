@@ -10,15 +10,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, Shape, StoredTensor
 from torchtitan_lite.checkpoint.untrusted.safetensors_header import read_header
 from torchtitan_lite.checkpoint.untrusted.saved_file import SavedFile
 from torchtitan_lite.checkpoint.untrusted.stock_item import Layout
 from torchtitan_lite.disk.plain_file import is_plain_name, read_plain
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnreadable, ConfigError
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
 from torchtitan_lite.examining.cut import is_row_major, row_major
+from torchtitan_lite.examining.presence import reading
 from torchtitan_lite.examining.tensor_stream import TensorStream
 from torchtitan_lite.log import listed
 from torchtitan_lite.store import layout
@@ -64,15 +65,11 @@ def open_source(path: Path) -> WeightsSource:
     Raises CheckpointNotFound, ConfigError if it is something else, CheckpointDamaged, CheckpointUnsafe and
     CheckpointUnreadable.
     """
-    try:
+    with reading(path):
         if path.is_dir():
             return _source_of_folder(path)
         if path.exists():
             return _source_of_file(path)
-    except CheckpointNotFound:
-        raise  # It is an OSError, too.
-    except OSError as error:
-        raise CheckpointUnreadable(str(path), f"{type(error).__name__}: {error}") from error
     raise CheckpointNotFound(str(path), None, finding="it does not exist; a name on a hub is not downloaded")
 
 
@@ -187,8 +184,8 @@ def tensors_in_file(file: Path) -> tuple[Mapping[str, Layout], str]:
     if file.suffix == SAFETENSORS:
         held = read_header(file)
         return {name: Layout(each.at, each.dtype, each.shape, row_major(each.shape)) for name, each in held.items()}, ""
-    saved = read_saved(file)
-    return saved.tensors, f"the weights are the entry {saved.entry!r} of {file.name}" if saved.entry else ""
+    tensors, entry = _tensors_of_torch(file)
+    return tensors, f"the weights are the entry {entry!r} of {file.name}" if entry else ""
 
 
 def is_strided(place: Layout) -> bool:
@@ -206,15 +203,8 @@ FROM_DEEPSPEED = (
 )
 
 
-class Saved(NamedTuple):
-    """The tensors of a state dict, and the entry of the file that it is; "" if it is all of the file."""
-
-    tensors: Mapping[str, Layout]
-    entry: str = ""
-
-
-def read_saved(path: Path) -> Saved:
-    """Return the weights in the file `path`.
+def _tensors_of_torch(path: Path) -> tuple[Mapping[str, Layout], str]:
+    """Return the tensors of the state dict in the file `path`, and the entry that it is; "" if it is all of the file.
 
     Raises ConfigError, with what is there, if it holds no state dict or several, and what `SavedFile` raises.
     """
@@ -231,10 +221,10 @@ def read_saved(path: Path) -> Saved:
         if _SHAPES in root and any(0 in place.shape for place in inner[entry].values()):
             raise ConfigError(f"{path} is {FROM_DEEPSPEED}")
         _refuse_others(path, file, file.mapping(root[entry]) or {}, entry)
-        return Saved(inner[entry], entry)
+        return inner[entry], entry
     if direct and not usual:
         _refuse_others(path, file, root, "")
-        return Saved(direct)
+        return direct, ""
     there = ", ".join(map(repr, list(inner or root)[:8])) or "nothing"
     what = "several groups of tensors" if inner else "no tensors"
     raise ConfigError(f"{path} holds {what} ({there}): save the state dict of the model alone with torch.save")

@@ -58,7 +58,7 @@ def loss_figure(runs: Sequence[Run]) -> Figure | None:
         legend.append(("mark", "resumed here; the number is that of the start"))
     svg_text = svg.drawing(LOSS_HEIGHT, "Loss by step", parts)
     rows = 1 + max(svg.badge_rows(resumes), default=-1)
-    return Figure(svg_text, LOSS_HEIGHT, tuple(legend), _note_of_lost(runs), top=8 + 21 * rows)
+    return Figure(svg_text, tuple(legend), _note_of_lost(runs), top=8 + 21 * rows)
 
 
 def _band(points: Sequence[Bucket], x: Scale, y: Scale, kind: str) -> Iterator[str]:
@@ -233,7 +233,7 @@ def step_time_figure(run: Run, x: Scale, ceiling: float) -> Figure | None:
         if (len(run.logged) > MAX_SPANS)
         else ""
     )
-    return Figure(svg.drawing(TIME_HEIGHT, "Time of a step", parts), TIME_HEIGHT, tuple(legend), note)
+    return Figure(svg.drawing(TIME_HEIGHT, "Time of a step", parts), tuple(legend), note)
 
 
 def _rect(span: Span, x: Scale, top: float, height: float, kind: str) -> str:

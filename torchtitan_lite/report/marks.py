@@ -8,12 +8,11 @@ from collections.abc import Iterator, Sequence
 
 from torchtitan_lite.log import readable_bytes
 from torchtitan_lite.report import svg
-from torchtitan_lite.report.run import Run
+from torchtitan_lite.report.run import LABELS, Run, TimeParts
 from torchtitan_lite.report.saved_steps import Fate, Save, ShardMap
 from torchtitan_lite.report.scales import Scale, nice_scale, rate_text, seconds_text, share_text, short_step
 from torchtitan_lite.report.starts import ReportedStart
 from torchtitan_lite.report.svg import Figure
-from torchtitan_lite.report.time_parts import LABELS, TimeParts
 
 BAR_HEIGHT = 40
 RATE_HEIGHT = 150
@@ -66,7 +65,7 @@ def time_figure(parts: TimeParts) -> Figure | None:
             words = {"x": svg.percent(begin + share / 2), "y": BAR_HEIGHT / 2 + 5, "text_anchor": "middle"}
             drawn.append(svg.text(share_text(share), class_=f"on-part {part}", **words))
         begin += share
-    return Figure(svg.drawing(BAR_HEIGHT, "Where the time went", drawn), BAR_HEIGHT, top=0, kind="bare")
+    return Figure(svg.drawing(BAR_HEIGHT, "Where the time went", drawn), top=0, kind="bare")
 
 
 def timeline_figure(run: Run, x: Scale) -> Figure | None:
@@ -90,7 +89,7 @@ def timeline_figure(run: Run, x: Scale) -> Figure | None:
         note = f"The last {MAX_LANES} of {len(run.starts):,} starts."
     has_again = any("again" in part for part in drawn)
     legend = (("again", "steps that an earlier start had trained already"),) if has_again else ()
-    return Figure(svg.drawing(height, "Checkpoints by start and step", drawn), height, legend, note)
+    return Figure(svg.drawing(height, "Checkpoints by start and step", drawn), legend, note)
 
 
 def _lane(start: ReportedStart, x: Scale, y: float, height: int, reached: int, *, is_running: bool) -> Iterator[str]:
@@ -139,7 +138,7 @@ def rate_figure(run: Run, best: float) -> Figure | None:
     y = nice_scale(0.0, best / unit, 3)
     size = math.ceil(len(saves) / MAX_BARS)
     groups = [saves[begin : begin + size] for begin in range(0, len(saves), size)]
-    drawn = list(svg.frame(RATE_HEIGHT, Scale(0, 1), y, x_label="step"))
+    drawn = list(svg.frame(RATE_HEIGHT, Scale(0, 1), y))
     slot = 1 / max(len(groups), 8)
     for index, group in enumerate(groups):
         rates = [(save.bytes_per_second or 0.0) / unit for save in group]
@@ -159,7 +158,7 @@ def rate_figure(run: Run, best: float) -> Figure | None:
     )
     note = f"{name}; a save's bytes by the seconds until it was committed."
     note += f" Each bar is the mean of up to {size} saves." if size > 1 else ""
-    return Figure(svg.drawing(RATE_HEIGHT, "Bandwidth of each save", drawn), RATE_HEIGHT, note=note, top=20)
+    return Figure(svg.drawing(RATE_HEIGHT, "Bandwidth of each save", drawn), note=note, top=20)
 
 
 def impossible_rates(run: Run) -> str:
@@ -200,7 +199,7 @@ def _shard_rows(shards: ShardMap) -> Figure:
         drawn.append(svg.at(begin, y + lane / 2 - 1, svg.element("g", total, transform="translate(8 0)")))
     height = lane * len(shards.ranks)
     legend = tuple((f"shard shard{index}", part) for index, part in enumerate(shards.parts))
-    return Figure(svg.drawing(height, "Bytes by rank", drawn), height, legend, top=0, kind="rows")
+    return Figure(svg.drawing(height, "Bytes by rank", drawn), legend, top=0, kind="rows")
 
 
 def _shard_grid(shards: ShardMap) -> Figure:
@@ -227,4 +226,4 @@ def _shard_grid(shards: ShardMap) -> Figure:
     height = CELL_HEIGHT * math.ceil(len(groups) / GRID_COLUMNS)
     spread = f"from {readable_bytes(int(low))} (light) to {readable_bytes(int(high))} (dark)"
     note = f"One cell for {size} ranks, their mean {spread}." if size > 1 else f"One cell a rank, {spread}."
-    return Figure(svg.drawing(height, "Bytes by rank", drawn), height, note=note, top=0)
+    return Figure(svg.drawing(height, "Bytes by rank", drawn), note=note, top=0)

@@ -15,8 +15,7 @@ from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.report import curves, marks
 from torchtitan_lite.report.changes import differences, shown_on_page
 from torchtitan_lite.report.lines import GOODPUT, TOKENS_PER_SECOND, number_or_nan
-from torchtitan_lite.report.run import Run
-from torchtitan_lite.report.saved_steps import Save
+from torchtitan_lite.report.run import LABELS, Run
 from torchtitan_lite.report.scales import (
     moment_text,
     number_text,
@@ -24,7 +23,6 @@ from torchtitan_lite.report.scales import (
     seconds_text,
     share_text,
 )
-from torchtitan_lite.report.time_parts import LABELS
 
 MAX_TABLE_ROWS = 200
 MAX_START_ROWS = 100
@@ -93,7 +91,7 @@ def _run_values(index: int, run: Run, x: Any, ceiling: float, best: float) -> di
         "impossible_rates": marks.impossible_rates(run),
         "shards": marks.shard_figure(run.shards) if run.shards is not None else None,
         "starts": run.starts[-MAX_START_ROWS:],
-        "saves": [_save_row(save) for save in run.saves[-MAX_TABLE_ROWS:]],
+        "saves": run.saves[-MAX_TABLE_ROWS:],
         "changed": [start for start in run.starts if start.number in changed],
         "sections": _config_by_section(run),
     }
@@ -163,14 +161,6 @@ def _tiles(run: Run) -> list[dict[str, Any]]:
 
 def _tile(label: str, text: str, value: float, note: str) -> dict[str, Any]:
     return {"label": label, "text": text, "value": value, "note": note, "key": label.lower().replace(" ", "-")}
-
-
-def _save_row(save: Save) -> dict[str, Any]:
-    return {
-        "save": save,
-        "class": marks.fate_class(save.fate),
-        "kind": {"full": "full", "weights_only": "weights"}.get(save.kind, save.kind),
-    }
 
 
 def _config_by_section(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:

@@ -6,11 +6,12 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite import accounts
 from torchtitan_lite.accounts import CLEAN_ENDS, FAILED, read_accounts
 from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.errors import CheckpointError, CheckpointNotFound, TorchtitanLiteError
@@ -19,10 +20,9 @@ from torchtitan_lite.events import Uploaded
 from torchtitan_lite.examining.inventory import USABLE, ListedCheckpoint, inventory
 from torchtitan_lite.log import logger
 from torchtitan_lite.report.changes import KeyChange, changes_by_start, configs_of, without_secret_values
-from torchtitan_lite.report.lines import Logged, read_events, read_logged, read_records
+from torchtitan_lite.report.lines import GOODPUT, Logged, number_or_nan, read_events, read_logged, read_records
 from torchtitan_lite.report.saved_steps import Fate, Save, ShardMap, read_shards, saves_of
 from torchtitan_lite.report.starts import CUT, UNKNOWN, ReportedStart, starts_of
-from torchtitan_lite.report.time_parts import TimeParts, steps_per_line, time_parts
 from torchtitan_lite.store.holder import HolderSeen
 from torchtitan_lite.store.place import Place
 from torchtitan_lite.store.store import CheckpointStore
@@ -177,25 +177,93 @@ class SeenFolder:
         A store that cannot be read is a warning: what the dump folder has is known without it.
         """
         if not is_in_object_store(name):
-            return _folder_on_disk(dump_folder / name)
+            root = dump_folder / name
+            if not root.is_dir():
+                return cls()
+            return cls(tuple(inventory(root)), CheckpointStore(root).seen_holder(), root.joinpath)
         try:
-            return _folder_in_store(name)
+            # Its client is an extra, and takes its time.
+            from torchtitan_lite.bucket.bucket_store import open_bucket
+            from torchtitan_lite.examining.stored_inventory import stored_inventory
+
+            store = open_bucket(name)
+            _, entries = stored_inventory(store)
+            return cls(tuple(entries), store.seen_holder(), store.place_of)
         except (OSError, TorchtitanLiteError) as error:
             logger.warning("The checkpoints in %s are left out: %s", name, error)
             return cls(was_read=False)
 
 
-def _folder_on_disk(root: Path) -> SeenFolder:
-    if not root.is_dir():
-        return SeenFolder()
-    return SeenFolder(tuple(inventory(root)), CheckpointStore(root).seen_holder(), root.joinpath)
+# Where the time of a run went, part by part.
+#
+# With a ledger these are its parts, over all starts. An older run has none: then the parts are what its metrics and
+# events say, without the steps that were trained again and the time between two starts, which they do not know.
 
 
-def _folder_in_store(address: str) -> SeenFolder:
-    # Its client is an extra, and takes its time.
-    from torchtitan_lite.bucket.bucket_store import open_bucket
-    from torchtitan_lite.examining.stored_inventory import stored_inventory
+LABELS = {
+    "productive": "training",
+    "redone": "steps trained again",
+    "saving": "blocked by saves",
+    "loading": "loading",
+    "starting": "starting up",
+    "compiling": "first steps (compiling)",
+    "waiting_for_data": "waiting for data",
+    "leaving": "ending, or leaving for a signal",
+    "other": "other",
+    "down": "down between starts",
+}
 
-    store = open_bucket(address)
-    _, entries = stored_inventory(store)
-    return SeenFolder(tuple(entries), store.seen_holder(), store.place_of)
+
+@dataclass(frozen=True)
+class TimeParts:
+    """Seconds by part, in the order of `LABELS`, without those that are zero."""
+
+    seconds: dict[str, float]
+    has_ledger: bool
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def goodput(self) -> float:
+        """The share of training in all; NaN if nothing is known."""
+        return self.seconds.get("productive", 0.0) / self.total if self.total else math.nan
+
+
+def time_parts(
+    ledger: accounts.Accounts, logged: Logged, starts: Sequence[ReportedStart], saves: Sequence[Save]
+) -> TimeParts:
+    """Return the parts of the run's time, of the ledger if it has starts with steps."""
+    if ledger.starts:
+        found = ledger.seconds
+        return TimeParts({part: found[part] for part in LABELS if found.get(part, 0.0) > 0}, True)
+    return TimeParts(_without_ledger(logged, starts, saves), False)
+
+
+def _without_ledger(logged: Logged, starts: Sequence[ReportedStart], saves: Sequence[Save]) -> dict[str, float]:
+    counts = steps_per_line(logged.steps, [start.loaded.step for start in starts])
+    pairs = zip(logged.training_seconds, counts, strict=True)
+    productive = sum(seconds * count for seconds, count in pairs if math.isfinite(seconds))
+    parts = {
+        "productive": productive,
+        "saving": sum(save.stall_seconds or 0.0 for save in saves),
+        "loading": sum(start.loaded.seconds or 0.0 for start in starts),
+    }
+    percent = number_or_nan(logged.last.get(GOODPUT))
+    if percent > 0:
+        parts["other"] = max(0.0, 100 * productive / percent - sum(parts.values()))
+    return {part: parts[part] for part in LABELS if parts.get(part, 0.0) > 0}
+
+
+def steps_per_line(steps: Sequence[int], loaded: Sequence[int]) -> list[int]:
+    """Return how many steps each logged line covers: since the line before, or since the step that was loaded."""
+    counts, before, waiting = [], 0, sorted(loaded)
+    index = 0
+    for step in steps:
+        while index < len(waiting) and waiting[index] < step:
+            before = max(before, waiting[index])
+            index += 1
+        counts.append(step - before)
+        before = step
+    return counts

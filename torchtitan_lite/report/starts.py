@@ -145,15 +145,12 @@ def _start(
 
 
 def _reported_load(counted: accounts.Start | None, loads: Sequence[Loaded]) -> ReportedLoad:
-    origin = _loaded_from(counted, loads)
+    if counted is not None and counted.loaded_from:
+        origin = counted.loaded_from
+    elif loads and loads[-1].step > 0:
+        origin = "memory" if loads[-1].origin == "memory" else "checkpoint"
+    else:
+        origin = "" if counted is not None and counted.loaded_step is None else "fresh"
     if loads:
         return ReportedLoad(loads[-1].step, origin, known(loads[-1].seconds), loads[-1].at_risk_steps)
     return ReportedLoad((counted.loaded_step or 0) if counted is not None else 0, origin, None, 0)
-
-
-def _loaded_from(counted: accounts.Start | None, loads: Sequence[Loaded]) -> str:
-    if counted is not None and counted.loaded_from:
-        return counted.loaded_from
-    if loads and loads[-1].step > 0:
-        return "memory" if loads[-1].origin == "memory" else "checkpoint"
-    return "" if counted is not None and counted.loaded_step is None else "fresh"

@@ -23,7 +23,6 @@ class Figure:
     """A drawing, and what the page writes next to it."""
 
     svg: str
-    height: int
     legend: tuple[tuple[str, str], ...] = ()
     """The class of a sample, and its label."""
     note: str = ""
@@ -75,14 +74,9 @@ def curve(height: int, *paths: str) -> str:
     return element("svg", *paths, viewBox=box, width="100%", height=height, preserveAspectRatio="none")
 
 
-def line_path(points: Iterable[tuple[float, float] | None]) -> str:
-    """Return the path through `points`, in units of a curve; None breaks it."""
-    parts, starts = [], True
-    for point in points:
-        if point is not None:
-            parts.append(f"{'M' if starts else 'L'}{_short(point[0], 1)} {_short(point[1], 1)}")
-        starts = point is None
-    return "".join(parts)
+def line_path(points: Iterable[tuple[float, float]]) -> str:
+    """Return the path through `points`, in units of a curve."""
+    return "".join(f"{'L' if at else 'M'}{_short(x, 1)} {_short(y, 1)}" for at, (x, y) in enumerate(points))
 
 
 def area_path(upper: Sequence[tuple[float, float]], lower: Sequence[tuple[float, float]]) -> str:
@@ -95,7 +89,7 @@ def at(x: float, y: float, shape: str, **attributes: object) -> str:
     return element("svg", shape, x=percent(x), y=y, overflow="visible", **attributes)
 
 
-def frame(height: int, x: Scale, y: Scale | None, *, x_label: str = "step") -> Iterator[str]:
+def frame(height: int, x: Scale, y: Scale | None) -> Iterator[str]:
     """Yield the grid and the numbers of the axes."""
     for tick in y.ticks if y is not None else ():
         assert y is not None
@@ -109,7 +103,7 @@ def frame(height: int, x: Scale, y: Scale | None, *, x_label: str = "step") -> I
         kind = "tick wide" if index % 2 else "tick"
         yield element("line", x1=percent(share), x2=percent(share), y1=height, y2=height + 4, class_="axis")
         yield text(short_step(tick), x=percent(share), y=height + 18, class_=kind, text_anchor=anchor)
-    yield text(x_label, x=-8, y=height + 18, class_="tick", text_anchor="end")
+    yield text("step", x=-8, y=height + 18, class_="tick", text_anchor="end")
 
 
 @dataclass(frozen=True, order=True)

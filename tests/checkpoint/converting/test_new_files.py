@@ -25,10 +25,8 @@ from tests.store.filled import flip
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.converting import safetensors_files
-from torchtitan_lite.converting.casting import cast_between
-from torchtitan_lite.converting.dcp_folder import NewTensor, cut_into_files, write_checkpoint
-from torchtitan_lite.converting.new_state import NewState
-from torchtitan_lite.converting.streamed_file import Elements, read_back, write_new
+from torchtitan_lite.converting.dcp_folder import NewState, NewTensor, cut_into_files, write_checkpoint
+from torchtitan_lite.converting.streamed_file import Elements, cast_between, read_back, write_new
 from torchtitan_lite.converting.torch_file import Tensor, write_state
 from torchtitan_lite.errors import CheckpointDamaged, ConfigError, TorchtitanLiteError
 from torchtitan_lite.examining.tensor_stream import TensorStream

@@ -16,7 +16,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.storage import UntypedStorage
@@ -35,6 +35,7 @@ _PREFIX = "archive/"
 _LOCAL, _CENTRAL, _END = b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06"
 _END64, _LOCATOR64 = b"PK\x06\x06", b"PK\x06\x07"
 _LIMIT = 0xFFFFFFFF
+_MOST_ENTRIES = 0xFFFF
 _PADDING = b"FB"
 """The extra field that torch pads with."""
 
@@ -50,33 +51,26 @@ class Frame:
 @lru_cache(maxsize=4096)
 def tensor_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
     """Return the frame of a dense, row-major tensor. Any thread."""
-    num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    archive = _Archive()
-    archive.add("data.pkl", _tensor_pickle(dtype, shape))
-    archive.add("byteorder", b"little")
-    archive.add("version", b"3\n")
-    archive.announce("data/0", num_bytes)
-    return Frame(bytes(archive.data), archive.directory(at=len(archive.data) + num_bytes))
+    archive = Archive(pickled(tensor_call(dtype, shape, 0)))
+    archive.announce("data/0", torch.Size(shape).numel() * dtype.itemsize)
+    return Frame(bytes(archive.data), archive.directory())
 
 
 def object_item(value: Any) -> bytes:
     """Return the item of `value`, which must hold no tensor and consist of Python's built-in types."""
-    pickled = pickle.dumps(value, protocol=2)
-    if CALL_OF_BYTES in pickled:
+    content = pickle.dumps(value, protocol=2)
+    if CALL_OF_BYTES in content:
         buffer = io.BytesIO()
         SafePickle.Pickler(buffer, protocol=2).dump(value)
-        pickled = buffer.getvalue()
-    bare = _object_archive(pickled, padding=0)
-    return _object_archive(pickled, padding=-len(bare) % OBJECT_GRAIN)
+        content = buffer.getvalue()
+    bare = _object_archive(content, padding=0)
+    return _object_archive(content, padding=-len(bare) % OBJECT_GRAIN)
 
 
-def _object_archive(pickled: bytes, padding: int) -> bytes:
-    archive = _Archive()
+def _object_archive(content: bytes, padding: int) -> bytes:
     # The padding is in the last entry, because torch expects the pickle first; the field's own header has 4 bytes.
-    archive.add("data.pkl", pickled)
-    archive.add("byteorder", b"little")
-    archive.add("version", b"3\n", extra=_padding(padding + 4))
-    return bytes(archive.data) + archive.directory(at=len(archive.data))
+    archive = Archive(content, extra=_padding(padding + 4))
+    return bytes(archive.data) + archive.directory()
 
 
 @dataclass(frozen=True)
@@ -87,16 +81,24 @@ class _Entry:
     offset: int
 
 
-class _Archive:
-    """A zip archive that is being written."""
+class Archive:
+    """A zip archive of torch.save with the pickle `content`, planned before it is written.
 
-    def __init__(self) -> None:
+    `extra` is an extra field of the last entry before those of tensors.
+    """
+
+    def __init__(self, content: bytes, extra: bytes = b"") -> None:
         self.data = bytearray()
+        """Its bytes up to the directory, without the contents that are announced."""
+        self._announced_bytes = 0
         self._entries: list[_Entry] = []
+        for name, data in {"data.pkl": content, "byteorder": b"little", "version": b"3\n"}.items():
+            self._header(name, zlib.crc32(data), len(data), extra if name == "version" else b"")
+            self.data += data
 
-    def add(self, name: str, content: bytes, extra: bytes = b"") -> None:
-        self._header(name, zlib.crc32(content), len(content), extra)
-        self.data += content
+    @property
+    def _at(self) -> int:
+        return len(self.data) + self._announced_bytes
 
     def announce(self, name: str, num_bytes: int) -> None:
         """Add the header of an entry of `num_bytes`, padded so that its content starts at a multiple of `ALIGNMENT`.
@@ -104,31 +106,33 @@ class _Archive:
         The content itself is not in `data`: the caller writes it directly behind.
         """
         size64 = struct.pack("<2sHQQ", b"\x01\x00", 16, num_bytes, num_bytes) if num_bytes >= _LIMIT else b""
-        bare = len(self.data) + 30 + len(_PREFIX + name) + len(size64) + 4
+        bare = self._at + 30 + len(_PREFIX + name) + len(size64) + 4
         self._header(name, 0, num_bytes, size64 + _padding(4 + -bare % ALIGNMENT))
+        self._announced_bytes += num_bytes
 
-    def directory(self, at: int) -> bytes:
-        """Return the zip directory, which the caller writes at byte `at` of the archive."""
+    def directory(self) -> bytes:
+        """Return the zip directory, which the caller writes behind all contents."""
         directory = b"".join(self._central(entry) for entry in self._entries)
-        count = len(self._entries)
-        end64 = b""
-        if at >= _LIMIT:
+        at, count, end64 = self._at, len(self._entries), b""
+        if at >= _LIMIT or count >= _MOST_ENTRIES:
             end64 = struct.pack("<4sQHHIIQQQQ", _END64, 44, 45, 45, 0, 0, count, count, len(directory), at)
             end64 += struct.pack("<4sIQI", _LOCATOR64, 0, at + len(directory), 1)
+        count = min(count, _MOST_ENTRIES)
         end = struct.pack("<4sHHHHIIH", _END, 0, 0, count, count, len(directory), min(at, _LIMIT), 0)
         return directory + end64 + end
 
     def _header(self, name: str, crc: int, num_bytes: int, extra: bytes) -> None:
-        entry = _Entry((_PREFIX + name).encode(), crc, num_bytes, len(self.data))
+        entry = _Entry((_PREFIX + name).encode(), crc, num_bytes, self._at)
         self._entries.append(entry)
         self.data += struct.pack("<4s", _LOCAL) + self._description(entry)
         self.data += struct.pack("<HH", len(entry.name), len(extra)) + entry.name + extra
 
     def _central(self, entry: _Entry) -> bytes:
-        is_long = entry.num_bytes >= _LIMIT
-        extra = struct.pack("<2sHQQ", b"\x01\x00", 16, entry.num_bytes, entry.num_bytes) if is_long else b""
+        # The zip64 field has only those values that do not fit into 32 bits, in this order.
+        wide = [value for value in (entry.num_bytes, entry.num_bytes, entry.offset) if value >= _LIMIT]
+        extra = struct.pack(f"<2sH{len(wide)}Q", b"\x01\x00", 8 * len(wide), *wide) if wide else b""
         fixed = struct.pack("<4sH", _CENTRAL, 45) + self._description(entry)
-        fixed += struct.pack("<HHHHHII", len(entry.name), len(extra), 0, 0, 0, 0, entry.offset)
+        fixed += struct.pack("<HHHHHII", len(entry.name), len(extra), 0, 0, 0, 0, min(entry.offset, _LIMIT))
         return fixed + entry.name + extra
 
     def _description(self, entry: _Entry) -> bytes:
@@ -142,16 +146,29 @@ def _padding(num_bytes: int) -> bytes:
     return _PADDING + struct.pack("<H", num_bytes - 4) + b"Z" * (num_bytes - 4)
 
 
-def _tensor_pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    """Return the pickle of a tensor whose elements are the entry data/0, as torch.save writes it."""
-    # The pickled form depends on the dtype: reduce an empty tensor with torch, then insert shape and strides.
-    rebuild, (storage, _, _, _, grad, hooks, *rest) = torch.empty(0, dtype=dtype).__reduce_ex__(2)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    size = torch.Size(shape)
+def pickled(value: Any) -> bytes:
+    """Return the pickle of `value`, in which a `tensor_call` stands for each tensor, as torch.save writes it."""
     buffer = io.BytesIO()
-    strides = row_major_strides(shape)
-    pickler = _TensorPickler(buffer, size.numel(), dtype.itemsize)
-    pickler.dump(_Reduced(rebuild, (storage, 0, tuple(shape), strides, grad, hooks, *rest)))
+    _TensorPickler(buffer, protocol=2).dump(value)
     return buffer.getvalue()
+
+
+def tensor_call(dtype: torch.dtype, shape: tuple[int, ...], number: int) -> _Reduced:
+    """Return what pickles as a row-major tensor whose elements are the entry data/`number`."""
+    # The pickled form depends on the dtype: reduce an empty tensor with torch, then insert storage, shape and strides.
+    rebuild, (held, _, _, _, grad, hooks, *rest) = torch.empty(0, dtype=dtype).__reduce_ex__(2)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    kind = storage_kind(held)
+    numel = torch.Size(shape).numel() * (dtype.itemsize if kind is UntypedStorage else 1)
+    storage = _Storage(kind, number, numel)
+    return _Reduced(rebuild, (storage, 0, tuple(shape), row_major_strides(shape), grad, hooks, *rest))
+
+
+class _Storage(NamedTuple):
+    """Stands for the storage of a tensor in the pickle."""
+
+    kind: Any
+    number: int
+    numel: int
 
 
 class _Reduced:
@@ -165,17 +182,10 @@ class _Reduced:
 
 
 class _TensorPickler(pickle.Pickler):
-    """Writes the one storage as torch.serialization does: a reference to an entry instead of its bytes."""
-
-    def __init__(self, buffer: io.BytesIO, numel: int, itemsize: int) -> None:
-        super().__init__(buffer, protocol=2)
-        self._numel, self._itemsize = numel, itemsize
+    """Writes a storage as torch.serialization does: a reference to an entry instead of its bytes."""
 
     def persistent_id(self, obj: Any) -> Any:
-        kind = storage_kind(obj)
-        if kind is None:
-            return None
-        return ("storage", kind, "0", "cpu", self._numel * (self._itemsize if kind is UntypedStorage else 1))
+        return ("storage", obj.kind, str(obj.number), "cpu", obj.numel) if type(obj) is _Storage else None
 
 
 class _EmptyBytesPickler(pickle._Pickler):

@@ -19,7 +19,7 @@ from torchtitan_lite.checkpoint.format.dtypes import DTYPES, Dtype
 from torchtitan_lite.disk.plain_file import opened_plain_file
 from torchtitan_lite.errors import CheckpointDamaged
 
-_NAMES = {
+NAMES = {
     **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
     **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8"},
     **{"U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool"},
@@ -113,13 +113,13 @@ def _header_entry(name: str, entry: Any) -> tuple[Dtype, Shape, tuple[int, int]]
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{name[:100]}: expected dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if type(dtype) is not str or dtype not in _NAMES:
+    if type(dtype) is not str or dtype not in NAMES:
         raise ValueError(f"{name[:100]}: the dtype {dtype!r:.50} is unknown")
     if type(shape) is not list or not _are_sizes(shape) or len(shape) > _MOST_DIMS:
         raise ValueError(f"{name[:100]}: {shape!r:.50} is no shape")
     if type(offsets) is not list or len(offsets) != 2 or not _are_sizes(offsets):
         raise ValueError(f"{name[:100]}: {offsets!r:.50} are no offsets")
-    return DTYPES[_NAMES[dtype]], tuple(shape), (offsets[0], offsets[1])
+    return DTYPES[NAMES[dtype]], tuple(shape), (offsets[0], offsets[1])
 
 
 def _are_sizes(values: list[Any]) -> bool:

@@ -71,7 +71,7 @@ class SavedFile:
         self.path = path
         with opened_plain_file(path.resolve()) as fd:
             self._num_bytes = os.fstat(fd).st_size
-            read = item_reader(fd, Item(str(path), 0, self._num_bytes))
+            read = item_reader(fd, Item(path.name, 0, self._num_bytes))
             self._refuse_other_formats(read)
             try:
                 self._entries = directory(read, self._num_bytes, _MOST_DIRECTORY_BYTES)

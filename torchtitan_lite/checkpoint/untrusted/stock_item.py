@@ -30,9 +30,13 @@ Read = Callable[[int, int], bytes]
 
 
 def item_reader(fd: int, item: Item) -> Read:
-    """Return what reads `item` in the open file `fd`, and allocates no more than it has."""
-    begin, size = item.offset, item.length
-    return lambda offset, count: os.pread(fd, min(count, size - offset), begin + offset) if 0 <= offset < size else b""
+    """Return what reads `item` in the open file `fd`, and nothing outside of it."""
+
+    def read(offset: int, count: int) -> bytes:
+        is_inside = 0 <= offset < item.length
+        return os.pread(fd, min(count, item.length - offset), item.offset + offset) if is_inside else b""
+
+    return read
 
 
 class Layout(NamedTuple):

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.format.contents import Shape
 from torchtitan_lite.converting.exporting import Progress
+from torchtitan_lite.converting.new_output import NewOutput
 from torchtitan_lite.converting.streamed_file import Advance
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.examining.tensor_stream import Stream
+from torchtitan_lite.examining.tensor_stream import TensorStream
 from torchtitan_lite.hugging_face.rotary_rows import ReorderedStream
 from torchtitan_lite.importing import meta_folder
-from torchtitan_lite.importing.seed import Form, Imported, write_seed
+from torchtitan_lite.importing.seed import Form, write_seed
 from torchtitan_lite.importing.wanted import ChosenWeights, as_model
 from torchtitan_lite.importing.weights_source import CONFIG, WeightsSource, open_source
 from torchtitan_lite.models.llama.args import ModelArgs
@@ -44,9 +45,10 @@ class OpenedLlama:
     states_tying: bool
     """Whether the source says if its embeddings are tied."""
 
-    def stream(self) -> Stream:
+    def stream(self) -> TensorStream:
         """Return what reads the tensors with their rows in our order."""
-        return ReorderedStream(self.source.stream(), self.head_dims, "pairs")
+        of = self.source
+        return ReorderedStream(of.path, of.contents, {}, of.strides, self.head_dims, "pairs")
 
 
 @contextlib.contextmanager
@@ -61,7 +63,7 @@ def import_llama(
     *,
     form: Form = FULL_FORM,
     expected: ModelArgs | None = None,
-) -> Imported:
+) -> NewOutput:
     """Write the Llama at `path` as a seed checkpoint to the new folder `out`. **Coordinator only**.
 
     `path` is a folder of Hugging Face's or in Meta's layout, or a file in one. `expected` are the sizes that it must
@@ -72,7 +74,7 @@ def import_llama(
     return write_llama(opened, out, form, unseen)
 
 
-def importer(args: ModelArgs) -> Callable[[Path, Path], list[str]]:
+def importer(args: ModelArgs) -> Callable[[Path, Path], Sequence[str]]:
     """Return what imports a Llama of these sizes from a path to another, and returns facts for the log."""
     return lambda path, out: import_llama(path, out, expected=args).notes
 
@@ -84,7 +86,7 @@ def open_expected(path: Path, expected: ModelArgs) -> OpenedLlama:
     return opened
 
 
-def write_llama(opened: OpenedLlama, out: Path, form: Form, progress: Progress) -> Imported:
+def write_llama(opened: OpenedLlama, out: Path, form: Form, progress: Progress) -> NewOutput:
     """Write an opened Llama as `import_llama` does."""
     _refuse_wrong_tying(opened)
     extra = {"imported_from": str(opened.source.path), "model": dataclasses.asdict(opened.args)}

@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from torchtitan_lite.examining.tensor_stream import Stream
+from torchtitan_lite.examining.tensor_stream import TensorStream
 
 OUTPUT = "output.weight"
 EMBEDDING = "tok_embeddings.weight"
 
 
-def are_equal(stream: Callable[[], Stream], first: str, second: str) -> bool:
+def are_equal(stream: Callable[[], TensorStream], first: str, second: str) -> bool:
     """Return whether two tensors have the same dtype, shape and bytes. `stream` returns a new reader of both."""
     one, other = stream(), stream()
     a, b = one.contents.tensors[first], other.contents.tensors[second]
