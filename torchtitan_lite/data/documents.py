@@ -16,10 +16,9 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from torchtitan_lite.config.job_config import Training
 from torchtitan_lite.errors import ConfigError, CorpusChanged
@@ -38,18 +37,6 @@ class Fingerprint:
     bytes: int
     digest: str
     """Hash of names, sizes and contents; of large text files only `SAMPLED_BYTES` at both ends."""
-
-
-class Documents(Protocol):
-    """An ordered collection of byte strings."""
-
-    lengths: npt.NDArray[np.int64]
-    """Bytes of each document."""
-
-    fingerprint: Fingerprint
-
-    def read(self, document: int, start: int, stop: int) -> bytes:
-        """Return bytes start ... stop - 1 of one document."""
 
 
 def build_documents(config: Training) -> Documents:
@@ -104,7 +91,7 @@ def _no_match(pattern: str) -> ConfigError:
 
 
 class TextFiles:
-    """Text files, each of which is one document."""
+    """Text files, each of which is one document; `lengths` has their bytes."""
 
     def __init__(self, paths: Sequence[Path], kind: str = "text") -> None:
         self._paths = list(paths)
@@ -125,7 +112,10 @@ class TextFiles:
 
 
 class JsonDocuments:
-    """Lines of JSON, each of them one document: the text under `key`, as UTF-8. The constructor parses all lines."""
+    """Lines of JSON, each of them one document: the text under `key`, as UTF-8; `lengths` has their bytes.
+
+    The constructor parses all lines.
+    """
 
     def __init__(self, paths: Sequence[Path], key: str) -> None:
         self._paths, self._key = list(paths), key
@@ -152,6 +142,9 @@ class JsonDocuments:
         with path.open("rb") as file:
             file.seek(self._offset[document])
             return _document_text(file.readline(), self._key, str(path))[start:stop]
+
+
+Documents = TextFiles | JsonDocuments
 
 
 def _document_text(line: bytes, key: str, where: str) -> bytes:

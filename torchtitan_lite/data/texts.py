@@ -14,13 +14,15 @@ import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torchtitan_lite.config.job_config import Training
 from torchtitan_lite.data.documents import matching_files, stdlib_sources, text_of
 from torchtitan_lite.errors import ConfigError, ExtraMissing
 
 PIECE_BYTES = 1 << 22
+_ROWS = 1024
+"""Of a Parquet file, read at a time."""
 
 
 class DocumentPiece(NamedTuple):
@@ -31,19 +33,6 @@ class DocumentPiece(NamedTuple):
     ends: bool = True
     progress: float = 1.0
     """The part of the file that is read, this piece included."""
-
-
-class Texts(Protocol):
-    """Files, and how to read their texts."""
-
-    kind: str
-    paths: Sequence[Path]
-
-    def check(self) -> None:
-        """Raise ConfigError if it is quickly known that a file has no such texts."""
-
-    def pieces(self, path: Path) -> Iterator[DocumentPiece]:
-        """Return the texts of one file."""
 
 
 def build_texts(config: Training) -> Texts:
@@ -63,7 +52,7 @@ class WholeFiles:
         self.paths, self.kind = paths, kind
 
     def check(self) -> None:
-        """Accept every file."""
+        """Accept every file: what is wrong in one is found as it is read."""
 
     def pieces(self, path: Path) -> Iterator[DocumentPiece]:
         """Return the file in pieces. Raise ConfigError if it is not UTF-8."""
@@ -117,14 +106,30 @@ class ParquetColumns:
         self._key = key
 
     def check(self) -> None:
-        """Raise ConfigError if a file has no such column of text."""
+        """Raise ConfigError if a file is none of Parquet or has no such column of text; reads only their ends.
+
+        Raises ExtraMissing without pyarrow.
+        """
         for path in self.paths:
-            check_column(path, self._key)
+            with _opened_parquet(path, self._key):
+                pass
 
     def pieces(self, path: Path) -> Iterator[DocumentPiece]:
-        """Return the texts of the column. Raise ConfigError if the file has no such column of text."""
-        for text, progress in parquet_texts(path, self._key):
-            yield DocumentPiece(text, progress=progress)
+        """Return the texts of the column, one row group in memory at a time.
+
+        Raises what `check` raises, and ConfigError at the first row group that is damaged.
+        """
+        with _opened_parquet(path, self._key) as file:
+            num_rows, at = file.metadata.num_rows, 0
+            for group in range(file.num_row_groups):
+                for batch in file.iter_batches(_ROWS, row_groups=[group], columns=[self._key]):
+                    at += batch.num_rows
+                    for text in batch.column(0).to_pylist():
+                        if text is not None:
+                            yield DocumentPiece(text, progress=at / num_rows)
+
+
+Texts = WholeFiles | Lines | ParquetColumns
 
 
 def content_digest(path: Path) -> str:
@@ -137,39 +142,13 @@ def content_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-# The text column of a Parquet file, one row group in memory at a time. Needs the library pyarrow.
-
-
-_ROWS = 1024
-
-
-def parquet_texts(path: Path, key: str) -> Iterator[tuple[str, float]]:
-    """Return the texts in the column `key`, each with the part of the file that is read; rows without one are skipped.
-
-    Raises what `check_column` raises, and ConfigError at the first row group that is damaged.
-    """
-    with _opened_parquet(path, key) as file:
-        num_rows, at = file.metadata.num_rows, 0
-        for group in range(file.num_row_groups):
-            for batch in file.iter_batches(_ROWS, row_groups=[group], columns=[key]):
-                at += batch.num_rows
-                for text in batch.column(0).to_pylist():
-                    if text is not None:
-                        yield text, at / num_rows
-
-
-def check_column(path: Path, key: str) -> None:
-    """Raise ConfigError if the file is none of Parquet or has no column `key` of text; reads only its end.
-
-    Raises ExtraMissing without pyarrow.
-    """
-    with _opened_parquet(path, key):
-        return
-
-
 @contextmanager
 def _opened_parquet(path: Path, key: str) -> Iterator[Any]:
-    arrow, parquet = require_pyarrow()
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise ExtraMissing.of(error, "parquet", "pyarrow") from error
     try:
         with parquet.ParquetFile(path) as file:
             _raise_unless_text(arrow, file.schema_arrow, key, path)
@@ -183,16 +162,6 @@ def _opened_parquet(path: Path, key: str) -> Iterator[Any]:
         ) from error
 
 
-def require_pyarrow() -> tuple[Any, Any]:
-    """Return the modules pyarrow and pyarrow.parquet. Raise ExtraMissing if they are not installed."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ExtraMissing.of(error, "parquet", "pyarrow") from error
-    return pyarrow, pyarrow.parquet
-
-
 def _raise_unless_text(arrow: Any, schema: Any, key: str, path: Path) -> None:
     texts = [field.name for field in schema if _is_text_column(arrow, field.type)]
     if key not in texts:
@@ -203,8 +172,5 @@ def _raise_unless_text(arrow: Any, schema: Any, key: str, path: Path) -> None:
 
 
 def _is_text_column(arrow: Any, kind: Any) -> bool:
-    if arrow.types.is_dictionary(kind):
-        kind = kind.value_type
-    return any(is_kind(kind) for is_kind in (arrow.types.is_string, arrow.types.is_large_string)) or str(kind) == (
-        "string_view"
-    )
+    kind = kind.value_type if arrow.types.is_dictionary(kind) else kind
+    return str(kind) in ("string", "large_string", "string_view")

@@ -11,8 +11,9 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from torchtitan_lite.data.byte_marks import BOS, EOS
 from torchtitan_lite.errors import ConfigError, ExtraMissing
 
 BYTES = "bytes"
@@ -22,23 +23,6 @@ EOS_NAMES = ("</s>", "<eos>", "<|eos|>", "[EOS]", "<|end_of_text|>", "<|endoftex
 """Names that BOS and EOS have where no file next to tokenizer.json names them."""
 _MAP_FILE = "special_tokens_map.json"
 _FURTHER_FILES = (CONFIG_FILE, _MAP_FILE, "chat_template.jinja")
-
-
-class Tokenizer(Protocol):
-    """A tokenizer of the kind that the module describes."""
-
-    vocab_size: int
-    """One more than the largest token."""
-    bos: int | None
-    eos: int | None
-    fingerprint: str
-    """ "bytes", or a digest of tokenizer.json and of the two marks."""
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of each text, without marks."""
-
-    def files(self) -> dict[str, bytes]:
-        """Return the files, by name, from which transformers loads this tokenizer."""
 
 
 def build_tokenizer(path: str) -> Tokenizer:
@@ -53,8 +37,9 @@ class ByteTokenizer:
     """The bytes of the text in UTF-8, and two marks."""
 
     vocab_size = 258
-    bos: int | None = 256
-    eos: int | None = 257
+    """One more than the largest token."""
+    bos: int | None = BOS
+    eos: int | None = EOS
     fingerprint = BYTES
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -69,7 +54,10 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A tokenizer.json. Truncation and padding that it asks for are off; special tokens in a text are found in it."""
+    """A tokenizer.json. Truncation and padding that it asks for are off; special tokens in a text are found in it.
+
+    `fingerprint` is a digest of the file and of the two marks.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -126,6 +114,9 @@ class FileTokenizer:
                 f"vocabulary. Correct it in {self._path.with_name(CONFIG_FILE)}; null is a tokenizer without one."
             )
         return vocabulary[name]
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def tokenizer_file(given: str) -> Path:
