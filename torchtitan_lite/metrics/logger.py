@@ -1,22 +1,19 @@
-"""The files that record a run: metrics.jsonl, TensorBoard files, events.jsonl; and its page at Weights & Biases.
+"""The figures of a run by step: in metrics.jsonl, in TensorBoard files, and on its page at Weights & Biases.
 
 A run and its restarts are one history, in which every logged step is present once. So a resumed run drops the lines
-after the step that it loaded, and a fresh start moves an older history aside. `report` formats the log lines.
+after the step that it loaded, and a fresh start moves an older history aside.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_lite.config.job_config import Metrics
 from torchtitan_lite.errors import ExtraMissing
-from torchtitan_lite.event_lines import Recorded
-from torchtitan_lite.events import Event
 from torchtitan_lite.json_lines import JsonLines, start_history
 from torchtitan_lite.log import logger
 
@@ -60,32 +57,6 @@ class MetricsLogger:
             self._lines.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
-
-    def __enter__(self) -> MetricsLogger:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class EventLog:
-    """Write checkpoint events to `path`; with None (every rank but rank 0), write nothing."""
-
-    def __init__(self, path: Path | None, *, clock: Callable[[], float] = time.time) -> None:
-        self._lines = JsonLines(path) if path is not None else None
-        self._clock = clock
-
-    def write(self, event: Event) -> None:
-        """Write `event` with the time in Unix seconds. **Any thread**."""
-        if self._lines is not None:
-            self._lines.append(Recorded(self._clock(), event).to_record())
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        if self._lines is not None:
-            self._lines.close()
 
 
 def _tensorboard_file(dump_folder: Path, config: Metrics, rank: int) -> TensorBoardFile | None:

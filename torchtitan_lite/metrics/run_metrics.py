@@ -25,6 +25,7 @@ from torchtitan_lite.checkpoint.schedule.optimum import Past
 from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.event_lines import Recorded
 from torchtitan_lite.events import (
     EVENTS,
     Committed,
@@ -38,16 +39,17 @@ from torchtitan_lite.events import (
     Uploaded,
     UploadFailed,
 )
+from torchtitan_lite.json_lines import JsonLines
 from torchtitan_lite.log import logger
 from torchtitan_lite.metrics.goodput import Goodput
 from torchtitan_lite.metrics.ledger import Ledger
-from torchtitan_lite.metrics.logger import EventLog, MetricsLogger, WandbRun, import_wandb
+from torchtitan_lite.metrics.logger import MetricsLogger, WandbRun, import_wandb
 from torchtitan_lite.metrics.progress_bar import build_progress_bars
 from torchtitan_lite.metrics.prometheus import PrometheusFile
 from torchtitan_lite.metrics.run_clock import RunClock
 from torchtitan_lite.metrics.step_line import (
-    build_memory_monitor,
     epoch_tags,
+    memory_tags,
     peak_flops,
     step_line,
     throughput_tags,
@@ -74,8 +76,9 @@ class RunMetrics:
         self._peak = peak_flops(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
         writes = not (config.checkpoint.enable_checkpoint and config.checkpoint.load_only)
         self._files = MetricsLogger(dump_folder, config.metrics, rank=world.rank, writes=writes)
-        self._events = EventLog(dump_folder / EVENTS_FILE if world.rank == 0 and writes else None)
-        self._memory = build_memory_monitor(world.device)
+        self._events = JsonLines(dump_folder / EVENTS_FILE) if world.rank == 0 and writes else None
+        self._device = world.device
+        memory_tags(world.device)  # The first peaks are those since now.
         self._bars = build_progress_bars(config, world.rank)
         clock = RunClock(began=began)
         self._ledger = Ledger(dump_folder, clock) if world.rank == 0 and writes else None
@@ -93,8 +96,7 @@ class RunMetrics:
         self._lock = threading.Lock()
         self._event_tags: dict[str, float] = {}
         self._written_once: set[type[Event]] = set()
-        self._tokens, self._steps, self._losses = 0.0, 0, 0.0
-        self._since = time.perf_counter()
+        self._begin_figures()
 
     def begin(self, topology: str) -> None:
         """Begin this start in the ledger, and the heartbeat. Call it once the checkpoint folder is this job's."""
@@ -126,6 +128,9 @@ class RunMetrics:
         self._files.start(loaded_step)
         for bar in self._bars:
             bar.start(loaded_step)
+        self._begin_figures()
+
+    def _begin_figures(self) -> None:
         self._tokens, self._steps, self._losses = 0.0, 0, 0.0
         self._since = time.perf_counter()
 
@@ -150,8 +155,8 @@ class RunMetrics:
         """
         event = self.goodput.completed(event)
         kind = type(event)
-        if kind not in self._written_once:
-            self._events.write(event)
+        if self._events is not None and kind not in self._written_once:
+            self._events.append(Recorded(time.time(), event).to_record())
         if kind in OF_IMAGES:
             self._written_once.add(kind)
         self.goodput.note(event)
@@ -205,15 +210,14 @@ class RunMetrics:
         }
         for bar in self._bars:
             bar.logged(global_avg_loss, speed["throughput(tps)"])
-        tags |= speed | time_tags(seconds / max(1, self._steps), parts) | self._memory.tags() | event_tags
+        tags |= speed | time_tags(seconds / max(1, self._steps), parts) | memory_tags(self._device) | event_tags
         self._files.log(step, tags)
         if self._prometheus is not None:
             self._prometheus.logged = tags
         if self._wandb is not None:
             self._wandb.log(step, tags)
         logger.info(step_line(step, tags, *progress))
-        self._tokens, self._steps, self._losses = 0.0, 0, 0.0
-        self._since = time.perf_counter()
+        self._begin_figures()
 
     def close(self, *, failed: bool = False) -> None:
         """Remove the progress bar, end the ledger and close all files. Idempotent.
@@ -230,7 +234,8 @@ class RunMetrics:
         if self._wandb is not None:
             self._wandb.close(failed=failed)
         self._files.close()
-        self._events.close()
+        if self._events is not None:
+            self._events.close()
 
     def _beat(self) -> None:
         assert self._ledger is not None, "only a rank with a ledger has a heartbeat"
