@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -63,18 +63,12 @@ def build_forward_backward(
     return Pipelined(schedule, timer, has_first=stages[0].is_first, has_last=stages[-1].is_last)
 
 
-class ForwardBackward(Protocol):
-    """An implementation of forward and backward."""
-
-    def __call__(self, batch: Tensor) -> Tensor | None:
-        """Add the gradients of the mean loss of `batch`, int64 [accumulation, local_batch, seq_len + 1].
-
-        Return this loss, or None on a rank that does not have the last pipeline stage.
-        """
-
-
 class Accumulating:
-    """Run a whole model, one local batch after the other."""
+    """Run a whole model, one local batch after the other.
+
+    The call adds the gradients of the mean loss of a batch, int64 [accumulation, local_batch, seq_len + 1], and returns
+    this loss.
+    """
 
     def __init__(self, model: nn.Module, scaler: torch.amp.GradScaler, timer: Timer) -> None:
         self._model, self._scaler, self._timer = model, scaler, timer
@@ -91,7 +85,10 @@ class Accumulating:
 
 
 class Pipelined:
-    """Run the stages of one rank. The schedule's losses, over all local batches, add up to the mean."""
+    """Run the stages of one rank. The schedule's losses, over all local batches, add up to the mean.
+
+    The call does as `Accumulating` does; without the last stage it returns None.
+    """
 
     def __init__(
         self, schedule: PipelineScheduleSingle | PipelineScheduleMulti, timer: Timer, *, has_first: bool, has_last: bool
@@ -111,6 +108,9 @@ class Pipelined:
         with self._timer("forward_backward"):
             self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
         return [loss.detach() for loss in losses]
+
+
+ForwardBackward = Accumulating | Pipelined
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
