@@ -27,15 +27,17 @@ from torchtitan_lite.log import listed
 from torchtitan_lite.models.llama.args import ModelArgs, RopeScaling, args_of_settings
 from torchtitan_lite.models.llama.config_file import build_model_args
 from torchtitan_lite.models.llama.hugging_face import (
+    EMBEDDING,
     GENERATION,
     MOST_LAYERS,
+    OUTPUT,
     TIED,
+    are_equal,
     args_of,
     describe,
     generation_config,
     places_of,
 )
-from torchtitan_lite.models.llama.tied import EMBEDDING, OUTPUT, are_equal
 
 _MOST_BYTES = 1 << 20
 _TOKENIZER_OF_DATA = "dataloader.tokenizer"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +24,7 @@ from torchtitan_lite.importing.wanted import ChosenWeights, as_model
 from torchtitan_lite.importing.weights_source import CONFIG, WeightsSource, open_source
 from torchtitan_lite.models.llama.args import ModelArgs
 from torchtitan_lite.models.llama.config_file import FACTOR, PARAMS, args_of_params
-from torchtitan_lite.models.llama.hugging_face import HEAD, TIED, args_of, places_of
-from torchtitan_lite.models.llama.tied import EMBEDDING, OUTPUT, are_equal
+from torchtitan_lite.models.llama.hugging_face import EMBEDDING, HEAD, OUTPUT, TIED, are_equal, args_of, places_of
 
 FULL_FORM = Form()
 
@@ -70,11 +69,6 @@ def import_llama(
     """
     opened = open_llama(path) if expected is None else open_expected(path, expected)
     return write_llama(opened, out, form, unseen)
-
-
-def importer(args: ModelArgs) -> Callable[[Path, Path], list[str]]:
-    """Return what imports a Llama of these sizes from a path to another, and returns facts for the log."""
-    return lambda path, out: import_llama(path, out, expected=args).notes
 
 
 def open_expected(path: Path, expected: ModelArgs) -> OpenedLlama:
