@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchtitan_lite.config.job_config import Training
 from torchtitan_lite.data.documents import Fingerprint
 from torchtitan_lite.data.loader import ByteCorpus, TokenLoader
 
@@ -27,11 +28,10 @@ def loader(
 ) -> TokenLoader:
     made = TokenLoader(
         ByteCorpus(others.pop("documents", None) or Numbered(windows)),
-        seq_len=3,
+        Training(seq_len=3, batch_size=local, max_epochs=others.pop("max_epochs", 0)),
         seed=others.pop("seed", 0),
         rank=rank,
         num_ranks=num_ranks,
-        local_batch_size=local,
         global_batch_size=batch,
         **others,
     )

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_lite.data.byte_marks import BOS, EOS
+from torchtitan_lite.config.job_config import Training
 from torchtitan_lite.data.documents import Fingerprint, TextFiles
 from torchtitan_lite.data.loader import ByteCorpus, TokenLoader, shuffled
-from torchtitan_lite.data.tokenizer import ByteTokenizer
+from torchtitan_lite.data.tokenizer import BOS, EOS, ByteTokenizer
 from torchtitan_lite.errors import ConfigError
 
 
@@ -31,16 +31,8 @@ class InMemory:
 
 def windows(documents: InMemory | TextFiles, seq_len: int) -> list[list[int]]:
     """Return the windows that a loader takes in one epoch, in the order of the stream."""
-    loader = TokenLoader(
-        ByteCorpus(documents),
-        seq_len,
-        seed=5,
-        rank=0,
-        num_ranks=1,
-        local_batch_size=1,
-        global_batch_size=1,
-        max_epochs=1,
-    )
+    training = Training(seq_len=seq_len, batch_size=1, max_epochs=1)
+    loader = TokenLoader(ByteCorpus(documents), training, seed=5, rank=0, num_ranks=1, global_batch_size=1)
     loader.prepare()
     taken = list(loader)
     assert all(batch.dtype == torch.int64 for batch in taken)

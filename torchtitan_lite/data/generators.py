@@ -65,8 +65,7 @@ def state_of(generator: Any) -> Any:
 def set_state(generator: Any, state: Any) -> None:
     """Give `generator` a state that `state_of` returned."""
     if isinstance(generator, torch.Generator):
-        values = bytes.fromhex(state[1]) if state[0] == _HEX else state  # Numbers in earlier checkpoints.
-        generator.set_state(torch.tensor(list(values), dtype=torch.uint8))
+        generator.set_state(torch.tensor(list(bytes.fromhex(state[1])), dtype=torch.uint8))
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = _with_arrays(state)
     elif isinstance(generator, random.Random) or generator is random:
@@ -86,8 +85,6 @@ def _without_arrays(value: Any) -> Any:
 
 def _with_arrays(value: Any) -> Any:
     if isinstance(value, tuple) and value and value[0] == _ARRAY:
-        if isinstance(value[2], list):  # Of an earlier checkpoint.
-            return np.array(value[2], dtype=value[1])
         return np.frombuffer(bytes.fromhex(value[2]), dtype=value[1]).copy()
     if isinstance(value, dict):
         return {key: _with_arrays(inner) for key, inner in value.items()}

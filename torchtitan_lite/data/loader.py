@@ -19,15 +19,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torchtitan_lite.config.job_config import JobConfig
+from torchtitan_lite.config.job_config import JobConfig, Training
 from torchtitan_lite.data.batch_size import global_batch_size
-from torchtitan_lite.data.byte_marks import BOS, EOS
 from torchtitan_lite.data.documents import Documents, Fingerprint, build_documents
 from torchtitan_lite.data.progress import EpochProgress, progress_at
-from torchtitan_lite.data.stream import StreamLoader, build_stream
+from torchtitan_lite.data.stream import StreamLoader, open_share
 from torchtitan_lite.data.texts import build_texts
 from torchtitan_lite.data.token_corpus import TokenCorpus
-from torchtitan_lite.data.tokenizer import BYTES, Tokenizer
+from torchtitan_lite.data.tokenizer import BOS, BYTES, EOS, Tokenizer
 from torchtitan_lite.disk.mounts import mount_of
 from torchtitan_lite.distributed.host_mismatch import HostView, Kind, SharedFolder
 from torchtitan_lite.errors import ConfigError, CorpusChanged
@@ -48,17 +47,16 @@ def build_dataloader(config: JobConfig, tokenizer: Tokenizer, *, seed: int, rank
         )
     loader: Loader
     if training.dataset == "huggingface":
-        loader = build_stream(training, tokenizer, rank=rank, num_ranks=num_ranks, global_batch_size=total)
+        share = open_share(training, rank=rank, num_ranks=num_ranks)
+        loader = StreamLoader(share, tokenizer, training, rank=rank, num_ranks=num_ranks, global_batch_size=total)
     else:
         loader = TokenLoader(
             _build_corpus(config, tokenizer),
-            training.seq_len,
+            training,
             seed=seed,
             rank=rank,
             num_ranks=num_ranks,
-            local_batch_size=training.batch_size,
             global_batch_size=total,
-            max_epochs=training.max_epochs,
         )
     if not config.checkpoint.dry_run:
         loader.prepare()
@@ -86,23 +84,21 @@ class TokenLoader:
     def __init__(
         self,
         corpus: Corpus,
-        seq_len: int,
+        config: Training,
         *,
         seed: int,
         rank: int,
         num_ranks: int,
-        local_batch_size: int,
         global_batch_size: int,
-        max_epochs: int = 0,
     ) -> None:
-        assert global_batch_size % (local_batch_size * num_ranks) == 0, "build_dataloader checks this"
-        self._corpus, self._seq_len = corpus, seq_len
+        assert global_batch_size % (config.batch_size * num_ranks) == 0, "build_dataloader checks this"
+        self._corpus, self._seq_len = corpus, config.seq_len
         self._seed = seed
         self._share = global_batch_size // num_ranks
         self._first = rank * self._share
-        self._local_batch_size = local_batch_size
+        self._local_batch_size = config.batch_size
         self._global_batch_size = global_batch_size
-        self._max_epochs = max_epochs
+        self._max_epochs = config.max_epochs
         self._next_position = 0
         self._last_positions = range(0)
 

@@ -126,14 +126,7 @@ class ReplayedSampler:
 
     def begin_replay(self, kept: dict[str, Any], loader: dict[str, Any]) -> None:
         """Have all iterations begin as that of `kept`, until `end_replay`. `loader` is the state for torchdata's."""
-        if self._hides_state:  # An earlier checkpoint has it.
-            for main in (loader, loader.get("_snapshot", {}).get("_main_snapshot", {})):
-                (main.get("_sampler_iter_state") or {}).pop("sampler_state", None)
         takes_samples = "_snapshot" not in loader  # Workers take samples ahead: with these, the load takes all of them.
-        if kept and "began" not in kept:  # An earlier checkpoint has the generators alone.
-            own = {name: state for name, state in kept.items() if name.startswith(".")}
-            drawn = {name: state for name, state in kept.items() if name not in own}
-            kept = {"began": self._as_generators(own), "now": {}, "drawn": [(-1, drawn)], "taken": 0}
         replayed = {**kept, "taken": kept["taken"] * takes_samples} if kept else {}
         self.__dict__.update(_replayed=replayed, _is_begun=False)
 
@@ -143,10 +136,6 @@ class ReplayedSampler:
         if self._iteration is not None:
             self._iteration.end_replay()
         self._attributes.put(replayed.get("began", {}) | replayed.get("now", {}))
-
-    def _as_generators(self, states: States) -> dict[str, Any]:
-        live = self._attributes.note().values
-        return {path: (*live[path][:2], state) for path, state in states.items() if path in live}
 
 
 class _Iteration(Iterator[Any]):

@@ -178,16 +178,3 @@ class StreamLoader:
                 "Set --training.dataset_text_key."
             )
         return text
-
-
-def build_stream(
-    config: Training,
-    tokenizer: Tokenizer,
-    *,
-    rank: int,
-    num_ranks: int,
-    global_batch_size: int,
-) -> StreamLoader:
-    """Return this rank's loader of the dataset that `config` names."""
-    share = open_share(config, rank=rank, num_ranks=num_ranks)
-    return StreamLoader(share, tokenizer, config, rank=rank, num_ranks=num_ranks, global_batch_size=global_batch_size)

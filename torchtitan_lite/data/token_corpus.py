@@ -10,6 +10,7 @@ the file that is there; if there is none, it keeps the tokens in an unnamed temp
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -28,7 +29,6 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtitan_lite.data.documents import Fingerprint, fingerprint_of, names_in_corpus
-from torchtitan_lite.data.making_lock import making_lock
 from torchtitan_lite.data.texts import DocumentPiece, Texts, content_digest
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.disk import durable
@@ -159,7 +159,7 @@ class TokenCorpus:
             durable.make_dir(self._folder)
             # A lock, not rank 0 and a collective: making the file may take hours, collectives have time-outs, and ranks
             # on other file systems need a file of their own.
-            with making_lock(self._folder / LOCK_FILE, self._sleep) as (note, is_alone):
+            with _making_lock(self._folder / LOCK_FILE, self._sleep) as (note, is_alone):
                 with suppress(TokensDamaged):
                     found = self._open()
                     if found is not None:
@@ -296,6 +296,59 @@ def _document_batches(pieces: Iterator[DocumentPiece]) -> Iterator[list[Document
             batch, characters = [], 0
     if batch:
         yield batch
+
+
+# The lock under which one of several processes makes the file that all of them read.
+#
+# It ends with its process, so a kill leaves nothing to remove. The file of the lock says who has it and how far the
+# work is: a process that waits logs that. Waits have no time-out.
+
+
+_POLL_SECONDS = 0.2
+
+
+@contextmanager
+def _making_lock(path: Path, sleep: Callable[[float], None]) -> Iterator[tuple[Callable[[str], None], bool]]:
+    """Hold the lock of the file `path` in the block, however long that takes.
+
+    Yield a function that notes in the file how far the work is, and whether no other process is in the block. A file,
+    not its folder: NFS has such locks on files. Where there is none, every process gets it: each then writes a file of
+    its own, and the last one stays.
+    """
+    with path.open("a+b", buffering=0) as file:
+        waited = 0.0
+        while (is_locked := _try_lock(file)) is False:
+            if waited == 0 or waited % _LOG_SECONDS < _POLL_SECONDS:
+                logger.info("Waiting for %s, which tokenises the corpus", _note_in(file) or "another process")
+            sleep(_POLL_SECONDS)
+            waited += _POLL_SECONDS
+
+        def note(progress: str) -> None:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}{progress and f': {progress}'}".encode())
+
+        try:
+            note("")
+            yield note, bool(is_locked)
+        finally:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)  # A process that was forked meanwhile has the descriptor, too.
+
+
+def _try_lock(file: BinaryIO) -> bool | None:
+    """Return whether this process has the lock; None where the file system has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _note_in(file: BinaryIO) -> str:
+    file.seek(0)
+    return file.read(256).decode(errors="replace")
 
 
 # A file that holds a stream of tokens.

@@ -268,13 +268,12 @@ class _Fit:
         trainer = self._trainer
         return bool(trainer.should_stop) or 0 <= trainer.max_steps <= trainer.global_step
 
-    def _before_batch(self) -> None:
-        """Save the step that is over. Called before a batch is read; ends the epoch if the ranks have stopped."""
+    def _before_batch(self) -> bool:
+        """Save the step that is over, before a batch is read. Return whether the ranks have stopped: the epoch ends."""
         self._restore_generators()
         self._loops.forget()
         self._save_pending()
-        if self._has_stopped:
-            raise StopIteration
+        return self._has_stopped
 
     def _save_pending(self, *, force: bool = False) -> None:
         if not self._is_pending:
