@@ -178,7 +178,7 @@ class Trainer:
     def _resume(self) -> None:
         state = self.train_state
         apply_hyperparameters(self.optimizers, self.lr_schedulers, self.config.optimizer)
-        self.metrics.goodput.resume(state.run_seconds, state.productive_seconds)
+        self.metrics.ledger.resume(state.run_seconds, state.productive_seconds)
         if state.step:
             self.metrics.note(Resumed(state.step))
 
@@ -220,7 +220,7 @@ class Trainer:
                 if state.step % config.training.gc_freq == 0:
                     gc.collect(1)
                 try:
-                    with self.metrics.goodput.step(state.step):
+                    with self.metrics.ledger.step(state.step):
                         self._train_step(batch)
                 except TrainingDiverged as error:
                     self._roll_back(error)
@@ -300,8 +300,8 @@ class Trainer:
         return 128 + self.checkpointer.preempted_by if self.checkpointer.preempted_by else 0
 
     def _note_progress(self) -> None:
-        goodput, state = self.metrics.goodput, self.train_state
-        state.run_seconds, state.productive_seconds = goodput.run_seconds, goodput.productive_seconds
+        ledger, state = self.metrics.ledger, self.train_state
+        state.run_seconds, state.productive_seconds = ledger.run_seconds, ledger.productive_seconds
         self.samples.log(state.step, self.loader.last_positions)
 
     def _train_step(self, batch: Tensor) -> None:

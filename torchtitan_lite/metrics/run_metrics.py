@@ -2,7 +2,7 @@
 
 The loop times its parts and passes its figures at logged steps. The manager's events are written to events.jsonl at
 once, and their figures go into the next logged step. The figures of a logged step cover the steps since the last logged
-one. `goodput` counts where the time goes, and keeps the ledger.
+one. `ledger` counts where the time goes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.event_lines import Recorded
 from torchtitan_lite.events import (
     EVENTS,
+    CleanEnd,
     Committed,
     Event,
     ImageMissed,
@@ -41,7 +42,6 @@ from torchtitan_lite.events import (
 )
 from torchtitan_lite.json_lines import JsonLines
 from torchtitan_lite.log import logger
-from torchtitan_lite.metrics.goodput import Goodput
 from torchtitan_lite.metrics.ledger import Ledger
 from torchtitan_lite.metrics.logger import MetricsLogger, WandbRun, import_wandb
 from torchtitan_lite.metrics.progress_bar import build_progress_bars
@@ -75,19 +75,18 @@ class RunMetrics:
         self._flops_per_token = flops_per_token
         self._peak = peak_flops(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
         writes = not (config.checkpoint.enable_checkpoint and config.checkpoint.load_only)
+        self._writes = world.rank == 0 and writes
         self._files = MetricsLogger(dump_folder, config.metrics, rank=world.rank, writes=writes)
-        self._events = JsonLines(dump_folder / EVENTS_FILE) if world.rank == 0 and writes else None
+        self._events = JsonLines(dump_folder / EVENTS_FILE) if self._writes else None
         self._device = world.device
         memory_tags(world.device)  # The first peaks are those since now.
         self._bars = build_progress_bars(config, world.rank)
-        clock = RunClock(began=began)
-        self._ledger = Ledger(dump_folder, clock) if world.rank == 0 and writes else None
-        self.goodput = Goodput(clock, self._ledger)
+        self.ledger = Ledger(dump_folder, RunClock(began=began), writes=self._writes)
         """Where the time goes."""
         self._heartbeat: Heartbeat | None = None
-        path = config.metrics.prometheus_file if self._ledger is not None else ""
+        path = config.metrics.prometheus_file if self._writes else ""
         self._prometheus = PrometheusFile(dump_folder / path, str(dump_folder)) if path else None
-        self._wandb_module = import_wandb() if config.metrics.enable_wandb and self._ledger is not None else None
+        self._wandb_module = import_wandb() if config.metrics.enable_wandb and self._writes else None
         self._wandb: WandbRun | None = None
         self._config = config
         folder = config.checkpoint.folder
@@ -96,33 +95,34 @@ class RunMetrics:
         self._lock = threading.Lock()
         self._event_tags: dict[str, float] = {}
         self._written_once: set[type[Event]] = set()
+        self._end: CleanEnd | None = None
         self._begin_figures()
 
     def begin(self, topology: str) -> None:
         """Begin this start in the ledger, and the heartbeat. Call it once the checkpoint folder is this job's."""
-        self.goodput.begin(
+        self.ledger.begin(
             host=socket.gethostname(),
             pid=os.getpid(),
             world_size=self._world_size,
             topology=topology,
             version=torchtitan_lite.__version__,
         )
-        if self._ledger is not None:
+        if self._writes:
             self._heartbeat = Heartbeat(self._beat)
             self._heartbeat.start()
             if self._wandb_module is not None:
-                first = (*(start.id for start in self._ledger.before.starts), self._ledger.id)[0]
+                first = (*(start.id for start in self.ledger.before.starts), self.ledger.id)[0]
                 self._wandb = WandbRun(self._wandb_module, self._dump_folder, first, self._config.to_dict())
 
     def start(self, loaded_step: int) -> None:
         """Drop the history on file after `loaded_step`. Call it directly before the loop."""
         self._start_history(loaded_step)
-        self.goodput.start_loop(loaded_step, self._checkpoints)
+        self.ledger.start_loop(loaded_step, self._checkpoints)
 
     def rolled_back(self, step: int, loaded_step: int) -> None:
         """Drop the history on file after `loaded_step`, to which the run rolled back from `step`."""
         self._start_history(loaded_step)
-        self.goodput.roll_back(step, loaded_step)
+        self.ledger.rolled_back(step, loaded_step)
 
     def _start_history(self, loaded_step: int) -> None:
         self._files.start(loaded_step)
@@ -136,7 +136,7 @@ class RunMetrics:
 
     def part(self, name: str) -> AbstractContextManager[None]:
         """Count the time of the block for the part `name` of the ledger."""
-        return self.goodput.clock.part(name)
+        return self.ledger.clock.part(name)
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -153,13 +153,15 @@ class RunMetrics:
 
         Of images in memory, made and missed, which may come with every step, the first one of a start is written.
         """
-        event = self.goodput.completed(event)
+        event = self.ledger.completed(event)
         kind = type(event)
         if self._events is not None and kind not in self._written_once:
             self._events.append(Recorded(time.time(), event).to_record())
         if kind in OF_IMAGES:
             self._written_once.add(kind)
-        self.goodput.note(event)
+        self.ledger.note(event)
+        if isinstance(event, CleanEnd):
+            self._end = event
         with self._lock:
             self._event_tags |= checkpoint_tags(event)
         for bar in self._bars:
@@ -168,10 +170,8 @@ class RunMetrics:
             self._prometheus.uploads = upload_figures(self._prometheus.uploads, event)
 
     def past(self) -> Past:
-        """Return the hours and the unclean ends of earlier starts, which the ledger has; none without one."""
-        if self._ledger is None:
-            return Past()
-        return Past(self._ledger.before.hours, self._ledger.accounts().unclean_ends)
+        """Return the hours and the unclean ends of earlier starts; none where no ledger is written."""
+        return Past(self.ledger.before.hours, self.ledger.accounts().unclean_ends)
 
     def step_done(self, num_tokens: float, global_avg_loss: float) -> None:
         """Count one more step, of `num_tokens` on this rank."""
@@ -205,7 +205,7 @@ class RunMetrics:
             "grad_norm": grad_norm,
             "lr": lr,
             "n_tokens_seen": n_tokens_seen,
-            **self.goodput.tags(),
+            **self.ledger.tags(),
             **epoch_tags(*progress),
         }
         for bar in self._bars:
@@ -229,7 +229,7 @@ class RunMetrics:
         if self._heartbeat is not None:
             self._heartbeat.close()
             self._heartbeat = None
-            self.goodput.end(failed=failed)
+            self.ledger.end(None if failed else self._end)
             self._write_prometheus(is_up=False)
         if self._wandb is not None:
             self._wandb.close(failed=failed)
@@ -238,13 +238,12 @@ class RunMetrics:
             self._events.close()
 
     def _beat(self) -> None:
-        assert self._ledger is not None, "only a rank with a ledger has a heartbeat"
-        self._ledger.beat()
+        self.ledger.beat()
         self._write_prometheus(is_up=True)
 
     def _write_prometheus(self, *, is_up: bool) -> None:
-        if self._prometheus is not None and self._ledger is not None:
-            self._prometheus.write(self._ledger.accounts(), self._ledger.at_risk(), is_up=is_up)
+        if self._prometheus is not None:
+            self._prometheus.write(self.ledger.accounts(), self.ledger.at_risk(), is_up=is_up)
 
     def __enter__(self) -> RunMetrics:
         return self
