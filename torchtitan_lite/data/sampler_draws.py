@@ -28,14 +28,17 @@ from torch.utils.data import IterableDataset, Sampler
 
 from torchtitan_lite.data.generators import (
     KINDS,
+    MOST_ITEMS,
     Generators,
+    Part,
     States,
+    assign,
     global_generators,
     global_objects,
     set_state,
     state_of,
+    value_parts,
 )
-from torchtitan_lite.data.parts import MOST_ITEMS, Part, assign, value_parts
 from torchtitan_lite.data.plain_values import Copy, NoValueError, copy_of, plain, restored
 from torchtitan_lite.errors import ConfigError
 
