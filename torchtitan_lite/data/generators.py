@@ -74,6 +74,11 @@ def state_of(generator: Any) -> Any:
     return (_HEX, bytes(state.numpy()).hex()) if isinstance(state, torch.Tensor) else _without_arrays(state)
 
 
+def states_of(generators: Generators) -> States:
+    """Return the state of each generator."""
+    return {name: state_of(generator) for name, generator in generators.items()}
+
+
 def set_state(generator: Any, state: Any) -> None:
     """Give `generator` a state that `state_of` returned."""
     if isinstance(generator, torch.Generator):

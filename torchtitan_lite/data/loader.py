@@ -21,10 +21,9 @@ from torch import Tensor
 
 from torchtitan_lite.config.job_config import JobConfig, Training
 from torchtitan_lite.data.batch_size import global_batch_size
-from torchtitan_lite.data.documents import Documents, Fingerprint, build_documents
+from torchtitan_lite.data.documents import JsonDocuments, ParquetColumns, TextFiles, build_documents
 from torchtitan_lite.data.progress import EpochProgress, progress_at
 from torchtitan_lite.data.stream import StreamLoader, open_share
-from torchtitan_lite.data.texts import build_texts
 from torchtitan_lite.data.token_corpus import TokenCorpus
 from torchtitan_lite.data.tokenizer import BOS, BYTES, EOS, Tokenizer
 from torchtitan_lite.disk.mounts import mount_of
@@ -65,12 +64,13 @@ def build_dataloader(config: JobConfig, tokenizer: Tokenizer, *, seed: int, rank
 
 def _build_corpus(config: JobConfig, tokenizer: Tokenizer) -> Corpus:
     training, checkpoint = config.training, config.checkpoint
+    documents = build_documents(training)
     # A row of a Parquet file can be read only with its row group, so its bytes are kept as tokens, too.
-    if tokenizer.fingerprint == BYTES and training.dataset != "parquet":
-        return ByteCorpus(build_documents(training))
+    if tokenizer.fingerprint == BYTES and not isinstance(documents, ParquetColumns):
+        return ByteCorpus(documents)
     folder = Path(config.job.dump_folder).absolute() / Path(training.tokens_folder).expanduser()
     only_loads = checkpoint.enable_checkpoint and checkpoint.load_only
-    return TokenCorpus(build_texts(training), tokenizer, folder, writes=not only_loads)
+    return TokenCorpus(documents, tokenizer, folder, writes=not only_loads)
 
 
 class TokenLoader:
@@ -100,7 +100,8 @@ class TokenLoader:
         self._global_batch_size = global_batch_size
         self._max_epochs = config.max_epochs
         self._next_position = 0
-        self._last_positions = range(0)
+        self.last_positions = range(0)
+        """Positions of this rank's last step in the run's order, before the shuffle; empty before the first step."""
 
     def __iter__(self) -> Iterator[Tensor]:
         return self
@@ -112,7 +113,7 @@ class TokenLoader:
         first = start + self._first
         positions = range(first, first + self._share)
         windows = [self._window(position) for position in positions]
-        self._next_position, self._last_positions = stop, positions
+        self._next_position, self.last_positions = stop, positions
         return torch.from_numpy(np.stack(windows)).view(-1, self._local_batch_size, self._seq_len + 1)
 
     def prepare(self) -> None:
@@ -143,11 +144,6 @@ class TokenLoader:
     def progress(self) -> EpochProgress:
         """Return how far the run is in its data."""
         return progress_at(self._next_position, self._num_windows)
-
-    @property
-    def last_positions(self) -> range:
-        """Positions of this rank's last step in the run's order, before the shuffle; empty before the first step."""
-        return self._last_positions
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the run, as new ints and strings that are the same on every rank."""
@@ -188,7 +184,7 @@ class TokenLoader:
                 self._seed,
             )
         self._next_position, self._seed = int(state["next_position"]), int(state["seed"])
-        self._last_positions = range(0)
+        self.last_positions = range(0)
 
     @property
     def _identity(self) -> dict[str, Any]:
@@ -278,14 +274,10 @@ class ByteCorpus:
     tokenizer = BYTES
     tokens_file = None
 
-    def __init__(self, documents: Documents) -> None:
+    def __init__(self, documents: TextFiles | JsonDocuments) -> None:
         self._documents = documents
+        self.fingerprint = documents.fingerprint
         self._ends = np.cumsum(documents.lengths + 2)
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        """Return the fingerprint of the documents."""
-        return self._documents.fingerprint
 
     @property
     def num_tokens(self) -> int:

@@ -36,7 +36,7 @@ from torchtitan_lite.data.generators import (
     global_generators,
     global_objects,
     set_state,
-    state_of,
+    states_of,
     value_parts,
 )
 from torchtitan_lite.data.plain_values import Copy, NoValueError, copy_of, plain, restored
@@ -161,7 +161,7 @@ class _Iteration(Iterator[Any]):
         self.began: Noted = attributes.note()
         self._generators = global_generators() | self.began.generators
         self._strangers = attributes.strangers(self.began, has_moved=has_moved)
-        self._last = {name: state_of(generator) for name, generator in self.began.generators.items()}
+        self._last = states_of(self.began.generators)
         self._look(-1)
         self.iterator: Iterator[Any] = iter(sampler)
         self._note()
@@ -200,7 +200,7 @@ class _Iteration(Iterator[Any]):
 
     def _look(self, taken: int) -> None:
         """Look at the generators before draws; in a replay, give them first the states of what is replayed."""
-        now = self._now()
+        now = states_of(self._generators)
         if self._replayed is not None:
             for name, state in (self._last | dict(self._replayed).get(taken, {})).items():
                 if name in now and state != now[name]:  # What torchdata itself draws comes in between.
@@ -210,7 +210,7 @@ class _Iteration(Iterator[Any]):
 
     def _note(self) -> None:
         """Note the generators that the sampler has drawn from since the last look."""
-        (taken, before), after = self._looked, self._now()
+        (taken, before), after = self._looked, states_of(self._generators)
         drawn = {name for name, state in after.items() if state != before[name]}
         if noted := {name for name in drawn if before[name] != self._last.get(name)}:
             self.drawn.append((taken, {name: before[name] for name in sorted(noted)}))
@@ -219,9 +219,6 @@ class _Iteration(Iterator[Any]):
             if sum(name in states for _, states in self.drawn) > _MOST_NOTES:
                 self.shared = name
         self._looked = taken, after
-
-    def _now(self) -> States:
-        return {name: state_of(generator) for name, generator in self._generators.items()}
 
 
 def replayed_sampler(loader: Any) -> ReplayedSampler | None:

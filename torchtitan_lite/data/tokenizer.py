@@ -113,6 +113,12 @@ class FileTokenizer:
 Tokenizer = ByteTokenizer | FileTokenizer
 
 
+def marks_of(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the tokens before and after each document; where BOS and EOS are one token, it only follows."""
+    bos, eos = tokenizer.bos, tokenizer.eos
+    return [bos] if bos is not None and bos != eos else [], [eos] if eos is not None else []
+
+
 def tokenizer_file(given: str) -> Path:
     """Return the tokenizer.json at `given`, a file or a folder. Raise ConfigError if there is none."""
     path = Path(given).expanduser()

@@ -102,7 +102,8 @@ def open_llama(path: Path) -> OpenedLlama:
     places = places_of(args)
     head_dims = {place.name: place.rotary_head_dim for place in places.values() if place.rotary_head_dim}
     theirs = {name: (place.name, place.shape) for name, place in places.items()}
-    return _opened_llama(source, args, theirs, head_dims, (HEAD, places[EMBEDDING].name), states_tying=True)
+    chosen, embeddings = _chosen(source, args, theirs, HEAD), (HEAD, places[EMBEDDING].name)
+    return OpenedLlama(source, args, chosen, head_dims, embeddings, states_tying=True)
 
 
 def _of_meta(path: Path) -> OpenedLlama:
@@ -113,29 +114,20 @@ def _of_meta(path: Path) -> OpenedLlama:
     shapes = {name: place.shape for name, place in places_of(args).items()}
     source = meta_folder.joined_weights(folder, shapes | {OUTPUT: shapes[EMBEDDING]})
     ours = {name: (name, shape) for name, shape in shapes.items()}
-    opened = _opened_llama(source, args, ours, {}, (OUTPUT, EMBEDDING), states_tying=TIED in folder.params)
+    chosen = _chosen(source, args, ours, OUTPUT)
     if args.rope_scaling is not None and FACTOR not in folder.params:
-        opened.chosen.notes.append(
+        chosen.notes.append(
             f"{folder.path.name} states no factor of its rotary scaling: {args.rope_scaling.factor:g} taken"
         )
-    return opened
+    return OpenedLlama(source, args, chosen, {}, (OUTPUT, EMBEDDING), states_tying=TIED in folder.params)
 
 
-def _opened_llama(
-    source: WeightsSource,
-    args: ModelArgs,
-    places: dict[str, tuple[str, Shape]],
-    head_dims: dict[str, int],
-    embeddings: tuple[str, str],
-    *,
-    states_tying: bool,
-) -> OpenedLlama:
+def _chosen(source: WeightsSource, args: ModelArgs, places: dict[str, tuple[str, Shape]], head: str) -> ChosenWeights:
+    """Return our tensors in `source`; `head` is its name of the output projection."""
     tied = args.tie_word_embeddings
-    chosen = as_model(source.contents, places, embeddings[:1] if tied else ())
+    chosen = as_model(source.contents, places, (head,) if tied else ())
     notes = [f"tied embeddings: {OUTPUT} is {EMBEDDING}, one tensor"] if tied else []
-    return OpenedLlama(
-        source, args, chosen._replace(notes=notes + chosen.notes), head_dims, embeddings, states_tying=states_tying
-    )
+    return chosen._replace(notes=notes + chosen.notes)
 
 
 def _refuse_wrong_tying(opened: OpenedLlama) -> None:
