@@ -130,9 +130,8 @@ def test_a_heartbeat_continues_after_an_error_which_is_one_warning() -> None:
             enough.set()
         raise OSError("no")
 
-    heart = Heartbeat(beat, seconds=0.001)
     with logged_warnings() as warnings:
-        heart.start()
+        heart = Heartbeat(beat, seconds=0.001)
         assert enough.wait(30)
         heart.close()
         heart.close()

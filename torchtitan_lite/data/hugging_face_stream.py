@@ -23,18 +23,19 @@ _KIND = ("datasets.iterable_dataset", "IterableDataset")
 
 
 class PositionedStream:
-    """Stands for `dataset`, a `datasets.IterableDataset`, in a loader."""
+    """Stands for `dataset`, a `datasets.IterableDataset`, in a loader or an adapter."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self._loaded: dict[str, Any] = {}
-        self._is_next = self._has_begun = False
-        self._can_load = False
+        self._is_next = self._can_load = False
+        self.has_begun = False
+        """Whether the present iteration has given an example."""
 
     def __iter__(self) -> Iterator[Any]:
         if not self._is_next:
             self._loaded = {}
-        self._is_next = self._has_begun = False
+        self._is_next = self.has_begun = False
         self.dataset.load_state_dict(self._loaded)  # An empty one is the beginning.
         return self._examples()
 
@@ -43,7 +44,7 @@ class PositionedStream:
 
         Raises ConfigError if a resume could not load it.
         """
-        if not self._has_begun:
+        if not self.has_begun:
             return self._loaded
         found: dict[str, Any] = self.dataset.state_dict()
         if get_worker_info() is not None and not self._can_load:
@@ -53,18 +54,18 @@ class PositionedStream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Begin the next iteration at `state`."""
-        self._loaded, self._is_next, self._has_begun = state, True, False
+        self._loaded, self._is_next, self.has_begun = state, True, False
         if "epoch" in state:
             self.dataset.set_epoch(state["epoch"])
 
     def _examples(self) -> Iterator[Any]:
-        for example in advancing(self.dataset, self._loaded):
-            self._has_begun = True
+        for example in _advancing(self.dataset, self._loaded):
+            self.has_begun = True
             yield example
 
 
-def advancing(dataset: Any, loaded: dict[str, Any] | None) -> Iterator[Any]:
-    """Yield the examples of `dataset`, which begins at the position `loaded`; None or empty for its beginning.
+def _advancing(dataset: Any, loaded: dict[str, Any]) -> Iterator[Any]:
+    """Yield the examples of `dataset`, which begins at the position `loaded`; empty for its beginning.
 
     Raises ConfigError if the position does not change after a load: with the first example, or after that one at all.
     """

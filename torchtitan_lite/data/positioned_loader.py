@@ -8,7 +8,6 @@ dataset that counts its epochs by itself must follow `set_epoch`; this does not 
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from torchtitan_lite.checkpoint.state.rng import RngState
 from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter
+from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter, begin_worker
 from torchtitan_lite.data.generators import generators_of
 from torchtitan_lite.data.rank_state import RESTART_DATA, pack, unpack
 from torchtitan_lite.errors import ConfigError
@@ -107,7 +106,7 @@ def _sample_source(loader: Any, rank: int, num_ranks: int, preemption_signals: S
             "StatefulDataLoader."
         )
     if getattr(loader, "num_workers", 0) > 0:
-        loader.worker_init_fn = partial(_begin_replay_worker, tuple(preemption_signals), loader.worker_init_fn)
+        loader.worker_init_fn = partial(begin_worker, tuple(preemption_signals), loader.worker_init_fn)
     return _Replayed(loader, rank, num_ranks)
 
 
@@ -202,11 +201,3 @@ class _Replayed:
     def _set_own(self, states: Sequence[torch.Tensor]) -> None:
         for each, state in zip(generators_of(self._loader), states, strict=False):
             each.set_state(state)
-
-
-def _begin_replay_worker(ignored: Sequence[str], then: Callable[[int], object] | None, worker: int) -> None:
-    """Ignore the signals that the ranks watch: a launcher sends them to every process."""
-    for name in ignored:
-        signal.signal(signal.Signals[name], signal.SIG_IGN)
-    if then is not None:
-        then(worker)

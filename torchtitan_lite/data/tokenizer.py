@@ -170,15 +170,12 @@ def _marks_named_next_to(path: Path) -> dict[str, str | None]:
             ) from error
         for key in ("bos_token", "eos_token"):
             if isinstance(content, dict) and key in content:
-                value = content[key]["content"] if _is_added_token(content[key]) else content[key]
+                value = content[key]
+                value = value["content"] if isinstance(value, dict) and "content" in value else value
                 if value is not None and not isinstance(value, str):
                     raise ConfigError(f"model.tokenizer_path: {file}: expected the text of {key}, found {value!r}.")
                 named[key] = value
     return named
-
-
-def _is_added_token(value: object) -> bool:
-    return isinstance(value, dict) and "content" in value
 
 
 def _sound(text: str) -> str:

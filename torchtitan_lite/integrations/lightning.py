@@ -127,41 +127,33 @@ class Checkpoints(_package.Callback):  # type: ignore[misc, name-defined]  # Lig
         fit.load()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        for each in self._fits():
+        for each in self.fits():
             each.start()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        for each in self._fits():
+        for each in self.fits():
             each.manager.maybe_wait_for_staging()  # Optimizers without step hooks do not wait by themselves.
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for each in self._fits():
+        for each in self.fits():
             each.after_batch()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        for each in self._fits():
+        for each in self.fits():
             each.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        for each in self._fits():
+        for each in self.fits():
             each.manager.__exit__(type(exception), exception, exception.__traceback__)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        for each in self._fits():
+        for each in self.fits():
             each.manager.close()
-
-    def begin_epoch(self) -> None:
-        for each in self._fits():
-            each.begin_epoch()
-
-    def end_epoch(self) -> None:
-        for each in self._fits():
-            each.end_epoch()
 
     def _is_off(self, trainer: Any) -> bool:
         return bool(trainer.fast_dev_run) or not self._config.checkpoint.enable_checkpoint
 
-    def _fits(self) -> Iterator[_Fit]:
+    def fits(self) -> Iterator[_Fit]:
         """Yield the present fit, if there is one and it saves."""
         if self._fit is not None:
             yield self._fit
@@ -174,10 +166,12 @@ class _First(_package.Callback):  # type: ignore[misc, name-defined]  # nor here
         self._owner = owner
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self._owner.begin_epoch()
+        for each in self._owner.fits():
+            each.begin_epoch()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._owner.end_epoch()
+        for each in self._owner.fits():
+            each.end_epoch()
 
 
 class _Fit:

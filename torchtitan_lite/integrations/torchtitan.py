@@ -134,7 +134,9 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         self.save_future: Future[Any] | None = None
         self._config, self._states = config, states
         if config.enable:  # Else torchtitan calls no method that needs one, and nothing is refused.
-            keys, folder = _keys_of(config), _folder_of(config, base_folder)
+            keys, folder = _keys_of(config), config.folder
+            if not is_in_object_store(folder):
+                folder = str(Path(base_folder, folder))
             self._weights_folder = Path(folder).parent / "hf"
             self._own = OwnManager.for_loop(
                 model=list(model_parts),
@@ -218,10 +220,6 @@ class CheckedDataloader:
                 "cannot be resharded. Add dataloader to checkpoint.exclude_from_loading: the data begin from the start."
             )
         self._dataloader.load_state_dict(state_dict)
-
-
-def _folder_of(config: CheckpointManager.Config, base_folder: str) -> str:
-    return config.folder if is_in_object_store(config.folder) else str(Path(base_folder, config.folder))
 
 
 def _refuse_code(name: str, data: bytes) -> None:

@@ -109,7 +109,6 @@ class RunMetrics:
         )
         if self._writes:
             self._heartbeat = Heartbeat(self._beat)
-            self._heartbeat.start()
             if self._wandb_module is not None:
                 first = (*(start.id for start in self.ledger.before.starts), self.ledger.id)[0]
                 self._wandb = WandbRun(self._wandb_module, self._dump_folder, first, self._config.to_dict())
@@ -297,25 +296,22 @@ BEAT_SECONDS = 4.0
 
 
 class Heartbeat:
-    """Call `beat` every `seconds`, from `start` to `close`. An error of it is one warning, and the thread continues."""
+    """Call `beat` every `seconds`, until `close`. An error of it is one warning, and the thread continues.
+
+    The thread does not keep the process alive.
+    """
 
     def __init__(self, beat: Callable[[], None], seconds: float = BEAT_SECONDS) -> None:
         self._beat = beat
         self._seconds = seconds
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Start the thread. It does not keep the process alive."""
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End the thread; one that hangs in the disk is not waited for longer than a beat. Idempotent."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join(self._seconds)
-            self._thread = None
+        self._thread.join(self._seconds)
 
     def _run(self) -> None:
         has_warned = False
