@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from torchtitan_lite.accounts import LATEST_BEAT_FILE, LEDGER_FILE, PARTS, read_accounts
 from torchtitan_lite.events import Committed, Finished, Loaded, Preempted, SaveStarted
-from torchtitan_lite.metrics.ledger import Ledger
-from torchtitan_lite.metrics.run_clock import RunClock
+from torchtitan_lite.metrics.ledger import Ledger, RunClock
 
 FOLDER = "outputs/checkpoint"
 FINISHED, PREEMPTED = Finished(1), Preempted(1, signal=15, given_up_steps=0)

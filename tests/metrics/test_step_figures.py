@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan_lite.metrics.ledger import Ledger
-from torchtitan_lite.metrics.run_clock import RunClock
+from torchtitan_lite.metrics.ledger import Ledger, RunClock
 from torchtitan_lite.metrics.run_metrics import StepTimer
 from torchtitan_lite.metrics.step_line import (
     epoch_tags,

@@ -17,7 +17,7 @@ import os
 import platform
 import sysconfig
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -221,7 +221,7 @@ class JsonDocuments:
             for number, line in enumerate(file, start=1):
                 at += len(line)
                 if line.strip():
-                    yield DocumentPiece(text_of(line, self._key, f"{path}:{number}"), progress=at / size)
+                    yield DocumentPiece(_text_of(line, self._key, f"{path}:{number}"), progress=at / size)
 
 
 class ParquetColumns:
@@ -259,10 +259,10 @@ Documents = TextFiles | JsonDocuments | ParquetColumns
 
 
 def _document_text(line: bytes, key: str, where: str) -> bytes:
-    return text_of(line, key, where).encode("utf-8", "surrogatepass")
+    return _text_of(line, key, where).encode("utf-8", "surrogatepass")
 
 
-def text_of(line: bytes, key: str, where: str) -> str:
+def _text_of(line: bytes, key: str, where: str) -> str:
     """Return the text under `key` in a line of JSON. Raise ConfigError, which begins with `where`, if there is none."""
     try:
         value: Any = json.loads(line)
@@ -272,12 +272,17 @@ def text_of(line: bytes, key: str, where: str) -> str:
         ) from error
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: expected a JSON object, found {line[:40]!r}. Fix the line.")
-    if not isinstance(value.get(key), str):
-        found = ", ".join(name for name in value if isinstance(value[name], str)) or "none"
+    return text_under(value, key, where)
+
+
+def text_under(example: Mapping[str, Any], key: str, where: str) -> str:
+    """Return the text under `key` of `example`. Raise ConfigError, which begins with `where`, if there is none."""
+    if not isinstance(example.get(key), str):
+        found = ", ".join(name for name, value in example.items() if isinstance(value, str)) or "none"
         raise ConfigError(
             f"{where}: expected text under {key!r}, found text under: {found}. Set --training.dataset_text_key."
         )
-    return str(value[key])
+    return str(example[key])
 
 
 def _head_and_tail(path: Path, size: int) -> bytes:

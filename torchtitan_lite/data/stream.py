@@ -18,6 +18,7 @@ from torch import Tensor
 
 from torchtitan_lite.config.job_config import Training
 from torchtitan_lite.data.adapters import HuggingFaceStreamAdapter
+from torchtitan_lite.data.documents import text_under
 from torchtitan_lite.data.progress import EpochProgress
 from torchtitan_lite.data.rank_state import pack, unpack
 from torchtitan_lite.data.tokenizer import Tokenizer, marks_of
@@ -162,13 +163,6 @@ class StreamLoader:
                 )
 
     def _text(self, example: Mapping[str, Any]) -> str:
-        text = example.get(self._text_key)
-        if text is None and self._text_key in example:
+        if self._text_key in example and example[self._text_key] is None:
             return ""
-        if not isinstance(text, str):
-            found = ", ".join(name for name, value in example.items() if isinstance(value, str)) or "none"
-            raise ConfigError(
-                f"{self._identity['source']}: expected text under {self._text_key!r}, found text under: {found}. "
-                "Set --training.dataset_text_key."
-            )
-        return text
+        return text_under(example, self._text_key, str(self._identity["source"]))

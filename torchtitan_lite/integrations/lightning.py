@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -181,7 +181,7 @@ class _Fit:
 
     def __init__(self, trainer: Any, config: Checkpoint, *, exit_on_signal: bool) -> None:
         self._trainer, self._config, self._exit_on_signal = trainer, config, exit_on_signal
-        self._is_due_between = _build_due_between(config)
+        self._interval = config.interval if config.interval_type == "steps" else 0
         self._loops = LoopState(trainer)
         self._data = DataState(trainer, config, self._before_batch)
         self._generators: dict[str, Any] | None = None
@@ -273,7 +273,10 @@ class _Fit:
         if not self._is_pending:
             return
         self._is_pending = False
-        self.manager.save(self._step, force=force, now=self._is_due_between(self._step_before, self._step))
+        before, step, interval = self._step_before, self._step, self._interval
+        # Several optimizers of one batch make several steps: an interval may end at one between, which no batch has.
+        now = interval > 0 and step - before > 1 and step // interval > before // interval
+        self.manager.save(step, force=force, now=now)
         self._leave_if_agreed()
 
     def _leave_if_agreed(self) -> None:
@@ -294,15 +297,6 @@ class _Fit:
         generators, self._generators = self._generators, None
         if generators is not None:
             RngState().load_state_dict(generators)
-
-
-def _build_due_between(config: Checkpoint) -> Callable[[int, int], bool]:
-    """Return what says of two steps whether an interval ends at a step between them, which no batch has.
-
-    Several optimizers of one batch make several steps.
-    """
-    interval = config.interval if config.interval_type == "steps" else 0
-    return lambda before, step: interval > 0 and step - before > 1 and step // interval > before // interval
 
 
 def _refuse_given(checkpoint: Mapping[str, Any], states: Mapping[str, Any]) -> None:

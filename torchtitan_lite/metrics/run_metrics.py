@@ -42,11 +42,10 @@ from torchtitan_lite.events import (
 )
 from torchtitan_lite.json_lines import JsonLines
 from torchtitan_lite.log import logger
-from torchtitan_lite.metrics.ledger import Ledger
+from torchtitan_lite.metrics.ledger import Ledger, RunClock
 from torchtitan_lite.metrics.logger import MetricsLogger, WandbRun, import_wandb
 from torchtitan_lite.metrics.progress_bar import build_progress_bars
 from torchtitan_lite.metrics.prometheus import PrometheusFile
-from torchtitan_lite.metrics.run_clock import RunClock
 from torchtitan_lite.metrics.step_line import (
     epoch_tags,
     memory_tags,
