@@ -73,19 +73,14 @@ def _advancing(dataset: Any, loaded: dict[str, Any]) -> Iterator[Any]:
     for number, example in enumerate(dataset):
         if is_watched:
             found = repr(dataset.state_dict())
-            if number == 0 or number == _MOST_ALIKE:
-                _refuse_equal(found, before, dataset)
+            if found == before and number in (0, _MOST_ALIKE):
+                raise ConfigError(
+                    f"dataloader: the position of this {type(dataset).__name__} did not advance with the examples that "
+                    f"were taken after a load, so the next resume would take some again: {found:.200}. Use another "
+                    "version of datasets, or a stream whose state_dict advances."
+                )
             is_watched, before = number == 0 or found == before, found
         yield example
-
-
-def _refuse_equal(position: str, before: str, dataset: object) -> None:
-    if position == before:
-        raise ConfigError(
-            f"dataloader: the position of this {type(dataset).__name__} did not advance with the examples that were "
-            f"taken after a load, so the next resume would take some again: {position:.200}. Use another version of "
-            "datasets, or a stream whose state_dict advances."
-        )
 
 
 def is_hugging_face_stream(dataset: object) -> bool:

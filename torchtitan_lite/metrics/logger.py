@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_lite.config.job_config import Metrics
@@ -76,28 +75,27 @@ def _tensorboard_file(dump_folder: Path, config: Metrics, rank: int) -> TensorBo
 # failure of the service is one warning: it never ends the run.
 
 
-def import_wandb() -> ModuleType:
-    """Return the module wandb. Raises ExtraMissing."""
-    try:
-        import wandb
-    except ImportError as error:
-        raise ExtraMissing.of(error, "wandb") from error
-    found: ModuleType = wandb
-    return found
-
-
 class WandbRun:
-    """The run `run_id`, whose files are in the folder wandb in `dump_folder`."""
+    """A run whose files are in the folder wandb in `dump_folder`. Raises ExtraMissing."""
 
-    def __init__(self, wandb: ModuleType, dump_folder: Path, run_id: str, config: Mapping[str, Any]) -> None:
-        self._run: Any = None
+    def __init__(self, dump_folder: Path) -> None:
         try:
-            self._run = wandb.init(
+            import wandb
+        except ImportError as error:
+            raise ExtraMissing.of(error, "wandb") from error
+        self._wandb: Any = wandb
+        self._dump_folder = dump_folder
+        self._run: Any = None
+
+    def begin(self, run_id: str, config: Mapping[str, Any]) -> None:
+        """Begin this start of the run `run_id`."""
+        try:
+            self._run = self._wandb.init(
                 id=run_id,
                 resume="allow",
-                dir=str(dump_folder),
+                dir=str(self._dump_folder),
                 config=dict(config),
-                settings=wandb.Settings(console="off"),  # The log lines stay the process's own.
+                settings=self._wandb.Settings(console="off"),  # The log lines stay the process's own.
             )
             self._run.define_metric("*", step_metric="step")
         except Exception as error:

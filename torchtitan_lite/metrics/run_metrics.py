@@ -43,7 +43,7 @@ from torchtitan_lite.events import (
 from torchtitan_lite.json_lines import JsonLines
 from torchtitan_lite.log import logger
 from torchtitan_lite.metrics.ledger import Ledger, RunClock
-from torchtitan_lite.metrics.logger import MetricsLogger, WandbRun, import_wandb
+from torchtitan_lite.metrics.logger import MetricsLogger, WandbRun
 from torchtitan_lite.metrics.progress_bar import build_progress_bars
 from torchtitan_lite.metrics.prometheus import PrometheusFile
 from torchtitan_lite.metrics.step_line import (
@@ -68,7 +68,7 @@ class RunMetrics:
     """
 
     def __init__(self, config: JobConfig, world: World, *, flops_per_token: float, began: float | None = None) -> None:
-        dump_folder = self._dump_folder = Path(config.job.dump_folder).absolute()
+        dump_folder = Path(config.job.dump_folder).absolute()
         self.timer = StepTimer()
         """Timer of the parts of a step: data, forward, backward, optimizer."""
         self._flops_per_token = flops_per_token
@@ -85,8 +85,7 @@ class RunMetrics:
         self._heartbeat: Heartbeat | None = None
         path = config.metrics.prometheus_file if self._writes else ""
         self._prometheus = PrometheusFile(dump_folder / path, str(dump_folder)) if path else None
-        self._wandb_module = import_wandb() if config.metrics.enable_wandb and self._writes else None
-        self._wandb: WandbRun | None = None
+        self._wandb = WandbRun(dump_folder) if config.metrics.enable_wandb and self._writes else None
         self._config = config
         folder = config.checkpoint.folder
         self._checkpoints = folder.rstrip("/") if is_in_object_store(folder) else str(dump_folder / folder)
@@ -108,9 +107,9 @@ class RunMetrics:
         )
         if self._writes:
             self._heartbeat = Heartbeat(self._beat)
-            if self._wandb_module is not None:
+            if self._wandb is not None:
                 first = (*(start.id for start in self.ledger.before.starts), self.ledger.id)[0]
-                self._wandb = WandbRun(self._wandb_module, self._dump_folder, first, self._config.to_dict())
+                self._wandb.begin(first, self._config.to_dict())
 
     def start(self, loaded_step: int) -> None:
         """Drop the history on file after `loaded_step`. Call it directly before the loop."""

@@ -7,7 +7,7 @@ moments are float32 (`parallelize_llama`). Activations, gathered blocks and buff
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -52,9 +52,9 @@ class Footprint:
             "    with gradients and Adam's moments in float32, without activations",
         ]
         if dims.pp > 1:
-            stages = _stages_by_pp_rank(self.plan)
-            each = enumerate(zip(stages, self.held, strict=True))
-            lines += [f"  pp rank {rank}: {_layers(has)}: {_held(number)}" for rank, (has, number) in each]
+            for rank, (stages, held) in enumerate(zip(_stages_by_pp_rank(self.plan), self.held, strict=True)):
+                layers = " and ".join(f"{stage.layers[0]}-{stage.layers[-1]}" for stage in stages)
+                lines.append(f"  pp rank {rank}: layers {layers}: {_held(held)}")
         return "\n".join(lines)
 
 
@@ -83,7 +83,3 @@ def num_local_params(parts: Iterable[nn.Module]) -> int:
     """Return the elements of this rank's shards of all parameters."""
     parameters = (parameter for part in parts for parameter in part.parameters())
     return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
-
-
-def _layers(stages: Sequence[Stage]) -> str:
-    return "layers " + " and ".join(f"{stage.layers[0]}-{stage.layers[-1]}" for stage in stages)
