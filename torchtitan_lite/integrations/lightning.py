@@ -181,7 +181,7 @@ class _Fit:
 
     def __init__(self, trainer: Any, config: Checkpoint, *, exit_on_signal: bool) -> None:
         self._trainer, self._config, self._exit_on_signal = trainer, config, exit_on_signal
-        self._interval = config.interval if config.interval_type == "steps" else 0
+        self._interval = _build_interval(config)
         self._loops = LoopState(trainer)
         self._data = DataState(trainer, config, self._before_batch)
         self._generators: dict[str, Any] | None = None
@@ -297,6 +297,11 @@ class _Fit:
         generators, self._generators = self._generators, None
         if generators is not None:
             RngState().load_state_dict(generators)
+
+
+def _build_interval(config: Checkpoint) -> int:
+    """Return the steps from one save to the next; 0 if they are not counted in steps."""
+    return config.interval if config.interval_type == "steps" else 0
 
 
 def _refuse_given(checkpoint: Mapping[str, Any], states: Mapping[str, Any]) -> None:
