@@ -22,7 +22,7 @@ from torchtitan_lite.importing import meta_folder
 from torchtitan_lite.importing.seed import Form, Imported, write_seed
 from torchtitan_lite.importing.wanted import ChosenWeights, as_model
 from torchtitan_lite.importing.weights_source import CONFIG, WeightsSource, open_source
-from torchtitan_lite.models.llama.args import ModelArgs
+from torchtitan_lite.models.llama.args import SETTINGS, ModelArgs
 from torchtitan_lite.models.llama.config_file import FACTOR, PARAMS, args_of_params
 from torchtitan_lite.models.llama.hugging_face import EMBEDDING, HEAD, OUTPUT, TIED, are_equal, args_of, places_of
 
@@ -73,8 +73,12 @@ def import_llama(
 
 def open_expected(path: Path, expected: ModelArgs) -> OpenedLlama:
     """Return the Llama at `path`, of the `expected` sizes. Raises as `import_llama` does; reads no tensor."""
-    opened = open_llama(path)
-    _refuse_other_sizes(path, opened.args, expected)
+    opened, names = open_llama(path), (*SETTINGS, "rope_scaling", TIED)
+    pairs = {name: (getattr(opened.args, name), getattr(expected, name)) for name in names}
+    if other := [f"{name} {its} instead of {ours}" for name, (its, ours) in pairs.items() if its != ours]:
+        raise ConfigError(
+            f"{path} is another model than this run's: {', '.join(other)}. Set --model.config_path={_folder(path)}"
+        )
     return opened
 
 
@@ -168,13 +172,4 @@ def _refuse_quantized(source: WeightsSource) -> None:
         method = quantization.get("quant_method", "") if isinstance(quantization, dict) else ""
         raise ConfigError(
             f"{source.path} is quantized ({method or 'quantization_config'}): import the weights that it was made from"
-        )
-
-
-def _refuse_other_sizes(path: Path, found: ModelArgs, expected: ModelArgs) -> None:
-    names = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "norm_eps", "rope_theta")
-    pairs = {name: (getattr(found, name), getattr(expected, name)) for name in (*names, "rope_scaling", TIED)}
-    if other := [f"{name} {its} instead of {ours}" for name, (its, ours) in pairs.items() if its != ours]:
-        raise ConfigError(
-            f"{path} is another model than this run's: {', '.join(other)}. Set --model.config_path={_folder(path)}"
         )
