@@ -302,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from torchtitan.train import main as train
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--module", default="")
+    parser.add_argument("--module", nargs="?", default="", const="")
     given, rest = parser.parse_known_args(arguments)
     if not given.module:
         raise ConfigError("--module: expected the module of a registry, such as llama3, found none.")
