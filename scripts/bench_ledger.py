@@ -85,11 +85,11 @@ def measure(arguments: list[str], seed: int) -> tuple[Coin, dict[str, float]]:
 def _install(trainer: Any, coin: Coin) -> None:
     """Take the ledger out of the steps that the coin says."""
     metrics: Any = trainer.metrics
-    goodput: Any = metrics.goodput
-    part, step, tags, beat = metrics.part, goodput.step, goodput.tags, metrics._beat
+    ledger: Any = metrics.ledger
+    part, step, tags, beat = metrics.part, ledger.step, ledger.tags, metrics._beat
     metrics.part = lambda name: part(name) if coin.is_on else _nothing()
-    goodput.step = lambda number: step(number) if coin.is_on else _nothing()
-    goodput.tags = lambda: tags() if coin.is_on else {"goodput(%)": 0.0}
+    ledger.step = lambda number: step(number) if coin.is_on else _nothing()
+    ledger.tags = lambda: tags() if coin.is_on else {"goodput(%)": 0.0}
     metrics._beat = lambda: beat() if coin.is_on else None
     next_batch = trainer._next_batch
 
@@ -112,12 +112,12 @@ def _costs(trainer: Any) -> dict[str, float]:
         for name in ("waiting_for_data", "saving", "saving"):
             with metrics.part(name):
                 pass
-        with metrics.goodput.step(step):
+        with metrics.ledger.step(step):
             pass
 
     return {
         "step": _seconds_of(one_step, ROUNDS),
-        "logged": _seconds_of(lambda: metrics._files.log(step, metrics.goodput.tags()), ROUNDS // 4),
+        "logged": _seconds_of(lambda: metrics._files.log(step, metrics.ledger.tags()), ROUNDS // 4),
         "beat": _seconds_of(metrics._beat, ROUNDS // 10),
     }
 

@@ -7,7 +7,7 @@ import torch
 
 from torchtitan_lite.checkpoint.state.train_state import TrainState
 from torchtitan_lite.config.job_config import Checkpoint, JobConfig, Training
-from torchtitan_lite.divergence import DivergenceCheck, SpikeRule, build_divergence_check
+from torchtitan_lite.divergence import DivergenceCheck, spike
 from torchtitan_lite.errors import ConfigError, TrainingDiverged
 
 NAN = torch.tensor(float("nan"))
@@ -15,7 +15,7 @@ NAN = torch.tensor(float("nan"))
 
 def check(state: TrainState | None = None, *, skips_steps: bool = False, **training: object) -> DivergenceCheck:
     config = Training(max_skipped_steps=3, **training)  # type: ignore[arg-type]
-    return build_divergence_check(config, state or TrainState(step=7), skips_steps=skips_steps)
+    return DivergenceCheck(config, state or TrainState(step=7), skips_steps=skips_steps)
 
 
 def test_a_loss_that_is_not_finite_is_not_kept() -> None:
@@ -50,11 +50,13 @@ def test_a_run_that_checks_nothing_trains_on_and_still_counts_skipped_steps() ->
 
 
 def test_a_spike_is_a_loss_above_its_running_median_times_the_factor() -> None:
-    rule = SpikeRule(factor=2.0, window=3)
-    assert rule.finding(4.1, [1.0, 2.0, 50.0]) == "loss is 4.1, more than 2 x 2, its median over 3 steps"
-    assert not rule.finding(4.0, [1.0, 2.0, 50.0])
-    assert not rule.finding(1000.0, [1.0, 2.0])  # Not before there are three.
-    assert not rule.finding(90.0, [1.0, 50.0, 50.0, 50.0])  # Of the last ones.
+    def finding(loss: float, before: list[float]) -> str:
+        return spike(loss, before, factor=2.0, window=3)
+
+    assert finding(4.1, [1.0, 2.0, 50.0]) == "loss is 4.1, more than 2 x 2, its median over 3 steps"
+    assert not finding(4.0, [1.0, 2.0, 50.0])
+    assert not finding(1000.0, [1.0, 2.0])  # Not before there are three.
+    assert not finding(90.0, [1.0, 50.0, 50.0, 50.0])  # Of the last ones.
 
 
 def test_a_spike_is_found_at_the_same_step_after_a_resume() -> None:

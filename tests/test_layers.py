@@ -53,7 +53,7 @@ WITHOUT_TORCH = (
     *("examining.difference", "examining.presence"),
     *("hugging_face.known_model", "models.llama.args", "models.llama.hugging_face"),
     "models.llama.config_file",
-    *(f"metrics.{name}" for name in ("ledger", "run_clock")),
+    "metrics.ledger",
     *("accounts", "json_lines", "examining.listed_tree", "examining.verified"),
     *("cli.verify", "cli.verify_result", "cli.diff"),
     *("preflight", "data.batch_size"),

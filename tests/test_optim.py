@@ -19,8 +19,8 @@ from torchtitan_lite.optim import (
 
 
 def curve(total_steps: int = 10, **others: Any) -> list[float]:
-    settings = {"warmup_steps": 2, "decay_ratio": None, "decay_type": "linear", "min_lr_factor": 0.0} | others
-    return [lr_factor(step, total_steps=total_steps, **settings) for step in range(1, total_steps + 1)]
+    config = LRScheduler(**{"warmup_steps": 2, "decay_ratio": None, "decay_type": "linear"} | others)
+    return [lr_factor(step, config, total_steps) for step in range(1, total_steps + 1)]
 
 
 def test_linear_decay_takes_everything_after_warm_up() -> None:
@@ -32,10 +32,10 @@ def test_a_decay_ratio_leaves_a_plateau() -> None:
 
 
 def test_the_curve_ends_at_the_minimum_one_step_after_the_last() -> None:
-    settings: dict[str, Any] = {"total_steps": 10, "warmup_steps": 2, "decay_ratio": None, "decay_type": "linear"}
+    config = LRScheduler(warmup_steps=2, decay_ratio=None, decay_type="linear", min_lr_factor=0.2)
     assert curve(min_lr_factor=0.2)[-1] == pytest.approx(0.3)
-    assert lr_factor(11, min_lr_factor=0.2, **settings) == pytest.approx(0.2)
-    assert lr_factor(500, min_lr_factor=0.2, **settings) == pytest.approx(0.2)
+    assert lr_factor(11, config, 10) == pytest.approx(0.2)
+    assert lr_factor(500, config, 10) == pytest.approx(0.2)
 
 
 def test_warm_up_longer_than_the_run_is_a_rising_line() -> None:

@@ -167,17 +167,14 @@ def accounts(records: Iterable[Mapping[str, Any]]) -> Accounts:
     for record in records:
         kind, found = record["record"], starts.get(record["start"])
         if kind == START:
-            starts[record["start"]] = _begun_start(record)
+            about = {key: value for key, value in record.items() if key not in ("record", "start", "time")}
+            begun = {"id": record["start"], "began": record["time"], "last_beat": record["time"], "about": about}
+            starts[record["start"]] = begun
         elif found is None:
             continue
         elif kind in (LOADED, ROLLED_BACK, BEAT, END):
             _add(found, record)
     return Accounts(tuple(Start(**found) for found in starts.values()))
-
-
-def _begun_start(record: Mapping[str, Any]) -> dict[str, Any]:
-    about = {key: value for key, value in record.items() if key not in ("record", "start", "time")}
-    return {"id": record["start"], "began": record["time"], "last_beat": record["time"], "about": about}
 
 
 def _add(found: dict[str, Any], record: Mapping[str, Any]) -> None:

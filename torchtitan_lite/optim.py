@@ -50,31 +50,23 @@ def _has_fused_kernel(part: nn.Module) -> bool:
     return all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in part.parameters())
 
 
-def lr_factor(
-    step: int,
-    *,
-    total_steps: int,
-    warmup_steps: int,
-    decay_ratio: float | None,
-    decay_type: DecayType,
-    min_lr_factor: float,
-) -> float:
+def lr_factor(step: int, config: LRScheduler, total_steps: int) -> float:
     """Return the factor of the peak learning rate at `step` = 1, 2, 3 ...
 
     It rises linearly to 1 at step `warmup_steps`, stays at 1, then decays over the last `decay_ratio` of all steps
     (None, or more than the warm-up leaves: over all steps after the warm-up). The decay would reach `min_lr_factor` one
     step after the last, so that no step runs at it.
     """
-    warmup_steps = min(warmup_steps, total_steps)
+    warmup_steps, ratio = min(config.warmup_steps, total_steps), config.decay_ratio
     rest = total_steps - warmup_steps
-    decay_steps = rest if decay_ratio is None else min(rest, round(total_steps * decay_ratio))
+    decay_steps = rest if ratio is None else min(rest, round(total_steps * ratio))
     if step < warmup_steps:
         return step / warmup_steps
     into_decay = step - (total_steps + 1 - decay_steps)
     if into_decay <= 0 or decay_steps == 0:
         return 1.0
     progress = min(1.0, into_decay / decay_steps)
-    return min_lr_factor + (1 - min_lr_factor) * _decayed(progress, decay_type)
+    return config.min_lr_factor + (1 - config.min_lr_factor) * _decayed(progress, config.decay_type)
 
 
 def _decayed(progress: float, decay_type: DecayType) -> float:
@@ -98,14 +90,7 @@ def build_lr_schedulers(
 
     # A plain function: LambdaLR leaves functions out of its state dict, so at a resume the new config counts.
     def factor(steps_done: int) -> float:
-        return lr_factor(
-            steps_done + 1,
-            total_steps=total_steps,
-            warmup_steps=config.warmup_steps,
-            decay_ratio=config.decay_ratio,
-            decay_type=config.decay_type,
-            min_lr_factor=config.min_lr_factor,
-        )
+        return lr_factor(steps_done + 1, config, total_steps)
 
     return [LambdaLR(optimizer, factor) for optimizer in optimizers]
 

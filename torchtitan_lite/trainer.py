@@ -37,7 +37,7 @@ from torchtitan_lite.distributed.host_mismatch import HostView, alike, versions_
 from torchtitan_lite.distributed.peers import build_peers
 from torchtitan_lite.distributed.process_group import World, shorten_timeouts
 from torchtitan_lite.distributed.reduce import broadcast_from_first, max_over_ranks, mean_over_ranks
-from torchtitan_lite.divergence import DivergenceCheck, build_divergence_check
+from torchtitan_lite.divergence import DivergenceCheck
 from torchtitan_lite.dry_run import as_built, report_start
 from torchtitan_lite.errors import TrainingDiverged
 from torchtitan_lite.events import Diverged, Finished, Resumed
@@ -166,9 +166,9 @@ class Trainer:
         if not self.config.checkpoint.initial_load_in_hf:
             return None
         # Imported only where it is used: no other start waits for it.
-        from torchtitan_lite.models.llama.imported import importer
+        from torchtitan_lite.models.llama.imported import import_llama
 
-        return importer(self.args)
+        return lambda path, out: import_llama(path, out, expected=self.args).notes
 
     def _check_weights(self, source: Path) -> None:
         from torchtitan_lite.models.llama.imported import open_expected
@@ -178,7 +178,7 @@ class Trainer:
     def _resume(self) -> None:
         state = self.train_state
         apply_hyperparameters(self.optimizers, self.lr_schedulers, self.config.optimizer)
-        self.metrics.goodput.resume(state.run_seconds, state.productive_seconds)
+        self.metrics.ledger.resume(state.run_seconds, state.productive_seconds)
         if state.step:
             self.metrics.note(Resumed(state.step))
 
@@ -220,7 +220,7 @@ class Trainer:
                 if state.step % config.training.gc_freq == 0:
                     gc.collect(1)
                 try:
-                    with self.metrics.goodput.step(state.step):
+                    with self.metrics.ledger.step(state.step):
                         self._train_step(batch)
                 except TrainingDiverged as error:
                     self._roll_back(error)
@@ -300,8 +300,8 @@ class Trainer:
         return 128 + self.checkpointer.preempted_by if self.checkpointer.preempted_by else 0
 
     def _note_progress(self) -> None:
-        goodput, state = self.metrics.goodput, self.train_state
-        state.run_seconds, state.productive_seconds = goodput.run_seconds, goodput.productive_seconds
+        ledger, state = self.metrics.ledger, self.train_state
+        state.run_seconds, state.productive_seconds = ledger.run_seconds, ledger.productive_seconds
         self.samples.log(state.step, self.loader.last_positions)
 
     def _train_step(self, batch: Tensor) -> None:
@@ -414,7 +414,7 @@ class Trainer:
         return SampleTrace(self.dump_folder, rank=self.world.rank, writes=traces and not self._only_loads)
 
     def _build_divergence_check(self) -> DivergenceCheck:
-        return build_divergence_check(self.config.training, self.train_state, skips_steps=self.scaler.is_enabled())
+        return DivergenceCheck(self.config.training, self.train_state, skips_steps=self.scaler.is_enabled())
 
     def _build_watches(self) -> Sequence[HangWatch]:
         comm = self.config.comm

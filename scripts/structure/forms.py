@@ -53,7 +53,6 @@ RECORDS = {
         "hugging_face.adapter",
         "hugging_face.last_export",
         "hugging_face.writing",
-        "data.byte_tokenizer_files",
         "data.tokenizer",
         "models.llama.hugging_face",
     ),

@@ -22,7 +22,7 @@ from tests.e2e import jobs
 from tests.hugging_face import assert_same_function, our_model
 from tests.store.filled import flip
 from torchtitan_lite.cli.app import main
-from torchtitan_lite.data.byte_tokenizer_files import byte_tokenizer_files
+from torchtitan_lite.data.tokenizer import byte_tokenizer_files
 from torchtitan_lite.models.llama.args import FLAVORS, ModelArgs, RopeScaling
 from torchtitan_lite.models.llama.hugging_face import describe
 from torchtitan_lite.models.llama.model import Transformer

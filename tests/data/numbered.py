@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchtitan_lite.config.job_config import Training
 from torchtitan_lite.data.documents import Fingerprint
-from torchtitan_lite.data.loader import ByteCorpus, TokenLoader, WindowDataset
+from torchtitan_lite.data.loader import ByteCorpus, TokenLoader
 
 
 class Numbered:
@@ -26,11 +27,11 @@ def loader(
     windows: int = 40, *, rank: int = 0, num_ranks: int = 1, batch: int = 8, local: int = 1, **others: Any
 ) -> TokenLoader:
     made = TokenLoader(
-        WindowDataset(ByteCorpus(others.pop("documents", None) or Numbered(windows)), seq_len=3),
+        ByteCorpus(others.pop("documents", None) or Numbered(windows)),
+        Training(seq_len=3, batch_size=local, max_epochs=others.pop("max_epochs", 0)),
         seed=others.pop("seed", 0),
         rank=rank,
         num_ranks=num_ranks,
-        local_batch_size=local,
         global_batch_size=batch,
         **others,
     )

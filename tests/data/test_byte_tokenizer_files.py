@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from torchtitan_lite.data.byte_marks import BOS, EOS
-from torchtitan_lite.data.byte_tokenizer_files import byte_tokenizer_files
-from torchtitan_lite.data.tokenizer import ByteTokenizer
+from torchtitan_lite.data.tokenizer import BOS, EOS, ByteTokenizer, byte_tokenizer_files
 
 FILES = byte_tokenizer_files()
 TOKENIZER = Tokenizer.from_str(FILES["tokenizer.json"].decode())

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_lite.data.byte_marks import BOS, EOS
+from torchtitan_lite.config.job_config import Training
 from torchtitan_lite.data.documents import Fingerprint, TextFiles
-from torchtitan_lite.data.loader import ByteCorpus, WindowDataset
-from torchtitan_lite.data.tokenizer import ByteTokenizer
+from torchtitan_lite.data.loader import ByteCorpus, TokenLoader, shuffled
+from torchtitan_lite.data.tokenizer import BOS, EOS, ByteTokenizer
 from torchtitan_lite.errors import ConfigError
 
 
@@ -28,11 +29,20 @@ class InMemory:
         return self.contents[document][start:stop]
 
 
+def windows(documents: InMemory | TextFiles, seq_len: int) -> list[list[int]]:
+    """Return the windows that a loader takes in one epoch, in the order of the stream."""
+    training = Training(seq_len=seq_len, batch_size=1, max_epochs=1)
+    loader = TokenLoader(ByteCorpus(documents), training, seed=5, rank=0, num_ranks=1, global_batch_size=1)
+    loader.prepare()
+    taken = list(loader)
+    assert all(batch.dtype == torch.int64 for batch in taken)
+    places = [shuffled(position, size=len(taken), seed=5, epoch=0) for position in range(len(taken))]
+    return [batch.flatten().tolist() for _, batch in sorted(zip(places, taken, strict=True), key=lambda each: each[0])]
+
+
 def test_a_document_is_between_bos_and_eos() -> None:
-    dataset = WindowDataset(ByteCorpus(InMemory(b"ab", b"", b"c")), seq_len=8)
-    assert len(dataset) == 1
-    assert dataset[0].tolist() == [BOS, 97, 98, EOS, BOS, EOS, BOS, 99, EOS]
-    assert dataset[0].dtype == np.int64
+    (window,) = windows(InMemory(b"ab", b"", b"c"), seq_len=8)
+    assert window == [BOS, 97, 98, EOS, BOS, EOS, BOS, 99, EOS]
 
 
 @settings(deadline=None)
@@ -43,29 +53,21 @@ def test_windows_are_the_stream_cut_without_overlap(contents: list[bytes], seq_l
     expected = [stream[start : start + width] for start in range(0, len(stream) - width + 1, width)]
     if not expected:
         with pytest.raises(ConfigError):
-            len(WindowDataset(ByteCorpus(InMemory(*contents)), seq_len))
+            windows(InMemory(*contents), seq_len)
         return
-    dataset = WindowDataset(ByteCorpus(InMemory(*contents)), seq_len)
-    assert [dataset[i].tolist() for i in range(len(dataset))] == expected
+    assert windows(InMemory(*contents), seq_len) == expected
 
 
 def test_every_token_is_in_the_vocabulary() -> None:
-    dataset = WindowDataset(ByteCorpus(InMemory(bytes(range(256)))), seq_len=257)
-    assert sorted(dataset[0].tolist()) == list(range(ByteTokenizer.vocab_size))
-
-
-def test_a_window_beyond_the_last_is_an_index_error() -> None:
-    dataset = WindowDataset(ByteCorpus(InMemory(b"abcd")), seq_len=2)
-    with pytest.raises(IndexError, match="window 2 of 2"):
-        dataset[2]
+    (window,) = windows(InMemory(bytes(range(256))), seq_len=257)
+    assert sorted(window) == list(range(ByteTokenizer.vocab_size))
 
 
 def test_a_corpus_below_one_sequence_is_an_error_with_both_sizes() -> None:
     with pytest.raises(ConfigError, match="the corpus has 4 tokens, less than one sequence of 16"):
-        len(WindowDataset(ByteCorpus(InMemory(b"ab")), seq_len=16))
+        windows(InMemory(b"ab"), seq_len=16)
 
 
 def test_windows_of_real_files_are_their_bytes(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"0123456789")
-    dataset = WindowDataset(ByteCorpus(TextFiles([tmp_path / "a.txt"])), seq_len=3)
-    assert dataset[1].tolist() == list(b"3456")
+    assert windows(TextFiles([tmp_path / "a.txt"]), seq_len=3)[1] == list(b"3456")

@@ -102,7 +102,7 @@ def test_each_json_line_is_a_document_and_blank_lines_are_skipped(tmp_path: Path
 def test_a_bad_json_line_is_named_by_file_and_line(tmp_path: Path, line: str, finding: str) -> None:
     paths = write_jsonl(tmp_path / "d.jsonl", json.dumps({"text": "fine"}), line)
     with pytest.raises(ConfigError, match=rf"d\.jsonl:2: {finding}"):
-        JsonDocuments(paths, "text")
+        _ = JsonDocuments(paths, "text").lengths
 
 
 def test_a_corpus_that_moved_completely_is_the_same(tmp_path: Path) -> None:

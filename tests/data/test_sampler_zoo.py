@@ -25,7 +25,6 @@ from torch.utils.data import (
 from tests.data.resumed_loaders import OF_TORCHDATA, restore, seeded_generators, states
 from tests.examples import mostly_exhaustive
 from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter
-from torchtitan_lite.data.generators import state_of
 from torchtitan_lite.data.plain_values import NoValueError, copy_of, plain, restored
 from torchtitan_lite.data.rank_state import pack, unpack
 from torchtitan_lite.errors import ConfigError
@@ -610,15 +609,3 @@ def test_a_value_is_restored_as_it_was(value: Any) -> None:
 def test_what_is_no_value_is_not_taken_for_one(value: Any) -> None:
     with pytest.raises(NoValueError):
         plain(copy_of(value))
-
-
-def test_a_state_from_before_attributes_were_kept_loads() -> None:
-    generators = {".generator": state_of(rng(5)), "torch": state_of(torch.default_generator)}
-    first, second = (Run("random with a generator", 0) for _ in range(2))
-    first.loader.batch_sampler.sampler.generator.manual_seed(5)  # type: ignore[union-attr, attr-defined]
-    expected = [next(first.events) for _ in range(3)]
-    old = unpack(first.adapter.state_dict(), rank=0, num_ranks=1) | {"sampler": generators}
-    second.adapter.load_state_dict(pack(old, rank=0, num_ranks=1))
-    rest = [next(second.events) for _ in range(3)]
-    assert rest == [next(first.events) for _ in range(3)]
-    assert sorted([*itertools.chain(*expected, *rest)]) == SAMPLES

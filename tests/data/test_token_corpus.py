@@ -20,9 +20,8 @@ from tests.data.bpe import TEXTS, write_tokenizer
 from tests.disks import make_read_only, small_disk
 from tests.forked import Forked
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig, Training
-from torchtitan_lite.data.documents import JsonDocuments, build_documents
+from torchtitan_lite.data.documents import PIECE_BYTES, JsonDocuments, ParquetColumns, TextFiles, build_documents
 from torchtitan_lite.data.loader import ByteCorpus, build_dataloader
-from torchtitan_lite.data.texts import PIECE_BYTES, Lines, ParquetColumns, WholeFiles, build_texts
 from torchtitan_lite.data.token_corpus import TokenCorpus
 from torchtitan_lite.data.tokenizer import ByteTokenizer, FileTokenizer
 from torchtitan_lite.errors import ConfigError, CorpusChanged, TokensNotWritten
@@ -52,7 +51,7 @@ def write_parquet(path: Path, texts: Sequence[str | None] = TEXTS, rows: int = 7
 
 
 def corpus(tmp_path: Path, texts: Sequence[str] = TEXTS, **options: bool) -> TokenCorpus:
-    sources = WholeFiles(write_texts(tmp_path / "texts", texts), "text")
+    sources = TextFiles(write_texts(tmp_path / "texts", texts), "text")
     return TokenCorpus(sources, Counting(), tmp_path / "kept", **{"writes": True, **options})
 
 
@@ -75,8 +74,8 @@ def test_text_jsonl_and_parquet_give_the_same_stream_as_the_documents_one_by_one
     expected = [token for text in TEXTS for token in (0, *tokenizer.encode([text])[0], 1)]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS) + "\n\n")
     for texts in (
-        WholeFiles(write_texts(tmp_path / "texts"), "text"),
-        Lines([tmp_path / "a.jsonl"], "text"),
+        TextFiles(write_texts(tmp_path / "texts"), "text"),
+        JsonDocuments([tmp_path / "a.jsonl"], "text"),
         ParquetColumns(write_parquet(tmp_path / "a.parquet"), "text"),
     ):
         assert stream(TokenCorpus(texts, tokenizer, tmp_path / "kept", writes=True)) == expected
@@ -92,7 +91,7 @@ def test_bytes_of_parquet_are_those_of_the_same_lines_of_json(tmp_path: Path) ->
 def test_where_bos_and_eos_are_one_token_it_only_follows_each_document(tmp_path: Path) -> None:
     marks: dict[str, object] = {"bos_token": "<|e|>", "eos_token": "<|e|>"}
     tokenizer = FileTokenizer(write_tokenizer(tmp_path, special=["<|e|>"], config=marks))
-    found = TokenCorpus(WholeFiles(write_texts(tmp_path / "t", ["a", "b"]), "text"), tokenizer, tmp_path, writes=True)
+    found = TokenCorpus(TextFiles(write_texts(tmp_path / "t", ["a", "b"]), "text"), tokenizer, tmp_path, writes=True)
     (a,), (b,) = tokenizer.encode(["a", "b"])
     assert stream(found) == [a, 0, b, 0]
 
@@ -100,7 +99,7 @@ def test_where_bos_and_eos_are_one_token_it_only_follows_each_document(tmp_path:
 def test_a_large_text_file_is_one_document_although_it_is_read_in_pieces(tmp_path: Path) -> None:
     text = "".join(f"line {number} wörld\n" for number in range(PIECE_BYTES // 16)) + "é" * 10
     assert len(text.encode()) > PIECE_BYTES
-    pieces = list(WholeFiles([], "text").pieces(write_texts(tmp_path, [text])[0]))
+    pieces = list(TextFiles([], "text").pieces(write_texts(tmp_path, [text])[0]))
     assert "".join(piece.text for piece in pieces) == text
     assert [(piece.begins, piece.ends) for piece in pieces] == [(True, False), (False, True)]
     assert pieces[0].text.endswith("\n")
@@ -121,7 +120,7 @@ def test_a_second_process_and_a_restart_read_the_tokens_that_are_there(tmp_path:
 
 def _take(folder: str, result: str) -> None:
     tokenizer = Counting()
-    texts = WholeFiles(sorted((Path(folder) / "texts").iterdir()), "text")
+    texts = TextFiles(sorted((Path(folder) / "texts").iterdir()), "text")
     assert stream(TokenCorpus(texts, tokenizer, Path(folder) / "kept", writes=True))
     Path(result).write_text(str(tokenizer.encoded))
 
@@ -139,7 +138,7 @@ def test_a_process_that_waits_says_for_which_one_and_how_far_that_is(
     tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
     paths = write_texts(tmp_path / "texts")
-    TokenCorpus(WholeFiles(paths, "text"), Counting(), tmp_path / "kept", writes=True).read(0, 1)
+    TokenCorpus(TextFiles(paths, "text"), Counting(), tmp_path / "kept", writes=True).read(0, 1)
     (file,) = token_files(tmp_path)
     file.unlink()
     with (file.parent / "lock").open("r+b", buffering=0) as held:
@@ -153,7 +152,7 @@ def test_a_process_that_waits_says_for_which_one_and_how_far_that_is(
             if len(naps) == 400:
                 fcntl.flock(held, fcntl.LOCK_UN)
 
-        found = TokenCorpus(WholeFiles(paths, "text"), Counting(), tmp_path / "kept", writes=True, sleep=sleep)
+        found = TokenCorpus(TextFiles(paths, "text"), Counting(), tmp_path / "kept", writes=True, sleep=sleep)
         assert stream(found)
     waiting = "Waiting for process 4711 on node7: 12 %, which tokenises the corpus"
     assert log.messages.count(waiting) == 3, "at once, after 30 s and after 60 s of 80 s"
@@ -212,7 +211,7 @@ def _die_in_the_middle(folder: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
             return []
 
-    texts = WholeFiles(sorted((Path(folder) / "texts").iterdir()), "text")
+    texts = TextFiles(sorted((Path(folder) / "texts").iterdir()), "text")
     stream(TokenCorpus(texts, Killed(), Path(folder) / "kept", writes=True))
 
 
@@ -256,7 +255,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_names_the_key(tmp_path
 
 def test_other_tokenizers_and_other_files_have_their_own_tokens(tmp_path: Path) -> None:
     tokenizers = [ByteTokenizer(), FileTokenizer(write_tokenizer(tmp_path))]
-    sources = [WholeFiles(write_texts(tmp_path / "a"), "text"), WholeFiles(write_texts(tmp_path / "b", ["b"]), "text")]
+    sources = [TextFiles(write_texts(tmp_path / "a"), "text"), TextFiles(write_texts(tmp_path / "b", ["b"]), "text")]
     for tokenizer in tokenizers:
         for source in sources:
             assert TokenCorpus(source, tokenizer, tmp_path / "kept", writes=True).num_tokens
@@ -265,7 +264,7 @@ def test_other_tokenizers_and_other_files_have_their_own_tokens(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
-    class Endless(WholeFiles):
+    class Endless(TextFiles):
         def pieces(self, path: Path) -> Iterator:
             for _ in range(200):
                 yield from super().pieces(path)
@@ -285,7 +284,7 @@ def test_a_text_file_that_is_not_utf_8_is_named_with_the_place(tmp_path: Path) -
     path = tmp_path / "a.txt"
     path.write_bytes(b"fine\n\xe9t\xe9\n")
     with pytest.raises(ConfigError, match=r"a\.txt: expected UTF-8, found b'\\xe9' near byte 5"):
-        list(WholeFiles([path], "text").pieces(path))
+        list(TextFiles([path], "text").pieces(path))
 
 
 def test_rows_without_text_are_skipped_and_an_empty_text_is_a_document(tmp_path: Path) -> None:
@@ -360,7 +359,7 @@ def test_bytes_of_files_of_text_are_read_without_a_file_of_tokens(tmp_path: Path
     config = JobConfig(job=Job(dump_folder=str(tmp_path / "out")), training=training)
     next(build_dataloader(config, ByteTokenizer(), seed=1, rank=0, num_ranks=1))
     assert not (tmp_path / "out").exists()
-    as_tokens = TokenCorpus(build_texts(training), ByteTokenizer(), tmp_path / "kept", writes=True)
+    as_tokens = TokenCorpus(build_documents(training), ByteTokenizer(), tmp_path / "kept", writes=True)
     assert stream(as_tokens) == stream(ByteCorpus(build_documents(training)))
 
 
@@ -379,5 +378,5 @@ def test_a_full_disk_names_the_folder_and_what_the_tokens_need(tmp_path: Path) -
     with small_disk(tmp_path / "other"), pytest.raises(ConfigError, match="a folder that this user may write"):
         make_read_only(tmp_path / "other")
         TokenCorpus(
-            WholeFiles(write_texts(tmp_path / "texts"), "text"), Counting(), tmp_path / "other", writes=True
+            TextFiles(write_texts(tmp_path / "texts"), "text"), Counting(), tmp_path / "other", writes=True
         ).read(0, 1)

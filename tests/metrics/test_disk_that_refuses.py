@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,18 @@ from tests.disks import fill, make_read_only
 from tests.events import an_event
 from tests.logged import logged_warnings
 from torchtitan_lite.config.job_config import Metrics
-from torchtitan_lite.metrics.logger import METRICS_FILE, EventLog, MetricsLogger
+from torchtitan_lite.event_lines import Recorded
+from torchtitan_lite.json_lines import JsonLines
+from torchtitan_lite.metrics.logger import METRICS_FILE, MetricsLogger
 
+TENSORBOARD = Metrics(enable_tensorboard=True)
 LOSS = "loss_metrics/global_avg_loss"
 
 
-def log_steps(metrics: MetricsLogger, events: EventLog, steps: range) -> None:
+def log_steps(metrics: MetricsLogger, events: JsonLines, steps: range) -> None:
     for step in steps:
         metrics.log(step, {LOSS: float(step)})
-        events.write(an_event("committed", step))
+        events.append(Recorded(0.0, an_event("committed", step)).to_record())
 
 
 @pytest.mark.parametrize("refuse", [fill, make_read_only])
@@ -29,8 +33,8 @@ def test_each_file_is_one_warning_on_a_disk_that_refuses_from_the_start(refuse: 
     assert callable(refuse)
     refuse(disk)
     before = threading.active_count()
-    with logged_warnings() as warnings, MetricsLogger(disk, Metrics(enable_tensorboard=True), rank=0) as metrics:
-        events = EventLog(disk / "events.jsonl")
+    with logged_warnings() as warnings, closing(MetricsLogger(disk, TENSORBOARD, rank=0)) as metrics:
+        events = JsonLines(disk / "events.jsonl")
         metrics.start(0)
         log_steps(metrics, events, range(1, 30))
         events.close()
@@ -41,7 +45,7 @@ def test_each_file_is_one_warning_on_a_disk_that_refuses_from_the_start(refuse: 
 
 
 def test_writing_continues_when_a_full_disk_has_space_again(disk: Path) -> None:
-    metrics, events = MetricsLogger(disk, Metrics(enable_tensorboard=True), rank=0), EventLog(disk / "events.jsonl")
+    metrics, events = MetricsLogger(disk, TENSORBOARD, rank=0), JsonLines(disk / "events.jsonl")
     metrics.start(0)
     with logged_warnings() as warnings:
         log_steps(metrics, events, range(1, 3))
@@ -63,7 +67,7 @@ def test_a_resume_on_a_full_disk_drops_the_lines_after_the_loaded_step(disk: Pat
     lines = [json.dumps({"step": step}) + "\n" for step in range(1, 6)]
     (disk / METRICS_FILE).write_text("".join(lines))
     fill(disk)
-    with logged_warnings() as warnings, MetricsLogger(disk, Metrics(), rank=0) as metrics:
+    with logged_warnings() as warnings, closing(MetricsLogger(disk, Metrics(), rank=0)) as metrics:
         metrics.start(3)
     assert (disk / METRICS_FILE).read_text() == "".join(lines[:3])
     assert warnings == []
@@ -73,7 +77,7 @@ def test_lines_that_cannot_be_dropped_are_a_warning(disk: Path) -> None:
     (disk / METRICS_FILE).write_text('{"step": 1}\n{"step": 2}\n')
     make_read_only(disk)
     for loaded_step in (0, 1):
-        with logged_warnings() as warnings, MetricsLogger(disk, Metrics(), rank=0) as metrics:
+        with logged_warnings() as warnings, closing(MetricsLogger(disk, Metrics(), rank=0)) as metrics:
             metrics.start(loaded_step)
         (warning,) = warnings
         assert f"{disk / METRICS_FILE} still has the lines of an earlier run" in warning
@@ -81,7 +85,7 @@ def test_lines_that_cannot_be_dropped_are_a_warning(disk: Path) -> None:
 
 def test_an_event_file_that_could_not_be_started_is_removed(disk: Path) -> None:
     fill(disk)
-    with MetricsLogger(disk, Metrics(enable_tensorboard=True), rank=0) as metrics:
+    with closing(MetricsLogger(disk, TENSORBOARD, rank=0)) as metrics:
         metrics.start(0)
         metrics.log(1, {LOSS: 1.0})
     assert not list(disk.glob("tb/*"))

@@ -4,17 +4,17 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_lite.event_lines import Recorded
 from torchtitan_lite.events import LoadStarted, Resumed
 from torchtitan_lite.json_lines import JsonLines, whole_lines
-from torchtitan_lite.metrics.logger import EventLog
 
 FULL_DEVICE = Path("/dev/full")
 
 
 def test_an_event_is_one_line_with_its_time_and_figures(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "events.jsonl", clock=lambda: 1700000000.25)
-    log.write(LoadStarted(500, path="outputs/checkpoint/step-500", origin="disk"))
-    log.write(Resumed(300))
+    log = JsonLines(tmp_path / "events.jsonl")
+    for event in (LoadStarted(500, path="outputs/checkpoint/step-500", origin="disk"), Resumed(300)):
+        log.append(Recorded(1700000000.25, event).to_record())
     first, second = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert first == {
         "event": "load_started",
@@ -28,8 +28,8 @@ def test_an_event_is_one_line_with_its_time_and_figures(tmp_path: Path) -> None:
 
 def test_events_of_a_restart_follow_those_before(tmp_path: Path) -> None:
     for step in (1, 2):
-        log = EventLog(tmp_path / "events.jsonl")
-        log.write(Resumed(step))
+        log = JsonLines(tmp_path / "events.jsonl")
+        log.append(Recorded(1.0, Resumed(step)).to_record())
         log.close()
         log.close()
     lines = (tmp_path / "events.jsonl").read_text().splitlines()
@@ -39,17 +39,10 @@ def test_events_of_a_restart_follow_those_before(tmp_path: Path) -> None:
 def test_an_event_after_a_torn_line_is_on_a_line_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"event": "save_started", "st')
-    EventLog(path).write(Resumed(7))
+    JsonLines(path).append(Recorded(1.0, Resumed(7)).to_record())
     torn, whole = path.read_text().splitlines()
     assert torn == '{"event": "save_started", "st'
     assert json.loads(whole)["event"] == "resumed"
-
-
-def test_an_event_log_without_a_file_writes_nothing(tmp_path: Path) -> None:
-    log = EventLog(None)
-    log.write(Resumed(1))
-    log.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(not FULL_DEVICE.exists(), reason="needs a device that is always full")

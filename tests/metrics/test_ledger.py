@@ -6,17 +6,17 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_lite.accounts import LATEST_BEAT_FILE, LEDGER_FILE, PARTS, Steps, read_accounts
-from torchtitan_lite.events import Committed, Finished, Preempted
-from torchtitan_lite.metrics.ledger import Ledger
-from torchtitan_lite.metrics.run_clock import RunClock
+from torchtitan_lite.accounts import LATEST_BEAT_FILE, LEDGER_FILE, PARTS, read_accounts
+from torchtitan_lite.events import Committed, Finished, Loaded, Preempted, SaveStarted
+from torchtitan_lite.metrics.ledger import Ledger, RunClock
 
+FOLDER = "outputs/checkpoint"
 FINISHED, PREEMPTED = Finished(1), Preempted(1, signal=15, given_up_steps=0)
 ENDS = {"finished": FINISHED, "preempted": PREEMPTED, "failed": None}
 
@@ -49,27 +49,26 @@ class TrainedStart:
         self.ledger = Ledger(folder, self.clock, wall_clock=time)
         time.passes(7)  # imports
         self.ledger.begin(host="node7")
-        self.earlier = self.ledger.before
 
-    def load(self, step: int, seconds: float = 3) -> None:
+    def load(self, step: int, seconds: float = 3, **of: Any) -> None:
         with self.clock.part("loading"):
             self.time.passes(seconds)
-        self.ledger.loaded(step, "checkpoint" if step else "fresh", seconds)
-        self.clock.enter("other")
+        if step:
+            found = {"origin": "disk", "at_risk_steps": 0, "at_risk_seconds": 0.0} | of
+            self.ledger.note(Loaded(step, path=f"{FOLDER}/step-{step}", seconds=seconds, bytes=1, **found))
+        self.ledger.start_loop(step, FOLDER)
 
     def train(self, step: int, seconds: float = 2.0) -> None:
         with self.clock.part("waiting_for_data"):
             self.time.passes(0.25)
-        redone = any(step in Steps().and_also(*start.steps) for start in self.earlier.starts)
-        with self.clock.step("redone" if redone else "productive"):
+        with self.ledger.step(step):
             self.time.passes(seconds)
-        self.ledger.step_done(step)
 
     def save(self, step: int, seconds: float = 0.5) -> None:
-        began = self.clock.elapsed
+        self.ledger.note(SaveStarted(step, kind="full", at_risk_steps=0, at_risk_seconds=0.0))
         with self.clock.part("saving"):
             self.time.passes(seconds)
-        self.ledger.committed(committed(step, seconds), began=began)
+        self.ledger.note(committed(step, seconds))
 
     def close(self) -> None:
         """Close its files, as the end of a process does, also of one that was killed."""
@@ -206,7 +205,7 @@ def test_a_start_from_memory_does_not_make_its_step_durable(tmp_path: Path) -> N
     first.train(2)
     at_risk = first.ledger.at_risk()[1]
     second = TrainedStart(tmp_path, time)
-    second.ledger.loaded(2, "memory", 0.5, (1, at_risk))
+    second.load(2, 0.5, origin="memory", at_risk_steps=1, at_risk_seconds=at_risk)
     assert second.ledger.at_risk() == (1, pytest.approx(at_risk))
     assert read_accounts(tmp_path).starts[1].durable_step == 1, "before the first beat, too"
     second.train(3)
@@ -259,7 +258,7 @@ def test_a_ledger_of_an_earlier_version_is_read_which_called_a_commit_saved(tmp_
     start.load(5)
     start.save(5)
     start.ledger.end(FINISHED)
-    assert start.earlier == before and len(read_accounts(tmp_path).starts) == 2
+    assert start.ledger.before == before and len(read_accounts(tmp_path).starts) == 2
     records = [json.loads(line)["record"] for line in (tmp_path / LEDGER_FILE).read_text().splitlines()]
     assert records == ["start", "loaded", "saved", "beat", "start", "loaded", "committed", "end"]
 
@@ -326,5 +325,5 @@ def test_whatever_happens_parts_sum_to_the_time_and_redone_steps_are_counted(
 def test_a_seed_checkpoint_which_begins_no_start_writes_no_ledger(tmp_path: Path) -> None:
     time = Time()
     ledger = Ledger(tmp_path, RunClock(time), wall_clock=time)
-    ledger.committed(committed(0), began=0.0)
+    ledger.note(committed(0))
     assert not (tmp_path / LEDGER_FILE).exists()

@@ -1,5 +1,6 @@
 import json
 import math
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ WITH_TENSORBOARD = Metrics(enable_tensorboard=True)
 def run_steps(
     folder: Path, steps: range, *, loaded_step: int = 0, config: Metrics = FILES_ONLY, rank: int = 0, loss: float = 1.0
 ) -> None:
-    with MetricsLogger(folder, config, rank=rank) as metrics:
+    with closing(MetricsLogger(folder, config, rank=rank)) as metrics:
         metrics.start(loaded_step)
         for step in steps:
             metrics.log(step, {LOSS: loss})
@@ -33,7 +34,7 @@ def tensorboard_scalars(folder: Path) -> list[tuple[int, float]]:
 
 
 def test_a_line_is_the_step_with_its_tags_in_full_precision(tmp_path: Path) -> None:
-    with MetricsLogger(tmp_path, FILES_ONLY, rank=0) as metrics:
+    with closing(MetricsLogger(tmp_path, FILES_ONLY, rank=0)) as metrics:
         metrics.start(0)
         metrics.log(1, {LOSS: 0.1 + 0.2, "n_tokens_seen": 4096})
         # Read before the logger is closed: nothing waits in a buffer.
@@ -71,7 +72,7 @@ def test_a_fresh_start_moves_older_metrics_aside_and_overwrites_none(tmp_path: P
 
 
 def test_a_figure_that_is_not_finite_leaves_the_line_readable_by_every_json_reader(tmp_path: Path) -> None:
-    with MetricsLogger(tmp_path, FILES_ONLY, rank=0) as metrics:
+    with closing(MetricsLogger(tmp_path, FILES_ONLY, rank=0)) as metrics:
         metrics.start(0)
         metrics.log(1, {"grad_norm": math.inf})
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "grad_norm": null}\n'
@@ -90,7 +91,7 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path: Path) -> No
 
 
 def test_tensorboard_shows_a_step_before_the_run_ends(tmp_path: Path) -> None:
-    with MetricsLogger(tmp_path, WITH_TENSORBOARD, rank=0) as metrics:
+    with closing(MetricsLogger(tmp_path, WITH_TENSORBOARD, rank=0)) as metrics:
         metrics.start(0)
         metrics.log(1, {LOSS: 0.5})
         assert tensorboard_scalars(tmp_path / "tb") == [(1, 0.5)]

@@ -34,7 +34,7 @@ def _train(metrics: RunMetrics, first: int, losses: list[float]) -> None:
     for step, loss in enumerate(losses, first):
         with metrics.waiting_for_data():
             pass
-        with metrics.goodput.step(step):
+        with metrics.ledger.step(step):
             metrics.step_done(10.0, loss)
             if step % 2 == 0:
                 metrics.log(
@@ -106,7 +106,7 @@ def test_other_ranks_and_a_run_that_only_loads_write_no_ledger(reason: dict[str,
         _train(metrics, 1, [1.0, 1.0])
         metrics.note(Finished(2))
     assert list(tmp_path.iterdir()) == []
-    assert 0 < metrics.goodput.tags()["goodput(%)"] <= 100
+    assert 0 < metrics.ledger.tags()["goodput(%)"] <= 100
 
 
 def test_a_full_disk_is_one_warning_for_the_ledger_and_ends_nothing(tmp_path: Path) -> None:
@@ -130,9 +130,8 @@ def test_a_heartbeat_continues_after_an_error_which_is_one_warning() -> None:
             enough.set()
         raise OSError("no")
 
-    heart = Heartbeat(beat, seconds=0.001)
     with logged_warnings() as warnings:
-        heart.start()
+        heart = Heartbeat(beat, seconds=0.001)
         assert enough.wait(30)
         heart.close()
         heart.close()

@@ -1,16 +1,16 @@
 import math
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from torchtitan_lite.metrics.goodput import Goodput
-from torchtitan_lite.metrics.run_clock import RunClock
+from torchtitan_lite.metrics.ledger import Ledger, RunClock
 from torchtitan_lite.metrics.run_metrics import StepTimer
 from torchtitan_lite.metrics.step_line import (
-    build_memory_monitor,
     epoch_tags,
+    memory_tags,
     peak_flops,
     step_line,
     throughput_tags,
@@ -107,25 +107,26 @@ def test_the_timer_returns_means_over_steps_and_resets_them() -> None:
     assert timer.pop() == {}
 
 
-def test_goodput_is_the_share_of_productive_seconds() -> None:
-    goodput = Goodput(RunClock(clock_that_shows(100.0, 101.0, 105.5, 110.0, 110.0)))
-    with goodput.clock.part("productive"):
+def test_goodput_is_the_share_of_productive_seconds(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, RunClock(clock_that_shows(100.0, 100.0, 101.0, 105.5, 110.0, 110.0)), writes=False)
+    with ledger.clock.part("productive"):
         pass
-    assert goodput.tags() == {"goodput(%)": 45.0}
+    assert ledger.tags() == {"goodput(%)": 45.0}
 
 
 def test_without_an_accelerator_the_memory_is_that_of_the_process() -> None:
-    tags = build_memory_monitor(torch.device("cpu")).tags()
+    tags = memory_tags(torch.device("cpu"))
     assert set(tags) == {"memory/max_active(GiB)", "memory/max_reserved(GiB)"}
     assert 0.01 < tags["memory/max_reserved(GiB)"] < math.inf
 
 
 @pytest.mark.cuda
 def test_the_memory_of_the_allocator_is_its_peak_since_the_last_call() -> None:
-    monitor = build_memory_monitor(torch.device("cuda", 0))
+    device = torch.device("cuda", 0)
+    memory_tags(device)
     block = torch.empty(2**28, dtype=torch.uint8, device="cuda")
     del block
-    peak, later = monitor.tags(), monitor.tags()
+    peak, later = memory_tags(device), memory_tags(device)
     assert peak["memory/max_active(GiB)"] >= 0.25 > later["memory/max_active(GiB)"]
     assert 0 < peak["memory/max_reserved(%)"] < 100
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from torchtitan_lite.errors import ExtraMissing
-from torchtitan_lite.metrics.logger import import_wandb
+from torchtitan_lite.metrics.logger import WandbRun
 
 FIX = "Install it with: pip install 'torchtitan-lite[wandb]'"
 
 
-def test_a_missing_wandb_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wandb_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ExtraMissing) as raised:
-        import_wandb()
+        WandbRun(tmp_path)
     assert str(raised.value) == f"wandb is not installed. {FIX}"
 
 
@@ -35,5 +35,5 @@ def test_a_wandb_that_lacks_what_it_needs_is_called_that(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with pytest.raises(ExtraMissing) as raised:
-        import_wandb()
+        WandbRun(tmp_path)
     assert str(raised.value) == f"wandb cannot be imported: {finding}. {FIX}"

@@ -52,8 +52,8 @@ def test_the_largest_rank_is_the_largest_of_all_ranks() -> None:
         return model
 
     found = footprint(plan, build_part, config.training, 6, num_params(whole()))
-    assert [held.num_params for held in found.held] == [max(_held_by_each(model)) for model in built]
-    assert [min(_held_by_each(model)) for model in built] != [held.num_params for held in found.held]
+    assert [*found.held] == [max(_held_by_each(model)) for model in built]
+    assert [min(_held_by_each(model)) for model in built] != [*found.held]
     # Norms are on both ranks of tensor parallelism, all else is on one rank: the sum counts nothing else twice.
     norms = sum(p.numel() for model in built for name, p in model.named_parameters() if "norm" in name)
     assert sum(sum(_held_by_each(model)) for model in built) == found.num_params + norms

@@ -26,15 +26,17 @@ from torchtitan_lite.log import listed
 from torchtitan_lite.models.llama.args import ModelArgs, RopeScaling, args_of_settings
 from torchtitan_lite.models.llama.config_file import build_model_args
 from torchtitan_lite.models.llama.hugging_face import (
+    EMBEDDING,
     GENERATION,
     MOST_LAYERS,
+    OUTPUT,
     TIED,
+    are_equal,
     args_of,
     describe,
     generation_config,
     places_of,
 )
-from torchtitan_lite.models.llama.tied import EMBEDDING, OUTPUT, are_equal
 
 Described = tuple[HuggingFaceModel, bool, list[str]]
 """A model, whether the configuration in the checkpoint is that of the model, and notes for the person."""

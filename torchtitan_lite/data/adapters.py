@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset
 
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.data.dataset_draws import DatasetDraws, bared_dataset
-from torchtitan_lite.data.hugging_face_stream import BufferWatch, advancing
+from torchtitan_lite.data.hugging_face_stream import BufferWatch, PositionedStream
 from torchtitan_lite.data.rank_state import RESTART_DATA, pack, unpack
 from torchtitan_lite.data.sampler_draws import replayed_sampler
 from torchtitan_lite.distributed.tried_torch import refuse_stuck_stream
@@ -58,7 +58,7 @@ class StatefulDataLoaderAdapter:
         _check_kind(loader, "torchdata.stateful_dataloader", "StatefulDataLoader")
         self._loader, self._rank, self._num_ranks = loader, rank, num_ranks
         # The only hook that torch has: the workers of the next iteration start with it.
-        loader.worker_init_fn = partial(_begin_adapter_worker, tuple(preemption_signals), loader.worker_init_fn)
+        loader.worker_init_fn = partial(begin_worker, tuple(preemption_signals), loader.worker_init_fn)
         self._sampler, self._draws = replayed_sampler(loader), DatasetDraws(loader)
         self._buffer = BufferWatch(loader.dataset)
         self._still = _StillWatch(loader.dataset)
@@ -211,57 +211,50 @@ class HuggingFaceStreamAdapter:
 
     def __init__(self, dataset: Any, *, rank: int, num_ranks: int) -> None:
         _check_kind(dataset, "datasets", "IterableDataset")
-        self._dataset, self._rank, self._num_ranks = dataset, rank, num_ranks
+        self._dataset, self._stream = dataset, PositionedStream(dataset)
+        self._place = {"rank": rank, "num_ranks": num_ranks}
         self._buffer = BufferWatch(dataset)
         refuse_stuck_stream("dataloader", dataset)
-        self._epoch = int(dataset.epoch)
-        self._position: dict[str, Any] | None = None
-        self._is_iterating = False
+        self.epoch = int(dataset.epoch)
+        """The epoch of the present or next iteration; the first one is the dataset's own, by default 0."""
 
     def __iter__(self) -> Iterator[Any]:
-        self._position = self._current_position()
-        self._dataset.set_epoch(self._epoch)  # The dataset ignores a position of an epoch other than its own.
-        self._dataset.load_state_dict(self._position)
-        for example in advancing(self._dataset, self._position):
-            self._is_iterating = True
-            yield example
-        self._epoch, self._position, self._is_iterating = self._epoch + 1, None, False
+        self._dataset.set_epoch(self.epoch)  # The dataset ignores a position of an epoch other than its own.
+        self._stream.load_state_dict(self._stream.state_dict())
+        yield from self._stream
+        self.epoch += 1
+        self._stream.load_state_dict({})
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of this rank's position in the data."""
-        self._buffer.on_save(in_epoch=self._is_iterating)
-        return pack(self.position(), rank=self._rank, num_ranks=self._num_ranks)
+        self._buffer.on_save(in_epoch=self._stream.has_begun)
+        return pack(self.position(), **self._place)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Start the next iteration at the position of `state_dict`. Raise ConfigError for another number of ranks."""
-        self.seek(unpack(state_dict, rank=self._rank, num_ranks=self._num_ranks))
-
-    @property
-    def epoch(self) -> int:
-        """Return the epoch of the present or next iteration; the first one is the dataset's own, by default 0."""
-        return self._epoch
+        self.seek(unpack(state_dict, **self._place))
 
     @property
     def is_in_epoch(self) -> bool:
         """Return whether the present or next iteration has begun its epoch, here or before a resume."""
-        return self._is_iterating or self._position is not None
+        return bool(self._stream.state_dict())
 
     def position(self) -> dict[str, Any]:
         """Return this rank's position in the data, as plain values: the epoch, and the place in it."""
-        return {"epoch": self._epoch, "place": self._current_position()}
+        return {"epoch": self.epoch, "place": self._stream.state_dict() or None}
 
     def seek(self, position: dict[str, Any]) -> None:
         """Start the next iteration at what `position` returned."""
-        self._epoch, self._position, self._is_iterating = position["epoch"], position["place"], False
-
-    def _current_position(self) -> dict[str, Any] | None:
-        """Return the dataset's own state, or None at the beginning of an epoch."""
-        # Until its first example after a load, the dataset still returns the position before the load.
-        return self._dataset.state_dict() if self._is_iterating else self._position
+        self.epoch = position["epoch"]
+        self._stream.load_state_dict(position["place"] or {})
 
 
-def _begin_adapter_worker(ignored: Sequence[str], then: Callable[[int], object] | None, worker: int) -> None:
-    """Prepare a worker, before its first sample. A module function: a spawned worker must import it."""
+def begin_worker(ignored: Sequence[str], then: Callable[[int], object] | None, worker: int) -> None:
+    """Prepare a worker of a loader, before its first sample, and then call `then`.
+
+    It ignores the signals that the ranks watch: a launcher sends them to every process. A module function: a spawned
+    worker must import it.
+    """
     for name in ignored:
         signal.signal(signal.Signals[name], signal.SIG_IGN)
     draws = bared_dataset()

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe, get_worker_info
 
-from torchtitan_lite.data.generators import Generators, States, global_generators, own_generators, set_state, state_of
+from torchtitan_lite.data.generators import Generators, States, global_generators, own_generators, set_state, states_of
 from torchtitan_lite.data.hugging_face_stream import PositionedStream, is_hugging_face_stream
 
 _GENERATORS, _OWN = "torchtitan_lite.generators", "torchtitan_lite.own"
@@ -33,13 +33,13 @@ class WorkerDraws:
 
     def find(self) -> None:
         """Find the generators: after the worker was seeded, and before it draws."""
-        self._seeded = _states(global_generators())
+        self._seeded = states_of(global_generators())
         self._generators = global_generators() | _own_generators(self._dataset, self._collate_fn)
 
     def added_to(self, owner: object) -> Any:
         """Return the state of `owner`, if it has one, with that of the generators, if there is any to keep."""
         own = owner.state_dict() if _has_state_dict(owner) else None  # type: ignore[attr-defined]  # it has one
-        kept = {name: state for name, state in _states(self._generators).items() if state != self._seeded.get(name)}
+        kept = {name: state for name, state in states_of(self._generators).items() if state != self._seeded.get(name)}
         if kept:
             return {_GENERATORS: kept, _OWN: own}
         return {} if own is None else own
@@ -115,7 +115,7 @@ class DatasetDraws:
 
     def state_dict(self) -> States:
         """Return the states of the generators in this process that the dataset and `collate_fn` have."""
-        return _states(_own_generators(self._loader.dataset, self._loader.collate_fn))
+        return states_of(_own_generators(self._loader.dataset, self._loader.collate_fn))
 
     def load_state_dict(self, states: States) -> None:
         """Give these generators the states that `state_dict` returned."""
@@ -162,10 +162,6 @@ def _standing(dataset: Any, draws: WorkerDraws) -> _Stands:
 
 def _own_generators(dataset: object, collate_fn: object) -> Generators:
     return own_generators("collate_fn", collate_fn) | own_generators("dataset", dataset)
-
-
-def _states(generators: Generators) -> States:
-    return {name: state_of(generator) for name, generator in generators.items()}
 
 
 def _set_states(generators: Generators, states: States) -> None:

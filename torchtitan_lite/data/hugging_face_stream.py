@@ -23,18 +23,19 @@ _KIND = ("datasets.iterable_dataset", "IterableDataset")
 
 
 class PositionedStream:
-    """Stands for `dataset`, a `datasets.IterableDataset`, in a loader."""
+    """Stands for `dataset`, a `datasets.IterableDataset`, in a loader or an adapter."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self._loaded: dict[str, Any] = {}
-        self._is_next = self._has_begun = False
-        self._can_load = False
+        self._is_next = self._can_load = False
+        self.has_begun = False
+        """Whether the present iteration has given an example."""
 
     def __iter__(self) -> Iterator[Any]:
         if not self._is_next:
             self._loaded = {}
-        self._is_next = self._has_begun = False
+        self._is_next = self.has_begun = False
         self.dataset.load_state_dict(self._loaded)  # An empty one is the beginning.
         return self._examples()
 
@@ -43,7 +44,7 @@ class PositionedStream:
 
         Raises ConfigError if a resume could not load it.
         """
-        if not self._has_begun:
+        if not self.has_begun:
             return self._loaded
         found: dict[str, Any] = self.dataset.state_dict()
         if get_worker_info() is not None and not self._can_load:
@@ -53,18 +54,18 @@ class PositionedStream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Begin the next iteration at `state`."""
-        self._loaded, self._is_next, self._has_begun = state, True, False
+        self._loaded, self._is_next, self.has_begun = state, True, False
         if "epoch" in state:
             self.dataset.set_epoch(state["epoch"])
 
     def _examples(self) -> Iterator[Any]:
-        for example in advancing(self.dataset, self._loaded):
-            self._has_begun = True
+        for example in _advancing(self.dataset, self._loaded):
+            self.has_begun = True
             yield example
 
 
-def advancing(dataset: Any, loaded: dict[str, Any] | None) -> Iterator[Any]:
-    """Yield the examples of `dataset`, which begins at the position `loaded`; None or empty for its beginning.
+def _advancing(dataset: Any, loaded: dict[str, Any]) -> Iterator[Any]:
+    """Yield the examples of `dataset`, which begins at the position `loaded`; empty for its beginning.
 
     Raises ConfigError if the position does not change after a load: with the first example, or after that one at all.
     """
@@ -72,19 +73,14 @@ def advancing(dataset: Any, loaded: dict[str, Any] | None) -> Iterator[Any]:
     for number, example in enumerate(dataset):
         if is_watched:
             found = repr(dataset.state_dict())
-            if number == 0 or number == _MOST_ALIKE:
-                _refuse_equal(found, before, dataset)
+            if found == before and number in (0, _MOST_ALIKE):
+                raise ConfigError(
+                    f"dataloader: the position of this {type(dataset).__name__} did not advance with the examples that "
+                    f"were taken after a load, so the next resume would take some again: {found:.200}. Use another "
+                    "version of datasets, or a stream whose state_dict advances."
+                )
             is_watched, before = number == 0 or found == before, found
         yield example
-
-
-def _refuse_equal(position: str, before: str, dataset: object) -> None:
-    if position == before:
-        raise ConfigError(
-            f"dataloader: the position of this {type(dataset).__name__} did not advance with the examples that were "
-            f"taken after a load, so the next resume would take some again: {position:.200}. Use another version of "
-            "datasets, or a stream whose state_dict advances."
-        )
 
 
 def is_hugging_face_stream(dataset: object) -> bool:

@@ -12,54 +12,24 @@ import hashlib
 from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torchtitan_lite.config.job_config import JobConfig
+from torchtitan_lite.config.job_config import JobConfig, Training
 from torchtitan_lite.data.batch_size import global_batch_size
-from torchtitan_lite.data.byte_marks import BOS, EOS
-from torchtitan_lite.data.documents import Documents, Fingerprint, build_documents
+from torchtitan_lite.data.documents import JsonDocuments, ParquetColumns, TextFiles, build_documents
 from torchtitan_lite.data.progress import EpochProgress, progress_at
-from torchtitan_lite.data.stream import build_stream
-from torchtitan_lite.data.texts import build_texts
+from torchtitan_lite.data.stream import StreamLoader, open_share
 from torchtitan_lite.data.token_corpus import TokenCorpus
-from torchtitan_lite.data.tokenizer import BYTES, Tokenizer
+from torchtitan_lite.data.tokenizer import BOS, BYTES, EOS, Tokenizer
 from torchtitan_lite.disk.mounts import mount_of
 from torchtitan_lite.distributed.host_mismatch import HostView, Kind, SharedFolder
 from torchtitan_lite.errors import ConfigError, CorpusChanged
 from torchtitan_lite.log import counted, logger
-
-
-class Loader(Protocol):
-    """What the training loop needs of its data: this rank's share of each step, and its state for the checkpoint."""
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether less than one step of data is left."""
-
-    @property
-    def last_positions(self) -> range:
-        """Positions of this rank's last step in the run's order; empty before the first step."""
-
-    @property
-    def progress(self) -> EpochProgress:
-        """Return how far the run is in its data."""
-
-    def __next__(self) -> Tensor: ...
-
-    def prepare(self) -> None:
-        """Do what takes long, and refuse data that are too few. Needs no other rank."""
-
-    def view(self) -> HostView:
-        """Return what of the data must be the same on all hosts. After `prepare`."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
 def build_dataloader(config: JobConfig, tokenizer: Tokenizer, *, seed: int, rank: int, num_ranks: int) -> Loader:
@@ -76,16 +46,16 @@ def build_dataloader(config: JobConfig, tokenizer: Tokenizer, *, seed: int, rank
         )
     loader: Loader
     if training.dataset == "huggingface":
-        loader = build_stream(training, tokenizer, rank=rank, num_ranks=num_ranks, global_batch_size=total)
+        share = open_share(training, rank=rank, num_ranks=num_ranks)
+        loader = StreamLoader(share, tokenizer, training, rank=rank, num_ranks=num_ranks, global_batch_size=total)
     else:
         loader = TokenLoader(
-            WindowDataset(_build_corpus(config, tokenizer), training.seq_len),
+            _build_corpus(config, tokenizer),
+            training,
             seed=seed,
             rank=rank,
             num_ranks=num_ranks,
-            local_batch_size=training.batch_size,
             global_batch_size=total,
-            max_epochs=training.max_epochs,
         )
     if not config.checkpoint.dry_run:
         loader.prepare()
@@ -94,41 +64,44 @@ def build_dataloader(config: JobConfig, tokenizer: Tokenizer, *, seed: int, rank
 
 def _build_corpus(config: JobConfig, tokenizer: Tokenizer) -> Corpus:
     training, checkpoint = config.training, config.checkpoint
+    documents = build_documents(training)
     # A row of a Parquet file can be read only with its row group, so its bytes are kept as tokens, too.
-    if tokenizer.fingerprint == BYTES and training.dataset != "parquet":
-        return ByteCorpus(build_documents(training))
+    if tokenizer.fingerprint == BYTES and not isinstance(documents, ParquetColumns):
+        return ByteCorpus(documents)
     folder = Path(config.job.dump_folder).absolute() / Path(training.tokens_folder).expanduser()
     only_loads = checkpoint.enable_checkpoint and checkpoint.load_only
-    return TokenCorpus(build_texts(training), tokenizer, folder, writes=not only_loads)
+    return TokenCorpus(documents, tokenizer, folder, writes=not only_loads)
 
 
 class TokenLoader:
     """Iterator over this rank's share of each step: int64 [accumulation, local_batch, seq_len + 1] on the CPU.
 
-    Until `prepare`, only `check_state` and the state of a loader that took nothing are quick.
+    Window i is tokens i * w ... (i + 1) * w - 1 of the corpus, for w = seq_len + 1. Windows do not overlap, a document
+    may span several, and the end of the corpus that fills no window is left out. Until `prepare`, only `check_state`
+    and the state of a loader that took nothing are quick.
     """
 
     def __init__(
         self,
-        dataset: WindowDataset,
+        corpus: Corpus,
+        config: Training,
         *,
         seed: int,
         rank: int,
         num_ranks: int,
-        local_batch_size: int,
         global_batch_size: int,
-        max_epochs: int = 0,
     ) -> None:
-        assert global_batch_size % (local_batch_size * num_ranks) == 0, "build_dataloader checks this"
-        self._dataset = dataset
+        assert global_batch_size % (config.batch_size * num_ranks) == 0, "build_dataloader checks this"
+        self._corpus, self._seq_len = corpus, config.seq_len
         self._seed = seed
         self._share = global_batch_size // num_ranks
         self._first = rank * self._share
-        self._local_batch_size = local_batch_size
+        self._local_batch_size = config.batch_size
         self._global_batch_size = global_batch_size
-        self._max_epochs = max_epochs
+        self._max_epochs = config.max_epochs
         self._next_position = 0
-        self._last_positions = range(0)
+        self.last_positions = range(0)
+        """Positions of this rank's last step in the run's order, before the shuffle; empty before the first step."""
 
     def __iter__(self) -> Iterator[Tensor]:
         return self
@@ -140,12 +113,12 @@ class TokenLoader:
         first = start + self._first
         positions = range(first, first + self._share)
         windows = [self._window(position) for position in positions]
-        self._next_position, self._last_positions = stop, positions
-        return torch.from_numpy(np.stack(windows)).view(-1, self._local_batch_size, self._dataset.seq_len + 1)
+        self._next_position, self.last_positions = stop, positions
+        return torch.from_numpy(np.stack(windows)).view(-1, self._local_batch_size, self._seq_len + 1)
 
     def prepare(self) -> None:
         """Tokenise the corpus, or wait for who does. Raise ConfigError if it has less than one step, or sequence."""
-        length = len(self._dataset)
+        length = self._num_windows
         if self._max_epochs and self._max_epochs * length < self._global_batch_size:
             raise ConfigError(
                 f"training.max_epochs: {self._max_epochs} x {counted(length, 'sequence')}, less than one step of "
@@ -154,10 +127,10 @@ class TokenLoader:
 
     def view(self) -> HostView:
         """Return what of the data must be the same on all hosts. After `prepare`."""
-        found, path = self._dataset.fingerprint, self._dataset.tokens_file
+        found, path = self._corpus.fingerprint, self._corpus.tokens_file
         data = f"{found.kind}, {counted(found.files, 'file')}, {counted(found.bytes, 'byte')}, digest {found.digest}"
         return HostView(
-            {(Kind.DATA, "the data"): data, (Kind.DATA, "the tokenizer"): self._dataset.tokenizer},
+            {(Kind.DATA, "the data"): data, (Kind.DATA, "the tokenizer"): self._corpus.tokenizer},
             tokens=None if path is None else SharedFolder(str(path), mount_of(path), _identity_of(path)),
         )
 
@@ -165,17 +138,12 @@ class TokenLoader:
     def has_ended(self) -> bool:
         """Whether less than one step of data is left."""
         end = self._next_position + self._global_batch_size
-        return self._max_epochs > 0 and end > self._max_epochs * len(self._dataset)
+        return self._max_epochs > 0 and end > self._max_epochs * self._num_windows
 
     @property
     def progress(self) -> EpochProgress:
         """Return how far the run is in its data."""
-        return progress_at(self._next_position, len(self._dataset))
-
-    @property
-    def last_positions(self) -> range:
-        """Positions of this rank's last step in the run's order, before the shuffle; empty before the first step."""
-        return self._last_positions
+        return progress_at(self._next_position, self._num_windows)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the run, as new ints and strings that are the same on every rank."""
@@ -185,7 +153,7 @@ class TokenLoader:
             "next_position": self._next_position,
             "seed": self._seed,
             # At 0 without the length, which may not be known yet.
-            "epoch": self._next_position and self._next_position // len(self._dataset),
+            "epoch": self._next_position and self._next_position // self._num_windows,
             "global_batch_size": self._global_batch_size,
             **self._identity,
         }
@@ -193,8 +161,7 @@ class TokenLoader:
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise CorpusChanged if `state` belongs to another corpus, tokenizer or seq_len. Changes nothing."""
         mine, theirs = self._identity, {"tokenizer": BYTES, **state}  # Older checkpoints: there were bytes only.
-        changed = [name for name in mine if theirs.get(name) != mine[name]]
-        if changed:
+        if changed := [name for name in mine if theirs.get(name) != mine[name]]:
             raise CorpusChanged(
                 [f"{name.removeprefix('corpus_')}: {theirs.get(name)} -> {mine[name]}" for name in changed]
             )
@@ -217,21 +184,36 @@ class TokenLoader:
                 self._seed,
             )
         self._next_position, self._seed = int(state["next_position"]), int(state["seed"])
-        self._last_positions = range(0)
+        self.last_positions = range(0)
 
     @property
     def _identity(self) -> dict[str, Any]:
         """What a state must have in common with this loader."""
-        corpus = dataclasses.asdict(self._dataset.fingerprint)
+        corpus = dataclasses.asdict(self._corpus.fingerprint)
         return {
-            "seq_len": self._dataset.seq_len,
-            "tokenizer": self._dataset.tokenizer,
+            "seq_len": self._seq_len,
+            "tokenizer": self._corpus.tokenizer,
             **{f"corpus_{name}": value for name, value in corpus.items()},
         }
 
-    def _window(self, position: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        epoch, place = divmod(position, len(self._dataset))
-        return self._dataset[shuffled(place, size=len(self._dataset), seed=self._seed, epoch=epoch)]
+    @cached_property
+    def _num_windows(self) -> int:
+        num_tokens = self._corpus.num_tokens
+        if num_tokens <= self._seq_len:
+            raise ConfigError(
+                f"training.seq_len: the corpus has {num_tokens} tokens, less than one sequence of {self._seq_len} + 1. "
+                "Lower --training.seq_len, or add files to --training.dataset_path."
+            )
+        return num_tokens // (self._seq_len + 1)
+
+    def _window(self, position: int) -> npt.NDArray[np.int64]:
+        epoch, place = divmod(position, self._num_windows)
+        window = shuffled(place, size=self._num_windows, seed=self._seed, epoch=epoch)
+        width = self._seq_len + 1
+        return self._corpus.read(window * width, (window + 1) * width)
+
+
+Loader = TokenLoader | StreamLoader
 
 
 def _identity_of(path: Path) -> str:
@@ -283,104 +265,26 @@ def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
     return tuple(int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS))
 
 
-# A corpus as windows of tokens.
-#
-# The documents of a corpus follow one another in one stream of tokens, each between the marks BOS and EOS. Window i is
-# tokens i * w ... (i + 1) * w - 1 of that stream, for w = seq_len + 1. Windows do not overlap, a document may span
-# several, and the end of the stream that fills no window is left out. `dataset[i]` depends only on i.
-
-
-Tokens = npt.NDArray[np.int64]
-
-
-class Corpus(Protocol):
-    """A stream of tokens, which never changes."""
-
-    tokenizer: str
-    """Fingerprint of the tokenizer."""
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        """Return the fingerprint of the text."""
-
-    @property
-    def tokens_file(self) -> Path | None:
-        """Return the file that holds the tokens; None if there is none that other processes read."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the length of the stream. May take long the first time."""
-
-    def read(self, start: int, stop: int) -> Tokens:
-        """Return tokens start ... stop - 1."""
-
-
-class WindowDataset:
-    """Windows of seq_len + 1 tokens, int64: `dataset[i]` holds the inputs and, shifted by one, the targets.
-
-    The length raises ConfigError if the corpus has less than one window.
-    """
-
-    def __init__(self, corpus: Corpus, seq_len: int) -> None:
-        self.seq_len = seq_len
-        self._corpus = corpus
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> Tokens:
-        if not 0 <= index < self._length:
-            raise IndexError(f"window {index} of {self._length}")
-        width = self.seq_len + 1
-        return self._corpus.read(index * width, (index + 1) * width)
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        """Return the fingerprint of the text."""
-        return self._corpus.fingerprint
-
-    @property
-    def tokens_file(self) -> Path | None:
-        """Return the file that holds the tokens; None if there is none that other processes read."""
-        return self._corpus.tokens_file
-
-    @property
-    def tokenizer(self) -> str:
-        """Return the fingerprint of the tokenizer."""
-        return self._corpus.tokenizer
-
-    @cached_property
-    def _length(self) -> int:
-        num_tokens = self._corpus.num_tokens
-        if num_tokens <= self.seq_len:
-            raise ConfigError(
-                f"training.seq_len: the corpus has {num_tokens} tokens, less than one sequence of {self.seq_len} + 1. "
-                "Lower --training.seq_len, or add files to --training.dataset_path."
-            )
-        return num_tokens // (self.seq_len + 1)
-
-
 class ByteCorpus:
-    """Documents whose tokens are their bytes. Reads from the documents as they are, without a file of tokens."""
+    """Documents whose tokens are their bytes, between the marks BOS and EOS, in one stream that never changes.
+
+    Reads from the documents as they are, without a file of tokens.
+    """
 
     tokenizer = BYTES
     tokens_file = None
 
-    def __init__(self, documents: Documents) -> None:
+    def __init__(self, documents: TextFiles | JsonDocuments) -> None:
         self._documents = documents
+        self.fingerprint = documents.fingerprint
         self._ends = np.cumsum(documents.lengths + 2)
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        """Return the fingerprint of the documents."""
-        return self._documents.fingerprint
 
     @property
     def num_tokens(self) -> int:
         """Return the bytes of all documents, and two marks for each of them."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def read(self, start: int, stop: int) -> Tokens:
+    def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return tokens start ... stop - 1."""
         document = int(np.searchsorted(self._ends, start, side="right"))
         pieces, position = [], start
@@ -390,7 +294,7 @@ class ByteCorpus:
             position, document = end, document + 1
         return np.concatenate(pieces)
 
-    def _tokens(self, document: int, start: int, stop: int) -> Tokens:
+    def _tokens(self, document: int, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Return tokens start ... stop - 1 of one document, where token 0 is BOS and the last one is EOS."""
         length = int(self._documents.lengths[document])
         tokens = np.empty(stop - start, dtype=np.int64)
@@ -404,3 +308,6 @@ class ByteCorpus:
         if stop == length + 2:
             tokens[-1] = EOS
         return tokens
+
+
+Corpus = ByteCorpus | TokenCorpus

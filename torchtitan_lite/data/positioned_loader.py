@@ -8,18 +8,18 @@ dataset that counts its epochs by itself must follow `set_epoch`; this does not 
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from torchtitan_lite.checkpoint.state.rng import RngState
 from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter
+from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter, begin_worker
+from torchtitan_lite.data.generators import generators_of
 from torchtitan_lite.data.rank_state import RESTART_DATA, pack, unpack
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted, logger
@@ -31,8 +31,8 @@ _SLOW_SECONDS = 5.0
 class PositionedLoader:
     """Stands for `loader`, whose attributes it has, and calls `before_batch` before each batch is read.
 
-    `load_state_dict` acts on the next iteration, at its first batch. Raises ConfigError for a loader with a state of
-    its own that is not torchdata's.
+    The iteration ends if that returns a true value. `seek` acts on the next iteration, at its first batch. Raises
+    ConfigError for a loader with a state of its own that is not torchdata's.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class PositionedLoader:
         *,
         rank: int,
         num_ranks: int,
-        before_batch: Callable[[], None] = lambda: None,
+        before_batch: Callable[[], object] = lambda: False,
         preemption_signals: Sequence[str] = Checkpoint.preemption_signals,
     ) -> None:
         self._loader, self._before_batch = loader, before_batch
@@ -52,7 +52,18 @@ class PositionedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._is_over = self._loaded is None
-        return _Batches(self)
+        return self._batches()
+
+    def _batches(self) -> Iterator[Any]:
+        """Yield the batches of an iteration that begins with its first batch, at the position that was loaded."""
+        if self._before_batch():
+            return
+        loaded, self._loaded, self._is_over = self._loaded, None, False
+        for batch in self._source.begin() if loaded is None else self._source.resume(loaded):
+            self._source.taken += 1
+            yield batch
+            if self._before_batch():
+                return
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -81,53 +92,8 @@ class PositionedLoader:
         """Note that the present iteration is over, although no other one has begun."""
         self._is_over = True
 
-    def begin(self) -> Iterator[Any]:
-        """Return an iterator of the loader that begins now, at the position that was loaded if there is one."""
-        loaded, self._loaded, self._is_over = self._loaded, None, False
-        return self._source.begin() if loaded is None else self._source.resume(loaded)
 
-    def next_of(self, iterator: Iterator[Any]) -> Any:
-        """Return the next batch, and count it."""
-        batch = next(iterator)
-        self._source.taken += 1
-        return batch
-
-    def before_batch(self) -> None:
-        """Call what was given for it."""
-        self._before_batch()
-
-
-class _Batches:
-    """An iteration that begins with its first batch."""
-
-    def __init__(self, owner: PositionedLoader) -> None:
-        self._owner, self._iteration = owner, iter(())
-        self._has_begun = False
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        self._owner.before_batch()
-        if not self._has_begun:
-            self._iteration, self._has_begun = self._owner.begin(), True
-        return self._owner.next_of(self._iteration)
-
-
-class _Source(Protocol):
-    """Begins iterations of a loader, and knows the position of the present one."""
-
-    taken: int
-    """Batches that were taken in the present iteration."""
-
-    def begin(self) -> Iterator[Any]: ...
-
-    def resume(self, position: Mapping[str, Any]) -> Iterator[Any]: ...
-
-    def position(self, *, is_over: bool) -> dict[str, Any]: ...
-
-
-def _sample_source(loader: Any, rank: int, num_ranks: int, preemption_signals: Sequence[str]) -> _Source:
+def _sample_source(loader: Any, rank: int, num_ranks: int, preemption_signals: Sequence[str]) -> _Stateful | _Replayed:
     if any(kind.__module__.startswith("torchdata.stateful_dataloader") for kind in type(loader).__mro__):
         adapter = StatefulDataLoaderAdapter(
             loader, rank=rank, num_ranks=num_ranks, preemption_signals=preemption_signals
@@ -140,7 +106,7 @@ def _sample_source(loader: Any, rank: int, num_ranks: int, preemption_signals: S
             "StatefulDataLoader."
         )
     if getattr(loader, "num_workers", 0) > 0:
-        loader.worker_init_fn = partial(_begin_replay_worker, tuple(preemption_signals), loader.worker_init_fn)
+        loader.worker_init_fn = partial(begin_worker, tuple(preemption_signals), loader.worker_init_fn)
     return _Replayed(loader, rank, num_ranks)
 
 
@@ -152,6 +118,7 @@ class _Stateful:
         self._begun: dict[str, Any] = {}
         """The global generators with which the present iteration began: workers are seeded from them."""
         self.taken = 0
+        """Batches that were taken in the present iteration."""
 
     def begin(self) -> Iterator[Any]:
         self._begun, self.taken = RngState().state_dict(), 0
@@ -229,24 +196,8 @@ class _Replayed:
         self.taken = number
 
     def _own(self) -> list[torch.Tensor]:
-        return [each.get_state() for each in _generators(self._loader)]
+        return [each.get_state() for each in generators_of(self._loader)]
 
     def _set_own(self, states: Sequence[torch.Tensor]) -> None:
-        for each, state in zip(_generators(self._loader), states, strict=False):
+        for each, state in zip(generators_of(self._loader), states, strict=False):
             each.set_state(state)
-
-
-def _generators(loader: Any) -> list[torch.Generator]:
-    """Return the generators that `loader` and its samplers have for themselves, each once."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    found = [getattr(each, "generator", None) for each in owners]
-    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
-
-
-def _begin_replay_worker(ignored: Sequence[str], then: Callable[[int], object] | None, worker: int) -> None:
-    """Ignore the signals that the ranks watch: a launcher sends them to every process."""
-    for name in ignored:
-        signal.signal(signal.Signals[name], signal.SIG_IGN)
-    if then is not None:
-        then(worker)

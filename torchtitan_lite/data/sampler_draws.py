@@ -28,14 +28,17 @@ from torch.utils.data import IterableDataset, Sampler
 
 from torchtitan_lite.data.generators import (
     KINDS,
+    MOST_ITEMS,
     Generators,
+    Part,
     States,
+    assign,
     global_generators,
     global_objects,
     set_state,
-    state_of,
+    states_of,
+    value_parts,
 )
-from torchtitan_lite.data.parts import MOST_ITEMS, Part, assign, value_parts
 from torchtitan_lite.data.plain_values import Copy, NoValueError, copy_of, plain, restored
 from torchtitan_lite.errors import ConfigError
 
@@ -126,14 +129,7 @@ class ReplayedSampler:
 
     def begin_replay(self, kept: dict[str, Any], loader: dict[str, Any]) -> None:
         """Have all iterations begin as that of `kept`, until `end_replay`. `loader` is the state for torchdata's."""
-        if self._hides_state:  # An earlier checkpoint has it.
-            for main in (loader, loader.get("_snapshot", {}).get("_main_snapshot", {})):
-                (main.get("_sampler_iter_state") or {}).pop("sampler_state", None)
         takes_samples = "_snapshot" not in loader  # Workers take samples ahead: with these, the load takes all of them.
-        if kept and "began" not in kept:  # An earlier checkpoint has the generators alone.
-            own = {name: state for name, state in kept.items() if name.startswith(".")}
-            drawn = {name: state for name, state in kept.items() if name not in own}
-            kept = {"began": self._as_generators(own), "now": {}, "drawn": [(-1, drawn)], "taken": 0}
         replayed = {**kept, "taken": kept["taken"] * takes_samples} if kept else {}
         self.__dict__.update(_replayed=replayed, _is_begun=False)
 
@@ -143,10 +139,6 @@ class ReplayedSampler:
         if self._iteration is not None:
             self._iteration.end_replay()
         self._attributes.put(replayed.get("began", {}) | replayed.get("now", {}))
-
-    def _as_generators(self, states: States) -> dict[str, Any]:
-        live = self._attributes.note().values
-        return {path: (*live[path][:2], state) for path, state in states.items() if path in live}
 
 
 class _Iteration(Iterator[Any]):
@@ -169,7 +161,7 @@ class _Iteration(Iterator[Any]):
         self.began: Noted = attributes.note()
         self._generators = global_generators() | self.began.generators
         self._strangers = attributes.strangers(self.began, has_moved=has_moved)
-        self._last = {name: state_of(generator) for name, generator in self.began.generators.items()}
+        self._last = states_of(self.began.generators)
         self._look(-1)
         self.iterator: Iterator[Any] = iter(sampler)
         self._note()
@@ -208,7 +200,7 @@ class _Iteration(Iterator[Any]):
 
     def _look(self, taken: int) -> None:
         """Look at the generators before draws; in a replay, give them first the states of what is replayed."""
-        now = self._now()
+        now = states_of(self._generators)
         if self._replayed is not None:
             for name, state in (self._last | dict(self._replayed).get(taken, {})).items():
                 if name in now and state != now[name]:  # What torchdata itself draws comes in between.
@@ -218,7 +210,7 @@ class _Iteration(Iterator[Any]):
 
     def _note(self) -> None:
         """Note the generators that the sampler has drawn from since the last look."""
-        (taken, before), after = self._looked, self._now()
+        (taken, before), after = self._looked, states_of(self._generators)
         drawn = {name for name, state in after.items() if state != before[name]}
         if noted := {name for name in drawn if before[name] != self._last.get(name)}:
             self.drawn.append((taken, {name: before[name] for name in sorted(noted)}))
@@ -227,9 +219,6 @@ class _Iteration(Iterator[Any]):
             if sum(name in states for _, states in self.drawn) > _MOST_NOTES:
                 self.shared = name
         self._looked = taken, after
-
-    def _now(self) -> States:
-        return {name: state_of(generator) for name, generator in self._generators.items()}
 
 
 def replayed_sampler(loader: Any) -> ReplayedSampler | None:

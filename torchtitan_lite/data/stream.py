@@ -18,9 +18,10 @@ from torch import Tensor
 
 from torchtitan_lite.config.job_config import Training
 from torchtitan_lite.data.adapters import HuggingFaceStreamAdapter
+from torchtitan_lite.data.documents import text_under
 from torchtitan_lite.data.progress import EpochProgress
 from torchtitan_lite.data.rank_state import pack, unpack
-from torchtitan_lite.data.tokenizer import Tokenizer
+from torchtitan_lite.data.tokenizer import Tokenizer, marks_of
 from torchtitan_lite.distributed.host_mismatch import HostView, Kind
 from torchtitan_lite.errors import ConfigError, CorpusChanged, ExtraMissing
 
@@ -81,7 +82,8 @@ class StreamLoader:
         self._rest: list[int] = []
         self._epoch = 0
         self._next_position = 0
-        self._last_positions = range(0)
+        self.last_positions = range(0)
+        """Positions of this rank's last step, counted over all ranks' shares; empty before the first step."""
 
     def __iter__(self) -> Iterator[Tensor]:
         return self
@@ -93,7 +95,7 @@ class StreamLoader:
             self._rest += next(self._documents)
         taken, self._rest = self._rest[:needed], self._rest[needed:]
         first = self._next_position + self._rank * share
-        self._last_positions = range(first, first + share)
+        self.last_positions = range(first, first + share)
         self._next_position += self._global_batch_size
         tokens = np.array(taken, dtype=np.int64).reshape(-1, self._local_batch_size, self._width)
         return torch.from_numpy(tokens)
@@ -107,11 +109,6 @@ class StreamLoader:
         """Return what of the data must be the same on all hosts."""
         names = {"source": "the data", "tokenizer": "the tokenizer"}
         return HostView({(Kind.DATA, words): str(self._identity[name]) for name, words in names.items()})
-
-    @property
-    def last_positions(self) -> range:
-        """Positions of this rank's last step, counted over all ranks' shares; empty before the first step."""
-        return self._last_positions
 
     @property
     def progress(self) -> EpochProgress:
@@ -141,7 +138,7 @@ class StreamLoader:
         self._documents = self._read()
         self._rest = [int(token) for token in state["rest"]]
         self._epoch = int(state["epoch"])
-        self._next_position, self._last_positions = int(state["next_position"]), range(0)
+        self._next_position, self.last_positions = int(state["next_position"]), range(0)
 
     def _checked(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = unpack(state_dict, rank=self._rank, num_ranks=self._num_ranks)
@@ -152,9 +149,7 @@ class StreamLoader:
 
     def _read(self) -> Iterator[list[int]]:
         """Yield the tokens of each document, epoch after epoch."""
-        bos, eos = self._tokenizer.bos, self._tokenizer.eos
-        before = [bos] if bos is not None and bos != eos else []
-        after = [eos] if eos is not None else []
+        before, after = marks_of(self._tokenizer)
         while True:
             is_empty = not self._stream.is_in_epoch  # The end of an epoch may be all that is left after a resume.
             for example in self._stream:
@@ -168,26 +163,6 @@ class StreamLoader:
                 )
 
     def _text(self, example: Mapping[str, Any]) -> str:
-        text = example.get(self._text_key)
-        if text is None and self._text_key in example:
+        if self._text_key in example and example[self._text_key] is None:
             return ""
-        if not isinstance(text, str):
-            found = ", ".join(name for name, value in example.items() if isinstance(value, str)) or "none"
-            raise ConfigError(
-                f"{self._identity['source']}: expected text under {self._text_key!r}, found text under: {found}. "
-                "Set --training.dataset_text_key."
-            )
-        return text
-
-
-def build_stream(
-    config: Training,
-    tokenizer: Tokenizer,
-    *,
-    rank: int,
-    num_ranks: int,
-    global_batch_size: int,
-) -> StreamLoader:
-    """Return this rank's loader of the dataset that `config` names."""
-    share = open_share(config, rank=rank, num_ranks=num_ranks)
-    return StreamLoader(share, tokenizer, config, rank=rank, num_ranks=num_ranks, global_batch_size=global_batch_size)
+        return text_under(example, self._text_key, str(self._identity["source"]))

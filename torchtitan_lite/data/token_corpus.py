@@ -10,6 +10,7 @@ the file that is there; if there is none, it keeps the tokens in an unnamed temp
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -27,10 +28,15 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_lite.data.documents import Fingerprint, fingerprint_of, names_in_corpus
-from torchtitan_lite.data.making_lock import making_lock
-from torchtitan_lite.data.texts import DocumentPiece, Texts, content_digest
-from torchtitan_lite.data.tokenizer import Tokenizer
+from torchtitan_lite.data.documents import (
+    DocumentPiece,
+    Documents,
+    Fingerprint,
+    content_digest,
+    fingerprint_of,
+    names_in_corpus,
+)
+from torchtitan_lite.data.tokenizer import Tokenizer, marks_of
 from torchtitan_lite.disk import durable
 from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, block_digest, digest_blocks, num_blocks
 from torchtitan_lite.errors import ConfigError, CorpusChanged, TokensNotWritten
@@ -47,14 +53,14 @@ _NOT_OURS = (
 
 
 class TokenCorpus:
-    """The tokens of `texts`, with the tokenizer's marks around each document. Keeps them in a folder in `folder`.
+    """The tokens of `documents`, with the tokenizer's marks around each. Keeps them in a folder in `folder`.
 
     Where BOS and EOS are one token, it only follows each document. Without `writes`, nothing in `folder` changes.
     """
 
     def __init__(
         self,
-        texts: Texts,
+        documents: Documents,
         tokenizer: Tokenizer,
         folder: Path,
         *,
@@ -62,9 +68,9 @@ class TokenCorpus:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.tokenizer = tokenizer.fingerprint
-        self._texts, self._tokenizer, self._writes, self._sleep = texts, tokenizer, writes, sleep
-        self._names = names_in_corpus(texts.paths)
-        self._sizes = [path.stat().st_size for path in texts.paths]
+        self._documents, self._tokenizer, self._writes, self._sleep = documents, tokenizer, writes, sleep
+        self._names = names_in_corpus(documents.paths)
+        self._sizes = [path.stat().st_size for path in documents.paths]
         self._folder = folder / self._key()
         self._bytes_made, self._share_made = 0, 0.0
 
@@ -72,7 +78,7 @@ class TokenCorpus:
     def fingerprint(self) -> Fingerprint:
         """Return the fingerprint of the corpus. Reads its files, unless there are tokens of them as they are."""
         digests = [bytes.fromhex(digest) for digest in self._digests]
-        return fingerprint_of(self._texts.kind, self._texts.paths, self._sizes, digests)
+        return fingerprint_of(self._documents.kind, self._documents.paths, self._sizes, digests)
 
     @property
     def tokens_file(self) -> Path | None:
@@ -104,7 +110,7 @@ class TokenCorpus:
         found = self._open()
         if found is not None:
             return [str(digest) for *_, digest in found.description["files"]]
-        return [content_digest(path) for path in self._texts.paths]
+        return [content_digest(path) for path in self._documents.paths]
 
     @property
     def _token_bytes(self) -> int:
@@ -116,7 +122,7 @@ class TokenCorpus:
 
     def _key(self) -> str:
         """Return a name that other corpora and other tokenizers do not have, without reading any file."""
-        digest = hashlib.blake2b(f"{self._texts.kind}\0{self.tokenizer}".encode(), digest_size=8)
+        digest = hashlib.blake2b(f"{self._documents.kind}\0{self.tokenizer}".encode(), digest_size=8)
         for name, size in zip(self._names, self._sizes, strict=True):
             digest.update(f"\0{name}\0{size}".encode("utf-8", "surrogateescape"))
         return digest.hexdigest()
@@ -142,7 +148,7 @@ class TokenCorpus:
 
         Reads only files whose time of change is another one.
         """
-        for path, (name, size, time_ns, digest) in zip(self._texts.paths, description["files"], strict=True):
+        for path, (name, size, time_ns, digest) in zip(self._documents.paths, description["files"], strict=True):
             stat = path.stat()
             if stat.st_size != size or (stat.st_mtime_ns != time_ns and content_digest(path) != digest):
                 return str(name)
@@ -159,7 +165,7 @@ class TokenCorpus:
             durable.make_dir(self._folder)
             # A lock, not rank 0 and a collective: making the file may take hours, collectives have time-outs, and ranks
             # on other file systems need a file of their own.
-            with making_lock(self._folder / LOCK_FILE, self._sleep) as (note, is_alone):
+            with _making_lock(self._folder / LOCK_FILE, self._sleep) as (note, is_alone):
                 with suppress(TokensDamaged):
                     found = self._open()
                     if found is not None:
@@ -189,9 +195,9 @@ class TokenCorpus:
             return TokenFile(file)
 
     def _write(self, file: BinaryIO, note: Callable[[str], None]) -> None:
-        self._texts.check()
+        self._documents.check()
         begin = time.monotonic()
-        size, paths = readable_bytes(sum(self._sizes)), self._texts.paths
+        size, paths = readable_bytes(sum(self._sizes)), self._documents.paths
         files = counted(len(paths), "file")
         logger.info("Tokenising %s (%s) into %s", files, size, self._path if self._writes else "a temporary file")
         times = [path.stat().st_mtime_ns for path in paths]
@@ -208,7 +214,7 @@ class TokenCorpus:
             file,
             self._arrays(note),
             token_bytes=self._token_bytes,
-            description={"kind": self._texts.kind, "tokenizer": self.tokenizer, "files": described},
+            description={"kind": self._documents.kind, "tokenizer": self.tokenizer, "files": described},
         )
         after = [(path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
         for name, now, before in zip(self._names, after, zip(self._sizes, times, strict=True), strict=True):
@@ -240,15 +246,13 @@ class TokenCorpus:
     def _pieces(self) -> Iterator[DocumentPiece]:
         """Yield the texts of all files; their progress is in bytes of all files."""
         done = 0
-        for path, size in zip(self._texts.paths, self._sizes, strict=True):
-            for piece in self._texts.pieces(path):
+        for path, size in zip(self._documents.paths, self._sizes, strict=True):
+            for piece in self._documents.pieces(path):
                 yield piece._replace(progress=done + piece.progress * size)
             done += size
 
     def _marked(self, batch: list[DocumentPiece]) -> npt.NDArray[np.uint32]:
-        bos, eos = self._tokenizer.bos, self._tokenizer.eos
-        before = [bos] if bos is not None and bos != eos else []
-        after = [eos] if eos is not None else []
+        before, after = marks_of(self._tokenizer)
         tokens: list[int] = []
         for piece, encoded in zip(batch, self._tokenizer.encode([piece.text for piece in batch]), strict=True):
             tokens += (before if piece.begins else []) + encoded + (after if piece.ends else [])
@@ -263,7 +267,7 @@ class TokenCorpus:
         try:
             yield
         except OSError as error:
-            if error.filename in map(str, self._texts.paths):
+            if error.filename in map(str, self._documents.paths):
                 raise
             if error.errno in _NOT_OURS:
                 raise ConfigError(
@@ -296,6 +300,59 @@ def _document_batches(pieces: Iterator[DocumentPiece]) -> Iterator[list[Document
             batch, characters = [], 0
     if batch:
         yield batch
+
+
+# The lock under which one of several processes makes the file that all of them read.
+#
+# It ends with its process, so a kill leaves nothing to remove. The file of the lock says who has it and how far the
+# work is: a process that waits logs that. Waits have no time-out.
+
+
+_POLL_SECONDS = 0.2
+
+
+@contextmanager
+def _making_lock(path: Path, sleep: Callable[[float], None]) -> Iterator[tuple[Callable[[str], None], bool]]:
+    """Hold the lock of the file `path` in the block, however long that takes.
+
+    Yield a function that notes in the file how far the work is, and whether no other process is in the block. A file,
+    not its folder: NFS has such locks on files. Where there is none, every process gets it: each then writes a file of
+    its own, and the last one stays.
+    """
+    with path.open("a+b", buffering=0) as file:
+        waited = 0.0
+        while (is_locked := _try_lock(file)) is False:
+            if waited == 0 or waited % _LOG_SECONDS < _POLL_SECONDS:
+                logger.info("Waiting for %s, which tokenises the corpus", _note_in(file) or "another process")
+            sleep(_POLL_SECONDS)
+            waited += _POLL_SECONDS
+
+        def note(progress: str) -> None:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}{progress and f': {progress}'}".encode())
+
+        try:
+            note("")
+            yield note, bool(is_locked)
+        finally:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)  # A process that was forked meanwhile has the descriptor, too.
+
+
+def _try_lock(file: BinaryIO) -> bool | None:
+    """Return whether this process has the lock; None where the file system has no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _note_in(file: BinaryIO) -> str:
+    file.seek(0)
+    return file.read(256).decode(errors="replace")
 
 
 # A file that holds a stream of tokens.

@@ -11,34 +11,19 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torchtitan_lite.errors import ConfigError, ExtraMissing
 
 BYTES = "bytes"
+BOS, EOS = 256, 257
+"""The tokens of the byte tokenizer that are no bytes: they stand before and after each document."""
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 BOS_NAMES = ("<s>", "<bos>", "<|bos|>", "[BOS]", "<|begin_of_text|>", "<|startoftext|>")
 EOS_NAMES = ("</s>", "<eos>", "<|eos|>", "[EOS]", "<|end_of_text|>", "<|endoftext|>")
 """Names that BOS and EOS have where no file next to tokenizer.json names them."""
 _MAP_FILE = "special_tokens_map.json"
 _FURTHER_FILES = (CONFIG_FILE, _MAP_FILE, "chat_template.jinja")
-
-
-class Tokenizer(Protocol):
-    """A tokenizer of the kind that the module describes."""
-
-    vocab_size: int
-    """One more than the largest token."""
-    bos: int | None
-    eos: int | None
-    fingerprint: str
-    """ "bytes", or a digest of tokenizer.json and of the two marks."""
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of each text, without marks."""
-
-    def files(self) -> dict[str, bytes]:
-        """Return the files, by name, from which transformers loads this tokenizer."""
 
 
 def build_tokenizer(path: str) -> Tokenizer:
@@ -53,8 +38,9 @@ class ByteTokenizer:
     """The bytes of the text in UTF-8, and two marks."""
 
     vocab_size = 258
-    bos: int | None = 256
-    eos: int | None = 257
+    """One more than the largest token."""
+    bos: int | None = BOS
+    eos: int | None = EOS
     fingerprint = BYTES
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -63,13 +49,14 @@ class ByteTokenizer:
 
     def files(self) -> dict[str, bytes]:
         """Return the files of a tokenizer of transformers that gives the same tokens."""
-        from torchtitan_lite.data.byte_tokenizer_files import byte_tokenizer_files
-
         return byte_tokenizer_files()
 
 
 class FileTokenizer:
-    """A tokenizer.json. Truncation and padding that it asks for are off; special tokens in a text are found in it."""
+    """A tokenizer.json. Truncation and padding that it asks for are off; special tokens in a text are found in it.
+
+    `fingerprint` is a digest of the file and of the two marks.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -97,12 +84,7 @@ class FileTokenizer:
         """Return tokenizer.json and those next to it; a tokenizer_config.json is made where there is none."""
         files = {name: self._path.with_name(name) for name in _FURTHER_FILES}
         found = {name: path.read_bytes() for name, path in files.items() if path.is_file()}
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": self._bos_name,
-            "eos_token": self._eos_name,
-            "clean_up_tokenization_spaces": False,
-        }
+        config = _tokenizer_config(self._bos_name, self._eos_name)
         return {TOKENIZER_FILE: self._data, CONFIG_FILE: json.dumps(config, indent=2).encode() + b"\n"} | found
 
     def _name_of(self, key: str, known: Iterable[str], special: Sequence[str]) -> str | None:
@@ -126,6 +108,15 @@ class FileTokenizer:
                 f"vocabulary. Correct it in {self._path.with_name(CONFIG_FILE)}; null is a tokenizer without one."
             )
         return vocabulary[name]
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
+
+
+def marks_of(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the tokens before and after each document; where BOS and EOS are one token, it only follows."""
+    bos, eos = tokenizer.bos, tokenizer.eos
+    return [bos] if bos is not None and bos != eos else [], [eos] if eos is not None else []
 
 
 def tokenizer_file(given: str) -> Path:
@@ -179,15 +170,12 @@ def _marks_named_next_to(path: Path) -> dict[str, str | None]:
             ) from error
         for key in ("bos_token", "eos_token"):
             if isinstance(content, dict) and key in content:
-                value = content[key]["content"] if _is_added_token(content[key]) else content[key]
+                value = content[key]
+                value = value["content"] if isinstance(value, dict) and "content" in value else value
                 if value is not None and not isinstance(value, str):
                     raise ConfigError(f"model.tokenizer_path: {file}: expected the text of {key}, found {value!r}.")
                 named[key] = value
     return named
-
-
-def _is_added_token(value: object) -> bool:
-    return isinstance(value, dict) and "content" in value
 
 
 def _sound(text: str) -> str:
@@ -197,3 +185,75 @@ def _sound(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
+
+
+# The byte tokenizer as files that transformers and tokenizers load.
+#
+# Token i < 256 is the byte i, and the two marks follow. A text gets the mark before it, as every document in training
+# has; the mark after it is what a model writes at the end.
+
+
+_BOS_TEXT, _EOS_TEXT = "<|begin_of_text|>", "<|end_of_text|>"
+_MARK = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
+def byte_tokenizer_files() -> dict[str, bytes]:
+    """Return the contents of each file, by name."""
+    return {TOKENIZER_FILE: _json(_tokenizer_json()), CONFIG_FILE: _json(_tokenizer_config(_BOS_TEXT, _EOS_TEXT))}
+
+
+def _tokenizer_json() -> dict[str, Any]:
+    first = {"SpecialToken": {"id": _BOS_TEXT, "type_id": 0}}
+    texts = [{"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB")]
+    marks = [{"id": number, "content": text, **_MARK} for number, text in ((BOS, _BOS_TEXT), (EOS, _EOS_TEXT))]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": marks,
+        "normalizer": None,
+        "pre_tokenizer": _BYTE_LEVEL,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [first, texts[0]],
+            "pair": [first, *texts],
+            "special_tokens": {_BOS_TEXT: {"id": _BOS_TEXT, "ids": [BOS], "tokens": [_BOS_TEXT]}},
+        },
+        "decoder": _BYTE_LEVEL,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {character: number for number, character in enumerate(_alphabet())},
+            "merges": [],
+        },
+    }
+
+
+def _tokenizer_config(bos: str | None, eos: str | None) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
+        "eos_token": eos,
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+def _alphabet() -> list[str]:
+    """Return the character for each byte in GPT-2's alphabet, which ByteLevel uses.
+
+    It is the character of the same number where that can be seen, and one from 256 on where not.
+    """
+    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(number if number in seen else next(others)) for number in range(0x100)]
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()

@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -127,41 +127,33 @@ class Checkpoints(_package.Callback):  # type: ignore[misc, name-defined]  # Lig
         fit.load()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        for each in self._fits():
+        for each in self.fits():
             each.start()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        for each in self._fits():
+        for each in self.fits():
             each.manager.maybe_wait_for_staging()  # Optimizers without step hooks do not wait by themselves.
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        for each in self._fits():
+        for each in self.fits():
             each.after_batch()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        for each in self._fits():
+        for each in self.fits():
             each.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        for each in self._fits():
+        for each in self.fits():
             each.manager.__exit__(type(exception), exception, exception.__traceback__)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        for each in self._fits():
+        for each in self.fits():
             each.manager.close()
-
-    def begin_epoch(self) -> None:
-        for each in self._fits():
-            each.begin_epoch()
-
-    def end_epoch(self) -> None:
-        for each in self._fits():
-            each.end_epoch()
 
     def _is_off(self, trainer: Any) -> bool:
         return bool(trainer.fast_dev_run) or not self._config.checkpoint.enable_checkpoint
 
-    def _fits(self) -> Iterator[_Fit]:
+    def fits(self) -> Iterator[_Fit]:
         """Yield the present fit, if there is one and it saves."""
         if self._fit is not None:
             yield self._fit
@@ -174,10 +166,12 @@ class _First(_package.Callback):  # type: ignore[misc, name-defined]  # nor here
         self._owner = owner
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self._owner.begin_epoch()
+        for each in self._owner.fits():
+            each.begin_epoch()
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        self._owner.end_epoch()
+        for each in self._owner.fits():
+            each.end_epoch()
 
 
 class _Fit:
@@ -187,7 +181,7 @@ class _Fit:
 
     def __init__(self, trainer: Any, config: Checkpoint, *, exit_on_signal: bool) -> None:
         self._trainer, self._config, self._exit_on_signal = trainer, config, exit_on_signal
-        self._is_due_between = _build_due_between(config)
+        self._interval = _build_interval(config)
         self._loops = LoopState(trainer)
         self._data = DataState(trainer, config, self._before_batch)
         self._generators: dict[str, Any] | None = None
@@ -268,19 +262,21 @@ class _Fit:
         trainer = self._trainer
         return bool(trainer.should_stop) or 0 <= trainer.max_steps <= trainer.global_step
 
-    def _before_batch(self) -> None:
-        """Save the step that is over. Called before a batch is read; ends the epoch if the ranks have stopped."""
+    def _before_batch(self) -> bool:
+        """Save the step that is over, before a batch is read. Return whether the ranks have stopped: the epoch ends."""
         self._restore_generators()
         self._loops.forget()
         self._save_pending()
-        if self._has_stopped:
-            raise StopIteration
+        return self._has_stopped
 
     def _save_pending(self, *, force: bool = False) -> None:
         if not self._is_pending:
             return
         self._is_pending = False
-        self.manager.save(self._step, force=force, now=self._is_due_between(self._step_before, self._step))
+        before, step, interval = self._step_before, self._step, self._interval
+        # Several optimizers of one batch make several steps: an interval may end at one between, which no batch has.
+        now = interval > 0 and step - before > 1 and step // interval > before // interval
+        self.manager.save(step, force=force, now=now)
         self._leave_if_agreed()
 
     def _leave_if_agreed(self) -> None:
@@ -303,13 +299,9 @@ class _Fit:
             RngState().load_state_dict(generators)
 
 
-def _build_due_between(config: Checkpoint) -> Callable[[int, int], bool]:
-    """Return what says of two steps whether an interval ends at a step between them, which no batch has.
-
-    Several optimizers of one batch make several steps.
-    """
-    interval = config.interval if config.interval_type == "steps" else 0
-    return lambda before, step: interval > 0 and step - before > 1 and step // interval > before // interval
+def _build_interval(config: Checkpoint) -> int:
+    """Return the steps from one save to the next; 0 if they are not counted in steps."""
+    return config.interval if config.interval_type == "steps" else 0
 
 
 def _refuse_given(checkpoint: Mapping[str, Any], states: Mapping[str, Any]) -> None:

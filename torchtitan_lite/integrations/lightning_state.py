@@ -80,7 +80,7 @@ def _uncount(progress: dict[str, Any], name: str) -> None:
 class DataState:
     """The position of each training loader on this rank, and the metrics of this rank that callbacks see."""
 
-    def __init__(self, trainer: Any, config: Checkpoint, before_batch: Callable[[], None]) -> None:
+    def __init__(self, trainer: Any, config: Checkpoint, before_batch: Callable[[], bool]) -> None:
         self._trainer = trainer
         self._place = {"rank": trainer.global_rank, "num_ranks": trainer.world_size}
         self._metrics: dict[str, torch.Tensor] = {}

@@ -11,6 +11,7 @@ With a registry as it is:
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib
 import sys
@@ -133,7 +134,9 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         self.save_future: Future[Any] | None = None
         self._config, self._states = config, states
         if config.enable:  # Else torchtitan calls no method that needs one, and nothing is refused.
-            keys, folder = _keys_of(config), _folder_of(config, base_folder)
+            keys, folder = _keys_of(config), config.folder
+            if not is_in_object_store(folder):
+                folder = str(Path(base_folder, folder))
             self._weights_folder = Path(folder).parent / "hf"
             self._own = OwnManager.for_loop(
                 model=list(model_parts),
@@ -219,10 +222,6 @@ class CheckedDataloader:
         self._dataloader.load_state_dict(state_dict)
 
 
-def _folder_of(config: CheckpointManager.Config, base_folder: str) -> str:
-    return config.folder if is_in_object_store(config.folder) else str(Path(base_folder, config.folder))
-
-
 def _refuse_code(name: str, data: bytes) -> None:
     try:
         parse_pickle(data, {})
@@ -302,30 +301,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run torchtitan's trainer with the command line `arguments`, and with this manager."""
     from torchtitan.train import main as train
 
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    module, rest = _taken("--module", given)
-    if not module:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--module", nargs="?", default="", const="")
+    given, rest = parser.parse_known_args(arguments)
+    if not given.module:
         raise ConfigError("--module: expected the module of a registry, such as llama3, found none.")
     # By its qualified name: this one may be __main__.
     own = importlib.import_module("torchtitan_lite.integrations.torchtitan")
-    own.registry = module  # type: ignore[attr-defined]  # this module
+    own.registry = given.module  # type: ignore[attr-defined]  # this module
     sys.argv = [sys.argv[0], "--module", own.__name__, *rest]
     train()
-
-
-def _taken(name: str, arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the value of the option `name`, and the arguments without it."""
-    value, rest, at = "", [], 0
-    while at < len(arguments):
-        each = arguments[at]
-        if each == name and at + 1 < len(arguments):
-            value, at = arguments[at + 1], at + 1
-        elif each.startswith(f"{name}="):
-            value = each.partition("=")[2]
-        else:
-            rest.append(each)
-        at += 1
-    return value, rest
 
 
 if __name__ == "__main__":

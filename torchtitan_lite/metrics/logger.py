@@ -1,22 +1,18 @@
-"""The files that record a run: metrics.jsonl, TensorBoard files, events.jsonl; and its page at Weights & Biases.
+"""The figures of a run by step: in metrics.jsonl, in TensorBoard files, and on its page at Weights & Biases.
 
 A run and its restarts are one history, in which every logged step is present once. So a resumed run drops the lines
-after the step that it loaded, and a fresh start moves an older history aside. `report` formats the log lines.
+after the step that it loaded, and a fresh start moves an older history aside.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_lite.config.job_config import Metrics
 from torchtitan_lite.errors import ExtraMissing
-from torchtitan_lite.event_lines import Recorded
-from torchtitan_lite.events import Event
 from torchtitan_lite.json_lines import JsonLines, start_history
 from torchtitan_lite.log import logger
 
@@ -61,32 +57,6 @@ class MetricsLogger:
         if self._tensorboard is not None:
             self._tensorboard.close()
 
-    def __enter__(self) -> MetricsLogger:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class EventLog:
-    """Write checkpoint events to `path`; with None (every rank but rank 0), write nothing."""
-
-    def __init__(self, path: Path | None, *, clock: Callable[[], float] = time.time) -> None:
-        self._lines = JsonLines(path) if path is not None else None
-        self._clock = clock
-
-    def write(self, event: Event) -> None:
-        """Write `event` with the time in Unix seconds. **Any thread**."""
-        if self._lines is not None:
-            self._lines.append(Recorded(self._clock(), event).to_record())
-
-    def close(self) -> None:
-        """Close the file. Idempotent."""
-        if self._lines is not None:
-            self._lines.close()
-
 
 def _tensorboard_file(dump_folder: Path, config: Metrics, rank: int) -> TensorBoardFile | None:
     if not config.enable_tensorboard or (config.rank_0_only and rank != 0):
@@ -105,28 +75,27 @@ def _tensorboard_file(dump_folder: Path, config: Metrics, rank: int) -> TensorBo
 # failure of the service is one warning: it never ends the run.
 
 
-def import_wandb() -> ModuleType:
-    """Return the module wandb. Raises ExtraMissing."""
-    try:
-        import wandb
-    except ImportError as error:
-        raise ExtraMissing.of(error, "wandb") from error
-    found: ModuleType = wandb
-    return found
-
-
 class WandbRun:
-    """The run `run_id`, whose files are in the folder wandb in `dump_folder`."""
+    """A run whose files are in the folder wandb in `dump_folder`. Raises ExtraMissing."""
 
-    def __init__(self, wandb: ModuleType, dump_folder: Path, run_id: str, config: Mapping[str, Any]) -> None:
-        self._run: Any = None
+    def __init__(self, dump_folder: Path) -> None:
         try:
-            self._run = wandb.init(
+            import wandb
+        except ImportError as error:
+            raise ExtraMissing.of(error, "wandb") from error
+        self._wandb: Any = wandb
+        self._dump_folder = dump_folder
+        self._run: Any = None
+
+    def begin(self, run_id: str, config: Mapping[str, Any]) -> None:
+        """Begin this start of the run `run_id`."""
+        try:
+            self._run = self._wandb.init(
                 id=run_id,
                 resume="allow",
-                dir=str(dump_folder),
+                dir=str(self._dump_folder),
                 config=dict(config),
-                settings=wandb.Settings(console="off"),  # The log lines stay the process's own.
+                settings=self._wandb.Settings(console="off"),  # The log lines stay the process's own.
             )
             self._run.define_metric("*", step_metric="step")
         except Exception as error:

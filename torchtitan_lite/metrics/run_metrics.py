@@ -2,7 +2,7 @@
 
 The loop times its parts and passes its figures at logged steps. The manager's events are written to events.jsonl at
 once, and their figures go into the next logged step. The figures of a logged step cover the steps since the last logged
-one. `goodput` counts where the time goes, and keeps the ledger.
+one. `ledger` counts where the time goes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from torchtitan_lite.checkpoint.schedule.optimum import Past
 from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.distributed.process_group import World
+from torchtitan_lite.event_lines import Recorded
 from torchtitan_lite.events import (
     EVENTS,
+    CleanEnd,
     Committed,
     Event,
     ImageMissed,
@@ -38,16 +40,15 @@ from torchtitan_lite.events import (
     Uploaded,
     UploadFailed,
 )
+from torchtitan_lite.json_lines import JsonLines
 from torchtitan_lite.log import logger
-from torchtitan_lite.metrics.goodput import Goodput
-from torchtitan_lite.metrics.ledger import Ledger
-from torchtitan_lite.metrics.logger import EventLog, MetricsLogger, WandbRun, import_wandb
+from torchtitan_lite.metrics.ledger import Ledger, RunClock
+from torchtitan_lite.metrics.logger import MetricsLogger, WandbRun
 from torchtitan_lite.metrics.progress_bar import build_progress_bars
 from torchtitan_lite.metrics.prometheus import PrometheusFile
-from torchtitan_lite.metrics.run_clock import RunClock
 from torchtitan_lite.metrics.step_line import (
-    build_memory_monitor,
     epoch_tags,
+    memory_tags,
     peak_flops,
     step_line,
     throughput_tags,
@@ -67,25 +68,24 @@ class RunMetrics:
     """
 
     def __init__(self, config: JobConfig, world: World, *, flops_per_token: float, began: float | None = None) -> None:
-        dump_folder = self._dump_folder = Path(config.job.dump_folder).absolute()
+        dump_folder = Path(config.job.dump_folder).absolute()
         self.timer = StepTimer()
         """Timer of the parts of a step: data, forward, backward, optimizer."""
         self._flops_per_token = flops_per_token
         self._peak = peak_flops(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
         writes = not (config.checkpoint.enable_checkpoint and config.checkpoint.load_only)
+        self._writes = world.rank == 0 and writes
         self._files = MetricsLogger(dump_folder, config.metrics, rank=world.rank, writes=writes)
-        self._events = EventLog(dump_folder / EVENTS_FILE if world.rank == 0 and writes else None)
-        self._memory = build_memory_monitor(world.device)
+        self._events = JsonLines(dump_folder / EVENTS_FILE) if self._writes else None
+        self._device = world.device
+        memory_tags(world.device)  # The first peaks are those since now.
         self._bars = build_progress_bars(config, world.rank)
-        clock = RunClock(began=began)
-        self._ledger = Ledger(dump_folder, clock) if world.rank == 0 and writes else None
-        self.goodput = Goodput(clock, self._ledger)
+        self.ledger = Ledger(dump_folder, RunClock(began=began), writes=self._writes)
         """Where the time goes."""
         self._heartbeat: Heartbeat | None = None
-        path = config.metrics.prometheus_file if self._ledger is not None else ""
+        path = config.metrics.prometheus_file if self._writes else ""
         self._prometheus = PrometheusFile(dump_folder / path, str(dump_folder)) if path else None
-        self._wandb_module = import_wandb() if config.metrics.enable_wandb and self._ledger is not None else None
-        self._wandb: WandbRun | None = None
+        self._wandb = WandbRun(dump_folder) if config.metrics.enable_wandb and self._writes else None
         self._config = config
         folder = config.checkpoint.folder
         self._checkpoints = folder.rstrip("/") if is_in_object_store(folder) else str(dump_folder / folder)
@@ -93,45 +93,47 @@ class RunMetrics:
         self._lock = threading.Lock()
         self._event_tags: dict[str, float] = {}
         self._written_once: set[type[Event]] = set()
-        self._tokens, self._steps, self._losses = 0.0, 0, 0.0
-        self._since = time.perf_counter()
+        self._end: CleanEnd | None = None
+        self._begin_figures()
 
     def begin(self, topology: str) -> None:
         """Begin this start in the ledger, and the heartbeat. Call it once the checkpoint folder is this job's."""
-        self.goodput.begin(
+        self.ledger.begin(
             host=socket.gethostname(),
             pid=os.getpid(),
             world_size=self._world_size,
             topology=topology,
             version=torchtitan_lite.__version__,
         )
-        if self._ledger is not None:
+        if self._writes:
             self._heartbeat = Heartbeat(self._beat)
-            self._heartbeat.start()
-            if self._wandb_module is not None:
-                first = (*(start.id for start in self._ledger.before.starts), self._ledger.id)[0]
-                self._wandb = WandbRun(self._wandb_module, self._dump_folder, first, self._config.to_dict())
+            if self._wandb is not None:
+                first = (*(start.id for start in self.ledger.before.starts), self.ledger.id)[0]
+                self._wandb.begin(first, self._config.to_dict())
 
     def start(self, loaded_step: int) -> None:
         """Drop the history on file after `loaded_step`. Call it directly before the loop."""
         self._start_history(loaded_step)
-        self.goodput.start_loop(loaded_step, self._checkpoints)
+        self.ledger.start_loop(loaded_step, self._checkpoints)
 
     def rolled_back(self, step: int, loaded_step: int) -> None:
         """Drop the history on file after `loaded_step`, to which the run rolled back from `step`."""
         self._start_history(loaded_step)
-        self.goodput.roll_back(step, loaded_step)
+        self.ledger.rolled_back(step, loaded_step)
 
     def _start_history(self, loaded_step: int) -> None:
         self._files.start(loaded_step)
         for bar in self._bars:
             bar.start(loaded_step)
+        self._begin_figures()
+
+    def _begin_figures(self) -> None:
         self._tokens, self._steps, self._losses = 0.0, 0, 0.0
         self._since = time.perf_counter()
 
     def part(self, name: str) -> AbstractContextManager[None]:
         """Count the time of the block for the part `name` of the ledger."""
-        return self.goodput.clock.part(name)
+        return self.ledger.clock.part(name)
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -148,13 +150,15 @@ class RunMetrics:
 
         Of images in memory, made and missed, which may come with every step, the first one of a start is written.
         """
-        event = self.goodput.completed(event)
+        event = self.ledger.completed(event)
         kind = type(event)
-        if kind not in self._written_once:
-            self._events.write(event)
+        if self._events is not None and kind not in self._written_once:
+            self._events.append(Recorded(time.time(), event).to_record())
         if kind in OF_IMAGES:
             self._written_once.add(kind)
-        self.goodput.note(event)
+        self.ledger.note(event)
+        if isinstance(event, CleanEnd):
+            self._end = event
         with self._lock:
             self._event_tags |= checkpoint_tags(event)
         for bar in self._bars:
@@ -163,10 +167,8 @@ class RunMetrics:
             self._prometheus.uploads = upload_figures(self._prometheus.uploads, event)
 
     def past(self) -> Past:
-        """Return the hours and the unclean ends of earlier starts, which the ledger has; none without one."""
-        if self._ledger is None:
-            return Past()
-        return Past(self._ledger.before.hours, self._ledger.accounts().unclean_ends)
+        """Return the hours and the unclean ends of earlier starts; none where no ledger is written."""
+        return Past(self.ledger.before.hours, self.ledger.accounts().unclean_ends)
 
     def step_done(self, num_tokens: float, global_avg_loss: float) -> None:
         """Count one more step, of `num_tokens` on this rank."""
@@ -200,20 +202,19 @@ class RunMetrics:
             "grad_norm": grad_norm,
             "lr": lr,
             "n_tokens_seen": n_tokens_seen,
-            **self.goodput.tags(),
+            **self.ledger.tags(),
             **epoch_tags(*progress),
         }
         for bar in self._bars:
             bar.logged(global_avg_loss, speed["throughput(tps)"])
-        tags |= speed | time_tags(seconds / max(1, self._steps), parts) | self._memory.tags() | event_tags
+        tags |= speed | time_tags(seconds / max(1, self._steps), parts) | memory_tags(self._device) | event_tags
         self._files.log(step, tags)
         if self._prometheus is not None:
             self._prometheus.logged = tags
         if self._wandb is not None:
             self._wandb.log(step, tags)
         logger.info(step_line(step, tags, *progress))
-        self._tokens, self._steps, self._losses = 0.0, 0, 0.0
-        self._since = time.perf_counter()
+        self._begin_figures()
 
     def close(self, *, failed: bool = False) -> None:
         """Remove the progress bar, end the ledger and close all files. Idempotent.
@@ -225,21 +226,21 @@ class RunMetrics:
         if self._heartbeat is not None:
             self._heartbeat.close()
             self._heartbeat = None
-            self.goodput.end(failed=failed)
+            self.ledger.end(None if failed else self._end)
             self._write_prometheus(is_up=False)
         if self._wandb is not None:
             self._wandb.close(failed=failed)
         self._files.close()
-        self._events.close()
+        if self._events is not None:
+            self._events.close()
 
     def _beat(self) -> None:
-        assert self._ledger is not None, "only a rank with a ledger has a heartbeat"
-        self._ledger.beat()
+        self.ledger.beat()
         self._write_prometheus(is_up=True)
 
     def _write_prometheus(self, *, is_up: bool) -> None:
-        if self._prometheus is not None and self._ledger is not None:
-            self._prometheus.write(self._ledger.accounts(), self._ledger.at_risk(), is_up=is_up)
+        if self._prometheus is not None:
+            self._prometheus.write(self.ledger.accounts(), self.ledger.at_risk(), is_up=is_up)
 
     def __enter__(self) -> RunMetrics:
         return self
@@ -293,25 +294,22 @@ BEAT_SECONDS = 4.0
 
 
 class Heartbeat:
-    """Call `beat` every `seconds`, from `start` to `close`. An error of it is one warning, and the thread continues."""
+    """Call `beat` every `seconds`, until `close`. An error of it is one warning, and the thread continues.
+
+    The thread does not keep the process alive.
+    """
 
     def __init__(self, beat: Callable[[], None], seconds: float = BEAT_SECONDS) -> None:
         self._beat = beat
         self._seconds = seconds
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Start the thread. It does not keep the process alive."""
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """End the thread; one that hangs in the disk is not waited for longer than a beat. Idempotent."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join(self._seconds)
-            self._thread = None
+        self._thread.join(self._seconds)
 
     def _run(self) -> None:
         has_warned = False

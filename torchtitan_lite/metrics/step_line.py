@@ -1,7 +1,7 @@
 """The log line of a step, and the figures in it.
 
-The functions are pure; what measures memory asks the device or the system. The line keeps torchtitan's format, because
-scripts read it.
+All functions are pure, but `memory_tags`, which reads the device or the system. The line keeps torchtitan's format,
+because scripts read it.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
+
+_GIB = 1024**3
 
 # Dense bf16 FLOP/s, from the manufacturers' data sheets (half of it where they give it with sparsity).
 # Longer names come first: "H200" starts with "H20", and "H100 NVL" is another device than the H100 of a server board.
@@ -71,52 +72,23 @@ def step_line(step: int, tags: Mapping[str, float], epoch: int = 0, fraction: fl
     return f"{line}  epoch: {epoch}" + ("" if fraction is None else f" ({int(1000 * fraction) / 10:.1f}%)")
 
 
-# How much memory training takes.
-#
-# On CUDA these are the allocator's peaks since the last call, under torchtitan's tags. On the CPU, where there is no
-# such allocator, it is the peak of the process since its start.
+def memory_tags(device: torch.device) -> dict[str, float]:
+    """Return the peaks of memory, by TensorBoard tag. The step line shows `memory/max_reserved(GiB)`.
 
-
-GIB = 1024**3
-
-
-class MemoryMonitor(Protocol):
-    """A source of memory figures."""
-
-    def tags(self) -> dict[str, float]:
-        """Return the peaks since the last call, by TensorBoard tag. The step line shows `memory/max_reserved(GiB)`."""
-
-
-class CudaMemory:
-    """The caching allocator of `device`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._capacity = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.reset_peak_memory_stats(device)
-
-    def tags(self) -> dict[str, float]:
-        stats = torch.cuda.memory_stats(self._device)
-        active, reserved = stats["active_bytes.all.peak"], stats["reserved_bytes.all.peak"]
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return {
-            "memory/max_active(GiB)": active / GIB,
-            "memory/max_active(%)": 100 * active / self._capacity,
-            "memory/max_reserved(GiB)": reserved / GIB,
-            "memory/max_reserved(%)": 100 * reserved / self._capacity,
-            "memory/num_alloc_retries": stats["num_alloc_retries"],
-            "memory/num_ooms": stats["num_ooms"],
-        }
-
-
-class ProcessMemory:
-    """The resident memory of this process."""
-
-    def tags(self) -> dict[str, float]:
+    On CUDA these are the allocator's since the last call, under torchtitan's tags. On the CPU, where there is no such
+    allocator, it is the peak of the process since its start.
+    """
+    if device.type != "cuda":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        return {"memory/max_active(GiB)": peak / GIB, "memory/max_reserved(GiB)": peak / GIB}
-
-
-def build_memory_monitor(device: torch.device) -> MemoryMonitor:
-    """Return the monitor for `device`."""
-    return CudaMemory(device) if device.type == "cuda" else ProcessMemory()
+        return {"memory/max_active(GiB)": peak / _GIB, "memory/max_reserved(GiB)": peak / _GIB}
+    capacity, stats = torch.cuda.get_device_properties(device).total_memory, torch.cuda.memory_stats(device)
+    active, reserved = stats["active_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+    torch.cuda.reset_peak_memory_stats(device)
+    return {
+        "memory/max_active(GiB)": active / _GIB,
+        "memory/max_active(%)": 100 * active / capacity,
+        "memory/max_reserved(GiB)": reserved / _GIB,
+        "memory/max_reserved(%)": 100 * reserved / capacity,
+        "memory/num_alloc_retries": stats["num_alloc_retries"],
+        "memory/num_ooms": stats["num_ooms"],
+    }

@@ -7,7 +7,7 @@ moments are float32 (`parallelize_llama`). Activations, gathered blocks and buff
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -24,34 +24,18 @@ _MOMENTS = 2
 
 
 @dataclass(frozen=True)
-class RankFootprint:
-    """What the largest of the ranks with the same `stages` holds."""
-
-    stages: tuple[Stage, ...]
-    num_params: int
-
-    def __str__(self) -> str:
-        return f"{self.num_params:,} parameters, {readable_bytes(self.num_bytes)}"
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its parameters, their gradients and Adam's moments."""
-        return self.num_params * _BYTES * (2 + _MOMENTS)
-
-
-@dataclass(frozen=True)
 class Footprint:
-    """`held` by pipeline rank, and what all ranks together hold and take in a step."""
+    """What all ranks together hold and take in a step, and what the largest one of each pipeline rank holds."""
 
     plan: Plan
     num_params: int
-    held: tuple[RankFootprint, ...]
+    held: tuple[int, ...]
+    """Parameters, by pipeline rank."""
     training: Training
     global_batch_size: int
 
     def __str__(self) -> str:
         dims, batch_size, seq_len = self.plan.dims, self.training.batch_size, self.training.seq_len
-        largest = max(self.held, key=lambda held: held.num_params)
         ranks = counted(dims.world_size, "rank") + (f" ({dims})" if dims.world_size > 1 else "")
         accumulation = self.global_batch_size // (batch_size * dims.dp_degree)
         parts = [f"{counted(dims.dp_degree, 'share')} of {batch_size}"]
@@ -64,11 +48,13 @@ class Footprint:
             f"  step: {counted(self.global_batch_size, 'sequence')} of {counted(seq_len, 'token')}: {', '.join(parts)}",
             f"  tokens in a step: {self.global_batch_size * seq_len:,}",
             f"  model: {self.num_params:,} parameters, {params}; a full checkpoint: {checkpoint}",
-            f"  largest rank: {largest}",
+            f"  largest rank: {_held(max(self.held))}",
             "    with gradients and Adam's moments in float32, without activations",
         ]
         if dims.pp > 1:
-            lines += [f"  pp rank {rank}: {_layers(held.stages)}: {held}" for rank, held in enumerate(self.held)]
+            for rank, (stages, held) in enumerate(zip(_stages_by_pp_rank(self.plan), self.held, strict=True)):
+                layers = " and ".join(f"{stage.layers[0]}-{stage.layers[-1]}" for stage in stages)
+                lines.append(f"  pp rank {rank}: layers {layers}: {_held(held)}")
         return "\n".join(lines)
 
 
@@ -80,17 +66,20 @@ def footprint(
     num_params: int,
 ) -> Footprint:
     """Return what `plan` puts on the ranks; `build_part` returns a stage, sharded, on the meta device. Any rank."""
-    dims = plan.dims
-    by_pp_rank = [plan.stages_of(rank * dims.dp_degree * dims.tp) for rank in range(dims.pp)]
-    held = [RankFootprint(stages, num_local_params(map(build_part, stages))) for stages in by_pp_rank]
-    return Footprint(plan, num_params, tuple(held), training, global_batch_size)
+    held = tuple(num_local_params(map(build_part, stages)) for stages in _stages_by_pp_rank(plan))
+    return Footprint(plan, num_params, held, training, global_batch_size)
+
+
+def _stages_by_pp_rank(plan: Plan) -> list[tuple[Stage, ...]]:
+    return [plan.stages_of(rank * plan.dims.dp_degree * plan.dims.tp) for rank in range(plan.dims.pp)]
+
+
+def _held(num_params: int) -> str:
+    """Return this number of parameters, with the bytes of these, of their gradients and of Adam's moments."""
+    return f"{num_params:,} parameters, {readable_bytes(num_params * _BYTES * (2 + _MOMENTS))}"
 
 
 def num_local_params(parts: Iterable[nn.Module]) -> int:
     """Return the elements of this rank's shards of all parameters."""
     parameters = (parameter for part in parts for parameter in part.parameters())
     return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
-
-
-def _layers(stages: Sequence[Stage]) -> str:
-    return "layers " + " and ".join(f"{stage.layers[0]}-{stage.layers[-1]}" for stage in stages)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.config.job_config import JobConfig
-from torchtitan_lite.parallelisms.pipeline_llama import Activations, build_schedule
+from torchtitan_lite.parallelisms.pipeline_llama import INTERLEAVED, Stage
 from torchtitan_lite.parallelisms.plan import LlamaSizes, Plan
 
 if TYPE_CHECKING:
@@ -41,40 +41,56 @@ def build_forward_backward(
     """Return the implementation for `plan`. `rank` has the model parts `parts`; a step has `accumulation` batches."""
     if plan.dims.pp == 1:
         return Accumulating(parts[0], scaler, timer)
-    num_losses = plan.num_microbatches * accumulation
     stages = plan.stages_of(rank)
-    schedule = build_schedule(
-        config.parallelism,
-        parts,
-        stages,
-        mesh["pp"],
-        loss=lambda logits, targets: next_token_loss(logits, targets) / num_losses,
-        num_microbatches=plan.num_microbatches,
-        activations=Activations(
-            batch_size=config.training.batch_size // plan.num_microbatches,
-            seq_len=config.training.seq_len,
-            sequence_shards=plan.dims.tp,
-            dim=sizes.dim,
-            vocab_size=sizes.vocab_size,
-            dtype=getattr(torch, config.training.mixed_precision_param),
-        ),
-        device=device,
-    )
+    num_losses = plan.num_microbatches * accumulation
+    schedule = _build_schedule(config, plan, sizes, parts, stages, mesh["pp"], num_losses, device)
     return Pipelined(schedule, timer, has_first=stages[0].is_first, has_last=stages[-1].is_last)
 
 
-class ForwardBackward(Protocol):
-    """An implementation of forward and backward."""
+def _build_schedule(
+    config: JobConfig,
+    plan: Plan,
+    sizes: LlamaSizes,
+    parts: Sequence[nn.Module],
+    stages: Sequence[Stage],
+    mesh: DeviceMesh,
+    num_losses: int,
+    device: torch.device,
+) -> PipelineScheduleSingle | PipelineScheduleMulti:
+    """Return the schedule that runs this rank's `parts`, the modules of `stages`, over their micro-batches.
 
-    def __call__(self, batch: Tensor) -> Tensor | None:
-        """Add the gradients of the mean loss of `batch`, int64 [accumulation, local_batch, seq_len + 1].
+    Backward differentiates the sum of all losses, not their mean.
+    """
+    # Imported only here: it takes a quarter of a second, and most runs have no pipeline.
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-        Return this loss, or None on a rank that does not have the last pipeline stage.
-        """
+    with torch.device("meta"):  # Inputs and outputs of stages: the buffers between them get their shapes.
+        dtype, seq_len = getattr(torch, config.training.mixed_precision_param), config.training.seq_len
+        tokens = torch.empty(config.training.batch_size // plan.num_microbatches, seq_len, dtype=torch.int64)
+        local = (len(tokens), seq_len // plan.dims.tp, sizes.dim)  # Tensor parallelism splits the sequence.
+        hidden = torch.empty(local, dtype=dtype, requires_grad=True)
+        logits = torch.empty(*tokens.shape, sizes.vocab_size, dtype=dtype, requires_grad=True)
+    built: list[Any] = []  # torch asks for a list of a private class.
+    for part, stage in zip(parts, stages, strict=True):
+        ends = tokens if stage.is_first else hidden, logits if stage.is_last else hidden
+        built.append(PipelineStage(part, stage.index, stage.num_stages, device, *ends, group=mesh.get_group()))
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return next_token_loss(logits, targets) / num_losses
+
+    schedule = config.parallelism.pipeline_parallel_schedule
+    if schedule == INTERLEAVED:
+        return ScheduleInterleaved1F1B(built, plan.num_microbatches, loss_fn=loss, scale_grads=False)
+    kind = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}[schedule]
+    return kind(built[0], plan.num_microbatches, loss_fn=loss, scale_grads=False)
 
 
 class Accumulating:
-    """Run a whole model, one local batch after the other."""
+    """Run a whole model, one local batch after the other.
+
+    The call adds the gradients of the mean loss of a batch, int64 [accumulation, local_batch, seq_len + 1], and returns
+    this loss.
+    """
 
     def __init__(self, model: nn.Module, scaler: torch.amp.GradScaler, timer: Timer) -> None:
         self._model, self._scaler, self._timer = model, scaler, timer
@@ -91,7 +107,10 @@ class Accumulating:
 
 
 class Pipelined:
-    """Run the stages of one rank. The schedule's losses, over all local batches, add up to the mean."""
+    """Run the stages of one rank. The schedule's losses, over all local batches, add up to the mean.
+
+    The call does as `Accumulating` does; without the last stage it returns None.
+    """
 
     def __init__(
         self, schedule: PipelineScheduleSingle | PipelineScheduleMulti, timer: Timer, *, has_first: bool, has_last: bool
@@ -111,6 +130,9 @@ class Pipelined:
         with self._timer("forward_backward"):
             self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
         return [loss.detach() for loss in losses]
+
+
+ForwardBackward = Accumulating | Pipelined
 
 
 def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -7,20 +7,13 @@ same code. Stage s is on pipeline rank s modulo the number of pipeline ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 
 from torchtitan_lite.config.job_config import JobConfig, Parallelism
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted
-
-if TYPE_CHECKING:
-    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 INTERLEAVED = "Interleaved1F1B"
 INTERLEAVED_STAGES = 2
@@ -44,27 +37,6 @@ class Stage:
     def is_last(self) -> bool:
         """Whether this stage computes the logits, and so the loss."""
         return self.index == self.num_stages - 1
-
-
-@dataclass(frozen=True)
-class Activations:
-    """Sizes of a micro-batch; between stages it is in `dtype`, and its sequence in `sequence_shards` parts."""
-
-    batch_size: int
-    seq_len: int
-    sequence_shards: int
-    dim: int
-    vocab_size: int
-    dtype: torch.dtype
-
-    def examples(self, stage: Stage) -> tuple[Tensor, Tensor]:
-        """Return the input and output of `stage` on the meta device; the buffers between stages get their shapes."""
-        with torch.device("meta"):
-            tokens = torch.empty(self.batch_size, self.seq_len, dtype=torch.int64)
-            local = (self.batch_size, self.seq_len // self.sequence_shards, self.dim)
-            hidden = torch.empty(local, dtype=self.dtype, requires_grad=True)
-            logits = torch.empty(*tokens.shape, self.vocab_size, dtype=self.dtype, requires_grad=True)
-        return tokens if stage.is_first else hidden, logits if stage.is_last else hidden
 
 
 def build_stages(config: Parallelism, n_layers: int) -> list[Stage]:
@@ -117,34 +89,6 @@ def num_microbatches(config: JobConfig) -> int:
             f"micro-batches, found {number}; set training.batch_size or pipeline_parallel_microbatch_size accordingly."
         )
     return number
-
-
-def build_schedule(
-    config: Parallelism,
-    parts: Sequence[nn.Module],
-    stages: Sequence[Stage],
-    mesh: DeviceMesh,
-    *,
-    loss: Callable[[Tensor, Tensor], Tensor],
-    num_microbatches: int,
-    activations: Activations,
-    device: torch.device,
-) -> PipelineScheduleSingle | PipelineScheduleMulti:
-    """Return the schedule that runs this rank's `parts`, the modules of `stages`, over their micro-batches.
-
-    Backward differentiates the sum of all `loss`es, not their mean.
-    """
-    # Imported only here: it takes a quarter of a second, and most runs have no pipeline.
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-
-    built: list[Any] = [  # torch asks for a list of a private class.
-        PipelineStage(part, stage.index, stage.num_stages, device, *activations.examples(stage), group=mesh.get_group())
-        for part, stage in zip(parts, stages, strict=True)
-    ]
-    if config.pipeline_parallel_schedule == INTERLEAVED:
-        return ScheduleInterleaved1F1B(built, num_microbatches, loss_fn=loss, scale_grads=False)
-    kind = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}[config.pipeline_parallel_schedule]
-    return kind(built[0], num_microbatches, loss_fn=loss, scale_grads=False)
 
 
 def _even_starts(n_layers: int, num_stages: int) -> list[int]:

@@ -13,7 +13,6 @@ from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.parallelisms.parallel_dims import ParallelDims, build_parallel_dims
 from torchtitan_lite.parallelisms.pipeline_llama import Stage, build_stages, num_microbatches
-from torchtitan_lite.parallelisms.tensor_parallel import check_evenly_split
 
 
 class LlamaSizes(Protocol):
@@ -51,13 +50,12 @@ class Plan:
 def build_plan(config: JobConfig, sizes: LlamaSizes, world_size: int) -> Plan:
     """Return the plan for `config`. Raise ConfigError if the ranks, the model or the batch do not fit it."""
     dims = build_parallel_dims(config.parallelism, world_size)
-    check_evenly_split(
-        dims.tp,
-        n_heads=sizes.n_heads,
-        n_kv_heads=sizes.n_kv_heads,
-        ffn_dim=sizes.ffn_dim,
-        seq_len=config.training.seq_len,
-    )
+    split = {"n_heads": sizes.n_heads, "n_kv_heads": sizes.n_kv_heads, "feed-forward width": sizes.ffn_dim}
+    for name, size in {**split, "seq_len": config.training.seq_len}.items():
+        if size % dims.tp:
+            raise ConfigError(
+                f"parallelism.tensor_parallel_degree: expected a divisor of the model's {name} {size}, found {dims.tp}."
+            )
     if dims.tp > 1 and config.training.compile:
         raise ConfigError(
             "training.compile: blocks that tensor parallelism splits cannot be compiled here; "

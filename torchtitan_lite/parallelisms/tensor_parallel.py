@@ -22,8 +22,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from torchtitan_lite.errors import ConfigError
-
 # The logits are a view of a DTensor. FSDP warns against changing such a view in place, which no loss does.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
@@ -70,13 +68,3 @@ def _block_plan() -> dict[str, ParallelStyle]:
         "feed_forward.w2": RowwiseParallel(output_layouts=SEQUENCE),
         "feed_forward.w3": ColwiseParallel(),
     }
-
-
-def check_evenly_split(degree: int, *, n_heads: int, n_kv_heads: int, ffn_dim: int, seq_len: int) -> None:
-    """Raise ConfigError unless `degree` divides every size that tensor parallelism splits."""
-    split = {"n_heads": n_heads, "n_kv_heads": n_kv_heads, "feed-forward width": ffn_dim, "seq_len": seq_len}
-    for name, size in split.items():
-        if size % degree:
-            raise ConfigError(
-                f"parallelism.tensor_parallel_degree: expected a divisor of the model's {name} {size}, found {degree}."
-            )

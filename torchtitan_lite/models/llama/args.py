@@ -93,7 +93,8 @@ FLAVORS: dict[str, ModelArgs] = {
 }
 
 
-_SETTINGS = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "norm_eps", "rope_theta")
+SETTINGS = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "norm_eps", "rope_theta")
+"""What determines the function that a model computes, but for the scaling of its rotary embedding and its tying."""
 _TIED = "tie_word_embeddings"
 _SCALING = tuple(field.name for field in dataclasses.fields(RopeScaling))
 
@@ -102,14 +103,14 @@ def settings_of(args: ModelArgs) -> dict[str, Any]:
     """Return what determines the function that the model computes, as numbers or None: for a checkpoint to record."""
     of_scaling = {f"rope_{name}": getattr(args.rope_scaling, name, None) for name in _SCALING}
     tied = {_TIED: True} if args.tie_word_embeddings else {}  # Checkpoints of earlier versions have no such entry.
-    return {name: getattr(args, name) for name in _SETTINGS} | of_scaling | tied
+    return {name: getattr(args, name) for name in SETTINGS} | of_scaling | tied
 
 
 def args_of_settings(settings: Mapping[str, Any]) -> ModelArgs:
     """Return the sizes that `settings_of` gave. Raises KeyError or TypeError for anything else."""
     of_scaling = {name: settings[f"rope_{name}"] for name in _SCALING}
     return ModelArgs(
-        **{name: settings[name] for name in _SETTINGS if name != "ffn_dim"},
+        **{name: settings[name] for name in SETTINGS if name != "ffn_dim"},
         hidden_dim=settings["ffn_dim"],
         rope_scaling=None if of_scaling["factor"] is None else RopeScaling(**of_scaling),
         tie_word_embeddings=bool(settings.get(_TIED)),

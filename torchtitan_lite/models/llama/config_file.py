@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,8 @@ from torchtitan_lite.config.job_config import Model
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointUnsafe, ConfigError
 from torchtitan_lite.models.llama.args import FLAVORS, ModelArgs, RopeScaling
-from torchtitan_lite.models.llama.hugging_face import MOST_LAYERS, TIED, args_of
+from torchtitan_lite.models.llama.hugging_face import CONFIG, MOST_LAYERS, TIED, args_of, count_in, positive_in
 
-CONFIG = "config.json"
 PARAMS = "params.json"
 FACTOR = "rope_scaling_factor"
 """Of Meta's params.json; usually it has none."""
@@ -50,18 +50,19 @@ def args_of_params(params: Mapping[str, Any], vocab_size: int = 0) -> ModelArgs:
         raise ConfigError(
             f"{PARAMS}: the Llama of this package has no mixture of experts and no vision: it cannot be read"
         )
-    dim, heads = _positive_integer(params, "dim"), _positive_integer(params, "n_heads")
+    count, positive = partial(count_in, params, file=PARAMS), partial(positive_in, params, file=PARAMS)
+    dim, heads = count("dim"), count("n_heads")
     in_params = params.get("vocab_size", -1)
     args = ModelArgs(
         dim=dim,
-        n_layers=_positive_integer(params, "n_layers", most=MOST_LAYERS),
+        n_layers=count("n_layers", most=MOST_LAYERS),
         n_heads=heads,
-        n_kv_heads=_positive_integer(params, "n_kv_heads", heads),
-        vocab_size=vocab_size if in_params == -1 else _positive_integer(params, "vocab_size"),
-        multiple_of=_positive_integer(params, "multiple_of", 256),
-        ffn_dim_multiplier=_positive(params, "ffn_dim_multiplier", 1.0),
-        norm_eps=_positive(params, "norm_eps", 1e-5),
-        rope_theta=_positive(params, "rope_theta", 10000.0),
+        n_kv_heads=count("n_kv_heads", heads),
+        vocab_size=vocab_size if in_params == -1 else count("vocab_size"),
+        multiple_of=count("multiple_of", 256),
+        ffn_dim_multiplier=positive("ffn_dim_multiplier", 1.0),
+        norm_eps=positive("norm_eps", 1e-5),
+        rope_theta=positive("rope_theta", 10000.0),
         rope_scaling=_meta_rope_scaling(params, dim),
         tie_word_embeddings=bool(params.get(TIED)),  # Meta's own files never say it.
     )
@@ -88,25 +89,7 @@ def _meta_rope_scaling(params: Mapping[str, Any], dim: int) -> RopeScaling | Non
     if not params.get("use_scaled_rope"):
         return None
     usual = _FACTOR_OF_3_1 if dim >= _SMALLEST_OF_3_1 else _FACTOR_OF_3_2
-    return RopeScaling(factor=_positive(params, FACTOR, usual))
-
-
-def _positive_integer(params: Mapping[str, Any], name: str, default: int | None = None, most: int = 1 << 40) -> int:
-    found = params.get(name)
-    if found is None and default is not None:
-        return default
-    if type(found) is not int or not 1 <= found <= most:
-        raise ConfigError(f"{PARAMS}: {name}: expected a whole number from 1 on, found {found!r:.50}")
-    return found
-
-
-def _positive(params: Mapping[str, Any], name: str, default: float) -> float:
-    found = params.get(name)
-    if found is None:
-        return default
-    if type(found) not in (int, float) or not found > 0:
-        raise ConfigError(f"{PARAMS}: {name}: expected a positive number, found {found!r:.50}")
-    return float(found)
+    return RopeScaling(factor=positive_in(params, FACTOR, usual, file=PARAMS))
 
 
 # The sizes that a configuration chooses: those of a flavor, or those in a file of other software.

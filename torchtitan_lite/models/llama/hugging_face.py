@@ -7,13 +7,16 @@ their rotary embedding rotates halves of a head, ours neighbours.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.hugging_face.known_model import HuggingFaceModel
 from torchtitan_lite.hugging_face.model_files import Place
 from torchtitan_lite.models.llama.args import ModelArgs, RopeScaling
+
+if TYPE_CHECKING:
+    from torchtitan_lite.examining.tensor_stream import Stream
 
 _LLAMA3 = "llama3"
 """The rope type of Llama 3.1 and later."""
@@ -33,13 +36,15 @@ _DIFFERENCES = {
 """What well-known families have that this Llama lacks, by model_type."""
 HEAD = "lm_head.weight"
 """Their name of the output projection."""
+OUTPUT, EMBEDDING = "output.weight", "tok_embeddings.weight"
+"""Our names of the output projection and of the embedding. Tied, they are the embedding alone."""
 TIED = "tie_word_embeddings"
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072},
 }
 """The families that compute what our Llama does, and what transformers takes in each where config.json is silent."""
-GENERATION = "generation_config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 MOST_LAYERS = 10_000
 """More would only make a hostile config.json take long to refuse."""
 _MOST = 1 << 40
@@ -113,7 +118,7 @@ def places_of(args: ModelArgs) -> dict[str, Place]:
     """Return the place of each parameter, in the order of the model."""
     dim, ffn_dim, head_dim = args.dim, args.ffn_dim, args.head_dim
     queries, keys = args.n_heads * head_dim, args.n_kv_heads * head_dim
-    found = {"tok_embeddings.weight": Place("model.embed_tokens.weight", (args.vocab_size, dim))}
+    found = {EMBEDDING: Place("model.embed_tokens.weight", (args.vocab_size, dim))}
     for number in range(args.n_layers):
         ours, theirs = f"layers.{number}", f"model.layers.{number}"
         found |= {
@@ -129,8 +134,21 @@ def places_of(args: ModelArgs) -> dict[str, Place]:
         }
     found["norm.weight"] = Place("model.norm.weight", (dim,))
     if not args.tie_word_embeddings:
-        found["output.weight"] = Place(HEAD, (args.vocab_size, dim))
+        found[OUTPUT] = Place(HEAD, (args.vocab_size, dim))
     return found
+
+
+def are_equal(stream: Callable[[], Stream], first: str, second: str) -> bool:
+    """Return whether two tensors have the same dtype, shape and bytes. `stream` returns a new reader of both.
+
+    Other software may store the output projection next to a tied embedding: it is dropped only if they are equal.
+    """
+    one, other = stream(), stream()
+    a, b = one.contents.tensors[first], other.contents.tensors[second]
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    pairs = zip(one.slices(first), other.slices(second), strict=True)
+    return all(bytes(x.data) == bytes(y.data) for x, y in pairs)
 
 
 def args_of(config: Mapping[str, Any]) -> ModelArgs:
@@ -145,9 +163,9 @@ def args_of(config: Mapping[str, Any]) -> ModelArgs:
             f"config.json: model_type: expected llama, or mistral without a window, found {kind!r}{reason}"
         )
     config = {**_DEFAULTS[kind], **config}
-    heads = _count(config, "num_attention_heads")
-    dim = _count(config, "hidden_size")
-    kv_heads = _count(config, "num_key_value_heads", heads)
+    heads = count_in(config, "num_attention_heads")
+    dim = count_in(config, "hidden_size")
+    kv_heads = count_in(config, "num_key_value_heads", heads)
     for is_odd, finding in (
         (config.get("hidden_act", "silu") not in ("silu", "swish"), f"hidden_act {config.get('hidden_act')!r}"),
         (bool(config.get("attention_bias")), "attention_bias"),
@@ -162,23 +180,23 @@ def args_of(config: Mapping[str, Any]) -> ModelArgs:
             raise ConfigError(f"config.json: the Llama of this package has no {finding}: it cannot be read")
     return ModelArgs(
         dim=dim,
-        n_layers=_count(config, "num_hidden_layers", most=MOST_LAYERS),
+        n_layers=count_in(config, "num_hidden_layers", most=MOST_LAYERS),
         n_heads=heads,
         n_kv_heads=kv_heads,
-        vocab_size=_count(config, "vocab_size"),
-        hidden_dim=_count(config, "intermediate_size"),
-        norm_eps=_positive_number(config, "rms_norm_eps", _NORM_EPS),
+        vocab_size=count_in(config, "vocab_size"),
+        hidden_dim=count_in(config, "intermediate_size"),
+        norm_eps=positive_in(config, "rms_norm_eps", _NORM_EPS),
         rope_theta=_rope_theta(config),
         rope_scaling=_rope_scaling(config),
         tie_word_embeddings=bool(config.get(TIED)),
-        max_seq_len=_count(config, "max_position_embeddings", _LENGTH),
+        max_seq_len=count_in(config, "max_position_embeddings", _LENGTH),
     )
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float:
     """Return the base of the rotary embedding."""
     parameters = _rope(config)
-    return _positive_number(parameters if "rope_theta" in parameters else config, "rope_theta", _ROPE_THETA)
+    return positive_in(parameters if "rope_theta" in parameters else config, "rope_theta", _ROPE_THETA)
 
 
 def _rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
@@ -193,10 +211,10 @@ def _rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
             f"default and {_LLAMA3}: it cannot be read"
         )
     return RopeScaling(
-        factor=_positive_number(parameters, "factor"),
-        low_freq_factor=_positive_number(parameters, "low_freq_factor"),
-        high_freq_factor=_positive_number(parameters, "high_freq_factor"),
-        original_length=_count(parameters, "original_max_position_embeddings"),
+        factor=positive_in(parameters, "factor"),
+        low_freq_factor=positive_in(parameters, "low_freq_factor"),
+        high_freq_factor=positive_in(parameters, "high_freq_factor"),
+        original_length=count_in(parameters, "original_max_position_embeddings"),
     )
 
 
@@ -207,19 +225,23 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return parameters
 
 
-def _count(config: Mapping[str, Any], name: str, default: int | None = None, most: int = _MOST) -> int:
+def count_in(
+    config: Mapping[str, Any], name: str, default: int | None = None, most: int = _MOST, *, file: str = CONFIG
+) -> int:
+    """Return the whole number `name` in `config`, the contents of `file`. Raise ConfigError for another value."""
     found = config.get(name)
     if found is None and default is not None:
         return default
     if type(found) is not int or not 1 <= found <= most:
-        raise ConfigError(f"config.json: {name}: expected a whole number from 1 on, found {found!r:.50}")
+        raise ConfigError(f"{file}: {name}: expected a whole number from 1 on, found {found!r:.50}")
     return found
 
 
-def _positive_number(config: Mapping[str, Any], name: str, default: float | None = None) -> float:
+def positive_in(config: Mapping[str, Any], name: str, default: float | None = None, *, file: str = CONFIG) -> float:
+    """Return the positive number `name` in `config`, the contents of `file`. Raise ConfigError for another value."""
     found = config.get(name)
     if found is None and default is not None:
         return default
     if found is None or type(found) not in (int, float) or not found > 0:
-        raise ConfigError(f"config.json: {name}: expected a positive number, found {found!r}")
+        raise ConfigError(f"{file}: {name}: expected a positive number, found {found!r:.50}")
     return float(found)

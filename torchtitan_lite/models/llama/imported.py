@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,10 +23,9 @@ from torchtitan_lite.importing import meta_folder
 from torchtitan_lite.importing.seed import Form, write_seed
 from torchtitan_lite.importing.wanted import ChosenWeights, as_model
 from torchtitan_lite.importing.weights_source import CONFIG, WeightsSource, open_source
-from torchtitan_lite.models.llama.args import ModelArgs
+from torchtitan_lite.models.llama.args import SETTINGS, ModelArgs
 from torchtitan_lite.models.llama.config_file import FACTOR, PARAMS, args_of_params
-from torchtitan_lite.models.llama.hugging_face import HEAD, TIED, args_of, places_of
-from torchtitan_lite.models.llama.tied import EMBEDDING, OUTPUT, are_equal
+from torchtitan_lite.models.llama.hugging_face import EMBEDDING, HEAD, OUTPUT, TIED, are_equal, args_of, places_of
 
 FULL_FORM = Form()
 
@@ -74,15 +73,14 @@ def import_llama(
     return write_llama(opened, out, form, unseen)
 
 
-def importer(args: ModelArgs) -> Callable[[Path, Path], Sequence[str]]:
-    """Return what imports a Llama of these sizes from a path to another, and returns facts for the log."""
-    return lambda path, out: import_llama(path, out, expected=args).notes
-
-
 def open_expected(path: Path, expected: ModelArgs) -> OpenedLlama:
     """Return the Llama at `path`, of the `expected` sizes. Raises as `import_llama` does; reads no tensor."""
-    opened = open_llama(path)
-    _refuse_other_sizes(path, opened.args, expected)
+    opened, names = open_llama(path), (*SETTINGS, "rope_scaling", TIED)
+    pairs = {name: (getattr(opened.args, name), getattr(expected, name)) for name in names}
+    if other := [f"{name} {its} instead of {ours}" for name, (its, ours) in pairs.items() if its != ours]:
+        raise ConfigError(
+            f"{path} is another model than this run's: {', '.join(other)}. Set --model.config_path={_folder(path)}"
+        )
     return opened
 
 
@@ -110,7 +108,8 @@ def open_llama(path: Path) -> OpenedLlama:
     places = places_of(args)
     head_dims = {place.name: place.rotary_head_dim for place in places.values() if place.rotary_head_dim}
     theirs = {name: (place.name, place.shape) for name, place in places.items()}
-    return _opened_llama(source, args, theirs, head_dims, (HEAD, places[EMBEDDING].name), states_tying=True)
+    chosen, embeddings = _chosen(source, args, theirs, HEAD), (HEAD, places[EMBEDDING].name)
+    return OpenedLlama(source, args, chosen, head_dims, embeddings, states_tying=True)
 
 
 def _of_meta(path: Path) -> OpenedLlama:
@@ -121,29 +120,20 @@ def _of_meta(path: Path) -> OpenedLlama:
     shapes = {name: place.shape for name, place in places_of(args).items()}
     source = meta_folder.joined_weights(folder, shapes | {OUTPUT: shapes[EMBEDDING]})
     ours = {name: (name, shape) for name, shape in shapes.items()}
-    opened = _opened_llama(source, args, ours, {}, (OUTPUT, EMBEDDING), states_tying=TIED in folder.params)
+    chosen = _chosen(source, args, ours, OUTPUT)
     if args.rope_scaling is not None and FACTOR not in folder.params:
-        opened.chosen.notes.append(
+        chosen.notes.append(
             f"{folder.path.name} states no factor of its rotary scaling: {args.rope_scaling.factor:g} taken"
         )
-    return opened
+    return OpenedLlama(source, args, chosen, {}, (OUTPUT, EMBEDDING), states_tying=TIED in folder.params)
 
 
-def _opened_llama(
-    source: WeightsSource,
-    args: ModelArgs,
-    places: dict[str, tuple[str, Shape]],
-    head_dims: dict[str, int],
-    embeddings: tuple[str, str],
-    *,
-    states_tying: bool,
-) -> OpenedLlama:
+def _chosen(source: WeightsSource, args: ModelArgs, places: dict[str, tuple[str, Shape]], head: str) -> ChosenWeights:
+    """Return our tensors in `source`; `head` is its name of the output projection."""
     tied = args.tie_word_embeddings
-    chosen = as_model(source.contents, places, embeddings[:1] if tied else ())
+    chosen = as_model(source.contents, places, (head,) if tied else ())
     notes = [f"tied embeddings: {OUTPUT} is {EMBEDDING}, one tensor"] if tied else []
-    return OpenedLlama(
-        source, args, chosen._replace(notes=notes + chosen.notes), head_dims, embeddings, states_tying=states_tying
-    )
+    return chosen._replace(notes=notes + chosen.notes)
 
 
 def _refuse_wrong_tying(opened: OpenedLlama) -> None:
@@ -184,13 +174,4 @@ def _refuse_quantized(source: WeightsSource) -> None:
         method = quantization.get("quant_method", "") if isinstance(quantization, dict) else ""
         raise ConfigError(
             f"{source.path} is quantized ({method or 'quantization_config'}): import the weights that it was made from"
-        )
-
-
-def _refuse_other_sizes(path: Path, found: ModelArgs, expected: ModelArgs) -> None:
-    names = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "norm_eps", "rope_theta")
-    pairs = {name: (getattr(found, name), getattr(expected, name)) for name in (*names, "rope_scaling", TIED)}
-    if other := [f"{name} {its} instead of {ours}" for name, (its, ours) in pairs.items() if its != ours]:
-        raise ConfigError(
-            f"{path} is another model than this run's: {', '.join(other)}. Set --model.config_path={_folder(path)}"
         )
