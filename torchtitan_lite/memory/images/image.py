@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -86,15 +87,15 @@ def staged_record(staged: StagedCopy) -> FileRecord:
     return FileRecord.of(staged.arena.memory[: staged.num_bytes])
 
 
-def renew_card(mark: Mark, commits: tuple[Commit, ...], rank: int) -> None:
+def renew_card(mark: Mark, commits: tuple[Commit, ...], rank: int, known: Card | None = None) -> None:
     """Write into the card of a valid image of `rank` that `commits` are the latest checkpoints on disk now.
 
-    Else the image would count again where its owner deletes that checkpoint, to roll back to the one before. A card
-    that cannot be renewed is given up.
+    Else the image would count again where its owner deletes that checkpoint, to roll back to the one before. The card
+    is parsed unless it is `known`. A card that cannot be renewed is given up.
     """
     try:
         if (marked := read_mark(mark.fd)) is not None:
-            card = dataclasses.replace(Card.parse(marked.card), commits=commits)
+            card = dataclasses.replace(known or Card.parse(marked.card), commits=commits)
             mark.set(marked.step, marked.num_bytes, card.to_bytes())
     except (ValueError, OSError) as error:
         logger.warning("An image in memory of rank %d is given up: %s", rank, error)
@@ -125,6 +126,8 @@ class Marker:
         self._lock = threading.Lock()
         self._num_failed = 0
         self._joined: int | None = None
+        self._cards: WeakKeyDictionary[StagingArena, Card] = WeakKeyDictionary()
+        """The card of the last image in each arena, if this process wrote it: each commit renews all of them."""
 
     @property
     def has_failed(self) -> bool:
@@ -211,7 +214,12 @@ class Marker:
         card = image.card(record, self._tier, self._world_size)
         data = card.to_bytes()
 
-        if not self._pool.validate(staged.slot, staged.number, lambda: mark.set(image.step, staged.num_bytes, data)):
+        def write() -> None:
+            mark.set(image.step, staged.num_bytes, data)
+            # In here, where no card is renewed: that of the image before would be written next to these bytes.
+            self._cards[staged.arena] = card
+
+        if not self._pool.validate(staged.slot, staged.number, write):
             return False
         if card.commits[-1:] != self._tier.commits[-1:]:  # A save was committed meanwhile.
             self.renew_cards()
@@ -232,4 +240,4 @@ class Marker:
 
     def _renew_card(self, arena: StagingArena) -> None:
         assert arena.mark is not None, "a valid image has one"
-        renew_card(arena.mark, self._tier.commits, self._tier.rank)
+        renew_card(arena.mark, self._tier.commits, self._tier.rank, self._cards.get(arena))
