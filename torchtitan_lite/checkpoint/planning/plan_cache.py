@@ -93,8 +93,8 @@ class PlanCache:
     def plan(
         self,
         state: State,
-        check: Callable[[], None] | None = None,
         *,
+        compares: bool = False,
         failure: Exception | None = None,
         numbers: Sequence[int] = (),
         is_save: bool = False,
@@ -102,28 +102,26 @@ class PlanCache:
     ) -> PlannedSave:
         """Return the plan for `state`, of `step`, whose `file` is this rank's file. **Collective**.
 
-        What fails on one rank, `check` included, is raised on every rank, as is a `failure` that it has already. A call
-        with a `check` is for a save or an image: it also compares what must be the same on all ranks, for an `is_save`
-        completely if the run watches its ranks, and the plan `differs` if a checkpoint cannot have it. The maximum of
-        `numbers` over all ranks comes back with the plan.
+        What fails on one rank is raised on every rank, as is a `failure` that it has already. A plan for a save or an
+        image `compares` what must be the same on all ranks, too, for an `is_save` completely if the run watches its
+        ranks, and `differs` if a checkpoint cannot have it. The maximum of `numbers` over all ranks comes back with the
+        plan.
         """
         flat: State = {}
         examined: _Examined | None = None
         verdict = _Verdict.FAILED
-        report = self._comparison.no_report() if check is not None else ()
+        report = self._comparison.no_report() if compares else ()
         try:
             if failure is not None:
                 raise failure
             faults.point("plan")
-            if check is not None:
-                check()
             flat, structure = flatten(state)
             examined = _examined(flat, structure, self._examined)
             is_known = self._plan is not None and examined is self._examined
             verdict = _Verdict.UNCHANGED if is_known else _Verdict.CHANGED
             if verdict is _Verdict.CHANGED:
                 _prove(state, flat, structure)
-            elif check is not None:
+            elif compares:
                 report = self._comparison.report(flat, is_save=is_save)
         except Exception as error:
             verdict, failure = _Verdict.FAILED, error
@@ -139,9 +137,9 @@ class PlanCache:
         if agreed is _Verdict.CHANGED or self._plan is None:
             self._plan_again(state, flat, examined)
             self._is_compared, reported = False, None
-        differs = None if check is None else self._compare(state, flat, examined, reported, step)
+        differs = self._compare(state, flat, examined, reported, step) if compares else None
         assert self._plan is not None
-        corruption = "" if check is None else self._comparison.corruption
+        corruption = self._comparison.corruption if compares else ""
         return PlannedSave(self._plan, flat, self._object_items, tuple(agreed_numbers), differs, corruption)
 
     def compare_alongside(self, get_state: Callable[[], State]) -> None:

@@ -131,13 +131,3 @@ def heard_by(companions: Sequence[Companion], emit: Emit) -> Emit:
             each.hear(event)
 
     return to_all
-
-
-def note_agreed(
-    companions: Sequence[Companion], numbers: Sequence[Sequence[int]], step: int, maxima: Sequence[int]
-) -> None:
-    """Give each of `companions` the `maxima` of its own `numbers`. **Collective**."""
-    begin = 0
-    for each, own in zip(companions, numbers, strict=True):
-        each.agreed(step, maxima[begin : begin + len(own)])
-        begin += len(own)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -24,7 +24,7 @@ import torch
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.planning.rank_file import RankFile
-from torchtitan_lite.checkpoint.saving.companion import Companion, note_agreed
+from torchtitan_lite.checkpoint.saving.companion import Companion
 from torchtitan_lite.checkpoint.saving.content import Copies, WriteStaged, live_content, write_in_place
 from torchtitan_lite.checkpoint.saving.target import RankContent, SaveTarget
 from torchtitan_lite.checkpoint.saving.writer import commit
@@ -111,14 +111,15 @@ class StateSaver:
         Raises `RanksDiffer`, unless the target is written anyway, as no state of one rank alone is.
         """
         content: RankContent | None = None
-        failure: Exception | None = None
+        failure = self._refusal(target)
         numbers = [each.numbers() for each in self._companions]
         # What is made of thousands of tensors here is gone when this returns, unless a collection makes it grow old.
         with no_collection():
             try:
                 planned = self._plans.plan(
                     state,
-                    lambda: self._check(target),
+                    compares=True,
+                    failure=failure,
                     numbers=[*chain(*numbers)],
                     is_save=True,
                     step=target.step,
@@ -131,7 +132,9 @@ class StateSaver:
                 raise planned.differs
             if planned.corruption:
                 target = dataclasses.replace(target, ranks_differ=(planned.corruption,))
-            note_agreed(self._companions, numbers, target.step, planned.agreed)
+            agreed = iter(planned.agreed)
+            for each, own in zip(self._companions, numbers, strict=True):
+                each.agreed(target.step, [*islice(agreed, len(own))])
             try:
                 content = self._content(planned.file(), target)
             except Exception as error:
@@ -142,8 +145,16 @@ class StateSaver:
         durable = self._run(lambda: self._finish(content, failure, staged, target, exchange))
         return PendingSave(target.step, staged, durable, planned.differs)
 
+    def _refusal(self, target: SaveTarget) -> Exception | None:
+        """Return why the save cannot succeed, None if nothing is known: it fails on every rank then."""
+        try:
+            self._check(target)
+        except Exception as error:
+            return error
+        return None
+
     def _check(self, target: SaveTarget) -> None:
-        """Raise for a save that cannot succeed: what is raised here fails the save on every rank."""
+        """Raise for a save that cannot succeed."""
         target.check()
 
     def _content(self, file: RankFile, target: SaveTarget) -> RankContent:

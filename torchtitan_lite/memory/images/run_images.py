@@ -362,14 +362,12 @@ class KeptImages(FoundImages):
         try:
             faults.point("image", step=step)
             state = make_state()
+            self.marker.start_process()  # Again, if it died.
         except Exception as error:
             failure = error
         with no_collection():
             try:
-                # The process again, if it died. With a check the first plan of a start compares the ranks, too.
-                planned = self._plans.plan(
-                    state, self.marker.start_process, failure=failure, numbers=self.numbers(), step=step
-                )
+                planned = self._plans.plan(state, compares=True, failure=failure, numbers=self.numbers(), step=step)
                 if planned.differs is not None:
                     return self._end(f"{planned.differs}")
                 if not self._agree(planned.agreed):
