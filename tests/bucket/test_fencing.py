@@ -7,7 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from tests.bucket.memory_objects import Bucket, Fate, Request, carried_out
-from tests.bucket.saving import Job, found_in, purge, remove_failed, save, started
+from tests.bucket.saving import Job, found_in, new_store, purge, remove_failed, save, started
+from torchtitan_lite.checkpoint.run_folders import RunFolders
+from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.errors import CheckpointError, LeaseLost
 
 MOST_REQUESTS = 40
@@ -108,3 +110,14 @@ def test_what_a_job_committed_before_it_lost_the_folder_is_acknowledged() -> Non
     assert found_in(bucket) == {5: b"data"}
     with pytest.raises(LeaseLost):
         job.lease.check()
+
+
+def test_two_managers_that_are_handed_one_store_check_a_lease_each() -> None:
+    store, _ = new_store(Bucket())
+    first, second = (RunFolders(JobConfig(), "run0", store) for _ in range(2))
+    first.take()
+    first.checkpoints.check_lease()
+    second.take()
+    second.checkpoints.check_lease()
+    with pytest.raises(LeaseLost):
+        first.checkpoints.check_lease()

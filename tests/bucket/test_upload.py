@@ -15,7 +15,9 @@ from tests.bucket.proxy import Proxy, where
 from tests.disk.sources import bounced, in_place
 from torchtitan_lite import faults
 from torchtitan_lite.bucket.object_upload import MOST_PARTS, PART_BYTES, ObjectToUpload, part_bytes_of, upload
+from torchtitan_lite.bucket.objects import StoreUnavailable
 from torchtitan_lite.bucket.obstore_objects import ObstoreObjects, connect
+from torchtitan_lite.bucket.s3_parts import S3Parts
 from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.block_writer import Bounced, FileSource
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
@@ -35,6 +37,18 @@ def test_the_object_has_the_bytes_and_the_record_their_digests(folder: str, num_
     objects = connect(parse_address(folder))
     assert [(each.key, each.size) for each in objects.list("")] == [(new.key, num_bytes)]
     assert objects.get(new.key)[0] == data
+
+
+def test_a_timeout_of_the_other_client_is_an_error_of_the_store() -> None:
+    """Its errors of connections have the attribute `response`, and None in it."""
+    exceptions = pytest.importorskip("botocore.exceptions")
+
+    class Client:
+        def get_paginator(self, name: str) -> None:
+            raise exceptions.ReadTimeoutError(endpoint_url="http://store")
+
+    with pytest.raises(StoreUnavailable, match="ReadTimeoutError"):
+        S3Parts(Client(), parse_address("s3://bucket/run")).remove_all_but("step-1.0")
 
 
 def test_a_record_that_is_known_is_not_made_again(folder: str) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.store.filled import commit
+from tests.store.filled import commit, staged
 from torchtitan_lite import faults
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.errors import LeaseLost, SaveFailed
@@ -19,7 +19,7 @@ from torchtitan_lite.events import Event
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.housekeeping import Housekeeping
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
-from torchtitan_lite.store.retention import KeepAll, KeepFor, KeepLatest
+from torchtitan_lite.store.retention import KeepAll, KeepFor, KeepLatest, Ruling
 from torchtitan_lite.store.store import CheckpointStore
 
 FULL, WEIGHTS_ONLY = CheckpointKind.FULL, CheckpointKind.WEIGHTS_ONLY
@@ -162,6 +162,24 @@ def test_with_too_little_room_superfluous_checkpoints_are_removed_before_the_sav
     housekeeping.make_sure_of_room(4, FULL, folder.store)
     assert folder.names() == ["step-3"]
     assert [(event, step) for event, step, _ in events.seen] == [("purged", 1), ("purged", 2)]
+
+
+def test_leftovers_of_a_cut_save_go_before_checkpoints(tmp_path: Path, events: Events) -> None:
+    folder = Folder(tmp_path, capacity=2 * 1000 + 500)
+    there: list[list[str]] = []
+
+    class Watched(KeepLatest):
+        """Notes what is there when it is asked which checkpoints may go."""
+
+        def rulings(self, full: Sequence[CheckpointInfo], now: float) -> list[Ruling]:
+            there.append(folder.names())
+            return super().rulings(full, now)
+
+    for step in (1, 2):
+        folder.save(step, num_bytes=1000)
+    staged(folder.store, 3)
+    Housekeeping(Watched(1), events).make_sure_of_room(4, FULL, folder.store)
+    assert there[0] == ["step-1", "step-2"] and folder.names() == ["step-2"]
 
 
 def test_a_folder_that_is_lost_while_room_is_made_keeps_what_is_there(tmp_path: Path, events: Events) -> None:

@@ -78,6 +78,10 @@ class BucketStore(StoresCheckpoints):
         self._held = HeldHead(objects, self._file)
         self._saves = BucketSaves(objects, self._held, self._manifests)
 
+    def __copy__(self) -> BucketStore:
+        """Return a store of the same folder with a lease of its own."""
+        return BucketStore(self._objects, clock=self._clock, probe=self._probe)
+
     @property
     def address(self) -> str:
         return self._objects.address

@@ -166,7 +166,7 @@ def _settled(under_way: set[Future[tuple[int, str]]], tags: dict[int, str]) -> s
 
 def _meaning(error: Exception, key: str) -> OSError:
     """Return `error` of boto3 as `Objects` raises it."""
-    response = getattr(error, "response", {})
+    response = getattr(error, "response", None) or {}  # None in what botocore raises of its connections.
     code = str(response.get("Error", {}).get("Code", ""))
     if not code:
         kind = type(error).__name__

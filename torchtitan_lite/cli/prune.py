@@ -180,7 +180,7 @@ class Prune:
         return PruneOthers(
             Path(store.address),
             build_retention(config),
-            max(0, round(config.min_free_disk_gb * 1e9) - store.free_bytes()),
+            max(0, wanted - store.free_bytes()) if (wanted := round(config.min_free_disk_gb * 1e9)) else 0,
             self.min_age * 3600,
             self.yes,
             self._words(),

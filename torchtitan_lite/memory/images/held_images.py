@@ -124,7 +124,8 @@ class HeldImages:
         where = [frozenset(i.rank for i in look.images if i.key == key) for look in self._looks]
         here = {rank: local.held for (of, rank), local in self._local.items() if of == key}
         held = fetched(moves(where), here, self.peers)
-        if held is not None and (local := _read_held(held)) is not None:
+        is_new = (key, self.peers.rank) not in self._local
+        if held is not None and is_new and (local := _read_held(held)) is not None:
             self._fetched.append((key, held))
             self._held.append(held)
             self._local[key, self.peers.rank] = local
