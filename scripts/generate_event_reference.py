@@ -9,7 +9,7 @@ import inspect
 from pathlib import Path
 
 from torchtitan_lite.config.argument_parser import doc_strings
-from torchtitan_lite.events import EVENTS, CleanEnd, Event
+from torchtitan_lite.events import EVENTS, Event
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "quickstart.md"
 BEGIN, END = "<!-- events: written by scripts/generate_event_reference.py -->\n\n", "\n<!-- end of events -->"
@@ -31,8 +31,8 @@ def render(page: str) -> str:
 
 
 def _row(kind: type[Event]) -> str:
-    docs = doc_strings(kind) | doc_strings(CleanEnd) if issubclass(kind, CleanEnd) else doc_strings(kind)
-    figures = "; ".join(f"`{name}`: {_phrase(doc)}" for name, doc in docs.items())
+    of_all = doc_strings(Event)
+    figures = "; ".join(f"`{name}`: {_phrase(doc)}" for name, doc in doc_strings(kind).items() if name not in of_all)
     row = f"| `{kind.name}` | {_phrase(inspect.getdoc(kind) or '')} | {figures} |"
     for words, target in LINKS.items():
         row = row.replace(words, f"[{words}]({target})", 1)
