@@ -32,12 +32,8 @@ _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
 
 @dataclass(frozen=True)
-class Export:
-    """Write the weights of a checkpoint in another format, for other tools.
-
-    The checkpoint may be ours, plain DCP's, torchtitan's or another library's, full or weights-only. Writes OUT only
-    after verifying it.
-    """
+class _Weights:
+    """Which weights, and where they go."""
 
     step: Annotated[str, Positional("STEP")]
     """A checkpoint: its folder, FOLDER:10, or FOLDER for the latest."""
@@ -54,6 +50,16 @@ class Export:
     """Globs of the model's names, with commas: only these."""
     exclude: Annotated[str, Option("GLOBS")] = ""
     """Globs of the model's names, with commas: not these."""
+
+
+@dataclass(frozen=True)
+class Export(_Weights):
+    """Write the weights of a checkpoint in another format, for other tools.
+
+    The checkpoint may be ours, plain DCP's, torchtitan's or another library's, full or weights-only. Writes OUT only
+    after verifying it.
+    """
+
     config: Annotated[str, Option("FILE")] = ""
     """hf: the model's config.json, where the checkpoint does not describe the model. peft: the adapter_config.json."""
     names: Literal["llama", "same"] = "llama"
