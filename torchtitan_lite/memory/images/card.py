@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtitan_lite.checkpoint.format.completed import joined_structures, joined_tables
+from torchtitan_lite.checkpoint.reading.folder import joined_structures, joined_tables
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.digest import DIGEST_BYTES, FileRecord, num_blocks
 from torchtitan_lite.disk.plain_file import opened_plain_file

@@ -375,7 +375,7 @@ class KeptImages(FoundImages):
                     return self._note_missed(step, self._why_missed())
                 self._note_staged(step)
                 file = planned.file()
-                check = self._watch(file.data, [item.index.fqn for item in file.plan.items])
+                check = self._watch(file.data, [part.key for part in file.plan.parts])
                 staged = self.stager.take(file.data, step, digests=True)
             except RanksDiffer as error:
                 return self._end(f"{error}")

@@ -16,7 +16,7 @@ from torchtitan_lite.hugging_face.model_files import Place
 from torchtitan_lite.models.llama.args import ModelArgs, RopeScaling
 
 if TYPE_CHECKING:
-    from torchtitan_lite.examining.tensor_stream import Stream
+    from torchtitan_lite.examining.tensor_stream import TensorStream
 
 _LLAMA3 = "llama3"
 """The rope type of Llama 3.1 and later."""
@@ -138,7 +138,7 @@ def places_of(args: ModelArgs) -> dict[str, Place]:
     return found
 
 
-def are_equal(stream: Callable[[], Stream], first: str, second: str) -> bool:
+def are_equal(stream: Callable[[], TensorStream], first: str, second: str) -> bool:
     """Return whether two tensors have the same dtype, shape and bytes. `stream` returns a new reader of both.
 
     Other software may store the output projection next to a tied embedding: it is dropped only if they are equal.
