@@ -142,8 +142,8 @@ def _file_parts(
     at = layout_of_file.end
     for key, stored in objects.items():
         placed.append((key, name, at, len(stored.item)))
-        plain = {"value": stored.plain} if stored.is_plain else {"item": [name, at, len(stored.item)]}
-        written.objects[key] = plain
+        of_item = {"item": [name, at, len(stored.item)]} | ({"typed": True} if stored.is_typed else {})
+        written.objects[key] = {"value": stored.plain} if stored.is_plain else of_item
         item = stored.item + bytes(-len(stored.item) % OBJECT_GRAIN)
         parts.append(item)
         at += len(item)
