@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchtitan_lite.checkpoint.format.shards import local_of
+from torchtitan_lite.checkpoint.state.subclasses import is_made_of_others
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 
 STATE, SETTINGS, LAYOUTS, OF_OPTIMIZERS = "state", "param_groups", "layouts", "optimizers"
@@ -55,6 +56,8 @@ class ParameterSlot:
     settings: Mapping[str, Any]
     state: Mapping[Any, Any]
     """The live state that may be read into; empty if there is none."""
+    first: Mapping[Any, Any] = field(default_factory=dict)
+    """What a first step would make, where that was needed: it may be read into, and is no state yet."""
 
     def empty(
         self, name: Any, shape: torch.Size, dtype: torch.dtype, live: Any, layout: str = "", path: Path = ()
@@ -71,7 +74,7 @@ class ParameterSlot:
                 return torch.empty_permuted(shape, order, dtype=dtype, device=device)
         elif layout and isinstance(self.like, DTensor):
             return _empty_sharded(shape, dtype, self.like, layout)
-        if self.like.shape == shape and name != "step":
+        if self.like.shape == shape and name != "step" and not is_made_of_others(self.like):
             return torch.empty_like(self.like, dtype=dtype, requires_grad=False)
         # As in torch: step counters are on the CPU, unless the optimizer is capturable or fused.
         if name == "step" and not (self.settings.get("capturable") or self.settings.get("fused")):

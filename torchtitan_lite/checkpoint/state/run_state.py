@@ -119,10 +119,14 @@ class RunState:
         """Return whether a module may not take back what its `state_dict` returns. **Collective** with FSDP1."""
         self._note_trained()  # A load gives all that the save will have.
         own = any(other_names(module, module.state_dict()) for module in self._modules.values())
-        return self.model.has_other_keys() or own
+        return self.model.has_other_keys() or own or self.optimizer.has_states_of_others()
 
     def try_loads(self) -> None:
-        """Have the modules load their own state. Raises as `try_load`. **Collective** with FSDP1."""
+        """Have the modules load their own state. Raises as `try_load`. **Collective** with FSDP1.
+
+        Raises ConfigError, too, for states of an optimizer that a new one could not make.
+        """
+        self.optimizer.refuse_without_first_step()
         self.model.try_load()
         for name, module in self._modules.items():
             entries = module.state_dict()
