@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.checkpoint.conftest import MODES
 from tests.checkpoint.state.low_bits import EightBits, Momentum8, Rounding, Settings
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint import CheckpointManager
+from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.checkpoint.state.subclasses import FORM, form_difference, parts_of
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError, SaveFailed
 
@@ -198,6 +200,20 @@ def test_a_device_and_the_module_of_a_class_do_not_count() -> None:
     forms = [parts_of("t", each)[FORM] for each in (own, other, moved(own.codes, own.scale))]
     assert [form_difference(forms[0], each) for each in forms] == [""] * 3
     assert "unreadable form" in form_difference("[", forms[0])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_scale_that_is_not_finite_is_found_after_a_roll_back_and_in_a_save(
+    value: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = trained(tmp_path, 1)
+    state = RunState(None, model, optimizer, None, None)
+    assert state.is_finite()
+    optimizer.state[model[0].weight]["momentum"].scale[1] = value
+    assert not state.is_finite()
+    with CheckpointManager.for_loop(model=model, optimizer=optimizer, folder=tmp_path / "other") as manager:
+        manager.save(1, now=True)
+    assert "optimizer states (optimizer.state.0.weight.momentum.scale)" in caplog.text
 
 
 def quantized_model() -> nn.Module:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchtitan_lite.checkpoint.format.flattening import State
+from torchtitan_lite.checkpoint.format.flattening import State, wide_float
 from torchtitan_lite.checkpoint.state import arguments, fsdp1
 from torchtitan_lite.checkpoint.state.names import no_mixing
 from torchtitan_lite.checkpoint.state.optimizer_owner import parameters_of
@@ -34,6 +34,7 @@ from torchtitan_lite.checkpoint.state.stateful import (
     Stateful,
     as_stateful,
 )
+from torchtitan_lite.checkpoint.state.subclasses import inner_tensors, is_made_of_others
 from torchtitan_lite.checkpoint.state.unsaved import ForgottenWatch, UnsavedWatch
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
@@ -146,9 +147,11 @@ class RunState:
 @torch.no_grad()
 def _is_finite(tensor: torch.Tensor) -> bool:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    # Classes of other libraries, and floats of eight bits, do not say what of them is finite.
-    can_say = type(local) in (torch.Tensor, nn.Parameter) and local.dtype.itemsize > 1 and not local.is_meta
-    return not can_say or bool(local.isfinite().all())
+    if is_made_of_others(local):
+        return all(_is_finite(each) for each in inner_tensors("", local).values())
+    # Classes of other libraries do not say what of them is finite.
+    can_say = type(local) in (torch.Tensor, nn.Parameter) and not local.is_meta
+    return not can_say or bool(wide_float(local).isfinite().all())
 
 
 def _named_states(

@@ -45,12 +45,17 @@ def is_made_of_others(value: object) -> bool:
     )
 
 
+def inner_tensors(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the inner dense tensors of `tensor`, called `name`, by their names. Raises as `parts_of`."""
+    return dict(_inner(name, tensor, ""))
+
+
 def parts_of(name: str, tensor: torch.Tensor) -> dict[str, Any]:
     """Return the inner tensors of `tensor`, called `name`, by their names, and its form under `FORM`.
 
     Raises TypeError for one with a context that is no plain value, or with an inner tensor that cannot be written.
     """
-    inner = dict(_inner(name, tensor, ""))
+    inner = inner_tensors(name, tensor)
     texts = {key: [str(each.dtype).removeprefix("torch."), [*each.shape]] for key, each in inner.items()}
     form = {"class": class_name(tensor), "shape": [*tensor.shape], "inner": texts}
     return {**inner, FORM: compact_json({**form, "context": _context_of(name, tensor)})}
