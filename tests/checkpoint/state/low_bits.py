@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
+
+from torchtitan_lite.checkpoint.format.shards import local_of
 
 BLOCK = 4
 
@@ -45,6 +48,9 @@ class EightBits(torch.Tensor):
         codes = (blocks / scale[:, None]).round().to(torch.int8).view(tensor.shape)
         return cls(codes, scale, settings)
 
+    def same(self) -> EightBits:
+        return type(self)(self.codes, self.scale, self.settings)
+
     def dense(self) -> torch.Tensor:
         blocks = self.codes.reshape(-1, self.settings.block).float() * self.scale[:, None]
         return blocks.view(self.codes.shape)
@@ -58,11 +64,10 @@ class EightBits(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
-            made = (func(args[0].codes), func(args[0].scale), args[0].settings)
-            return cls(*made)
-        if func is torch.ops.aten.view.default and tuple(args[1]) == tuple(args[0].shape):
-            return cls(args[0].codes, args[0].scale, args[0].settings)
+        if func is torch.ops.aten.detach.default or (
+            func is torch.ops.aten.view.default and tuple(args[1]) == tuple(args[0].shape)
+        ):
+            return args[0].same()
         if func is torch.ops.aten.copy_.default and isinstance(args[0], cls):
             new = cls.of(args[1].dense() if isinstance(args[1], cls) else args[1], args[0].settings)
             args[0].codes.copy_(new.codes)
@@ -72,12 +77,67 @@ class EightBits(torch.Tensor):
         return func(*tree_map(dense, args), **tree_map(dense, kwargs or {}))
 
 
+class OptimStateFp8(EightBits):
+    """In the form of torchao's: codes like the tensor, and a scale for each block."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, settings: Any = None) -> EightBits:
+        blocks = tensor.detach().reshape(-1, BLOCK)
+        scale = blocks.abs().amax(dim=1).clamp(min=1e-12) / 448
+        return cls((blocks / scale[:, None]).view(tensor.shape).to(torch.float8_e4m3fn), scale)
+
+
+class WithMap(EightBits):
+    """A tensor whose codes are places in a map; torchao keeps such states with 8 bits and with 4."""
+
+    qmap: torch.Tensor
+    per_byte = 1
+    whole: torch.Size
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, qmap: torch.Tensor, whole: torch.Size) -> Any:
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, whole, dtype=torch.float32)  # type: ignore[attr-defined,no-untyped-call]
+        made.codes, made.scale, made.qmap, made.whole = codes, scale, qmap, whole
+        return made
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, settings: Any = None) -> Any:
+        qmap = torch.linspace(-1, 1, 256 if cls.per_byte == 1 else 16)
+        blocks = tensor.detach().reshape(-1, BLOCK)
+        scale = blocks.abs().amax(dim=1).clamp(min=1e-12)
+        places = ((blocks / scale[:, None]).reshape(-1, 1) - qmap).abs().argmin(dim=1).to(torch.uint8)
+        codes = places.view(tensor.shape) if cls.per_byte == 1 else places[::2] << 4 | places[1::2]
+        return cls(codes, scale, qmap, tensor.shape)
+
+    def dense(self) -> torch.Tensor:
+        places = self.codes.reshape(-1)
+        if self.per_byte == 2:
+            places = torch.stack([places >> 4, places & 15], dim=1).reshape(-1)
+        return (self.qmap[places.int()].reshape(-1, BLOCK) * self.scale[:, None]).view(self.whole)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale", "qmap"], [True, self.whole]
+
+    def same(self) -> Any:
+        return type(self)(self.codes, self.scale, self.qmap, self.whole)
+
+
+class OptimState8bit(WithMap):
+    pass
+
+
+class OptimState4bit(WithMap):
+    per_byte = 2
+
+
 class Momentum8(torch.optim.Optimizer):
     """SGD whose momentum has 8 bits, for parameters with whole blocks of elements."""
 
-    def __init__(self, parameters: Any, lr: float = 0.1, settings: Any = None) -> None:
+    def __init__(
+        self, parameters: Any, lr: float = 0.1, settings: Any = None, kind: type[EightBits] = EightBits
+    ) -> None:
         super().__init__(parameters, {"lr": lr})
-        self.settings = settings
+        self.settings, self.kind = settings, kind
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -85,10 +145,17 @@ class Momentum8(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                state = self.state[parameter]
-                before = state.get("momentum", torch.zeros_like(parameter))
-                dense = before.dense() if isinstance(before, EightBits) else before
-                now = 0.9 * dense + parameter.grad
-                whole = parameter.numel() % (self.settings or Settings()).block == 0
-                state["momentum"] = EightBits.of(now, self.settings) if whole else now
-                parameter.add_(now, alpha=-group["lr"])
+                state, local = self.state[parameter], local_of(parameter)
+                before = local_of(state["momentum"]) if "momentum" in state else torch.zeros_like(local)
+                now = 0.9 * (before.dense() if isinstance(before, EightBits) else before) + local_of(parameter.grad)
+                is_whole = now.numel() % (self.settings or Settings()).block == 0 and now.numel() > 0
+                state["momentum"] = _like(parameter, self.kind.of(now, self.settings) if is_whole else now)
+                local.add_(now, alpha=-float(group["lr"]))
+
+
+def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return `local`, sharded as `parameter`."""
+    if not isinstance(parameter, DTensor):
+        return local
+    mesh, placements, shape = parameter.device_mesh, parameter.placements, parameter.shape
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())

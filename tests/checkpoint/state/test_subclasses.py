@@ -16,9 +16,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.checkpoint.conftest import MODES
-from tests.checkpoint.state.low_bits import EightBits, Momentum8, Rounding, Settings
-from tests.ranks import on_two_ranks
+from tests.checkpoint.state.low_bits import (
+    EightBits,
+    Momentum8,
+    OptimState4bit,
+    OptimState8bit,
+    OptimStateFp8,
+    Rounding,
+    Settings,
+)
+from tests.ranks import Ranks, on_two_ranks
 from torchtitan_lite.checkpoint import CheckpointManager
+from torchtitan_lite.checkpoint.format.shards import local_of
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.checkpoint.state.subclasses import FORM, form_difference, parts_of
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError, SaveFailed
@@ -57,13 +66,16 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return all that the next step depends on, with classes."""
     states = [optimizer.state[each] for each in model.parameters()]
     return [
-        [each.tolist() for each in model.state_dict().values()],
+        [local_of(each).tolist() for each in model.state_dict().values()],
         [(type(value), _content(value)) for state in states for value in state.values()],
     ]
 
 
 def _content(value: Any) -> Any:
-    return [value.codes.tolist(), value.scale.tolist()] if isinstance(value, EightBits) else value.tolist()
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    parts = parts_of("t", value).values() if isinstance(value, EightBits) else [value]
+    return [each.float().tolist() for each in parts if isinstance(each, torch.Tensor)]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -307,16 +319,70 @@ def test_ranks_of_ddp_with_states_in_8_bits_continue_bit_for_bit(rank: int, tmp_
 
 
 @on_two_ranks
-def test_a_sharded_state_in_8_bits_is_refused_by_name_at_the_first_save(rank: int, tmp_path: Path) -> None:
-    model = fully_shard(nn.Linear(8, 4), mesh=init_device_mesh("cpu", (2,)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model(torch.ones(1, 8)).sum().backward()
-    optimizer.step()
-    held = optimizer.state[model.weight]["momentum_buffer"]
-    sharded = DTensor.from_local(EightBits.of(held.to_local()), held.device_mesh, held.placements, run_check=False)
-    optimizer.state[model.weight]["momentum_buffer"] = sharded
-    with (
-        pytest.raises(SaveFailed, match=r"optimizer.state.weight.momentum_buffer is a EightBits of layout"),
-        CheckpointManager.for_loop(model=model, optimizer=optimizer, folder=tmp_path, max_failed_saves=1) as manager,
-    ):
-        manager.save(1, now=True)
+def test_a_sharded_state_of_another_class_is_refused_by_name_at_the_first_save(rank: int, tmp_path: Path) -> None:
+    with pytest.raises(SaveFailed, match=r"momentum is a DTensor of .*EightBits, .* is not known how"):
+        sharded(3, tmp_path, EightBits, 0, 2)
+
+
+KINDS = [OptimState8bit, OptimState4bit, OptimStateFp8]
+
+
+def sharded(steps: int, folder: Path, kind: type[EightBits], seed: int, ranks: int) -> tuple[Any, Any]:
+    """Continue the run in `folder` on FSDP2 over `ranks`; return the model and its optimizer."""
+    model: Any = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 16))
+    torch.manual_seed(seed)
+    for each in model.parameters():
+        nn.init.normal_(each, std=0.3)
+    if ranks > 1:
+        fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+    optimizer, state = Momentum8(model.parameters(), kind=kind), {"step": 0}
+    with CheckpointManager.for_loop(
+        model=model, optimizer=optimizer, states={"s": state}, folder=folder, interval=1
+    ) as manager:
+        manager.load()
+        manager.reset()
+        while state["step"] < steps:
+            torch.manual_seed(state["step"])
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state["step"] += 1
+            manager.save(state["step"])
+    return model, optimizer
+
+
+def dense_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the values of the weights and their momenta, as one process has them."""
+    found = []
+    for each in model.parameters():
+        momentum = local_of(optimizer.state[each]["momentum"])
+        dense = momentum.dense() if isinstance(momentum, EightBits) else momentum
+        for local in (local_of(each).detach(), dense):
+            if isinstance(each, DTensor):
+                local = DTensor.from_local(local, each.device_mesh, each.placements, run_check=False).full_tensor()
+            found.append(local.tolist())
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_two_ranks
+def test_sharded_states_of_known_classes_continue_bit_for_bit(rank: int, tmp_path: Path, kind: type[EightBits]) -> None:
+    straight = bits(*sharded(6, tmp_path / "a", kind, 0, 2))
+    sharded(3, tmp_path / "b", kind, 0, 2)
+    assert bits(*sharded(6, tmp_path / "b", kind, 1, 2)) == straight
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sharded_states_of_known_classes_are_loaded_on_another_number_of_ranks(
+    kind: type[EightBits], two_ranks: Ranks, tmp_path: Path
+) -> None:
+    there, _ = two_ranks.run(_on_two, folder=tmp_path, kind=kind.__name__, steps=3)
+    alone = sharded(3, tmp_path, kind, 1, 1)
+    assert dense_states(*alone) == there
+    sharded(4, tmp_path, kind, 1, 1)
+    back, _ = two_ranks.run(_on_two, folder=tmp_path, kind=kind.__name__, steps=4)
+    assert back == dense_states(*sharded(4, tmp_path, kind, 1, 1))
+
+
+def _on_two(rank: int, folder: Path, kind: str, steps: int) -> list[Any]:
+    return dense_states(*sharded(steps, folder, {each.__name__: each for each in KINDS}[kind], 0, 2))

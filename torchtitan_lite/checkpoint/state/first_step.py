@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from torchtitan_lite.checkpoint.format.flattening import wide_float
+from torchtitan_lite.checkpoint.format.shards import local_of
 from torchtitan_lite.checkpoint.state.rng import RngState
-from torchtitan_lite.checkpoint.state.subclasses import is_made_of_others
+from torchtitan_lite.checkpoint.state.subclasses import class_name, inner_tensors, is_made_of_others
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.torch_private import without_step_hooks
 
@@ -37,18 +39,18 @@ def first_states(optimizer: Optimizer) -> States:
                 group["lr"] = group["lr"] * 0
             for parameter in group["params"]:
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        before = {each: each.detach().clone() for group in optimizer.param_groups for each in group["params"]}
+        memory = [part for group in optimizer.param_groups for each in group["params"] for part in _memory(each)]
+        before = [part.clone() for part in memory]
         try:
             # Not the method of the instance: a scheduler counts the calls of that.
             type(optimizer).step(optimizer)
         except Exception as error:
             raise _no_first_step(optimizer, f"its step() raises {type(error).__name__}: {error}") from error
         finally:
-            changed = [each for each, kept in before.items() if not _is_equal(each, kept)]
-            with torch.no_grad():
-                for each, kept in before.items():
-                    each.detach().copy_(kept)
-        if changed:
+            is_changed = not all(map(_is_equal, memory, before))
+            for part, kept in zip(memory, before, strict=True):
+                part.copy_(kept)
+        if is_changed:
             raise _no_first_step(optimizer, "it changes parameters, although the learning rate and gradients are 0")
     return made
 
@@ -58,17 +60,21 @@ def refuse_without_first_step(optimizer: Optimizer) -> None:
 
     Tried with a copy of one parameter for each class; the optimizer itself does not step.
     """
-    tried: set[type] = set()
+    tried: set[str] = set()
     for parameter, state in optimizer.state.items():
-        kinds = {type(value) for value in state.values() if is_made_of_others(value)}
+        kinds = {class_name(value) for value in state.values() if is_made_of_others(value)}
         if kinds <= tried:
             continue
         tried |= kinds
         probe = _with_one(optimizer, parameter)
         (made,) = first_states(probe).values() or ({},)
         for key, value in state.items():
-            if is_made_of_others(value) and type(made.get(key)) is not type(value):
-                raise _no_first_step(optimizer, f"it makes no {type(value).__qualname__} for {key!r}")
+            if is_made_of_others(value) and not _is_alike(made.get(key), value):
+                raise _no_first_step(optimizer, f"it makes no {class_name(value)} for {key!r}")
+
+
+def _is_alike(made: object, value: torch.Tensor) -> bool:
+    return isinstance(made, torch.Tensor) and class_name(made) == class_name(value)
 
 
 def _no_first_step(optimizer: Optimizer, why: str) -> ConfigError:
@@ -108,6 +114,12 @@ def _as_it_was(optimizer: Optimizer) -> Iterator[None]:
         RngState().load_state_dict(generators)
 
 
+def _memory(parameter: torch.Tensor) -> list[torch.Tensor]:
+    """Return the memory that this rank has of `parameter`."""
+    if is_made_of_others(parameter):
+        return [local_of(each) for each in inner_tensors("a parameter", parameter).values()]
+    return [local_of(parameter).detach()]
+
+
 def _is_equal(tensor: torch.Tensor, before: torch.Tensor) -> bool:
-    with torch.no_grad():
-        return bool(torch.allclose(tensor.detach(), before, rtol=0.0, atol=0.0, equal_nan=True))
+    return bool(torch.allclose(wide_float(tensor), wide_float(before), rtol=0.0, atol=0.0, equal_nan=True))

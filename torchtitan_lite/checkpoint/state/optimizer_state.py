@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from torchtitan_lite.checkpoint.format.shards import local_of
-from torchtitan_lite.checkpoint.state.subclasses import is_made_of_others
+from torchtitan_lite.checkpoint.state.subclasses import FORM, is_made_of_others
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 
 STATE, SETTINGS, LAYOUTS, OF_OPTIMIZERS = "state", "param_groups", "layouts", "optimizers"
@@ -117,7 +117,7 @@ def flat_layouts(state: OptimizerState, like: Mapping[str, torch.Tensor]) -> Ite
             where = f"optimizer.{STATE}.{name}.{key}"
             for tensor in nested_tensors(value):
                 _refuse_local(where, tensor, like[name])
-                if isinstance(tensor, DTensor) and tensor is not value:
+                if isinstance(tensor, DTensor) and tensor is not value and FORM not in value:
                     raise ConfigError(
                         f"{where} is a {type(value).__name__} with DTensors in it, which a load would turn into plain "
                         "tensors. Use an optimizer whose state holds tensors directly, unlike LBFGS, or train without "
@@ -133,7 +133,9 @@ def refuse_unsharded(states: Mapping[str, Mapping[Any, Any]], like: Mapping[str,
     """Raise `CheckpointMismatch` for stored tensors in lists or dicts whose parameter is sharded now."""
     for name, own in states.items():
         for key, value in own.items() if isinstance(like.get(name), DTensor) else ():
-            if isinstance(value, torch.Tensor) or all(each.numel() <= 1 for each in nested_tensors(value)):
+            if isinstance(value, torch.Tensor) or (isinstance(value, Mapping) and FORM in value):
+                continue
+            if all(each.numel() <= 1 for each in nested_tensors(value)):
                 continue
             raise CheckpointMismatch(
                 "the optimizer's state dict",

@@ -4,6 +4,9 @@ A class with `__tensor_flatten__` and `__tensor_unflatten__` is saved as its inn
 its own, next to a form: the class, its inner tensors, and what else makes it, as text. The form is compared and shown,
 and never made into anything: the class comes from the live tensor, whose inner tensors a load fills in place. Another
 dtype, block or context is refused by name, and never cast.
+
+A sharded one is a DTensor over such a tensor. Its inner tensors become DTensors where it is known how they follow the
+outer one (`_RULES`), so that any number of ranks loads them; else it is refused: sizes alone prove nothing.
 """
 
 from __future__ import annotations
@@ -15,25 +18,39 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
+from torchtitan_lite.checkpoint.format.shards import local_of
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.store.manifest import compact_json
 
 FORM = "__tensor_flatten__"
 """The name of the form next to the inner tensors."""
 _TORCHS_OWN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-_USUAL = frozenset({*_TORCHS_OWN, DTensor, int, float, bool, str, type(None), list, tuple, dict})
+_USUAL = frozenset({*_TORCHS_OWN, int, float, bool, str, type(None), list, tuple, dict})
 _LEFT_OUT = ("device", "stride", "strides", "requires_grad")
 """Of a context: they may differ from run to run. What has no name is left out by its type."""
 _BELOW = f".{FORM}"
+LIKE, ROWS, EQUAL = "like the outer tensor", "its rows in parts of equal length", "equal on all ranks"
+_RULES: Mapping[str, Mapping[str, str]] = {
+    "OptimState8bit": {"codes": LIKE, "scale": ROWS, "qmap": EQUAL},
+    "OptimState4bit": {"codes": ROWS, "scale": ROWS, "qmap": EQUAL},
+    "OptimStateFp8": {"codes": LIKE, "scale": ROWS},
+}
+"""By class, how each inner tensor follows the outer one: with its shape; a number for each block of its row-major
+elements, or a byte for each few of them; or apart from it. Each is proved by a test that compares the dense tensors."""
 _WAITS = "trigger_wait"
 """The method of torch's tensors that a collective still fills, which have the protocol, too."""
 _MOST_DEPTH = 10
 
 
 def is_made_of_others(value: object) -> bool:
-    """Return whether `value` is a tensor of a class with torch's protocol; never a DTensor, or a nested tensor."""
+    """Return whether `value`, or this rank's part of the DTensor `value`, is of a class with torch's protocol.
+
+    Nested tensors, and those that a collective still fills, have that, too, and are none of these.
+    """
+    if isinstance(value, DTensor):
+        value = local_of(value)
     return (
         isinstance(value, torch.Tensor)
         and type(value) not in _TORCHS_OWN
@@ -46,8 +63,39 @@ def is_made_of_others(value: object) -> bool:
 
 
 def inner_tensors(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the inner dense tensors of `tensor`, called `name`, by their names. Raises as `parts_of`."""
-    return dict(_inner(name, tensor, ""))
+    """Return the inner dense tensors of `tensor`, called `name`, by their names: they share its memory.
+
+    Those of a DTensor are DTensors. Raises as `parts_of`.
+    """
+    local = local_of(tensor)
+    inner, rules = dict(_inner(name, local, "")), _RULES.get(type(local).__qualname__, {})
+    if inner.keys() != rules.keys():
+        rules = {}
+    for key, rule in rules.items():
+        if rule is ROWS and local.numel():  # In the shape that it has whatever the number of ranks.
+            is_whole = local.dim() > 0 and inner[key].numel() % local.shape[0] == 0
+            inner[key] = inner[key].view(local.shape[0], -1) if is_whole else inner[key].view(-1)
+    if not isinstance(tensor, DTensor):
+        return inner
+    is_by_rows = all(place.is_replicate() or getattr(place, "dim", None) == 0 for place in tensor.placements)
+    if not rules or not is_by_rows:
+        raise TypeError(
+            f"{name} is a DTensor of {class_name(tensor)}, {list(tensor.placements)}, and it is not known how its "
+            f"inner tensors are sharded ({', '.join(inner)}). Known are {', '.join(_RULES)}, sharded by rows. "
+            "Train without fully_shard, or with an optimizer of plain tensors."
+        )
+    return {key: _sharded(each, tensor, rules[key]) for key, each in inner.items()}
+
+
+def _sharded(inner: torch.Tensor, outer: DTensor, rule: str) -> DTensor:
+    mesh, placements = outer.device_mesh, list(outer.placements)
+    if rule is EQUAL:
+        return DTensor.from_local(inner, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    shape = outer.shape if rule is LIKE else torch.Size([outer.shape[0], *inner.shape[1:]])
+    if rule is ROWS and inner.dim() == 1:
+        shape = torch.Size([outer.numel() * inner.numel() // local_of(outer).numel()])
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(inner, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def parts_of(name: str, tensor: torch.Tensor) -> dict[str, Any]:
@@ -100,7 +148,8 @@ def forms_in(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def class_name(tensor: torch.Tensor) -> str:
-    """Return the full name of the class of `tensor`."""
+    """Return the full name of the class of `tensor`, or of what a DTensor has of it here."""
+    tensor = local_of(tensor)
     return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
 
 
@@ -116,10 +165,10 @@ def form_difference(stored: object, own: object) -> str:
 
 def fill(tensor: torch.Tensor, parts: Mapping[str, Any], name: str) -> None:
     """Have the inner tensors of `tensor` hold `parts`, which were read for it: in place, if they are not its own."""
-    for key, own in _inner(name, tensor, ""):
-        read = parts[key]
-        if own is not read and (own.data_ptr(), own.shape) != (read.data_ptr(), read.shape):
-            own.copy_(read)
+    for key, own in inner_tensors(name, tensor).items():
+        here, read = local_of(own), local_of(parts[key])
+        if here is not read and (here.data_ptr(), here.shape) != (read.data_ptr(), read.shape):
+            here.copy_(read)
 
 
 def _inner(name: str, tensor: torch.Tensor, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -144,6 +193,7 @@ def _context_of(name: str, tensor: torch.Tensor) -> str:
 
     An appearance dtype that operations of the class drop is none of it.
     """
+    tensor = local_of(tensor)
     with torch.no_grad():
         _, context = tensor.detach().__tensor_flatten__()  # type: ignore[attr-defined]  # its class has the protocol
     inner = {
