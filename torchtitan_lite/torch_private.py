@@ -63,6 +63,10 @@ NAMES = (
     Name("torch.utils.data.dataloader._BaseDataLoaderIter()._base_seed", _ALL, "a seed drawn late is not noticed"),
     Name("torch.utils.data.dataloader._BaseDataLoaderIter()._sampler_iter", _ALL, "an order drawn late is not noticed"),
     Name("torch.utils.data.dataloader._BaseDataLoaderIter()._num_yielded", _ALL, "neither is noticed"),
+    Name("torch.optim.Optimizer()._optimizer_step_pre_hooks", _ALL, "hooks run at the step that only makes states"),
+    Name("torch.optim.Optimizer()._optimizer_step_post_hooks", _ALL, "the same"),
+    Name("torch.optim.optimizer._global_optimizer_pre_hooks", _ALL, "the same"),
+    Name("torch.optim.optimizer._global_optimizer_post_hooks", _ALL, "the same"),
     Name("torch.optim.lr_scheduler.SequentialLR()._schedulers", _ALL, "the class alone identifies a scheduler"),
     Name("torch.optim.lr_scheduler.LRScheduler()._last_lr", _ALL, "get_last_lr is right from the next step on"),
     Name("torch._dynamo.eval_frame.OptimizedModule", _ALL, "AttributeError for a compiled module"),
@@ -125,6 +129,25 @@ def versions_kept(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[Any
 def is_set_by_torch(tensor: object, attribute: str) -> bool:
     """Return whether torch itself sets this attribute of a parameter: DDP's mixed precision and FSDP1 set tensors."""
     return attribute in ("_mp_param", "_fp_param") or hasattr(tensor, "_fqns")
+
+
+@contextmanager
+def without_step_hooks(optimizer: Any) -> Iterator[None]:
+    """Within this context, have no hook run at a step of `optimizer`."""
+    from torch.optim import optimizer as module
+
+    owned = [
+        *(getattr(optimizer, name, {}) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")),
+        *(getattr(module, name, {}) for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")),
+    ]
+    kept = [dict(hooks) for hooks in owned]
+    for hooks in owned:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in zip(owned, kept, strict=True):
+            hooks.update(before)
 
 
 def lists_its_chunks(tensor: object) -> bool:

@@ -29,6 +29,7 @@ RECORDS = {
         "store.manifest",
         "store.files_of_ranks",
         "bucket.head_file",
+        "checkpoint.state.subclasses",
     ),
     ".metadata and the items of a data file, as DCP has them": (
         "checkpoint.format.torch_item",

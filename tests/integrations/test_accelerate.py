@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from tests.integrations.killed import all_losses, run_until_it_ends, twice
@@ -85,6 +86,10 @@ def test_batches_are_those_of_a_prepared_loader_and_continue_where_they_were_sav
     stateful.use_stateful_dataloader = True
     with pytest.raises(ConfigError, match="use_stateful_dataloader=True"):
         Batches(stateful)
+    drawn = DataLoaderShard(list(range(6)))
+    drawn.batch_sampler.generator = np.random.default_rng(0)
+    with pytest.raises(ConfigError, match="expected generators of torch in its samplers, found a Generator"):
+        Batches(drawn)
     batches = Batches(DataLoaderShard(list(range(6)), batch_size=2))
     first = iter(batches)
     assert next(first).tolist() == [0, 1]

@@ -58,11 +58,14 @@ class NewObject(NamedTuple):
     plain: Any = None
     """It in the form that our manifest holds; None if JSON cannot hold it, or if the object is None."""
     is_plain: bool = True
+    is_typed: bool = False
+    """Whether the item holds the document of `plain_value` in place of the object."""
 
     @classmethod
     def of(cls, value: Any) -> NewObject:
-        """Return `value`, of Python's built-in types, as an object."""
-        return cls(object_item(value), plain_value.encode_value(value))
+        """Return `value`, of the types that `plain_value` encodes, as an object."""
+        document, is_typed = plain_value.encoded(value)
+        return cls(object_item(document if is_typed else value), document)
 
 
 class NewState(NamedTuple):
@@ -188,8 +191,8 @@ def _file_parts(
     at = layout_of_file.end
     for key, stored in objects.items():
         placed.append((key, name, at, len(stored.item)))
-        plain = {"value": stored.plain} if stored.is_plain else {"item": [name, at, len(stored.item)]}
-        written.objects[key] = plain
+        of_item = {"item": [name, at, len(stored.item)]} | ({"typed": True} if stored.is_typed else {})
+        written.objects[key] = {"value": stored.plain} if stored.is_plain else of_item
         item = stored.item + bytes(-len(stored.item) % OBJECT_GRAIN)
         parts.append(item)
         at += len(item)

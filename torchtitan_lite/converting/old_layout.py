@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtitan_lite.checkpoint.format import plain_value
+from torchtitan_lite.checkpoint.format.contents import StoredObject
 from torchtitan_lite.checkpoint.format.dtypes import dtype_name
 from torchtitan_lite.checkpoint.format.structure import Path, paths_of
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
@@ -37,8 +38,11 @@ class Reader:
         if stored.item is None:
             return NewObject.of(stored.value)
         data = self.stream.read_item(stored.item)
+        value = self._loaded(key, data, stored)
+        if stored.is_typed:
+            return NewObject(data, is_plain=False, is_typed=True)
         try:
-            return NewObject(data, plain_value.encode_value(self._loaded(key, data)))
+            return NewObject(data, plain_value.encode_value(value))
         except plain_value.NotPlain:
             return NewObject(data, is_plain=False)
 
@@ -50,7 +54,9 @@ class Reader:
         """Return the object under `key`, or the whole number in the tensor under it; None if there is neither."""
         if key in self.contents.objects:
             stored = self.contents.objects[key]
-            return stored.value if stored.item is None else self._loaded(key, self.stream.read_item(stored.item))
+            if stored.item is None:
+                return stored.value
+            return self._loaded(key, self.stream.read_item(stored.item), stored)
         stored_tensor = self.contents.tensors.get(key)
         if stored_tensor is not None and stored_tensor.shape in ((), (1,)) and "int" in str(stored_tensor.dtype):
             [part] = self.stream.slices(key)
@@ -69,8 +75,8 @@ class Reader:
             return paths_of(self.contents.structure, tensors=self.contents.tensors)
         return {key: self.contents.paths.get(key, (key,)) for key in self.contents}
 
-    def _loaded(self, key: str, data: bytes) -> Any:
+    def _loaded(self, key: str, data: bytes, stored: StoredObject) -> Any:
         try:
-            return load_item(data)
+            return load_item(data, is_typed=stored.is_typed)
         except UnsafeItem as error:
             raise CheckpointUnsafe(self.contents.path, f"{key}: {error}") from None

@@ -55,15 +55,6 @@ def own_generators(name: str, root: object) -> Generators:
     return found
 
 
-def generators_of(*owners: object) -> list[torch.Generator]:
-    """Return the generators that `owners`, loaders, and their samplers have for themselves, or are, each once."""
-    waiting, found = [*owners], list[Any]()
-    for owner in waiting:  # It grows meanwhile.
-        found.append(getattr(owner, "generator", owner))
-        waiting += [each for name in ("sampler", "batch_sampler") if (each := getattr(owner, name, None)) is not None]
-    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
-
-
 def state_of(generator: Any) -> Any:
     """Return the state of `generator` as a plain value."""
     if isinstance(generator, np.random.Generator):

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 from torchtitan_lite.checkpoint.state.rng import RngState
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.data.adapters import StatefulDataLoaderAdapter, begin_worker
-from torchtitan_lite.data.generators import generators_of
 from torchtitan_lite.data.rank_state import RESTART_DATA, pack, unpack
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted, logger
@@ -196,8 +195,16 @@ class _Replayed:
         self.taken = number
 
     def _own(self) -> list[torch.Tensor]:
-        return [each.get_state() for each in generators_of(self._loader)]
+        return [each.get_state() for each in _generators(self._loader)]
 
     def _set_own(self, states: Sequence[torch.Tensor]) -> None:
-        for each, state in zip(generators_of(self._loader), states, strict=False):
+        for each, state in zip(_generators(self._loader), states, strict=False):
             each.set_state(state)
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Return the generators that `loader` and its samplers have for themselves, each once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    found = [getattr(each, "generator", None) for each in owners]
+    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())

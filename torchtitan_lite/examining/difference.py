@@ -18,6 +18,7 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.format.clocks import is_clock
 from torchtitan_lite.checkpoint.format.contents import Item, StoredObject, StoredTensor
+from torchtitan_lite.checkpoint.format.plain_value import decode_value, encoded
 from torchtitan_lite.checkpoint.format.structure import Branch
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.untrusted.inert_pickle import (
@@ -227,7 +228,8 @@ def digest_of(folder: Place, key: str, stored: StoredObject) -> tuple[str, str]:
     Raises `CheckpointDamaged` for an item that is not what torch.save writes, and `CheckpointUnreadable`.
     """
     if stored.item is None:
-        return _Digests(lambda name: b"").of(stored.value), shown_object(stored.value)
+        document, is_typed = encoded(stored.value)  # As an item has it.
+        return _Digests(lambda name: b"").of(document if is_typed else stored.value), shown_object(stored.value)
     if stored.item.length > MOST_BYTES or stored.is_file:
         parts = (_read_item(folder, part) for part in _item_pieces(stored.item))
         what = "a file" if stored.is_file else "an object"
@@ -239,7 +241,8 @@ def digest_of(folder: Place, key: str, stored: StoredObject) -> tuple[str, str]:
             if sum(entry.file_size for entry in entries.values()) > len(data):
                 raise ValueError("its entries are larger than the item")
             value = parse_pickle(archive.read(entries["data.pkl"]), AnyName())
-            return _Digests(lambda name: archive.read(entries[f"data/{name}"])).of(value), shown_object(value)
+            digest = _Digests(lambda name: archive.read(entries[f"data/{name}"])).of(value)
+            return digest, shown_object(decode_value(value) if stored.is_typed else value)
     except (InertPickleError, zipfile.BadZipFile, NotImplementedError, KeyError, RuntimeError, ValueError) as error:
         finding = f"{stored.item.file}: the item of {key} is not what torch.save writes: {error!s:.200}"
         raise CheckpointDamaged(str(folder), finding, [key]) from None

@@ -15,7 +15,6 @@ import torch
 
 from torchtitan_lite.checkpoint import CheckpointManager, PerRank
 from torchtitan_lite.checkpoint.state.rng import RngState
-from torchtitan_lite.data.generators import generators_of
 from torchtitan_lite.errors import ConfigError, ExtraMissing
 from torchtitan_lite.integrations.loop_exit import warn_of_another_version
 
@@ -102,8 +101,7 @@ class Batches:
                 "Batches has the position."
             )
         self._loader = loader
-        shared = getattr(loader, "synchronized_generator", None)
-        self._generators = generators_of(shared, loader.base_dataloader, loader.batch_sampler)
+        self._generators = _generators_of(loader)
         self._at_start = self._drawn_from()
         self.epoch = 0
         self.batch = 0
@@ -167,3 +165,19 @@ class Batches:
         self.epoch, self.batch = state_dict["epoch"], state_dict["batch"]
         self._at_start = list(state_dict["at_start"].values())
         self._draw_from([torch.get_rng_state(), *state_dict["generators"].values()])
+
+
+def _generators_of(loader: Any) -> list[torch.Generator]:
+    """Return the generators other than torch's own from which the loader and its samplers draw, each once."""
+    owners, found = [loader.base_dataloader, loader.batch_sampler], [getattr(loader, "synchronized_generator", None)]
+    while owners:
+        owner = owners.pop(0)
+        found.append(getattr(owner, "generator", None))
+        owners += [each for name in ("batch_sampler", "sampler") if (each := vars(owner).get(name)) is not None]
+    generators = list({id(each): each for each in found if each is not None}.values())
+    if others := [each for each in generators if not isinstance(each, torch.Generator)]:
+        raise ConfigError(
+            f"dataloader: expected generators of torch in its samplers, found a {type(others[0]).__qualname__}, whose "
+            "state Batches does not have. Draw the order from a torch.Generator."
+        )
+    return generators

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import random
 from collections.abc import Callable
 from typing import Any
@@ -226,7 +225,7 @@ def _moment(run: SmallRun, parameter: Tensor) -> Tensor:
 def test_a_state_that_could_not_be_loaded_again_fails_the_save_and_is_named(start_run: StartRun) -> None:
     class Queue(Ema):
         def state_dict(self) -> dict[str, Any]:
-            return {"waiting": collections.deque([1])}
+            return {"waiting": (frozenset([1]),)}
 
     run = start_run(interval=1, states={"queue": Queue()}, max_failed_saves=1)
     run.step()

@@ -17,6 +17,8 @@ from tests.checkpoint.small_run import SmallRun
 from torchtitan_lite.checkpoint.saving.writer import names_with_nan
 from torchtitan_lite.store.manifest import Manifest
 
+FLOATS_OF_8_BITS = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"]
+
 
 def found(prefix: str = "model.", **tensors: torch.Tensor) -> list[str]:
     return names_with_nan([name.replace("_", ".") for name in tensors], list(tensors.values()), prefix)
@@ -31,6 +33,15 @@ def test_nan_is_found_whatever_the_shape_and_dtype(shape: list[int], dtype: torc
     tensor = with_nan(*shape, dtype=dtype)
     assert found(model_w=tensor, model_b=torch.zeros(3)) == (["model.w"] if tensor.numel() else [])
     assert found(model_w=tensor.T if tensor.dim() == 2 else tensor) == (["model.w"] if tensor.numel() else [])
+
+
+@pytest.mark.parametrize("dtype", FLOATS_OF_8_BITS)
+def test_nan_is_found_in_floats_of_8_bits(dtype: str) -> None:
+    kind = getattr(torch, dtype)
+    tensor = torch.ones(1000, 9).to(kind)
+    assert found(model_w=tensor, optimizer_m=tensor) == []
+    tensor[-1, -1] = torch.tensor(math.nan).to(kind)
+    assert found(model_w=tensor, optimizer_m=tensor) == ["model.w", "optimizer.m"]
 
 
 def test_both_ends_of_a_large_tensor_are_checked() -> None:

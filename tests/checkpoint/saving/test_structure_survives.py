@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
+import enum
 import functools
 import types
 from collections.abc import Callable, Iterator
@@ -10,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -240,6 +243,8 @@ class Config(dict[str, int]):
 
 
 Pair = collections.namedtuple("Pair", "a b")
+Color = enum.Enum("Color", "RED")
+Size = dataclasses.make_dataclass("Size", [("width", int)])
 REFUSED = {
     "a mapping of its own": ({"cfg": Config(a=1)}, r"s\['mine'\]\['cfg'\] is a .*Config, which would not come back"),
     "an empty one": (Config(), r"s\['mine'\] is a .*Config"),
@@ -249,8 +254,11 @@ REFUSED = {
     "a key of its own": ({torch.float32: 1}, r"s\['mine'\] has the key torch.float32, a torch.dtype"),
     "half a character": ({"\ud800": 1}, r"s\['mine'\] has the key '.ud800'"),
     "one name for two": ({1: 1, "1": 2}, r"s\['mine'\]\['1'\] and another entry .* 's\.mine\.1'"),
-    "a namedtuple": (Pair(1, 2), r"s\.mine holds an object that could not be loaded again"),
-    "a frozenset": ((frozenset([1]),), r"s\.mine holds an object that could not be loaded again"),
+    "a namedtuple": (Pair(1, 2), r"s\.mine holds an object that .* Return tuple\(it\) for a Pair"),
+    "a frozenset": ((frozenset([1]),), r"s\.mine holds an object that .* Return set\(it\) for a frozenset"),
+    "an enum": (collections.deque([Color.RED]), r"s\.mine holds an object that .* make Color\(value\) of it"),
+    "a dataclass": ([1, Size(2)], r"s\.mine holds an object that .* make Size\(\*\*it\) in load_state_dict"),
+    "an array of objects": (np.array([None]), r"s\.mine holds an object that .* Return tolist\(\)"),
     "a long key": ({10**5000: 1}, r"s\['mine'\] has the key"),
 }
 

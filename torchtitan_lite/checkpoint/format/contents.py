@@ -38,6 +38,8 @@ class StoredObject(NamedTuple):
     item: Item | None = None
     is_file: bool = False
     """Whether the item is a complete file of another library: it is compared as bytes, and not parsed."""
+    is_typed: bool = False
+    """Whether the item holds the document of `plain_value` in place of the object."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,7 @@ def _stored_object(entry: Mapping[str, Any]) -> StoredObject:
     file, offset, length = as_list(entry["item"])
     if (type(file), type(offset), type(length)) != (str, int, int):
         raise ValueError("expected an item of [file, offset, length]")
-    return StoredObject(item=Item(file, offset, length))
+    return StoredObject(item=Item(file, offset, length), is_typed=entry.get("typed") is True)
 
 
 def _path(value: Any) -> Path:

@@ -37,6 +37,8 @@ class PlacedObject:
     """The object in the form that JSON can hold; None if JSON cannot hold it, or if the object is None."""
     is_plain: bool = True
     """Whether JSON can hold the object."""
+    is_typed: bool = False
+    """Whether its item holds the document of `plain_value` in place of the object."""
 
 
 class Description:
@@ -97,5 +99,5 @@ def table_of_objects(placed: Sequence[PlacedObject], *, with_places: bool = Fals
 
 def _value_of(placed: PlacedObject, with_places: bool) -> dict[str, Any]:
     value = {"value": placed.plain} if placed.is_plain else {}
-    item = {"item": [placed.file, placed.at, placed.num_bytes]}
+    item = {"item": [placed.file, placed.at, placed.num_bytes]} | ({"typed": True} if placed.is_typed else {})
     return value | item if with_places else value or item

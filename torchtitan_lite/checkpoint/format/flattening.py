@@ -233,6 +233,11 @@ def is_plain(value: object) -> bool:
     return isinstance(value, torch.Tensor) and type(local_of(value)) in PLAIN_TENSORS
 
 
+def wide_float(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, or floats of 8 bits as wider ones: for these torch computes nothing."""
+    return tensor.float() if f"{tensor.dtype}".startswith("torch.float8") else tensor
+
+
 def is_expanded(tensor: torch.Tensor) -> bool:
     """Return whether several elements of `tensor` share memory: torch refuses to write into such a tensor."""
     if tensor.layout is not torch.strided:

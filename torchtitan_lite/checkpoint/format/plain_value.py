@@ -1,9 +1,9 @@
 """Small objects as JSON, and back.
 
 `decode(encode(value))` equals `value` with the same types at every depth: numbers to the last bit, tuples as tuples,
-and keys that are not strings. What JSON cannot express is an object with one member whose name begins with "$". Any
-other type, a subclass of a plain one included, raises `NotPlain`. Decoding runs no code and makes nothing but these
-types, whatever the document.
+keys that are not strings, and the types of `typed_value`. What JSON cannot express is an object with one member whose
+name begins with "$". Any other type, a subclass of a plain one included, raises `NotPlain`. Decoding runs no code and
+makes nothing but these types, whatever the document.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import base64
 import binascii
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
+
+from torchtitan_lite.checkpoint.format.typed_value import TAGS, made_of_parts, tag_and_parts
 
 MAX_DEPTH = 100
 """Nesting of containers; the limit of Python's JSON parser is not far above."""
@@ -27,9 +29,23 @@ class NotPlain(ValueError):
     """The value, or something in it, is not of a plain type."""
 
 
+class Encoded(NamedTuple):
+    """A value in the form that JSON can hold."""
+
+    document: Any
+    is_typed: bool
+    """Whether a value of `typed_value` is in it: torch.load(weights_only=True) refuses that, and takes the document."""
+
+
+def encoded(value: object) -> Encoded:
+    """Return `value` (None, bool, int, float, str, bytes, list, tuple, dict, typed ones) encoded. Raise `NotPlain`."""
+    encoder = _Encoder()
+    return Encoded(encoder.encode(value, 0), encoder.is_typed)
+
+
 def encode_value(value: object) -> Any:
-    """Return `value` (None, bool, int, float, str, bytes, list, tuple, dict) as JSON can hold it. Raise `NotPlain`."""
-    return _Encoder().encode(value, 0)
+    """Return the document of `value` alone. Raise `NotPlain`."""
+    return encoded(value).document
 
 
 def decode_value(document: object) -> Any:
@@ -40,6 +56,7 @@ def decode_value(document: object) -> Any:
 class _Encoder:
     def __init__(self) -> None:
         self._parts = 0
+        self.is_typed = False
 
     def encode(self, value: object, depth: int) -> Any:
         self._parts += 1
@@ -49,9 +66,13 @@ class _Encoder:
         if value is None or kind is bool:
             return value
         make = _ENCODERS.get(kind)
-        if make is None:
+        if make is not None:
+            return make(self, value, depth + 1)
+        if (typed := tag_and_parts(value)) is None:
             raise NotPlain(f"a {kind.__module__}.{kind.__qualname__} is not a plain value")
-        return make(self, value, depth + 1)
+        self.is_typed = True
+        tag, parts = typed
+        return {tag: self.encode(parts, depth + 1)}
 
     def number(self, value: int, _: int) -> Any:
         # Python refuses to parse decimal numbers of thousands of digits, but parses hexadecimal ones.
@@ -116,6 +137,8 @@ def _tagged(name: str, content: object, depth: int) -> Any:
         return tuple(_decode(item, depth) for item in content)
     if name == "$dict" and isinstance(content, list):
         return _decoded_pairs(content, depth)
+    if name in TAGS:
+        return made_of_parts(name, _decode(content, depth))
     make = _TAGGED_TEXT.get(name)
     if make is None or not isinstance(content, str):
         raise ValueError(f"{name[:20]!r} with a {type(content).__name__} is not a known tag")

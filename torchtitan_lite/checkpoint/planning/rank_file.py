@@ -9,9 +9,12 @@ that are the same in every save: these are encoded and checked once.
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import io
 import json
-from collections.abc import Mapping, Sequence, Set
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.checkpoint.format.description import Description, PlacedObject
 from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
 from torchtitan_lite.checkpoint.format.flattening import State, difference
-from torchtitan_lite.checkpoint.format.plain_value import NotPlain, encode_value
+from torchtitan_lite.checkpoint.format.plain_value import NotPlain, encoded
 from torchtitan_lite.checkpoint.format.torch_item import CALL_OF_BYTES, OBJECT_GRAIN, SafePickle, object_item
 from torchtitan_lite.checkpoint.planning.rank_entries import OwnEntries
 from torchtitan_lite.checkpoint.planning.rank_summary import HeldPart
@@ -47,6 +50,7 @@ class _Encoded:
     item: bytes
     plain: Any
     is_plain: bool
+    is_typed: bool
 
 
 class ObjectItems:
@@ -68,10 +72,10 @@ class ObjectItems:
         items: list[bytes] = []
         placed: list[PlacedObject] = []
         for key, value in objects.items():
-            encoded = self._encoded(key, value)
-            placed.append(PlacedObject(key, file, at, len(encoded.item), encoded.plain, encoded.is_plain))
-            items.append(encoded.item)
-            at += len(encoded.item)
+            made = self._encoded(key, value)
+            placed.append(PlacedObject(key, file, at, len(made.item), made.plain, made.is_plain, made.is_typed))
+            items.append(made.item)
+            at += len(made.item)
         return b"".join(items), placed
 
     def _encoded(self, key: str, value: Any) -> _Encoded:
@@ -83,8 +87,9 @@ class ObjectItems:
         return self._known[known]
 
     def _encode(self, key: str, value: Any) -> _Encoded:
+        is_typed = False
         try:
-            plain = encode_value(value)
+            plain, is_typed = encoded(value)
         except NotPlain:
             if any(isinstance(tensor, DTensor) for tensor in nested_tensors(value)):
                 raise TypeError(
@@ -93,24 +98,24 @@ class ObjectItems:
                 ) from None
             item = _saved_by_torch(key, value)
         else:
-            item = object_item(value)
+            item = object_item(plain if is_typed else value)
             if len(item) <= _MAX_IN_MANIFEST_BYTES and len(json.dumps(plain)) <= _MAX_RATIO * len(item):
-                return _Encoded(item, plain, True)
-        self._check_readable(key, value, item)
-        return _Encoded(item, None, False)
+                return _Encoded(item, plain, True, is_typed)
+        self._check_readable(key, value, item, is_typed)
+        return _Encoded(item, None, False, is_typed)
 
-    def _check_readable(self, key: str, value: Any, item: bytes) -> None:
+    def _check_readable(self, key: str, value: Any, item: bytes, is_typed: bool) -> None:
         """Raise TypeError unless `item` is read back equal to `value`."""
         digest = text_digest([item])
         if self._readable.get(key) == digest:
             return
         try:
-            finding = difference(value, load_item(item), key)
+            finding = difference(value, load_item(item, is_typed=is_typed), key)
         except (UnsafeItem, RecursionError, RuntimeError) as error:
             # Nested tensors have no shape: RuntimeError.
-            raise _not_loadable(key, error) from None
+            raise _not_loadable(key, value, error) from None
         if finding:
-            raise _not_loadable(key, finding)
+            raise _not_loadable(key, value, finding)
         self._readable[key] = digest
 
 
@@ -123,17 +128,49 @@ def _saved_by_torch(key: str, value: Any) -> bytes:
             buffer = io.BytesIO()
             torch.save(value, buffer, pickle_module=SafePickle)
     except Exception as error:
-        raise _not_loadable(key, error) from None
+        raise _not_loadable(key, value, error) from None
     item = buffer.getvalue()
     return item + bytes(-len(item) % OBJECT_GRAIN)
 
 
-def _not_loadable(key: str, reason: Exception | str) -> TypeError:
+def _not_loadable(key: str, value: Any, reason: Exception | str) -> TypeError:
     first_line = (str(reason).splitlines() or [type(reason).__name__])[0].partition(". Please use")[0]
-    return TypeError(
-        f"{key} holds an object that could not be loaded again ({first_line}). "
-        "Return tensors, numbers, strings, bytes, and lists, tuples, sets and dicts of these from state_dict"
-    )
+    fix = next(filter(None, map(_fix_for, _parts(value))), _RETURN_OTHERS)
+    return TypeError(f"{key} holds an object that could not be loaded again ({first_line}). {fix}")
+
+
+_RETURN_OTHERS = (
+    "Return tensors, numbers, strings, bytes, paths, times, NumPy's arrays of these, and lists, tuples, deques, sets "
+    "and dicts from state_dict"
+)
+
+
+def _parts(value: Any, depth: int = 0) -> Iterator[Any]:
+    """Yield `value`, and what is in it if it is a container."""
+    yield value
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | deque) else ()
+    for part in inner if depth < _MOST_DEPTH else ():
+        yield from _parts(part, depth + 1)
+
+
+_MOST_DEPTH = 10
+"""Of a search for what to name in an error."""
+
+
+def _fix_for(value: Any) -> str:
+    """Return what to save in place of `value`, if it is of a class of the user's own of a common kind."""
+    kind = type(value).__qualname__
+    if isinstance(value, enum.Enum):
+        return f"Return the value of a {kind} from state_dict, and make {kind}(value) of it in load_state_dict"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return f"Return dataclasses.asdict(it) for a {kind} from state_dict, and make {kind}(**it) in load_state_dict"
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return f"Return tuple(it) for a {kind} from state_dict, and make {kind}(*it) of it in load_state_dict"
+    if type(value).__module__.partition(".")[0] == "numpy":
+        return "Return tolist() of what NumPy has no plain numbers or text for, and make it again in load_state_dict"
+    if isinstance(value, frozenset):
+        return "Return set(it) for a frozenset from state_dict, and make a frozenset of it in load_state_dict"
+    return ""
 
 
 # What one rank writes: its part of the agreed plan, and the bytes of its file.

@@ -259,7 +259,7 @@ class CheckpointReader(StorageReader):
         items.sort(key=lambda each: each[0])
         for batch in _read_batches(items, lambda each: each[0].length):
             for (item, key, take), data in zip(batch, self._bytes_of([item for item, _, _ in batch]), strict=True):
-                take(self._value(key, item, data))
+                take(self._value(key, item, data, is_typed=stored[key].is_typed))
 
     def _bytes_of(self, items: Sequence[Item]) -> list[bytearray]:
         """Return the bytes of each of `items`, which must be sorted."""
@@ -269,9 +269,9 @@ class CheckpointReader(StorageReader):
             self._fill(file, [piece for _, piece in of_file])
         return data
 
-    def _value(self, key: str, item: Item, data: bytearray) -> Any:
+    def _value(self, key: str, item: Item, data: bytearray, *, is_typed: bool = False) -> Any:
         try:
-            return load_item(bytes(data))
+            return load_item(bytes(data), is_typed=is_typed)
         except UnsafeItem as error:
             raise CheckpointUnsafe(str(self._folder.path), f"{key} in {item.file}: {error}") from None
 

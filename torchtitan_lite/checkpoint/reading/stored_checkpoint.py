@@ -168,6 +168,10 @@ class StoredCheckpoint:
         name = f"optimizer.{OF_OPTIMIZERS}"
         return flat | ({OF_OPTIMIZERS: self.read_state(name, {})} if self.has_state(name) else {})
 
+    def lacks_first_states(self, slots: Mapping[str, ParameterSlot]) -> bool:
+        """Return whether it has tensors that are made of others where `slots` have no state. **Collective**."""
+        return self._optimizer_for(slots).lacks_first_states(slots)
+
     def other_kinds(self, slots: Mapping[str, ParameterSlot]) -> dict[str, tuple[str, Any, Any]]:
         """Return the settings that make another optimizer: a parameter, the checkpoint's value, that of `slots`."""
         return self._optimizer_for(slots).other_kinds()

@@ -19,6 +19,7 @@ from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled_entry, en
 from torchtitan_lite.checkpoint.reading.load_rules import LoadRules
 from torchtitan_lite.checkpoint.state.model_wrapper import is_extra, tensors_of
 from torchtitan_lite.checkpoint.state.names import EXTRA_STATE, is_extra_name
+from torchtitan_lite.checkpoint.state.subclasses import form_difference, forms_in
 
 
 class StoredModel:
@@ -70,6 +71,7 @@ class StoredModel:
         }
         report = merged(
             compare_tensors(expected, found, cast=cast or self._rules.cast),
+            KeyReport(mismatched=self._other_forms(wanted, names, prefix)),
             KeyReport(
                 missing=[fqn for fqn in wanted if fqn in own_extras and names.get(fqn) not in extras],
                 unexpected=[fqn for fqn in names if is_extra_name(fqn) and fqn not in model and fqn not in found],
@@ -77,6 +79,14 @@ class StoredModel:
         )
         # A checkpoint with bare names may hold other things besides the model.
         return report if prefix else dataclasses.replace(report, unexpected=())
+
+    def _other_forms(self, wanted: Mapping[str, Any], names: Mapping[str, str], prefix: str) -> dict[str, str]:
+        """Return the tensors that are made of others, here or in the checkpoint, and are not so in the same form."""
+        own, objects = forms_in(wanted), self._contents.objects
+        there = {name: objects[prefix + key].value for name, key in forms_in(names).items() if prefix + key in objects}
+        both = [*(name for name in own if name in there or name in names), *(name for name in there if name in wanted)]
+        found = {name: form_difference(there.get(name), own.get(name)) for name in both}
+        return {name: finding for name, finding in found.items() if finding}
 
     def targets(self, model: Mapping[str, Any], *, cast: bool = False) -> dict[str, Any]:
         """Map the checkpoint's keys to the tensors to read into, and to None for objects."""

@@ -7,7 +7,7 @@ state of a parameter whose shape differs from the checkpoint's is never read, wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +21,7 @@ from torchtitan_lite.checkpoint.reading.listed_groups import ListedGroups
 from torchtitan_lite.checkpoint.reading.load_rules import LoadRules
 from torchtitan_lite.checkpoint.state.optimizer_state import LAYOUTS, SETTINGS, STATE, ParameterSlot, split_state_key
 from torchtitan_lite.checkpoint.state.shared_storage import SHARED, join_targets
+from torchtitan_lite.checkpoint.state.subclasses import FORM, form_difference
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 """Settings that schedulers add to a parameter group."""
@@ -67,7 +68,8 @@ class StoredOptimizer:
             if slot.settings and stored not in settings and stored not in states:
                 missing.append(f"optimizer.{SETTINGS}.{name}")
                 continue
-            mismatched |= self._other_shapes(slot, stored, states.get(stored, {}))
+            state = states.get(stored, {})
+            mismatched |= self._other_shapes(slot, stored, state) or self._other_forms(slot, stored, state)
             first = first_of_group.setdefault(slot.group, stored)
             mismatched |= self._other_settings(slot, settings.get(stored, {}), settings.get(first, {}), stored, first)
         unexpected = [leaf.key for stored in states if stored not in taken for leaf in _leaves(states[stored])]
@@ -93,9 +95,10 @@ class StoredOptimizer:
                 layout = self._layout(layouts.get(str(key), []))
                 for leaf in leaves:
                     tensor = self._contents.tensors.get(leaf.key)
-                    live = at_path(slot.state.get(key), leaf.path)
+                    live = at_path(slot.state.get(key, slot.first.get(key)), leaf.path)
+                    dtype = self._dtype(slot, leaf.key, tensor) if tensor and _form_leaf(leaves) is None else None
                     targets[leaf.key] = tensor and slot.empty(
-                        key, torch.Size(tensor.shape), self._dtype(slot, leaf.key, tensor), live, layout, leaf.path
+                        key, torch.Size(tensor.shape), dtype or tensor.dtype, live, layout, leaf.path
                     )
             for key, leaves in settings.items():
                 for leaf in leaves:
@@ -137,7 +140,9 @@ class StoredOptimizer:
         for name, slot in self.slots.items():
             stored = self._stored_name(slot)
             state = states.get(stored, {})
-            if self._rules.wants(name) and not self._other_shapes(slot, stored, state):
+            if not self._rules.wants(name):
+                continue
+            if not (self._other_shapes(slot, stored, state) or self._other_forms(slot, stored, state)):
                 fitting.append((name, stored, state, settings.get(stored, {}), layouts.get(stored, {})))
         return fitting
 
@@ -192,6 +197,28 @@ class StoredOptimizer:
             if shape == tuple(parameter.shape)
         }
         return found or {key: f"its parameter has another shape, {list(now)}" for key in keys}
+
+    def lacks_first_states(self, slots: Mapping[str, ParameterSlot]) -> bool:
+        """Return whether the checkpoint has a tensor that is made of others where `slots` have no state at all."""
+        states, _, _ = self._by_parameter
+        return any(
+            _form_leaf(leaves) is not None and key not in slot.state
+            for slot in slots.values()
+            for key, leaves in states.get(self._stored_name(slot), {}).items()
+        )
+
+    def _other_forms(self, slot: ParameterSlot, stored: str, state: Mapping[str, list[Leaf]]) -> dict[str, str]:
+        """Return the tensors of `state` that were made of others, or are here, and not in the same form."""
+        found = {}
+        for key, leaves in state.items():
+            of_form = _form_leaf(leaves)
+            own = slot.state.get(key, slot.first.get(key))
+            form = own.get(FORM) if isinstance(own, Mapping) else None
+            if of_form is not None or form is not None:
+                there = self._contents.objects.get(of_form.key) if of_form is not None else None
+                if finding := form_difference(there and there.value, form):
+                    found[f"optimizer.{STATE}.{stored}.{key}"] = finding
+        return found
 
     def _other_settings(
         self, slot: ParameterSlot, own: Mapping[str, Any], first_own: Mapping[str, Any], stored: str, first: str
@@ -261,6 +288,11 @@ def _sort_in(found: Entries, rest: str, leaves: list[Leaf], known: set[str], con
     # If torch flattened nested containers, their keys are part of the entry's name.
     for leaf in leaves:
         found[name][head].append(Leaf(leaf.key, (*inner, *leaf.path)))
+
+
+def _form_leaf(leaves: Sequence[Leaf]) -> Leaf | None:
+    """Return the leaf with the form of a tensor that is made of the others; None if there is none."""
+    return next((leaf for leaf in leaves if leaf.path == (FORM,)), None)
 
 
 def _leaves(state: Mapping[str, list[Leaf]]) -> list[Leaf]:

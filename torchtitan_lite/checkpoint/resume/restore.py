@@ -254,13 +254,20 @@ class Restore:
         return {name: state for name, state in self._small.items() if name not in self._fresh}
 
     def _keys(self) -> KeyReport:
-        self._model_state |= self._peers.together(self._stored_left_out)
+        lacks = self._stored.lacks_first_states(self._slots)
+        self._model_state |= self._peers.together(lambda: self._stored_left_out(makes_states=lacks))
         self._model_state |= self._peers.together(self._resized)
         states = self._peers.together(lambda: [name for name, state in self._loaded.items() if state.state_dict()])
         return self._stored.report(self._model_state, self._slots, states, cast=self._cast)
 
-    def _stored_left_out(self) -> dict[str, Any]:
-        """Return the parameters that the checkpoint has although the run leaves them out, as they are frozen now."""
+    def _stored_left_out(self, *, makes_states: bool) -> dict[str, Any]:
+        """Return the parameters that the checkpoint has although the run leaves them out, as they are frozen now.
+
+        With `makes_states` the optimizer's first step also shows which classes its states are of.
+        """
+        if makes_states and self._optimizer is not None:
+            self._optimizer.make_first_states()
+            self._slots.update(self._optimizer.slots())  # In place: a rank alone may have to.
         rules = build_load_rules(self._config.checkpoint)
         return self._model.left_out([fqn for fqn in self._stored.model_names(self._model_state) if rules.wants(fqn)])
 

@@ -19,6 +19,7 @@ from torch.nn.utils import get_total_norm
 import torchtitan_lite
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.format.description import Description, PlacedObject, table_of_objects
+from torchtitan_lite.checkpoint.format.flattening import wide_float
 from torchtitan_lite.checkpoint.format.tensor_digest import TensorDigest, digest_chunk, finish
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.planning.rank_file import RankPlan
@@ -294,7 +295,8 @@ def names_with_nan(keys: Sequence[str], tensors: Sequence[torch.Tensor], prefix:
     These are the weights, whose keys begin with `prefix`, and the optimizer states.
     """
     dtypes = [tensor.dtype for tensor in tensors]
-    sampled = {dtype for dtype in {*dtypes} if dtype.is_floating_point and dtype.itemsize > 1}
+    # Two floats of 4 bits in a byte have no NaN.
+    sampled = {dtype for dtype in {*dtypes} if dtype.is_floating_point and "float4" not in f"{dtype}"}
     # Numbers, not pairs: of thousands of new pairs the garbage collector would take more time than all else here.
     weights: list[int] = []
     moments: list[int] = []
@@ -318,7 +320,7 @@ def _keys_of_wrong_tensors(
 ) -> dict[str, None]:
     samples: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = {}
     for number in numbers[:: -(-len(numbers) // _MAX_TENSORS) or 1]:
-        for part in _sampled_parts(tensors[number].detach()):
+        for part in map(wide_float, _sampled_parts(tensors[number].detach())):
             samples.setdefault((part.dtype, part.device), []).append((keys[number], part))
     found: dict[str, None] = {}
     for of_a_kind in samples.values():

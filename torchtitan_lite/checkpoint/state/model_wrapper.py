@@ -8,6 +8,7 @@ only after `put_back` has given the complete dict to the modules.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,14 @@ from torchtitan_lite.checkpoint.state.names import (
     refuse_lazy,
 )
 from torchtitan_lite.checkpoint.state.other_keys import of_left_out, other_names, try_load
+from torchtitan_lite.checkpoint.state.subclasses import (
+    FORM,
+    fill,
+    forms_in,
+    is_made_of_others,
+    parts_below,
+    with_parts_apart,
+)
 from torchtitan_lite.errors import CheckpointMismatch
 from torchtitan_lite.torch_private import (
     buffers_of,
@@ -74,6 +83,7 @@ class ModelWrapper:
         refuse_lazy(self.parts)
         raws = self._raw()
         state = merge_disjoint([{name: each.entries[key] for key, name in each.names.items()} for each in raws])
+        state = with_parts_apart(state, "model")
         refuse_expanded(tensors_of(state))
         self._others_left_out = {name: each.entries[key] for each in raws for key, name in each.others.items()}
         return state
@@ -95,7 +105,7 @@ class ModelWrapper:
     def keep(self, names: Collection[str]) -> None:
         """With `trained_only`, keep parameters with these `names` in the state, as those that were trained."""
         if self.is_trained_only:
-            self._trained |= {*names}
+            self._trained |= {*names, *forms_in(dict.fromkeys(names))}
 
     def left_out(self, names: Collection[str]) -> dict[str, Any]:
         """Return what of `names` the modules have and the state leaves out."""
@@ -106,7 +116,9 @@ class ModelWrapper:
 
     def parameter_names(self) -> set[str]:
         """Return the names in `state_dict` that are parameters; the rest is buffers and extra state."""
-        return {name for names in named_parameters(self.parts).values() for name in names} - self._left_out()
+        named = named_parameters(self.parts).items()
+        by_name = {name: each for each, names in named for name in names if name not in self._left_out()}
+        return {name for name in with_parts_apart(by_name, "model") if not name.endswith(f".{FORM}")}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load `state_dict`, which must have exactly the tensors of `state_dict()`.
@@ -125,7 +137,12 @@ class ModelWrapper:
         """
         for raw in self._raw():
             # The module's own dict: load hooks read versions from its `_metadata`.
-            raw.entries.update({key: state_dict[name] for key, name in raw.names.items()})
+            made_of_others = {key for key, each in raw.entries.items() if is_made_of_others(each)}
+            raw.entries.update({key: state_dict[name] for key, name in raw.names.items() if key not in made_of_others})
+            for key in made_of_others & raw.names.keys():
+                # Their class need not take what it gave: the parts are given to the live tensor.
+                live = live_tensor(raw.part, key, raw.entries[key])
+                fill(live, parts_below(raw.names[key], state_dict), f"model.{raw.names[key]}")
             with torch.no_grad(), fsdp1.sharded_state_dicts(raw.part), no_mixing(raw.part):
                 _give(raw)
 
@@ -196,6 +213,7 @@ def _give(raw: _Raw) -> None:
     """
     part, entries = raw.part, raw.entries
     kept_back = raw.others | {key: name for key, name in raw.frozen.items() if not is_plain(entries[key])}
+    kept_back |= {key: name for key, name in raw.names.items() if is_made_of_others(entries[key])}
     for key in kept_back:
         del entries[key]
     if not kept_back:
@@ -205,6 +223,15 @@ def _give(raw: _Raw) -> None:
     names = {*clean_names(part, [*found.missing_keys, *found.unexpected_keys]).values()}
     if lost := sorted(names - {*kept_back.values()}):
         raise RuntimeError(f"{type(part).__name__}.load_state_dict misses, or does not expect, {', '.join(lost)}")
+
+
+def live_tensor(part: nn.Module, key: str, other: torch.Tensor) -> torch.Tensor:
+    """Return the tensor of `part` called `key` in its state dict; `other` if that is what a hook made."""
+    try:
+        live = attrgetter(key)(part)
+    except AttributeError:
+        return other
+    return live if type(live) is type(other) else other
 
 
 def is_extra(name: str, value: Any) -> bool:
@@ -223,8 +250,15 @@ EXPORT_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16":
 
 
 def weights_only(model_state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return the model's state by bare FQN, floating-point tensors cast to `dtype`, all else unchanged. Any rank."""
-    return {fqn: _cast_value(fqn, value, dtype) for fqn, value in model_state.items()}
+    """Return the model's state by bare FQN, floating-point tensors cast to `dtype`, all else unchanged. Any rank.
+
+    The parts of a tensor that is made of others stay as they are: a cast scale would be of another tensor.
+    """
+    kept = tuple(f"{name}." for name in forms_in(model_state))
+    return {
+        fqn: value if kept and fqn.startswith(kept) else _cast_value(fqn, value, dtype)
+        for fqn, value in model_state.items()
+    }
 
 
 def _cast_value(fqn: str, value: Any, dtype: torch.dtype) -> Any:

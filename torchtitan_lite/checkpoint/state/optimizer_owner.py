@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchtitan_lite.checkpoint.state import fsdp1
+from torchtitan_lite.checkpoint.state.first_step import first_states
 from torchtitan_lite.checkpoint.state.names import clean_names
 from torchtitan_lite.checkpoint.state.optimizer_state import (
     OF_OPTIMIZERS,
@@ -34,6 +35,7 @@ from torchtitan_lite.checkpoint.state.optimizer_state import (
     refuse_unsharded,
 )
 from torchtitan_lite.checkpoint.state.shared_storage import SHARED, NamedTensor, may_share, shared_pairs, tensors_below
+from torchtitan_lite.checkpoint.state.subclasses import FORM, fill, is_made_of_others, with_parts
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 
 _NOT_SETTINGS = ("params", "param_names")
@@ -59,6 +61,14 @@ class Owner:
         """Return the current state. Its tensors are live where the optimizer's own state dict has live ones."""
         raise NotImplementedError
 
+    def make_first_states(self) -> None:
+        """Make the states that the optimizer's first step would, for `first_states` and `take`. Any rank."""
+        return
+
+    def first_states(self) -> dict[str, Mapping[Any, Any]]:
+        """Return what `make_first_states` made, as `read` returns states; none if it was not called since `take`."""
+        return {}
+
     def layouts(self, state: OptimizerState) -> dict[str, Any]:
         """Return how tensors of `state` are sharded, by flat key, if they are not sharded like their parameters.
 
@@ -80,16 +90,22 @@ class PlainOwner(Owner):
     def __init__(self, optimizer: Any, names: Mapping[torch.Tensor, Sequence[str]]) -> None:
         super().__init__(optimizer)
         self._names = names
+        self._first: Mapping[str, Mapping[Any, Any]] = {}
 
     def likes(self) -> dict[str, torch.Tensor]:
         return {self._names[parameter][0]: parameter for parameter in parameters_of(self.optimizer)}
 
+    @torch.no_grad()  # As in `with_parts_apart`.
     def read(self) -> OptimizerState:
         # Not torch's `get_optimizer_state_dict`, which makes missing state by a step with learning rate 0: the user's
         # hooks run, an average moves, and if the step raises, the rate stays 0.
         own = self._state_dict()
         names = self._numbered(own)
-        states = {names[number]: state for number, state in own["state"].items() if number in names}
+        states = {
+            names[number]: with_parts(f"optimizer.{STATE}.{names[number]}", state)
+            for number, state in own["state"].items()
+            if number in names
+        }
         groups = [
             Group([names[number] for number in group["params"]], _group_settings(group))
             for group in own["param_groups"]
@@ -135,7 +151,9 @@ class PlainOwner(Owner):
         refuse_unsharded(states, self.likes())
         own = self.optimizer.state_dict()
         names = self._numbered(own)
-        new = {number: states[name] for number, name in names.items() if name in states}
+        live = {name: own["state"].get(number, {}) for number, name in names.items()}
+        wholes = {name: self._wholes(name, state, live.get(name, {})) for name, state in states.items()}
+        new = {number: {**states[name], **wholes[name]} for number, name in names.items() if name in states}
         empty_groups = rest.get(EMPTY_GROUPS, {})
         groups = []
         for at, group in enumerate(own["param_groups"]):
@@ -147,6 +165,35 @@ class PlainOwner(Owner):
         )
         with exact_dtypes(self.optimizer, whole):
             self.optimizer.load_state_dict(whole)
+        self._put_in(wholes)
+
+    def make_first_states(self) -> None:
+        """Make the states that the optimizer's first step would, for `first_states` and `take`. Any rank."""
+        made = first_states(self.optimizer)
+        self._first = {self._names[parameter][0]: state for parameter, state in made.items()}
+
+    def first_states(self) -> dict[str, Mapping[Any, Any]]:
+        """Return what `make_first_states` made, as `read` returns states; none if it was not called since `take`."""
+        return {name: with_parts(f"optimizer.{STATE}.{name}", state) for name, state in self._first.items()}
+
+    def _wholes(self, name: str, state: Mapping[Any, Any], own: Mapping[Any, Any]) -> dict[Any, torch.Tensor]:
+        """Return the tensors of `state` that are made of others, each with the parts that were read for it."""
+        found = {}
+        for key, value in state.items():
+            if isinstance(value, Mapping) and FORM in value:
+                made = own.get(key, self._first.get(name, {}).get(key))
+                assert is_made_of_others(made), "the report refuses a form that nothing here has"
+                fill(made, value, f"optimizer.{STATE}.{name}.{key}")
+                found[key] = made
+        return found
+
+    def _put_in(self, wholes: Mapping[str, Mapping[Any, torch.Tensor]]) -> None:
+        """Have the optimizer hold `wholes` themselves: torch loads a copy, which the class may make in its own way."""
+        self._first = {}
+        for parameter in parameters_of(self.optimizer) if any(wholes.values()) else ():
+            state = self.optimizer.state.get(parameter, {})
+            of_parameter = wholes.get(self._names[parameter][0], {})
+            state.update({key: made for key, made in of_parameter.items() if key in state})
 
     def _state_dict(self) -> dict[str, Any]:
         try:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from torchtitan_lite.checkpoint.format.flattening import named_tensors
 from torchtitan_lite.checkpoint.format.shards import PLAIN_TENSORS, local_of
+from torchtitan_lite.checkpoint.state.subclasses import FORM, is_made_of_others
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 
 STATE, SETTINGS, LAYOUTS, OF_OPTIMIZERS = "state", "param_groups", "layouts", "optimizers"
@@ -56,6 +57,8 @@ class ParameterSlot:
     settings: Mapping[str, Any]
     state: Mapping[Any, Any]
     """The live state that may be read into; empty if there is none."""
+    first: Mapping[Any, Any] = field(default_factory=dict)
+    """What a first step would make, where that was needed: it may be read into, and is no state yet."""
 
     def empty(
         self, name: Any, shape: torch.Size, dtype: torch.dtype, live: Any, layout: str = "", path: Path = ()
@@ -72,7 +75,7 @@ class ParameterSlot:
                 return torch.empty_permuted(shape, order, dtype=dtype, device=device)
         elif layout and isinstance(self.like, DTensor):
             return _empty_sharded(shape, dtype, self.like, layout)
-        if self.like.shape == shape and name != "step":
+        if self.like.shape == shape and name != "step" and not is_made_of_others(self.like):
             return torch.empty_like(self.like, dtype=dtype, requires_grad=False)
         # As in torch: step counters are on the CPU, unless the optimizer is capturable or fused.
         if name == "step" and not (self.settings.get("capturable") or self.settings.get("fused")):
@@ -112,7 +115,7 @@ def flat_layouts(state: OptimizerState, like: Mapping[str, torch.Tensor]) -> Ite
             where = f"optimizer.{STATE}.{name}.{key}"
             for tensor in nested_tensors(value):
                 _refuse_local(where, tensor, like[name])
-                if isinstance(tensor, DTensor) and tensor is not value:
+                if isinstance(tensor, DTensor) and tensor is not value and FORM not in value:
                     raise ConfigError(
                         f"{where} is a {type(value).__name__} with DTensors in it, which a load would turn into plain "
                         "tensors. Use an optimizer whose state holds tensors directly, unlike LBFGS, or train without "
@@ -128,7 +131,9 @@ def refuse_unsharded(states: Mapping[str, Mapping[Any, Any]], like: Mapping[str,
     """Raise `CheckpointMismatch` for stored tensors in lists or dicts whose parameter is sharded now."""
     for name, own in states.items():
         for key, value in own.items() if isinstance(like.get(name), DTensor) else ():
-            if isinstance(value, torch.Tensor) or all(each.numel() <= 1 for each in nested_tensors(value)):
+            if isinstance(value, torch.Tensor) or (isinstance(value, Mapping) and FORM in value):
+                continue
+            if all(each.numel() <= 1 for each in nested_tensors(value)):
                 continue
             raise CheckpointMismatch(
                 "the optimizer's state dict",

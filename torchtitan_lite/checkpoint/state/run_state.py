@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchtitan_lite.checkpoint.format.flattening import State
+from torchtitan_lite.checkpoint.format.flattening import State, wide_float
 from torchtitan_lite.checkpoint.state import arguments, fsdp1
 from torchtitan_lite.checkpoint.state.names import no_mixing
 from torchtitan_lite.checkpoint.state.optimizer_owner import parameters_of
@@ -34,6 +34,7 @@ from torchtitan_lite.checkpoint.state.stateful import (
     Stateful,
     as_stateful,
 )
+from torchtitan_lite.checkpoint.state.subclasses import inner_tensors, is_made_of_others
 from torchtitan_lite.checkpoint.state.unsaved import ForgottenWatch, UnsavedWatch
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
@@ -96,6 +97,7 @@ class RunState:
         # Each rank has its own key: no two ranks share their generators.
         rng = {f"rank{rank}": RngState().state_dict()}
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), **small, RNG: rng}
+        self._unsaved.refuse(state)
         if rank == 0:
             self._unsaved.look(state)
         return state
@@ -119,10 +121,14 @@ class RunState:
         """Return whether a module may not take back what its `state_dict` returns. **Collective** with FSDP1."""
         self._note_trained()  # A load gives all that the save will have.
         own = any(other_names(module, module.state_dict()) for module in self._modules.values())
-        return self.model.has_other_keys() or own
+        return self.model.has_other_keys() or own or self.optimizer.has_states_of_others()
 
     def try_loads(self) -> None:
-        """Have the modules load their own state. Raises as `try_load`. **Collective** with FSDP1."""
+        """Have the modules load their own state. Raises as `try_load`. **Collective** with FSDP1.
+
+        Raises ConfigError, too, for states of an optimizer that a new one could not make.
+        """
+        self.optimizer.refuse_without_first_step()
         self.model.try_load()
         for name, module in self._modules.items():
             entries = module.state_dict()
@@ -142,9 +148,11 @@ class RunState:
 @torch.no_grad()
 def _is_finite(tensor: torch.Tensor) -> bool:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    # Classes of other libraries, and floats of eight bits, do not say what of them is finite.
-    can_say = type(local) in (torch.Tensor, nn.Parameter) and local.dtype.itemsize > 1 and not local.is_meta
-    return not can_say or bool(local.isfinite().all())
+    if is_made_of_others(local):
+        return all(_is_finite(each) for each in inner_tensors("", local).values())
+    # Classes of other libraries do not say what of them is finite.
+    can_say = type(local) in (torch.Tensor, nn.Parameter) and not local.is_meta
+    return not can_say or bool(wide_float(local).isfinite().all())
 
 
 def _named_states(

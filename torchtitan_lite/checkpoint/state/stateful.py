@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from torchtitan_lite.checkpoint.state.first_step import refuse_without_first_step
 from torchtitan_lite.checkpoint.state.fsdp1 import is_fsdp1
 from torchtitan_lite.checkpoint.state.model_wrapper import ModelWrapper
 from torchtitan_lite.checkpoint.state.names import clean_names, named_parameters, reshard_modules
@@ -30,6 +31,7 @@ from torchtitan_lite.checkpoint.state.optimizer_state import (
     by_name,
     flat_optimizer_state,
 )
+from torchtitan_lite.checkpoint.state.subclasses import is_made_of_others
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 from torchtitan_lite.torch_private import inner_schedulers
@@ -278,14 +280,37 @@ class OptimizerWrapper:
         aliases = {names[0]: names for names in self._names.values()}
         slots: dict[str, ParameterSlot] = {}
         for number, owner in enumerate(self._owners):
-            state, likes = owner.read(), owner.likes()
+            state, likes, first = owner.read(), owner.likes(), owner.first_states()
             for at, group in enumerate(state.groups):
                 for name in group.names:
                     live = state.states.get(name, {}) if owner.reads_in_place else {}
                     slots[name] = ParameterSlot(
-                        aliases.get(name, (name,)), (number, at), likes[name], group.settings, live
+                        aliases.get(name, (name,)), (number, at), likes[name], group.settings, live, first.get(name, {})
                     )
         return slots
+
+    def make_first_states(self) -> None:
+        """Have `slots` return what first steps of the optimizers would make, until the next load. Changes nothing.
+
+        Raises ConfigError for an optimizer that makes no state so.
+        """
+        for owner in self._owners:
+            owner.make_first_states()
+
+    def has_states_of_others(self) -> bool:
+        """Return whether an optimizer has a state of a class that is made of other tensors. Any rank."""
+        return any(
+            is_made_of_others(value)
+            for owner in self._owners
+            for state in getattr(owner.optimizer, "state", {}).values()
+            for value in (state.values() if isinstance(state, Mapping) else ())
+        )
+
+    def refuse_without_first_step(self) -> None:
+        """Raise ConfigError for states of classes of others that a new optimizer could not make. Any rank."""
+        for owner in self._owners:
+            if isinstance(owner.optimizer, Optimizer):
+                refuse_without_first_step(owner.optimizer)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Replace all state by the flat state; a parameter without keys loses its state. **Collective** with FSDP1.

@@ -40,7 +40,19 @@ class UnsavedWatch:
         self._optimizers = list(optimizers)
         self._left_out = left_out
         self._before: dict[str, Any] | None = None
-        self._is_done = False
+        self._is_done = self._is_tried = False
+
+    def refuse(self, state: State) -> None:
+        """Raise TypeError for a tensor of a class of its own with tensors in attributes that `state` lacks. Any rank.
+
+        Looks until the first save that has none.
+        """
+        if not self._is_tried:
+            refuse_attributes(self._modules, state, self._names_left_out())
+            self._is_tried = True
+
+    def _names_left_out(self) -> set[str]:
+        return {f"model.{name}" for name in self._left_out()}
 
     def look(self, state: State) -> None:
         """Note what is unsaved of all but `state`, the full state.
@@ -51,7 +63,7 @@ class UnsavedWatch:
             return
         now = dict(self._samples())
         if self._before is None:
-            warn_of_attributes(self._modules, state, {f"model.{name}" for name in self._left_out()})
+            warn_of_attributes(self._modules, state, self._names_left_out())
             self._before, self._is_done = now, not now
             return
         self._is_done = True
@@ -242,25 +254,24 @@ def tensors_in_attributes(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return found
 
 
+def refuse_attributes(modules: Mapping[str, Sequence[nn.Module]], state: State, left_out: Collection[str]) -> None:
+    """Raise TypeError for a tensor as `warn_of_attributes` names it, if it is of a class of its own."""
+    own = [(name, tensor) for name, tensor in _saved(modules, state, left_out) if not is_plain(local_of(tensor))]
+    if lost := _lost_attributes(own, state):
+        raise TypeError(
+            f"no checkpoint has {listed(lost, most=SHOWN)}, in attributes of tensors of a class of their own: a "
+            "resumed run would have those with which its model is built. Give the class torch's __tensor_flatten__ and "
+            "__tensor_unflatten__, register the tensors as buffers, or return them from get_extra_state"
+        )
+
+
 def warn_of_attributes(modules: Mapping[str, Sequence[nn.Module]], state: State, left_out: Collection[str]) -> None:
     """Log what of the tensors of `modules`, by name of their state, no load of `state`, the full one, brings back.
 
     Those of `left_out`, by the same names, are in no checkpoint anyway.
     """
-    named = [
-        (f"{of_state}.{name}", tensor)
-        for of_state, parts in modules.items()
-        for part in parts
-        for name, tensor in saved_tensors(part).items()
-        if f"{of_state}.{name}" not in left_out and _extra_state_of(name) not in state[of_state]
-    ]
-    attributes = {
-        f"{name}{place}": each
-        for name, tensor in named
-        if storage_of(tensor)  # Else it is a wrapper of these, which the save refuses.
-        for place, each in tensors_in_attributes(tensor).items()
-    }
-    if lost := _not_in(state, attributes):
+    named = _saved(modules, state, left_out)
+    if lost := _lost_attributes(named, state):
         logger.warning(
             "No checkpoint has tensors in attributes of parameters and buffers: %s. A resumed run has those with which "
             "its model is built. If they may differ, register them as buffers, or return them from get_extra_state",
@@ -272,6 +283,27 @@ def warn_of_attributes(modules: Mapping[str, Sequence[nn.Module]], state: State,
             "what it is given. Have copy_ keep the values, or keep to those that it keeps",
             listed(rounded, most=SHOWN),
         )
+
+
+def _saved(
+    modules: Mapping[str, Sequence[nn.Module]], state: State, left_out: Collection[str]
+) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors of `modules` that are in `state` as they are, not as extra state or by their parts."""
+    return [
+        (f"{of_state}.{name}", tensor)
+        for of_state, parts in modules.items()
+        for part in parts
+        for name, tensor in saved_tensors(part).items()
+        if f"{of_state}.{name}" not in left_out and _extra_state_of(name) not in state[of_state]
+        if storage_of(tensor)  # Else it is a wrapper: its attributes are saved, or the save refuses it.
+    ]
+
+
+def _lost_attributes(named: Sequence[tuple[str, torch.Tensor]], state: State) -> list[str]:
+    attributes = {
+        f"{name}{place}": each for name, tensor in named for place, each in tensors_in_attributes(tensor).items()
+    }
+    return _not_in(state, attributes)
 
 
 def _extra_state_of(name: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from torchtitan_lite.checkpoint.format.plain_value import decode_value
 from torchtitan_lite.checkpoint.untrusted.inert_pickle import (
     AnyName,
     InertPickleError,
@@ -28,13 +29,17 @@ class UnsafeItem(ValueError):
     """The item is not one that `torch.save` makes of plain objects and tensors."""
 
 
-def load_item(data: bytes) -> Any:
-    """Return the object in the item `data`. Raises `UnsafeItem` if loading it would mean running or trusting it."""
+def load_item(data: bytes, *, is_typed: bool = False) -> Any:
+    """Return the object in the item `data`, which `is_typed` if it holds the document of `plain_value`.
+
+    Raises `UnsafeItem` if loading it would mean running or trusting it.
+    """
     try:
         parsed = _inspect(data)
         if len(parsed) == 1 and (held := _bytes_held(parsed[0])) is not None:
             return io.BytesIO(held)
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        return decode_value(value) if is_typed else value
     except UnsafeItem:
         raise
     except pickle.UnpicklingError as error:

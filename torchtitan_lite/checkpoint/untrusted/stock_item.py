@@ -155,6 +155,8 @@ def _archive_entry(fields: tuple[Any, ...], extra: bytes) -> StockEntry:
     packed, unpacked, header = fields[8], fields[9], fields[16]
     wide = _zip64_field(extra)
     # The zip64 field has only those values that do not fit into 32 bits, in this order.
+    if len(wide) < 8 * (unpacked, packed, header).count(_MAX_32):
+        raise ValueError("an entry of its directory lacks a size of 64 bits")
     unpacked = int.from_bytes(wide[:8], "little") if unpacked == _MAX_32 else unpacked
     wide = wide[8:] if fields[9] == _MAX_32 else wide
     packed = int.from_bytes(wide[:8], "little") if packed == _MAX_32 else packed
