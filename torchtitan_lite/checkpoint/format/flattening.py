@@ -52,13 +52,15 @@ def flat_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return found
 
 
-def named_tensors(value: Any, name: str = "", is_in_tuple: bool = False) -> Iterator[tuple[str, torch.Tensor, bool]]:
+def named_tensors(
+    value: Any, name: str | None = None, is_in_tuple: bool = False
+) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Yield the tensors in nested mappings, lists and tuples under DCP's names, and whether each is in a tuple."""
     if isinstance(value, torch.Tensor):
-        yield name, value, is_in_tuple
+        yield name or "", value, is_in_tuple
     elif isinstance(value, Mapping | list | tuple):
         for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
-            below = f"{name}.{key}" if name else f"{key}"
+            below = f"{key}" if name is None else f"{name}.{key}"
             yield from named_tensors(inner, below, is_in_tuple or isinstance(value, tuple))
 
 
