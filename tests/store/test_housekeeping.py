@@ -169,7 +169,7 @@ def test_leftovers_of_a_cut_save_go_before_checkpoints(tmp_path: Path, events: E
     there: list[list[str]] = []
 
     class Watched(KeepLatest):
-        """Notes what is there when it is asked which checkpoints may go."""
+        """Notes what is there when it rules which checkpoints may go."""
 
         def rulings(self, full: Sequence[CheckpointInfo], now: float) -> list[Ruling]:
             there.append(folder.names())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from tests.checkpoint.format.nests import nests
 from tests.checkpoint.with_manifest import write_manifest
 from torchtitan_lite.checkpoint.format.contents import Contents
-from torchtitan_lite.checkpoint.format.flattening import difference, flatten
+from torchtitan_lite.checkpoint.format.flattening import difference, flat_tensors, flatten
 from torchtitan_lite.checkpoint.format.structure import (
     MAX_DEPTH,
     Branch,
@@ -260,3 +261,8 @@ def test_equal_structures_and_unrelated_ones_are_joined(states: list[Any]) -> No
 def test_structures_that_do_not_fit_together_are_refused_by_name(one: Any, other: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         merged_structure(flatten(state)[1] for state in (one, other))
+
+
+def test_tensors_of_a_state_with_an_empty_name_have_the_names_of_their_entries() -> None:
+    state = {"": {"w": torch.ones(1)}, "w": torch.zeros(1)}
+    assert [*flat_tensors(state)] == [*flatten(state)[0]] == [".w", "w"]

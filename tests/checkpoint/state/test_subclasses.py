@@ -142,7 +142,7 @@ class NeedsClosure(Momentum8):
         super().step()
 
 
-class Restless(Momentum8):
+class Drifting(Momentum8):
     def step(self, closure: Any = None) -> None:
         super().step()
         with torch.no_grad():
@@ -155,7 +155,7 @@ class Restless(Momentum8):
     ("kind", "match"),
     [
         (NeedsClosure, r"NeedsClosure has states of a class of its own.* its step\(\) raises RuntimeError: give a"),
-        (Restless, r"Restless has states of a class of its own.*it changes parameters"),
+        (Drifting, r"Drifting has states of a class of its own.*it changes parameters"),
     ],
 )
 def test_an_optimizer_that_could_not_make_its_states_again_is_refused_at_the_first_save(
