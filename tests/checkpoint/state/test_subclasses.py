@@ -6,6 +6,7 @@ import collections
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from tests.checkpoint.state.low_bits import (
 from tests.ranks import Ranks, on_two_ranks
 from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.checkpoint.format.shards import local_of
+from torchtitan_lite.checkpoint.state.first_step import states_of_others
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.checkpoint.state.subclasses import FORM, form_difference, parts_of
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError, SaveFailed
@@ -132,6 +134,13 @@ def test_the_first_step_that_shows_the_classes_leaves_no_trace(tmp_path: Path) -
         assert {*owner.slots()["0.weight"].first["momentum"]} == {"codes", "scale", FORM}
         manager.load()
         assert {*map(type, optimizer.state[model[0].weight].values())} == {EightBits}
+
+
+def test_an_optimizer_of_any_form_has_no_such_state() -> None:
+    kept: Any = SimpleNamespace(state=[1], param_groups=[])
+    strays = {"global": 3, torch.ones(1): {"m": EightBits.of(torch.ones(4))}}
+    other: Any = SimpleNamespace(state=strays, param_groups=[])
+    assert [*states_of_others(kept)] == [*states_of_others(other)] == [*states_of_others(object())] == []
 
 
 class NeedsClosure(Momentum8):

@@ -55,19 +55,28 @@ def first_states(optimizer: Optimizer) -> States:
     return made
 
 
+def states_of_others(optimizer: Any) -> Iterator[tuple[torch.Tensor, Mapping[Any, Any]]]:
+    """Yield the parameters of an optimizer of any library whose state has tensors that are made of others, and that."""
+    states = getattr(optimizer, "state", None)
+    held = {id(each) for group in getattr(optimizer, "param_groups", ()) for each in group["params"]}
+    for parameter, state in states.items() if isinstance(states, Mapping) else ():
+        if id(parameter) in held and isinstance(state, Mapping) and any(map(is_made_of_others, state.values())):
+            yield parameter, state
+
+
 def refuse_without_first_step(optimizer: Optimizer) -> None:
     """Raise ConfigError if a new `optimizer` could not make the states that this one has, of classes of others.
 
     Tried with a copy of one parameter for each class; the optimizer itself does not step.
     """
     tried: set[str] = set()
-    for parameter, state in optimizer.state.items():
+    for parameter, state in states_of_others(optimizer):
         kinds = {class_name(value) for value in state.values() if is_made_of_others(value)}
         if kinds <= tried:
             continue
         tried |= kinds
         probe = _with_one(optimizer, parameter)
-        (made,) = first_states(probe).values() or ({},)
+        made = next(iter(first_states(probe).values()), {})
         for key, value in state.items():
             if is_made_of_others(value) and not _is_alike(made.get(key), value):
                 raise _no_first_step(optimizer, f"it makes no {class_name(value)} for {key!r}")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torchtitan_lite.checkpoint.state.first_step import refuse_without_first_step
+from torchtitan_lite.checkpoint.state.first_step import refuse_without_first_step, states_of_others
 from torchtitan_lite.checkpoint.state.fsdp1 import is_fsdp1
 from torchtitan_lite.checkpoint.state.model_wrapper import ModelWrapper
 from torchtitan_lite.checkpoint.state.names import clean_names, named_parameters, reshard_modules
@@ -31,7 +31,6 @@ from torchtitan_lite.checkpoint.state.optimizer_state import (
     by_name,
     flat_optimizer_state,
 )
-from torchtitan_lite.checkpoint.state.subclasses import is_made_of_others
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 from torchtitan_lite.torch_private import inner_schedulers
@@ -299,12 +298,7 @@ class OptimizerWrapper:
 
     def has_states_of_others(self) -> bool:
         """Return whether an optimizer has a state of a class that is made of other tensors. Any rank."""
-        return any(
-            is_made_of_others(value)
-            for owner in self._owners
-            for state in getattr(owner.optimizer, "state", {}).values()
-            for value in (state.values() if isinstance(state, Mapping) else ())
-        )
+        return any(True for owner in self._owners for _ in states_of_others(owner.optimizer))
 
     def refuse_without_first_step(self) -> None:
         """Raise ConfigError for states of classes of others that a new optimizer could not make. Any rank."""
