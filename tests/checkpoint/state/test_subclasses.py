@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,26 +43,39 @@ def model_of(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 3))
 
 
-def trained(
-    folder: Path, steps: int, optimizer: Any = Momentum8, mode: str = "disabled", seed: int = 0, **keys: Any
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+def continued(
+    folder: Path,
+    steps: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    forward: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    rank: int = 0,
+    **keys: Any,
+) -> tuple[Any, torch.optim.Optimizer]:
     """Continue the run in `folder` up to `steps`, each of which is saved; return what it has then."""
-    model, state = model_of(seed), {"step": 0}
-    made = optimizer(model.parameters())
+    state = {"step": 0}
     with CheckpointManager.for_loop(
-        model=model, optimizer=made, states={"s": state}, folder=folder, async_mode=mode, interval=1, **keys
+        model=model, optimizer=optimizer, states={"s": state}, folder=folder, interval=1, **keys
     ) as manager:
         manager.load()
         manager.reset()
         while state["step"] < steps:
             manager.maybe_wait_for_staging()
-            generator = torch.Generator().manual_seed(state["step"])
-            model(torch.randn(5, 8, generator=generator)).square().mean().backward()
-            made.step()
-            made.zero_grad()
+            generator = torch.Generator().manual_seed(10 * state["step"] + rank)
+            (forward or model)(torch.randn(5, 8, generator=generator)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
             state["step"] += 1
             manager.save(state["step"])
-    return model, made
+    return model, optimizer
+
+
+def trained(
+    folder: Path, steps: int, optimizer: Any = Momentum8, mode: str = "disabled", seed: int = 0
+) -> tuple[Any, torch.optim.Optimizer]:
+    """Continue a run of one process with a model of its own, whose weights depend on `seed`."""
+    model = model_of(seed)
+    return continued(folder, steps, model, optimizer(model.parameters()), async_mode=mode)
 
 
 def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -260,6 +274,18 @@ def test_weights_in_8_bits_are_loaded_in_place(tmp_path: Path) -> None:
     assert {name: _content(value) for name, value in other.state_dict().items()} == expected
 
 
+def test_a_glob_with_a_star_leaves_all_parts_of_a_tensor_out_of_a_load(tmp_path: Path) -> None:
+    with CheckpointManager.for_loop(model=quantized_model(), folder=tmp_path) as manager:
+        manager.save(1, now=True)
+    model = quantized_model()
+    with torch.no_grad():
+        model[0].weight.codes.zero_()
+        model[1].table.codes.zero_()
+    with CheckpointManager.for_loop(model=model, folder=tmp_path, load_exclude=["0.weight*"]) as manager:
+        assert manager.load()
+    assert not model[0].weight.codes.any() and model[1].table.codes.any()
+
+
 def test_a_quantized_weight_and_a_plain_one_refuse_each_other(tmp_path: Path) -> None:
     for name, model in ("bits", quantized_model()), ("plain", model_of()):
         with CheckpointManager.for_loop(model=model, folder=tmp_path / name) as manager:
@@ -277,8 +303,6 @@ def test_a_quantized_weight_and_a_plain_one_refuse_each_other(tmp_path: Path) ->
 
 def test_a_name_below_that_of_such_a_tensor_is_refused_by_both(tmp_path: Path) -> None:
     model = quantized_model()
-    model[0].register_module("weight_", nn.Linear(1, 1))
-    model[0]._modules["weight.codes"] = nn.Module()
     model._register_state_dict_hook(lambda _, state, prefix, meta: state.update({"0.weight.codes": torch.ones(1)}))
     with (
         CheckpointManager.for_loop(model=model, folder=tmp_path) as manager,
@@ -307,20 +331,7 @@ def test_ranks_of_ddp_with_states_in_8_bits_continue_bit_for_bit(rank: int, tmp_
     def until(steps: int, folder: Path, seed: int) -> list[Any]:
         model = model_of(seed)
         parallel = nn.parallel.DistributedDataParallel(model)
-        optimizer, state = Momentum8(model.parameters()), {"step": 0}
-        with CheckpointManager.for_loop(
-            model=model, optimizer=optimizer, states={"s": state}, folder=folder, interval=1
-        ) as manager:
-            manager.load()
-            manager.reset()
-            while state["step"] < steps:
-                torch.manual_seed(10 * state["step"] + rank)
-                parallel(torch.randn(5, 8)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                state["step"] += 1
-                manager.save(state["step"])
-        return bits(model, optimizer)
+        return bits(*continued(folder, steps, model, Momentum8(model.parameters()), parallel, rank))
 
     straight = until(6, tmp_path / "a", 0)
     until(3, tmp_path / "b", 0)
@@ -344,20 +355,7 @@ def sharded(steps: int, folder: Path, kind: type[EightBits], seed: int, ranks: i
         nn.init.normal_(each, std=0.3)
     if ranks > 1:
         fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
-    optimizer, state = Momentum8(model.parameters(), kind=kind), {"step": 0}
-    with CheckpointManager.for_loop(
-        model=model, optimizer=optimizer, states={"s": state}, folder=folder, interval=1
-    ) as manager:
-        manager.load()
-        manager.reset()
-        while state["step"] < steps:
-            torch.manual_seed(state["step"])
-            model(torch.randn(4, 8)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            state["step"] += 1
-            manager.save(state["step"])
-    return model, optimizer
+    return continued(folder, steps, model, Momentum8(model.parameters(), kind=kind))
 
 
 def dense_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -3,7 +3,7 @@
 `decode(encode(value))` equals `value` with the same types at every depth: numbers to the last bit, tuples as tuples,
 keys that are not strings, and the types of `typed_value`. What JSON cannot express is an object with one member whose
 name begins with "$". Any other type, a subclass of a plain one included, raises `NotPlain`. Decoding runs no code and
-makes nothing but these types, whatever the document.
+makes nothing but these types, of any document.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def inner_tensors(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     if inner.keys() != rules.keys():
         rules = {}
     for key, rule in rules.items():
-        if rule is ROWS and local.numel():  # In the shape that it has whatever the number of ranks.
+        if rule is ROWS and local.numel():  # In a shape that is the same for each number of ranks.
             is_whole = local.dim() > 0 and inner[key].numel() % local.shape[0] == 0
             inner[key] = inner[key].view(local.shape[0], -1) if is_whole else inner[key].view(-1)
     if not isinstance(tensor, DTensor):
