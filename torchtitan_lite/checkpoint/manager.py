@@ -54,6 +54,7 @@ from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
 from torchtitan_lite.checkpoint.seams import Seams
 from torchtitan_lite.checkpoint.state import arguments
 from torchtitan_lite.checkpoint.state.run_state import RunState
+from torchtitan_lite.checkpoint.state.state_owners import StateOwner
 from torchtitan_lite.checkpoint.state.stateful import Stateful
 from torchtitan_lite.checkpoint.state.step_hooks import StepHooks
 from torchtitan_lite.checkpoint.state.train_state import Metrics, check_metrics
@@ -106,24 +107,26 @@ class CheckpointManager:
         hugging_face: LastFormat | None = None,
         import_weights: ImportWeights | None = None,
         ranks_may_differ: bool = False,
+        state_owner: StateOwner | None = None,
     ) -> None:
         seams = seams or Seams()
         arguments.check_arguments(dataloader, states, job_config)
-        arguments.check_policies(seams.save_policy, seams.retention)
+        arguments.check_policies(seams.save_policy, seams.retention, state_owner)
         self._job_config, self._config = job_config, job_config.checkpoint
         config, lineage, timeout = self._config, new_run(), timedelta(seconds=self._config.timeout_seconds)
         self._peers = peers = seams.peers or Peers(timeout)
         consensus = seams.consensus or StepConsensus(timeout)
         self._own_groups = [each for each in (peers, consensus) if each not in (seams.peers, seams.consensus)]
-        trained_only, topology = config.save_trained_only, topology or f"{peers.world_size} ranks"
-        self._run = run = RunState(dataloader, model_parts, optimizers, lr_schedulers, states, trained_only)
+        objects, topology = (dataloader, model_parts, optimizers), topology or f"{peers.world_size} ranks"
+        self._run = run = RunState(*objects, lr_schedulers, states, config.save_trained_only, state_owner)
         self._folders = folders = RunFolders(job_config, lineage.run_id, seams.store)
         self._store = folders.checkpoints
 
         watches = "replicas" in config.digest_tensors
         self._comparison = RankComparison(peers, may_differ=ranks_may_differ, watches=watches)
         replicated = build_replicated(run.model.parameter_names, run.small)
-        plans = PlanCache(peers, replicated, self._comparison, states_of_ranks=run.states_of_ranks)
+        of_ranks = run.states_of_ranks
+        plans = PlanCache(peers, replicated, self._comparison, states_of_ranks=of_ranks, state_owner=state_owner)
 
         context = RunContext(config, peers, seams.clock or time.monotonic, emit_to(seams.on_event))
         rules = seams.retention or build_retention(config)
@@ -195,6 +198,7 @@ class CheckpointManager:
         folder: str | os.PathLike[str] = "outputs/checkpoint",
         hugging_face: LastFormat | None = None,
         ranks_may_differ: bool = False,
+        state_owner: StateOwner | None = None,
         save_policy: SavePolicy | None = None,
         retention: RetentionPolicy | None = None,
         past: Callable[[], Past] | None = None,
@@ -206,7 +210,9 @@ class CheckpointManager:
         Checkpoints are enabled unless `enable_checkpoint=False` is given. `folder` holds the `step-N` folders.
         `last_save_in_hf` needs `hugging_face`, which says where each tensor is in Hugging Face's files. With
         `ranks_may_differ` the lowest rank's parameters and optimizer states are saved where ranks hold different ones
-        under one name, for all ranks to load, in place of `RanksDiffer`.
+        under one name, for all ranks to load, in place of `RanksDiffer`. An optimizer state that only some of the ranks
+        with its parameter have comes back to the same ranks, or on one rank all of it; `state_owner`, from a
+        parameter's name and a number of ranks to the one rank with its state, or None, allows any other number.
 
         `save_policy` decides when to save, in place of keys about intervals. If it `needs_consensus`, the yes of any
         rank counts, for all one step later; if not, each rank saves by its own answer. `retention` decides which
@@ -224,6 +230,7 @@ class CheckpointManager:
             config,
             hugging_face=hugging_face,
             ranks_may_differ=ranks_may_differ,
+            state_owner=state_owner,
             seams=Seams(save_policy=save_policy, retention=retention, past=past, on_event=on_event),
         )
 

@@ -385,54 +385,6 @@ def test_buffers_under_ddp_that_differ_are_still_only_a_warning(rank: int, tmp_p
     assert rank == 1 or ["running_mean" in message for message in warned] == [True]
 
 
-class OfOwners(torch.optim.Optimizer):
-    """Keeps the momentum of parameter i on rank i modulo the number of ranks, which sends the others the result."""
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]  # without a closure
-        for at, parameter in enumerate(self.param_groups[0]["params"]):
-            owner = at % dist.get_world_size()
-            if dist.get_rank() == owner:
-                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
-                parameter.sub_(momentum.lerp_(parameter.grad, 0.1))
-            dist.broadcast(parameter.detach(), owner)
-
-
-@pytest.mark.parametrize("settings", [{"lr": 1.0}, {}], ids=["settings", "no settings"])
-@on_two_ranks
-def test_a_state_that_only_its_owner_keeps_is_refused_at_the_first_save(
-    rank: int, tmp_path: Path, settings: dict[str, Any]
-) -> None:
-    where = "optimizer.state.0.weight.momentum is on rank 0 and not on rank 1, whose optimizer has the parameter, too"
-    for number, (options, is_last) in enumerate([({}, False), ({}, True), ({"ranks_may_differ": True}, True)]):
-        folder, model = tmp_path / str(number), DistributedDataParallel(stack())
-        optimizer = OfOwners(model.parameters(), settings)
-        with pytest.raises(RanksDiffer) as refused, run_of(folder, model, optimizer, **options) as manager:
-            manager.reset()
-            loss_on(rank, 1)(model).backward()
-            optimizer.step()
-            manager.save(1, force=is_last)
-        assert where in str(refused.value) and "ranks_may_differ" not in str(refused.value)
-        assert not [*(folder / "checkpoint").glob("step-*")]
-
-
-@on_two_ranks
-def test_such_a_state_is_named_before_the_first_image(rank: int, tmp_path: Path) -> None:
-    options = {"async_mode": "async", "memory_interval": 1, "interval": 3, "memory_ttl_seconds": 60}
-    with tier_on(tmp_path), logged_warnings() as warned:
-        model = DistributedDataParallel(stack())
-        optimizer = OfOwners(model.parameters(), {"lr": 1.0})
-        with pytest.raises(RanksDiffer), run_of(tmp_path, model, optimizer, **options) as manager:
-            manager.reset()
-            for step in range(1, 4):
-                loss_on(rank, step)(model).backward()
-                optimizer.step()
-                manager.save(step)
-    assert step == 3, "an image ends no run, a save does"
-    found = [message for message in warned if message.startswith("No save could succeed at this step: ranks hold")]
-    assert ["0.weight.momentum is on rank 0" in message for message in found] == [True] * (rank == 0)
-
-
 def run_of(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> CheckpointManager:
     given = {"interval": 1, "memory_ttl_seconds": 0} | options
     return CheckpointManager.for_loop(model=model, optimizer=optimizer, folder=folder / "checkpoint", **given)

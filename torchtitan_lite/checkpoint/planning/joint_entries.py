@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ class Section:
     meshes: Mapping[int, Shape] = field(default_factory=dict)
     first: int = 0
     coordinates: dict[int, Numbers] = field(default_factory=dict)
+    is_of_owner: bool = False
+    """Whether it is the piece of one of the ranks that have it: the others write nothing of its places."""
 
     def fill(self, text: bytes, first: int) -> None:
         self.entries, self.meshes = section_of(text)
@@ -34,6 +37,12 @@ class Section:
         self.column = np.array(self.ranks, dtype=np.int64)
         self.is_decided = bytearray(len(self.entries))
         self.patterns = [-1] * len(self.entries)
+
+    def of_owner(self, rank: int) -> Section:
+        """Return the piece as `rank` alone has it; what is decided of either is decided of both."""
+        own = copy.copy(self)
+        own.ranks, own.column, own.is_of_owner = [rank], np.array([rank], dtype=np.int64), True
+        return own
 
     def packed(self) -> bytes:
         answer = SectionAnswer(self.first, bytes(self.is_decided), self.patterns)

@@ -38,32 +38,34 @@ from torchtitan_lite.checkpoint.planning.placement import Holders, Numbers, Spre
 from torchtitan_lite.checkpoint.planning.rank_summary import Digest, Outline, PlanAnswer
 from torchtitan_lite.checkpoint.planning.shared_items import Member, Patterns
 from torchtitan_lite.checkpoint.state.optimizer_state import SETTINGS, STATE, split_state_key
+from torchtitan_lite.checkpoint.state.state_owners import OWNERS, OwnerRanks, StateOwner, owner_of
 from torchtitan_lite.errors import RanksDiffer
 from torchtitan_lite.log import listed
 
 _SHOWN = 4
 _MODEL, _OPTIMIZER = "model", "optimizer"
+_STATES = f"{_OPTIMIZER}.{STATE}."
 _WHOLE = re.compile(
     r"optimizer\.param_groups\..+|optimizer\.optimizers\.[^.]+\.(whole|global|other)|model\.(.+\.)?_extra_state"
 )
 """Containers that all come from one rank: settings, state of an optimizer without a parameter, what a module adds."""
-KEPT_BY_ALL = (
-    "Keep it on every rank whose optimizer has the parameter, or give the optimizer of each rank only the parameters "
-    "whose state it keeps"
-)
+KEPT_ALIKE = "Keep the same entries on each rank that has the state"
+OF_OWNER = "Have state_owner name the rank that keeps the state, or return None for what each rank keeps"
 
 
 class JointPlan:
     """Plans what all ranks save together; with `of_lowest` all that ranks share comes from the lowest of them."""
 
-    def __init__(self, *, of_lowest: bool = False) -> None:
-        self._of_lowest = of_lowest
+    def __init__(self, *, of_lowest: bool = False, state_owner: StateOwner | None = None) -> None:
+        self._of_lowest, self._state_owner = of_lowest, state_owner
         self._outlines: Sequence[Outline] = ()
         self._sections: dict[Digest, Section] = {}
         self.description: Description | None = None
         """Of the checkpoint, after `answers`."""
         self.odd_containers: dict[str, int] = {}
         """Lists and settings that ranks have with other entries, and the rank whose are saved."""
+        self.owners: dict[str, str] = {}
+        """Which ranks have an optimizer state that others lack, as the coordinator saves it, by key."""
 
     def ask(self, outlines: Sequence[Outline]) -> list[tuple[Digest, ...]]:
         """Return which of its pieces the coordinator asks of each rank."""
@@ -97,8 +99,10 @@ class JointPlan:
         documents = {digest: json.loads(text) for digest, text in texts.items() if digest not in of_sections}
         containers = {digest: document and decode_structure(document) for digest, document in documents.items()}
         optimizers = self._optimizers(containers)
-        if odd_state := odd_holder(optimizers, lambda name, rank: self._has_part(places, name, rank)):
-            raise RanksDiffer(odd_state, KEPT_BY_ALL)
+        owners = owners_by_absence(optimizers, lambda name, rank: self._has_part(places, name, rank))
+        if self._state_owner is not None and len(self._outlines) > 1:
+            owners |= self._take_from_owners(optimizers, places)
+        self._note(owners)
         structure = self._structure(self._branches(containers), optimizers, places)
         if self.odd_containers:
             places = _within(structure, places)
@@ -115,7 +119,7 @@ class JointPlan:
                 for (section, number), boxes in tensor.by_place():
                     section.is_decided[number] = 1
                     kept.append((section.first + number, tensor.spread.ranks[tensor.writers[boxes]]))
-        self.description = Description(self._laid_out(tensors), objects, structure)
+        self.description = Description(self._laid_out(tensors), [*objects, *self.owners], self._with_owners(structure))
         members, num_groups = self._shared(tensors)
         packed = {digest: section.packed() for digest, section in self._sections.items()}
         by_rank = _by_rank(kept, len(self._outlines))
@@ -148,11 +152,12 @@ class JointPlan:
                 raise ValueError(f"{key}: {error}") from None
             entries = [section.entries[at] for section, at in of_key]
             is_lowest_ranks = self._of_lowest or any(each.is_lowest_ranks for each in entries)
+            is_lowest_ranks |= of_key[0][0].is_of_owner
             tensors.append(JointTensor(spread, is_lowest_ranks, key, lowest.dtype, of_key))
         return tensors, objects, listed(odd, most=_SHOWN)
 
     def _spread(self, shape: Shape, places: Sequence[Place], spreads: dict[tuple[object, ...], Spread]) -> Spread:
-        alike = (shape, *((section.first, *section.entries[at][4:]) for section, at in places))
+        alike = (shape, *((section.first, *section.ranks[:1], *section.entries[at][4:]) for section, at in places))
         if alike not in spreads:
             spreads[alike] = Spread(shape, [self._holders(*place) for place in places])
         return spreads[alike]
@@ -228,7 +233,44 @@ class JointPlan:
             if outline.containers and root is not None and _OPTIMIZER in root.keys:
                 found.setdefault(outline.containers[list(root.keys).index(_OPTIMIZER)], []).append(rank)
         held = [(ranks, containers[digest]) for digest, ranks in found.items()]
-        return [(ranks, branch) for ranks, branch in held if branch is not None] if len(held) > 1 else []
+        return [(ranks, branch) for ranks, branch in held if branch is not None]
+
+    def _take_from_owners(
+        self, optimizers: Sequence[HeldBy], places: dict[str, list[Place]]
+    ) -> dict[str, Sequence[int]]:
+        """Have each plain state of which `state_owner` names a rank come from that rank alone; return these ranks."""
+        names = {name for _, branch in optimizers for name in _parameters_in(branch)}
+        owners: dict[str, Sequence[int]] = {}
+        for key in [key for key in places if key.startswith(_STATES)]:
+            name, own = split_state_key(key.removeprefix(_STATES), names)
+            owner = owner_of(self._state_owner, name, len(self._outlines))
+            is_sharded = any(section.entries[at].mesh >= 0 for section, at in places[key])
+            if owner is None or is_sharded:
+                continue
+            kept = [(section, at) for section, at in places[key] if owner in section.ranks]
+            if not kept:
+                rank = min(section.ranks[0] for section, _ in places[key])
+                raise RanksDiffer(f"{key} is on rank {rank} and not on rank {owner}, its state_owner", OF_OWNER)
+            for section, at in places[key]:
+                section.is_decided[at] = 1
+            places[key] = [(section.of_owner(owner), at) for section, at in kept]
+            owners[_joined(name, own.partition(".")[0])] = [owner]
+        return owners
+
+    def _note(self, owners: Mapping[str, Sequence[int]]) -> None:
+        texts = {state: str(OwnerRanks(tuple(ranks), len(self._outlines))) for state, ranks in owners.items()}
+        self.owners = {f"{_OPTIMIZER}.{OWNERS}.{state}": text for state, text in texts.items()}
+
+    def _with_owners(self, structure: Branch) -> Branch:
+        """Return `structure` with the entries that say which ranks have a state."""
+        keys = [key.removeprefix(f"{_OPTIMIZER}.") for key in self.owners]
+        children = [
+            branch_of(child.kind, [*child.keys, *keys], [*child.children, *[None] * len(keys)])
+            if name == _OPTIMIZER and child is not None
+            else child
+            for name, child in zip(structure.keys, structure.children, strict=True)
+        ]
+        return branch_of(structure.kind, structure.keys, children) if keys else structure
 
     def _has_part(self, places: Mapping[str, list[Place]], parameter: str, rank: int) -> bool:
         """Return whether `rank` has elements of `parameter`, of the model or of another module of the state."""
@@ -249,7 +291,7 @@ class JointPlan:
         for name in sorted(odd):
             ranks = [s.ranks[0] for key, of_key in places.items() if key.startswith(f"{name}.") for s, _ in of_key]
             self.odd_containers[name] = min(ranks, default=0)
-        settings, surplus = odd_settings(optimizers)
+        settings, surplus = odd_settings(optimizers) if len(optimizers) > 1 else ({}, set())
         self.odd_containers |= {f"{_OPTIMIZER}.{name}": rank for name, rank in settings.items()}
         if not surplus:
             return structure
@@ -290,42 +332,44 @@ def _by_rank(kept: Sequence[tuple[int, Numbers]], num_ranks: int) -> list[bytes]
     return [packed[begin:end] for begin, end in pairwise(ends.tolist())]
 
 
-# Whether every rank that has a parameter in its optimizer has the same of that parameter's state and settings. Pure.
+# What of a parameter's state and settings only some of the ranks have whose optimizer has the parameter. Pure.
 #
-# A load gives the state in a checkpoint to every such rank. Where only an owner kept it, the others would have a state
-# that their optimizer never updates, and the next save would take it from one of them. Settings come from the lowest of
-# these ranks, all of them.
+# A load gives a state to every such rank, unless the checkpoint says which of them had it: where only an owner kept it,
+# the others would have a state that their optimizer never updates, and the next save would take it from one of them.
+# Settings come from the lowest of these ranks, all of them.
 
 
 HeldBy = tuple[Sequence[int], Branch]
 """The ranks that have one optimizer state, and its containers."""
-Entries = Mapping[str, Branch | None]
-"""The containers of a parameter's state by its keys there; None for an entry."""
 
 
-def odd_holder(optimizers: Sequence[HeldBy], has_part: Callable[[str, int], bool]) -> str:
-    """Return what of which parameter's state one rank has and another one lacks; empty if there is nothing.
+def owners_by_absence(optimizers: Sequence[HeldBy], has_part: Callable[[str, int], bool]) -> dict[str, Sequence[int]]:
+    """Return the ranks with each state that another rank lacks, by the name of the parameter and the key of the state.
 
     `optimizers` are the different optimizer states, each with the ranks that have it; `has_part` says whether a rank
-    has elements of a parameter: a rank without any needs no state.
+    has elements of a parameter: a rank without any needs no state. Raises RanksDiffer for a state that is a container
+    with other entries on another rank.
     """
     if len(optimizers) < 2:
-        return ""
+        return {}
     held = [_parameters_in(branch) for _, branch in optimizers]
     states = [_states_in(branch, names) for (_, branch), names in zip(optimizers, held, strict=True)]
+    owners: dict[str, Sequence[int]] = {}
     for name in dict.fromkeys(name for state in states for name in state):
         # An optimizer without settings does not say which parameters it has: so each rank that has the parameter does.
         of_settings = [at for at, names in enumerate(held) if name in names] or range(len(held))
         if all(states[at].get(name, {}) == states[of_settings[0]].get(name, {}) for at in of_settings):
             continue
         ranks = {at: next((rank for rank in optimizers[at][0] if has_part(name, rank)), None) for at in of_settings}
-        found = sorted((rank, at) for at, rank in ranks.items() if rank is not None)
-        for rank, at in found[1:]:
-            if text := _state_difference(
-                name, found[0][0], states[found[0][1]].get(name, {}), rank, states[at].get(name, {})
-            ):
-                return text
-    return ""
+        found = [(rank, states[at].get(name, {}), optimizers[at][0]) for at, rank in ranks.items() if rank is not None]
+        for key in dict.fromkeys(key for _, state, _ in found for key in state):
+            having = sorted((rank, state[key], alike) for rank, state, alike in found if key in state)
+            if odd := next((rank for rank, child, _ in having if child != having[0][1]), None):
+                where = _STATES + _joined(name, key)
+                raise RanksDiffer(f"{where} has other entries on rank {odd} than on rank {having[0][0]}", KEPT_ALIKE)
+            if len(having) < len(found):
+                owners[_joined(name, key)] = sorted(rank for _, _, alike in having for rank in alike)
+    return owners
 
 
 def odd_settings(optimizers: Sequence[HeldBy]) -> tuple[dict[str, int], set[str]]:
@@ -348,15 +392,8 @@ def odd_settings(optimizers: Sequence[HeldBy]) -> tuple[dict[str, int], set[str]
     return odd, surplus
 
 
-def _state_difference(name: str, rank: int, one: Entries, other_rank: int, other: Entries) -> str:
-    for key in [*one, *other]:
-        where = ".".join(filter(None, ("optimizer", STATE, name, key)))
-        if (key in one) != (key in other):
-            has, lacks = (rank, other_rank) if key in one else (other_rank, rank)
-            return f"{where} is on rank {has} and not on rank {lacks}, whose optimizer has the parameter, too"
-        if one[key] != other[key]:
-            return f"{where} has other entries on rank {other_rank} than on rank {rank}"
-    return ""
+def _joined(name: str, key: str) -> str:
+    return f"{name}.{key}" if key else name
 
 
 def _parameters_in(optimizer: Branch) -> set[str]:

@@ -46,6 +46,7 @@ from torchtitan_lite.checkpoint.planning.rank_summary import (
 )
 from torchtitan_lite.checkpoint.planning.replicated import Replicated
 from torchtitan_lite.checkpoint.planning.shared_items import SharedParts
+from torchtitan_lite.checkpoint.state.state_owners import StateOwner
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import RanksDiffer
@@ -74,16 +75,19 @@ class PlanCache:
         comparison: RankComparison | None = None,
         *,
         states_of_ranks: Collection[str] = (),
+        state_owner: StateOwner | None = None,
     ) -> None:
         self._peers = peers
         self._states_of_ranks = states_of_ranks
         """The states of which each rank has its own part, under its number."""
+        self._state_owner = state_owner
         self._examined: _Examined | None = None
         self._replicated = replicated or Replicated()
         self._comparison = comparison or RankComparison(peers)
         self._contradiction: RanksDiffer | None = None
         """What the present plan leaves out: tensors of another shape than the lowest rank's of the same name."""
         self._odd_containers: dict[str, int] = {}
+        self._owners: dict[str, str] = {}
         """Of the present plan, as in `JointPlan`, on the coordinator."""
         self._object_items = ObjectItems()
         self._is_compared = False
@@ -140,6 +144,7 @@ class PlanCache:
         differs = self._compare(state, flat, examined, reported, step) if compares else None
         assert self._plan is not None
         corruption = self._comparison.corruption if compares else ""
+        flat |= self._owners
         return PlannedSave(self._plan, flat, self._object_items, tuple(agreed_numbers), differs, corruption)
 
     def compare_alongside(self, get_state: Callable[[], State]) -> None:
@@ -155,7 +160,7 @@ class PlanCache:
     ) -> RanksDiffer | None:
         """Compare the ranks; where they differ, plan again so that all comes from the lowest. **Collective**."""
         if not self._is_compared:
-            self._replicated.compare(state, flat, self._peers, self._odd_containers)
+            self._replicated.compare(state, flat, self._peers, self._odd_containers, self._owners)
             self._is_compared = True
         took_lowest = self._comparison.takes_lowest
         differs = self._comparison.settle(flat, reported, step)
@@ -180,14 +185,15 @@ class PlanCache:
             return parts, outlined(entries, meshes, parts.structure)
 
         parts, own = self._peers.together(outlined_parts)
-        joint = JointPlan(of_lowest=self._comparison.takes_lowest)
+        joint = JointPlan(of_lowest=self._comparison.takes_lowest, state_owner=self._state_owner)
         with no_collection():  # The coordinator holds some objects for each rank.
             wanted = self._peers.scatter_answers(own.outline, joint.ask)
             answer = self._peers.scatter_answers(own.of(wanted), joint.answers)
-        self._odd_containers = joint.odd_containers
+        self._odd_containers, self._owners = joint.odd_containers, joint.owners
         kept, shared = own_part(parts.joint, own.sections, answer, world_size)
         self._comparison.use(shared, answer.num_groups, parts.joint)
         self._contradiction = RanksDiffer(answer.contradiction, OWN_NAMES) if answer.contradiction else None
+        kept += [HeldPart(key) for key in joint.owners]
         plan = _rank_plan(rank, [*kept, *parts.own], joint.description, flat)
         if not has_record:
             return plan

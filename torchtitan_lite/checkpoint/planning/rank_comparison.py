@@ -47,7 +47,7 @@ OWN_NAMES = (
 )
 OTHER_WAYS = (
     "If they are averaged now and then, average parameters and optimizer states before the save. If the lowest rank's "
-    "are meant, give the manager ranks_may_differ=True"
+    "are meant, give the manager ranks_may_differ=True; if one rank keeps each optimizer state, state_owner"
 )
 AFTER_CORRUPTION = (
     "They were equal before, so memory, a link or a kernel has changed bits. Take the host that is named out of the "

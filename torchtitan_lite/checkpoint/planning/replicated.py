@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.format.shards import LocalShard, local_of, local_shards
+from torchtitan_lite.checkpoint.state.optimizer_state import STATE
+from torchtitan_lite.checkpoint.state.state_owners import OWNERS
 from torchtitan_lite.disk.digest import text_digest
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import RanksDiffer
@@ -47,11 +49,14 @@ class Replicated:
         self._may_differ = frozenset(may_differ)
         self._warned: set[str] = set()
 
-    def compare(self, state: State, flat: State, peers: Peers, odd_containers: Mapping[str, int]) -> None:
+    def compare(
+        self, state: State, flat: State, peers: Peers, odd_containers: Mapping[str, int], owners: Mapping[str, str]
+    ) -> None:
         """Warn, on the coordinator, about keys whose values differ between ranks. **Collective**.
 
         Each rank sends one digest a state, and for states that differ one a key, if no lower rank has the same of it.
-        `odd_containers` as in `warn`. Raises RanksDiffer, on all ranks, for a part of a sharded tensor.
+        `odd_containers` as in `warn`; states that have `owners` may differ. Raises RanksDiffer, on all ranks, for a
+        part of a sharded tensor.
         """
         if peers.world_size == 1:
             return
@@ -72,8 +77,9 @@ class Replicated:
             found, part = peers.scatter_answers((mine, _parts_of_shards(flat, copies)), _different)
             if part:
                 raise RanksDiffer(part, AS_DTENSOR)
-        within = tuple(f"{name}." for name in odd_containers)
-        self.warn({**{key: rank for key, rank in found.items() if not key.startswith(within)}, **odd_containers})
+        owned = (key.replace(f".{OWNERS}.", f".{STATE}.", 1) for key in owners)
+        within = tuple(f"{name}." for name in (*odd_containers, *owned))
+        self.warn({**{key: rank for key, rank in found.items() if not f"{key}.".startswith(within)}, **odd_containers})
 
     def warn(self, different: Mapping[str, int]) -> None:
         """Warn of names of which ranks hold `different` values, each with the rank whose value is saved; once of each.

@@ -21,6 +21,7 @@ from torchtitan_lite.checkpoint.reading.listed_groups import ListedGroups
 from torchtitan_lite.checkpoint.reading.load_rules import LoadRules
 from torchtitan_lite.checkpoint.state.optimizer_state import LAYOUTS, SETTINGS, STATE, ParameterSlot, split_state_key
 from torchtitan_lite.checkpoint.state.shared_storage import SHARED, join_targets
+from torchtitan_lite.checkpoint.state.state_owners import OWNERS, OwnerRanks
 from torchtitan_lite.checkpoint.state.subclasses import FORM, form_difference
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
@@ -34,7 +35,10 @@ Entries = dict[str, dict[Any, list[Leaf]]]
 
 
 class StoredOptimizer:
-    """The keys under `optimizer.` of `contents`, for `slots`; `names` maps the model's FQNs to the checkpoint's."""
+    """The keys under `optimizer.` of `contents`, for `slots` on `rank` of `num_ranks`.
+
+    `names` maps the model's FQNs to the checkpoint's.
+    """
 
     def __init__(
         self,
@@ -43,12 +47,15 @@ class StoredOptimizer:
         names: Mapping[str, str],
         listed: ListedGroups,
         slots: Mapping[str, ParameterSlot],
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> None:
         self._contents = contents
         self._rules = rules
         self._names = names
         self._listed = listed
         self.slots = slots
+        self._rank, self._num_ranks = rank, num_ranks
 
     def report(self) -> KeyReport:
         """Return how the checkpoint differs from `slots`. Reads no data."""
@@ -58,6 +65,8 @@ class StoredOptimizer:
         states, settings, _ = self._by_parameter
         missing: list[str] = []
         mismatched: dict[str, str] = {}
+        of_others: list[str] = []
+        """What of the states this rank does not have: unexpected, if no rank has it."""
         taken: set[str] = set()
         first_of_group: dict[tuple[int, int], str] = {}
         for name, slot in slots.items():
@@ -69,11 +78,13 @@ class StoredOptimizer:
                 missing.append(f"optimizer.{SETTINGS}.{name}")
                 continue
             state = states.get(stored, {})
-            mismatched |= self._other_shapes(slot, stored, state) or self._other_forms(slot, stored, state)
+            mismatched |= self._misfits(slot, stored, state)
+            own = self._of_this_rank(slot, stored, state)
+            of_others += [leaf.key for key, leaves in state.items() if key not in own for leaf in leaves]
             first = first_of_group.setdefault(slot.group, stored)
             mismatched |= self._other_settings(slot, settings.get(stored, {}), settings.get(first, {}), stored, first)
         unexpected = [leaf.key for stored in states if stored not in taken for leaf in _leaves(states[stored])]
-        return KeyReport(missing, [key for key in unexpected if self._is_wanted(key)], mismatched)
+        return KeyReport(missing, [*(key for key in unexpected if self._is_wanted(key)), *of_others], mismatched)
 
     def other_kinds(self) -> dict[str, tuple[str, Any, Any]]:
         """Return the settings that make another optimizer than `slots` have: a parameter, the value there and here."""
@@ -121,6 +132,8 @@ class StoredOptimizer:
             state[f"{STATE}.{name}"] = {
                 key: assembled_entry(self._contents, f"{below}.{key}", leaves, read) for key, leaves in own.items()
             }
+            if self._num_ranks == 1:  # On several ranks, those that lack a state show it.
+                state |= {f"{OWNERS}.{name}.{key}": True for key in own if self._owners_of(stored, key)}
             below = f"optimizer.{SETTINGS}.{stored}"
             for key, leaves in settings.items():
                 state[f"{SETTINGS}.{name}.{key}"] = assembled_entry(self._contents, f"{below}.{key}", leaves, read)
@@ -140,10 +153,9 @@ class StoredOptimizer:
         for name, slot in self.slots.items():
             stored = self._stored_name(slot)
             state = states.get(stored, {})
-            if not self._rules.wants(name):
-                continue
-            if not (self._other_shapes(slot, stored, state) or self._other_forms(slot, stored, state)):
-                fitting.append((name, stored, state, settings.get(stored, {}), layouts.get(stored, {})))
+            if self._rules.wants(name) and not self._misfits(slot, stored, state):
+                own = self._of_this_rank(slot, stored, state)
+                fitting.append((name, stored, own, settings.get(stored, {}), layouts.get(stored, {})))
         return fitting
 
     def _stored_name(self, slot: ParameterSlot) -> str:
@@ -183,6 +195,46 @@ class StoredOptimizer:
                 found[entry] = leaves
         return found
 
+    def _misfits(self, slot: ParameterSlot, stored: str, state: Mapping[str, list[Leaf]]) -> dict[str, str]:
+        """Return what of `state` cannot be loaded here, each with the reason."""
+        return (
+            self._other_shapes(slot, stored, state)
+            or self._without_owners(slot, stored, state)
+            or self._other_forms(slot, stored, self._of_this_rank(slot, stored, state))
+        )
+
+    def _of_this_rank(
+        self, slot: ParameterSlot, stored: str, state: Mapping[str, list[Leaf]]
+    ) -> Mapping[str, list[Leaf]]:
+        """Return what of `state` this rank has."""
+        if not self._owners:
+            return state
+        owners = {key: self._owners_of(stored, key) for key in state}
+        place = self._rank, self._num_ranks, slot.owner
+        return {key: state[key] for key, each in owners.items() if each is None or each.include(*place)}
+
+    def _without_owners(self, slot: ParameterSlot, stored: str, state: Mapping[str, list[Leaf]]) -> dict[str, str]:
+        """Return the keys of `state` that only some ranks had, if it is not known which ranks have them now."""
+        owners = {key: self._owners_of(stored, key) for key in state} if self._owners else {}
+        return {
+            f"optimizer.{STATE}.{stored}.{key}": (
+                f"only {_ranks_text(each)} had it, and this run has {self._num_ranks}: resume on {each.num_ranks} or "
+                "on one, or give the CheckpointManager a state_owner, which says on which rank each state is"
+            )
+            for key, each in owners.items()
+            if each is not None and not each.are_known(self._num_ranks, slot.owner)
+        }
+
+    @cached_property
+    def _owners(self) -> dict[str, OwnerRanks]:
+        prefix = f"{OWNERS}."
+        entries = [(entry, leaves) for entry, leaves in self._entries.items() if entry.startswith(prefix) and leaves]
+        return {entry.removeprefix(prefix): OwnerRanks.parse(self._plain(leaves[0])) for entry, leaves in entries}
+
+    def _owners_of(self, stored: str, key: Any) -> OwnerRanks | None:
+        """Return which ranks had the state `key`, or all state, of the parameter; None: all that had the parameter."""
+        return self._owners.get(f"{stored}.{key}") or self._owners.get(stored)
+
     def _other_shapes(self, slot: ParameterSlot, stored: str, state: Mapping[str, list[Leaf]]) -> dict[str, str]:
         """Return the tensors of `state` whose parameter had another shape, each with the difference."""
         parameter = self._parameter(stored)
@@ -204,7 +256,8 @@ class StoredOptimizer:
         return any(
             _form_leaf(leaves) is not None and key not in slot.state
             for slot in slots.values()
-            for key, leaves in states.get(self._stored_name(slot), {}).items()
+            for stored in [self._stored_name(slot)]
+            for key, leaves in self._of_this_rank(slot, stored, states.get(stored, {})).items()
         )
 
     def _other_forms(self, slot: ParameterSlot, stored: str, state: Mapping[str, list[Leaf]]) -> dict[str, str]:
@@ -288,6 +341,10 @@ def _sort_in(found: Entries, rest: str, leaves: list[Leaf], known: set[str], con
     # If torch flattened nested containers, their keys are part of the entry's name.
     for leaf in leaves:
         found[name][head].append(Leaf(leaf.key, (*inner, *leaf.path)))
+
+
+def _ranks_text(owners: OwnerRanks) -> str:
+    return f"{'rank' if len(owners.ranks) == 1 else 'ranks'} {', '.join(map(str, owners.ranks))} of {owners.num_ranks}"
 
 
 def _form_leaf(leaves: Sequence[Leaf]) -> Leaf | None:

@@ -67,8 +67,8 @@ def check_arguments(dataloader: Any, states: Any, job_config: Any) -> None:
     _check_exclusions(job_config.checkpoint.exclude_from_loading, states or {})
 
 
-def check_policies(save_policy: object, retention: object) -> None:
-    """Raise ConfigError unless each is None or a policy, which would show only at a save."""
+def check_policies(save_policy: object, retention: object, state_owner: object) -> None:
+    """Raise ConfigError unless each is None or what its parameter takes, which would show only at a save."""
     if save_policy is not None and not isinstance(save_policy, SavePolicy):
         raise ConfigError(
             f"save_policy: expected a SavePolicy, found {_typed(save_policy)}. Derive its class from SavePolicy of "
@@ -78,6 +78,11 @@ def check_policies(save_policy: object, retention: object) -> None:
         raise ConfigError(
             f"retention: expected an object with a method rulings, found {_typed(retention)}. RetentionPolicy of "
             "torchtitan_lite.checkpoint describes it."
+        )
+    if state_owner is not None and not callable(state_owner):
+        raise ConfigError(
+            f"state_owner: expected a function, found {_typed(state_owner)}. Give one that takes the name of a "
+            "parameter and a number of ranks, and returns the rank that has its optimizer state, or None."
         )
 
 

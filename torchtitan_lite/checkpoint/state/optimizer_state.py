@@ -59,6 +59,8 @@ class ParameterSlot:
     """The live state that may be read into; empty if there is none."""
     first: Mapping[Any, Any] = field(default_factory=dict)
     """What a first step would make, where that was needed: it may be read into, and is no state yet."""
+    owner: int | None = None
+    """The rank that alone has the state, where a `StateOwner` says so."""
 
     def empty(
         self, name: Any, shape: torch.Size, dtype: torch.dtype, live: Any, layout: str = "", path: Path = ()

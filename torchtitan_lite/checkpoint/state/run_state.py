@@ -27,6 +27,7 @@ from torchtitan_lite.checkpoint.state.optimizer_owner import parameters_of
 from torchtitan_lite.checkpoint.state.other_keys import other_names, try_load
 from torchtitan_lite.checkpoint.state.per_rank import PerRank
 from torchtitan_lite.checkpoint.state.rng import RNG, RngState
+from torchtitan_lite.checkpoint.state.state_owners import StateOwner
 from torchtitan_lite.checkpoint.state.stateful import (
     LRSchedulerWrapper,
     ModelWrapper,
@@ -52,6 +53,7 @@ class RunState:
         lr_schedulers: LRScheduler | Sequence[LRScheduler] | None,
         states: Mapping[str, Stateful | dict[Any, Any]] | None,
         trained_only: bool = False,
+        state_owner: StateOwner | None = None,
     ) -> None:
         further = {name: as_stateful(state) for name, state in (states or {}).items()}
         modules = {name: state for name, state in further.items() if isinstance(state, nn.Module)}
@@ -60,7 +62,7 @@ class RunState:
             fsdp1.refuse_trained_only(parts)
         self.model = ModelWrapper(parts, trained_only=trained_only)
         self.optimizers = arguments.optimizers(optimizers)
-        self.optimizer = OptimizerWrapper(self.model.parts, self.optimizers, modules)
+        self.optimizer = OptimizerWrapper(self.model.parts, self.optimizers, modules, state_owner)
         self.small = _named_states(dataloader, arguments.lr_schedulers(lr_schedulers), further, self.optimizer)
         self._modules = modules
         watched = {"model": parts} | {name: [module] for name, module in modules.items()}

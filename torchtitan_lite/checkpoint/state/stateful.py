@@ -27,10 +27,13 @@ from torchtitan_lite.checkpoint.state.optimizer_owner import (
 from torchtitan_lite.checkpoint.state.optimizer_state import (
     OF_OPTIMIZERS,
     PARAMETERS,
+    OptimizerState,
     ParameterSlot,
     by_name,
     flat_optimizer_state,
 )
+from torchtitan_lite.checkpoint.state.state_owners import OWNERS, OwnerRanks, StateOwner, owner_of
+from torchtitan_lite.distributed.groups import world_size
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 from torchtitan_lite.torch_private import inner_schedulers
@@ -231,8 +234,8 @@ _NOT_OF_ONE_RANK = (
 class OptimizerWrapper:
     """Any number of optimizers over the parameters of `model_parts`, and of further `modules` by name of their state.
 
-    Raises ConfigError for a parameter that belongs to no module or to two optimizers, and for an optimizer whose state
-    dict has a special form while ranks hold different parts of the model.
+    Raises ConfigError for a parameter that belongs to no module or to two optimizers, for an optimizer whose state dict
+    has a special form while ranks hold different parts of the model, and for a `state_owner` that returns no rank.
     """
 
     def __init__(
@@ -240,13 +243,19 @@ class OptimizerWrapper:
         model_parts: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         modules: Mapping[str, nn.Module] | None = None,
+        state_owner: StateOwner | None = None,
     ) -> None:
         self._parts = list(model_parts)
+        self._state_owner = state_owner
         self._modules = dict(modules or {})
         self._optimizers = list(optimizers)
         self._names: dict[torch.Tensor, tuple[str, ...]] = {}
         self._refresh_names()
+        for names in self._names.values() if state_owner is not None else ():
+            owner_of(state_owner, names[0], world_size())  # Raises what a save would.
         self._owners = [_owner(number, each, self._parts, self._names) for number, each in enumerate(optimizers)]
+        self._owned: set[str] = set()
+        """What was loaded that only some ranks had, on a run of one rank, as in a checkpoint."""
         self._numbers = [str(number) for number in range(len(self._owners))]
         """The number of each optimizer in a checkpoint: that of the loaded one, if this one is in another order."""
 
@@ -262,10 +271,20 @@ class OptimizerWrapper:
         for number, owner in zip(self._numbers, self._owners, strict=True):
             state = owner.read()
             whole |= dict(flat_optimizer_state(state)) | owner.layouts(state)
+            if world_size() == 1:
+                whole |= self._owners_alone(state)
             if state.rest:
                 (names,) = self.names_of([owner.optimizer])
                 of_optimizers[number] = dict(state.rest) | {PARAMETERS: dict.fromkeys(names, True)}
         return whole | ({OF_OPTIMIZERS: of_optimizers} if of_optimizers else {})
+
+    def _owners_alone(self, state: OptimizerState) -> dict[str, str]:
+        """Return who has each state that other numbers of ranks would not have on each: the only rank."""
+        if self._state_owner is None and not self._owned:
+            return {}
+        given = {name for name in state.states if owner_of(self._state_owner, name, 1) is not None}
+        found = [(name, f"{OWNERS}.{name}.{key}") for name, own in state.states.items() for key in own]
+        return {key: str(OwnerRanks((0,), 1)) for name, key in found if name in given or key in self._owned}
 
     def names_of(self, optimizers: Sequence[Any]) -> list[list[str]]:
         """Return the names of the parameters of each of `optimizers`; none for what has no parameter groups."""
@@ -284,7 +303,13 @@ class OptimizerWrapper:
                 for name in group.names:
                     live = state.states.get(name, {}) if owner.reads_in_place else {}
                     slots[name] = ParameterSlot(
-                        aliases.get(name, (name,)), (number, at), likes[name], group.settings, live, first.get(name, {})
+                        aliases.get(name, (name,)),
+                        (number, at),
+                        likes[name],
+                        group.settings,
+                        live,
+                        first.get(name, {}),
+                        owner_of(self._state_owner, name, world_size()),
                     )
         return slots
 
@@ -311,6 +336,7 @@ class OptimizerWrapper:
 
         Settings (`param_groups.*`) that are not in it do not change.
         """
+        self._owned = {key for key in state_dict if key.startswith(f"{OWNERS}.")}
         of_optimizers = state_dict.get(OF_OPTIMIZERS, {})
         own_names = [{PARAMETERS: dict.fromkeys(names)} for names in self.names_of(self._optimizers)]
         num_stored = max((int(number) + 1 for number in of_optimizers if number.isdecimal()), default=0)
