@@ -25,7 +25,7 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import recorded_sizes
 from torchtitan_lite.store.layout import Listing, is_folder
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest, has_digest, last_digest_of
-from torchtitan_lite.store.manifest_fields import METRICS, NAN_IN, RANKS_DIFFER
+from torchtitan_lite.store.manifest_fields import METRICS, NAN_IN, NEVER_FINITE, RANKS_DIFFER
 from torchtitan_lite.store.place import Place, on_disk
 
 SETTLED_NS = 50_000_000
@@ -216,6 +216,7 @@ def checkpoint_info(folder: Place, manifest: Manifest) -> CheckpointInfo:
         manifest.lineage,
         has_nan=bool(manifest.extra.get(NAN_IN)),
         ranks_differ=bool(manifest.extra.get(RANKS_DIFFER)),
+        never_finite=(*map(str, manifest.extra.get(NEVER_FINITE, ())),),
         metrics=manifest.extra.get(METRICS, {}),
     )
 

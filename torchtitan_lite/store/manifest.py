@@ -78,6 +78,8 @@ class CheckpointInfo:
     """Whether NaN was found in its weights or optimizer states when they were saved."""
     ranks_differ: bool = False
     """Whether ranks were seen to hold different values of a tensor when it was saved."""
+    never_finite: tuple[str, ...] = ()
+    """The keys of optimizer states that were not finite at its run's first save, nor at this one."""
     metrics: Mapping[str, float] = field(default_factory=dict, hash=False)
     """What its run measured at this step, all finite."""
 

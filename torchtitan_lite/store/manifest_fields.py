@@ -17,6 +17,10 @@ NAN_IN = "nan_in"
 """Field of `extra`: the keys of weights with NaN, and of optimizer states with NaN or infinity, when they were saved;
 absent if none was found."""
 
+NEVER_FINITE = "never_finite"
+"""Field of `extra`: the keys of optimizer states that were not finite at the run's first save, so by design, nor at any
+since; absent if there are none. They are not in `nan_in`."""
+
 RANKS_DIFFER = "ranks_differ"
 """Field of `extra`: which ranks held other values of what when it was saved, one text each; absent if none was seen."""
 
@@ -121,7 +125,7 @@ def extra(document: dict[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = value_of(document, "extra", dict)
     expected = (("topology", str), ("config", dict), ("tensor_digests", dict), (NAN_IN, list), (METRICS, dict))
     later = ((RANKS_DIFFER, list), (START, str), (RESUMED_FROM_MEMORY, int), (TRAINED_SECONDS, float))
-    for name, kind in (*expected, *later):
+    for name, kind in (*expected, *later, (NEVER_FINITE, list)):
         if name in values and type(values[name]) is not kind:
             raise ValueError(f"extra.{name}: expected {kind.__name__}, found {json_type(values[name])}")
     for section, keys in values.get("config", {}).items():

@@ -6,14 +6,17 @@ import logging
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.small_run import SmallRun
+from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.checkpoint.saving.writer import names_with_nan
 from torchtitan_lite.store.manifest import Manifest
 
@@ -132,3 +135,58 @@ def test_a_resume_from_nan_warns_and_keeps_the_last_finite_checkpoint(
     assert again.committed() == [1, 3]
     back = start_run(seed=2, load_step=1).resumed()
     assert all(parameter.isfinite().all() for parameter in back.model.parameters())
+
+
+class Lowest(torch.optim.SGD):
+    """Keeps the lowest of each gradient's elements, from infinity on, and uses it for nothing."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # without a loss
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            lowest = self.state[parameter].setdefault("lowest", torch.full_like(parameter, math.inf))
+            lowest[:1] = torch.minimum(lowest[:1], parameter.detach()[:1])
+
+
+def test_a_state_that_the_optimizer_begins_with_infinite_is_warned_of_once_and_counts_no_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start(seed: int) -> tuple[nn.Linear, CheckpointManager]:
+        torch.manual_seed(seed)
+        model = nn.Linear(3, 2)
+        optimizer = Lowest(model.parameters(), lr=0.1, momentum=0.9)
+        keys = {"folder": tmp_path, "interval": 1, "keep_latest_k": 1}
+        manager = CheckpointManager.for_loop(model=model, optimizer=optimizer, **keys)
+        manager.load()
+        manager.reset()
+        return model, manager
+
+    def train(model: nn.Linear, manager: CheckpointManager, step: int) -> None:
+        model(torch.ones(1, 3)).sum().backward()
+        manager._run.optimizers[0].step()
+        manager.save(step)
+
+    model, manager = start(0)
+    with manager:
+        train(model, manager, 1)
+        assert "Step 1, the first that this run saves, has NaN or infinity in optimizer states" in caplog.text
+        caplog.clear()
+        train(model, manager, 2)
+    model, manager = start(1)
+    with manager:
+        train(model, manager, 3)
+        assert not [each for each in caplog.records if "NaN" in each.getMessage()]
+        assert [each.name for each in tmp_path.glob("step-*")] == ["step-3"]
+        assert nan_in(tmp_path / "step-3") is None
+        assert manager.roll_back(4, "loss is nan") == 3
+        manager._run.optimizers[0].state[model.weight]["momentum_buffer"][0] = math.inf
+        train(model, manager, 4)
+        assert nan_in(tmp_path / "step-4") == ["optimizer.state.weight.momentum_buffer"]
+        assert manager.roll_back(5, "loss is nan") == 3
+
+
+def test_a_run_that_diverged_before_its_first_save_has_no_such_state(start_run: StartRun) -> None:
+    run = start_run(interval=1)
+    diverge(run)
+    run.train(1, last=False)
+    found = nan_in(run.root / "step-1")
+    assert isinstance(found, list) and "optimizer.state.first.weight.exp_avg" in found

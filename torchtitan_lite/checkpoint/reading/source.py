@@ -33,6 +33,8 @@ class RunFacts:
     """By key."""
     has_nan: bool = False
     """Whether NaN was seen in its weights or optimizer states."""
+    never_finite: Sequence[str] = ()
+    """The keys of optimizer states that were not finite at the run's first save."""
     ranks_differ: bool = False
     """Whether ranks were seen to hold different values of a tensor."""
     trained_seconds: float = 0.0

@@ -75,7 +75,7 @@ class RollBack:
 
     def _finish(self, source: LoadSource) -> LoadSource:
         """Return `source`, which was just loaded on the way back; if it is not finite, an older one that is loaded."""
-        while self._peers.max_over_ranks(not self._run.is_finite())[0]:
+        while self._peers.max_over_ranks(not self._run.is_finite(source.recorded.never_finite))[0]:
             if self._peers.is_coordinator:
                 logger.warning("Step %d has values that are not finite. Trying an older one", source.step)
             # An image of the branch may be later than what the run rolled back to.

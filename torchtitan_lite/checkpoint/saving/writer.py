@@ -10,7 +10,7 @@ import dataclasses
 import platform
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ from torchtitan_lite.distributed.exchange import Exchange, RanksFailed
 from torchtitan_lite.distributed.lost_peer import as_peer_lost
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import LeaseLost, SaveFailed
-from torchtitan_lite.log import logger
+from torchtitan_lite.log import listed, logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import Files, FilesOfRanks, with_rank_files
 from torchtitan_lite.store.lineage import Lineage
@@ -40,6 +40,7 @@ from torchtitan_lite.store.manifest_fields import (
     LEFT_OUT,
     METRICS,
     NAN_IN,
+    NEVER_FINITE,
     RANKS_DIFFER,
     RESUMED_FROM_MEMORY,
     START,
@@ -97,7 +98,9 @@ class SaveOfRanks:
         assert description is not None, "the coordinator describes"
         by_rank = received(results)
         objects = [placed for file in by_rank.values() for placed in file.objects]
-        nan_in = sorted({key for file in by_rank.values() for key in file.nan_in})
+        not_finite = {key for file in by_rank.values() for key in file.nan_in}
+        never_finite = self._never_finite(not_finite)
+        nan_in = sorted(not_finite.difference(never_finite))
         files = written_files(by_rank, len(results))
         target.store.check_lease()  # The start of another job, which has the folder by now, removes what is staged.
         faults.point("metadata", step=target.step)
@@ -122,7 +125,7 @@ class SaveOfRanks:
             tensors=description.tensors,
             objects=table,
             structure=description.structure,
-            extra=_extra(target, digests, nan_in, has_metadata=has_metadata),
+            extra=_extra(target, digests, nan_in, never_finite, has_metadata=has_metadata),
         )
         self.committed = target.store.commit(target.step, manifest, place=place)
         _warn_of_nan(target.step, nan_in)
@@ -149,6 +152,27 @@ class SaveOfRanks:
         return tuple(
             WrittenFile(record.size, record.blocks, record_size, record_blocks, seconds, objects, digests, nan_in)
         )
+
+    def _never_finite(self, found: Collection[str]) -> list[str]:
+        """Return which of the states `found`, which are not finite now, were so at the run's first save: by design.
+
+        At that save itself, with one warning, all of them if the weights are finite.
+        """
+        target = self._target
+        if not any(key.startswith(OPTIMIZER) for key in found):
+            return []
+        last = next((info for info in reversed(target.store.committed()) if info.kind is CheckpointKind.FULL), None)
+        if last is not None and last.step > 0:
+            return sorted({*found} & {*last.never_finite})
+        if target.origin.lineage.parent_step or not all(key.startswith(OPTIMIZER) for key in found):
+            return []
+        logger.warning(
+            "Step %d, the first that this run saves, has NaN or infinity in optimizer states (%s), while its weights "
+            "are finite. They are taken for values that the optimizer begins with, and count as no damage",
+            target.step,
+            listed(sorted(found), most=3),
+        )
+        return sorted(found)
 
     def _lineage(self) -> Lineage:
         lineage = self._target.origin.lineage
@@ -220,7 +244,12 @@ def versions() -> dict[str, str]:
 
 
 def _extra(
-    target: SaveTarget, tensor_digests: Mapping[str, str], nan_in: Sequence[str], *, has_metadata: bool
+    target: SaveTarget,
+    tensor_digests: Mapping[str, str],
+    nan_in: Sequence[str],
+    never_finite: Sequence[str],
+    *,
+    has_metadata: bool,
 ) -> dict[str, Any]:
     """Return what a manifest records besides files and tensors; of what is optional only what there is."""
     origin = target.origin
@@ -228,6 +257,7 @@ def _extra(
         DCP_METADATA: "" if has_metadata else LEFT_OUT,
         # With either the checkpoint counts as no good one.
         NAN_IN: list(nan_in),
+        NEVER_FINITE: never_finite,
         RANKS_DIFFER: list(target.ranks_differ),
         METRICS: dict(origin.metrics),
         START: origin.start,

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchtitan_lite.checkpoint.format.flattening import State, wide_float
+from torchtitan_lite.checkpoint.format.flattening import State, flat_tensors, wide_float
 from torchtitan_lite.checkpoint.state import arguments, fsdp1
 from torchtitan_lite.checkpoint.state.names import no_mixing
 from torchtitan_lite.checkpoint.state.optimizer_owner import parameters_of
@@ -109,13 +109,18 @@ class RunState:
         """The names of the states in which each rank has an entry of its own, with the rank's number."""
         return {RNG, *(name for name, state in self.small.items() if isinstance(state, PerRank))}
 
-    def is_finite(self) -> bool:
+    def is_finite(self, but_not: Collection[str] = ()) -> bool:
         """Return whether what is trained on this rank is finite, and the state of its optimizers. Any rank.
 
-        What is frozen may be a mask, which is made of infinity.
+        Without the states `but_not`, by their keys in a checkpoint; with some, **collective** under FSDP1. What is
+        frozen may be a mask, which is made of infinity.
         """
-        states = (each for optimizer in self.optimizers for each in optimizer.state.values() if isinstance(each, dict))
-        tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        if but_not:
+            flat = flat_tensors({"optimizer": self.optimizer.state_dict()})
+            tensors = [value for key, value in flat.items() if key not in but_not]
+        else:
+            states = (each for each in self.optimizers for each in each.state.values() if isinstance(each, dict))
+            tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
         tensors += [each for part in self.model.parts for each in part.parameters() if each.requires_grad]
         return all(_is_finite(tensor) for tensor in tensors if tensor.dim())
 
