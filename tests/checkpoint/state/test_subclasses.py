@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.checkpoint.conftest import MODES
 from tests.checkpoint.state.low_bits import (
@@ -339,9 +339,49 @@ def test_ranks_of_ddp_with_states_in_8_bits_continue_bit_for_bit(rank: int, tmp_
 
 
 @on_two_ranks
-def test_a_sharded_state_of_another_class_is_refused_by_name_at_the_first_save(rank: int, tmp_path: Path) -> None:
-    with pytest.raises(SaveFailed, match=r"momentum is a DTensor of .*EightBits, .* is not known how"):
-        sharded(3, tmp_path, EightBits, 0, 2)
+def test_a_sharded_state_of_another_class_continues_on_the_same_sharding(rank: int, tmp_path: Path) -> None:
+    straight = bits(*sharded(6, tmp_path / "a", EightBits, 0, 2))
+    sharded(3, tmp_path / "b", EightBits, 0, 2)
+    assert bits(*sharded(6, tmp_path / "b", EightBits, 1, 2)) == straight
+
+
+def test_a_sharded_state_of_another_class_is_refused_on_another_sharding_before_anything_is_read(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    two_ranks.run(_on_two, folder=tmp_path / "two", kind="EightBits", steps=2)
+    sharding = r"sharded as \[Shard\(dim=0\)\] on a mesh of \[2\]"
+    fits = "It fits 2 ranks, which saved it, and this run has 1"
+    with pytest.raises(CheckpointMismatch, match=rf"momentum: .*{sharding} in the checkpoint, .*\. {fits}"):
+        sharded(3, tmp_path / "two", EightBits, 1, 1)
+    sharded(2, tmp_path / "one", EightBits, 1, 1)
+    reports = two_ranks.reports(_refused_on_two, folder=tmp_path / "one", match=f"{sharding} expected")
+    assert not [each.failure for each in reports if each.failure]
+
+
+def _refused_on_two(rank: int, folder: Path, match: str) -> None:
+    with pytest.raises(CheckpointMismatch, match=match):
+        sharded(3, folder, EightBits, 0, 2)
+
+
+@on_two_ranks
+def test_sharded_weights_of_another_class_are_loaded_as_the_pieces_of_each_rank(rank: int, tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+
+    def model(factor: float) -> tuple[nn.Module, EightBits]:
+        local = EightBits.of(torch.arange(16.0).view(4, 4) * factor + rank)
+        made = nn.Linear(4, 8, bias=False)
+        whole = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        made.weight = nn.Parameter(whole, requires_grad=False)
+        return made, local
+
+    saved, expected = model(1.0)
+    with CheckpointManager.for_loop(model=saved, folder=tmp_path) as manager:
+        manager.save(1, now=True)
+    other, local = model(3.0)
+    with CheckpointManager.for_loop(model=other, folder=tmp_path, load_only=True) as manager:
+        manager.load()
+    assert _content(local) == _content(expected)
+    assert _content(local)[0][0] != [0.0] * 4 or rank == 0
 
 
 KINDS = [OptimState8bit, OptimState4bit, OptimStateFp8]
@@ -392,4 +432,4 @@ def test_sharded_states_of_known_classes_are_loaded_on_another_number_of_ranks(
 
 
 def _on_two(rank: int, folder: Path, kind: str, steps: int) -> list[Any]:
-    return dense_states(*sharded(steps, folder, {each.__name__: each for each in KINDS}[kind], 0, 2))
+    return dense_states(*sharded(steps, folder, {each.__name__: each for each in [*KINDS, EightBits]}[kind], 0, 2))

@@ -39,6 +39,7 @@ from torchtitan_lite.checkpoint.planning.rank_summary import Digest, Outline, Pl
 from torchtitan_lite.checkpoint.planning.shared_items import Member, Patterns
 from torchtitan_lite.checkpoint.state.optimizer_state import SETTINGS, STATE, split_state_key
 from torchtitan_lite.checkpoint.state.state_owners import OWNERS, OwnerRanks, StateOwner, owner_of
+from torchtitan_lite.checkpoint.state.subclasses import are_pieces
 from torchtitan_lite.errors import RanksDiffer
 from torchtitan_lite.log import listed
 
@@ -364,7 +365,8 @@ def owners_by_absence(optimizers: Sequence[HeldBy], has_part: Callable[[str, int
         found = [(rank, states[at].get(name, {}), optimizers[at][0]) for at, rank in ranks.items() if rank is not None]
         for key in dict.fromkeys(key for _, state, _ in found for key in state):
             having = sorted((rank, state[key], alike) for rank, state, alike in found if key in state)
-            if odd := next((rank for rank, child, _ in having if child != having[0][1]), None):
+            unlike = (rank for rank, child, _ in having if child != having[0][1] and not are_pieces(child))
+            if odd := next(unlike, None):
                 where = _STATES + _joined(name, key)
                 raise RanksDiffer(f"{where} has other entries on rank {odd} than on rank {having[0][0]}", KEPT_ALIKE)
             if len(having) < len(found):

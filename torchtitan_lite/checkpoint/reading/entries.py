@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.plain_value import MAX_DEPTH
-from torchtitan_lite.checkpoint.format.structure import Path, rebuild
+from torchtitan_lite.checkpoint.format.structure import Path, rebuild, without
+from torchtitan_lite.checkpoint.state.subclasses import are_pieces
 from torchtitan_lite.errors import CheckpointDamaged
 
 
@@ -58,6 +59,9 @@ def assembled_entry(contents: Contents, name: str, leaves: Sequence[Leaf], value
     if len(leaves) == 1 and not leaves[0].path:
         return values[leaves[0].key]
     container = contents.container(name)
+    if container is not None and are_pieces(container):
+        names = {leaf.path[0] for leaf in leaves}
+        container = without(container, lambda each: each not in names)
     if container is not None:
         return rebuild(container, values, f"{name}.")
     return _nest([(leaf.path, values[leaf.key]) for leaf in leaves])

@@ -266,8 +266,9 @@ class StoredCheckpoint:
         if self._optimizer is None or self._optimizer.slots is not slots:
             names = self._model.names("model." if self.keys("model.") else "")
             listed = read_listed_groups(self.contents, slots, names, self._peers, self.read_objects)
-            place = self._peers.rank, self._peers.world_size
-            self._optimizer = StoredOptimizer(self.contents, self._rules, names, listed, slots, *place)
+            manifest, peers = self._folder.manifest_alone, self._peers
+            numbers = peers.rank, peers.world_size, manifest.world_size if manifest is not None else 0
+            self._optimizer = StoredOptimizer(self.contents, self._rules, names, listed, slots, *numbers)
         return self._optimizer
 
     def _joint_report(self, own: Callable[[], KeyReport]) -> KeyReport:

@@ -22,7 +22,7 @@ from torchtitan_lite.checkpoint.reading.load_rules import LoadRules
 from torchtitan_lite.checkpoint.state.optimizer_state import LAYOUTS, SETTINGS, STATE, ParameterSlot, split_state_key
 from torchtitan_lite.checkpoint.state.shared_storage import SHARED, join_targets
 from torchtitan_lite.checkpoint.state.state_owners import OWNERS, OwnerRanks
-from torchtitan_lite.checkpoint.state.subclasses import FORM, form_difference
+from torchtitan_lite.checkpoint.state.subclasses import FORM, are_pieces, form_difference
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 """Settings that schedulers add to a parameter group."""
@@ -37,7 +37,7 @@ Entries = dict[str, dict[Any, list[Leaf]]]
 class StoredOptimizer:
     """The keys under `optimizer.` of `contents`, for `slots` on `rank` of `num_ranks`.
 
-    `names` maps the model's FQNs to the checkpoint's.
+    `names` maps the model's FQNs to the checkpoint's, which `num_saved` ranks saved; 0 if that is not known.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class StoredOptimizer:
         slots: Mapping[str, ParameterSlot],
         rank: int = 0,
         num_ranks: int = 1,
+        num_saved: int = 0,
     ) -> None:
         self._contents = contents
         self._rules = rules
@@ -56,6 +57,8 @@ class StoredOptimizer:
         self._listed = listed
         self.slots = slots
         self._rank, self._num_ranks = rank, num_ranks
+        is_other = num_saved not in (0, num_ranks)
+        self._num_saved_text = f". It fits {num_saved} ranks, which saved it, and this run has {num_ranks}" * is_other
 
     def report(self) -> KeyReport:
         """Return how the checkpoint differs from `slots`. Reads no data."""
@@ -154,7 +157,7 @@ class StoredOptimizer:
             stored = self._stored_name(slot)
             state = states.get(stored, {})
             if self._rules.wants(name) and not self._misfits(slot, stored, state):
-                own = self._of_this_rank(slot, stored, state)
+                own = _own_pieces(slot, self._of_this_rank(slot, stored, state))
                 fitting.append((name, stored, own, settings.get(stored, {}), layouts.get(stored, {})))
         return fitting
 
@@ -270,7 +273,9 @@ class StoredOptimizer:
             if of_form is not None or form is not None:
                 there = self._contents.objects.get(of_form.key) if of_form is not None else None
                 if finding := form_difference(there and there.value, form):
-                    found[f"optimizer.{STATE}.{stored}.{key}"] = finding
+                    found[f"optimizer.{STATE}.{stored}.{key}"] = finding + self._num_saved_text
+                elif isinstance(own, Mapping) and (lacks := own.keys() - {leaf.path[0] for leaf in leaves}):
+                    found[f"optimizer.{STATE}.{stored}.{key}"] = f"the checkpoint lacks its {min(lacks)}"
         return found
 
     def _other_settings(
@@ -350,6 +355,16 @@ def _ranks_text(owners: OwnerRanks) -> str:
 def _form_leaf(leaves: Sequence[Leaf]) -> Leaf | None:
     """Return the leaf with the form of a tensor that is made of the others; None if there is none."""
     return next((leaf for leaf in leaves if leaf.path == (FORM,)), None)
+
+
+def _own_pieces(slot: ParameterSlot, state: Mapping[str, list[Leaf]]) -> Mapping[str, list[Leaf]]:
+    """Return `state`, and of tensors that are made of others the parts that this rank has, too."""
+    found = dict(state)
+    for key, leaves in state.items():
+        own = slot.state.get(key, slot.first.get(key))
+        if are_pieces(own):
+            found[key] = [leaf for leaf in leaves if leaf.path[0] in own]
+    return found
 
 
 def _leaves(state: Mapping[str, list[Leaf]]) -> list[Leaf]:

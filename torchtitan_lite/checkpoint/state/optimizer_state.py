@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from torchtitan_lite.checkpoint.format.flattening import named_tensors
 from torchtitan_lite.checkpoint.format.shards import PLAIN_TENSORS, local_of
-from torchtitan_lite.checkpoint.state.subclasses import FORM, is_made_of_others
+from torchtitan_lite.checkpoint.state.subclasses import FORM, are_pieces, is_made_of_others
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 
 STATE, SETTINGS, LAYOUTS, OF_OPTIMIZERS = "state", "param_groups", "layouts", "optimizers"
@@ -115,7 +115,7 @@ def flat_layouts(state: OptimizerState, like: Mapping[str, torch.Tensor]) -> Ite
                 # Almost all tensors: the rest would take a millisecond for every 100 of them, at each save.
                 continue
             where = f"optimizer.{STATE}.{name}.{key}"
-            for tensor in nested_tensors(value):
+            for tensor in nested_tensors(value) if not are_pieces(value) else ():
                 _refuse_local(where, tensor, like[name])
                 if isinstance(tensor, DTensor) and tensor is not value and FORM not in value:
                     raise ConfigError(

@@ -6,7 +6,8 @@ and never made into anything: the class comes from the live tensor, whose inner 
 dtype, block or context is refused by name, and never cast.
 
 A sharded one is a DTensor over such a tensor. Its inner tensors become DTensors where it is known how they follow the
-outer one (`_RULES`), so that any number of ranks loads them; else it is refused: sizes alone prove nothing.
+outer one (`_RULES`), so that any number of ranks loads them. Else each rank's are saved as the pieces of its shard, and
+only the same sharding loads them: sizes alone prove nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -39,6 +41,8 @@ _RULES: Mapping[str, Mapping[str, str]] = {
 }
 """By class, how each inner tensor follows the outer one: with its shape; a number for each block of its row-major
 elements, or a byte for each few of them; or apart from it. Each is proved by a test that compares the dense tensors."""
+_PIECE = re.compile(r"\.shard[\d_]*$")
+"""What ends the name of a piece of a shard."""
 _WAITS = "trigger_wait"
 """The method of torch's tensors that a collective still fills, which have the protocol, too."""
 _MOST_DEPTH = 10
@@ -65,7 +69,8 @@ def is_made_of_others(value: object) -> bool:
 def inner_tensors(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the inner dense tensors of `tensor`, called `name`, by their names: they share its memory.
 
-    Those of a DTensor are DTensors. Raises as `parts_of`.
+    Those of a DTensor are DTensors, or if no rule is known for it, called after the shard that they make.
+    Raises as `parts_of`.
     """
     local = local_of(tensor)
     inner, rules = dict(_inner(name, local, "")), _RULES.get(type(local).__qualname__, {})
@@ -77,14 +82,36 @@ def inner_tensors(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
             inner[key] = inner[key].view(local.shape[0], -1) if is_whole else inner[key].view(-1)
     if not isinstance(tensor, DTensor):
         return inner
-    is_by_rows = all(place.is_replicate() or getattr(place, "dim", None) == 0 for place in tensor.placements)
-    if not rules or not is_by_rows:
-        raise TypeError(
-            f"{name} is a DTensor of {class_name(tensor)}, {list(tensor.placements)}, and it is not known how its "
-            f"inner tensors are sharded ({', '.join(inner)}). Known are {', '.join(_RULES)}, sharded by rows. "
-            "Train without fully_shard, or with an optimizer of plain tensors."
-        )
-    return {key: _sharded(each, tensor, rules[key]) for key, each in inner.items()}
+    if _sharding(name, tensor) is not None:
+        shard = _shard(tensor)
+        return {f"{key}.{shard}": each for key, each in inner.items()}
+    return {key: _sharded(each, tensor, rules[key]) for key, each in inner.items()} if rules else inner
+
+
+def are_pieces(parts: Any) -> bool:
+    """Return whether `parts`, or the container of that, are those of a tensor of which each rank has its own."""
+    names = parts if isinstance(parts, Mapping) else getattr(parts, "keys", ())
+    return FORM in names and any(_PIECE.search(str(name)) for name in names)
+
+
+def _sharding(name: str, tensor: torch.Tensor) -> str | None:
+    """Return how the DTensor `tensor` is sharded, if no rule is known for that. Raises TypeError for partial sums."""
+    if not isinstance(tensor, DTensor):
+        return None
+    if any(place.is_partial() for place in tensor.placements):
+        raise TypeError(f"{name} is a DTensor of partial sums: no rank has its values. Redistribute it first.")
+    local = local_of(tensor)
+    rules = _RULES.get(type(local).__qualname__, {})
+    is_known = rules.keys() == dict(_inner(name, local, "")).keys()
+    if all(place.is_replicate() or (is_known and getattr(place, "dim", None) == 0) for place in tensor.placements):
+        return None
+    return f"{list(tensor.placements)} on a mesh of {list(tensor.device_mesh.shape)}"
+
+
+def _shard(tensor: DTensor) -> str:
+    """Return the name of this rank's shard, the same for all that hold it."""
+    places = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=False)
+    return "shard" + "_".join(str(at) for place, at in places if not place.is_replicate())
 
 
 def _sharded(inner: torch.Tensor, outer: DTensor, rule: str) -> DTensor:
@@ -104,9 +131,17 @@ def parts_of(name: str, tensor: torch.Tensor) -> dict[str, Any]:
     Raises TypeError for one with a context that is no plain value, or with an inner tensor that cannot be written.
     """
     inner = inner_tensors(name, tensor)
-    texts = {key: [str(each.dtype).removeprefix("torch."), [*each.shape]] for key, each in inner.items()}
-    form = {"class": class_name(tensor), "shape": [*tensor.shape], "inner": texts}
+    form: dict[str, Any] = {"class": class_name(tensor), "shape": [*tensor.shape]}
+    if sharding := _sharding(name, tensor):  # The shapes of a rank's pieces are its own.
+        form["inner"] = {key.rpartition(".")[0]: [_dtype_text(each)] for key, each in inner.items()}
+        form["sharding"] = sharding
+    else:
+        form["inner"] = {key: [_dtype_text(each), [*each.shape]] for key, each in inner.items()}
     return {**inner, FORM: compact_json({**form, "context": _context_of(name, tensor)})}
+
+
+def _dtype_text(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def with_parts(name: str, values: Mapping[Any, Any]) -> Mapping[Any, Any]:
@@ -262,4 +297,5 @@ def _form_text(form: Mapping[str, Any]) -> str:
         return "a plain tensor"
     inner = form.get("inner")
     tensors = [f"{key} {' '.join(map(str, kind))}" for key, kind in inner.items()] if isinstance(inner, dict) else []
-    return f"a {form.get('class')} of {', '.join(tensors)}, context {form.get('context')}"
+    sharding = f", sharded as {form['sharding']}" if "sharding" in form else ""
+    return f"a {form.get('class')} of {', '.join(tensors)}, context {form.get('context')}{sharding}"
