@@ -31,7 +31,7 @@ from torchtitan_lite.checkpoint.reading.own_plan import planned
 from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, RankReads
 from torchtitan_lite.checkpoint.reading.shared_reads import SharedReads
 from torchtitan_lite.checkpoint.reading.stored_model import StoredModel
-from torchtitan_lite.checkpoint.reading.stored_optimizer import StoredOptimizer
+from torchtitan_lite.checkpoint.reading.stored_optimizer import RankNumbers, StoredOptimizer
 from torchtitan_lite.checkpoint.state.optimizer_state import OF_OPTIMIZERS, ParameterSlot, nested_tensors
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.distributed.peers import Peers, together_or_worst
@@ -267,8 +267,8 @@ class StoredCheckpoint:
             names = self._model.names("model." if self.keys("model.") else "")
             listed = read_listed_groups(self.contents, slots, names, self._peers, self.read_objects)
             manifest, peers = self._folder.manifest_alone, self._peers
-            numbers = peers.rank, peers.world_size, manifest.world_size if manifest is not None else 0
-            self._optimizer = StoredOptimizer(self.contents, self._rules, names, listed, slots, *numbers)
+            numbers = RankNumbers(peers.rank, peers.world_size, manifest.world_size if manifest is not None else 0)
+            self._optimizer = StoredOptimizer(self.contents, self._rules, names, listed, slots, numbers)
         return self._optimizer
 
     def _joint_report(self, own: Callable[[], KeyReport]) -> KeyReport:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,11 +34,17 @@ Entries = dict[str, dict[Any, list[Leaf]]]
 """The checkpoint's name of a parameter, then the key of its state, to the leaves."""
 
 
-class StoredOptimizer:
-    """The keys under `optimizer.` of `contents`, for `slots` on `rank` of `num_ranks`.
+class RankNumbers(NamedTuple):
+    """Which rank loads."""
 
-    `names` maps the model's FQNs to the checkpoint's, which `num_saved` ranks saved; 0 if that is not known.
-    """
+    rank: int = 0
+    num_ranks: int = 1
+    num_saved: int = 0
+    """The number of ranks that saved; 0 if it is not known."""
+
+
+class StoredOptimizer:
+    """The keys under `optimizer.` of `contents`, for `slots`; `names` maps the model's FQNs to the checkpoint's."""
 
     def __init__(
         self,
@@ -47,18 +53,17 @@ class StoredOptimizer:
         names: Mapping[str, str],
         listed: ListedGroups,
         slots: Mapping[str, ParameterSlot],
-        rank: int = 0,
-        num_ranks: int = 1,
-        num_saved: int = 0,
+        numbers: RankNumbers,
     ) -> None:
         self._contents = contents
         self._rules = rules
         self._names = names
         self._listed = listed
         self.slots = slots
-        self._rank, self._num_ranks = rank, num_ranks
-        is_other = num_saved not in (0, num_ranks)
-        self._num_saved_text = f". It fits {num_saved} ranks, which saved it, and this run has {num_ranks}" * is_other
+        self._rank, self._num_ranks, num_saved = numbers
+        is_other = num_saved not in (0, numbers.num_ranks)
+        fits = f". It fits {num_saved} ranks, which saved it, and this run has {numbers.num_ranks}"
+        self._num_saved_text = fits if is_other else ""
 
     def report(self) -> KeyReport:
         """Return how the checkpoint differs from `slots`. Reads no data."""
