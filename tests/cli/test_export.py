@@ -22,9 +22,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from tests.checkpoint.converting.sources import sharded_weights
 from tests.checkpoint.reading.foreign_folders import of_0_3, of_2024, save_plain
 from tests.checkpoint.small_run import SmallRun
+from tests.checkpoint.state.low_bits import EightBits
 from tests.cli.conftest import Said
 from tests.cli.folders import of_newer_format
 from tests.store.filled import flip
+from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.cli.export import num_bytes
 from torchtitan_lite.converting import exporting
 from torchtitan_lite.errors import ConfigError
@@ -333,3 +335,24 @@ def test_sizes_have_units() -> None:
     for text in ("", "GB", "-1GB", "0", "5 apples", "1e9"):
         with pytest.raises(ConfigError, match="is not a size"):
             num_bytes(text)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_parts_of_a_tensor_that_is_made_of_others_keep_their_dtypes(
+    call: Said, tmp_path: Path, format: str
+) -> None:
+    model = torch.nn.Linear(8, 6)
+    model.weight = torch.nn.Parameter(EightBits.of(model.weight), requires_grad=False)
+    with CheckpointManager.for_loop(model=model, folder=tmp_path / "run") as manager:
+        manager.save(1, now=True)
+    out = tmp_path / f"out.{format}"
+    assert call(tmp_path / "run", out, "--format", format, "--dtype", "bfloat16")[0] == 0
+    parts = {"weight.codes": model.weight.codes, "weight.scale": model.weight.scale}
+    if format == "safetensors":
+        [file], found = [out], safetensors.torch.load_file(out)
+        with safetensors.safe_open(file, framework="pt") as opened:
+            assert "EightBits" in opened.metadata()["weight.__tensor_flatten__"]
+    else:
+        like = {**parts, "bias": model.bias.detach().bfloat16()}
+        found = {name: each for name, each in loaded(out, format, like).items() if torch.is_tensor(each)}
+    assert_equal(found, {**parts, "bias": model.bias.detach().bfloat16()})

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from torchtitan_lite.checkpoint.format.contents import Contents, StoredTensor
+from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES, dtype_name
+from torchtitan_lite.checkpoint.format.structure import FORM
 from torchtitan_lite.checkpoint.format.structure import Path as KeyPath
 from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled_entry
 from torchtitan_lite.converting import new_output, safetensors_files
@@ -71,22 +72,24 @@ def _to_safetensors(
 ) -> list[str]:
     safetensors_files.require_library()
     contents = stream.contents
-    objects = [each.name for each in keys if each.key in contents.objects]
+    forms = {each.name: str(contents.objects[each.key].value) for each in keys if each.key.endswith(f".{FORM}")}
+    objects = [each.name for each in keys if each.key in contents.objects and each.name not in forms]
     if objects:
         raise ConfigError(
             f"{objects[0]} is no tensor, and safetensors holds only tensors: use --format torch or dcp, or leave it "
             f"out with --exclude {objects[0]!r}"
         )
-    tensors = new_tensors(contents, {each.key: each.name for each in keys}, wanted.dtype)
+    names = {each.key: each.name for each in keys if each.key in contents.tensors}
+    tensors = new_tensors(contents, names, wanted.dtype)
     if out.suffix == safetensors_files.SUFFIX:
         if wanted.max_shard_bytes is not None:
             raise ConfigError(f"{out} is one file, and --max-shard-size makes several: name a folder as OUT")
         with new_output.new_file(out) as path:
-            safetensors_files.write_file(path, tensors, stream, advance)
+            safetensors_files.write_file(path, tensors, stream, advance, forms)
         return [out.name]
     most = wanted.max_shard_bytes or safetensors_files.SHARD_BYTES
     with new_output.new_folder(out) as folder:
-        return safetensors_files.write_folder(folder, tensors, most, stream, advance)
+        return safetensors_files.write_folder(folder, tensors, most, stream, advance, forms)
 
 
 def _to_torch(
@@ -103,7 +106,7 @@ def _to_torch(
     for each in keys:
         if each.key in contents.tensors:
             stored = contents.tensors[each.key]
-            dtype = OF_TORCH[dtype_after(stored, wanted.dtype)]
+            dtype = OF_TORCH[dtype_after(contents, each.key, wanted.dtype)]
             values[each.key] = Tensor(dtype, stored.shape, elements_of(contents, each.key, wanted.dtype))
         else:
             values[each.key] = reader.value(each.key)
@@ -139,7 +142,7 @@ def _to_dcp(reader: Reader, keys: Sequence[ModelKey], out: Path, wanted: ExportR
 def new_tensors(contents: Contents, names: Mapping[str, str], dtype: str) -> list[TensorToWrite]:
     """Return the tensors to write: of each key in `names`, under its name. Raise ConfigError for an odd dtype."""
     tensors = [
-        TensorToWrite(name, dtype_after(stored, dtype), stored.shape, elements_of(contents, key, dtype))
+        TensorToWrite(name, dtype_after(contents, key, dtype), stored.shape, elements_of(contents, key, dtype))
         for key, name in names.items()
         for stored in (contents.tensors[key],)
     ]
@@ -150,15 +153,19 @@ def new_tensors(contents: Contents, names: Mapping[str, str], dtype: str) -> lis
 def elements_of(contents: Contents, key: str, dtype: str) -> Elements:
     """Return the elements of the tensor `key`, cast to `dtype` if it is not empty."""
     stored = contents.tensors[key]
-    itemsize = DTYPES[dtype_after(stored, dtype)].itemsize
-    num_bytes: int = stored.nbytes // stored.dtype.itemsize * itemsize
-    return Elements(key, num_bytes, cast_between(dtype_name(stored.dtype), dtype))
+    after = dtype_after(contents, key, dtype)
+    num_bytes: int = stored.nbytes // stored.dtype.itemsize * DTYPES[after].itemsize
+    return Elements(key, num_bytes, cast_between(dtype_name(stored.dtype), after))
 
 
-def dtype_after(stored: StoredTensor, dtype: str) -> str:
-    """Return the dtype that the tensor has after a cast to `dtype`, which leaves some tensors as they are."""
-    before = dtype_name(stored.dtype)
-    return dtype if cast_between(before, dtype) is not None else before
+def dtype_after(contents: Contents, key: str, dtype: str) -> str:
+    """Return the dtype that the tensor `key` has after a cast to `dtype`, which leaves some tensors as they are.
+
+    So it does the parts of one that is made of others: a cast scale would be of another tensor.
+    """
+    before = dtype_name(contents.tensors[key].dtype)
+    is_cast = not key.startswith(contents.made_of_others) and cast_between(before, dtype) is not None
+    return dtype if is_cast else before
 
 
 # The weights in a checkpoint of transformers, accelerate or Lightning, as far as they can be read without a pickle.

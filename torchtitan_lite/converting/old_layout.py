@@ -29,7 +29,7 @@ class Reader:
         """Return the tensor under `key`, cast to `dtype` if it is not empty."""
         stored = self.contents.tensors[key]
         before = dtype_name(stored.dtype)
-        cast = cast_between(before, dtype)
+        cast = cast_between(before, "" if key.startswith(self.contents.made_of_others) else dtype)
         return NewTensor(DTYPES[before if cast is None else dtype], stored.shape, key, cast)
 
     def object(self, key: str) -> NewObject:

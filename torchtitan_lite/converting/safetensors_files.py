@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.untrusted.safetensors_header import NAMES
@@ -76,12 +77,17 @@ def sharded(tensors: Sequence[TensorToWrite], most_bytes: int) -> dict[str, list
 
 
 def write_folder(
-    folder: Path, tensors: Sequence[TensorToWrite], most_bytes: int, stream: TensorStream, advance: Advance
+    folder: Path,
+    tensors: Sequence[TensorToWrite],
+    most_bytes: int,
+    stream: TensorStream,
+    advance: Advance,
+    forms: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
-    """Write `tensors` into files in `folder`, and check them; return the names of the files."""
+    """Write `tensors` into files in `folder`, and check them; return the names of these. `forms` as `write_file`."""
     shards = sharded(tensors, most_bytes)
     for name, shard in shards.items():
-        write_file(folder / name, shard, stream, advance)
+        write_file(folder / name, shard, stream, advance, forms)
     if len(shards) == 1:
         return [*shards]
     DISK.write_file(folder / INDEX, index_of(shards))
@@ -95,16 +101,25 @@ def index_of(shards: Mapping[str, Sequence[TensorToWrite]]) -> bytes:
     return (json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2) + "\n").encode()
 
 
-def write_file(path: Path, tensors: Sequence[TensorToWrite], stream: TensorStream, advance: Advance) -> None:
-    """Write `tensors` into the file `path`, and check it. Raises `TorchtitanLiteError` if the check fails."""
+def write_file(
+    path: Path,
+    tensors: Sequence[TensorToWrite],
+    stream: TensorStream,
+    advance: Advance,
+    forms: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Write `tensors` into the file `path`, and check it. Raises `TorchtitanLiteError` if the check fails.
+
+    Its metadata have the `forms` of those that are made of others, as a checkpoint has them.
+    """
     ordered = sorted(tensors, key=lambda tensor: (-_itemsize(tensor), tensor.name))
-    record = write_new(path, [_header(ordered), *(tensor.elements for tensor in ordered)], stream, advance)
+    record = write_new(path, [_header(ordered, forms), *(tensor.elements for tensor in ordered)], stream, advance)
     _check_safetensors_file(path, {tensor.name: tensor for tensor in tensors})
     read_back(path, record, stream.reader, advance)
 
 
-def _header(tensors: Sequence[TensorToWrite]) -> bytes:
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def _header(tensors: Sequence[TensorToWrite], forms: Mapping[str, str]) -> bytes:
+    table: dict[str, Any] = {"__metadata__": {"format": "pt", **forms}}
     at = 0
     for tensor in tensors:
         end = at + tensor.elements.num_bytes

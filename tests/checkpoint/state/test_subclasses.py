@@ -30,9 +30,10 @@ from tests.checkpoint.state.low_bits import (
 from tests.ranks import Ranks, on_two_ranks
 from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.checkpoint.format.shards import local_of
+from torchtitan_lite.checkpoint.format.structure import FORM
 from torchtitan_lite.checkpoint.state.first_step import states_of_others
 from torchtitan_lite.checkpoint.state.run_state import RunState
-from torchtitan_lite.checkpoint.state.subclasses import FORM, form_difference, parts_of
+from torchtitan_lite.checkpoint.state.subclasses import form_difference, parts_of
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError, SaveFailed
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

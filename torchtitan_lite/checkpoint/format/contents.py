@@ -22,7 +22,7 @@ from torchtitan_lite.checkpoint.format.chunk_runs import Shape as Shape
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.checkpoint.format.stored_tensor import StoredTensor as StoredTensor
 from torchtitan_lite.checkpoint.format.stored_tensor import chunk_mismatch
-from torchtitan_lite.checkpoint.format.structure import Branch, Containers, Path, decode_structure, paths_of
+from torchtitan_lite.checkpoint.format.structure import FORM, Branch, Containers, Path, decode_structure, paths_of
 from torchtitan_lite.checkpoint.format.tensor_table import BadEntry, TensorTable, as_list
 from torchtitan_lite.disk.plain_file import is_plain_name, is_plain_path
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe
@@ -105,6 +105,11 @@ class Contents:
     def table(self) -> TensorTable:
         """The same tensors in columns."""
         return TensorTable.of(self.tensors)
+
+    @cached_property
+    def made_of_others(self) -> tuple[str, ...]:
+        """With these the keys of the parts of tensors begin that are made of others: they are none by themselves."""
+        return tuple(key.removesuffix(FORM) for key in self.objects if key.endswith(f".{FORM}"))
 
     def keys_within(self, depth: int) -> frozenset[str]:
         """Return the keys that are in at least `depth` nested containers."""

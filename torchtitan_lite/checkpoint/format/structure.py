@@ -8,6 +8,7 @@ builds only `Branch`es, and no more of them than the length of the JSON allows.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
@@ -40,6 +41,12 @@ _MAKERS: dict[str, Callable[[], Any]] = {
 _KINDS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
 
 
+FORM = "__tensor_flatten__"
+"""The name of the form of a tensor that is made of others, next to these (subclasses.py)."""
+_PIECE = re.compile(r"\.shard[\d_]*$")
+"""What ends the name of a piece of a shard of one."""
+
+
 class Branch(NamedTuple):
     """A container. Equal branches have equal kinds, and keys of equal types."""
 
@@ -51,6 +58,12 @@ class Branch(NamedTuple):
     """The keys' `repr`, which shows their types (1 is not True); empty for a list and if all keys are strings."""
     children: tuple[Branch | None, ...]
     """The child for each key; None for an entry of the flat state, which is not a container."""
+
+
+def are_pieces(parts: Any) -> bool:
+    """Return whether `parts`, or their container, are of a tensor made of others of which each rank has its own."""
+    names = parts if isinstance(parts, Mapping) else getattr(parts, "keys", ())
+    return FORM in names and any(_PIECE.search(str(name)) for name in names)
 
 
 def rebuild(structure: Branch, flat: Mapping[str, Any], prefix: str = "") -> Any:

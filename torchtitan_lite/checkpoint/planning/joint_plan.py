@@ -19,6 +19,7 @@ from torchtitan_lite.checkpoint.format.description import Description
 from torchtitan_lite.checkpoint.format.shards import box_of
 from torchtitan_lite.checkpoint.format.structure import (
     Branch,
+    are_pieces,
     branch_of,
     decode_structure,
     merged_structure,
@@ -39,7 +40,6 @@ from torchtitan_lite.checkpoint.planning.rank_summary import Digest, Outline, Pl
 from torchtitan_lite.checkpoint.planning.shared_items import Member, Patterns
 from torchtitan_lite.checkpoint.state.optimizer_state import SETTINGS, STATE, split_state_key
 from torchtitan_lite.checkpoint.state.state_owners import OWNERS, OwnerRanks, StateOwner, owner_of
-from torchtitan_lite.checkpoint.state.subclasses import are_pieces
 from torchtitan_lite.errors import RanksDiffer
 from torchtitan_lite.log import listed
 

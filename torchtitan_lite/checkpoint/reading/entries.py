@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.plain_value import MAX_DEPTH
-from torchtitan_lite.checkpoint.format.structure import Path, rebuild, without
-from torchtitan_lite.checkpoint.state.subclasses import are_pieces
+from torchtitan_lite.checkpoint.format.structure import Path, are_pieces, rebuild, without
 from torchtitan_lite.errors import CheckpointDamaged
 
 

@@ -15,14 +15,14 @@ import torch
 
 from torchtitan_lite.checkpoint.format.contents import Contents, StoredTensor
 from torchtitan_lite.checkpoint.format.key_report import KeyReport
-from torchtitan_lite.checkpoint.format.structure import Branch
+from torchtitan_lite.checkpoint.format.structure import FORM, Branch, are_pieces
 from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled_entry, at_path, entries
 from torchtitan_lite.checkpoint.reading.listed_groups import ListedGroups
 from torchtitan_lite.checkpoint.reading.load_rules import LoadRules
 from torchtitan_lite.checkpoint.state.optimizer_state import LAYOUTS, SETTINGS, STATE, ParameterSlot, split_state_key
 from torchtitan_lite.checkpoint.state.shared_storage import SHARED, join_targets
 from torchtitan_lite.checkpoint.state.state_owners import OWNERS, OwnerRanks
-from torchtitan_lite.checkpoint.state.subclasses import FORM, are_pieces, form_difference
+from torchtitan_lite.checkpoint.state.subclasses import form_difference
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 """Settings that schedulers add to a parameter group."""

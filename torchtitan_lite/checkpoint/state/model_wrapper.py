@@ -16,6 +16,7 @@ from torch import nn
 
 from torchtitan_lite.checkpoint.format.flattening import State, is_plain, refuse_expanded
 from torchtitan_lite.checkpoint.format.key_report import TensorLike, compare_tensors
+from torchtitan_lite.checkpoint.format.structure import FORM
 from torchtitan_lite.checkpoint.state import fsdp1
 from torchtitan_lite.checkpoint.state.names import (
     clean_names,
@@ -27,7 +28,6 @@ from torchtitan_lite.checkpoint.state.names import (
 )
 from torchtitan_lite.checkpoint.state.other_keys import of_left_out, other_names, try_load
 from torchtitan_lite.checkpoint.state.subclasses import (
-    FORM,
     fill,
     forms_in,
     is_made_of_others,

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from torchtitan_lite.checkpoint.format.structure import FORM
 from torchtitan_lite.checkpoint.state import fsdp1
 from torchtitan_lite.checkpoint.state.first_step import first_states
 from torchtitan_lite.checkpoint.state.names import clean_names
@@ -35,7 +36,7 @@ from torchtitan_lite.checkpoint.state.optimizer_state import (
     refuse_unsharded,
 )
 from torchtitan_lite.checkpoint.state.shared_storage import SHARED, NamedTensor, may_share, shared_pairs, tensors_below
-from torchtitan_lite.checkpoint.state.subclasses import FORM, fill, is_made_of_others, with_parts
+from torchtitan_lite.checkpoint.state.subclasses import fill, is_made_of_others, with_parts
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 
 _NOT_SETTINGS = ("params", "param_names")

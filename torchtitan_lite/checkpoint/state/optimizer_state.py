@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from torchtitan_lite.checkpoint.format.flattening import named_tensors
 from torchtitan_lite.checkpoint.format.shards import PLAIN_TENSORS, local_of
-from torchtitan_lite.checkpoint.state.subclasses import FORM, are_pieces, is_made_of_others
+from torchtitan_lite.checkpoint.format.structure import FORM, are_pieces
+from torchtitan_lite.checkpoint.state.subclasses import is_made_of_others
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
 
 STATE, SETTINGS, LAYOUTS, OF_OPTIMIZERS = "state", "param_groups", "layouts", "optimizers"

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -23,11 +22,10 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan_lite.checkpoint.format.shards import local_of
+from torchtitan_lite.checkpoint.format.structure import FORM
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.store.manifest import compact_json
 
-FORM = "__tensor_flatten__"
-"""The name of the form next to the inner tensors."""
 _TORCHS_OWN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _USUAL = frozenset({*_TORCHS_OWN, int, float, bool, str, type(None), list, tuple, dict})
 _LEFT_OUT = ("device", "stride", "strides", "requires_grad")
@@ -41,8 +39,6 @@ _RULES: Mapping[str, Mapping[str, str]] = {
 }
 """By class, how each inner tensor follows the outer one: with its shape; a number for each block of its row-major
 elements, or a byte for each few of them; or apart from it. Each is proved by a test that compares the dense tensors."""
-_PIECE = re.compile(r"\.shard[\d_]*$")
-"""What ends the name of a piece of a shard."""
 _WAITS = "trigger_wait"
 """The method of torch's tensors that a collective still fills, which have the protocol, too."""
 _MOST_DEPTH = 10
@@ -86,12 +82,6 @@ def inner_tensors(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         shard = _shard(tensor)
         return {f"{key}.{shard}": each for key, each in inner.items()}
     return {key: _sharded(each, tensor, rules[key]) for key, each in inner.items()} if rules else inner
-
-
-def are_pieces(parts: Any) -> bool:
-    """Return whether `parts`, or the container of that, are those of a tensor of which each rank has its own."""
-    names = parts if isinstance(parts, Mapping) else getattr(parts, "keys", ())
-    return FORM in names and any(_PIECE.search(str(name)) for name in names)
 
 
 def _sharding(name: str, tensor: torch.Tensor) -> str | None:
