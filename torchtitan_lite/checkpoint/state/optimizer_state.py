@@ -105,7 +105,7 @@ def flat_layouts(state: OptimizerState, like: Mapping[str, torch.Tensor]) -> Ite
 
     Raises TypeError for a plain tensor that may differ between ranks, because nothing says where its part belongs, and
     ConfigError for tensors of sharded parameters within lists or dicts: a load could make only plain tensors of
-    DTensors there, and refuses all others, as `refuse_unsharded` does.
+    DTensors there, as of those in settings, and refuses all others, as `refuse_unsharded` does.
     """
     for name, own in state.states.items():
         is_plain = type(like[name]) in PLAIN_TENSORS and like[name].is_contiguous()
@@ -130,6 +130,14 @@ def flat_layouts(state: OptimizerState, like: Mapping[str, torch.Tensor]) -> Ite
                 yield f"{LAYOUTS}.{name}.{key}", ",".join(map(_spelt, value.placements))
             elif orders := orders_in(value, like[name]):
                 yield f"{LAYOUTS}.{name}.{key}", orders
+    for group in state.groups:
+        for key, value in group.settings.items():
+            if any(isinstance(tensor, DTensor) and tensor.numel() > 1 for tensor in nested_tensors(value)):
+                where = ".".join([f"optimizer.{SETTINGS}", *group.names[:1], key])
+                raise ConfigError(
+                    f"{where} has DTensors, which a load would turn into plain tensors. Keep them in the state of "
+                    "their parameters, or train without fully_shard."
+                )
 
 
 def refuse_unsharded(states: Mapping[str, Mapping[Any, Any]], like: Mapping[str, torch.Tensor]) -> None:
