@@ -1,10 +1,14 @@
-"""The cells between ranks: a trick, saved in a mode, resumed from disk or from memory by other processes."""
+"""The cells between ranks: a trick, saved in a mode, resumed from disk or from memory by other processes.
+
+Those of other libraries are like them: a class of a package in place of a trick, if it trains without a checkpoint.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,28 +23,38 @@ from tests.checkpoint.companions import kept
 from tests.logged import logged_warnings
 from tests.ranks import Ranks
 from tests.zoo.apart import APART, LATE, POSITIONS, last_rank
-from tests.zoo.outcome import DIFFERS, EQUAL, REFUSED, WARNED, Outcome, first_sentence, sentence
+from tests.zoo.library_runs import LibraryRun
+from tests.zoo.outcome import DIFFERS, EQUAL, NOT_OFFERED_THERE, REFUSED, WARNED, Outcome, first_sentence, sentence
 from tests.zoo.run import MODES, quiet
 from tests.zoo.snapshot import difference, in_pieces
 from tests.zoo.tricks import TRICKS, Trick
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.errors import ConfigError, RanksDiffer
+from torchtitan_lite.errors import ConfigError, RanksDiffer, SaveFailed
 
 SAVED_AT, SAVED_AGAIN, LAST = 3, 6, 8
 ALL: dict[str, type[Trick]] = TRICKS | APART | LATE
 FROM_MEMORY = [f"{mode}, from memory" for mode in MODES if mode != "disabled"]
 COLUMNS = [*MODES, *FROM_MEMORY]
+COLUMNS_OF_LIBRARIES = {
+    "1 process": (1, "async"),
+    "1 process, from memory": (1, "async, from memory"),
+    "FSDP2 on 2 ranks": (2, "async"),
+    "FSDP2 on 2 ranks, from memory": (2, "async, from memory"),
+}
+"""By the name of each, the number of ranks and the column."""
+Group = Callable[[int, bool], Ranks]
 
 
 @dataclass(frozen=True)
 class RanksCell:
-    """A trick of `ALL` in a column of the page, on `world_size` ranks."""
+    """A trick of `ALL` in a column of the page, on `world_size` ranks; of a `package`, one of its classes."""
 
     trick: str
     column: str
     world_size: int
     positions: tuple[int, ...] = ()
     """Of a trick of `LATE`, the tensors that differ, one after another."""
+    package: str = ""
 
     @property
     def mode(self) -> str:
@@ -49,6 +63,14 @@ class RanksCell:
     @property
     def is_from_memory(self) -> bool:
         return self.column in FROM_MEMORY
+
+    @property
+    def gets_lowest(self) -> bool:
+        return not self.package and ALL[self.trick].gets_lowest
+
+    def run(self, rank: int, seed: int) -> Trick:
+        """Return a run of this cell on `rank`. **Collective**."""
+        return LibraryRun(self.package, self.trick, rank, seed) if self.package else ALL[self.trick](rank, seed)
 
 
 def cells_between(
@@ -75,7 +97,7 @@ def rows_between(outcomes: Mapping[RanksCell, Outcome]) -> dict[str, dict[str, O
     return rows
 
 
-def find_between(cell: RanksCell, folder: Path, group: Callable[[int, bool], Ranks]) -> Outcome:
+def find_between(cell: RanksCell, folder: Path, group: Group) -> Outcome:
     """Return the outcome of `cell`."""
     runtime = tempfile.mkdtemp(prefix="ttl-", dir="/tmp")  # The path of a socket must be short.
     arguments = {"cell": cell, "folder": folder, "runtime": runtime}
@@ -83,13 +105,54 @@ def find_between(cell: RanksCell, folder: Path, group: Callable[[int, bool], Ran
         saves = differ_late if cell.trick in LATE else save_between
         outcome = Outcome.of_reports(group(cell.world_size, False).reports(saves, **arguments))
         # Each start is in other processes than the one before.
-        for loaded in (SAVED_AT, SAVED_AGAIN) if not ALL[cell.trick].gets_lowest else (SAVED_AT,):
+        for loaded in (SAVED_AT, SAVED_AGAIN) if not cell.gets_lowest else (SAVED_AT,):
             if outcome.kind == EQUAL:
                 ranks = group(cell.world_size, loaded == SAVED_AT)
                 outcome = Outcome.of_reports(ranks.reports(resume_between, loaded=loaded, **arguments))
         return outcome
     finally:
         shutil.rmtree(runtime)  # Ends the keepers.
+
+
+def find_entry(package: str, name: str, folder: Path, group: Group) -> dict[str, Outcome]:
+    """Return the outcome of each of `COLUMNS_OF_LIBRARIES` for the class `name` of an installed package."""
+    found: dict[str, Outcome] = {}
+    offered: dict[int, Outcome] = {}
+    for column, (world_size, in_mode) in COLUMNS_OF_LIBRARIES.items():
+        cell = RanksCell(name, in_mode, world_size, package=package)
+        if world_size not in offered:
+            reports = group(world_size, False).reports(train_alone, cell=cell)
+            failed = [Outcome(NOT_OFFERED_THERE, _last_line(each.failure)) for each in reports if each.failure]
+            raised = [each.value for each in reports if not each.failure and each.value.kind != EQUAL]
+            offered[world_size] = [*raised, *failed, Outcome(EQUAL)][0]
+        found[column] = offered[world_size]
+        if found[column].kind == EQUAL:
+            within = folder / str(len(found))
+            within.mkdir()
+            found[column] = find_between(cell, within, group)
+    return found
+
+
+def train_alone(rank: int, cell: RanksCell) -> Outcome:
+    """Train twice without any checkpoint; return whether the library can, and both are equal. **Collective**."""
+    losses = []
+    with quiet():
+        for _ in range(2):
+            try:
+                run = cell.run(rank, 0)
+                losses.append([run.step(number, lambda: None) for number in range(1, LAST + 1)])
+                run.contents()
+            except Exception as error:
+                where = traceback.extract_tb(error.__traceback__)[-1].line
+                said = first_sentence(error) if str(error) else f"{type(error).__name__}: {where}"
+                return Outcome(NOT_OFFERED_THERE, said)
+    is_equal = repr(losses[0]) == repr(losses[1])
+    return Outcome(EQUAL) if is_equal else Outcome(NOT_OFFERED_THERE, "two runs differ without any checkpoint")
+
+
+def _last_line(failure: str) -> str:
+    line = failure.strip().splitlines()[-1].partition("; its stderr says")[0]
+    return first_sentence(f"a rank {line}" if line.startswith(("came to no end", "ended with")) else line)
 
 
 def differ_late(rank: int, cell: RanksCell, folder: Path, runtime: str) -> Outcome:
@@ -120,12 +183,12 @@ def save_between(rank: int, cell: RanksCell, folder: Path, runtime: str) -> Outc
     """Train eight steps without a save; in a second run five, with a save or an image at the third. **Collective**."""
     held: dict[int, Any] = {}
     with quiet():
-        straight = ALL[cell.trick](rank, 0)
+        straight = cell.run(rank, 0)
         losses = []
         for number in range(1, LAST + 1):
             losses.append(straight.step(number, lambda: None))
             held |= {number: snapshot(straight)} if number in (SAVED_AGAIN, LAST) else {}
-        run = ALL[cell.trick](rank, 0)
+        run = cell.run(rank, 0)
 
     def train(number: int, manager: CheckpointManager) -> None:
         run.step(number, manager.maybe_wait_for_staging)
@@ -149,7 +212,7 @@ def _outcome_of(
                     train(number, manager)
                     manager.save(number)
                     _finish_images(manager)
-        except (ConfigError, RanksDiffer) as refusal:
+        except (ConfigError, RanksDiffer, SaveFailed) as refusal:
             return Outcome(REFUSED, first_sentence(refusal))
         except Exception as error:
             return Outcome(DIFFERS, f"the save raised {type(error).__name__}: {sentence(error)}")
@@ -161,11 +224,10 @@ def resume_between(rank: int, cell: RanksCell, folder: Path, runtime: str, loade
 
     The first time it saves, too, for the next start.
     """
-    kind = ALL[cell.trick]
-    expected = torch.load(folder / f"held-{0 if kind.gets_lowest else rank}.pt", weights_only=False)
+    expected = torch.load(folder / f"held-{0 if cell.gets_lowest else rank}.pt", weights_only=False)
     with logged_warnings() as warned, _memory_in(runtime, cell), quiet():
         try:
-            again = kind(rank, 1)
+            again = cell.run(rank, 1)
             again.warm_up()
             with _manager(again, cell, folder) as manager:
                 if not manager.load() or manager.loaded_step != loaded:
@@ -174,7 +236,7 @@ def resume_between(rank: int, cell: RanksCell, folder: Path, runtime: str, loade
                 is_image = manager._maker.origin.memory_step >= 0
                 different = difference(expected["held"][loaded], snapshot(again), "after the load")
                 resumed = []
-                for number in range(loaded + 1, LAST + 1) if not different and not kind.gets_lowest else ():
+                for number in range(loaded + 1, LAST + 1) if not different and not cell.gets_lowest else ():
                     resumed.append(again.step(number, manager.maybe_wait_for_staging))
                     if loaded == SAVED_AT:
                         manager.save(number)
@@ -193,15 +255,7 @@ def resume_between(rank: int, cell: RanksCell, folder: Path, runtime: str, loade
 
 def snapshot(run: Trick) -> dict[str, Any]:
     """Return a copy of what a resume must restore on this rank."""
-    whole = {
-        "model": {name: value.detach() for name, value in run.module.state_dict().items()},
-        "optimizers": [
-            [dict(each.state.get(parameter, {})) for group in each.param_groups for parameter in group["params"]]
-            for each in run.optimizers
-        ],
-        "states": {name: state.state_dict() for name, state in (run.states or {}).items()},
-    }
-    copied: dict[str, Any] = in_pieces(whole)
+    copied: dict[str, Any] = in_pieces(run.contents())
     return copied
 
 

@@ -115,7 +115,7 @@ def _ranks_of(group: Group, case: Case, resumes: bool) -> Ranks:
 
 
 @contextmanager
-def groups() -> Iterator[Group]:
+def groups(deadline_seconds: float = DEADLINE_SECONDS) -> Iterator[Group]:
     """Yield a function that returns groups of ranks, and end them after the block. One rank has no process group."""
     with ExitStack() as stack:
         made: dict[tuple[int, bool], Ranks] = {}
@@ -123,7 +123,7 @@ def groups() -> Iterator[Group]:
         def group(world_size: int, resumes: bool) -> Ranks:
             which = (world_size, resumes)
             if which not in made:
-                made[which] = Ranks(world_size, grouped=world_size > 1, deadline_seconds=DEADLINE_SECONDS)
+                made[which] = Ranks(world_size, grouped=world_size > 1, deadline_seconds=deadline_seconds)
                 stack.callback(made[which].close)
             return made[which]
 

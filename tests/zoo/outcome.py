@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 EQUAL, WARNED, REFUSED, NOT_OFFERED, DIFFERS = "equal", "warned", "refused", "not offered by torch", "DIFFERS"
+NOT_OFFERED_THERE, NOT_RUN = "not offered", "not run"
+"""Of another library: it raises when it trains this, even without a checkpoint; it could not be imported."""
 IN_ORDER = (DIFFERS, NOT_OFFERED, REFUSED, WARNED, EQUAL)
 
 
@@ -20,6 +22,12 @@ class Outcome:
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.why}" if self.why else self.kind
+
+    @staticmethod
+    def of_text(text: str) -> Outcome:
+        """Return the outcome whose text this is."""
+        kind, _, why = text.partition(": ")
+        return Outcome(kind, why)
 
     @staticmethod
     def of_reports(reports: Sequence[Any]) -> Outcome:

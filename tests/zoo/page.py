@@ -10,10 +10,14 @@ from pathlib import Path
 import torch
 
 from tests.zoo.apart import APART, LATE
-from tests.zoo.outcome import EQUAL, Outcome
+from tests.zoo.library_record import Package, read
+from tests.zoo.outcome import EQUAL, NOT_OFFERED_THERE, NOT_RUN, Outcome
 from tests.zoo.tricks import TRICKS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "what_resumes.md"
+
+LISTED = r"(under one name|different values of):? \S+ \((?:rank|\[).*?(, equal at step \d+)?\.*$"
+"""A list of what differs, in a sentence."""
 
 HEADINGS = {
     "optimizer": ("Optimizers", "Every class of `torch.optim`, some with several settings."),
@@ -73,6 +77,20 @@ An iterator that is made before `load()` is the first one; at the end of an epoc
 """
 
 
+OTHER_LIBRARIES = """\
+## Optimizers of other libraries
+
+Every optimizer that a package had when `python -m tests.zoo.libraries` ran it under torch {torch}, on CPUs: built with
+its defaults (under FSDP2 with `foreach=False`), or as its documentation says, on a few layers.
+Eight steps were repeated from step 3 and from step 6 by new processes each, from disk and from an image in memory;
+where these two differ, the cell has both.
+**warned** and **refused** have their sentence below the table; before the first save, an image that cannot be made is
+a warning.
+**not offered**: the library does not train this here, even without a checkpoint; its error is in the record,
+`tests/zoo/libraries.json`.
+"""
+
+
 def render(
     cells: Mapping[str, Mapping[str, Mapping[str, Outcome]]],
     pairs: Sequence[Outcome],
@@ -89,7 +107,51 @@ def render(
     for about, names in ((BETWEEN, TRICKS), (HELD_APART, LATE | APART)):
         lines += [about, *_table("ranks", {name: shortened[name] for name in names}), ""]
     lines += ["## Pairs", "", _of_pairs(pairs), ""]
-    return "\n".join(lines)
+    return with_libraries("\n".join(lines), read())
+
+
+def with_libraries(page: str, packages: Mapping[str, Package]) -> str:
+    """Return `page` with this record of other libraries as its last section."""
+    heading = OTHER_LIBRARIES.partition("\n")[0]
+    return f"{page.partition(heading)[0].rstrip()}\n\n{of_libraries(packages)}"
+
+
+def of_libraries(packages: Mapping[str, Package]) -> str:
+    """Return the section about other libraries, with a row for all classes of a package that have equal outcomes."""
+    notes: dict[str, int] = {}
+    lines = [["package", "optimizers", "1 process", "FSDP2 on 2 ranks"], ["---"] * 4]
+    for name, package in packages.items():
+        title = f"{name} {package.version}, {package.date}".replace(" ,", ",")
+        if package.not_run:
+            lines.append([title, _cell(f"{NOT_RUN}: {package.not_run}", notes), "", ""])
+        rows: dict[tuple[str, ...], list[str]] = {}
+        for kind, row in package.outcomes.items():
+            rows.setdefault(tuple(str(_without_names(each)) for each in row.values()), []).append(kind)
+        for at, (row, kinds) in enumerate(sorted(rows.items(), key=lambda each: [text != EQUAL for text in each[0]])):
+            lines.append([title if at == 0 else "", ", ".join(kinds), *_of_row(row, notes)])
+    table = [f"| {' | '.join(line)} |" for line in lines]
+    torches = " and ".join(sorted({package.torch for package in packages.values()}))
+    found = [OTHER_LIBRARIES.format(torch=torches), *table, "", *(f"{number}. {why}" for why, number in notes.items())]
+    return "\n".join(found).rstrip() + "\n"
+
+
+def _of_row(texts: Sequence[str], notes: dict[str, int]) -> list[str]:
+    """Return a cell for each number of processes; the texts of the columns from disk and from memory alternate."""
+    cells = []
+    for disk, memory in zip(texts[::2], texts[1::2], strict=True):
+        both = [_cell(text, notes) for text in dict.fromkeys((disk, memory))]
+        cells.append(", from memory ".join(both))
+    return cells
+
+
+def _without_names(outcome: Outcome) -> Outcome:
+    """Return `outcome` without steps and names of single states, for equal sentences, and without errors of others."""
+    if outcome.kind == NOT_OFFERED_THERE:
+        return Outcome(outcome.kind)
+    where = r"^(?:No save could succeed at this step: |Step \d+ has no image in memory of rank \d+: )?"
+    why = re.sub(where + r"(?:the save of step \d+ failed: rank \d+: (?:TypeError: )?)?", "", outcome.why)
+    why = re.sub(r" \(WeightsUnpickler error.*\)", "", re.sub(r"(optimizer\.\w+)\.[^ ,]+", r"\1...", why))
+    return Outcome(outcome.kind, re.sub(LISTED, r"\1 ...\2", why))
 
 
 def _table(kind: str, rows: Mapping[str, Mapping[str, Outcome]]) -> list[str]:
@@ -107,8 +169,7 @@ def _table(kind: str, rows: Mapping[str, Mapping[str, Outcome]]) -> list[str]:
 
 def _shortened(row: Mapping[str, Outcome]) -> dict[str, Outcome]:
     """Return `row` with sentences that do not list what differs: each row would have its own."""
-    listed = r"(under one name|different values of):? \S+ \((?:rank|\[).*?(, equal at step \d+)?\.*$"
-    return {column: Outcome(outcome.kind, re.sub(listed, r"\1 ...\2", outcome.why)) for column, outcome in row.items()}
+    return {column: Outcome(outcome.kind, re.sub(LISTED, r"\1 ...\2", outcome.why)) for column, outcome in row.items()}
 
 
 def _cell(text: str, notes: dict[str, int]) -> str:

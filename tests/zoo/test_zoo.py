@@ -16,12 +16,14 @@ from tests.examples import mostly_slow
 from tests.ranks import Ranks
 from tests.zoo.apart import POSITIONS
 from tests.zoo.between import COLUMNS as COLUMNS_BETWEEN
-from tests.zoo.between import cells_between, find_between, rows_between
+from tests.zoo.between import COLUMNS_OF_LIBRARIES, cells_between, find_between, find_entry, rows_between
 from tests.zoo.cells import KINDS, Cell, Group, columns, find, groups, pairs
+from tests.zoo.library_record import RECORD, read, write
+from tests.zoo.library_runs import LIBRARIES, names_of
 from tests.zoo.loaders import COLUMNS, LOOPS, Loop, find_loop
 from tests.zoo.models import ALONE
 from tests.zoo.outcome import DIFFERS, EQUAL, REFUSED, WARNED, Outcome
-from tests.zoo.page import PAGE, render
+from tests.zoo.page import PAGE, of_libraries, render, with_libraries
 from tests.zoo.pairs import covering, pairs_of, with_each_entry
 from tests.zoo.run import Case
 from tests.zoo.schedules import RECIPES, schedulers_of_torch
@@ -99,6 +101,36 @@ def test_no_cell_of_the_page_differs_and_each_that_is_not_equal_has_a_reason() -
     page = PAGE.read_text(encoding="utf-8")
     assert DIFFERS not in page
     assert not re.findall(r"\| (?:refused|warned|not offered by torch) (?!\()", page)
+
+
+def test_the_page_ends_with_the_record_of_other_libraries_which_has_each_of_them() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page.endswith(f"\n\n{of_libraries(read())}"), "write it again: python -m tests.zoo.libraries PACKAGE"
+    assert with_libraries(page, read()) == page
+    assert {*read()} == {*LIBRARIES}
+
+
+def test_the_record_of_other_libraries_is_written_as_it_was_read(tmp_path: Path) -> None:
+    write(read(), tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == RECORD.read_bytes()
+
+
+def test_no_cell_of_other_libraries_differs_and_each_that_is_not_equal_has_a_reason() -> None:
+    for name, package in read().items():
+        assert package.torch and package.date and (package.not_run or package.outcomes), name
+        for kind, row in package.outcomes.items():
+            assert [*row] == [*COLUMNS_OF_LIBRARIES], (name, kind)
+            for outcome in row.values():
+                assert outcome.kind != DIFFERS and (outcome.kind == EQUAL) == (not outcome.why), (name, kind, outcome)
+
+
+@pytest.mark.slow
+def test_an_optimizer_of_any_module_is_found_built_and_resumed_or_refused(tmp_path: Path, group: Group) -> None:
+    package = "tests.checkpoint.state.low_bits"
+    assert names_of(0, package) == ["Momentum8"]
+    found = find_entry(package, "Momentum8", tmp_path, group)
+    assert [outcome.kind for outcome in found.values()] == [EQUAL, EQUAL, REFUSED, WARNED]
+    assert all("not known how its inner tensors are sharded" in each.why for each in [*found.values()][2:])
 
 
 @pytest.mark.parametrize(

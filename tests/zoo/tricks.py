@@ -83,6 +83,17 @@ class Trick:
     def warm_up(self) -> None:
         """Do what the first step of a process does otherwise than later ones, and change no state."""
 
+    def contents(self) -> dict[str, Any]:
+        """Return what a resume must restore on this rank."""
+        return {
+            "model": {name: value.detach() for name, value in self.module.state_dict().items()},
+            "optimizers": [
+                [dict(each.state.get(parameter, {})) for group in each.param_groups for parameter in group["params"]]
+                for each in self.optimizers
+            ],
+            "states": {name: state.state_dict() for name, state in (self.states or {}).items()},
+        }
+
     def reduce(self) -> None:
         """Reduce gradients by hand, before the optimizer's step."""
 

@@ -47,6 +47,25 @@ def test_state_in_lists_is_refused_at_the_save_under_fsdp2(rank: int, tmp_path: 
         manager.save(2, force=True)
 
 
+class Factored(torch.optim.SGD):
+    """Keeps a complete matrix in a dict, on each rank, as SOAP and Shampoo of some libraries do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["factors"] = {"left": torch.eye(11), "num": torch.ones(())}
+        return super().step(closure)
+
+
+@on_two_ranks
+def test_plain_tensors_in_dicts_are_refused_at_the_save_under_fsdp2_as_a_load_would(rank: int, tmp_path: Path) -> None:
+    model = sharded()
+    optimizer = Factored(model.parameters(), lr=0.1)
+    train_step(model, optimizer, 1, late=True)
+    refusal = r"optimizer\.state\.first\.weight\.factors is a dict with tensors in it, which a load would refuse"
+    with manager_of(tmp_path, model, optimizer) as manager, pytest.raises(ConfigError, match=refusal):
+        manager.save(1, force=True)
+
+
 def load_sharded(rank: int, folder: Path) -> None:
     model = sharded()
     before = [each.to_local().clone() for each in model.parameters()]  # type: ignore[operator]  # DTensors

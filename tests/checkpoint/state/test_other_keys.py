@@ -93,6 +93,14 @@ def test_a_model_that_does_not_load_its_own_state_is_refused_before_the_first_sa
     assert not list(tmp_path.glob("step-*"))
 
 
+def test_it_is_refused_before_the_first_image_in_memory(memory_tier: Path, tmp_path: Path) -> None:
+    refused = pytest.raises(ConfigError, match=r"^model: load_state_dict refuses .*\(0\.weight\.absmax\)")
+    in_memory = {"interval": 1000, "memory_interval": 1, "async_mode": "async"}
+    with run(tmp_path, with_head(QuantizedLinear()), **in_memory) as manager, refused:
+        manager.load()
+        manager.save(1)
+
+
 def test_a_module_among_the_states_is_refused_by_the_name_of_its_state(tmp_path: Path) -> None:
     refused = pytest.raises(ConfigError, match=r"^teacher: .*weight\.absmax")
     with run(tmp_path, nn.Linear(2, 2), states={"teacher": QuantizedLinear()}) as manager, refused:

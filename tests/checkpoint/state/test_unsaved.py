@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,39 @@ class Noisy(torch.optim.SGD):
         super().step()
 
 
+class Aside(torch.optim.SGD):
+    """Trains copies of its parameters, which are in `kept(copies)`, an attribute that its state dict lacks."""
+
+    def __init__(self, parameters: Any, kept: Callable[[list[Tensor]], Any] = list) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.copies = kept([each.detach().clone() for each in self.param_groups[0]["params"]])
+        self.same, self.constant = self.param_groups[0]["params"], torch.ones(2)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
+        copies = self.copies.values() if isinstance(self.copies, dict) else self.copies
+        for copy, parameter in zip(copies, self.param_groups[0]["params"], strict=True):
+            parameter.copy_(copy.sub_(parameter.grad, alpha=0.1))
+
+
+class Around(torch.optim.SGD):
+    """Has another optimizer step, whose state it does not return."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.inner = torch.optim.AdamW(self.param_groups[0]["params"], lr=0.1)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # returns no loss
+        self.inner.step()
+
+
+class Returning(Aside):
+    """Returns the copies next to its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "copies": self.copies}
+
+
 def warnings_of(
     folder: Path, caplog: pytest.LogCaptureFixture, model: nn.Module, build: Callable[..., Any]
 ) -> list[str]:
@@ -76,5 +110,25 @@ def test_a_generator_of_an_optimizer_is_named(
     assert warning.startswith("Training changes optimizers[0].generator, which no checkpoint has")
 
 
-def test_a_run_without_such_state_has_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert not warnings_of(tmp_path, caplog, nn.Linear(2, 2), torch.optim.AdamW)
+@pytest.mark.parametrize(
+    ("build", "named"),
+    [
+        (Aside, "copies[0], optimizers[0].copies[1],"),
+        (partial(Aside, kept=lambda copies: dict(zip("wb", copies, strict=True))), "copies['w'], optimizers[0].copies"),
+        (Around, "inner.state[0]['step'], optimizers[0].inner.state[0]['exp_avg'],"),
+    ],
+    ids=["in a list", "in a dict", "in another optimizer"],
+)
+def test_tensors_that_an_optimizer_keeps_outside_of_its_state_are_named(
+    build: Callable[..., Any], named: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (warning,) = warnings_of(tmp_path, caplog, nn.Linear(2, 2), build)
+    assert warning.startswith(f"Training changes optimizers[0].{named}")
+    assert "same" not in warning and "constant" not in warning
+
+
+@pytest.mark.parametrize("build", [torch.optim.AdamW, Returning])
+def test_a_run_without_such_state_has_no_warning(
+    build: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not warnings_of(tmp_path, caplog, nn.Linear(2, 2), build)

@@ -111,8 +111,16 @@ class SaveMaker:
         self._begin(step, self._full, CheckpointKind.FULL, self._folders.checkpoints, self._saver)
 
     def note_not_saved(self, step: int) -> None:
-        """Let the companions copy the state of `step`, which is not saved. Fails no save and no run."""
-        copied = [each.not_saved(step, self._full, lambda: self._origin(step, {})) for each in self._companions]
+        """Let the companions copy the state of `step`, which is not saved. Fails no save.
+
+        Raises ConfigError for a state that no start could load, before the first copy, as a save does.
+        """
+
+        def make_origin() -> Origin:
+            self._try_loads(step)  # All ranks are here, or none.
+            return self._origin(step, {})
+
+        copied = [each.not_saved(step, self._full, make_origin) for each in self._companions]
         if any(copied):
             self._look_back(step)
 

@@ -107,7 +107,8 @@ def flat_layouts(state: OptimizerState, like: Mapping[str, torch.Tensor]) -> Ite
     """Yield how tensors are laid out that are neither like their parameter, which `like` has by name, nor row-major.
 
     Raises TypeError for a plain tensor that may differ between ranks, because nothing says where its part belongs, and
-    ConfigError for DTensors within lists or dicts, because a load could make only plain tensors of them.
+    ConfigError for tensors of sharded parameters within lists or dicts: a load could make only plain tensors of
+    DTensors there, as of those in settings, and refuses all others, as `refuse_unsharded` does.
     """
     for name, own in state.states.items():
         is_plain = type(like[name]) in PLAIN_TENSORS and like[name].is_contiguous()
@@ -118,16 +119,28 @@ def flat_layouts(state: OptimizerState, like: Mapping[str, torch.Tensor]) -> Ite
             where = f"optimizer.{STATE}.{name}.{key}"
             for tensor in nested_tensors(value) if not are_pieces(value) else ():
                 _refuse_local(where, tensor, like[name])
-                if isinstance(tensor, DTensor) and tensor is not value and FORM not in value:
+                if tensor is value or FORM in value:
+                    continue
+                if isinstance(tensor, DTensor) or (isinstance(like[name], DTensor) and tensor.numel() > 1):
+                    found, lost = "tensors", "refuse: nothing says how to shard them"
+                    if isinstance(tensor, DTensor):
+                        found, lost = "DTensors", "turn into plain tensors"
                     raise ConfigError(
-                        f"{where} is a {type(value).__name__} with DTensors in it, which a load would turn into plain "
-                        "tensors. Use an optimizer whose state holds tensors directly, unlike LBFGS, or train without "
-                        "fully_shard."
+                        f"{where} is a {type(value).__name__} with {found} in it, which a load would {lost}. Use an "
+                        "optimizer whose state holds tensors directly, unlike LBFGS, or train without fully_shard."
                     )
             if isinstance(value, DTensor) and value.shape != like[name].shape:
                 yield f"{LAYOUTS}.{name}.{key}", ",".join(map(_spelt, value.placements))
             elif orders := orders_in(value, like[name]):
                 yield f"{LAYOUTS}.{name}.{key}", orders
+    for group in state.groups:
+        for key, value in group.settings.items():
+            if any(isinstance(tensor, DTensor) and tensor.numel() > 1 for tensor in nested_tensors(value)):
+                where = ".".join([f"optimizer.{SETTINGS}", *group.names[:1], key])
+                raise ConfigError(
+                    f"{where} has DTensors, which a load would turn into plain tensors. Keep them in the state of "
+                    "their parameters, or train without fully_shard."
+                )
 
 
 def refuse_unsharded(states: Mapping[str, Mapping[Any, Any]], like: Mapping[str, torch.Tensor]) -> None:

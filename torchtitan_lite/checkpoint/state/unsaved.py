@@ -61,7 +61,7 @@ class UnsavedWatch:
         """
         if self._is_done:
             return
-        now = dict(self._samples())
+        now = dict(self._samples(state))
         if self._before is None:
             warn_of_attributes(self._modules, state, self._names_left_out())
             self._before, self._is_done = now, not now
@@ -76,17 +76,24 @@ class UnsavedWatch:
                 listed(changed, most=SHOWN),
             )
 
-    def _samples(self) -> Iterator[tuple[str, Any]]:
-        for name, tensor in self._left_out().items():
-            for attribute, each in {"": tensor, **tensors_in_attributes(tensor)}.items():
-                # A class of another library may not even have views; what it holds is in its attributes.
-                local = local_of(each).detach()
-                if is_plain(local) and local.layout is torch.strided and not local.is_meta and local.numel():
-                    yield f"model.{name}{attribute}", _first_elements(local, _SAMPLED_PARAMETER)
-        for state, parts in self._modules.items():
+    def _samples(self, state: State) -> Iterator[tuple[str, Any]]:
+        apart = {
+            f"model.{name}{attribute}": each
+            for name, tensor in self._left_out().items()
+            for attribute, each in {"": tensor, **tensors_in_attributes(tensor)}.items()
+        }
+        for number, optimizer in enumerate(self._optimizers):
+            own = _tensors_of_optimizer(f"optimizers[{number}]", optimizer)
+            apart |= {name: own[name] for name in _not_in(state, own)}
+        for name, each in apart.items():
+            # A class of another library may not even have views; what it holds is in its attributes.
+            local = local_of(each).detach()
+            if is_plain(local) and local.layout is torch.strided and not local.is_meta and local.numel():
+                yield name, _first_elements(local, _SAMPLED_PARAMETER)
+        for of_state, parts in self._modules.items():
             for part in parts:
                 for path, module in part.named_modules():
-                    name = f"{state}.{path}" if path else state
+                    name = f"{of_state}.{path}" if path else of_state
                     yield from _of_buffers(name, module)
                     yield from _of_generators(name, module)
         for number, optimizer in enumerate(self._optimizers):
@@ -125,6 +132,34 @@ def _of_generators(name: str, owner: Any) -> Iterator[tuple[str, Any]]:
         elif isinstance(value, np.random.RandomState):
             legacy: Any = value.get_state()
             yield f"{name}.{key}", (legacy[1].tolist(), legacy[2:])
+
+
+def _tensors_of_optimizer(name: str, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors in attributes of an optimizer whose `state_dict` is torch's, which has none of them.
+
+    Of another optimizer in an attribute, they are its parameters and their states: one that trains copies, or is run.
+    """
+    if not isinstance(optimizer, Optimizer) or type(optimizer).state_dict is not Optimizer.state_dict:
+        return {}
+    found: dict[str, Any] = {}
+    for key, value in vars(optimizer).items():
+        if isinstance(value, Optimizer):
+            held = [each for group in value.param_groups for each in group["params"]]
+            found |= {f"{name}.{key}.params[{number}]": each for number, each in enumerate(held)}
+            for number, each in enumerate(held):
+                found |= _entries(f"{name}.{key}.state[{number}]", value.state.get(each, {}))
+        elif key not in ("state", "param_groups", "defaults"):
+            found |= _entries(f"{name}.{key}", value)
+    return {place: each for place, each in found.items() if isinstance(each, torch.Tensor)}
+
+
+def _entries(name: str, value: Any) -> dict[str, Any]:
+    """Return `value`, or what is in it, by name, if it is a list, a tuple or a dict."""
+    if isinstance(value, dict):
+        return {f"{name}[{key!r}]": each for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return {f"{name}[{number}]": each for number, each in enumerate(value)}
+    return {name: value}
 
 
 _MAX_PARTS = 1000
@@ -245,12 +280,8 @@ def tensors_in_attributes(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         for name, value in getattr(owner, "__dict__", {}).items():
             if name == _OF_ONE_STEP or is_set_by_torch(owner, name):
                 continue
-            inner: Mapping[Any, Any] = {"": value}
-            if isinstance(value, dict):
-                inner = {f"[{key!r}]": each for key, each in value.items()}
-            elif isinstance(value, list | tuple):
-                inner = {f"[{number}]": each for number, each in enumerate(value)}
-            found |= {f".{name}{key}": each for key, each in inner.items() if isinstance(each, torch.Tensor)}
+            inner = _entries(f".{name}", value)
+            found |= {key: each for key, each in inner.items() if isinstance(each, torch.Tensor)}
     return found
 
 
