@@ -6,7 +6,8 @@ FOLDER is on the file system, MOUNT is the same folder through another client of
 work through that one. A job is one rank or two, in one of the three modes, with a state that is known for every step;
 each is killed at a point of a save or a load, or after a random time, and the next one must resume from a step that
 was acknowledged last, or a later one, with the right values. After the kills a step is saved again, from before it, as
-often. Prints a line of JSON with what was drawn, and counts: `lost`, `wrong`, `left`.
+often. Prints a line of JSON with what was drawn, and counts: `lost`, `wrong`, `left`. At last it removes a step itself,
+which has to count as lost.
 """
 
 from __future__ import annotations
@@ -92,8 +93,20 @@ def main() -> int:
         reached = _tried(job, mounts, number, 0, counts)
         counts["again_failed"] += reached < acknowledged - 2 + STEPS
         acknowledged = max(reached, 1)
-    print(json.dumps({"mount": mount_of(mounts[0]), "seed": options.seed, **counts, "left_names": left}))
-    return min(counts["lost"] + counts["wrong"] + counts["left"] + counts["again_failed"], 1)
+    is_found = _finds_a_planted_loss(mounts, acknowledged)
+    found = {"left_names": left, "planted_loss_found": is_found}
+    print(json.dumps({"mount": mount_of(mounts[0]), "seed": options.seed, **counts, **found}))
+    return int(any(counts[name] for name in ("lost", "wrong", "left", "again_failed")) or not is_found)
+
+
+def _finds_a_planted_loss(mounts: list[Path], acknowledged: int) -> bool:
+    """Remove the step that was acknowledged last; return whether it counts as lost."""
+    steps = [(step, path) for path in mounts[0].iterdir() if (step := parse_step(path.name)) is not None]
+    shutil.rmtree(max(steps)[1])
+    counts = dict.fromkeys(("kills", "ended", "lost", "wrong"), 0)
+    print("Now a planted loss:", flush=True)
+    _tried(Job("disabled", 1, "", 0), mounts, 0, acknowledged, counts)
+    return counts["lost"] == 1
 
 
 def _options() -> argparse.Namespace:
