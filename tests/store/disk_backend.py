@@ -23,7 +23,10 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.place import Place, on_disk
 from torchtitan_lite.store.store import CheckpointStore
 
-ERROR, KILL, POWER_CUT = range(3)
+ERROR, KILL, POWER_CUT, DONE = range(4)
+"""DONE: the operation is done and reports an error, as one that a network file system sent twice."""
+_KINDS = (ERROR, KILL, POWER_CUT, DONE, KILL, POWER_CUT)
+_CODES = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOSPC)
 
 
 class DiskBackend(Backend):
@@ -85,13 +88,16 @@ class DiskBackend(Backend):
         def strike(number: int) -> None:
             if fault is not None and number - first == fault.at and not self.has_struck:
                 self.has_struck = True
-                raise OSError(errno.EIO, "Input/output error") if fault.kind % 3 == ERROR else Crash
+                code = _CODES[fault.seed % len(_CODES)]
+                raise OSError(code, os.strerror(code)) if _KINDS[fault.kind] in (ERROR, DONE) else Crash
 
-        self.recorder.before = strike
+        is_done = fault is not None and _KINDS[fault.kind] == DONE
+        self.recorder.before = _do_nothing if is_done else strike
+        self.recorder.after = strike if is_done else _do_nothing
 
     def settle(self, fault: Fault) -> None:
         """Keep or lose what is not synced; seed 0 keeps all, 1 loses all."""
-        if fault.kind % 3 != POWER_CUT:
+        if _KINDS[fault.kind] != POWER_CUT:
             return
         disk, chance = self.recorder.disk, random.Random(fault.seed)
         lost: Lost = {}
@@ -159,6 +165,10 @@ class DiskBackend(Backend):
 
     def _names(self) -> list[str]:
         return os.listdir(self.root) if self.root.is_dir() else []  # noqa: PTH208  # names
+
+
+def _do_nothing(_: int) -> None:
+    """Let the operation be done."""
 
 
 def _files_in(folder: Path) -> Files:

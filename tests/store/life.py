@@ -41,6 +41,8 @@ class Life(RuleBasedStateMachine):
         super().__init__()
         type(self).examples += 1
         self.there: There = {}
+        self.unsynced: Sequence[There] = ()
+        """What a power cut may leave: an operation failed after its renames, which nothing has synced since."""
         self.aside: dict[str, Files] = {}
         self.pinned: frozenset[int] = frozenset()
         self.staged: tuple[Saved, Written] | None = None
@@ -172,6 +174,7 @@ class Life(RuleBasedStateMachine):
     def start_again(self, ranks: int, fault: Fault | None, end: Fault) -> None:
         self.ranks = ranks
         self.backend.settle(end)
+        self._adopt([self.there, *self.unsynced])
         self._restart(fault)
 
     @invariant()
@@ -270,19 +273,21 @@ class Life(RuleBasedStateMachine):
         else:
             self.backend.arm(None)
             self.backend.deliver()
-            self.there = outcomes[-1]
+            self.there, self.unsynced = outcomes[-1], ()
             return True
         type(self).faults += 1
         self.backend.deliver()
         self._adopt(outcomes)
         if is_dead:
             self._restart(None)
+        else:
+            self.unsynced = outcomes
         return False
 
     def _adopt(self, outcomes: Sequence[There]) -> None:
         found = self.backend.read()
         assert found in outcomes
-        self.there = found
+        self.there, self.unsynced = found, ()
         self.one_must_load = self.one_must_load and self._latest_sound() is not None
 
     def _restart(self, fault: Fault | None) -> None:

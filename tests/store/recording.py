@@ -240,7 +240,7 @@ def lay_out(tree: Tree, root: Path) -> None:
 class Recorder(Durable):
     """Does each operation in `root`, the outermost folder, and records it in `disk` and `log`.
 
-    Syncs are only recorded. `before` is called before each event with its number, from 1 on. A write takes
+    Syncs are only recorded. `before` and `after` are called around each event with its number, from 1 on. A write takes
     `REQUEST_BYTES` at most, so that a small file is written by several.
     """
 
@@ -257,6 +257,7 @@ class Recorder(Durable):
         self.log: list[Event] = []
         self._exchanges = exchanges
         self.before: Callable[[int], None] = lambda _: None
+        self.after: Callable[[int], None] = lambda _: None
         self._lock = threading.RLock()
         self._numbers = {
             _inode(path): self._find(path) for path in root.rglob("*") if path.is_file() and not path.is_symlink()
@@ -379,6 +380,7 @@ class Recorder(Durable):
         with self._lock:
             self.log.append(event)
             self.disk.do(event)
+        self.after(len(self.log))
 
     def _find(self, path: Path) -> int:
         return self.disk.find(path.relative_to(self.root).parts)

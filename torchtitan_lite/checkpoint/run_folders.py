@@ -13,6 +13,7 @@ from torchtitan_lite import faults
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.disk.mounts import mount_of
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.store.probe import log_lacks
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.store import recover_with_log
 from torchtitan_lite.stores import look_seconds, open_store, usable
@@ -59,7 +60,9 @@ class RunFolders:
         return all(store.root is not None for store in (*self._stores, self.uploads or self.checkpoints))
 
     def take(self) -> list[str]:
-        """Reserve the folders for this job, and remove what a crash left in them. Return the tokens of the leases.
+        """Reserve the folders for this job, remove what a crash left, and try what their file systems lack.
+
+        Return the tokens of the leases.
 
         Raises `FolderInUse`, `FolderUnusable`, and `ConfigError` if both are the same folder.
         """
@@ -73,6 +76,8 @@ class RunFolders:
         for store in self._stores:
             with usable(store.address):
                 recover_with_log(store)
+                if store.root is not None:
+                    log_lacks(store.root)
         return [lease.token for lease in self._leases.values()]
 
     def unseen(self, tokens: Sequence[str]) -> list[int]:

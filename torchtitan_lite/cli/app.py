@@ -47,6 +47,7 @@ VERBS = {
     "unpin": "torchtitan_lite.cli.pin:Unpin",
     "bring-back": "torchtitan_lite.cli.bring_back:BringBack",
     "memory": "torchtitan_lite.cli.memory:Memory",
+    "probe": "torchtitan_lite.cli.probe:Probe",
 }
 """Each verb's module and class: a frozen dataclass of its arguments, as `Verb` has it."""
 

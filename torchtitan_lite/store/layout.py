@@ -52,9 +52,20 @@ _REPLACED = re.compile(rf"\.replaced-step-{_NUMBER}-{_NUMBER}")
 _SET_ASIDE = re.compile(
     rf"step-{_NUMBER}\.(?:(corrupt|weights|foreign)(?:-{_NUMBER})?|(abandoned)-[0-9A-Za-z]+(?:-{_NUMBER})?)"
 )
+_PROBE = re.compile(r"\.probe-[0-9a-f]+")
 _RECORD = "__{}_0.json"
 _RANK_FILE = re.compile(rf"__{_NUMBER}_0\.(distcp|json)")
 _DATA_FILE = re.compile(rf"__{_NUMBER}_{_NUMBER}\.distcp")
+
+
+def probe_dir(token: str) -> str:
+    """Return the name of the folder in which a file system is tried; `token` is lower-case hex."""
+    return f".probe-{token}"
+
+
+def is_probe(name: str) -> bool:
+    """Return whether `name` is that of a folder in which a file system is tried."""
+    return _PROBE.fullmatch(name) is not None
 
 
 def step_dir(step: int) -> str:
@@ -222,9 +233,10 @@ class Listing:
         return any(os.path.lexists(place / MANIFEST) for place in places)
 
     def leftovers(self) -> list[Path]:
-        """Return staging folders and trash."""
+        """Return staging folders, trash, and what trials of the file system left."""
         parsers = (parse_staging, parse_trash)
-        return [self.root / name for name in self.names if any(parse(name) is not None for parse in parsers)]
+        is_left = [is_probe(name) or any(parse(name) is not None for parse in parsers) for name in self.names]
+        return [self.root / name for name, its in zip(self.names, is_left, strict=True) if its]
 
     def take_aside(self, step: int, why: str) -> Path:
         """Return the first free path for a checkpoint of `step` that is renamed; it counts as taken from now on."""

@@ -10,7 +10,8 @@ import dataclasses
 import platform
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,9 @@ from torchtitan_lite.store.manifest_fields import (
     START,
     TRAINED_SECONDS,
 )
+
+SLOW_SECONDS = 60.0
+"""After which a write is said to be slow."""
 
 
 class WrittenFile(NamedTuple):
@@ -137,7 +141,8 @@ class SaveOfRanks:
         if content.num_bytes == 0:
             return None
         plan, began = content.plan, time.perf_counter()
-        record = content.write(target.store.new_file(place, plan.file_name))
+        with _said_if_slow(f"{target.store.address}/{place}/{plan.file_name}"):
+            record = content.write(target.store.new_file(place, plan.file_name))
         # From the copy and in the saver's thread, where there is one: no step waits for it.
         digests = _written_shares(plan, content.tensors()) if target.origin.tensor_digests else {}
         objects, own, of_rank = content.objects, plan.own, None
@@ -205,6 +210,19 @@ def commit(
         shown = as_peer_lost(error) or error
         raise SaveFailed(target.step, f"{type(shown).__name__}: {shown}") from error
     return save.committed
+
+
+@contextmanager
+def _said_if_slow(file: str) -> Iterator[None]:
+    """Log once that writing `file` takes long, while it does."""
+    text = "Writing %s takes more than %g s: its file system is slow, or does not answer"
+    timer = threading.Timer(SLOW_SECONDS, logger.warning, (text, file, SLOW_SECONDS))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _raised(failure: Exception | None) -> None:

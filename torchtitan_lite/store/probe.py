@@ -1,0 +1,252 @@
+"""What a file system must do for a folder of checkpoints, and what is worse without it: tried in a folder of its own.
+
+`NEEDS` are what the promises rest on, `WANTS` what is only slower, or known later, without them. A start that has just
+taken the lease tries them once for each file system, and so does the command `probe`. One client cannot see what others
+see: that the command measures with a second one.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from torchtitan_lite.disk.durable import ALIGNMENT, DISK, NO_DIRECT_IO, Durable
+from torchtitan_lite.disk.mounts import mount_of
+from torchtitan_lite.errors import FolderUnusable
+from torchtitan_lite.log import logger
+from torchtitan_lite.store import layout
+
+LIMIT_SECONDS = 2.0
+"""For how long a start waits for what it tries."""
+SYNCED_FOLDERS, EXCLUSIVE, WRITTEN, SIZES, REPLACES, RENAMES = (
+    "sync the names in a folder",
+    "refuse to make a file that is there",
+    "return what was written",
+    "cut a file to a size",
+    "rename a file over another",
+    "rename a folder",
+)
+NEEDS = {
+    SYNCED_FOLDERS: "a step that was saved would be lost in a power cut",
+    EXCLUSIVE: "two jobs could have one folder",
+    WRITTEN: "no step could be loaded",
+    SIZES: "no save could succeed",
+    REPLACES: "the records of a folder could not be changed",
+    RENAMES: "no save could be committed",
+}
+"""What there must be, and what would happen without it."""
+EXCHANGE, LINKS, LOCKS, DIRECT, ROOM, TIMES, REMOVES = (
+    "exchange of two names",
+    "hard links",
+    "file locks",
+    "direct I/O",
+    "figure of its room",
+    "times below a second",
+    "removal of open files",
+)
+WANTS = {
+    EXCHANGE: "a step that is saved again has no name for a moment; after a crash there the next start puts it back",
+    LINKS: "the lock file is written after it was made; after a crash between, a start waits for lease_timeout_seconds",
+    LOCKS: "two starts in one moment are told apart a heartbeat later",
+    DIRECT: "saves and loads go through the page cache",
+    ROOM: "a full disk is found at the write",
+    TIMES: "a file that something else replaces within a second, by one as long, is taken for the old one",
+    REMOVES: "what is removed while it is read stays until the reader ends",
+}
+"""What there should be, and what follows without it."""
+_LACKS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.ENOTTY, errno.EEXIST, errno.EPERM)
+_LEFT_BY_REMOVAL = (".fuse_hidden", ".nfs", ".panfs")
+_BYTES = b"torchtitan_lite" * 10
+
+
+class _Lacks(Exception):
+    """The file system does not do one of `NEEDS`."""
+
+    def __init__(self, need: str, finding: str) -> None:
+        self.need, self.finding = need, finding
+        super().__init__(need, finding)
+
+
+def probe(root: Path, durable: Durable = DISK) -> list[str]:
+    """Return which of `WANTS` the file system of the folder `root` lacks. Blocks; leaves nothing in `root`.
+
+    Raises FolderUnusable if it lacks one of `NEEDS`, and OSError for anything else that is refused.
+    """
+    folder = root / layout.probe_dir(os.urandom(4).hex())
+    try:
+        with _needed(SYNCED_FOLDERS):
+            durable.make_dir(folder)
+        return [want for want, has in _wanted(folder, durable) if not has]
+    except _Lacks as lacks:
+        cause = f"its file system does not {lacks.need} ({lacks.finding}), so {NEEDS[lacks.need]}"
+        fix = "The cause is its file system, not a permission: mount one there that can do this"
+        raise FolderUnusable(f"{root} ({mount_of(root)})", cause, fix=fix) from None
+    finally:
+        # What another client still shows in it is removed by the next start.
+        with suppress(OSError):
+            durable.remove_tree(folder)
+
+
+def _wanted(folder: Path, durable: Durable) -> Iterator[tuple[str, bool]]:
+    """Yield each of `WANTS` with whether it is there. Raise _Lacks for a need."""
+    first, second = folder / "first", folder / "second"
+    yield DIRECT, _write_first(first, durable)
+    with _needed(WRITTEN):
+        if first.read_bytes() != _BYTES:
+            raise _Lacks(WRITTEN, "other bytes were read")
+    try:
+        os.close(durable.create(first))
+        raise _Lacks(EXCLUSIVE, "a second one was made")
+    except FileExistsError:
+        pass
+    yield LOCKS, _locks(first)
+    yield LINKS, _links(first, folder / "link")
+    os.close(durable.create(second))
+    with _needed(REPLACES):
+        durable.replace(first, second)
+        if second.read_bytes() != _BYTES or os.path.lexists(first):
+            raise _Lacks(REPLACES, "the old one was read")
+    yield REMOVES, _removes(second, durable)
+    of_folders = [folder / name for name in ("one", "two", "three")]
+    for path in of_folders[:2]:
+        path.mkdir()
+    with _needed(RENAMES):
+        durable.rename(of_folders[0], of_folders[2])
+    yield EXCHANGE, durable.exchange(of_folders[1], of_folders[2])
+    yield TIMES, any(path.stat().st_mtime_ns % 1_000_000_000 for path in (folder, *of_folders[1:]))
+    yield ROOM, os.statvfs(folder).f_blocks > 0
+
+
+def _write_first(path: Path, durable: Durable) -> bool:
+    """Write `_BYTES` into the new file `path`, cut to their size; return whether direct writes work.
+
+    Not synced, which takes milliseconds: the lock file of the lease, which the caller has, was.
+    """
+    fd = durable.create(path)
+    try:
+        with mmap.mmap(-1, ALIGNMENT) as page:
+            page[: len(_BYTES)] = _BYTES[::-1]
+            is_direct = _writes_directly(fd, memoryview(page), durable)
+        with _needed(WRITTEN):
+            durable.write_at(fd, memoryview(_BYTES), 0)
+        with _needed(SIZES):
+            durable.set_size(fd, len(_BYTES))
+            if (size := os.fstat(fd).st_size) != len(_BYTES):
+                raise _Lacks(SIZES, f"{size} bytes are left of {ALIGNMENT}")
+    finally:
+        os.close(fd)
+    return is_direct
+
+
+def _writes_directly(fd: int, page: memoryview, durable: Durable) -> bool:
+    with page:
+        try:
+            durable.set_direct(fd, True)
+            durable.write_at(fd, page, 0)
+            durable.set_direct(fd, False)
+        except OSError as error:
+            if error.errno not in NO_DIRECT_IO:
+                raise
+            durable.set_direct(fd, False)
+            durable.write_at(fd, page, 0)
+            return False
+    return True
+
+
+def _locks(path: Path) -> bool:
+    """Return whether a lock on `path` keeps another open file from it."""
+    with path.open("rb") as one, path.open("rb") as other:
+        try:
+            fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+
+def _links(path: Path, link: Path) -> bool:
+    try:
+        link.hardlink_to(path)
+    except OSError:
+        return False
+    return os.path.lexists(link)
+
+
+def _removes(path: Path, durable: Durable) -> bool:
+    with path.open("rb"):
+        durable.remove_file(path)
+        return not any(name.startswith(_LEFT_BY_REMOVAL) for name in os.listdir(path.parent))  # noqa: PTH208  # names
+
+
+@contextmanager
+def _needed(need: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _LACKS:
+            raise
+        raise _Lacks(need, error.strerror or str(error)) from error
+
+
+# What a start does with it.
+
+
+def log_lacks(root: Path, limit_seconds: float = LIMIT_SECONDS) -> None:
+    """Log in one line what the file system of `root` lacks, once for each file system. **Coordinator only**.
+
+    Waits for `limit_seconds`, and says so of a slower one. Raises FolderUnusable for a lack of one of `NEEDS`.
+    """
+    device = root.stat().st_dev
+    if device not in _TRIED:
+        _TRIED[device] = _Trial(root)
+    _TRIED[device].log(root, limit_seconds)
+
+
+class _Trial:
+    """One trial of a file system, in a thread: what hangs there must not hang the start."""
+
+    def __init__(self, root: Path) -> None:
+        self._found: list[str] = []
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(root,), name=f"probe of {root}", daemon=True)
+        self._thread.start()
+
+    def log(self, root: Path, limit_seconds: float) -> None:
+        self._thread.join(limit_seconds)
+        if self._thread.is_alive():
+            logger.warning("%s is slow: after %g s it is not known what its file system lacks", root, limit_seconds)
+        elif isinstance(self._error, FolderUnusable):
+            raise self._error
+        elif self._error is not None:
+            logger.info("%s: what its file system lacks could not be tried: %s", root, self._error)
+        elif self._found:
+            text = "; ".join(f"no {want}: {WANTS[want]}" for want in self._found)
+            _log_once(f"{root} ({mount_of(root)})", text)
+
+    def _run(self, root: Path) -> None:
+        try:
+            self._found = probe(root)
+        except Exception as error:
+            self._error = error
+
+
+_TRIED: dict[int, _Trial] = {}
+"""By device."""
+
+
+@functools.cache
+def _log_once(folder: str, text: str) -> None:
+    logger.info("%s has %s", folder, text)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_TRIED.clear)  # A child has none of these threads.
