@@ -111,14 +111,14 @@ def _finds_a_planted_loss(mounts: list[Path], acknowledged: int) -> bool:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="a folder on the file system; it is emptied first")
+    parser.add_argument("folder", type=Path, help="an empty folder on the file system")
     parser.add_argument("--second", type=Path, help="the same folder through another client")
     parser.add_argument("--kills", type=int, default=20, help="jobs that are killed (20)")
     parser.add_argument("--again", type=int, default=3, help="times that steps are saved again (3)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draw (0)")
     options = parser.parse_args()
-    for path in options.folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if any(options.folder.iterdir()):
+        parser.error(f"{options.folder} is not empty: name an empty folder, which this fills and removes from")
     return options
 
 

@@ -25,6 +25,7 @@ from torchtitan_lite.store.probe import (
     SYNCED_FOLDERS,
     WANTS,
     WRITTEN,
+    lacks_of,
     log_lacks,
     probe,
 )
@@ -160,7 +161,7 @@ def test_a_start_waits_for_a_slow_file_system_only_so_long_and_says_so(
         answers.wait()
         return [EXCHANGE]
 
-    monkeypatch.setattr(module, "probe", hangs)
+    monkeypatch.setattr(module, "lacks_of", hangs)
     monkeypatch.setattr(module, "_TRIED", {})
     try:
         log_lacks(tmp_path, 0.05)
@@ -178,9 +179,9 @@ def test_a_lack_of_what_is_needed_refuses_each_start(tmp_path: Path, monkeypatch
 
     def lacking(root: Path) -> list[str]:
         tried.append(root)
-        return probe(root, Lacking("rename"))
+        return lacks_of(root, Lacking("rename"))
 
-    monkeypatch.setattr(module, "probe", lacking)
+    monkeypatch.setattr(module, "lacks_of", lacking)
     for _ in range(2):
         with pytest.raises(FolderUnusable, match=RENAMES):
             log_lacks(tmp_path, 60)

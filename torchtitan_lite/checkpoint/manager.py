@@ -551,7 +551,8 @@ class CheckpointManager:
 
     def _continue_from(self, source: LoadSource) -> None:
         self._rollbacks = source.rollbacks
-        self._maker.continue_from(source.lineage, source.loaded, source.on_disk, source.memory_step)
+        never_finite = None if source.model_only else source.recorded.never_finite
+        self._maker.continue_from(source.lineage, source.loaded, source.on_disk, source.memory_step, never_finite)
         self._in_flight.forget_lineage()
         self.loaded_step = source.continues_at
         if source.is_proof:

@@ -110,14 +110,14 @@ def _until(is_seen: Callable[[], bool]) -> float | None:
 
 def _is_locked(file: Path, theirs: Path) -> bool:
     """Return whether a lock on `file` keeps the second client from it."""
-    with file.open("rb") as one, theirs.open("rb") as other:
-        try:
+    try:
+        with file.open("r+b") as one, theirs.open("r+b") as other:  # NFS locks only what is open for writing.
             fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+    except BlockingIOError:
+        return True
+    except OSError:  # It may not see the file yet.
+        return False
     return False
 
 

@@ -66,12 +66,18 @@ _LEFT_BY_REMOVAL = (".fuse_hidden", ".nfs", ".panfs")
 _BYTES = b"torchtitan_lite" * 10
 
 
-class _Lacks(Exception):
+class Lacks(Exception):  # a finding
     """The file system does not do one of `NEEDS`."""
 
     def __init__(self, need: str, finding: str) -> None:
         self.need, self.finding = need, finding
         super().__init__(need, finding)
+
+    def of(self, root: Path) -> FolderUnusable:
+        """Return the error for the folder `root`."""
+        cause = f"its file system does not {self.need} ({self.finding}), so {NEEDS[self.need]}"
+        fix = "The cause is its file system, not a permission: mount one there that can do this"
+        return FolderUnusable(f"{root} ({mount_of(root)})", cause, fix=fix)
 
 
 def probe(root: Path, durable: Durable = DISK) -> list[str]:
@@ -79,15 +85,20 @@ def probe(root: Path, durable: Durable = DISK) -> list[str]:
 
     Raises FolderUnusable if it lacks one of `NEEDS`, and OSError for anything else that is refused.
     """
+    try:
+        return lacks_of(root, durable)
+    except Lacks as lacks:
+        raise lacks.of(root) from None
+
+
+def lacks_of(root: Path, durable: Durable = DISK) -> list[str]:
+    """Return the same; raises `Lacks` in place of FolderUnusable."""
     folder = root / layout.probe_dir(os.urandom(4).hex())
     try:
+        folder.mkdir()
         with _needed(SYNCED_FOLDERS):
-            durable.make_dir(folder)
+            durable.fsync_dir(root)
         return [want for want, has in _wanted(folder, durable) if not has]
-    except _Lacks as lacks:
-        cause = f"its file system does not {lacks.need} ({lacks.finding}), so {NEEDS[lacks.need]}"
-        fix = "The cause is its file system, not a permission: mount one there that can do this"
-        raise FolderUnusable(f"{root} ({mount_of(root)})", cause, fix=fix) from None
     finally:
         # What another client still shows in it is removed by the next start.
         with suppress(OSError):
@@ -95,15 +106,15 @@ def probe(root: Path, durable: Durable = DISK) -> list[str]:
 
 
 def _wanted(folder: Path, durable: Durable) -> Iterator[tuple[str, bool]]:
-    """Yield each of `WANTS` with whether it is there. Raise _Lacks for a need."""
+    """Yield each of `WANTS` with whether it is there. Raise Lacks for a need."""
     first, second = folder / "first", folder / "second"
     yield DIRECT, _write_first(first, durable)
     with _needed(WRITTEN):
         if first.read_bytes() != _BYTES:
-            raise _Lacks(WRITTEN, "other bytes were read")
+            raise Lacks(WRITTEN, "other bytes were read")
     try:
         os.close(durable.create(first))
-        raise _Lacks(EXCLUSIVE, "a second one was made")
+        raise Lacks(EXCLUSIVE, "a second one was made")
     except FileExistsError:
         pass
     yield LOCKS, _locks(first)
@@ -112,7 +123,7 @@ def _wanted(folder: Path, durable: Durable) -> Iterator[tuple[str, bool]]:
     with _needed(REPLACES):
         durable.replace(first, second)
         if second.read_bytes() != _BYTES or os.path.lexists(first):
-            raise _Lacks(REPLACES, "the old one was read")
+            raise Lacks(REPLACES, "the old one was read")
     yield REMOVES, _removes(second, durable)
     of_folders = [folder / name for name in ("one", "two", "three")]
     for path in of_folders[:2]:
@@ -139,7 +150,7 @@ def _write_first(path: Path, durable: Durable) -> bool:
         with _needed(SIZES):
             durable.set_size(fd, len(_BYTES))
             if (size := os.fstat(fd).st_size) != len(_BYTES):
-                raise _Lacks(SIZES, f"{size} bytes are left of {ALIGNMENT}")
+                raise Lacks(SIZES, f"{size} bytes are left of {ALIGNMENT}")
     finally:
         os.close(fd)
     return is_direct
@@ -162,7 +173,8 @@ def _writes_directly(fd: int, page: memoryview, durable: Durable) -> bool:
 
 def _locks(path: Path) -> bool:
     """Return whether a lock on `path` keeps another open file from it."""
-    with path.open("rb") as one, path.open("rb") as other:
+    # NFS locks only what is open for writing.
+    with path.open("r+b") as one, path.open("r+b") as other:
         try:
             fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -194,7 +206,7 @@ def _needed(need: str) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _LACKS:
             raise
-        raise _Lacks(need, error.strerror or str(error)) from error
+        raise Lacks(need, error.strerror or str(error)) from error
 
 
 # What a start does with it.
@@ -224,17 +236,18 @@ class _Trial:
         self._thread.join(limit_seconds)
         if self._thread.is_alive():
             logger.warning("%s is slow: after %g s it is not known what its file system lacks", root, limit_seconds)
-        elif isinstance(self._error, FolderUnusable):
-            raise self._error
+        elif isinstance(self._error, Lacks):
+            raise self._error.of(root)
         elif self._error is not None:
             logger.info("%s: what its file system lacks could not be tried: %s", root, self._error)
+            _TRIED.pop(root.stat().st_dev, None)  # A full disk, for instance: the next start tries again.
         elif self._found:
             text = "; ".join(f"no {want}: {WANTS[want]}" for want in self._found)
             _log_once(f"{root} ({mount_of(root)})", text)
 
     def _run(self, root: Path) -> None:
         try:
-            self._found = probe(root)
+            self._found = lacks_of(root)
         except Exception as error:
             self._error = error
 

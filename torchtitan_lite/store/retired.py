@@ -92,7 +92,7 @@ class RetiredCheckpoints:
         removed = [path for path in leftovers if self._is_removed(path)]
         if removed:
             self._durable.fsync_dir(self.root)
-        return [*put_back, *let_go, *removed]
+        return [*put_back, *let_go, *(path for path in removed if not layout.is_probe(path.name))]
 
     def after_commit(self, step: int, replaced: Sequence[Path], abandons: Sequence[tuple[int, str]]) -> None:
         """Rename what the commit of `step` abandons, then remove what it `replaced`; log a warning if that fails."""

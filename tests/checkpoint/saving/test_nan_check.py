@@ -78,6 +78,10 @@ def test_a_selection_of_very_many_tensors_is_checked() -> None:
     assert 900 < len(found(**tensors)) <= 1024
 
 
+def test_of_very_many_states_that_are_not_finite_all_are_named() -> None:
+    assert len(found(**{f"optimizer_{index}": with_nan(1) for index in range(3_000)})) == 3_000
+
+
 def diverge(run: SmallRun) -> None:
     with torch.no_grad():
         run.model.first.weight.fill_(math.nan)
@@ -182,6 +186,30 @@ def test_a_state_that_the_optimizer_begins_with_infinite_is_warned_of_once_and_c
         train(model, manager, 4)
         assert nan_in(tmp_path / "step-4") == ["optimizer.state.weight.momentum_buffer"]
         assert manager.roll_back(5, "loss is nan") == 3
+
+
+def test_what_another_folder_says_of_it_counts_in_a_new_one(tmp_path: Path) -> None:
+    def start(folder: Path, **keys: Any) -> tuple[nn.Linear, Lowest, CheckpointManager]:
+        model = nn.Linear(3, 2)
+        optimizer = Lowest(model.parameters(), lr=0.1, momentum=0.9)
+        manager = CheckpointManager.for_loop(model=model, optimizer=optimizer, folder=folder, interval=1, **keys)
+        manager.load()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return model, optimizer, manager
+
+    model, optimizer, manager = start(tmp_path / "a")
+    with manager:
+        manager.save(1)
+        optimizer.state[model.weight]["momentum_buffer"][0] = math.inf
+        manager.save(2)
+    damaged = ["optimizer.state.weight.momentum_buffer"]
+    assert nan_in(tmp_path / "a" / "step-2") == damaged
+    loads = {"initial_load_path": str(tmp_path / "a" / "step-2"), "initial_load_model_only": False}
+    *_, manager = start(tmp_path / "b", **loads)
+    with manager:
+        manager.save(3)
+    assert nan_in(tmp_path / "b" / "step-3") == damaged
 
 
 def test_a_run_that_diverged_before_its_first_save_has_no_such_state(start_run: StartRun) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.checkpoint.conftest import MODES
 from tests.logged import logged_warnings
 from tests.ranks import Ranks, on_two_ranks
 from torchtitan_lite.checkpoint import CheckpointManager
+from torchtitan_lite.checkpoint.format.shards import local_of
 from torchtitan_lite.checkpoint.state.state_owners import OwnerRanks
+from torchtitan_lite.cli.app import main
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError, RanksDiffer
 
 NAMES = ("0.weight", "0.bias", "1.weight", "1.bias")
@@ -122,7 +128,8 @@ def test_one_rank_gets_all_and_others_only_where_the_hook_says(
     assert all(weights == of_rank for of_rank, _ in [*of_two, *on_four])
     # One rank alone knows it from the checkpoint, and its checkpoint says so again.
     _, momenta = in_lists(continued(tmp_path, 3))
-    reports = two_ranks.reports(refused, folder=tmp_path, match="only rank 0 of 1 had it, and this run has 2")
+    refusal = "only rank 0 of 1 had it, and this run has 2: resume on one, or"
+    reports = two_ranks.reports(refused, folder=tmp_path, match=refusal)
     assert not [each.failure for each in reports if each.failure]
     again = two_ranks.run(on_ranks, folder=tmp_path, steps=3, state_owner=owner_of)
     assert [found for _, found in again] == [{name: momenta[name] for name in NAMES[at::2]} for at in (0, 1)]
@@ -176,5 +183,120 @@ def test_a_list_with_other_entries_on_another_rank_is_still_refused(rank: int, t
 @pytest.mark.parametrize("text", ["", "1", "x of 2", "1 of", "1,,2 of 3", "-1 of 2", None, 3])
 def test_a_text_that_names_no_ranks_is_not_taken_for_some(text: object) -> None:
     owners = OwnerRanks.parse(text)
-    assert owners == OwnerRanks((), 0) and not owners.are_known(2, None)
-    assert OwnerRanks.parse("0,3 of 4") == OwnerRanks((0, 3), 4)
+    assert owners == OwnerRanks((), 0) and not owners.are_known(2, None, "")
+    for known in (OwnerRanks((0, 3), 4), OwnerRanks((1,), 2, "shard0 on 2")):
+        assert OwnerRanks.parse(str(known)) == known
+
+
+@on_two_ranks
+def test_the_hook_leaves_a_sharded_state_and_all_next_to_it_on_each_rank(rank: int, tmp_path: Path) -> None:
+    def trained(folder: Path, steps: int) -> list[Any]:
+        torch.manual_seed(0)
+        model = fully_shard(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 3)), mesh=init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        held = {"step": 0}
+        with CheckpointManager.for_loop(
+            model=model, optimizer=optimizer, states={"s": held}, folder=folder, interval=1, state_owner=owner_of
+        ) as manager:
+            manager.load()
+            manager.reset()
+            while held["step"] < steps:
+                model(torch.ones(4, 8)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                held["step"] += 1
+                manager.save(held["step"])
+        states = [optimizer.state[each] for each in model.parameters()]
+        return [[local_of(each).tolist() for each in state.values()] for state in states]
+
+    straight = trained(tmp_path / "a", 4)
+    trained(tmp_path / "b", 2)
+    assert trained(tmp_path / "b", 4) == straight
+
+
+class OfReplicas(torch.optim.Optimizer):
+    """Keeps the momentum of parameter i on the i-th of the replicas, each of which has its shards."""
+
+    def __init__(self, parameters: Any, mesh: DeviceMesh) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+        self.mesh = mesh
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]  # as above
+        replica, num_replicas = self.mesh.get_local_rank("dp"), self.mesh["dp"].size()
+        for at, parameter in enumerate(self.param_groups[0]["params"]):
+            if replica == at % num_replicas:
+                self.state[parameter].setdefault("momentum", torch.zeros_like(parameter)).add_(1)
+
+
+def in_shards(rank: int, folder: Path, steps: int, tp: int, match: str = "") -> list[str]:
+    """Continue on `tp` shards, and replicas of these, up to `steps`; or be refused with `match`."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    for part in model:
+        part.weight = nn.Parameter(distribute_tensor(part.weight.detach(), mesh["tp"], [Shard(0)]))
+    optimizer = OfReplicas(model.parameters(), mesh)
+    held = {"step": 0}
+    options = {"states": {"s": held}, "folder": folder, "interval": 1, "state_owner": lambda *_: 0}
+    with CheckpointManager.for_loop(model=model, optimizer=optimizer, **options) as manager:
+        with pytest.raises(CheckpointMismatch, match=match) if match else nullcontext():
+            manager.load()
+        if match:
+            return []
+        manager.reset()
+        while held["step"] < steps:
+            optimizer.step()
+            held["step"] += 1
+            manager.save(held["step"])
+    names = {each: name for name, each in model.named_parameters()}
+    return [names[each] for each, state in optimizer.state.items() for _ in range(int(state["momentum"].max()))]
+
+
+def test_owners_that_have_shards_resume_with_the_same_shards_only(
+    four_ranks: Ranks, two_ranks: Ranks, tmp_path: Path
+) -> None:
+    four_ranks.run(in_shards, folder=tmp_path, steps=2, tp=2)
+    refusal = r"0.weight.momentum: only ranks 0, 1 of 4 had it, in shards \(shard0 on 2\): resume with the same shards"
+    for ranks, tp in ((four_ranks, 4), (two_ranks, 2)):
+        reports = ranks.reports(in_shards, folder=tmp_path, steps=2, tp=tp, match=refusal)
+        assert not [each.failure for each in reports if each.failure]
+    again = four_ranks.run(in_shards, folder=tmp_path, steps=3, tp=2)
+    assert again == [["0.weight"] * 3] * 2 + [["1.weight"] * 3] * 2
+
+
+class Dotted(OfOwners):
+    """Keeps it under a name with a dot."""
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]  # as above
+        super().step()
+        for state in self.state.values():
+            state["its.momentum"] = state.pop("momentum")
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.register_step_pre_hook(self._rename)
+
+    def _rename(self, *_: Any) -> None:
+        for state in self.state.values():
+            if "its.momentum" in state:
+                state["momentum"] = state.pop("its.momentum")
+
+
+@pytest.mark.parametrize("options", [{}, {"state_owner": owner_of}], ids=["by absence", "by the hook"])
+@on_two_ranks
+def test_a_state_with_a_dot_in_its_name_comes_back_to_its_owner(
+    rank: int, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    straight = on_ranks(rank, tmp_path / "a", 4, kind=Dotted, **options)
+    on_ranks(rank, tmp_path / "b", 2, kind=Dotted, **options)
+    found = on_ranks(rank, tmp_path / "b", 4, kind=Dotted, **options)
+    assert found == straight
+
+
+def test_owners_are_known_from_plain_dcp_too(two_ranks: Ranks, tmp_path: Path) -> None:
+    there = two_ranks.run(on_ranks, folder=tmp_path / "run", steps=2)
+    main(["convert", str(tmp_path / "run" / "step-2"), str(tmp_path / "dcp"), "--layout", "dcp"])
+    loads = {"initial_load_path": str(tmp_path / "dcp"), "initial_load_model_only": False}
+    again = two_ranks.run(on_ranks, folder=tmp_path / "other", steps=2, **loads)
+    assert again == there

@@ -346,6 +346,26 @@ def test_a_sharded_state_of_another_class_continues_on_the_same_sharding(rank: i
     assert bits(*sharded(6, tmp_path / "b", EightBits, 1, 2)) == straight
 
 
+class Counted(EightBits):
+    """Says in its context how many blocks this rank has."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale"], [self.settings, {"blocks": self.scale.numel()}]
+
+
+@on_two_ranks
+def test_the_context_of_a_shard_is_compared_with_its_own(rank: int, tmp_path: Path) -> None:
+    def until(steps: int, block: int = 4) -> list[Any]:
+        model: Any = fully_shard(nn.Sequential(nn.Linear(8, 3, bias=False)), mesh=init_device_mesh("cpu", (2,)))
+        optimizer = Momentum8(model.parameters(), kind=Counted, settings=Settings(block=block))
+        return bits(*continued(tmp_path, steps, model, optimizer))
+
+    saved = until(2)
+    assert until(2) == saved
+    with pytest.raises(CheckpointMismatch, match=r"momentum: context .*block.* in the checkpoint, context .* expected"):
+        until(3, block=8)
+
+
 def test_a_sharded_state_of_another_class_is_refused_on_another_sharding_before_anything_is_read(
     two_ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -80,6 +80,15 @@ def split_of(placement: Placement) -> Split:
     return Split(getattr(placement, "dim", -1), getattr(placement, "split_factor", 1))
 
 
+def sharding_text(mesh: Sequence[int], placements: Sequence[Placement | Split]) -> str:
+    """Return how a tensor is sharded, as text; empty for one on no mesh. Equal texts mean equal shards on each rank."""
+    splits = [split if isinstance(split, Split) else split_of(split) for split in placements]
+    words = [f"shard{split.dim}" if split.dim >= 0 else "replicate" for split in splits]
+    strided = [f"/{split.split_factor}" if split.split_factor > 1 else "" for split in splits]
+    names = ",".join(word + more for word, more in zip(words, strided, strict=True))
+    return f"{names} on {'x'.join(map(str, mesh))}" if names else ""
+
+
 def split_order(dim: int, mesh: Shape, placements: Sequence[Placement | Split]) -> list[int]:
     """Return the mesh dimensions that split dimension `dim` of a tensor, in the order of the splits.
 

@@ -63,7 +63,12 @@ class Branch(NamedTuple):
 def are_pieces(parts: Any) -> bool:
     """Return whether `parts`, or their container, are of a tensor made of others of which each rank has its own."""
     names = parts if isinstance(parts, Mapping) else getattr(parts, "keys", ())
-    return FORM in names and any(_PIECE.search(str(name)) for name in names)
+    return FORM in names and any(is_piece(str(name)) for name in names)
+
+
+def is_piece(name: str) -> bool:
+    """Return whether `name` is that of a piece of a shard."""
+    return _PIECE.search(name) is not None
 
 
 def rebuild(structure: Branch, flat: Mapping[str, Any], prefix: str = "") -> Any:

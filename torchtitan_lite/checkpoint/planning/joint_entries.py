@@ -42,6 +42,7 @@ class Section:
         """Return the piece as `rank` alone has it; what is decided of either is decided of both."""
         own = copy.copy(self)
         own.ranks, own.column, own.is_of_owner = [rank], np.array([rank], dtype=np.int64), True
+        own.coordinates = {}
         return own
 
     def packed(self) -> bytes:

@@ -16,12 +16,13 @@ import numpy as np
 
 from torchtitan_lite.checkpoint.format.chunk_runs import LEAST_CHUNKS, Shape
 from torchtitan_lite.checkpoint.format.description import Description
-from torchtitan_lite.checkpoint.format.shards import box_of
+from torchtitan_lite.checkpoint.format.shards import box_of, sharding_text
 from torchtitan_lite.checkpoint.format.structure import (
     Branch,
     are_pieces,
     branch_of,
     decode_structure,
+    is_piece,
     merged_structure,
     paths_of,
     without,
@@ -39,7 +40,7 @@ from torchtitan_lite.checkpoint.planning.placement import Holders, Numbers, Spre
 from torchtitan_lite.checkpoint.planning.rank_summary import Digest, Outline, PlanAnswer
 from torchtitan_lite.checkpoint.planning.shared_items import Member, Patterns
 from torchtitan_lite.checkpoint.state.optimizer_state import SETTINGS, STATE, split_state_key
-from torchtitan_lite.checkpoint.state.state_owners import OWNERS, OwnerRanks, StateOwner, owner_of
+from torchtitan_lite.checkpoint.state.state_owners import OWNER_KEYS, OwnerRanks, StateOwner, owner_of
 from torchtitan_lite.errors import RanksDiffer
 from torchtitan_lite.log import listed
 
@@ -100,10 +101,11 @@ class JointPlan:
         documents = {digest: json.loads(text) for digest, text in texts.items() if digest not in of_sections}
         containers = {digest: document and decode_structure(document) for digest, document in documents.items()}
         optimizers = self._optimizers(containers)
-        owners = owners_by_absence(optimizers, lambda name, rank: self._has_part(places, name, rank))
+        owned = owners_by_absence(optimizers, lambda name, rank: self._has_part(places, name, rank))
         if self._state_owner is not None and len(self._outlines) > 1:
-            owners |= self._take_from_owners(optimizers, places)
-        self._note(owners)
+            by_hook = self._take_from_owners(optimizers, places)
+            owned = {key: ranks for key, ranks in owned.items() if (key[0], "") not in by_hook} | by_hook
+        self._note(owned, places)
         structure = self._structure(self._branches(containers), optimizers, places)
         if self.odd_containers:
             places = _within(structure, places)
@@ -236,31 +238,41 @@ class JointPlan:
         held = [(ranks, containers[digest]) for digest, ranks in found.items()]
         return [(ranks, branch) for ranks, branch in held if branch is not None]
 
-    def _take_from_owners(
-        self, optimizers: Sequence[HeldBy], places: dict[str, list[Place]]
-    ) -> dict[str, Sequence[int]]:
-        """Have each plain state of which `state_owner` names a rank come from that rank alone; return these ranks."""
-        names = {name for _, branch in optimizers for name in _parameters_in(branch)}
-        owners: dict[str, Sequence[int]] = {}
-        for key in [key for key in places if key.startswith(_STATES)]:
-            name, own = split_state_key(key.removeprefix(_STATES), names)
-            owner = owner_of(self._state_owner, name, len(self._outlines))
-            is_sharded = any(section.entries[at].mesh >= 0 for section, at in places[key])
-            if owner is None or is_sharded:
-                continue
-            kept = [(section, at) for section, at in places[key] if owner in section.ranks]
-            if not kept:
-                rank = min(section.ranks[0] for section, _ in places[key])
-                raise RanksDiffer(f"{key} is on rank {rank} and not on rank {owner}, its state_owner", OF_OWNER)
-            for section, at in places[key]:
-                section.is_decided[at] = 1
-            places[key] = [(section.of_owner(owner), at) for section, at in kept]
-            owners[_joined(name, own.partition(".")[0])] = [owner]
-        return owners
+    def _take_from_owners(self, optimizers: Sequence[HeldBy], places: dict[str, list[Place]]) -> Owned:
+        """Have all state of a parameter for which `state_owner` names a rank come from that rank alone; return which.
 
-    def _note(self, owners: Mapping[str, Sequence[int]]) -> None:
-        texts = {state: str(OwnerRanks(tuple(ranks), len(self._outlines))) for state, ranks in owners.items()}
-        self.owners = {f"{_OPTIMIZER}.{OWNERS}.{state}": text for state, text in texts.items()}
+        What is sharded is on each rank, and no rank's alone.
+        """
+        names = {name for _, branch in optimizers for name in _parameters_in(branch)}
+        keys: dict[str, list[str]] = {}
+        for key in places:
+            if key.startswith(_STATES):
+                keys.setdefault(split_state_key(key.removeprefix(_STATES), names)[0], []).append(key)
+        owned: Owned = {}
+        for name, of_name in keys.items():
+            owner = owner_of(self._state_owner, name, len(self._outlines))
+            if owner is None or any(self._is_sharded(key, places) for key in of_name):
+                continue
+            owned[name, ""] = [owner]
+            for key in of_name:
+                places[key] = _places_of_owner(key, places[key], owner)
+        return owned
+
+    def _is_sharded(self, key: str, places: Mapping[str, list[Place]]) -> bool:
+        entries = [section.entries[at] for section, at in places[key]]
+        return is_piece(key) or any(split.dim >= 0 for entry in entries for split in entry.placements)
+
+    def _note(self, owned: Owned, places: Mapping[str, list[Place]]) -> None:
+        """Note which ranks have each state, and of one in shards, how its parameter is sharded."""
+        keys = [key for key in places if owned and key.startswith(_STATES)]
+        sharded = [f"{key.removeprefix(_STATES)}." for key in keys if self._is_sharded(key, places)]
+        for (name, key), ranks in owned.items():
+            state, sharding = f"{name}.{key}" if key else name, ""
+            if any(each.startswith(f"{state}.") for each in sharded):
+                section, number = places.get(f"{_MODEL}.{name}", places.get(name, []))[0]
+                entry = section.entries[number]
+                sharding = sharding_text(section.meshes.get(entry.mesh, ()), entry.placements)
+            self.owners[OWNER_KEYS + state] = str(OwnerRanks((*ranks,), len(self._outlines), sharding))
 
     def _with_owners(self, structure: Branch) -> Branch:
         """Return `structure` with the entries that say which ranks have a state."""
@@ -312,6 +324,17 @@ class JointPlan:
         return branches
 
 
+def _places_of_owner(key: str, places: Sequence[Place], owner: int) -> list[Place]:
+    """Return the place of the `owner` among those of `key`; no other rank writes there. Raise RanksDiffer for none."""
+    kept = [(section, at) for section, at in places if owner in section.ranks]
+    if not kept:
+        rank = min(section.ranks[0] for section, _ in places)
+        raise RanksDiffer(f"{key} is on rank {rank} and not on rank {owner}, its state_owner", OF_OWNER)
+    for section, at in places:
+        section.is_decided[at] = 1
+    return [(section.of_owner(owner), at) for section, at in kept]
+
+
 def _within(structure: Branch, places: Mapping[str, list[Place]]) -> dict[str, list[Place]]:
     """Return `places` without those that are not in `structure`; no rank writes these."""
     names = paths_of(structure)
@@ -342,10 +365,12 @@ def _by_rank(kept: Sequence[tuple[int, Numbers]], num_ranks: int) -> list[bytes]
 
 HeldBy = tuple[Sequence[int], Branch]
 """The ranks that have one optimizer state, and its containers."""
+Owned = dict[tuple[str, str], Sequence[int]]
+"""The ranks that alone have a state, by the name of its parameter and its key there; empty for all of its keys."""
 
 
-def owners_by_absence(optimizers: Sequence[HeldBy], has_part: Callable[[str, int], bool]) -> dict[str, Sequence[int]]:
-    """Return the ranks with each state that another rank lacks, by the name of the parameter and the key of the state.
+def owners_by_absence(optimizers: Sequence[HeldBy], has_part: Callable[[str, int], bool]) -> Owned:
+    """Return the ranks with each state that another rank lacks.
 
     `optimizers` are the different optimizer states, each with the ranks that have it; `has_part` says whether a rank
     has elements of a parameter: a rank without any needs no state. Raises RanksDiffer for a state that is a container
@@ -355,7 +380,7 @@ def owners_by_absence(optimizers: Sequence[HeldBy], has_part: Callable[[str, int
         return {}
     held = [_parameters_in(branch) for _, branch in optimizers]
     states = [_states_in(branch, names) for (_, branch), names in zip(optimizers, held, strict=True)]
-    owners: dict[str, Sequence[int]] = {}
+    owned: Owned = {}
     for name in dict.fromkeys(name for state in states for name in state):
         # An optimizer without settings does not say which parameters it has: so each rank that has the parameter does.
         of_settings = [at for at, names in enumerate(held) if name in names] or range(len(held))
@@ -367,11 +392,11 @@ def owners_by_absence(optimizers: Sequence[HeldBy], has_part: Callable[[str, int
             having = sorted((rank, state[key], alike) for rank, state, alike in found if key in state)
             unlike = (rank for rank, child, _ in having if child != having[0][1] and not are_pieces(child))
             if odd := next(unlike, None):
-                where = _STATES + _joined(name, key)
+                where = _STATES + (f"{name}.{key}" if key else name)
                 raise RanksDiffer(f"{where} has other entries on rank {odd} than on rank {having[0][0]}", KEPT_ALIKE)
             if len(having) < len(found):
-                owners[_joined(name, key)] = sorted(rank for _, _, alike in having for rank in alike)
-    return owners
+                owned[name, key] = sorted(rank for _, _, alike in having for rank in alike)
+    return owned
 
 
 def odd_settings(optimizers: Sequence[HeldBy]) -> tuple[dict[str, int], set[str]]:
@@ -392,10 +417,6 @@ def odd_settings(optimizers: Sequence[HeldBy]) -> tuple[dict[str, int], set[str]
             odd |= dict.fromkeys(sorted(keys ^ known), rank)
             surplus |= keys - known
     return odd, surplus
-
-
-def _joined(name: str, key: str) -> str:
-    return f"{name}.{key}" if key else name
 
 
 def _parameters_in(optimizer: Branch) -> set[str]:

@@ -33,6 +33,7 @@ from torchtitan_lite.checkpoint.reading.shared_reads import SharedReads
 from torchtitan_lite.checkpoint.reading.stored_model import StoredModel
 from torchtitan_lite.checkpoint.reading.stored_optimizer import RankNumbers, StoredOptimizer
 from torchtitan_lite.checkpoint.state.optimizer_state import OF_OPTIMIZERS, ParameterSlot, nested_tensors
+from torchtitan_lite.checkpoint.state.state_owners import OWNER_KEYS
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.distributed.peers import Peers, together_or_worst
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch
@@ -268,8 +269,15 @@ class StoredCheckpoint:
             listed = read_listed_groups(self.contents, slots, names, self._peers, self.read_objects)
             manifest, peers = self._folder.manifest_alone, self._peers
             numbers = RankNumbers(peers.rank, peers.world_size, manifest.world_size if manifest is not None else 0)
-            self._optimizer = StoredOptimizer(self.contents, self._rules, names, listed, slots, numbers)
+            owners = self._read_owners()
+            self._optimizer = StoredOptimizer(self.contents, self._rules, names, listed, slots, numbers, owners)
         return self._optimizer
+
+    def _read_owners(self) -> State:
+        """Return what says which ranks had a state, by key; plain DCP has it in items. **Collective**."""
+        objects = {key: each for key, each in self.contents.objects.items() if key.startswith(OWNER_KEYS)}
+        in_items = [key for key, each in objects.items() if each.item is not None]
+        return {key: each.value for key, each in objects.items()} | (self.read_objects(in_items) if in_items else {})
 
     def _joint_report(self, own: Callable[[], KeyReport]) -> KeyReport:
         """Return the joint report of all ranks. **Collective**.

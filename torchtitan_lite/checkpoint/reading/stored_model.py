@@ -91,11 +91,12 @@ class StoredModel:
     def targets(self, model: Mapping[str, Any], *, cast: bool = False) -> dict[str, Any]:
         """Map the checkpoint's keys to the tensors to read into, and to None for objects."""
         prefix, skipped = self._prefix(model), self.report(model, cast=cast).mismatched
+        below = tuple(f"{name}." for name in skipped)  # Parts of a tensor in another form.
         targets: dict[str, Any] = {}
         own, tensors = tensors_of(model), self._tensors(prefix)
         for fqn, stored in self._wanted(model, prefix).items():
             if fqn in own:
-                if fqn not in skipped and stored in tensors:
+                if fqn not in skipped and stored in tensors and not fqn.startswith(below):
                     targets[prefix + stored] = own[fqn]
                 continue
             for leaf in self._extras(prefix).get(stored, ()):

@@ -12,16 +12,18 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.contents import Contents, StoredTensor
 from torchtitan_lite.checkpoint.format.key_report import KeyReport
+from torchtitan_lite.checkpoint.format.shards import sharding_text
 from torchtitan_lite.checkpoint.format.structure import FORM, Branch, are_pieces
 from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled_entry, at_path, entries
 from torchtitan_lite.checkpoint.reading.listed_groups import ListedGroups
 from torchtitan_lite.checkpoint.reading.load_rules import LoadRules
 from torchtitan_lite.checkpoint.state.optimizer_state import LAYOUTS, SETTINGS, STATE, ParameterSlot, split_state_key
 from torchtitan_lite.checkpoint.state.shared_storage import SHARED, join_targets
-from torchtitan_lite.checkpoint.state.state_owners import OWNERS, OwnerRanks
+from torchtitan_lite.checkpoint.state.state_owners import OWNER_KEYS, OWNERS, OwnerRanks
 from torchtitan_lite.checkpoint.state.subclasses import form_difference
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
@@ -44,7 +46,10 @@ class RankNumbers(NamedTuple):
 
 
 class StoredOptimizer:
-    """The keys under `optimizer.` of `contents`, for `slots`; `names` maps the model's FQNs to the checkpoint's."""
+    """The keys under `optimizer.` of `contents`, for `slots`; `names` maps the model's FQNs to the checkpoint's.
+
+    `owners` has what was read of `optimizer.owners`, by key.
+    """
 
     def __init__(
         self,
@@ -54,12 +59,14 @@ class StoredOptimizer:
         listed: ListedGroups,
         slots: Mapping[str, ParameterSlot],
         numbers: RankNumbers,
+        owners: Mapping[str, Any],
     ) -> None:
         self._contents = contents
         self._rules = rules
         self._names = names
         self._listed = listed
         self.slots = slots
+        self._owners = {key.removeprefix(OWNER_KEYS): OwnerRanks.parse(text) for key, text in owners.items()}
         self._rank, self._num_ranks, num_saved = numbers
         is_other = num_saved not in (0, numbers.num_ranks)
         fits = f". It fits {num_saved} ranks, which saved it, and this run has {numbers.num_ranks}"
@@ -86,8 +93,9 @@ class StoredOptimizer:
                 missing.append(f"optimizer.{SETTINGS}.{name}")
                 continue
             state = states.get(stored, {})
-            mismatched |= self._misfits(slot, stored, state)
-            own = self._of_this_rank(slot, stored, state)
+            misfits = self._misfits(slot, stored, state)
+            mismatched |= misfits
+            own = state if misfits else self._of_this_rank(slot, stored, state)
             of_others += [leaf.key for key, leaves in state.items() if key not in own for leaf in leaves]
             first = first_of_group.setdefault(slot.group, stored)
             mismatched |= self._other_settings(slot, settings.get(stored, {}), settings.get(first, {}), stored, first)
@@ -225,19 +233,10 @@ class StoredOptimizer:
         """Return the keys of `state` that only some ranks had, if it is not known which ranks have them now."""
         owners = {key: self._owners_of(stored, key) for key in state} if self._owners else {}
         return {
-            f"optimizer.{STATE}.{stored}.{key}": (
-                f"only {_ranks_text(each)} had it, and this run has {self._num_ranks}: resume on {each.num_ranks} or "
-                "on one, or give the CheckpointManager a state_owner, which says on which rank each state is"
-            )
+            f"optimizer.{STATE}.{stored}.{key}": _without_owners_text(each, self._num_ranks)
             for key, each in owners.items()
-            if each is not None and not each.are_known(self._num_ranks, slot.owner)
+            if each is not None and not each.are_known(self._num_ranks, slot.owner, _sharding_of(slot.like))
         }
-
-    @cached_property
-    def _owners(self) -> dict[str, OwnerRanks]:
-        prefix = f"{OWNERS}."
-        entries = [(entry, leaves) for entry, leaves in self._entries.items() if entry.startswith(prefix) and leaves]
-        return {entry.removeprefix(prefix): OwnerRanks.parse(self._plain(leaves[0])) for entry, leaves in entries}
 
     def _owners_of(self, stored: str, key: Any) -> OwnerRanks | None:
         """Return which ranks had the state `key`, or all state, of the parameter; None: all that had the parameter."""
@@ -272,16 +271,22 @@ class StoredOptimizer:
         """Return the tensors of `state` that were made of others, or are here, and not in the same form."""
         found = {}
         for key, leaves in state.items():
-            of_form = _form_leaf(leaves)
             own = slot.state.get(key, slot.first.get(key))
-            form = own.get(FORM) if isinstance(own, Mapping) else None
-            if of_form is not None or form is not None:
-                there = self._contents.objects.get(of_form.key) if of_form is not None else None
-                if finding := form_difference(there and there.value, form):
-                    found[f"optimizer.{STATE}.{stored}.{key}"] = finding + self._num_saved_text
-                elif isinstance(own, Mapping) and (lacks := own.keys() - {leaf.path[0] for leaf in leaves}):
-                    found[f"optimizer.{STATE}.{stored}.{key}"] = f"the checkpoint lacks its {min(lacks)}"
+            parts = own if isinstance(own, Mapping) and FORM in own else {}
+            is_made = parts or _form_leaf(leaves) is not None
+            if is_made and (finding := self._other_form(parts, leaves)):
+                found[f"optimizer.{STATE}.{stored}.{key}"] = finding
         return found
+
+    def _other_form(self, own: Mapping[Any, Any], leaves: Sequence[Leaf]) -> str:
+        """Return how the tensor of `leaves` differs from the one with the parts `own`, none: a plain one."""
+        objects = self._contents.objects
+        there = {leaf.path[0]: objects[leaf.key].value for leaf in leaves if leaf.path and leaf.key in objects}
+        for name in [name for name in own if name.endswith(FORM)] or [FORM]:
+            if finding := form_difference(there.get(name), own.get(name)):
+                return finding + self._num_saved_text
+        lacks = own.keys() - {leaf.path[0] for leaf in leaves}
+        return f"the checkpoint lacks its {min(lacks)}" if lacks else ""
 
     def _other_settings(
         self, slot: ParameterSlot, own: Mapping[str, Any], first_own: Mapping[str, Any], stored: str, first: str
@@ -353,8 +358,22 @@ def _sort_in(found: Entries, rest: str, leaves: list[Leaf], known: set[str], con
         found[name][head].append(Leaf(leaf.key, (*inner, *leaf.path)))
 
 
-def _ranks_text(owners: OwnerRanks) -> str:
-    return f"{'rank' if len(owners.ranks) == 1 else 'ranks'} {', '.join(map(str, owners.ranks))} of {owners.num_ranks}"
+def _sharding_of(like: torch.Tensor) -> str:
+    return sharding_text(like.device_mesh.shape, like.placements) if isinstance(like, DTensor) else ""
+
+
+def _without_owners_text(owners: OwnerRanks, num_ranks: int) -> str:
+    if not owners.ranks:
+        return "the checkpoint does not say readably which ranks had it: load it with exclude_from_loading=optimizer"
+    had, saved = ", ".join(map(str, owners.ranks)), owners.num_ranks
+    which = f"only {'rank' if len(owners.ranks) == 1 else 'ranks'} {had} of {saved} had it"
+    if owners.sharding:
+        return f"{which}, in shards ({owners.sharding}): resume with the same shards"
+    again = f"{saved} or on one" if saved != 1 else "one"
+    return (
+        f"{which}, and this run has {num_ranks}: resume on {again}, or give the CheckpointManager a state_owner, which "
+        "says on which rank each state is"
+    )
 
 
 def _form_leaf(leaves: Sequence[Leaf]) -> Leaf | None:

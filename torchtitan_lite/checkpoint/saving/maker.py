@@ -85,12 +85,16 @@ class SaveMaker:
         """Return whether this start resumed from an image in memory. Any rank."""
         return self.origin.memory_step >= 0
 
-    def continue_from(self, lineage: Lineage, loaded: Tick, on_disk: Tick, memory_step: int) -> None:
+    def continue_from(
+        self, lineage: Lineage, loaded: Tick, on_disk: Tick, memory_step: int, never_finite: Sequence[str] | None
+    ) -> None:
         """Record `lineage` in what is saved from now on: a state of it, of the moment `loaded`, was. Any rank.
 
-        `on_disk` is the latest moment that the disk has: what lies between is owed. `memory_step` as in `Origin`.
+        `on_disk` is the latest moment that the disk has: what lies between is owed. The last two as in `Origin`.
         """
-        self.origin = dataclasses.replace(self.origin, lineage=lineage, memory_step=memory_step)
+        self.origin = dataclasses.replace(
+            self.origin, lineage=lineage, memory_step=memory_step, never_finite=never_finite
+        )
         self._trained.continue_from(loaded.seconds)
         self.last = self._begun = self._on_disk = on_disk
 

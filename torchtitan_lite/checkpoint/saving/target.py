@@ -33,6 +33,8 @@ class Origin:
     """Whether DCP's `.metadata` is written."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """What the run measured at the step that is saved, all finite."""
+    never_finite: Sequence[str] | None = None
+    """`CheckpointInfo.never_finite` of what was loaded; None if nothing with an optimizer was. Not in the manifest."""
     start: str = ""
     """The id of this start of the job, with which images in memory are compared; empty if it keeps none."""
     memory_step: int = -1

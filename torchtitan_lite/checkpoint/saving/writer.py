@@ -167,9 +167,10 @@ class SaveOfRanks:
         if not any(key.startswith(OPTIMIZER) for key in found):
             return []
         last = next((info for info in reversed(target.store.committed()) if info.kind is CheckpointKind.FULL), None)
-        if last is not None and last.step > 0:
-            return sorted({*found} & {*last.never_finite})
-        if target.origin.lineage.parent_step or not all(key.startswith(OPTIMIZER) for key in found):
+        before = last.never_finite if last is not None and last.step > 0 else target.origin.never_finite
+        if before is not None:
+            return sorted({*found} & {*before})
+        if not all(key.startswith(OPTIMIZER) for key in found):
             return []
         logger.warning(
             "Step %d, the first that this run saves, has NaN or infinity in optimizer states (%s), while its weights "
@@ -354,10 +355,10 @@ def names_with_nan(keys: Sequence[str], tensors: Sequence[torch.Tensor], prefix:
                 weights.append(number)
             elif key.startswith(OPTIMIZER) and tensors[number].dim():
                 moments.append(number)
-    return [
-        *_keys_of_wrong_tensors(keys, tensors, weights, torch.isnan),
-        *_keys_of_wrong_tensors(keys, tensors, moments, _is_not_finite),
-    ]
+    of_moments = _keys_of_wrong_tensors(keys, tensors, moments, _is_not_finite, _MAX_TENSORS)
+    if of_moments:  # By design, maybe: then all of them are to be known.
+        of_moments = _keys_of_wrong_tensors(keys, tensors, moments, _is_not_finite, len(moments))
+    return [*_keys_of_wrong_tensors(keys, tensors, weights, torch.isnan, _MAX_TENSORS), *of_moments]
 
 
 def _keys_of_wrong_tensors(
@@ -365,9 +366,10 @@ def _keys_of_wrong_tensors(
     tensors: Sequence[torch.Tensor],
     numbers: Sequence[int],
     is_wrong: Callable[[torch.Tensor], torch.Tensor],
+    most: int,
 ) -> dict[str, None]:
     samples: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = {}
-    for number in numbers[:: -(-len(numbers) // _MAX_TENSORS) or 1]:
+    for number in numbers[:: -(-len(numbers) // most) or 1]:
         for part in map(wide_float, _sampled_parts(tensors[number].detach())):
             samples.setdefault((part.dtype, part.device), []).append((keys[number], part))
     found: dict[str, None] = {}

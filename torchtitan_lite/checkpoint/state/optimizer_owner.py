@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torchtitan_lite.checkpoint.format.structure import FORM
+from torchtitan_lite.checkpoint.format.structure import FORM, are_pieces
 from torchtitan_lite.checkpoint.state import fsdp1
 from torchtitan_lite.checkpoint.state.first_step import first_states
 from torchtitan_lite.checkpoint.state.names import clean_names
@@ -137,7 +137,9 @@ class PlainOwner(Owner):
     def _held(self, state: OptimizerState) -> Iterator[NamedTensor]:
         """Yield the tensors of `state`. A setting that is a tensor is the same one for all parameters of its group."""
         for name, own in state.states.items():
-            yield from tensors_below(f"{STATE}.{name}", own, name)
+            # Pieces of shards have names of each rank, and are filled where they are.
+            whole = {key: value for key, value in own.items() if not are_pieces(value)}
+            yield from tensors_below(f"{STATE}.{name}", whole, name)
         groups: dict[int, str] = {}
         for group in state.groups:
             for key, value in group.settings.items():

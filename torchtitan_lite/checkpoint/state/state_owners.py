@@ -15,6 +15,7 @@ from torchtitan_lite.errors import ConfigError
 StateOwner = Callable[[str, int], int | None]
 """From the name of a parameter and the number of ranks to the rank that alone has its state; None: each rank has it."""
 OWNERS = "owners"
+OWNER_KEYS = f"optimizer.{OWNERS}."
 
 
 @dataclass(frozen=True)
@@ -23,22 +24,30 @@ class OwnerRanks:
 
     ranks: tuple[int, ...]
     num_ranks: int
+    sharding: str = ""
+    """How the parameter was sharded, if each of the ranks had a shard of the state; empty if it had all."""
 
     def __str__(self) -> str:
-        return f"{','.join(map(str, self.ranks))} of {self.num_ranks}"
+        return f"{','.join(map(str, self.ranks))} of {self.num_ranks}" + (self.sharding and f" as {self.sharding}")
 
     @classmethod
     def parse(cls, text: object) -> OwnerRanks:
         """Return what `text` of a checkpoint says; no ranks of none for anything else."""
-        ranks, _, num_ranks = str(text).partition(" of ")
+        whole, _, sharding = str(text).partition(" as ")
+        ranks, _, num_ranks = whole.partition(" of ")
         numbers = [*ranks.split(","), num_ranks]
         if not all(number.isascii() and number.isdecimal() for number in numbers):
             return cls((), 0)
-        return cls(tuple(map(int, numbers[:-1])), int(num_ranks))
+        return cls(tuple(map(int, numbers[:-1])), int(num_ranks), sharding)
 
-    def are_known(self, num_ranks: int, owner: int | None) -> bool:
-        """Return whether it is known which of `num_ranks` have the state now; `owner` as `StateOwner` gives it."""
-        return num_ranks in (1, self.num_ranks) or owner is not None
+    def are_known(self, num_ranks: int, owner: int | None, sharding: str) -> bool:
+        """Return whether it is known which of `num_ranks` have the state now.
+
+        `owner` as `StateOwner` gives it; `sharding` is that of the parameter now.
+        """
+        if num_ranks == self.num_ranks:
+            return self.sharding in ("", sharding)
+        return num_ranks == 1 or (owner is not None and not self.sharding)
 
     def include(self, rank: int, num_ranks: int, owner: int | None) -> bool:
         """Return whether `rank` of `num_ranks` has the state now, if that is known."""

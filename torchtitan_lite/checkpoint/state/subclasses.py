@@ -122,12 +122,14 @@ def parts_of(name: str, tensor: torch.Tensor) -> dict[str, Any]:
     """
     inner = inner_tensors(name, tensor)
     form: dict[str, Any] = {"class": class_name(tensor), "shape": [*tensor.shape]}
-    if sharding := _sharding(name, tensor):  # The shapes of a rank's pieces are its own.
+    context = {"context": _context_of(name, tensor)}
+    if isinstance(tensor, DTensor) and (sharding := _sharding(name, tensor)):
         form["inner"] = {key.rpartition(".")[0]: [_dtype_text(each)] for key, each in inner.items()}
-        form["sharding"] = sharding
-    else:
-        form["inner"] = {key: [_dtype_text(each), [*each.shape]] for key, each in inner.items()}
-    return {**inner, FORM: compact_json({**form, "context": _context_of(name, tensor)})}
+        joint = {FORM: compact_json({**form, "sharding": sharding})}
+        # The shapes of a rank's pieces are its own, and its context may have some of them.
+        return {**inner, **joint, f"{_shard(tensor)}.{FORM}": compact_json(context)}
+    form["inner"] = {key: [_dtype_text(each), [*each.shape]] for key, each in inner.items()}
+    return {**inner, FORM: compact_json({**form, **context})}
 
 
 def _dtype_text(tensor: torch.Tensor) -> str:
@@ -287,5 +289,6 @@ def _form_text(form: Mapping[str, Any]) -> str:
         return "a plain tensor"
     inner = form.get("inner")
     tensors = [f"{key} {' '.join(map(str, kind))}" for key, kind in inner.items()] if isinstance(inner, dict) else []
-    sharding = f", sharded as {form['sharding']}" if "sharding" in form else ""
-    return f"a {form.get('class')} of {', '.join(tensors)}, context {form.get('context')}{sharding}"
+    of_class = f"a {form.get('class')} of {', '.join(tensors)}, " if "class" in form else ""
+    sharding = f"sharded as {form['sharding']}" if "sharding" in form else f"context {form.get('context')}"
+    return of_class + sharding
