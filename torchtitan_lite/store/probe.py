@@ -54,7 +54,7 @@ EXCHANGE, LINKS, LOCKS, DIRECT, ROOM, TIMES, REMOVES = (
 WANTS = {
     EXCHANGE: "a step that is saved again has no name for a moment; after a crash there the next start puts it back",
     LINKS: "the lock file is written after it was made; after a crash between, a start waits for lease_timeout_seconds",
-    LOCKS: "two starts in one moment are told apart a heartbeat later",
+    LOCKS: "of two starts in one moment one knows a heartbeat later",
     DIRECT: "saves and loads go through the page cache",
     ROOM: "a full disk is found at the write",
     TIMES: "a file that something else replaces within a second, by one as long, is taken for the old one",
