@@ -48,7 +48,7 @@ def test_a_file_is_not_a_folder(verb: str, tmp_path: Path) -> None:
     assert err.startswith(f"error: {tmp_path}/file holds no checkpoint: it is not a folder")
 
 
-@pytest.mark.parametrize("verb", sorted({*VERBS} - {"memory"}))  # Which looks in memory.
+@pytest.mark.parametrize("verb", sorted({*VERBS} - {"memory", "probe"}))  # Which look in memory, and into any folder.
 def test_an_empty_folder_is_an_error(verb: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     code, out, err = _ended(verb, str(tmp_path / "empty"), tmp_path)

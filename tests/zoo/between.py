@@ -135,19 +135,23 @@ def find_entry(package: str, name: str, folder: Path, group: Group) -> dict[str,
 
 def train_alone(rank: int, cell: RanksCell) -> Outcome:
     """Train twice without any checkpoint; return whether the library can, and both are equal. **Collective**."""
-    losses = []
+    losses, why = [], ""
     with quiet():
         for _ in range(2):
             try:
                 run = cell.run(rank, 0)
+                trained = [each for each in run.module.parameters() if each.requires_grad]
+                before = in_pieces(trained)
                 losses.append([run.step(number, lambda: None) for number in range(1, LAST + 1)])
+                why = why or ("" if difference(before, in_pieces(trained)) else "its steps change no parameter")
                 run.contents()
             except Exception as error:
                 where = traceback.extract_tb(error.__traceback__)[-1].line
                 said = first_sentence(error) if str(error) else f"{type(error).__name__}: {where}"
                 return Outcome(NOT_OFFERED_THERE, said)
-    is_equal = repr(losses[0]) == repr(losses[1])
-    return Outcome(EQUAL) if is_equal else Outcome(NOT_OFFERED_THERE, "two runs differ without any checkpoint")
+    if repr(losses[0]) != repr(losses[1]):
+        why = "two runs differ without any checkpoint"
+    return Outcome(NOT_OFFERED_THERE, why) if why else Outcome(EQUAL)
 
 
 def _last_line(failure: str) -> str:

@@ -111,13 +111,9 @@ def apollo(kind: Any, module: nn.Module) -> Any:
     return low_rank(kind, module, proj="random", scale_type="channel")
 
 
-def with_momentum(kind: Any, module: nn.Module) -> Any:
-    return kind(module.parameters(), lr=0.01, momentum=0.9)
-
-
-def of_parameters(kind: Any, module: nn.Module) -> Any:
-    """Return an optimizer that does not name its arguments."""
-    return kind([*module.parameters()], lr=0.01)
+def of_parameters(kind: Any, module: nn.Module, **settings: Any) -> Any:
+    """Return an optimizer that needs a learning rate, or does not name its arguments."""
+    return kind([*module.parameters()], lr=0.01, **settings)
 
 
 def split(kind: Any, module: nn.Module) -> Any:
@@ -144,10 +140,13 @@ BUILDS: dict[tuple[str, str], Build] = {
     ("galore-torch", "GaLoreAdafactor"): partial(low_rank, lr=None),
     ("apollo-torch", "APOLLOAdamW"): apollo,
     ("heavyball", "SplitOpt"): split,
+    ("came-pytorch", "CAME"): of_parameters,
     ("deepspeed", "ZenFlowCPUAdam"): of_parameters,
     ("deepspeed", "ZenFlowSelectiveAdamW"): of_parameters,
     ("deepspeed", "ZenFlowSelectiveAdamW_stage3"): of_parameters,
-    **{("bitsandbytes", f"{kind}{bits}"): with_momentum for kind in ("SGD", "LARS") for bits in ("", "8bit", "32bit")},
+    **{("bitsandbytes", f"SGD{bits}"): partial(of_parameters, momentum=0.9) for bits in ("", "8bit", "32bit")},
+    **{("bitsandbytes", f"LARS{bits}"): partial(of_parameters, momentum=0.9) for bits in ("", "8bit", "32bit")},
+    ("pytorch_optimizer", "AdaShift"): partial(of_parameters, keep_num=3),  # Ten steps change nothing, by default.
 }
 """How to build what does not take parameters and defaults."""
 
@@ -285,8 +284,7 @@ def arguments_of(kind: type, module: nn.Module) -> dict[str, Any]:
         "num_data": lambda: 4,
     }
     asked = inspect.signature(kind).parameters.values()
-    needed = [each.name for each in asked if each.default is each.empty or (each.name == "lr" and not each.default)]
-    given = {name: known[name]() for name in needed if name in known}
+    given = {each.name: known[each.name]() for each in asked if each.default is each.empty and each.name in known}
     first = next(module.parameters())
     if isinstance(first, DTensor):
         # torch's foreach kernels are not made for DTensors, and without a mesh Dion takes a shard for the matrix.

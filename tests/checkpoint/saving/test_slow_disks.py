@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from tests.checkpoint.conftest import StartRun
-from tests.checkpoint.saving.test_back_pressure import SlowDisk
+from tests.checkpoint.slow_disk import SlowDisk
 from tests.logged import logged_warnings
 from tests.ranks import Ranks
 from torchtitan_lite import faults
