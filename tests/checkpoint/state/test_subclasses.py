@@ -379,6 +379,26 @@ def test_a_sharded_state_of_another_class_is_refused_on_another_sharding_before_
     assert not [each.failure for each in reports if each.failure]
 
 
+def test_a_state_that_is_plain_on_another_number_of_ranks_is_refused_with_the_number_that_fits(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    # A shard of 18 values has no whole blocks of 4, and stays plain.
+    whole = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 16, bias=False))
+    optimizer = Momentum8(whole.parameters(), kind=OptimState8bit, settings=Settings(block=4))
+    continued(tmp_path, 2, whole, optimizer, lambda batch: whole(batch[:, :6]))
+    refusal = r"0.weight.momentum: a .*OptimState8bit .* in the checkpoint, a plain tensor expected. It fits 1 rank"
+    reports = two_ranks.reports(_refused_on_three_rows, folder=tmp_path, match=refusal)
+    assert not [each.failure for each in reports if each.failure]
+
+
+def _refused_on_three_rows(rank: int, folder: Path, match: str) -> None:
+    model: Any = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 16, bias=False))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = Momentum8(model.parameters(), kind=OptimState8bit, settings=Settings(block=4))
+    with pytest.raises(CheckpointMismatch, match=match):
+        continued(folder, 3, model, optimizer, lambda batch: model(batch[:, :6]))
+
+
 def _refused_on_two(rank: int, folder: Path, match: str) -> None:
     with pytest.raises(CheckpointMismatch, match=match):
         sharded(3, folder, EightBits, 0, 2)

@@ -25,6 +25,7 @@ from torchtitan_lite.checkpoint.state.optimizer_state import LAYOUTS, SETTINGS, 
 from torchtitan_lite.checkpoint.state.shared_storage import SHARED, join_targets
 from torchtitan_lite.checkpoint.state.state_owners import OWNER_KEYS, OWNERS, OwnerRanks
 from torchtitan_lite.checkpoint.state.subclasses import form_difference
+from torchtitan_lite.log import counted
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 """Settings that schedulers add to a parameter group."""
@@ -69,7 +70,7 @@ class StoredOptimizer:
         self._owners = {key.removeprefix(OWNER_KEYS): OwnerRanks.parse(text) for key, text in owners.items()}
         self._rank, self._num_ranks, num_saved = numbers
         is_other = num_saved not in (0, numbers.num_ranks)
-        fits = f". It fits {num_saved} ranks, which saved it, and this run has {numbers.num_ranks}"
+        fits = f". It fits {counted(num_saved, 'rank')}, which saved it, and this run has {numbers.num_ranks}"
         self._num_saved_text = fits if is_other else ""
 
     def report(self) -> KeyReport:
