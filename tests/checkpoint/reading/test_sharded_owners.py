@@ -107,10 +107,11 @@ def test_fsdp1_with_a_mesh_continues_as_if_it_had_never_stopped(rank: int, tmp_p
 
 @on_two_ranks
 def test_fsdp1_without_a_mesh_is_refused_with_the_fix(rank: int, tmp_path: Path) -> None:
-    model = FullyShardedDataParallel(Net(), use_orig_params=True, device_id=torch.device("cpu"))
-    optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ConfigError, match=r"without a device mesh.*Pass device_mesh=init_device_mesh"):
-        managed(tmp_path, model, optimizer)
+    inner = FullyShardedDataParallel(Net(), use_orig_params=True, device_id=torch.device("cpu"))
+    for model, which in ((inner, "the model"), (torch.nn.Sequential(torch.nn.Identity(), inner), "1")):
+        optimizer = torch.optim.AdamW(model.parameters())
+        with pytest.raises(ConfigError, match=rf"model: {which} is .* without a device mesh.*Pass device_mesh=init_dev"):
+            managed(tmp_path, model, optimizer)
 
 
 def sharded() -> Net:

@@ -203,6 +203,28 @@ class Adding(nn.Linear):
         self.loads += 1
 
 
+class Nested(nn.Linear):
+    """Has a dict of tensors more, and takes it back."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(4, 4)
+        self.more: dict[str, Any] = {"deep": {"a": torch.full((2,), value)}, "b": value}
+        self.register_state_dict_post_hook(lambda _, state, prefix, __: state.update({f"{prefix}more": self.more}))
+        self.register_load_state_dict_pre_hook(self._take)
+
+    def _take(self, _: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        self.more = state.pop(f"{prefix}more")
+
+
+def test_tensors_in_a_dict_that_a_hook_adds_come_back(tmp_path: Path) -> None:
+    with run(tmp_path, Nested(1.0)) as manager:
+        manager.save(1, force=True)
+    other = Nested(2.0)
+    with run(tmp_path, other) as manager:
+        manager.load()
+    assert other.more["b"] == 1.0 and other.more["deep"]["a"].tolist() == [1.0, 1.0]
+
+
 class OnOneRank(nn.Linear):
     """Has one more key on rank 1, which its load refuses after a collective."""
 
