@@ -105,6 +105,7 @@ def test_after_a_load_that_may_change_tensors_nothing_is_verified_and_a_warning_
     assert "nothing is compared after this load: with renames, casts or a lower load_strictness" in caplog.text
     assert "they are what was saved" not in caplog.text
     assert torch.equal(run.model.first.weight.float(), saved.model.first.weight.to(run.model.first.weight).float())
+    assert _moment(run, run.model.first.weight).dtype == run.model.first.weight.dtype, "cast with its parameter"
 
 
 def test_excluded_tensors_and_their_optimizer_state_stay_as_they_are(start_run: StartRun) -> None:
