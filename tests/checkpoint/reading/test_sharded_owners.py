@@ -110,7 +110,7 @@ def test_fsdp1_without_a_mesh_is_refused_with_the_fix(rank: int, tmp_path: Path)
     inner = FullyShardedDataParallel(Net(), use_orig_params=True, device_id=torch.device("cpu"))
     for model, which in ((inner, "the model"), (torch.nn.Sequential(torch.nn.Identity(), inner), "1")):
         optimizer = torch.optim.AdamW(model.parameters())
-        with pytest.raises(ConfigError, match=rf"model: {which} is .* without a device mesh.*Pass device_mesh=init_dev"):
+        with pytest.raises(ConfigError, match=rf"model: {which} is .* without a device mesh.*Pass device_mesh=init"):
             managed(tmp_path, model, optimizer)
 
 
