@@ -116,7 +116,14 @@ def test_a_table_is_parsed_at_the_first_access_and_damage_names_its_file() -> No
     assert (caught.value.path, caught.value.finding.partition(": ")[0]) == ("step-5", "manifest.json")
 
 
-@pytest.mark.parametrize(("entries", "found"), [('{"n":3}', "n: expected dict, found int"), ("{1:2}", "property name")])
+@pytest.mark.parametrize(
+    ("entries", "found"),
+    [
+        ('{"n":3}', "n: expected dict, found int"),
+        ("{1:2}", "property name"),
+        ('{"\\ud800":{}}', "is not valid text"),
+    ],
+)
 def test_a_table_of_anything_but_objects_is_damage(entries: str, found: str) -> None:
     text = "\n".join(LINES).replace("BLOCKS", "aa" * 8).removesuffix(",")
     changed = text.replace('{"n":{"value":3}}', entries)

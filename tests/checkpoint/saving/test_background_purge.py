@@ -120,3 +120,19 @@ def test_queued_work_of_one_key_runs_once_and_all_work_in_order() -> None:
     may_continue.set()
     assert background.wait(DEADLINE_SECONDS)
     assert ran == ["first", "third"]
+
+
+def test_work_that_had_not_begun_when_it_was_closed_never_does() -> None:
+    background, begun, may_continue, ran = Background("test"), threading.Event(), threading.Event(), list[str]()
+
+    def first() -> None:
+        begun.set()
+        assert may_continue.wait(DEADLINE_SECONDS)
+
+    background.run("a", first)
+    assert begun.wait(DEADLINE_SECONDS)
+    background.run("b", lambda: ran.append("b"))
+    assert not background.close(0)
+    may_continue.set()
+    assert background.wait(DEADLINE_SECONDS)
+    assert ran == []
