@@ -100,7 +100,7 @@ def in_lists(found: tuple[dict[str, Tensor], ...]) -> list[Any]:
     return [{name: each.tolist() for name, each in of_one.items()} for of_one in found]
 
 
-@pytest.mark.parametrize("settings", [{"lr": 1.0}, {}], ids=["settings", "no settings"])
+@pytest.mark.parametrize("settings", [{"lr": 1.0}, pytest.param({}, marks=pytest.mark.slow)], ids=["settings", "none"])
 @on_two_ranks
 def test_a_state_that_only_its_owner_keeps_comes_back_to_it(rank: int, tmp_path: Path, settings: Any) -> None:
     straight = on_ranks(rank, tmp_path / "a", 6, settings=settings)
@@ -283,7 +283,9 @@ class Dotted(OfOwners):
                 state["momentum"] = state.pop("its.momentum")
 
 
-@pytest.mark.parametrize("options", [{}, {"state_owner": owner_of}], ids=["by absence", "by the hook"])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"state_owner": owner_of}], ids=["by absence", "by the hook"]
+)
 @on_two_ranks
 def test_a_state_with_a_dot_in_its_name_comes_back_to_its_owner(
     rank: int, tmp_path: Path, options: dict[str, Any]
