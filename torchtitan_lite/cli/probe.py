@@ -5,7 +5,6 @@ Run it before a long training: the starts of a job try the first part, too, but 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.disk.mounts import mount_of
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.probe import LOCKS, NEEDS, WANTS, probe
+from torchtitan_lite.store.probe import LOCKS, NEEDS, WANTS, has_locks, probe
 from torchtitan_lite.stores import usable
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ def _seen_by_second(root: Path, second: Path) -> dict[str, float | bool]:
         for what, data in (("a new file", b"one"), ("new contents under its name", b"two")):
             DISK.write_atomically(file, data)
             found[what] = _seconds(lambda data=data: _content(theirs) == data)  # type: ignore[misc]  # as it is now
-        found[LOCKS] = _is_locked(file, theirs)
+        found[LOCKS] = has_locks(file, theirs)
         DISK.remove_file(file)
         found["that it was removed"] = _seconds(lambda: not os.path.lexists(theirs))
     finally:
@@ -106,19 +105,6 @@ def _until(is_seen: Callable[[], bool]) -> float | None:
             return None
         time.sleep(_PAUSE_SECONDS)
     return time.monotonic() - began
-
-
-def _is_locked(file: Path, theirs: Path) -> bool:
-    """Return whether a lock on `file` keeps the second client from it."""
-    try:
-        with file.open("r+b") as one, theirs.open("r+b") as other:  # NFS locks only what is open for writing.
-            fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # It may not see the file yet.
-        return False
-    return False
 
 
 def _json(root: Path, lacks: list[str], seen: dict[str, float | bool]) -> dict[str, Any]:

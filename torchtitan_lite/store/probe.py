@@ -117,7 +117,7 @@ def _wanted(folder: Path, durable: Durable) -> Iterator[tuple[str, bool]]:
         raise Lacks(EXCLUSIVE, "a second one was made")
     except FileExistsError:
         pass
-    yield LOCKS, _locks(first)
+    yield LOCKS, has_locks(first, first)
     yield LINKS, _links(first, folder / "link")
     os.close(durable.create(second))
     with _needed(REPLACES):
@@ -171,18 +171,17 @@ def _writes_directly(fd: int, page: memoryview, durable: Durable) -> bool:
     return True
 
 
-def _locks(path: Path) -> bool:
-    """Return whether a lock on `path` keeps another open file from it."""
-    # NFS locks only what is open for writing.
-    with path.open("r+b") as one, path.open("r+b") as other:
-        try:
+def has_locks(path: Path, other: Path) -> bool:
+    """Return whether a lock on `path` keeps others from `other`: the same file, maybe through another client."""
+    try:
+        with path.open("r+b") as one, other.open("r+b") as theirs:  # NFS locks only what is open for writing.
             fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+            fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # Also a client that does not see the file yet.
         return False
+    return False
 
 
 def _links(path: Path, link: Path) -> bool:

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.checkpoint.conftest import MODES
+from tests.checkpoint.state.low_bits import EightBits
 from tests.logged import logged_warnings
 from tests.ranks import Ranks, on_two_ranks
 from torchtitan_lite.checkpoint import CheckpointManager
@@ -262,6 +263,47 @@ def test_owners_that_have_shards_resume_with_the_same_shards_only(
         assert not [each.failure for each in reports if each.failure]
     again = four_ranks.run(in_shards, folder=tmp_path, steps=3, tp=2)
     assert again == [["0.weight"] * 3] * 2 + [["1.weight"] * 3] * 2
+
+
+def in_shards_of_low_bits(rank: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Linear(8, 8, bias=False)
+    whole = DTensor.from_local(EightBits.of(torch.ones(4, 8)), mesh["tp"], [Shard(0)], run_check=False)
+    model.weight = nn.Parameter(whole, requires_grad=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if mesh.get_local_rank("dp") == 0:
+        optimizer.state[model.weight]["momentum"] = distribute_tensor(torch.ones(8, 8), mesh["tp"], [Shard(0)])
+    with CheckpointManager.for_loop(model=model, optimizer=optimizer, folder=folder, interval=1) as manager:
+        manager.load()
+        where = r"weight\.momentum is in shards on some ranks, and its parameter is made of other"
+        with pytest.raises(RanksDiffer, match=where):
+            manager.save(1)
+
+
+def test_owners_that_have_shards_of_a_low_bit_parameter_are_refused_at_the_first_save(
+    four_ranks: Ranks, tmp_path: Path
+) -> None:
+    four_ranks.run(in_shards_of_low_bits, folder=tmp_path)
+
+
+@on_two_ranks
+def test_a_state_of_a_low_bit_parameter_comes_back_to_its_owner(rank: int, tmp_path: Path) -> None:
+    def start() -> tuple[torch.optim.Optimizer, nn.Parameter, CheckpointManager]:
+        model = nn.Linear(8, 8, bias=False)
+        model.weight = nn.Parameter(EightBits.of(torch.ones(8, 8)), requires_grad=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        manager = CheckpointManager.for_loop(model=model, optimizer=optimizer, folder=tmp_path, interval=1)
+        manager.load()
+        return optimizer, model.weight, manager
+
+    optimizer, weight, manager = start()
+    with manager:
+        if rank == 1:
+            optimizer.state[weight]["momentum"] = torch.ones(3)
+        manager.save(1)
+    optimizer, weight, manager = start()
+    with manager:
+        assert [*optimizer.state.get(weight, {})] == ["momentum"] * rank
 
 
 class Dotted(OfOwners):

@@ -18,6 +18,7 @@ from torchtitan_lite.checkpoint.format.chunk_runs import LEAST_CHUNKS, Shape
 from torchtitan_lite.checkpoint.format.description import Description
 from torchtitan_lite.checkpoint.format.shards import box_of, sharding_text
 from torchtitan_lite.checkpoint.format.structure import (
+    FORM,
     Branch,
     are_pieces,
     branch_of,
@@ -52,6 +53,7 @@ _WHOLE = re.compile(
 )
 """Containers that all come from one rank: settings, state of an optimizer without a parameter, what a module adds."""
 KEPT_ALIKE = "Keep the same entries on each rank that has the state"
+KEPT_ALL = "Keep such a state on each rank that has the parameter"
 OF_OWNER = "Have state_owner name the rank that keeps the state, or return None for what each rank keeps"
 
 
@@ -269,7 +271,11 @@ class JointPlan:
         for (name, key), ranks in owned.items():
             state, sharding = f"{name}.{key}" if key else name, ""
             if any(each.startswith(f"{state}.") for each in sharded):
-                section, number = places.get(f"{_MODEL}.{name}", places.get(name, []))[0]
+                of_parameter = places.get(f"{_MODEL}.{name}", places.get(name))
+                if not of_parameter:
+                    found = f"{_STATES}{state} is in shards on some ranks, and its parameter is made of other tensors"
+                    raise RanksDiffer(found, KEPT_ALL)
+                section, number = of_parameter[0]
                 entry = section.entries[number]
                 sharding = sharding_text(section.meshes.get(entry.mesh, ()), entry.placements)
             self.owners[OWNER_KEYS + state] = str(OwnerRanks((*ranks,), len(self._outlines), sharding))
@@ -294,7 +300,9 @@ class JointPlan:
                     return 0 not in entry.shape
                 coordinate = self._outlines[rank].places[entry.mesh]
                 return 0 not in box_of(entry.shape, section.meshes[entry.mesh], entry.placements, coordinate).sizes
-        return False
+        # One that is made of other tensors has its form there.
+        form = f"{parameter}.{FORM}"
+        return any(rank in section.ranks for section, _ in places.get(f"{_MODEL}.{form}", places.get(form, [])))
 
     def _structure(
         self, branches: Sequence[Branch], optimizers: Sequence[HeldBy], places: Mapping[str, list[Place]]
