@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -217,6 +218,13 @@ def test_the_installed_command_trains_and_resumes_in_an_empty_folder(installed: 
     assert (trained / "outputs" / "checkpoint" / "step-3" / "manifest.json").is_file()
     listed = run_installed(installed, "torchtitan-lite", "ls", "outputs", cwd=trained)
     assert listed.startswith("outputs/checkpoint: 2 checkpoints, ")
+
+
+def test_the_loop_of_the_readme_resumes_with_the_installed_package(installed: Path, tmp_path: Path) -> None:
+    (loop,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "loop.py").write_text(loop)
+    said = [run_installed(installed, "python", "loop.py", cwd=tmp_path).strip() for _ in range(2)]
+    assert said == ["Started at step 0", "Resumed at step 300"]
 
 
 def test_the_wheel_is_small_and_has_the_files_of_the_package_and_no_others(wheel: Path) -> None:

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 OWN_PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [*OWN_PAGES, ROOT / "CONTRIBUTING.md"]
 ONE_PROCESS, SHARDED = "own_loop.py", "own_fsdp_loop.py"
+README_WORDS = 900
 DEADLINE_SECONDS = 120.0
 
 LINK = re.compile(r"\[[^]\n]*\]\(([^)\s]+)\)")
@@ -108,6 +109,16 @@ def test_the_matrix_of_topologies_has_every_tested_pair() -> None:
     header, _, *rows = [line.strip("| ").split(" | ") for line in table.partition("\n\n")[0].splitlines()]
     assert header[1:] == list(TOPOLOGIES)
     assert rows == [[name, *itertools.repeat("=", len(TOPOLOGIES))] for name in TOPOLOGIES]
+
+
+def test_the_readme_is_short_and_its_loop_resumes_when_it_is_pasted_and_run_twice(tmp_path: Path) -> None:
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(page.split()) <= README_WORDS
+    (loop,) = _blocks(ROOT / "README.md", "python")
+    (tmp_path / "loop.py").write_text(loop)
+    said = [_forked_output_of(tmp_path / "loop.py").strip() for _ in range(2)]
+    assert re.findall(r"^It prints `(.+)`, then `(.+)`\.$", page, re.MULTILINE) == [(*said,)]
+    assert {"step-100", "step-300", "step-600"} <= {path.name for path in (tmp_path / "demo").iterdir()}
 
 
 def test_the_loop_of_one_process_runs_resumes_and_is_read_into_a_plain_module(tmp_path: Path) -> None:
