@@ -1,4 +1,4 @@
-"""Measure what the ledger adds to a step of the debug run: `python scripts/bench_ledger.py --docs docs/goodput.md`.
+"""Measure what the ledger adds to a step of the debug run: `python scripts/bench_ledger.py --docs docs/watching.md`.
 
 One process trains, and each step has the ledger or has not, by a coin with a fixed seed, so both kinds meet the same
 weather; logged steps are compared with logged ones. The steps are short, because what the ledger does in one does not
@@ -160,7 +160,7 @@ def report(coin: Coin, costs: dict[str, float], step_seconds: float) -> str:
         f"µs longer (95 %: {1e6 * low:+.0f} to {1e6 * high:+.0f} µs), which is {of_step[1]:+.3f} % of a step of the "
         f"debug run (95 %: {of_step[2]:+.3f} % to {of_step[3]:+.3f} %).\n"
         f"CPU time leaves out waits for a disk: the ledger writes into the page cache and syncs nothing.\n"
-        f"From `python scripts/bench_ledger.py --docs docs/goodput.md`.\n"
+        f"From `python scripts/bench_ledger.py --docs docs/watching.md`.\n"
     )
 
 

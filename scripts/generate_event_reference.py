@@ -1,4 +1,4 @@
-"""Write the table of events in docs/quickstart.md from the classes of torchtitan_lite/events.py and their docstrings.
+"""Write the table of events in docs/watching.md from the classes of torchtitan_lite/events.py and their docstrings.
 
 python scripts/generate_event_reference.py
 """
@@ -11,13 +11,13 @@ from pathlib import Path
 from torchtitan_lite.config.argument_parser import doc_strings
 from torchtitan_lite.events import EVENTS, Event
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "quickstart.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "watching.md"
 BEGIN, END = "<!-- events: written by scripts/generate_event_reference.py -->\n\n", "\n<!-- end of events -->"
 LINKS = {
     "copy in memory": "memory.md#images",
     "interval from now on": "intervals.md#an-interval-that-chooses-itself",
     "`memory`": "memory.md#what-a-start-loads",
-    "by part": "goodput.md#the-ledger",
+    "by part": "#where-the-time-goes",
 }
 """Where the pages have more about these words."""
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make the run that docs/report.md shows, and its report: ./scripts/report_example.sh FOLDER
+# Make the run that docs/watching.md shows, and its report: ./scripts/report_example.sh FOLDER
 #
 # A debug run on four processes that is killed, resumed, stopped by SIGTERM, damaged, resumed with another learning rate,
 # killed again, and rolled back. FOLDER must not exist. About three minutes on two cores; PYTHON as in scripts/env.sh.

@@ -151,7 +151,7 @@ def test_a_line_of_another_program_is_no_event(record: dict[str, Any]) -> None:
 
 
 def test_the_table_of_events_is_up_to_date() -> None:
-    page = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "watching.md").read_text(encoding="utf-8")
     assert page == _reference().render(page), "run: python scripts/generate_event_reference.py"
 
 

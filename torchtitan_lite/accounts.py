@@ -2,7 +2,7 @@
 
 The parts are disjoint, and those of a start sum to the time from its start to its last beat. The time between two
 starts is `down`, or `idle` if the run had finished before. So all parts together sum to the time from the first start
-to the last beat. `ledger` writes the lines; docs/goodput.md describes them.
+to the last beat. `ledger` writes the lines; docs/watching.md describes the parts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ PARTS = (
 """Every part: those of a start, and `down` and `idle` between two starts."""
 PARTS_OF_A_START = PARTS[:-2]
 START, LOADED, ROLLED_BACK, COMMITTED, BEAT, END = "start", Loaded.name, "rolled_back", Committed.name, "beat", "end"
-"""The records of a ledger. Where one is an event, too, it has its name."""
+"""The records of a ledger. Where one is an event, too, it has its name.
+
+Each has the id of its `start` and the `time` in Unix seconds. `start` also has host, pid, world_size, topology and
+version; `loaded` has step, from, seconds, durable_step and at_risk_seconds; `committed` has step, blocked, seconds,
+bytes, slowest_rank and slowest_seconds; `rolled_back` has step and from_step; `beat` has step, durable_step,
+at_risk_seconds and seconds by part; `end` has the same and why, and for `preempted` the signal.
+"""
 FAILED = "failed"
 CLEAN_ENDS = (Finished.name, Preempted.name)
 """How a start ended, in the last record of it."""

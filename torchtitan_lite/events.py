@@ -3,7 +3,7 @@
 Other people's scripts read the name of an event, declared with its class, and its figures, the fields of the class:
 neither changes without an entry in CHANGELOG.md. Units are in the names of the figures. They are text at two borders
 only, in events.jsonl (`event_lines`) and in a caller's `on_event`; in between the package passes values.
-scripts/generate_event_reference.py makes the table in docs/quickstart.md from the docstrings here.
+scripts/generate_event_reference.py makes the table in docs/watching.md from the docstrings here.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Uploaded(Event, name="uploaded"):
 
 @dataclass(frozen=True, kw_only=True)
 class UploadFailed(Event, name="upload_failed"):
-    """The upload of this step does not get on for now; it is tried again. Once for each reason."""
+    """The upload of this step failed and will be retried; one event for each reason."""
 
     path: str
     """The folder that it goes to."""
@@ -255,7 +255,7 @@ class Loaded(Event, name="loaded"):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSkipped(Event, name="image_skipped"):
-    """The image of this step in memory is damaged; the load continued with another one or the disk."""
+    """The in-memory snapshot of this step is damaged; the load continued with another one or the disk."""
 
     finding: str
     """What is wrong with it."""
