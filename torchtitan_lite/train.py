@@ -23,7 +23,7 @@ from torchtitan_lite.errors import ConfigError, PeerLost, TorchtitanLiteError
 def main(arguments: list[str] | None = None) -> int:
     """Run the job that `arguments`, by default the command line's, describe; return its exit code.
 
-    docs/quickstart.md lists the codes.
+    docs/troubleshooting.md lists the codes.
     """
     began = time.monotonic()
     rank = launched().rank
