@@ -95,7 +95,7 @@ def test_the_manifest_on_the_format_page_has_the_fields_of_a_manifest() -> None:
 
 
 def test_the_rules_for_changed_keys_on_the_page_are_those_of_the_code() -> None:
-    page = (ROOT / "docs" / "what_changed.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "partial_loads.md").read_text(encoding="utf-8")
     _, _, below = page.partition(
         "<!-- rules: from torchtitan_lite/config/drift.py; tests/docs/test_docs.py compares -->\n"
     )
@@ -148,7 +148,7 @@ def test_the_sharded_loop_runs_on_two_processes_and_resumes_on_one(tmp_path: Pat
 
 
 def _rules_of_changes() -> str:
-    """Return the part of docs/what_changed.md between its marks."""
+    """Return the part of docs/partial_loads.md between its marks."""
     honoured = {
         section: [key.partition(".")[2] for key in KEYS if key.startswith(f"{section}.") and _is_honoured(key)]
         for section in SECTIONS
