@@ -1,7 +1,7 @@
 """`prune`: remove the checkpoints that no rule keeps.
 
-The decision is that of a training job, by the same function; with --dry-run it is printed and nothing else. `kept_by` in
-the JSON has the keys of the rules, and `pinned`, `latest`, `latest_without_nan`, `latest_of_equal_ranks`,
+The decision is that of a training job, by the same function; with --dry-run it is printed and nothing else.
+`kept_by` in the JSON has the keys of the rules, and `pinned`, `latest`, `latest_without_nan`, `latest_of_equal_ranks`,
 `weights_only`, `damaged` and `no_rule`.
 """
 
