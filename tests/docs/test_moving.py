@@ -17,6 +17,8 @@ import torch
 from tests.forked import REPO, run_code, run_script
 
 PAGE = (REPO / "docs" / "moving.md").read_text(encoding="utf-8")
+EXAMPLES = REPO / "docs" / "examples" / "moving"
+LINKED = re.compile(r"\(examples/moving/(\w+\.py)\)")
 STEP = re.compile(
     r"(?P<before>[^\n]*)\n\n```(?:python|toml)\n(?P<code>.*?)^```$"
     r"|^    (?P<command>(?:python|torchtitan-lite) [^\n]*)$",
@@ -42,7 +44,8 @@ def section(title: str) -> Iterator[tuple[str, str, str]]:
 def run_section(title: str, folder: Path) -> Outputs:
     """Write the programs and run the commands of a section in `folder`."""
     outputs: Outputs = {}
-    write(TASK, folder)
+    for name in (TASK, *LINKED.findall(PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0])):
+        write(name, folder)
     for name, code, command in section(title):
         if name:
             (folder / name).write_text(code)
@@ -54,7 +57,10 @@ def run_section(title: str, folder: Path) -> Outputs:
 
 
 def write(name: str, folder: Path) -> None:
-    """Write the program `name` of the page into `folder`."""
+    """Write the program `name`, of the page or of those that it links, into `folder`."""
+    if name in LINKED.findall(PAGE):
+        shutil.copy(EXAMPLES / name, folder)
+        return
     [code] = [match["code"] for match in STEP.finditer(PAGE) if match["code"] and name in NAME.findall(match["before"])]
     (folder / name).write_text(code)
 
@@ -123,10 +129,13 @@ def test_every_program_and_command_on_the_page_is_in_a_section_that_a_test_runs(
     commands = len(re.findall(r"^    (?:python|torchtitan-lite|torchrun|\./)", PAGE, re.MULTILINE))
     assert in_sections == fences + commands
     assert not [*section("The first start")]
+    assert sorted(LINKED.findall(PAGE)) == sorted(path.name for path in EXAMPLES.iterdir())
+    assert not [name for name in LINKED.findall(PAGE) if f"    python {name} " not in PAGE]
 
 
 def test_every_loop_of_the_page_that_saves_ends_after_a_signal() -> None:
     programs = [match["code"] for match in STEP.finditer(PAGE) if match["code"]]
+    programs += [path.read_text(encoding="utf-8") for path in EXAMPLES.iterdir()]
     # Callbacks do not own the loop: the examples next to the page show how they end it.
     loops = [code for code in programs if re.search(r"^ +(manager|checkpoint)\.save\(", code, re.MULTILINE)]
     assert len(loops) == 4
