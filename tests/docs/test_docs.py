@@ -174,8 +174,9 @@ def _blocks(page: Path, language: str) -> list[str]:
 
 
 def _write_example(name: str, folder: Path) -> str:
-    """Write the program of the page that is named `name` into `folder`. Return `name`."""
-    one_process, sharded = _blocks(ROOT / "docs" / "own_loop.md", "python")
+    """Write the program of the page, or that it links, that is named `name` into `folder`. Return `name`."""
+    (one_process,) = _blocks(ROOT / "docs" / "own_loop.md", "python")
+    sharded = (ROOT / "docs" / "examples" / SHARDED).read_text(encoding="utf-8")
     (folder / name).write_text(one_process if name == ONE_PROCESS else sharded)
     return name
 

@@ -28,6 +28,8 @@ LIBRARIES = {
     "several_models.py": [],
 }
 """Libraries that each script needs in addition to those of this package."""
+SHARDED = "own_fsdp_loop.py"
+"""Run by tests/docs/test_docs.py, under torchrun."""
 STEPS, STOPPED_AT = 20, 8
 KILLABLE = range(12, STEPS + 1)
 """The steps whose loss is printed after the save of step 10 has begun, so that of step 5 is committed."""
@@ -56,8 +58,9 @@ DEADLINE_SECONDS = 300.0
 
 def test_every_example_is_tested_and_linked_from_a_page_about_own_loops() -> None:
     page = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("own_loop.md", "several_models.md"))
-    assert sorted(LIBRARIES) == sorted(path.name for path in EXAMPLES.iterdir() if path.suffix == ".py")
-    assert not [name for name in LIBRARIES if f"(examples/{name})" not in page]
+    scripts = sorted(path.name for path in EXAMPLES.iterdir() if path.suffix == ".py")
+    assert sorted([*LIBRARIES, SHARDED]) == scripts
+    assert not [name for name in scripts if f"(examples/{name})" not in page]
 
 
 @pytest.mark.slow  # three starts, one of a new interpreter, each with the import of a large library
