@@ -4,7 +4,7 @@
 
 Each round runs a small loop with asynchronous saves by a writer process into a folder on the disk and into the store,
 and its bytes up and down through the client alone, each in a process of its own, in turn. Prints medians of the rounds
-and the medians of the rounds' ratios. The environment says how to reach the store, as docs/object_stores.md describes.
+and the medians of the rounds' ratios. The environment says how to reach the store: docs/where_a_step_can_be.md.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from torchtitan_lite.events import EVENTS, Event
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "watching.md"
 BEGIN, END = "<!-- events: written by scripts/generate_event_reference.py -->\n\n", "\n<!-- end of events -->"
 LINKS = {
-    "copy in memory": "memory.md#images",
+    "copy in memory": "where_a_step_can_be.md#in-memory-snapshots",
     "interval from now on": "intervals.md#an-interval-that-chooses-itself",
-    "`memory`": "memory.md#what-a-start-loads",
+    "`memory`": "where_a_step_can_be.md#what-a-start-loads",
     "by part": "#where-the-time-goes",
 }
 """Where the pages have more about these words."""

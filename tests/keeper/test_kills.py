@@ -1,4 +1,4 @@
-"""What survives which kill: the lines of the table in docs/memory.md that this machine can try."""
+"""What survives which kill: the lines in docs/where_a_step_can_be.md that this machine can try."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_all_small_tensors_and_objects_of_the_own_file_are_lent_verified(
     tensors = [entry for entry in each.manifest.tensors.values() if 0 not in entry["shape"]]
     assert len(parts) >= len(tensors)
 
-    page = (Path(__file__).parents[3] / "docs" / "memory.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "where_a_step_can_be.md").read_text()
     assert f"if they have at most {image_sources.MOST_BYTES >> 20} MiB each" in page
     assert f"or more than {image_sources.MOST_BYTES_OF_A_RANK >> 20} MiB of small tensors" in page
     monkeypatch.setattr(image_sources, "MOST_BYTES_OF_A_RANK", sum(sizes))

@@ -48,12 +48,12 @@ class _Written:
 
     folder: str = "checkpoint"
     """Folder for checkpoints, inside job.dump_folder, or the address of one in an object store: s3://bucket/run.
-    docs/object_stores.md"""
+    docs/where_a_step_can_be.md"""
 
     upload_folder: str = ""
     """Second folder for checkpoints: each committed one is uploaded there in the background, and a start loads from
     there what its own disk lacks. An address such as s3://bucket/run, or a folder, inside job.dump_folder unless it is
-    absolute; empty: none. docs/uploads.md"""
+    absolute; empty: none. docs/where_a_step_can_be.md"""
 
     upload_max_mb_per_second: NotNegative = 0.0
     """Most megabytes (10^6 bytes) a second that the uploads of the run send; 0: no limit."""
@@ -167,7 +167,7 @@ class _Copies:
     memory_interval: AtLeastZero = 0
     """Steps from one image to the next: a copy of the state in memory only, which outlives the trainer. 0: only the
     copies that asynchronous saves make anyway. Above 0 the copies take three times the memory of one (two, if there is
-    no room for three). Not with async_mode "disabled". docs/memory.md says what survives which end."""
+    no room for three). Not with async_mode "disabled". docs/where_a_step_can_be.md says what survives which end."""
 
     memory_replicas: int = 0
     """How many other hosts keep each image in their memory, too: 0 or 1. With 1 the loss of a host costs a few steps,

@@ -4,7 +4,8 @@ It never maps or reads them, and it has no torch. It has a session of its own, n
 stream, pipe or socket of the trainer that started it. While trainers live it waits without a timer. It ends when the
 run has finished, when no registered process has lived for the time to live, when a person asks for it while none lives,
 and when its socket is removed or replaced, because nothing could find it then. `client` has the other end. The process
-is small only because this module and what it imports are, so it imports little.
+is small only because this module and what it imports are, so it imports little. In a container without an init it
+stays as a zombie after its end; `docker run --init` prevents that.
 """
 
 from __future__ import annotations
