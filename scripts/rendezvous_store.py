@@ -2,7 +2,7 @@
 
     python scripts/rendezvous_store.py 0.0.0.0 29500
 
-It has nothing to save: where it ends, start it again, then the job. docs/elastic.md has the options of torchrun.
+It has nothing to save: where it ends, start it again, then the job. docs/clusters.md has the options of torchrun.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@
 #   PYTHON       default: .venv/bin/python in REPO
 #   SPARE_NODES  how many of the nodes wait to take the place of lost ones; default 0. Submit with --no-kill then
 #
-# Options of sbatch on the command line override the #SBATCH lines; docs/slurm.md gives the reasons for these.
+# Options of sbatch on the command line override the #SBATCH lines; docs/clusters.md gives the reasons for these.
 # Exit codes: 0 finished, or queued again; 2 wrong usage; 3 set-up impossible; else the exit code of srun.
 
 set -euo pipefail

@@ -233,7 +233,7 @@ def test_a_clone_without_an_environment_ends_with_3_and_the_command_that_the_pag
     assert code == 3
     command = "./run_train.sh --help"
     assert command in said
-    assert command in (ROOT / "docs" / "slurm.md").read_text()
+    assert command in (ROOT / "docs" / "clusters.md").read_text()
 
 
 def test_each_node_runs_one_torchrun_with_its_rendezvous_on_the_first_node(cluster: Cluster) -> None:
