@@ -1,4 +1,4 @@
-"""docs/cli_verify_diff.md shows what the two verbs print."""
+"""docs/cli.md shows what `verify` and `diff` print."""
 
 from __future__ import annotations
 
@@ -16,14 +16,38 @@ from tests.store.filled import flip
 from torchtitan_lite.cli.exit_codes import ExitCode
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "cli_verify_diff.md"
+PAGE = ROOT / "docs" / "cli.md"
 GOLDEN = ROOT / "tests" / "golden"
 CODES = {
     "verify outputs": ExitCode.DAMAGE,
-    "verify outputs --sizes": ExitCode.FINE,
-    "verify pretrained": ExitCode.FINE,
     "diff base tuned --values": ExitCode.DIFFERENT,
-    "diff one-process two-ranks --values": ExitCode.FINE,
+}
+NOT_ON_THE_PAGE = {
+    "verify outputs --sizes": """\
+  step-10   intact   3 files   34 tensors   126.6 KiB
+  step-20   intact   3 files   34 tensors   126.6 KiB
+  step-30   intact   3 files   34 tensors   126.6 KiB
+
+3 checkpoints, sizes only: nothing is missing or truncated. No byte was read.
+""",
+    "verify pretrained": """\
+  pretrained   intact   3 files   34 tensors   126.6 KiB
+
+1 checkpoint, every byte: nothing is damaged.
+pretrained has no digests: compared with the checksums that torch.save wrote.
+pretrained: 35 of 93 items without a checksum, so not compared by value.
+""",
+    "diff one-process two-ranks --values": """\
+A  one-process
+B  two-ranks
+
+Where they come from, which does not count (A, B): 2
+  ranks      1        2
+  topology   1 rank   2 ranks
+
+Values of 7 tensors not read: equal by digest.
+The states are equal.
+""",
 }
 
 
@@ -56,7 +80,7 @@ def make_folders(base: Path) -> None:
     save_plain(state | {"lora.weight": torch.zeros(4, 2)}, base / "tuned")
 
 
-def printed(line: str, base: Path) -> tuple[int, str]:
+def printed(line: str) -> tuple[int, str]:
     """Return the exit code of the command `line`, and what it prints, without the time that it took."""
     ended = command(*line.split())
     assert not ended.err
@@ -70,15 +94,24 @@ def shown() -> dict[str, str]:
     for block in blocks:
         text = re.sub(r"^    ", "", block.strip("\n") + "\n", flags=re.MULTILINE)
         first, _, output = text.partition("\n")
-        assert first.startswith("$ torchtitan-lite ")
-        found[first.removeprefix("$ torchtitan-lite ")] = output
+        if first.startswith(("$ torchtitan-lite verify ", "$ torchtitan-lite diff ")):
+            found[first.removeprefix("$ torchtitan-lite ")] = output
     return found
 
 
-def test_the_page_shows_what_the_command_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_folders(tmp_path)
     monkeypatch.chdir(tmp_path)
+
+
+def test_the_page_shows_what_the_command_prints() -> None:
     assert shown().keys() == CODES.keys()
     for line, output in shown().items():
-        assert printed(line, tmp_path) == (CODES[line], output), line
+        assert printed(line) == (CODES[line], output), line
     assert max(len(line) for output in shown().values() for line in output.splitlines()) <= 80
+
+
+@pytest.mark.parametrize("line", NOT_ON_THE_PAGE)
+def test_where_nothing_is_damaged_or_differs_the_command_says_what_it_compared(line: str) -> None:
+    assert printed(line) == (ExitCode.FINE, NOT_ON_THE_PAGE[line])

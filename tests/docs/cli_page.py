@@ -1,4 +1,4 @@
-"""The outputs on docs/cli.md: a real run, the commands of the page on a terminal of 80 columns.
+"""The outputs of `ls` and `inspect` on docs/cli.md: a real run, the commands on a terminal of 80 columns.
 
 python -m tests.docs.cli_page    writes them into the page
 """
@@ -19,7 +19,7 @@ from torchtitan_lite.examining.verified import Verified, content_identity, recor
 from torchtitan_lite.store.pins import Pins
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
-COMMAND = re.compile(r"^    \$ torchtitan-lite (.*)\n((?:    .*\n|\n(?=    [^$]))*)", re.MULTILINE)
+COMMAND = re.compile(r"^    \$ torchtitan-lite ((?:ls|inspect) .*)\n((?:    .*\n|\n(?=    [^$]))*)", re.MULTILINE)
 _CHANGING = (
     (re.compile(r"\b\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"), "DATE"),
     (re.compile(r"\b\d+ (s|min|h|d)\b"), "AGE"),
