@@ -1,4 +1,4 @@
-"""docs/hugging_face.md: its commands and scripts run, one after another, and the commands print what it shows."""
+"""docs/export.md, for Hugging Face: commands and scripts run in their order, and the commands print what it shows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.forked import run_script
 from torchtitan_lite.cli.app import main
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "hugging_face.md"
+PAGE = ROOT / "docs" / "export.md"
 EXPORT = re.compile(r"^    torchtitan-lite (export .*)\n\n((?:    (?:note:|Exported|to|with) .*\n)+)", re.MULTILINE)
 
 pytestmark = [

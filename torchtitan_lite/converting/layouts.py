@@ -1,7 +1,7 @@
 """What a checkpoint becomes in another layout: its keys there, and what is left out.
 
 Tensors keep their elements; keys, the forms of small states, and what belongs to one tool alone change. docs/export.md
-lists it all. Nothing is written here.
+lists what matters to users. Nothing is written here.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ def as_weights(reader: Reader, keys: Iterable[ModelKey], dtype: str = "") -> New
 
 
 def as_our_layout(reader: Reader) -> Relaid:
-    """Return a checkpoint of plain DCP or torchtitan with the keys of ours: `model.<fqn>`, or bare in weights only."""
+    """Return a checkpoint of plain DCP or torchtitan with the keys of ours: `model.<fqn>`, or bare in weights only.
+
+    Objects become JSON where possible. No structure is recorded: a load takes the types of keys from the live state.
+    """
     opened = reader.opened
     model = model_keys(opened.contents, None)
     outer_name = _outer(reader, model)
