@@ -130,6 +130,7 @@ def test_a_folder_that_does_not_exist_has_no_checkpoints(run: Folder) -> None:
     assert (store.damaged(), store.unreadable(), store.folder_id(make=False)) == ({}, {}, "")
 
 
+@pytest.mark.promise("Disk and store pass the same suite of tests.", section="bucket")
 def test_a_committed_checkpoint_is_read_back_by_another_process_of_any_rank(run: Folder) -> None:
     info = save(run.taken(), 5, b"five")
     store = run.open()

@@ -77,6 +77,11 @@ def cuts_of(requests: list[Request]) -> Iterator[tuple[int, Fate]]:
                 yield request.number, fate
 
 
+@pytest.mark.promise(
+    "A save, a removal, a pin or a start that is cut at any request, or loses its answer, leaves the old or "
+    "the new state and every reported save.",
+    section="bucket",
+)
 @pytest.mark.parametrize("name", mostly_slow(CASES, kept=("first save", "replacement")))
 def test_a_cut_anywhere_leaves_the_old_state_or_the_new_one(name: str) -> None:
     scenario = CASES[name]

@@ -49,6 +49,7 @@ def taken_over_before(number: int, act: Callable[[Job], object]) -> tuple[Bucket
     return bucket, is_done, num_requests
 
 
+@pytest.mark.promise("A job that lost the folder commits and removes nothing, whenever it continues.", section="bucket")
 @pytest.mark.parametrize("step", [10, 15])
 def test_a_commit_of_a_job_that_lost_the_folder_is_refused_wherever_it_is(step: int) -> None:
     before = {5: b"old", 10: b"old", 20: b"theirs"}
@@ -62,6 +63,7 @@ def test_a_commit_of_a_job_that_lost_the_folder_is_refused_wherever_it_is(step: 
     assert refused >= 7
 
 
+@pytest.mark.promise("A job that lost the folder commits and removes nothing, whenever it continues.", section="bucket")
 def test_a_removal_by_a_job_that_lost_the_folder_is_refused_wherever_it_is() -> None:
     refused = 0
     for number in range(1, MOST_REQUESTS):

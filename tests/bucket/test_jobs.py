@@ -64,6 +64,10 @@ class Jobs:
         return run(self._dump, *self.arguments(ranks, *more), ranks=ranks)
 
 
+@pytest.mark.promise(
+    "A run that is killed around any of its requests loses no reported save and trains as if it was not killed.",
+    section="bucket",
+)
 @pytest.mark.parametrize(
     "mode",
     [

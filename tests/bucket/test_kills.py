@@ -76,6 +76,10 @@ def num_requests(proxy: Proxy, folder: str, mode: str, tmp_path: Path) -> int:
     return len(proxy.log)
 
 
+@pytest.mark.promise(
+    "A run that is killed around any of its requests loses no reported save and trains as if it was not killed.",
+    section="bucket",
+)
 @pytest.mark.parametrize(
     "apart", [pytest.param(APART, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
 )

@@ -69,6 +69,11 @@ class LifeInBucket(Life):
             self.may_be_abandoned.update(self.there.keys() - outcome.keys())
 
 
+@pytest.mark.promise(
+    "A save, a removal, a pin or a start that is cut at any request, or loses its answer, leaves the old or "
+    "the new state and every reported save.",
+    section="bucket",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [300, pytest.param(1500, marks=pytest.mark.exhaustive)])
 def test_every_acknowledged_save_loads_after_any_faults(count: int, caplog: pytest.LogCaptureFixture) -> None:

@@ -108,6 +108,11 @@ FAULTS = {"reset": resets, "lost answer": loses_answer, "busy": answers(503, "Sl
 EACH_FAULT = ["lost answer", *(pytest.param(name, marks=pytest.mark.slow) for name in ("reset", "busy"))]
 
 
+@pytest.mark.promise(
+    "A save, a removal, a pin or a start that is cut at any request, or loses its answer, leaves the old or "
+    "the new state and every reported save.",
+    section="bucket",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", EACH_FAULT)
 def test_any_write_of_a_save_may_fail_once(proxy: Proxy, folder: str, fault: str) -> None:

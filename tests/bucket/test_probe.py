@@ -31,6 +31,7 @@ def test_jobs_that_probe_at_once_pass(objects: ObstoreObjects) -> None:
         assert list(threads.map(probe, [objects] * 8)) == [None] * 8
 
 
+@pytest.mark.promise("A store that ignores conditions is refused.", section="bucket")
 @pytest.mark.parametrize("header", ["if-none-match", "if-match"])
 def test_a_store_that_ignores_a_condition_is_refused(objects: ObstoreObjects, proxy: Proxy, header: str) -> None:
     proxy.rules.append(lambda request: proxies.strips_conditions if header in request.headers else None)

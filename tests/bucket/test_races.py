@@ -102,6 +102,7 @@ def said(contenders: list[Contender], command: str) -> list[str]:
     return [each.answer() for each in contenders]
 
 
+@pytest.mark.promise("Of several jobs that take a folder at once, one gets it.", section="bucket")
 @pytest.mark.slow
 @pytest.mark.parametrize("races", [5, pytest.param(100, marks=pytest.mark.exhaustive)])
 def test_of_eight_processes_one_gets_a_new_folder_and_one_a_folder_that_was_given_up(

@@ -57,6 +57,7 @@ Accident = Callable[[Bucket], None]
 every_accident = pytest.mark.parametrize("accident", ACCIDENTS)
 
 
+@pytest.mark.promise("A lost or damaged `head.json` is rebuilt with every committed step.", section="bucket")
 @every_accident
 def test_every_committed_checkpoint_is_found_again(job: Job, bucket: Bucket, accident: Accident) -> None:
     for step in (5, 10, 15):

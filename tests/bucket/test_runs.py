@@ -238,6 +238,7 @@ def test_without_metadata_it_resumes_and_a_copy_on_a_disk_gets_it(folder: str, m
         assert same(second.contents(), straight(tmp_path, 6))
 
 
+@pytest.mark.promise("No secret is in a file or in the log.", section="bucket")
 def test_no_secret_is_in_a_file_or_a_line_of_the_log(
     folder: str, s3: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

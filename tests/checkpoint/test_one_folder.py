@@ -37,6 +37,7 @@ def names_in(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
+@pytest.mark.promise("A start whose ranks see different folders is refused on all ranks.", section="writer")
 @pytest.mark.slow
 @on_two_ranks
 def test_folders_that_are_not_shared_are_one_error_at_the_start(rank: int, tmp_path: Path) -> None:

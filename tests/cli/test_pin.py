@@ -210,6 +210,7 @@ def test_a_malformed_file_is_named_and_kept(tmp_path: Path, said: Said) -> None:
     assert (tmp_path / "pins.json").read_bytes() == b"[1]"
 
 
+@pytest.mark.promise("A kill of `prune`, `pin` or `bring-back` at any operation loses nothing.", section="kept")
 def test_a_pin_that_is_cut_anywhere_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for at in range(1, 100):
         root = tmp_path / str(at)

@@ -108,6 +108,7 @@ CHECKPOINT = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.promise("A dry run of `prune` lists exactly what `prune` then removes.", section="kept")
 @pytest.mark.slow
 @given(
     st.dictionaries(st.integers(0, 12), CHECKPOINT, min_size=1, max_size=5),
@@ -288,6 +289,7 @@ def test_what_a_killed_prune_left_is_removed_by_the_next_one(tmp_path: Path, sai
     assert names(tmp_path) == ["step-2"]
 
 
+@pytest.mark.promise("A kill of `prune`, `pin` or `bring-back` at any operation loses nothing.", section="kept")
 def test_a_prune_that_is_cut_anywhere_loses_nothing_that_is_kept(tmp_path: Path) -> None:
     for at in range(1, 200):
         root = tmp_path / str(at)

@@ -191,6 +191,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.promise("A writer process never outlives its trainer.", section="failure")
 def test_the_process_dies_with_its_trainer() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PARENT], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

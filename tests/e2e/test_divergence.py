@@ -92,6 +92,10 @@ def without_the_batch() -> list[int]:
     return [position for position in taken if not (BAD - 1) * BATCH <= position < BAD * BATCH]
 
 
+@pytest.mark.promise(
+    "A run that rolls back by itself has, bit for bit, the losses of a run without the batches that it skips.",
+    section="loaded",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_the_run_rolls_back_leaves_the_batch_out_and_finishes(
@@ -132,6 +136,10 @@ def test_a_run_that_always_diverges_stops_with_a_list_of_what_was_tried(tmp_path
     assert job.log.count("It rolled back 3 times") == 1
 
 
+@pytest.mark.promise(
+    "A start after a kill during a rollback finishes the rollback, also from the folder of uploads.",
+    section="loaded",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("point", ["roll_back", "load", "rolled_back", "commit:step=25", "committed:step=25"])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)], ids=["one process", "two ranks"])

@@ -147,6 +147,7 @@ def test_a_folder_of_tokens_of_its_own_is_a_warning(hosts: Hosts, tmp_path: Path
     assert "The tokens of" not in logs[1]
 
 
+@pytest.mark.promise("A start whose ranks see different folders is refused on all ranks.", section="writer")
 def test_other_folders_of_checkpoints_and_of_exports_and_another_clock(hosts: Hosts, tmp_path: Path) -> None:
     for place in ("run/checkpoint", "run/export", "other/checkpoint", "other/export", "ahead"):
         (tmp_path / place).mkdir(parents=True)

@@ -178,6 +178,11 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Straight:
     return _straight(_order(tmp_path_factory.mktemp("changed"), saves_again=SAVE))
 
 
+@pytest.mark.promise(
+    "A job of two ranks that is killed at any point of a save resumes from the latest reported step or a later "
+    "one, with the losses of an uninterrupted run.",
+    section="crash",
+)
 @_each("save")
 def test_a_killed_save_loses_nothing_and_the_losses_are_those_of_the_straight_run(
     case: Case, straight: Straight, tally: Tally, tmp_path: Path
@@ -190,6 +195,11 @@ def test_a_killed_save_loses_nothing_and_the_losses_are_those_of_the_straight_ru
     _nothing_is_wrong([(killed, straight), (resumed, straight)], tally)
 
 
+@pytest.mark.promise(
+    "A job of two ranks that is killed at any point of a save resumes from the latest reported step or a later "
+    "one, with the losses of an uninterrupted run.",
+    section="crash",
+)
 @_each("again")
 def test_a_killed_save_of_an_existing_step_leaves_the_old_or_the_new_checkpoint(
     case: Case, straight: Straight, changed: Straight, tally: Tally, tmp_path: Path
@@ -205,6 +215,10 @@ def test_a_killed_save_of_an_existing_step_leaves_the_old_or_the_new_checkpoint(
     _nothing_is_wrong([(killed, changed), (resumed, straight if is_old else changed)], tally)
 
 
+@pytest.mark.promise(
+    "A start that is killed changes nothing for the next one, even while it quarantines a checkpoint.",
+    section="crash",
+)
 @_each("start")
 def test_a_killed_start_changes_nothing_for_the_next_one(
     case: Case, straight: Straight, tally: Tally, tmp_path: Path
@@ -219,6 +233,10 @@ def test_a_killed_start_changes_nothing_for_the_next_one(
     _nothing_is_wrong([(started, straight) for started in (cut, killed, resumed)], tally)
 
 
+@pytest.mark.promise(
+    "A start that is killed changes nothing for the next one, even while it quarantines a checkpoint.",
+    section="crash",
+)
 @_each("damaged")
 def test_a_killed_quarantine_changes_nothing_for_the_next_start(
     case: Case, straight: Straight, tally: Tally, tmp_path: Path

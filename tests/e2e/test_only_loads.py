@@ -32,6 +32,11 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.promise(
+    "A run with `checkpoint.load_only` changes nothing in the folder of checkpoints, and adds nothing but the "
+    "traces that you ask for to the dump folder.",
+    section="writer",
+)
 @pytest.mark.slow  # Two jobs, and a mount.
 def test_a_job_that_only_loads_runs_on_a_read_only_folder(tmp_path: Path) -> None:
     dump = tmp_path / "outputs"

@@ -34,6 +34,11 @@ def test_a_run_of_one_rank_loses_nothing_and_is_the_straight_run(
     carry_out(draw(seed, ranks=(1,), most_legs=3), tmp_path / "run", memory_tier, tally)
 
 
+@pytest.mark.promise(
+    "Runs drawn at random, with kills, rollbacks, deletions, damage and other numbers of ranks, lose nothing "
+    "and have the losses of an uninterrupted run.",
+    section="crash",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [*range(MANY), *(pytest.param(MANY + more, marks=pytest.mark.exhaustive) for more in range(MORE))]

@@ -195,6 +195,11 @@ def failures(name: str, recording: Recording, examiner: Examiner) -> Iterator[st
             yield f"{in_words(name, done, log, disk, lost)}: {finding}"
 
 
+@pytest.mark.promise(
+    "A folder `step-N` is a complete checkpoint or does not exist; a step that is saved again is the old or "
+    "the new one, bit for bit, after a power cut at any disk operation.",
+    section="crash",
+)
 def test_a_crash_anywhere_leaves_the_old_or_the_new_checkpoint_bit_for_bit(base: Path) -> None:
     tally = Tally()
     for number, (name, scenario) in enumerate(SCENARIOS.items()):
@@ -206,6 +211,7 @@ def test_a_crash_anywhere_leaves_the_old_or_the_new_checkpoint_bit_for_bit(base:
     assert tally.states >= 600
 
 
+@pytest.mark.promise("A checkpoint that was reported as saved survives every later crash.", section="crash")
 @pytest.mark.parametrize("name", ["first save", "replacement, no exchange"])
 def test_a_save_killed_anywhere_is_durable_once_it_is_repeated(name: str, base: Path) -> None:
     tally = Tally()
@@ -230,6 +236,10 @@ def abandon(disk: DiskBackend, step: int) -> None:
     disk.remove_failed(step)
 
 
+@pytest.mark.promise(
+    "After a kill before any disk operation, a power cut during the next operation does no harm, either.",
+    section="crash",
+)
 @pytest.mark.slow  # every kill, and after each every power cut of the next operation
 @pytest.mark.parametrize("then", [recover, abandon])
 def test_after_a_kill_anywhere_the_next_operation_is_safe_from_a_power_cut(
@@ -294,6 +304,7 @@ RELIED_ON = {
 SLOW = ("save next to older ones", "replacement", "branch that replaces, no exchange")
 
 
+@pytest.mark.promise("Every sync is needed: without any one of them, a power cut loses something.", section="crash")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in RELIED_ON]
 )

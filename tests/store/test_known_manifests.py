@@ -199,6 +199,11 @@ def test_a_manifest_replaced_by_another_file_is_read_again(store: CheckpointStor
     assert [info.run_id for info in store.committed()] == ["run2"]
 
 
+@pytest.mark.promise(
+    "An older step whose manifest cannot be read causes one warning; it stops no save and no start, and is "
+    "neither removed nor quarantined.",
+    section="failure",
+)
 @pytest.mark.parametrize("code", ["EIO", "EACCES", "ESTALE"])
 def test_an_unreadable_step_is_one_warning_and_stops_no_commit(
     store: CheckpointStore, code: str, caplog: pytest.LogCaptureFixture
@@ -227,6 +232,7 @@ def test_an_unreadable_step_is_kept_when_it_is_saved_again(store: CheckpointStor
     assert sorted(path.name for path in store.root.iterdir()) == ["step-2", "step-2.foreign"]
 
 
+@pytest.mark.promise("Names that a manifest lists by the thousand are looked up once.", section="hostile")
 @pytest.mark.parametrize("name", ["step-5", ".replaced-step-5-1"])
 def test_thousands_of_abandoned_steps_are_looked_for_once(store: CheckpointStore, name: str) -> None:
     put(store.root, manifest(5, Lineage("run0")), name)
@@ -262,6 +268,10 @@ def test_a_save_fails_if_its_manifest_would_be_refused_as_too_large(store: Check
     assert steps(store) == []
 
 
+@pytest.mark.promise(
+    "A manifest is not read if it is larger than 512 KiB plus 4 bytes for each byte of data next to it.",
+    section="hostile",
+)
 def test_a_manifest_may_be_as_large_as_the_data_next_to_it_can_need(store: CheckpointStore) -> None:
     made = manifest(7, extra={"note": "x" * DESCRIPTION_BYTES})
     folder = put(store.root, made)
@@ -272,6 +282,7 @@ def test_a_manifest_may_be_as_large_as_the_data_next_to_it_can_need(store: Check
     assert (steps(store), store.damaged()) == ([7], {})
 
 
+@pytest.mark.promise("Nothing outside the folder of a hostile checkpoint is read or written.", section="hostile")
 @pytest.mark.parametrize("what", ["link", "pipe"])
 def test_findings_are_not_written_through_a_link(store: CheckpointStore, tmp_path: Path, what: str) -> None:
     folder = put(store.root, manifest(5))

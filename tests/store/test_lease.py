@@ -185,6 +185,11 @@ def test_a_free_folder_is_created_and_taken_at_once_and_free_again_after_release
         assert names(root) == []
 
 
+@pytest.mark.promise(
+    "Of any number of jobs that take a folder at the same moment, one gets it; the others are refused, and the "
+    "error names the holder.",
+    section="writer",
+)
 def test_a_folder_is_refused_while_its_holder_lives_and_the_message_names_the_holder(
     root: Path, process: Process
 ) -> None:
@@ -212,6 +217,7 @@ def test_waiting_is_logged_once(root: Path, new_lease: Callable[..., Lease], cap
     assert "no sign of life" in lines[1]
 
 
+@pytest.mark.promise("After a kill, the next job on the same machine takes the folder at once.", section="writer")
 @pytest.mark.parametrize("wait_for", [True, False], ids=["gone", "zombie"])
 def test_a_folder_of_a_killed_holder_is_taken_over_at_once(
     root: Path, process: Process, new_lease: Callable[..., Lease], caplog: pytest.LogCaptureFixture, wait_for: bool
@@ -233,6 +239,7 @@ def test_another_process_with_the_pid_of_the_holder_is_not_the_holder(
     new_lease(sleep=never).take()
 
 
+@pytest.mark.promise("A job that has lost its folder renames and removes nothing there.", section="writer")
 def test_a_stopped_holder_loses_the_folder_and_notices_when_it_continues(
     root: Path, process: Process, new_lease: Callable[..., Lease]
 ) -> None:
@@ -400,6 +407,11 @@ def damaged_lock_file(root: Path) -> None:
     (root / "writer.lock").write_bytes(b"")
 
 
+@pytest.mark.promise(
+    "Of any number of jobs that take a folder at the same moment, one gets it; the others are refused, and the "
+    "error names the holder.",
+    section="writer",
+)
 @pytest.mark.parametrize(
     ("prepare", "timeout_seconds", "rounds"),
     [

@@ -134,6 +134,7 @@ def test_a_purge_leaves_pinned_steps_and_reads_them_each_time(tmp_path: Path) ->
     assert names(tmp_path) == ["pins.json", "step-3", "step-4"]
 
 
+@pytest.mark.promise("While the file of pins cannot be read, nothing is removed.", section="kept")
 @pytest.mark.parametrize("data", [MALFORMED["cut"], MALFORMED["a later version"]])
 def test_while_the_pins_are_unknown_nothing_is_purged_and_one_warning_names_the_file(
     tmp_path: Path, data: bytes
@@ -150,6 +151,7 @@ def test_while_the_pins_are_unknown_nothing_is_purged_and_one_warning_names_the_
     assert names(tmp_path) == ["step-3"]
 
 
+@pytest.mark.promise("A pinned step stays.", section="kept")
 def test_a_step_that_is_pinned_after_the_decision_stays(tmp_path: Path) -> None:
     store, housekeeping = fill(tmp_path, 1, 2, 3), keeper()
     verdicts = housekeeping.verdicts(store)

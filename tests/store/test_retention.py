@@ -77,6 +77,11 @@ class KeepNothing:
         return [Ruling("nothing", frozenset(), frozenset(found.step for found in full))]
 
 
+@pytest.mark.promise(
+    "With any configuration, the latest full checkpoint stays, and so does the latest one that this run has "
+    "saved or loaded.",
+    section="kept",
+)
 @given(INFOS)
 def test_the_latest_full_checkpoint_and_the_weights_stay_whatever_the_policy(committed: list[CheckpointInfo]) -> None:
     purged = steps(to_purge(KeepNothing(), committed))
@@ -130,6 +135,11 @@ def test_only_full_checkpoints_are_inspected() -> None:
     assert looked_at == [1, 3]
 
 
+@pytest.mark.promise(
+    "With any configuration, the latest full checkpoint stays, and so does the latest one that this run has "
+    "saved or loaded.",
+    section="kept",
+)
 @given(INFOS, st.integers(1, 5), st.sets(st.integers(0, 50)), st.sets(st.integers(0, 50)))
 def test_the_last_good_checkpoint_stays_whatever_is_damaged(
     committed: list[CheckpointInfo], k: int, sound: set[int], good: set[int]

@@ -229,6 +229,7 @@ def everything(root: Path) -> dict[tuple[str, ...], Contents]:
     }
 
 
+@pytest.mark.promise("A kill of `prune`, `pin` or `bring-back` at any operation loses nothing.", section="kept")
 @pytest.mark.parametrize("power", mostly_slow([False, True], kept=[True]))
 @pytest.mark.parametrize(
     ("make", "name", "latest"),

@@ -126,6 +126,10 @@ def test_a_missing_step_is_an_error_that_names_the_others(store: CheckpointStore
     assert (caught.value.folder, caught.value.available) == (str(root), (200, 400))
 
 
+@pytest.mark.promise(
+    "Each attempt of a save writes to a folder with a name that was never used, and never opens an existing file.",
+    section="failure",
+)
 def test_each_save_has_a_folder_of_its_own_that_no_save_had_before(store: CheckpointStore, root: Path) -> None:
     places = [store.begin(5), CheckpointStore(root).begin(5), store.begin(5), store.begin(6)]
     assert len({*places}) == 4
@@ -154,6 +158,10 @@ def test_a_rank_that_does_not_see_the_folder_of_a_save_yet_waits_for_it(store: C
     assert (root / place / "__1_0.distcp").read_bytes() == b"data"
 
 
+@pytest.mark.promise(
+    "Each attempt of a save writes to a folder with a name that was never used, and never opens an existing file.",
+    section="failure",
+)
 def test_a_file_that_is_there_is_never_written_into(store: CheckpointStore, root: Path) -> None:
     info = commit(store, 5)
     # As a client of a network file system may see it, to which the name is still what it was.
@@ -243,6 +251,7 @@ class Lost(Exception):
     """The folder belongs to another job."""
 
 
+@pytest.mark.promise("A job that has lost its folder renames and removes nothing there.", section="writer")
 @pytest.mark.parametrize("exchanges", [True, False])
 @pytest.mark.parametrize("there", ["nothing", "old", "foreign", "abandoning"])
 def test_nothing_is_renamed_after_the_fence_raised(root: Path, there: str, exchanges: bool) -> None:

@@ -20,5 +20,6 @@ class LifeOnDisk(Life):
         self.begin(backend)
 
 
+@pytest.mark.promise("A checkpoint that was reported as saved survives every later crash.", section="crash")
 def test_every_acknowledged_save_loads_whatever_happens(caplog: pytest.LogCaptureFixture) -> None:
     live(LifeOnDisk, examples(500), caplog)

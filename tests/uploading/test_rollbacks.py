@@ -113,6 +113,10 @@ def test_a_run_that_began_from_there_rolls_back_to_there_before_its_first_save(
     assert not [*other.glob("*.abandoned-*")]
 
 
+@pytest.mark.promise(
+    "A start after a kill during a rollback finishes the rollback, also from the folder of uploads.",
+    section="loaded",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", [(), (5,)], ids=["empty disk", "backup"])
 @pytest.mark.parametrize("point", ["load", pytest.param("rolled_back", marks=pytest.mark.slow)])

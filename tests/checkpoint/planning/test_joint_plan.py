@@ -160,6 +160,10 @@ def written_bytes(plans: Sequence[Sequence[WriteItem]]) -> list[int]:
     return [sum(map(num_bytes, items)) for items in plans]
 
 
+@pytest.mark.promise(
+    "A tensor that several ranks hold is written once, and the bytes are spread evenly.",
+    section="state",
+)
 @pytest.mark.slow
 @settings(max_examples=examples(1000), deadline=None)
 @given(worlds())

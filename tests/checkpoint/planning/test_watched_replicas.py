@@ -40,6 +40,11 @@ def flip_a_bit(run: SmallRun, number: random.Random) -> str:
     return name
 
 
+@pytest.mark.promise(
+    'With "replicas" in `checkpoint.digest_tensors`, the next save names rank and host of a flipped bit in a '
+    "tensor that several ranks hold, and no run resumes from that state.",
+    section="loaded",
+)
 @on_two_ranks
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -77,6 +82,11 @@ def saved_at_last(rank: int, folder: Path) -> str:
     return f"{name}|{caught.value.finding}"
 
 
+@pytest.mark.promise(
+    'With "replicas" in `checkpoint.digest_tensors`, the next save names rank and host of a flipped bit in a '
+    "tensor that several ranks hold, and no run resumes from that state.",
+    section="loaded",
+)
 @pytest.mark.slow
 def test_of_four_ranks_one_is_outvoted_and_what_was_saved_at_last_is_marked(four_ranks: Ranks, tmp_path: Path) -> None:
     found = four_ranks.run(saved_at_last, folder=tmp_path)

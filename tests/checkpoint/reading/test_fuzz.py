@@ -92,6 +92,10 @@ def probe(
     return finding, keys
 
 
+@pytest.mark.promise(
+    "Any change of any file of a checkpoint is found, and the report names the file and the tensors in it.",
+    section="loaded",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "manifest.json"])
 def test_all_damage_is_found_and_named(

@@ -155,6 +155,10 @@ def load_everything(folder: Path) -> dict[str, torch.Tensor]:
     return model
 
 
+@pytest.mark.promise(
+    "Any change of any file of a checkpoint is found, and the report names the file and the tensors in it.",
+    section="loaded",
+)
 @settings(deadline=None, max_examples=examples(60))
 @example(1 - 1e-9, "manifest.json")  # its last byte, which is read before the others
 @given(st.floats(0, 1, exclude_max=True), st.sampled_from(["__0_0.distcp", ".metadata", "manifest.json"]))

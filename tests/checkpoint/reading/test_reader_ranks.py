@@ -65,6 +65,10 @@ def test_each_rank_reads_its_part(two_ranks: Ranks, folder: Path, dim: int) -> N
         assert torch.equal(local, part)
 
 
+@pytest.mark.promise(
+    "No run resumes from a damaged checkpoint: the same start loads the next older one, on all ranks.",
+    section="loaded",
+)
 @pytest.mark.parametrize("row", [ROWS // 8, ROWS - ROWS // 8])
 def test_damage_in_one_ranks_part_is_raised_on_all(two_ranks: Ranks, folder: Path, row: int) -> None:
     flip(*place_of(folder, row))
@@ -78,6 +82,7 @@ def test_damage_outside_all_tensors_is_raised_on_all_before_a_tensor_changes(two
         assert not local.any()
 
 
+@pytest.mark.promise("An I/O error is not damage: nothing is renamed, and the start fails.", section="loaded")
 def test_an_error_of_the_machine_on_one_rank_outweighs_damage_on_another(two_ranks: Ranks, folder: Path) -> None:
     flip(*place_of(folder, ROWS // 8))
     fault = "EIO@read:rank=1,times=always,path=*.distcp"

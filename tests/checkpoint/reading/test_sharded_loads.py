@@ -78,6 +78,7 @@ def test_a_corpus_that_changed_on_one_rank_is_refused_on_both(rank: int, tmp_pat
         assert same(other.contents(), before)
 
 
+@pytest.mark.promise("A load that is refused has changed nothing in the model, on any rank.", section="loaded")
 @on_two_ranks
 def test_a_model_of_another_shape_is_refused_on_both(rank: int, tmp_path: Path) -> None:
     train_and_save(rank, tmp_path)

@@ -298,6 +298,10 @@ def test_a_step_that_is_removed_while_it_is_read_is_chosen_again(
     assert "Step 6 was removed during the load: choosing again" in caplog.text
 
 
+@pytest.mark.promise(
+    "A reader (`checkpoint.load_only`) whose step is removed or replaced while it reads chooses again.",
+    section="loaded",
+)
 def test_a_step_that_was_replaced_during_the_load_is_read_again(store: CheckpointStore) -> None:
     tried = []
 
@@ -336,6 +340,10 @@ def test_an_older_step_that_the_system_does_not_give_is_a_warning(
     assert "step-2" in warnings[0] and "Input/output error" in warnings[0]
 
 
+@pytest.mark.promise(
+    "If the manifest of the latest step cannot be read, the start ends with `CheckpointUnreadable`.",
+    section="loaded",
+)
 def test_a_newer_step_that_the_system_does_not_give_ends_the_start(
     store: CheckpointStore, machine_fails: Callable[[int], None]
 ) -> None:

@@ -50,6 +50,10 @@ def contents_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.promise(
+    "A checkpoint of another format version is not damage, and no run starts from scratch in its folder.",
+    section="loaded",
+)
 def test_a_run_neither_loads_it_nor_starts_from_scratch_in_it(folder: Path, tmp_path: Path) -> None:
     before = contents_of(folder)
     for given in ({}, {"load_only": True}, {"load_step": 1}, {"initial_load_path": str(folder / "step-1")}):

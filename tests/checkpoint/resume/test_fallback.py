@@ -49,6 +49,10 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.promise(
+    "No run resumes from a damaged checkpoint: the same start loads the next older one, on all ranks.",
+    section="loaded",
+)
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_the_next_older_one_is_resumed_from(
     damage: Callable[[Path], object], trained: SmallRun, start_run: StartRun, caplog: pytest.LogCaptureFixture
@@ -67,6 +71,10 @@ def test_the_next_older_one_is_resumed_from(
     assert renamed == f"Step 6 is damaged and is now {trained.root}/step-6.corrupt"
 
 
+@pytest.mark.promise(
+    "No run resumes from a damaged checkpoint: the same start loads the next older one, on all ranks.",
+    section="loaded",
+)
 def test_a_resumed_run_is_the_run_from_the_older_one(trained: SmallRun, start_run: StartRun, tmp_path: Path) -> None:
     flip_in(trained.root / "step-6", "model.first.weight")
     run = start_run(interval=2).loaded()
@@ -97,6 +105,10 @@ def test_several_damaged_ones_are_skipped_in_one_start(trained: SmallRun, start_
     assert sorted(run.events.steps("quarantined")) == [4, 6]
 
 
+@pytest.mark.promise(
+    "If all checkpoints are damaged, none is renamed, and the run does not start from scratch.",
+    section="loaded",
+)
 def test_where_all_are_damaged_each_is_named_and_none_is_renamed(trained: SmallRun, start_run: StartRun) -> None:
     for step, file in ((2, DATA), (4, "manifest.json"), (6, ".metadata")):
         flip(trained.root / f"step-{step}" / file, 300)
@@ -111,6 +123,7 @@ def test_where_all_are_damaged_each_is_named_and_none_is_renamed(trained: SmallR
         start_run(interval=2).manager.load()
 
 
+@pytest.mark.promise("A step that you name is never replaced by another.", section="loaded")
 def test_a_named_step_is_not_replaced_by_another(trained: SmallRun, start_run: StartRun) -> None:
     flip_in(trained.root / "step-4", "model.first.weight")
     run = start_run(interval=2, load_step=4)
@@ -119,6 +132,10 @@ def test_a_named_step_is_not_replaced_by_another(trained: SmallRun, start_run: S
     assert run.names() == ["step-2", "step-4", "step-6"]
 
 
+@pytest.mark.promise(
+    "A checkpoint of another format version is not damage, and no run starts from scratch in its folder.",
+    section="loaded",
+)
 def test_a_newer_format_is_no_damage(trained: SmallRun, start_run: StartRun) -> None:
     path = trained.root / "step-6" / "manifest.json"
     path.write_bytes(later_format(path.read_bytes()))
@@ -127,6 +144,7 @@ def test_a_newer_format_is_no_damage(trained: SmallRun, start_run: StartRun) -> 
     assert trained.names() == ["step-2", "step-4", "step-6"]
 
 
+@pytest.mark.promise("An I/O error is not damage: nothing is renamed, and the start fails.", section="loaded")
 def test_an_error_of_the_machine_is_no_damage(trained: SmallRun, start_run: StartRun) -> None:
     run = start_run(interval=2)
     with injected("EIO@read:times=always"), pytest.raises(CheckpointUnreadable, match="Input/output error"):
@@ -141,6 +159,11 @@ def test_a_temporary_error_of_the_machine_has_no_effect(trained: SmallRun, start
     assert run.train_state.step == 6
 
 
+@pytest.mark.promise(
+    "A run with `checkpoint.load_only` changes nothing in the folder of checkpoints, and adds nothing but the "
+    "traces that you ask for to the dump folder.",
+    section="writer",
+)
 def test_a_run_that_only_loads_falls_back_and_renames_nothing(trained: SmallRun, start_run: StartRun) -> None:
     flip_in(trained.root / "step-6", "model.first.weight")
     run = start_run(load_only=True).resumed()
@@ -182,6 +205,10 @@ def test_a_dry_run_falls_back_too_and_changes_nothing(trained: SmallRun, start_r
     assert trained.names() == ["step-2", "step-4", "step-6"]
 
 
+@pytest.mark.promise(
+    "A link, a pipe or a device in place of a file is damage: the report names it, and the next older step is loaded.",
+    section="loaded",
+)
 def test_damage_to_the_manifest_names_the_file_wherever_it_is_reported(
     trained: SmallRun, start_run: StartRun, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -193,6 +220,10 @@ def test_damage_to_the_manifest_names_the_file_wherever_it_is_reported(
     assert finding.startswith("manifest.json: ")
 
 
+@pytest.mark.promise(
+    "A link, a pipe or a device in place of a file is damage: the report names it, and the next older step is loaded.",
+    section="loaded",
+)
 @pytest.mark.parametrize("name", [DATA, ".metadata", "manifest.json"])
 def test_what_is_no_file_is_damage_and_the_next_older_one_is_resumed_from(
     name: str, trained: SmallRun, start_run: StartRun, tmp_path: Path
@@ -219,6 +250,10 @@ class Removes:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+@pytest.mark.promise(
+    "A reader (`checkpoint.load_only`) whose step is removed or replaced while it reads chooses again.",
+    section="loaded",
+)
 def test_a_reader_whose_step_is_removed_while_it_reads_chooses_again(tmp_path: Path, start_run: StartRun) -> None:
     removes = Removes(tmp_path / "none")
     writer = start_run(interval=2, states={"removes": removes})

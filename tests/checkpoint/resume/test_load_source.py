@@ -112,6 +112,10 @@ def test_a_folder_without_manifest_is_skipped_and_taken_if_it_is_named(store: Ch
     assert (asked_for.path, asked_for.step, asked_for.model_only) == (store.root / "step-7", 7, False)
 
 
+@pytest.mark.promise(
+    "A folder or file with another name is never removed, and is loaded only if you name it.",
+    section="kept",
+)
 def test_foreign_names_are_never_chosen(store: CheckpointStore, tmp_path: Path) -> None:
     for name in ("foo", "step-abc", "step-99.tmp", "step-098", "my-step-97"):
         plain_dcp(store.root / name)

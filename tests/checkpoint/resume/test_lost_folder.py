@@ -62,6 +62,7 @@ def started(folder: Path, mode: str, stack: ExitStack) -> tuple[SmallRun, OtherJ
     return run, other
 
 
+@pytest.mark.promise("A job that has lost its folder renames and removes nothing there.", section="writer")
 def test_a_folder_that_is_lost_during_a_save_keeps_what_the_other_job_staged(
     tmp_path: Path, mode: str, stack: ExitStack
 ) -> None:
@@ -73,6 +74,7 @@ def test_a_folder_that_is_lost_during_a_save_keeps_what_the_other_job_staged(
     assert run.events.happened("purged") == []
 
 
+@pytest.mark.promise("A job that has lost its folder renames and removes nothing there.", section="writer")
 def test_a_folder_that_was_lost_before_a_save_keeps_what_the_other_job_staged(
     tmp_path: Path, mode: str, stack: ExitStack
 ) -> None:

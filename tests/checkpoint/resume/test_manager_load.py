@@ -254,6 +254,7 @@ def test_a_state_that_is_not_in_the_checkpoint_is_refused_before_anything_change
     assert same(without_moments(run), before)
 
 
+@pytest.mark.promise("A load that is refused has changed nothing in the model, on any rank.", section="loaded")
 def test_a_state_that_refuses_leaves_the_model_as_it_was(start_run: StartRun) -> None:
     saved_run(start_run, states={"note": Note("saved")})
     run = start_run(seed=1, states={"note": Note("", refuses=True)})
@@ -336,6 +337,11 @@ def test_a_save_that_was_cut_is_cleared_before_the_load(start_run: StartRun) -> 
     assert run.names() == ["step-1", "step-2"]
 
 
+@pytest.mark.promise(
+    "A run with `checkpoint.load_only` changes nothing in the folder of checkpoints, and adds nothing but the "
+    "traces that you ask for to the dump folder.",
+    section="writer",
+)
 def test_a_run_that_only_loads_removes_nothing(start_run: StartRun) -> None:
     saved_run(start_run, steps=2)
     run = start_run(load_only=True)

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.checkpoint.conftest import StartRun
 from tests.store.filled import flip
 
@@ -25,6 +27,11 @@ def _watch(event: str, args: tuple[Any, ...]) -> None:
 sys.addaudithook(_watch)
 
 
+@pytest.mark.promise(
+    "A run with `checkpoint.load_only` changes nothing in the folder of checkpoints, and adds nothing but the "
+    "traces that you ask for to the dump folder.",
+    section="writer",
+)
 def test_a_run_that_only_loads_opens_nothing_for_writing(start_run: StartRun, mode: str, tmp_path: Path) -> None:
     global _written
     saved = start_run(interval=2).finished(6)

@@ -223,6 +223,7 @@ def _moment(run: SmallRun, parameter: Tensor) -> Tensor:
     return moment
 
 
+@pytest.mark.promise("A state that could not be loaded again fails its save, and the error names it.", section="state")
 def test_a_state_that_could_not_be_loaded_again_fails_the_save_and_is_named(start_run: StartRun) -> None:
     class Queue(Ema):
         def state_dict(self) -> dict[str, Any]:

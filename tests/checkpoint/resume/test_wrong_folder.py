@@ -60,6 +60,7 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+@pytest.mark.promise("A start in a checkpoint's own folder is refused and changes nothing there.", section="writer")
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 @pytest.mark.parametrize("inside", ["", "runs", "../step-1/runs/first"])
 @pytest.mark.parametrize("load_only", [False, True])

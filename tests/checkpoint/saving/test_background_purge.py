@@ -37,6 +37,7 @@ def save(store: CheckpointStore, step: int, created_at: float = 1.0) -> None:
     filled.commit(store, step, created_at=created_at, files={})
 
 
+@pytest.mark.promise("In the asynchronous modes a slow removal blocks neither training nor a save.", section="kept")
 @pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
 def test_training_and_saves_continue_during_a_removal_that_takes_long(
     start_run: StartRun, tmp_path: Path, mode: str

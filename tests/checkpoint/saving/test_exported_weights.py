@@ -57,6 +57,11 @@ def test_weights_of_a_run_that_is_left_are_abandoned_as_its_other_steps_are(tmp_
     assert sorted(path.name for path in store.root.iterdir()) == ["step-4", "step-4.abandoned-run1"]
 
 
+@pytest.mark.promise(
+    "A full checkpoint of the same step replaces no exported weights: they become `step-N.weights`, after a "
+    "kill at any operation, too.",
+    section="kept",
+)
 @pytest.mark.parametrize("exchanges", [True, False])
 @pytest.mark.parametrize("power", [True, False])
 def test_cut_anywhere_the_weights_are_there_bit_for_bit(exchanges: bool, power: bool, tmp_path: Path) -> None:

@@ -38,6 +38,11 @@ WHERE_MODES_DIFFER = [ON_ONE_RANK[0], ("EIO@fsync:rank=1,step=2", 1), ("ENOSPC@m
 ON_ALL_RANKS = ["ENOSPC@write:step=2", "EIO@fsync:step=2", "EROFS@open:step=2"]
 
 
+@pytest.mark.promise(
+    "A disk error of one rank fails the save on all ranks with one error that names rank and cause; earlier "
+    "checkpoints stay, and training continues.",
+    section="failure",
+)
 @on_two_ranks
 def test_what_one_rank_is_refused_fails_the_save_of_both(rank: int, tmp_path: Path, mode: str) -> None:
     for case, (fault, where) in enumerate(ON_ONE_RANK if mode == "disabled" else WHERE_MODES_DIFFER):
@@ -74,6 +79,10 @@ def test_a_short_write_is_continued(rank: int, tmp_path: Path, mode: str) -> Non
         assert again.manager.load()
 
 
+@pytest.mark.promise(
+    "A writer process that is killed or stopped fails one save, is named in the error, and is started again.",
+    section="failure",
+)
 @on_two_ranks
 def test_a_writer_process_that_is_killed_or_stopped_is_named_and_started_again(rank: int, tmp_path: Path) -> None:
     for kind, how in (("kill", "ended"), ("stop", "was stopped")):
@@ -87,6 +96,10 @@ def test_a_writer_process_that_is_killed_or_stopped_is_named_and_started_again(r
         assert_one_failure(run, "rank 1: WriterProcessDied: writer process", how)
 
 
+@pytest.mark.promise(
+    "Only `checkpoint.max_failed_saves` failures in a row, or two of the last save, end the run.",
+    section="failure",
+)
 def test_saves_that_fail_in_a_row_end_the_run_with_what_failed(start_run: StartRun, mode: str) -> None:
     run = start_run(interval=1, async_mode=mode, max_failed_saves=2)
     run.step()
@@ -97,6 +110,7 @@ def test_saves_that_fail_in_a_row_end_the_run_with_what_failed(start_run: StartR
     assert run.committed() == [1]
 
 
+@pytest.mark.promise("A save without enough space does not begin.", section="failure")
 def test_a_save_for_which_there_is_no_room_is_not_begun(start_run: StartRun, tmp_path: Path) -> None:
     free = [1 << 40]
     store = CheckpointStore(tmp_path / "checkpoint", free_bytes=lambda path: free[0])

@@ -20,6 +20,11 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.holder import Holder
 
 
+@pytest.mark.promise(
+    "A disk error of one rank fails the save on all ranks with one error that names rank and cause; earlier "
+    "checkpoints stay, and training continues.",
+    section="failure",
+)
 def test_training_continues_on_a_full_disk_and_saves_when_there_is_room(
     start_run: StartRun, disk: Path, mode: str
 ) -> None:
@@ -59,6 +64,10 @@ def stale_staging(disk: Path) -> Path:
     return staging
 
 
+@pytest.mark.promise(
+    "A start on a disk that is full of a killed save's leftovers removes them and continues.",
+    section="failure",
+)
 def test_a_run_starts_on_a_disk_that_is_full_with_what_a_cut_save_left(start_run: StartRun, disk: Path) -> None:
     staging = stale_staging(disk)
     run = start_run(disk, interval=1)
@@ -68,6 +77,10 @@ def test_a_run_starts_on_a_disk_that_is_full_with_what_a_cut_save_left(start_run
     assert run.committed() == [1, 2]
 
 
+@pytest.mark.promise(
+    "A start on a disk that is full of a killed save's leftovers removes them and continues.",
+    section="failure",
+)
 def test_a_run_takes_over_from_one_that_was_killed_on_a_disk_that_is_full(start_run: StartRun, disk: Path) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()

@@ -213,6 +213,7 @@ def test_a_copy_that_is_not_made_in_time_is_an_error(root: Path) -> None:
         in_flight.wait_for_staging()
 
 
+@pytest.mark.promise("Nothing is removed before the newer checkpoint is durable.", section="kept")
 def test_purge_waits_until_the_new_checkpoint_is_durable(root: Path) -> None:
     case = Case(root, KeepLatest(1))
     case.save(1)

@@ -135,6 +135,10 @@ def test_the_forced_last_save_purges_too(start_run: StartRun) -> None:
     assert run.committed() == [5]
 
 
+@pytest.mark.promise(
+    "A folder or file with another name is never removed, and is loaded only if you name it.",
+    section="kept",
+)
 def test_foreign_names_are_left_alone(start_run: StartRun, tmp_path: Path) -> None:
     run = start_run(interval=1, keep_latest_k=1)
     for name in ("foo", "step-abc", "step-99.tmp", "step-50"):

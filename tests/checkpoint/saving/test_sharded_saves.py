@@ -38,6 +38,10 @@ class CountingDurable(Durable):
         self.counts.append(len(CheckpointStore(self.folder).committed()))
 
 
+@pytest.mark.promise(
+    "A checkpoint holds the state as it was when `save` returned, whatever training changes afterwards.",
+    section="state",
+)
 @on_two_ranks
 def test_what_is_saved_is_what_was_there_when_save_returned(rank: int, tmp_path: Path, mode: str) -> None:
     run = sharded_run(tmp_path, interval=2, async_mode=mode)

@@ -60,6 +60,7 @@ def test_a_checkpoint_is_a_data_file_the_metadata_and_a_manifest_of_both(store: 
     assert manifest["versions"].keys() == {"torchtitan_lite", "torch", "python"}
 
 
+@pytest.mark.promise("PyTorch's own tools read a checkpoint: `dcp.load` and `dcp_to_torch`.", section="state")
 def test_plain_dcp_loads_it(store: CheckpointStore) -> None:
     path = save(store)
     found: dict[str, Any] = {"model": {name: torch.zeros_like(t) for name, t in state()["model"].items()}}
@@ -67,6 +68,7 @@ def test_plain_dcp_loads_it(store: CheckpointStore) -> None:
     assert same(found["model"], state()["model"])
 
 
+@pytest.mark.promise("PyTorch's own tools read a checkpoint: `dcp.load` and `dcp_to_torch`.", section="state")
 def test_format_utils_turns_it_into_one_file_for_torch_load(store: CheckpointStore) -> None:
     assert same(as_one_file(save(store)), state())
 

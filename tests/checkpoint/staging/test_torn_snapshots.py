@@ -50,6 +50,10 @@ class _Asked(Future[None]):
         self.set_result(None)
 
 
+@pytest.mark.promise(
+    "An optimizer waits for the copy, even if the loop forgets `maybe_wait_for_staging`.",
+    section="state",
+)
 def test_an_optimizer_that_steps_without_the_manager_waits_until_its_state_is_staged(start_run: StartRun) -> None:
     saver = StagedWhenAskedFor()
     run = start_run(interval=1, async_mode="async", seams={"saver": saver})

@@ -74,6 +74,10 @@ def with_head(module: nn.Module) -> nn.Sequential:
     return nn.Sequential(module, nn.Linear(4, 4))
 
 
+@pytest.mark.promise(
+    "A model that refuses or changes its own state when it loads it is refused before the first save.",
+    section="state",
+)
 @pytest.mark.parametrize(
     ("build", "cause"),
     [

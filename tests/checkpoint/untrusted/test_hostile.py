@@ -111,6 +111,7 @@ CALLS: dict[str, Callable[[Path], Any]] = {
 }
 
 
+@pytest.mark.promise("Nothing in a hostile checkpoint is run.", section="hostile")
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_a_call_in_the_metadata_is_not_made(
@@ -191,6 +192,7 @@ def test_metadata_cut_short_is_refused(folder: Path, cut: int) -> None:
     refused(folder, CheckpointUnsafe, "not metadata as DCP writes it")
 
 
+@pytest.mark.promise("Nothing in a hostile checkpoint is run.", section="hostile")
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("ours", [False, True])
 def test_a_call_in_an_object_is_not_made(tmp_path: Path, call: Callable[[Path], Any], ours: bool) -> None:
@@ -250,12 +252,14 @@ def bomb(*, compressed: bool) -> bytes:
     return small.getvalue()
 
 
+@pytest.mark.promise("A hostile checkpoint creates no object larger than its files.", section="hostile")
 @pytest.mark.parametrize("compressed", [False, True])
 def test_a_small_item_that_makes_a_large_object_is_refused(folder: Path, compressed: bool) -> None:
     put_object(folder, "s.n", bomb(compressed=compressed), ours=False)
     refused(folder, CheckpointUnsafe, r"s\.n in .*: (an entry is compressed|it allocates a .* of any size)")
 
 
+@pytest.mark.promise("Nothing outside the folder of a hostile checkpoint is read or written.", section="hostile")
 @pytest.mark.parametrize("name", [f"../{OUTSIDE}", f"sub/../../{OUTSIDE}", "..", "", ".", "a\0b", "ABSOLUTE"])
 @pytest.mark.parametrize("key", ["model.w", "s.n"])
 def test_a_name_in_the_metadata_that_leads_out_is_not_followed(folder: Path, name: str, key: str) -> None:
@@ -276,6 +280,7 @@ def with_table(folder: Path, tensors: dict[str, Any], objects: dict[str, Any] = 
     write_manifest(folder, files, tensors, objects)
 
 
+@pytest.mark.promise("Nothing outside the folder of a hostile checkpoint is read or written.", section="hostile")
 @pytest.mark.parametrize("name", [f"../{OUTSIDE}", "..", "", "a\0b", "a\\b", "ABSOLUTE"])
 def test_a_name_in_the_manifest_that_leads_out_is_not_followed(folder: Path, name: str) -> None:
     name = str(folder.parent / OUTSIDE) if name == "ABSOLUTE" else name
@@ -285,6 +290,7 @@ def test_a_name_in_the_manifest_that_leads_out_is_not_followed(folder: Path, nam
     refused(folder, CheckpointUnsafe, "is not the name of a file in it")
 
 
+@pytest.mark.promise("Nothing outside the folder of a hostile checkpoint is read or written.", section="hostile")
 @pytest.mark.parametrize("name", [DATA, ".metadata", "manifest.json"])
 @pytest.mark.parametrize("what", ["link", "dangling link", "pipe", "folder", "device"])
 def test_a_link_pipe_or_folder_in_place_of_a_file_is_refused_without_waiting(
@@ -338,6 +344,7 @@ def test_a_size_that_is_true_is_damage_also_after_one_that_is_1(folder: Path) ->
         refused(folder, CheckpointDamaged, match)
 
 
+@pytest.mark.promise("A hostile checkpoint creates no object larger than its files.", section="hostile")
 @pytest.mark.parametrize(("tensors", "match"), MISFITS.values(), ids=MISFITS)
 def test_a_tensor_in_the_manifest_that_cannot_be_is_damage(folder: Path, tensors: dict[str, Any], match: str) -> None:
     with_table(folder, tensors)

@@ -72,6 +72,10 @@ def test_some_of_each_class_are_refused_or_skipped(start_run: StartRun, tmp_path
     assert len({each["name"] for each in outcomes}) == 1 + len(QUICK)
 
 
+@pytest.mark.promise(
+    "A hostile checkpoint is refused or skipped and its file is named, at once and within 64 MiB of memory.",
+    section="hostile",
+)
 @pytest.mark.exhaustive  # Some six hundred loads, a minute.
 def test_all_are_refused_or_skipped(start_run: StartRun, tmp_path: Path) -> None:
     names = [name for name in (*CASES, *PLAIN_CASES) if name != WARMING]
