@@ -1,7 +1,7 @@
 """The second folder of a run, `upload_folder`: what is uploaded there behind the run, and what a start loads from it.
 
-The coordinator has a process that uploads the files of all ranks; no step and no save waits for it. A start that finds
-a later step there than on its disk loads it from there.
+The coordinator has a process that uploads the files of all ranks, so that no host waits for what another one has to
+send; no step and no save waits for it. A start that finds a later step there than on its disk loads it from there.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 A helper needs neither torch nor the user's main module, so it starts in moments. It ignores the signals that a
 scheduler sends to process groups, because its trainer decides when to end. The two talk over lines: messages that
 pickle, with descriptors. `Helper` is the end of the trainer, which can start the process again; `begin` is what the
-process does first. That it has ended shows at once, by the line; that it is stopped (SIGSTOP, a debugger), whoever
-waits for it has to look up.
+process does first. There is one for each kind of work, so that a hung network fails no write, and a slow store no save.
+That it has ended shows at once, by the line; that it is stopped (SIGSTOP, a debugger), whoever waits for it has to look
+up.
 """
 
 from __future__ import annotations

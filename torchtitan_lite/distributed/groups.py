@@ -1,7 +1,8 @@
 """Groups of all ranks for checkpoint traffic, and which ranks are missing in a call.
 
 They are gloo's, whatever training uses, and nothing else exchanges anything through them: two threads on one group
-corrupt it, and checkpoint traffic runs in a thread alongside training.
+corrupt it, and checkpoint traffic runs in a thread alongside training. After a failed save the ranks make a new group:
+a collective that timed out may still run in the old one.
 """
 
 from __future__ import annotations

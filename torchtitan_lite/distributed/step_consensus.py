@@ -1,9 +1,9 @@
 """The flags of all ranks, exchanged once a step without waiting.
 
 What is sent at the end of step k is received at the end of step k+1, the same on every rank, so a decision that follows
-from it is the same everywhere. The exchange has a gloo group of its own, which is created when it is first needed and
-has threads and sockets until `close`. Without a process group it works for the only process. All methods are
-**collective** unless they say otherwise.
+from it is the same everywhere. An exchange that blocks would have every step wait for the slowest rank. The exchange
+has a gloo group of its own, which is created when it is first needed and has threads and sockets until `close`. Without
+a process group it works for the only process. All methods are **collective** unless they say otherwise.
 """
 
 from __future__ import annotations

@@ -79,7 +79,11 @@ def parse_step(name: str) -> int | None:
 
 
 def staging_dir(step: int, token: str) -> str:
-    """Return the name of the staging folder of one save of `step`; `token`, in lower case, is of that save alone."""
+    """Return the name of the staging folder of one save of `step`; `token`, in lower case, is of that save alone.
+
+    The client of a network file system may lead a name to the folder that had it before. With one name for all attempts
+    of a step, a retry could then write into the committed checkpoint.
+    """
     return f"step-{step}.staging-{token}"
 
 

@@ -2,7 +2,8 @@
 
 For every reader and after any crash a step is a complete checkpoint or absent, and one job writes at a time: the
 promises of docs/commit_protocol.md hold for each implementation. It gives out handles, never paths: a `Place` names a
-checkpoint, a `NewFile` is written by whoever has its bytes. Errors of the machine are raised as OSError.
+checkpoint, a `NewFile` is written by whoever has its bytes. A marker file in place of the rename would not do: DCP's
+tools do not know it, and would read half a checkpoint. Errors of the machine are raised as OSError.
 """
 
 from __future__ import annotations

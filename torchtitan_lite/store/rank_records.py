@@ -21,7 +21,11 @@ from torchtitan_lite.store.manifest import Manifest, Table
 from torchtitan_lite.store.manifest_fields import bare, json_object, value_of
 
 FROM_RANKS = 256
-"""With fewer ranks all is in the manifest, and a load reads no further file for each (docs/design.md has figures)."""
+"""With fewer ranks all is in the manifest, and a load reads no further file for each.
+
+For 256 ranks of an 8B state the records take 0.22 MB of 1.69 out of the manifest. Of a small model on one rank, a save
+takes 10.1 ms with a record and 9.1 without, and a load 11.6 and 10.2; and DCP's readers do not see what is in records.
+"""
 
 
 SizesOf = Callable[[Iterable[str]], Mapping[str, int]]

@@ -1,9 +1,10 @@
 """The description of a checkpoint: the manifest's tables and DCP's metadata, made once for a plan.
 
-The layout of every rank's file follows from dtypes and shapes alone, so the coordinator knows the place
-of each chunk as soon as the ranks have agreed who writes what, and a save sends nothing about tensors.
-Objects may grow from save to save: every save reports their places, and the bytes of DCP's metadata before
-these are reused.
+The layout of every rank's file follows from dtypes and shapes alone, so the coordinator knows the place of each chunk
+as soon as the ranks have agreed who writes what, and a save sends nothing about tensors. Objects may grow from save to
+save: every save reports their places, and the bytes of DCP's metadata before these are reused. Loads read the
+manifest's tables: `.metadata` is a pickle, and does not say before memory is allocated whether the files can hold what
+it describes. DCP's own tools read `.metadata`.
 """
 
 from __future__ import annotations

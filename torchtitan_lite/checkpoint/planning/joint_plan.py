@@ -2,7 +2,8 @@
 
 Nothing here grows with ranks x tensors: tensors that are placed alike have one `Spread`, and of each tensor two columns
 say which rank writes a part of it, and at which byte. Each rank knows by itself what it alone holds, and writes that;
-the answer names those of the others that it writes.
+the answer names those of the others that it writes. DCP's planner has an object for each chunk of each rank, which
+would take too long for thousands of ranks; it is the oracle of the tests.
 """
 
 from __future__ import annotations

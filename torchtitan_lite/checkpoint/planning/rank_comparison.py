@@ -9,7 +9,8 @@ of holders from then on: by the last bits, as reductions in no fixed order give 
 `RanksDiffer`.
 
 A run that watches (`digest_tensors` with "replicas") digests all of it again for every save. Once its ranks were equal,
-one bit is a difference: a machine or a kernel has changed it, and `RanksDiffer` names where.
+one bit is a difference: a machine or a kernel has changed it, and `RanksDiffer` names where. It digests the live
+tensors in the thread that trains: the answer has to come before the save does.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Decides which checkpoint a run starts from, and which lineage it then has.
 
-Every function runs on the coordinator only, and decides from the folder and the configuration.
-Automatic resume takes the latest committed full checkpoint and nothing else, or what a run that diverged
-rolls back to, if a kill cut that short; it skips one whose ranks differed when it was saved, if there is
-another. `load_step` begins a
-branch at that step; once the branch has checkpoints, the same `load_step` takes the latest of these,
-so that a restart of the same command loses nothing. A step that a caller passes to `load` is that very
-step, whatever came after it. `initial_load_path` counts only while the run has no checkpoint of its
-own, so that one command serves for the first start and for restarts.
+Every function runs on the coordinator only, and decides from the folder and the configuration: on a shared file system
+two ranks can see two different folders for some seconds. Automatic resume takes the latest committed full checkpoint
+and nothing else, or what a run that diverged rolls back to, if a kill cut that short; it skips one whose ranks differed
+when it was saved, if there is another. `load_step` begins a branch at that step; once the branch has checkpoints, the
+same `load_step` takes the latest of these, so that a restart of the same command loses nothing. A step that a caller
+passes to `load` is that very step, whatever came after it. `initial_load_path` counts only while the run has no
+checkpoint of its own, so that one command serves for the first start and for restarts.
 """
 
 from __future__ import annotations

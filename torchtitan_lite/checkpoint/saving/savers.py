@@ -1,11 +1,11 @@
 """The ways to save a state while training continues: at once, in a thread, or by a process.
 
-`save` takes a state and a target, and returns a `PendingSave` with two futures: after `staged` the
-state may change, after `durable` the checkpoint cannot be lost. A failure is the result of `durable`,
-as `SaveFailed` (`LeaseLost` if the folder belongs to another job), and `save` never raises it: the
-caller settles every mode in the same way. Only `RanksDiffer` is raised at once, because no later save
-could succeed. One save is under way at a time; the caller settles the last one first. **Collective**: all
-ranks save the same step with the same kind of saver.
+`save` takes a state and a target, and returns a `PendingSave` with two futures: after `staged` the state may change,
+after `durable` the checkpoint cannot be lost. A failure is the result of `durable`, as `SaveFailed` (`LeaseLost` if the
+folder belongs to another job), and `save` never raises it: the caller settles every mode in the same way. Only
+`RanksDiffer` is raised at once, because no later save could succeed. A way to save is a `Saver`, not a subclass of the
+manager, so that each is tested without the others. One save is under way at a time; the caller settles the last one
+first. **Collective**: all ranks save the same step with the same kind of saver.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """When a checkpoint is due, as pure values.
 
 A policy compares the current `Tick` with the `Tick` of the last save and reads no clock. Both count training, of all
-starts of the run: after a load from memory the last save is the one that the disk has.
-`needs_consensus` is true where two ranks could answer differently: their clocks differ, their step numbers do not. The
-ranks then OR their answers before any of them acts. What else the manager asks, each policy answers by itself.
+starts of the run: after a load from memory the last save is the one that the disk has. Otherwise a job that is killed
+more often than its interval would advance in memory and never save. `needs_consensus` is true where two ranks could
+answer differently: their clocks differ, their step numbers do not. The ranks then OR their answers before any of them
+acts. What else the manager asks, each policy answers by itself.
 """
 
 from __future__ import annotations

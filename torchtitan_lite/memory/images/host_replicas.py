@@ -2,8 +2,9 @@
 
 All ranks replicate the same steps: one at a time, the latest when the one before is complete. That it is, they find out
 in the exchange that each image needs anyway: `numbers` go in, `agree` takes what comes out. Until a later step is
-complete everywhere, each rank keeps its own image of that step, and its partner the replica. The hosts form a ring, and
-each rank sends to one of the next host.
+complete everywhere, each rank keeps its own image of that step, and its partner the replica: if each sent its latest
+image, the hosts could hold replicas of different steps, and of no step all. The hosts form a ring, and each rank sends
+to one of the next host.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """The keeper: a process that holds the descriptors of images, so that the memory outlives the trainer that filled it.
 
+Descriptors, because files in /dev/shm would outlive a job that never comes back, and containers limit them. A process
+of its own, because torchrun's agent ends with torchrun.
+
 It never maps or reads them, and it has no torch. It has a session of its own, no parent that could end it, and no
 stream, pipe or socket of the trainer that started it. While trainers live it waits without a timer. It ends when the
 run has finished, when no registered process has lived for the time to live, when a person asks for it while none lives,
