@@ -8,14 +8,14 @@ a median; below it are the distances of the lowest and the highest value. For ea
 compared once with the saved one, bit by bit. A file is made cold with fsync and posix_fadvise(DONTNEED), and mincore
 measures how much of it was still in the page cache; it is made warm by reading it.
 
-States: `llama`, fp32 parameters of a llama of 168 M parameters and both moments of AdamW, 2.02 GB; `llama/8`, an eighth of
-it; `fsdp2`, sharded over two processes; `small`, 20,000 tensors of 4 KiB. `raw` writes and reads the same bytes as one
-preallocated file; `memcpy` copies the state with two threads; `raw copied` is the minimum of a copy and a write in a thread.
-`save` lasts until the checkpoint is complete and synced, `durable` the same of a save in the background; `stall` is the
-time for which the save blocks training, `first` that of a process's first save. `MiB` is peak memory beyond the state.
-`x steps` divides the median step during a save by that of steps just before and after; the training keeps every core
-busy. Ours syncs files and folders, DCP and torchtitan no folder; for others the bench syncs the files in the measured
-time, but not those that torch_checkpointing writes in the background.
+States: `llama`, fp32 parameters of a llama of 168 M parameters and both moments of AdamW, 2.02 GB; `llama/8`, an
+eighth of it; `fsdp2`, sharded over two processes; `small`, 20,000 tensors of 4 KiB. `raw` writes and reads the same
+bytes as one preallocated file; `memcpy` copies the state with two threads; `raw copied` is the minimum of a copy and a
+write in a thread. `save` lasts until the checkpoint is complete and synced, `durable` the same of a save in the
+background; `stall` is the time for which the save blocks training, `first` that of a process's first save. `MiB` is
+peak memory beyond the state. `x steps` divides the median step during a save by that of steps just before and after;
+the training keeps every core busy. Ours syncs files and folders, DCP and torchtitan no folder; for others the bench
+syncs the files in the measured time, but not those that torch_checkpointing writes in the background.
 """
 
 from __future__ import annotations
