@@ -57,7 +57,7 @@ def test_the_script_installs_what_the_extra_names() -> None:
         ("watching.md", "[a](https://ui.perfetto.dev)", "[a](https://ui.perfetto.dev)"),
         ("watching.md", "[a](../tests/docs/test_site.py)", "[a](source/tests/docs/test_site.py.md)"),
         ("watching.md", "[a](../tests/docs)", "a"),
-        ("contributing.md", "[a](docs/faults.md)", "[a](faults.md)"),
+        ("contributing.md", "[a](docs/proof.md)", "[a](proof.md)"),
     ],
 )
 def test_links_lead_to_the_pages_of_the_site(page: str, link: str, on_site: str) -> None:

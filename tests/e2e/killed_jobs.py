@@ -1,7 +1,7 @@
 """Jobs of two ranks that are killed: a small model under FSDP2 and a real manager, in processes that are forked.
 
 A start is either under a real elastic agent, as torchrun runs it (`KilledJob`, a second a start), or rank by rank
-without one (`BareStart`). The kills are signals at random moments, or a fault (docs/faults.md). Each rank appends every
+without one (`BareStart`). The kills are signals at random moments, or a fault (docs/proof.md). Each rank appends every
 action to a file of its own when it happens, across all starts: the records are complete up to the moment of a kill.
 """
 
@@ -76,7 +76,7 @@ class Order:
     has_digests: bool = False
     """Whether the record has a digest of the state after the load and after each step."""
     fault: str = ""
-    """What fails on the ranks (docs/faults.md), and in the writer processes that they start."""
+    """What fails on the ranks (docs/proof.md), and in the writer processes that they start."""
     saves_again: int | None = None
     """After the save of this step the parameters change and the step is saved again; the trainers' faults are installed
     between the two saves."""

@@ -1,6 +1,6 @@
 """A kill at any point of a save or a load loses no acknowledged step, and no number is wrong.
 
-A case is one job of two ranks that a fault kills at a point (docs/faults.md) and that is started again in the same
+A case is one job of two ranks that a fault kills at a point (docs/proof.md) and that is started again in the same
 folder. The second start must resume from the latest step that the first one reported as committed, or from a later one.
 From there its losses, and at the end its state, must be those of the run that is not killed, bit for bit. A case whose
 fault does not fire fails.

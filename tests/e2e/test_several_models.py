@@ -1,6 +1,6 @@
 """The program of docs/several_models.md, killed in every phase, ends as if it had never been killed.
 
-A kill is a fault (docs/faults.md). The program passes the point `step` six times a step: after each of the four pushes
+A kill is a fault (docs/proof.md). The program passes the point `step` six times a step: after each of the four pushes
 of its rollout, and after the steps of its two optimizers.
 """
 
