@@ -2,8 +2,10 @@
 
 `decode(encode(value))` equals `value` with the same types at every depth: numbers to the last bit, tuples as tuples,
 keys that are not strings, and the types of `typed_value`. What JSON cannot express is an object with one member whose
-name begins with "$". Any other type, a subclass of a plain one included, raises `NotPlain`. Decoding runs no code and
-makes nothing but these types, of any document.
+name begins with "$": `$tuple`, a list; `$dict`, pairs; `$int`, of more than 64 bits, in hexadecimal digits; `$float`,
+not finite, a big-endian double in hexadecimal digits; `$bytes`, base64; `$text`, with half of a surrogate pair, its
+UTF-8 in base64. Any other type, a subclass of a plain one included, raises `NotPlain`. Decoding runs no code and makes
+nothing but these types, of any document.
 """
 
 from __future__ import annotations
