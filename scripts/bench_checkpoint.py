@@ -92,7 +92,7 @@ def main() -> int:
     if (free := shutil.disk_usage(place).free) < needed:
         print(f"{place} has {free >> 20} MiB free, expected {needed >> 20} MiB: name another --folder", file=sys.stderr)
         return 2
-    _be_quiet()
+    be_quiet()
     # On SIGTERM, exit through the code that removes the files.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(f"ended by signal {number}"))
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=place) as folder:
@@ -269,7 +269,7 @@ class _Bench:
 
 def _child(job: dict[str, Any]) -> int:
     """Run one of the processes that the bench starts."""
-    _be_quiet()
+    be_quiet()
     samples = Samples()
     serve = {
         "memory": apart.serve_memory,
@@ -295,7 +295,7 @@ def _needed_bytes(settings: Settings) -> int:
     return 3 * settings.params * 12 + settings.tensors * 2 * states.SMALL_BYTES + (64 << 20)
 
 
-def _be_quiet() -> None:
+def be_quiet() -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 

@@ -362,7 +362,7 @@ def test_what_the_source_raises_is_raised_and_ends_all_threads(base: Path) -> No
         num_bytes = SEVERAL
         request_bytes, threads = REQUEST_BYTES, 4
 
-        def reader(self) -> None:
+        def reader(self, request_bytes: int) -> None:
             raise MemoryError("no room for a buffer")
 
     source: FileSource = Unreadable()  # type: ignore[assignment]  # the result is never used

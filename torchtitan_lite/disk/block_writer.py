@@ -22,11 +22,16 @@ from typing import Any, Protocol
 from torchtitan_lite import faults
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, digest_blocks
 from torchtitan_lite.disk.durable import ALIGNMENT, DISK, NO_DIRECT_IO, O_DIRECT, Durable, log_no_direct_io, naming
+from torchtitan_lite.disk.mounts import is_fuse
 from torchtitan_lite.disk.read_requests import request_memory
 from torchtitan_lite.disk.threads import in_threads
 
 _NOT_SEEN = (errno.ENOENT, errno.ESTALE)
 _PAUSE_SECONDS = 0.5
+# The kernel lets one write into a file of FUSE at a time, and divides it among requests that are answered together. So
+# at 2 ms a request large writes are 1.7 times as fast as small ones; how many wait is no matter.
+FUSE_REQUEST_BYTES = 8 * BLOCK_BYTES
+FUSE_THREADS = 3
 
 
 class FileSource(Protocol):
@@ -34,16 +39,16 @@ class FileSource(Protocol):
 
     num_bytes: int
     request_bytes: int
-    """Bytes of one write; a multiple of BLOCK_BYTES."""
+    """Bytes of one write on a disk; a multiple of BLOCK_BYTES."""
     threads: int
-    """Requests under way at a time."""
+    """Requests under way at a time on a disk."""
     record: FileRecord | None
     """The record of the file, if it is known; None if the writer is to take the digests."""
 
-    def reader(self) -> Callable[[int, int], memoryview]:
+    def reader(self, request_bytes: int) -> Callable[[int, int], memoryview]:
         """Return a function, for one thread, that returns bytes [begin, end) in aligned memory.
 
-        The memory is padded to ALIGNMENT and valid until the next call.
+        These are `request_bytes` at most; the memory is padded to ALIGNMENT and valid until the next call.
         """
         ...
 
@@ -66,7 +71,7 @@ class InPlace:
         self.record = record
         self._view = memory
 
-    def reader(self) -> Callable[[int, int], memoryview]:
+    def reader(self, request_bytes: int) -> Callable[[int, int], memoryview]:
         return lambda begin, end: self._view[begin : aligned(end)]
 
     def kept(self, begin: int, end: int) -> memoryview:
@@ -90,8 +95,8 @@ class Bounced:
         self.num_bytes = num_bytes
         self._fill = fill
 
-    def reader(self) -> Callable[[int, int], memoryview]:
-        buffer = request_memory(self.request_bytes)
+    def reader(self, request_bytes: int) -> Callable[[int, int], memoryview]:
+        buffer = request_memory(request_bytes)
 
         def read(begin: int, end: int) -> memoryview:
             self._fill(buffer, begin, end)
@@ -139,22 +144,22 @@ def write_blocks(
         file.open(direct and O_DIRECT != 0)
         if source.num_bytes:
             file.allocate(source.num_bytes)
-        digests = _write_all(file, source, threads or source.threads)
+        digests = _write_all(file, source, *file.requests(source, threads))
         file.finish(source.num_bytes)
     return source.record or FileRecord(source.num_bytes, b"".join(digests))
 
 
-def _write_all(file: _WrittenFile, source: FileSource, threads: int) -> list[bytes]:
+def _write_all(file: _WrittenFile, source: FileSource, request_bytes: int, threads: int) -> list[bytes]:
     """Write every request, `threads` at a time; return the block digests of each, nothing if they are known."""
-    begins = range(0, source.num_bytes, source.request_bytes)
+    begins = range(0, source.num_bytes, request_bytes)
     digests = [b""] * len(begins)
 
     def make_worker() -> Callable[[tuple[int, int]], None]:
-        read = source.reader()
+        read = source.reader(request_bytes)
 
         def write(numbered: tuple[int, int]) -> None:
             number, begin = numbered
-            end = min(begin + source.request_bytes, source.num_bytes)
+            end = min(begin + request_bytes, source.num_bytes)
             data = read(begin, end)
             if source.record is None:
                 # Taken from the memory that goes to the kernel: a digest of bytes that were read back would only show
@@ -188,6 +193,12 @@ class _WrittenFile:
             if not direct or error.errno not in NO_DIRECT_IO:
                 raise
             self._log_refusal(error)
+
+    def requests(self, source: FileSource, threads: int) -> tuple[int, int]:
+        """Return the bytes of a request, and how many are under way: `threads`, or as many as suit if that is 0."""
+        if is_fuse(os.fstat(self._fd).st_dev):
+            return max(source.request_bytes, FUSE_REQUEST_BYTES), threads or min(source.threads, FUSE_THREADS)
+        return source.request_bytes, threads or source.threads
 
     def allocate(self, num_bytes: int) -> None:
         self._durable.allocate(self._fd, num_bytes)

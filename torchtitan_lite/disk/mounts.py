@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 from pathlib import Path, PurePath
 
@@ -33,6 +35,22 @@ def mount_in(mountinfo: str, path: PurePath) -> str:
             folder = "" if root == PurePath("/") else f"[{root}]"
             found, length = f"{kind[0]} {_unescaped(kind[1])}{folder} at {point}", len(point.parts)
     return found
+
+
+@functools.cache
+def is_fuse(device: int) -> bool:
+    """Return whether the file system with the number `device` (st_dev) is of FUSE: a daemon answers its requests."""
+    try:
+        return is_fuse_in(_MOUNTINFO.read_text(encoding="utf-8", errors="surrogateescape"), device)
+    except OSError:
+        return False
+
+
+def is_fuse_in(mountinfo: str, device: int) -> bool:
+    """Return the same from the text of /proc/self/mountinfo."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    halves = (line.partition(" - ")[::2] for line in mountinfo.splitlines())
+    return any(left.split(" ")[2:3] == [number] and kind.startswith("fuse") for left, kind in halves)
 
 
 def _unescaped(field: str) -> str:

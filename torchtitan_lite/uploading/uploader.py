@@ -370,8 +370,8 @@ class StoredFile:
         self.record: FileRecord | None = record
         self._path, self._blocks, self._wait_for = path, record.blocks, wait_for
 
-    def reader(self) -> Callable[[int, int], memoryview]:
-        buffer = request_memory(self.request_bytes)
+    def reader(self, request_bytes: int) -> Callable[[int, int], memoryview]:
+        buffer = request_memory(request_bytes)
 
         def read(begin: int, end: int) -> memoryview:
             self._read(buffer[: end - begin], begin)
