@@ -81,7 +81,10 @@ def main() -> int:
             except OSError as error:
                 print(f"{folder} cannot be used: {error}", file=sys.stderr)
                 return 2
-            print(_table(f"{folder} ({mount_of(folder)}), {state.num_bytes / 1e6:.0f} MB", found, state.num_bytes), flush=True)
+            print(
+                _table(f"{folder} ({mount_of(folder)}), {state.num_bytes / 1e6:.0f} MB", found, state.num_bytes),
+                flush=True,
+            )
     return 0
 
 
