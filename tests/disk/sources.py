@@ -17,10 +17,10 @@ def in_place(data: bytes, record: FileRecord | None = None) -> InPlace:
 
 
 def bounced(data: bytes) -> Bounced:
-    """`data` through a bounce buffer, as from tensors or an image, in requests no larger than those of a disk."""
+    """`data` through a bounce buffer, as from tensors or an image."""
 
     def fill(buffer: memoryview, begin: int, end: int) -> None:
-        assert 0 <= begin < end <= len(data) and end - begin <= Bounced.request_bytes
+        assert 0 <= begin < end <= len(data) and end - begin <= len(buffer)
         buffer[: end - begin] = data[begin:end]
 
     return Bounced(len(data), fill)
