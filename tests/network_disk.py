@@ -2,10 +2,10 @@
 
     python -m tests.network_disk SOURCE MOUNT KNOBS
 
-serves SOURCE at MOUNT as the JSON file KNOBS says, which is read again when it changes. Two mounts of one SOURCE are the
-clients of two hosts. A client remembers names and folders until it opens the folder that has them, which is what NFS
-does with its times left out. It works in the folder that it remembers, whatever name that has by now. A file that is
-removed while it is open gets another name.
+serves SOURCE at MOUNT as the JSON file KNOBS says, which is read again when it changes. Two mounts of one SOURCE are
+the clients of two hosts. A client remembers names and folders until it opens the folder that has them, which is what
+NFS does with its times left out. It works in the folder that it remembers, whatever name that has by now. A file that
+is removed while it is open gets another name.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,7 +28,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CHANGES = ("rename", "link", "unlink", "mkdir", "rmdir", "create", "write", "truncate", "fsync", "fsyncdir")
-_OTHERS = ("open", "read", "readdir", "flush", "statfs", "fallocate", "getattr")
+_OTHERS = ("open", "read", "opendir", "readdir", "flush", "statfs", "fallocate", "getattr")
 _START_SECONDS = 20.0
 
 
@@ -36,7 +37,7 @@ class Answer:
     """`code`, in place of the result of calls of `operation` from number `after` on, `times` times."""
 
     operation: str
-    """Of `CHANGES` and others; "change": each of `CHANGES`."""
+    """Of `CHANGES` and others; "change": each of `CHANGES`; "any": each."""
     code: int
     is_done: bool = False
     """Whether the operation is carried out nevertheless: a request that was sent twice."""
@@ -76,15 +77,17 @@ class Client:
     _control: Path
     _number: int = 0
     _knobs: dict[str, Any] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def set(self, *answers: Answer, **knobs: Any) -> None:
-        """Answer as `answers` say from now on, and as `knobs` and those that were set before."""
-        self._number += 1
-        self._knobs |= knobs
-        text = json.dumps(asdict(Knobs(answers, number=self._number, **self._knobs)))
-        temporary = self._control.with_suffix(".new")
-        temporary.write_text(text)
-        temporary.replace(self._control)
+        """Answer as `answers` say from now on, and as `knobs` and those that were set before. Any thread."""
+        with self._lock:
+            self._number += 1
+            self._knobs |= knobs
+            text = json.dumps(asdict(Knobs(answers, number=self._number, **self._knobs)))
+            temporary = self._control.with_suffix(".new")
+            temporary.write_text(text)
+            temporary.replace(self._control)
 
     def reset(self) -> None:
         """Behave from now on."""
@@ -198,7 +201,7 @@ class Passthrough:
             return None  # FUSE itself gives a removed open file another name.
         for number, answer in enumerate(self._knobs.answers):
             is_change = answer.operation == "change" and name in CHANGES
-            if not is_change and answer.operation != name:
+            if not is_change and answer.operation not in (name, "any"):
                 continue
             if answer.name not in paths:
                 continue
@@ -262,8 +265,12 @@ class Passthrough:
         times = {f"st_{name}": getattr(found, f"st_{name}_ns") for name in ("atime", "mtime", "ctime")}
         return {f"st_{name}": getattr(found, f"st_{name}") for name in kept} | times
 
-    def do_readdir(self, path: str, fh: int) -> list[tuple[str, dict[str, int], int]]:
+    def do_opendir(self, path: str) -> int:
         self._forget(path)  # Who opens a folder asks the server.
+        self._folder(path)
+        return 0
+
+    def do_readdir(self, path: str, fh: int) -> list[tuple[str, dict[str, int], int]]:
         fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._folder(path))
         try:
             names = [".", "..", *os.listdir(fd)]  # noqa: PTH208  # names
@@ -274,8 +281,8 @@ class Passthrough:
 
     def do_mkdir(self, path: str, mode: int) -> None:
         folder, name = self._place(path)
+        self._changed(path)  # Also where it is there.
         os.mkdir(name, mode, dir_fd=folder)
-        self._changed(path)
 
     def do_rmdir(self, path: str) -> None:
         folder, name = self._place(path)

@@ -243,10 +243,11 @@ class _WrittenFile:
             except OSError as error:
                 if error.errno not in _NOT_SEEN or time.monotonic() >= until:
                     raise
-            # Another host has made the folder a moment ago. A network file system asks its server again, at the latest
-            # when what it remembers of the parent is too old, for the names in a folder that is opened.
-            with suppress(OSError):
-                os.scandir(self._path.parent.parent).close()
+            # Another host has made the folder a moment ago, or one above it. A network file system asks its server
+            # again, at the latest when what it remembers is too old, for the names in a folder that is opened.
+            for folder in reversed(self._path.parent.parents):
+                with suppress(OSError):
+                    os.scandir(folder).close()
             time.sleep(_PAUSE_SECONDS)
 
     def _use_the_page_cache(self, refusal: OSError | None) -> None:
