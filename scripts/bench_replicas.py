@@ -71,9 +71,9 @@ def _trained(folder: Path, options: argparse.Namespace, *, has_replicas: bool) -
         f"--checkpoint.memory_interval={options.interval}",
     ]
     if has_replicas:
-        training.append("--checkpoint.memory_replicas=1")
+        training.append("--checkpoint.memory_peer_copies=1")
         if options.shared:
-            training.append(f"--checkpoint.memory_replica_max_mb_per_second={0.05 * options.rate / 8}")
+            training.append(f"--checkpoint.memory_peer_copy_max_mb_per_second={0.05 * options.rate / 8}")
     limited = "eth0" if options.shared else "eth1"
     with network(2) as hosts:
         pair = [hosts.add(), hosts.add()]

@@ -1,4 +1,4 @@
-"""Measure what it costs that ranks watch their replicas (`digest_tensors` with "replicas").
+"""Measure what it costs that ranks watch their replicas (`digest_tensors` with "ranks").
 
     python scripts/bench_watched_replicas.py
     python scripts/bench_watched_replicas.py --gb 0.25 --rounds 3 --folder /mnt/disk
@@ -86,7 +86,7 @@ def _blocked(model: nn.Module, folder: str, mode: str, *, watches: bool) -> floa
         folder=folder,
         interval=1,
         async_mode=mode,
-        digest_tensors=("replicas",) if watches else (),
+        digest_tensors=("ranks",) if watches else (),
         keep_latest_k=1,
         memory_ttl_seconds=0,  # Else what each round keeps in memory stays for minutes.
     ) as manager:

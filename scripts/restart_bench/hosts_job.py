@@ -65,7 +65,7 @@ class HostsJob(KilledJob):
 
     def _own_keys(self) -> Sequence[str]:
         keys = super()._own_keys()
-        return [*keys, "--checkpoint.memory_replicas=1"] if self._contender == "ours, memory" else keys
+        return [*keys, "--checkpoint.memory_peer_copies=1"] if self._contender == "ours, memory" else keys
 
     def _sent_bytes(self) -> int:
         return self._gone_bytes + sum(host.sent_bytes() for host in self._pair)

@@ -128,12 +128,15 @@ def test_an_older_llama_debug_loads_with_one_line_for_the_keys_that_went(tmp_pat
         ("incremental", True, "checkpoint.save_trained_only"),
         ("tensor_digests", True, 'Add "save", "load" or "staging" to checkpoint.digest_tensors'),
         ("keep_best_mode", "max", 'Set checkpoint.keep_best_metric to "max:NAME"'),
+        ("memory_replicas", 1, "Set checkpoint.memory_peer_copies"),
+        ("memory_replica_max_mb_per_second", 5.0, "Set checkpoint.memory_peer_copy_max_mb_per_second"),
+        ("digest_tensors", ["replicas"], 'Its name is "ranks" now'),
         ("interval_type", "continuous", 'Set "auto", or "seconds" with checkpoint.interval'),
     ],
 )
 def test_what_went_is_refused_with_its_replacement_wherever_it_is_set(tmp_path, key, value, instead):
-    text = str(value).lower()
-    (tmp_path / "old.toml").write_text(f"[checkpoint]\n{key} = {value if value is True else repr(value)}\n".lower())
+    text = value[0] if isinstance(value, list) else str(value).lower()
+    (tmp_path / "old.toml").write_text(f"[checkpoint]\n{key} = {value!r}\n".lower())
     for argv in (["--job.config_file", str(tmp_path / "old.toml")], [f"--checkpoint.{key}={text}"]):
         with pytest.raises(ConfigError, match=re.escape(instead)):
             parse_config(argv)

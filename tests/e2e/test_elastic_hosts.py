@@ -26,7 +26,7 @@ ALWAYS = (f"--training.global_batch_size={GLOBAL_BATCH}", "--training.trace_samp
 NO_SAVES = ("--checkpoint.interval=100000",)
 IN_MEMORY = (
     *("--checkpoint.async_mode=async_with_pinned_mem", "--checkpoint.memory_interval=5"),
-    *("--checkpoint.memory_replicas=1", "--checkpoint.lease_timeout_seconds=10"),
+    *("--checkpoint.memory_peer_copies=1", "--checkpoint.lease_timeout_seconds=10"),
     *(f"--checkpoint.interval={INTERVAL}", "--checkpoint.keep_latest_k=2"),
 )
 

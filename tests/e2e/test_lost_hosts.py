@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 INTERVAL = 2
 IN_MEMORY = ("--checkpoint.async_mode=async_with_pinned_mem", f"--checkpoint.memory_interval={INTERVAL}")
-REPLICATED = (*IN_MEMORY, "--checkpoint.memory_replicas=1", "--checkpoint.lease_timeout_seconds=10")
+REPLICATED = (*IN_MEMORY, "--checkpoint.memory_peer_copies=1", "--checkpoint.lease_timeout_seconds=10")
 NO_DISK = "--checkpoint.interval=100000"
 SLOW = {"TORCHTITAN_LITE_FAULT": "slow@step:seconds=0.2,times=always"}
 """Steps that do not outrun the replicas, which are sent one after another."""

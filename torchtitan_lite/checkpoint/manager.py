@@ -122,7 +122,7 @@ class CheckpointManager:
         self._folders = folders = RunFolders(job_config, lineage.run_id, seams.store)
         self._store = folders.checkpoints
 
-        watches = "replicas" in config.digest_tensors
+        watches = "ranks" in config.digest_tensors
         self._comparison = RankComparison(peers, may_differ=ranks_may_differ, watches=watches)
         replicated = build_replicated(run.model.parameter_names, run.small)
         of_ranks = run.states_of_ranks

@@ -7,6 +7,7 @@ is off. When a feature is added, its keys become fields in `config/sections/` an
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -49,6 +50,7 @@ def _any_value_options(section: str, names: str) -> dict[str, object]:
 INCREMENTAL = "saving only what has changed"
 SWITCHES = "a switch of its own for each time of digests"
 BEST_MODE = "a key for the side of the best metric"
+PEER_COPIES, RATE_OF_PEER_COPIES = "the earlier name of the key for peer copies", "the earlier name of their rate"
 CONVERSION = "conversion of the model (float8, MX)"
 SECTIONS_OF_CONVERSION = ("float8", "mx", "quantize")
 _DATALOADER_OPTIONS = "persistent_workers pin_memory prefetch_factor"
@@ -173,9 +175,13 @@ _FEATURES: Mapping[str, Mapping[str, object]] = {
         "checkpoint.debug_staging": False,
     },
     BEST_MODE: {"checkpoint.keep_best_mode": "min"},
+    PEER_COPIES: {"checkpoint.memory_replicas": 0},
+    RATE_OF_PEER_COPIES: {"checkpoint.memory_replica_max_mb_per_second": 0.0},
     "a least time between continuous saves": {"checkpoint.continuous_floor_seconds": ANY},
 }
 _INSTEAD = {
+    PEER_COPIES: "Set checkpoint.memory_peer_copies. ",
+    RATE_OF_PEER_COPIES: "Set checkpoint.memory_peer_copy_max_mb_per_second. ",
     BEST_MODE: 'Set checkpoint.keep_best_metric to "max:NAME" for the highest values. ',
     SWITCHES: 'Add "save", "load" or "staging" to checkpoint.digest_tensors. ',
     INCREMENTAL: "Leave frozen parameters out with checkpoint.save_trained_only, or keep frozen models out of what is "
@@ -196,11 +202,14 @@ UNSUPPORTED: Mapping[str, Unsupported] = {
 }
 _VALUES: Mapping[tuple[str, object], str] = {
     ("checkpoint.interval_type", "continuous"): 'Set "auto", or "seconds" with checkpoint.interval, such as 30',
+    ("checkpoint.digest_tensors", "replicas"): 'Its name is "ranks" now',
 }
 """Key and value to what serves in its place."""
 
 
 def refuse_unsupported_value(key: str, value: object, where: str) -> None:
     """Raise ConfigError, with what replaces it, if `value` is one that `key` no longer has."""
-    if isinstance(value, str) and (instead := _VALUES.get((key, value))):
-        raise ConfigError(f"{where} = {value} is not supported. {instead}.")
+    parts = re.split(r"[\s,]+", value) if isinstance(value, str) else value if isinstance(value, list | tuple) else ()
+    for part in parts:
+        if instead := _VALUES.get((key, part)):
+            raise ConfigError(f"{where} = {part} is not supported. {instead}.")

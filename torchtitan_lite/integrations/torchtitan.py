@@ -100,7 +100,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         """Seconds for which copies in memory outlive the trainer; 0: none do."""
 
         digest_tensors: list[str] = field(default_factory=list)
-        """When every tensor is digested: "save", "load", "staging", "replicas"."""
+        """When every tensor is digested: "save", "load", "staging", "ranks"."""
 
         upload_folder: str = Checkpoint.upload_folder
         """Second folder, to which each checkpoint is uploaded in the background; empty: none."""

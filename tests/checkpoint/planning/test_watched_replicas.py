@@ -20,7 +20,7 @@ from tests.ranks import Ranks, on_two_ranks
 from torchtitan_lite.checkpoint.planning.rank_comparison import RankComparison
 from torchtitan_lite.errors import RanksDiffer
 
-WATCHES: dict[str, Any] = {"digest_tensors": ("replicas",), "interval": 1, "preemption_signals": ()}
+WATCHES: dict[str, Any] = {"digest_tensors": ("ranks",), "interval": 1, "preemption_signals": ()}
 SEEDS = 20
 
 
@@ -41,7 +41,7 @@ def flip_a_bit(run: SmallRun, number: random.Random) -> str:
 
 
 @pytest.mark.promise(
-    'With "replicas" in `checkpoint.digest_tensors`, the next save names rank and host of a flipped bit in a '
+    'With "ranks" in `checkpoint.digest_tensors`, the next save names rank and host of a flipped bit in a '
     "tensor that several ranks hold, and no run resumes from that state.",
     section="loaded",
 )
@@ -83,7 +83,7 @@ def saved_at_last(rank: int, folder: Path) -> str:
 
 
 @pytest.mark.promise(
-    'With "replicas" in `checkpoint.digest_tensors`, the next save names rank and host of a flipped bit in a '
+    'With "ranks" in `checkpoint.digest_tensors`, the next save names rank and host of a flipped bit in a '
     "tensor that several ranks hold, and no run resumes from that state.",
     section="loaded",
 )
@@ -155,7 +155,7 @@ def test_without_the_key_a_save_digests_no_more_than_a_sample(
     complete = RankComparison._complete_digests
     monkeypatch.setattr(RankComparison, "_complete_digests", lambda *given: passes.append(1) or complete(*given))
     counted = {}
-    for name, options in (("off", {}), ("on", {"digest_tensors": ("replicas",)})):
+    for name, options in (("off", {}), ("on", {"digest_tensors": ("ranks",)})):
         passes.clear()
         SmallRun(tmp_path / name, interval=1, preemption_signals=(), **options).loaded().finished(5, last=False)
         counted[name] = len(passes)

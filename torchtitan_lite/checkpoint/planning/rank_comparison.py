@@ -8,7 +8,7 @@ sample of the rest, within the exchange of the plan. Where ranks differ, all com
 of holders from then on: by the last bits, as reductions in no fixed order give them, with one warning; by more, with
 `RanksDiffer`.
 
-A run that watches (`digest_tensors` with "replicas") digests all of it again for every save. Once its ranks were equal,
+A run that watches (`digest_tensors` with "ranks") digests all of it again for every save. Once its ranks were equal,
 one bit is a difference: a machine or a kernel has changed it, and `RanksDiffer` names where. It digests the live
 tensors in the thread that trains: the answer has to come before the save does.
 """

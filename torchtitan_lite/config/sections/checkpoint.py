@@ -25,7 +25,7 @@ IntervalType = Literal["steps", "seconds", "auto", "none"]
 VerifyOnLoad = Literal["off", "size", "full", "full_alone"]
 WhenBusy = Literal["wait", "skip"]
 DcpMetadata = Literal["auto", "always", "never"]
-DigestTime = Literal["save", "load", "staging", "replicas"]
+DigestTime = Literal["save", "load", "staging", "ranks"]
 Strictness = Literal["error", "warn", "ignore"]
 
 
@@ -169,12 +169,12 @@ class _Copies:
     copies that asynchronous saves make anyway. Above 0 the copies take three times the memory of one (two, if there is
     no room for three). Not with async_mode "disabled". docs/where_a_step_can_be.md says what survives which end."""
 
-    memory_replicas: int = 0
+    memory_peer_copies: int = 0
     """How many other hosts keep each image in their memory, too: 0 or 1. With 1 the loss of a host costs a few steps,
     as that of a process. Needs memory_interval, several hosts, and six times the memory of one copy on each rank."""
 
-    memory_replica_max_mb_per_second: NotNegative = 0.0
-    """The most megabytes per second that a host sends to the next one for memory_replicas; 0: no limit."""
+    memory_peer_copy_max_mb_per_second: NotNegative = 0.0
+    """The most megabytes per second that a host sends to the next one for memory_peer_copies; 0: no limit."""
 
     memory_ttl_seconds: NotNegative = 600.0
     """Seconds that images stay in memory after the last trainer ended, for a restart to resume from; 0: no images, and
@@ -186,12 +186,12 @@ class _Copies:
                 f"checkpoint.memory_interval = {self.memory_interval} with checkpoint.async_mode = 'disabled': such "
                 "saves make no copy of the state. Set async_mode to 'async' or 'async_with_pinned_mem'."
             )
-        if self.memory_replicas not in (0, 1):
-            raise ConfigError(f"checkpoint.memory_replicas: expected 0 or 1, found {self.memory_replicas!r}.")
-        if self.memory_replicas and not self.memory_interval:
+        if self.memory_peer_copies not in (0, 1):
+            raise ConfigError(f"checkpoint.memory_peer_copies: expected 0 or 1, found {self.memory_peer_copies!r}.")
+        if self.memory_peer_copies and not self.memory_interval:
             raise ConfigError(
-                "checkpoint.memory_replicas = 1 with checkpoint.memory_interval = 0: replicas are copies of the images "
-                "that it makes. Set memory_interval, such as 10."
+                "checkpoint.memory_peer_copies = 1 with checkpoint.memory_interval = 0: peer copies are copies of the "
+                "snapshots that it makes. Set checkpoint.memory_interval, such as 10."
             )
         if self.memory_interval and not self.memory_ttl_seconds:
             raise ConfigError(
@@ -348,7 +348,7 @@ class Checkpoint(_Loaded, _Start, _Kept, _Copies, _Times, _Written):
     """When every tensor is digested; any of these. "save": into the manifest, the same for every topology. "load":
     after a load, again, to compare with the manifest; a difference is an error that names the first such tensor.
     "staging": before the copy of an asynchronous save, to compare the copy; if a tensor changed meanwhile, the save
-    fails and names it; that takes as long again as staging. "replicas": at every save, what several ranks hold, on each
+    fails and names it; that takes as long again as staging. "ranks": at every save, what several ranks hold, on each
     of them; a rank that differs is named with its host, and the run ends."""
 
     dcp_metadata: DcpMetadata = "auto"

@@ -54,7 +54,7 @@ class HostReplicas:
         """Agree on where replicas go, given the memory of all ranks; return whether they are made. **Collective**."""
         if self._process is not None:
             return True
-        if not self._config.memory_replicas:
+        if not self._config.memory_peer_copies:
             return False
         listener = _listener()
         secret = secrets.token_bytes(_SECRET_BYTES) if self._peers.is_coordinator else b""
@@ -185,7 +185,7 @@ class HostReplicas:
             port=places[to[rank]].port,
             senders=senders,
             most_bytes=_GROWTH * max((found[sender].arena_bytes for sender in senders), default=0),
-            bytes_per_second=self._config.memory_replica_max_mb_per_second * 1e6 / on_host,
+            bytes_per_second=self._config.memory_peer_copy_max_mb_per_second * 1e6 / on_host,
         )
 
 
@@ -214,7 +214,7 @@ def _copies_finding(places: Sequence[ReplicaHost], to: Sequence[int], found: Seq
         name = next(place.name for place in places if place.host == full)
         return (
             f"on {name} the memory has no room for six copies of the state of each rank ({size} each: four of its own "
-            "images, two of another host). Unset checkpoint.memory_replicas, or give the job more memory"
+            "images, two of another host). Unset checkpoint.memory_peer_copies, or give the job more memory"
         )
     return ""
 

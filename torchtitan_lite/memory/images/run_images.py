@@ -108,7 +108,7 @@ class KeptImages(FoundImages):
         self._timeout_seconds = config.timeout_seconds
         self._plans, self._watch = plans, build_staging_watch(config)
         self._clock, self._interval, self._emit = context.clock, config.memory_interval, context.emit
-        self._most_arenas = REPLICATED_ARENAS if config.memory_replicas else MAX_ARENAS
+        self._most_arenas = REPLICATED_ARENAS if config.memory_peer_copies else MAX_ARENAS
         self._replicas = HostReplicas(tier, self.stager.pool, context)
         self.marker = Marker(tier, self.stager.pool, self.process, context, self._replicas)
         """Makes images of the copies."""
