@@ -73,7 +73,7 @@ def main() -> int:
         with source.open("wb") as file:
             for tensor in state.tensors().values():
                 file.write(tensor.reshape(-1).numpy())
-            file.truncate(aligned(file.tell()))
+            file.truncate(aligned(state.num_bytes))
         for folder in options.folders:
             try:
                 with tempfile.TemporaryDirectory(prefix="bench-", dir=folder) as trial:

@@ -216,7 +216,7 @@ def test_a_listing_that_the_server_does_not_give_is_no_empty_folder(mounted: lis
     assert isinstance(store.errors_by_step()[1], CheckpointUnreadable)
 
 
-def test_a_read_goes_on_through_a_new_descriptor_after_the_server_was_away(mounted: list[Client], name: str) -> None:
+def test_a_read_continues_through_a_new_descriptor_after_the_server_was_away(mounted: list[Client], name: str) -> None:
     one, _ = mounted
     (one.folder / name).mkdir()
     data = random.Random(2).randbytes((9 << 20) + 3)
