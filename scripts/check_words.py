@@ -33,6 +33,9 @@ INSTEAD = {
     r"beside": "next to, alongside, while",
     r"(go|goes|going|went) on": "continue",
     r"so many": "that many, N",
+    r"of before": "earlier, previous, same",
+    r"gets? on|got on|getting on": "progress, continue",
+    r"(gets?|got|on its way) back to there|is on its way back": "finish the rollback",
 }
 SUFFIXES = {".md", ".py", ".sh", ".toml", ".yaml"}
 KEPT = "words: kept"

@@ -409,7 +409,7 @@ def test_a_save_that_wakes_late_commits_its_own_files(job: Job, bucket: Bucket) 
     assert found_in(bucket) == {5: b"second"}
 
 
-def test_a_save_of_before_the_folder_was_given_up_is_not_committed(job: Job, bucket: Bucket) -> None:
+def test_a_save_from_before_the_folder_was_given_up_is_not_committed(job: Job, bucket: Bucket) -> None:
     place = write(job.store, 5)
     job.lease.release()
     job.lease.take()

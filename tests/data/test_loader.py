@@ -223,7 +223,7 @@ def test_at_its_end_a_loader_still_has_the_positions_of_its_last_step() -> None:
     assert list(one.last_positions) == list(range(8, 16))
 
 
-def test_a_state_of_before_there_were_tokenizers_is_one_of_bytes() -> None:
+def test_a_state_from_before_there_were_tokenizers_is_one_of_bytes() -> None:
     one, two = loader(), loader()
     next(one)
     state = {name: value for name, value in one.state_dict().items() if name != "tokenizer"}

@@ -52,7 +52,7 @@ def start_together(kinds: Sequence[str], folder: Path) -> list[subprocess.Popen[
     ("kind", "reason", "innermost"),
     [
         ("stop", "it is stopped (SIGSTOP, or a debugger)", "_hang"),
-        ("sleep", "it does not get on", "_hang"),
+        ("sleep", "it does not progress", "_hang"),
         ("lock", "it runs no Python: a call in C holds the GIL, or the system does not return", "_lock_for_good"),
     ],
 )

@@ -1,7 +1,7 @@
 """Guards of the folders that a manager opens: one manager of this process at a time, and all ranks in the same ones.
 
 The latest manager that opened a folder has it. A cell of a notebook is run again, or a script tries again after an
-error, while the manager of before is open, perhaps with a save in flight. To the lease both are this process. So the
+error, while the earlier manager is open, perhaps with a save in flight. To the lease both are this process. So the
 second closes the first, as the end of its `with` would, and nothing that the first began is lost. Which ranks find a
 manager that was dropped without `close` depends on the garbage collector: closing exchanges nothing that was not sent
 before.

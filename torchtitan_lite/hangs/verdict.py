@@ -73,7 +73,7 @@ def judge(found: Sequence[Evidence], *, silent: Sequence[int] = ()) -> HangVerdi
     if working and len(working) < len(found):
         return _verdict_of_ranks(working, "is in no collective, and the others wait in one")
     return _verdict_of_ranks(
-        found, "does not get on" if len(found) == 1 else "may hang, or wait for another one that does"
+        found, "does not progress" if len(found) == 1 else "may hang, or wait for another one that does"
     )
 
 

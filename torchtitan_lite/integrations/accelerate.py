@@ -124,7 +124,7 @@ class Batches:
         return iter(self._loader)
 
     def _rest(self) -> Iterator[Any]:
-        """Yield the batches that are left, in the order of before; what is drawn for that is given back."""
+        """Yield the batches that are left, in the earlier order; what is drawn for that is given back."""
         everything = RngState()
         now, drawn = everything.state_dict(), self._drawn_from()
         self._draw_from(self._at_start)
@@ -159,8 +159,8 @@ class Batches:
         saved, found = state_dict["num_batches"], len(self._loader)
         if saved != found:
             raise ConfigError(
-                f"dataloader: expected {saved} batches an epoch, as saved, found {found}. Use the data, the batch size "
-                "and the number of processes of before, or add dataloader to exclude_from_loading."
+                f"dataloader: expected {saved} batches an epoch, as saved, found {found}. Use the same data, batch "
+                "size and number of processes, or add dataloader to exclude_from_loading."
             )
         self.epoch, self.batch = state_dict["epoch"], state_dict["batch"]
         self._at_start = list(state_dict["at_start"].values())

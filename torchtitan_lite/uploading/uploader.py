@@ -77,7 +77,7 @@ class State:
     missing_bytes: int = 0
     """Of the checkpoints that wait."""
     problem: str = ""
-    """Why nothing gets on; empty while all is well."""
+    """Why nothing is uploaded; empty while uploads succeed."""
     is_refused: bool = False
     """Whether nothing will be uploaded any more."""
     is_lasting: bool = False

@@ -48,7 +48,7 @@ class RunLoad:
     def load(self, step: int) -> LoadSource | None:
         """Load `step` itself, or for -1 what the config says; return what was loaded, None for a fresh start.
 
-        For -1 a run that is on its way back gets there. Raises `CheckpointNotFound`, `CheckpointMismatch`,
+        With -1, finishes an interrupted rollback. Raises `CheckpointNotFound`, `CheckpointMismatch`,
         `AllCheckpointsDamaged`, and the error of a state that refuses, on every rank.
         """
         wanted = step if step != -1 else self._config.checkpoint.load_step

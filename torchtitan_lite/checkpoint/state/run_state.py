@@ -270,7 +270,7 @@ def _mark(gradients: Iterable[torch.Tensor], by: str) -> None:
 # A DataLoader that drew a seed from the generator that a load has restored, in the middle of an epoch.
 #
 # `iter` of torch's DataLoader draws a seed, and the first batch of a shuffled one draws another. An uninterrupted run
-# did that before the save; a run that iterates after the load, and skips the batches of before, does it again: all
+# did that before the save; a run that iterates after the load, and skips the earlier batches, does it again: all
 # random numbers after that are others, and so is a shuffled order.
 #
 # It is reported only where it is sure: the seed is the one that the restored generator gives first; the steps say that

@@ -34,7 +34,7 @@ class TakenOver(NamedTuple):
     names: Sequence[str]
     """Under which the keeper holds them."""
     num_loaded: int = 0
-    """How many of the arenas have what was loaded: the parts of several ranks of before."""
+    """How many of the arenas have what was loaded: the parts of several ranks of the earlier start."""
     replica_bytes: int = 0
     """Of the replicas that stay as they are at the keeper of this host."""
 
