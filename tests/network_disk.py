@@ -10,9 +10,12 @@ is removed while it is open gets another name.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
+import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -30,6 +33,7 @@ ROOT = Path(__file__).parents[1]
 CHANGES = ("rename", "link", "unlink", "mkdir", "rmdir", "create", "write", "truncate", "fsync", "fsyncdir")
 _OTHERS = ("open", "read", "opendir", "readdir", "flush", "statfs", "fallocate", "getattr")
 _START_SECONDS = 20.0
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,40 @@ def clients(base: Path, count: int = 2) -> Iterator[list[Client]]:
         yield found
 
 
+REAL = {
+    "bindfs": ("bindfs",),
+    "mergerfs": ("mergerfs", "-o", "category.create=rand,cache.files=partial,dropcacheonclose=true"),
+}
+"""File systems of FUSE that mount a folder, by their commands."""
+
+
+class BehavingClient(Client):
+    """A mount that has no knobs."""
+
+    def set(self, *answers: Answer, **knobs: Any) -> None:
+        """Do nothing."""
+
+
+@contextmanager
+def real_clients(base: Path, kind: str) -> Iterator[list[Client]]:
+    """Mount one folder twice with a file system of `REAL`; skip the test where that is not possible."""
+    if shutil.which(kind) is None:
+        pytest.skip(f"{kind} is not installed")
+    found: list[Client] = []
+    (base / "source").mkdir()
+    with ExitStack() as stack:
+        for number in range(2):
+            mount = base / f"client{number}"
+            mount.mkdir()
+            command = [*REAL[kind], str(base / "source"), str(mount)]
+            mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+            if mounted.returncode != 0 or not mount.is_mount():
+                pytest.skip(f"{kind} does not mount here: {mounted.stderr.strip()}")
+            stack.callback(subprocess.run, ["umount", "--lazy", str(mount)], check=False, capture_output=True)
+            found.append(BehavingClient(base / "source", mount, base / "unused"))
+        yield found
+
+
 @contextmanager
 def _mounted(source: Path, mount: Path) -> Iterator[Client]:
     mount.mkdir()
@@ -147,6 +185,7 @@ def serve(source: str, mount: str, control: str) -> None:
                 raise OSError(errno.EINVAL, "no exchange")  # As most network file systems.
             return int(super().rename_fuse_3(old, new, flags))
 
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # Then FUSE unmounts and ends.
     served = Passthrough(source, Path(control))
     options = {"foreground": True, "nothreads": True, "default_permissions": True, "use_ino": True}
     times = dict.fromkeys(("attr_timeout", "entry_timeout", "negative_timeout"), 0)

@@ -7,6 +7,7 @@ import itertools
 import logging
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -14,7 +15,7 @@ from hypothesis.stateful import initialize
 
 from tests.disk.sources import bounced
 from tests.examples import EXHAUSTIVE, THOROUGH
-from tests.network_disk import Answer, Client, clients
+from tests.network_disk import REAL, Answer, Client, clients, real_clients
 from tests.store.filled import DATA, commit, contents, manifest_of, names, remove_begun, save
 from tests.store.life import Life, live
 from tests.store.network_backend import NetworkBackend
@@ -297,3 +298,22 @@ def test_every_acknowledged_save_loads_whatever_two_clients_of_a_network_file_sy
     finally:
         for client in mounted:
             client.reset()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", [*REAL])
+def test_two_clients_of_a_real_file_system_lose_nothing_either(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with real_clients(tmp_path, kind) as mounted:
+
+        class LifeOnReal(Life):
+            @initialize()
+            def first(self) -> None:
+                self.begin(NetworkBackend(mounted))
+
+        live(LifeOnReal, 20, caplog)
+        test_a_step_saved_again_by_two_clients_is_never_written_into(mounted, "again")
+        test_the_second_try_of_a_save_that_failed_is_written_by_both(mounted, "second")
+        test_a_rank_waits_for_the_folder_of_a_save_and_makes_none(mounted, "waits")
+        test_a_file_system_that_refuses_direct_writes_is_written_through_the_page_cache(mounted, "direct")

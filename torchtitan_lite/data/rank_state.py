@@ -28,7 +28,7 @@ def pack(state: object, *, rank: int, num_ranks: int) -> dict[str, torch.Tensor]
 
 
 def unpack(packed: Mapping[str, Any], *, rank: int, num_ranks: int) -> Any:
-    """Return the state that `pack` was given on `rank`. Raise ConfigError if it was packed for another number of ranks."""
+    """Return the state that `pack` was given on `rank`. Raise ConfigError if another number of ranks packed it."""
     if "num_ranks" not in packed:
         raise ConfigError(
             f"dataloader: the checkpoint was made with another kind of loader. Use that one, or {RESTART_DATA}."
