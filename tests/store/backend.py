@@ -106,6 +106,9 @@ class Backend:
     def arm(self, fault: Fault | None) -> None:
         """Let `fault` strike from now on; None: let nothing strike."""
 
+    def check_error(self, error: Exception) -> None:
+        """Fail if `error`, which a fault has led to, does not say what it concerns."""
+
     def refuse_changes(self) -> None:
         """Let each change fail the test from now on, until `arm`."""
 

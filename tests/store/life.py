@@ -259,8 +259,9 @@ class Life(RuleBasedStateMachine):
         self.backend.arm(fault)
         try:
             act()
-        except (OSError, SaveFailed, CheckpointUnreadable):
+        except (OSError, SaveFailed, CheckpointUnreadable) as error:
             assert fault is not None
+            self.backend.check_error(error)
             self.backend.arm(None)
             self._adopt(outcomes)
             self.backend.remove_failed(self.step)

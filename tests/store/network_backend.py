@@ -56,6 +56,9 @@ class NetworkBackend(DiskBackend):
             code = _CODES[fault.seed % len(_CODES)]
             self._clients[0].set(Answer(operation, code, is_done=is_done, after=fault.at, times=1))
 
+    def check_error(self, error: Exception) -> None:
+        assert not isinstance(error, OSError) or error.filename, f"{error!r} names no file"
+
     def settle(self, fault: Fault) -> None:
         """Lose nothing: what ends is a process."""
 

@@ -26,7 +26,7 @@ from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.errors import CheckpointUnreadable, FolderUnusable
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.housekeeping import Housekeeping
-from torchtitan_lite.store.probe import probe
+from torchtitan_lite.store.probe import log_lacks, probe
 from torchtitan_lite.store.retention import KeepLatest
 from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.stores import usable
@@ -168,6 +168,17 @@ def test_what_could_not_keep_a_promise_is_refused_for_its_file_system(
         probe(one.folder / name)
     one.reset()
     assert names(one.source / name) == []
+
+
+def test_a_slow_file_system_is_said_to_be_slow_and_not_waited_for(
+    mounted: list[Client], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, _ = mounted
+    (one.folder / name).mkdir()
+    one.set(delay_seconds=0.05)
+    with caplog.at_level(logging.WARNING, "torchtitan_lite"):
+        log_lacks(one.folder / name, limit_seconds=0.01)
+    assert f"{name} is slow" in caplog.text
 
 
 def test_steps_that_can_neither_be_renamed_nor_removed_stay_and_each_purge_says_so(
