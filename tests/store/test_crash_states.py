@@ -237,7 +237,7 @@ def abandon(disk: DiskBackend, step: int) -> None:
 
 
 @pytest.mark.promise(
-    "After a kill before any disk operation, a power cut during the next operation does no harm, either.",
+    "A kill at any disk operation, and then a power cut at the first operation of the next start, lose nothing.",
     section="crash",
 )
 @pytest.mark.slow  # every kill, and after each every power cut of the next operation

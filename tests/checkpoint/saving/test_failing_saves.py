@@ -97,7 +97,7 @@ def test_a_writer_process_that_is_killed_or_stopped_is_named_and_started_again(r
 
 
 @pytest.mark.promise(
-    "Only `checkpoint.max_failed_saves` failures in a row, or two of the last save, end the run.",
+    "Only failures in a row end the run: `checkpoint.max_failed_saves` (3), or two of the last save.",
     section="failure",
 )
 def test_saves_that_fail_in_a_row_end_the_run_with_what_failed(start_run: StartRun, mode: str) -> None:
