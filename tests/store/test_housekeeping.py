@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
+import tracemalloc
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.store.filled import commit, staged
+from tests.store.filled import commit, save, staged
 from torchtitan_lite import faults
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.errors import LeaseLost, SaveFailed
@@ -360,3 +362,23 @@ def test_a_checkpoint_that_is_too_old_is_removed(folder: Folder, events: Events)
     at[0] += 1
     housekeeping.purge(folder.store)
     assert folder.names() == ["step-2"]
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_number_of_saves(tmp_path: Path) -> None:
+    store, housekeeping = CheckpointStore(tmp_path), Housekeeping(KeepLatest(2), lambda event: None)
+
+    def save_until(last: int) -> int:
+        for step in range(store.latest().step + 1 if store.latest() else 1, last + 1):
+            housekeeping.note_committed(save(store, step), store)
+            housekeeping.purge(store)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = save_until(100)
+        grown = save_until(400) - before
+    finally:
+        tracemalloc.stop()
+    assert grown < 300 * 50, f"{grown / 300:.0f} bytes a save"

@@ -334,7 +334,7 @@ def test_the_keys_become_rules(keys: dict[str, Any], policy: RetentionPolicy) ->
         ("min_free_disk_gb", float("inf"), "expected a finite number of at least 0, found inf"),
         ("keep_best_metric", "", "expected the name of a metric, found an empty string"),
         ("keep_best_metric", "max:", "expected the name of a metric, found an empty string"),
-        ("digest_tensors", ("save", "always"), "expected one of save, load, staging, replicas, found 'always'"),
+        ("digest_tensors", ("save", "always"), "expected one of save, load, staging, ranks, found 'always'"),
     ],
 )
 def test_a_wrong_value_is_one_sentence_that_names_the_key(key: str, value: Any, message: str) -> None:

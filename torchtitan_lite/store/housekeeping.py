@@ -170,6 +170,8 @@ class Housekeeping:
             else:
                 self._sound.pop(info.step, None)
                 if trash:
+                    if info.kind is CheckpointKind.FULL:
+                        self._known_good.discard(info.step)
                     logger.info("Deleted step %d", info.step)
                     self._emit(Purged(info.step, bytes=info.nbytes))
 

@@ -81,7 +81,7 @@ class CheckpointStore(StoresCheckpoints):
         self._exclusive = process_lock(self.address)
         """Orders commits of this process and removals in the background."""
         self._begun: set[str] = set()
-        """The places that this process has made: it need not wait to see them."""
+        """The saves under way whose places this process has made: it need not wait to see them."""
         self._free_bytes = free_bytes
         self._clock = clock
         self._lease: FolderLease | None = None
@@ -203,6 +203,7 @@ class CheckpointStore(StoresCheckpoints):
             self._retired.remove_superseded(step)
         if os.path.lexists(staging):
             self._retired.remove(staging)
+        self._begun.discard(place)
 
     def commit(self, step: int, manifest: Manifest, *, place: str) -> CheckpointInfo:
         """Turn the save `place` into `step-N`, durably. **Coordinator only**, after every rank has synced its files."""
@@ -221,6 +222,7 @@ class CheckpointStore(StoresCheckpoints):
             # Only now, after the sync: until then a power cut may undo the rename, and what it replaced is all there
             # is.
             self._retired.after_commit(step, replaced, sealed.lineage.abandons)
+        self._begun.discard(place)
         return info
 
     def discard(self, info: CheckpointInfo) -> list[Path]:
