@@ -226,4 +226,13 @@ def _headings(page: Path) -> Iterator[str]:
 def _is_in_the_package(name: str) -> bool:
     """Return whether `name` is a module, or a name in one."""
     path = ROOT.joinpath(*name.split("."))
-    return path.exists() or path.with_suffix(".py").exists() or path.parent.with_suffix(".py").exists()
+    if path.exists() or path.with_suffix(".py").exists() or path.parent.with_suffix(".py").exists():
+        return True
+    door = path.parent / "__init__.py"
+    return door.exists() and path.name in _exported_by(door)
+
+
+def _exported_by(module: Path) -> list[str]:
+    """Return the names in `__all__` of `module`."""
+    names = re.search(r"^__all__ = \[(.*?)\]$", module.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return re.findall(r'"(\w+)"', names[1]) if names else []
