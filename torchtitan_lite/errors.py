@@ -26,7 +26,7 @@
     |- CorpusChanged (ValueError)                the data at resume is not the data of the run
     |- TokensNotWritten (RuntimeError)           a disk is full, or fails, while the tokens of a corpus are made
     |- ExtraMissing (ImportError)                an optional dependency is not installed
-    |- KeeperUnavailable (RuntimeError)          checkpoints are not kept in memory; training continues
+    |- KeeperUnavailable (RuntimeError)          there are no in-memory snapshots; training continues
     |- PeerLost (RuntimeError)                   another rank has ended, or does not answer
     `- TrainingDiverged (ArithmeticError)        a loss or gradient norm is not finite, or a loss far too high
 
@@ -225,8 +225,8 @@ class FormatTooNew(UnknownFormat):
         self.path, self.found, self.known = path, found, known
         self.in_short = f"it has format version {found}, this version reads up to {known}"
         super().__init__(
-            f"{path} has format version {found}, this version of torchtitan_lite reads up to {known}. "
-            "Upgrade torchtitan_lite, or point dump_folder elsewhere."
+            f"{path} has format version {found}, and this version of torchtitan_lite reads up to {known}. "
+            "Upgrade torchtitan_lite, or set another --job.dump_folder."
         )
 
 
@@ -346,7 +346,7 @@ class UploadRefused(CheckpointError, RuntimeError):
         self.address, self.finding = address, finding
         super().__init__(
             f"Nothing is uploaded to {address}: {_clause(finding)}. Name another --checkpoint.upload_folder, "
-            f"or send what is missing once it is free, with torchtitan-lite upload FOLDER {address}."
+            f"or send what is missing later, with torchtitan-lite upload FOLDER {address}."
         )
 
 
@@ -408,7 +408,7 @@ class KeeperUnavailable(TorchtitanLiteError, RuntimeError):
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
-        super().__init__(f"checkpoints are not kept in memory: {_clause(reason)}")
+        super().__init__(f"there are no in-memory snapshots: {_clause(reason)}")
 
 
 class PeerLost(TorchtitanLiteError, RuntimeError):

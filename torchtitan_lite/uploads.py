@@ -138,7 +138,7 @@ class Uploads(UploadFolder):
         lacking = self._missing(stored)
         size = readable_bytes(sum(info.nbytes for info in lacking))
         logger.warning(
-            "Not yet in %s: %s%s. The next start continues with the uploads, or: torchtitan-lite upload %s %s",
+            "Not yet uploaded to %s: %s%s. The next start continues, or run: torchtitan-lite upload %s %s",
             self._target.address,
             f"{counted(len(lacking), 'checkpoint')} ({size})" if lacking else "perhaps the last checkpoints",
             f" ({problem})" if problem else "",

@@ -40,7 +40,10 @@ def test_an_undamaged_one_comes_back_without_its_findings(folder: str, store: Bu
     keys = {each.key for each in store.objects.list(f"{info.path.name}/")}
     assert f"{info.path.name}/{layout.FINDINGS}" not in keys
     again = command("bring-back", folder, info.path.name)
-    assert (again.code, f"it is not set aside as damaged or abandoned ({folder} has nothing that is)" in again.err) == (
+    assert (
+        again.code,
+        f"it is not the name of a damaged or abandoned checkpoint ({folder} has none)" in again.err,
+    ) == (
         1,
         True,
     )

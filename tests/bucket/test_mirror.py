@@ -48,7 +48,7 @@ def cut_copy(out: Path, proxy: Proxy, folder: str) -> Path:
     ended = command("convert", folder, out, "--layout", "ours")
     left = out.parent / f".{out.name}.unfinished"
     assert ended.code == 1
-    assert f"note: What was copied stays in {left}: the same command continues" in ended.err
+    assert f"note: What was copied stays in {left}: run the same command again to continue" in ended.err
     proxy.again()
     return left
 

@@ -103,7 +103,10 @@ def test_a_block_that_is_wrong_once_is_read_again(
     ObjectReader(wrong, NAME).read(file, RECORD, pieces)  # type: ignore[arg-type]  # only what a reader needs
     assert pieces[0].into == DATA[: 2 * BLOCK_BYTES]
     assert wrong.asked == [(0, 2 * BLOCK_BYTES), (0, BLOCK_BYTES)]
-    assert f"{file}: bytes 0 to {BLOCK_BYTES} were right only when read again" in caplog.text
+    assert (
+        f"{file}: bytes 0 to {BLOCK_BYTES} matched their digest only when read again: check the disk and the "
+        "memory of this host" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("found", [SIZE - 1, SIZE + 1, 0])

@@ -112,9 +112,9 @@ def test_lost_pins_are_one_warning(job: Job, bucket: Bucket, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING):
         later = started(bucket)
     assert later.store.pins.read() == frozenset()
-    assert [record.message for record in caplog.records if "pinned" in record.message] == [
-        "s3://bucket/run/head.json is damaged and is made again from 1 manifests; steps that were pinned are not any "
-        "more"
+    assert [record.message for record in caplog.records if "pins" in record.message] == [
+        "s3://bucket/run/head.json is damaged and is rebuilt from 1 manifests without the pins. Pin steps again with "
+        "torchtitan-lite pin"
     ]
 
 

@@ -288,7 +288,7 @@ def test_a_roll_back_sets_aside_what_it_abandons_in_the_same_swap(job: Job, buck
 def test_a_save_that_is_abandoned_already_is_refused(job: Job) -> None:
     save(job.store, 5)
     save(job.store, 5, run_id="run1", abandons=((5, "run0"), (10, "run0")))
-    with pytest.raises(SaveFailed, match="abandons step 10 of run run0"):
+    with pytest.raises(SaveFailed, match="was saved after a rollback that abandons step 10 of run run0"):
         save(job.store, 10)
 
 
@@ -413,7 +413,7 @@ def test_a_save_from_before_the_folder_was_given_up_is_not_committed(job: Job, b
     place = write(job.store, 5)
     job.lease.release()
     job.lease.take()
-    with pytest.raises(SaveFailed, match="was given up since it began"):
+    with pytest.raises(SaveFailed, match="was released after the save began"):
         job.store.commit(5, manifest_of(5, b"data"), place=place)
     assert found_in(bucket) == {}
 

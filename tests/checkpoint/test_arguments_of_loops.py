@@ -24,7 +24,7 @@ from torchtitan_lite.errors import CheckpointMismatch, CheckpointNotFound, Confi
         ({"optimizer": nn.Linear(1, 1)}, "optimizer: expected an optimizer, found a Linear."),
         ({"optimizer": [3]}, "optimizer[0]: expected an optimizer, found an int."),
         ({"lr_scheduler": nn.Linear(1, 1)}, "lr_scheduler: expected a scheduler, found a Linear."),
-        ({"dataloader": nn.Linear(1, 1)}, "dataloader: expected one that has a state, or None, found a Linear."),
+        ({"dataloader": nn.Linear(1, 1)}, "dataloader: expected an object with a state, or None, found a Linear."),
         ({"states": [3]}, "states: expected a dict of names and states, found a list."),
     ],
     ids=str,

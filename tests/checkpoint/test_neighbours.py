@@ -217,7 +217,7 @@ def test_a_run_that_leaves_without_closing_ends_its_save_first(tmp_path: Path, w
 def test_at_the_exit_a_save_is_waited_for_no_longer_than_the_grace_period(tmp_path: Path) -> None:
     code, printed = leave(tmp_path, "sys.exit", "async", "preemption_grace_seconds=1")
     assert code == 7
-    assert "Step 2 is not saved: its save was not over after 1 s" in printed, printed
+    assert "Step 2 is not saved: its save had not ended after 1 s" in printed, printed
 
 
 ALONE = """

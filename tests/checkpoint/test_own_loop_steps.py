@@ -35,7 +35,9 @@ def test_whole_numbers_of_numpy_and_torch_are_steps(start_run: StartRun, step: A
 def test_a_loop_that_counts_its_steps_from_the_start_again_is_refused(start_run: StartRun) -> None:
     run = start_run(interval=1)
     run.train(3, last=False)
-    with pytest.raises(ConfigError, match=r"save\(1\): expected a step from 3 on.*Count on from manager.loaded_step"):
+    with pytest.raises(
+        ConfigError, match=r"save\(1\): expected a step from 3 on.*After a load, count from manager.loaded_step on"
+    ):
         run.manager.save(1)
     assert run.manager.wait() == 3
 

@@ -334,7 +334,7 @@ def test_a_policy_that_fails_to_know_what_was_missed_is_a_warning(fails: Callabl
         saved(manager_of(tmp_path, save_policy=Fails(fails, steps=())), 1, 4, 7)
     (warning,) = warnings
     assert warning.startswith("save_policy: Fails.missed_step: expected a step or None, ")
-    assert warning.endswith(". Fix that method. Steps that the loop leaves out are not reported")
+    assert warning.endswith(". Fix that method. Steps that the loop skips are not reported")
 
 
 def test_a_policy_that_fails_to_know_what_is_owed_is_named() -> None:

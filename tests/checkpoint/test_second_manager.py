@@ -66,7 +66,7 @@ def test_a_second_manager_waits_for_the_save_of_the_first_and_resumes_from_it(
     first = start_run(interval=1, async_mode="async", seams={"saver": slow_saver(may_continue), **same_store})
     first.train(2, last=False)
     second = start_run(seed=1, seams=same_store)
-    with when_logged("Closing the manager that this process opened before", may_continue):
+    with when_logged("Closing the manager that this process opened earlier", may_continue):
         assert second.manager.load()
     assert second.manager.loaded_step == 2
     assert same(second.contents(), first.contents())
@@ -83,7 +83,7 @@ def test_a_save_in_flight_of_a_manager_that_was_dropped_is_awaited_too(start_run
     gc.collect()
     assert dropped() is None
     second = start_run(interval=1)
-    with when_logged("Closing the manager that this process opened before", may_continue):
+    with when_logged("Closing the manager that this process opened earlier", may_continue):
         assert second.manager.load()
     assert second.manager.loaded_step == 2
     second.train(3)

@@ -89,7 +89,7 @@ def newer(root: Path) -> None:
     ("put", "argv", "code", "message"),
     [
         (lambda root: None, ["ROOT", "step-1.corrupt"], 1, "ROOT does not exist"),
-        (lambda root: root.mkdir(), ["ROOT", "step-1.corrupt"], 1, "(ROOT has nothing that was set aside)"),
+        (lambda root: root.mkdir(), ["ROOT", "step-1.corrupt"], 1, "(ROOT has no damaged or abandoned step)"),
         (filled.foreign, ["ROOT", "step-007"], 1, "it is neither step-N.corrupt nor step-N.abandoned-RUN"),
         (filled.half_written, ["ROOT", "step-30.staging-0f3a"], 1, "it is neither step-N.corrupt nor"),
         (filled.of_torchtitan, ["ROOT", "step-10"], 1, "it is neither step-N.corrupt nor"),

@@ -202,7 +202,7 @@ def test_one_sentence_and_an_exit_code_for_every_refusal(tmp_path: Path) -> None
         (2, (source, tmp_path / "there"), "exists: remove it, or name another OUT"),
         (2, (source, tmp_path / "step-5"), "is the name of step 5, and imported weights are step 0: name OUT step-0"),
         (2, (source, out, "--files", "100000"), "the tensors are too small for 100000 files: ask for at most"),
-        (2, (source, out, "--names", "same", "--name-map", "a.json"), "--names same and --name-map: expected one"),
+        (2, (source, out, "--names", "same", "--name-map", "a.json"), "--names same and --name-map: expected only one"),
         (2, (source, out, "--files", "-1"), "--files -1: expected at least 1"),
         (2, (source, out, "--dtype", "int8"), "--dtype: expected one of float32, "),
     ):

@@ -71,7 +71,7 @@ def test_what_the_store_could_not_read_is_one_note_and_none_with_json(closed: Pa
         pruned = command("prune", "run", "--keep-latest", 1, "--dry-run")
     assert (noted.code, silent.code, silent.err) == (0, 0, "")
     for ended in (noted, pruned):
-        assert ended.err.startswith("note: run/step-4 could not be read, so it is neither counted nor removed: ")
+        assert ended.err.startswith("note: run/step-4 could not be read, so retention neither counts nor removes it: ")
         assert ended.err.count("\n") == 1
 
 

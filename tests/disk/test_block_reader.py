@@ -167,7 +167,10 @@ def test_a_block_that_is_right_when_read_again_is_used(
     repairing = BlockReader(1, pause=lambda seconds: write(data[BLOCK_BYTES + 10 : BLOCK_BYTES + 21]))
     repairing.read(own, FileRecord.of(data), pieces)
     assert all(piece.into == data[piece.at : piece.at + len(piece.into)] for piece in pieces)
-    assert f"bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES} were right only when read again" in caplog.text
+    assert (
+        f"bytes {BLOCK_BYTES} to {2 * BLOCK_BYTES} matched their digest only when read again: check the disk and "
+        "the memory of this host" in caplog.text
+    )
 
 
 def test_a_missing_file_is_an_error_at_once(tmp_path: Path) -> None:

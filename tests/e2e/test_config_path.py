@@ -31,7 +31,7 @@ def test_settings_that_no_tensor_shows_are_refused_if_they_changed_and_exported_
         file.write_text(json.dumps(CONFIG | change))
         with start(tmp_path / "run", "--training.steps=3", *given[1:]) as job:
             assert job.wait() == [code], job.log
-        assert " model.config_path: the file says another model than that of the checkpoint" in job.log
+        assert " model.config_path: the file describes another model than that of the checkpoint" in job.log
         assert finding in job.log
     assert command("export", tmp_path / "run", tmp_path / "out", "--format", "hf").code == 0
     exported = json.loads((tmp_path / "out" / "config.json").read_text())

@@ -128,7 +128,7 @@ def test_a_run_that_always_diverges_stops_with_a_list_of_what_was_tried(tmp_path
     with start(tmp_path / "run", *KEYS, *always, "--training.spike_window=4", "--checkpoint.interval=2", path) as job:
         assert job.wait() == [1]
     error = next(line for line in job.log.splitlines() if "TrainingDiverged" in line)
-    assert "the most that are allowed are 3 in 1,000 steps. It rolled back 3 times: from step" in error
+    assert "at most 3 in 1,000 steps are allowed. It rolled back 3 times: from step" in error
     assert error.count("without batch") == 3
     # The next start finds the same, and does not begin to count again.
     with start(tmp_path / "run", *KEYS, *always, "--training.spike_window=4", "--checkpoint.interval=2", path) as job:

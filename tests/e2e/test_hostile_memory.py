@@ -53,7 +53,7 @@ def test_a_latest_image_that_is_not_what_it_was_gives_way_to_the_next(
     *others, latest = steps_in(killed / "checkpoint")
     spoil(killed / "checkpoint", [latest], how)
     job = continues(killed, max([3, *others]), straight, memory_tier)
-    assert "gnored in memory" in job.log or f"image of step {latest} in memory is not" in job.log
+    assert "unusable in-memory snapshot" in job.log or f"in-memory snapshot of step {latest} is not" in job.log
 
 
 def test_where_no_image_is_right_the_disk_is_loaded(

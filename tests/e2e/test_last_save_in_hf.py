@@ -161,7 +161,7 @@ def test_a_damaged_checkpoint_is_named_and_a_folder_of_others_is_left_alone(copi
     (copied / "hf" / "step-2" / "notes.txt").write_text("mine")
     with start(copied, STEPS, *IN_HF) as job:
         assert job.wait() == [2]
-    assert "hf/step-2 is there, and no run wrote it. Move it away" in job.log
+    assert "hf/step-2 exists, and no run wrote it. Move it away" in job.log
     shutil.rmtree(copied / "hf")
     (file,) = (copied / "checkpoint" / "step-2").glob("*.distcp")
     flip(file, file.stat().st_size // 20)
@@ -218,5 +218,5 @@ def test_a_folder_of_others_in_its_place_is_refused_before_a_step_is_trained(tmp
     (tmp_path / "run" / "hf" / "step-2").mkdir(parents=True)
     with start(tmp_path / "run", STEPS, *IN_HF) as job:
         assert job.wait() == [2]
-    assert "hf/step-2 is there, and no run wrote it. Move it away" in job.log
+    assert "hf/step-2 exists, and no run wrote it. Move it away" in job.log
     assert not list((tmp_path / "run" / "checkpoint").glob("step-*"))

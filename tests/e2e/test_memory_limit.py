@@ -50,7 +50,7 @@ LONG = ("--training.batch_size=4", "--training.seq_len=256")  # A step takes mor
 OTHERS = pytest.mark.exhaustive  # A minute of computing each.
 STEPS = 8
 """Of each start: three saves."""
-LINE = re.compile(r"(?:Images|No images|No more images) in memory (?:every|in this start).*")
+LINE = re.compile(r"(?:In|No in|No more in)-memory snapshots (?:every|in this start).*")
 
 
 @pytest.mark.exhaustive

@@ -48,7 +48,7 @@ def test_a_folder_of_another_run_is_one_sentence_at_the_end_and_no_success(tmp_p
         assert job.wait() == [1], job.log
     assert steps_in(tmp_path / "run" / "checkpoint") == [1, 2, 3]
     assert steps_in(first) == [1]
-    said = [line for line in job.log.splitlines() if "it has checkpoints of run" in line]
+    said = [line for line in job.log.splitlines() if "it has checkpoints of another run," in line]
     assert said
     assert "Traceback" not in job.log
 

@@ -123,7 +123,9 @@ def test_a_rank_whose_watcher_is_gone_says_so_and_is_named_as_silent(tmp_path: P
     processes[1].kill()  # A launcher would, once rank 0 has ended.
     assert code == -signal.SIGKILL
     assert "ERROR - Rank 1 hangs:\n  it is silent, and so is its watcher: its host may be down\n" in logged
-    assert "The process that watches rank 1 has ended: no hang of it is named" in ranks.end(processes[1])[1]
+    assert (
+        "The process that watches rank 1 has ended: a hang of this rank is not reported" in ranks.end(processes[1])[1]
+    )
 
 
 @pytest.mark.parametrize(
@@ -146,7 +148,8 @@ def test_a_watcher_that_was_killed_is_started_again_with_the_next_step_and_its_r
     assert f"Rank {1 - hangs} hangs" not in ended[0][1]
     assert "hangs" not in ended[1][1], "rank 0 alone names ranks"
     assert (
-        f"The process that watches rank {rank} has ended: no hang of it is named before its next step" in ended[rank][1]
+        f"The process that watches rank {rank} has ended: a hang of this rank is not reported before its next step"
+        in ended[rank][1]
     )
 
 

@@ -374,4 +374,4 @@ def test_another_version_is_one_warning(
     caplog.set_level(logging.WARNING)
     monkeypatch.setattr(integration, "TRIED", "1.9")
     fit(folder=tmp_path)
-    assert caplog.text.count("This was tried with lightning 1.9, and found") == 1
+    assert caplog.text.count("Tested with lightning 1.9 only, and") == 1

@@ -53,7 +53,7 @@ def our_keys_are_in_the_help_next_to_torchtitans(folder: Path) -> None:
 def another_module_configuration_or_manager_is_refused_by_name(folder: Path) -> None:
     from torchtitan_lite.integrations import torchtitan as integration
 
-    with pytest.raises(ConfigError, match="--module: expected a module of torchtitan or an own one, found 'llama0'"):
+    with pytest.raises(ConfigError, match="--module: expected a module of torchtitan or of your own, found 'llama0'"):
         integration._function("llama0", "debug")
     with pytest.raises(ConfigError, match=r"--config: expected a function of .*llama3.*, found 'llama3_none'"):
         integration._function("llama3", "llama3_none")

@@ -67,7 +67,7 @@ def asking(runtime: Path, tmp_path: Path) -> Keeper:
 def test_one_that_ends_before_its_process_is_watched_is_not_joined(asking: Keeper, runtime: Path) -> None:
     before = num_open()
     with ending_at(socket_path(asking.folder, runtime), "hello") as asked:
-        with pytest.raises(KeeperUnavailable, match="hung up without an answer"):
+        with pytest.raises(KeeperUnavailable, match="the keeper closed the connection without an answer"):
             asking.join("first")
         assert asked == ["join", "hello"]
     assert not asking.has_ended(), "its process may be another one by now"
@@ -77,7 +77,7 @@ def test_one_that_ends_before_its_process_is_watched_is_not_joined(asking: Keepe
 def test_one_that_ends_while_an_image_is_kept_keeps_none(asking: Keeper, runtime: Path) -> None:
     fds = (os.memfd_create("arena"), os.memfd_create("mark"))
     with ending_at(socket_path(asking.folder, runtime), "keep") as asked:
-        with pytest.raises(KeeperUnavailable, match="hung up without an answer"):
+        with pytest.raises(KeeperUnavailable, match="the keeper closed the connection without an answer"):
             asking.keep("a", fds)
         assert asked == ["hello", "keep"], "first whether it answers at all"
     messages.close_all(fds)

@@ -72,7 +72,7 @@ def answering(path: Path, answer: Callable[[bytes], Reply | None]) -> Iterator[l
 @pytest.mark.parametrize(
     ("answer", "finding"),
     [
-        (b"", "hung up"),
+        (b"", "closed the connection without an answer"),
         (b"\xff\x00", "not JSON"),
         (b'{"version": 1, "names": ["a"', "not JSON"),
         (b"[" * 100_000, "not JSON"),
@@ -159,7 +159,7 @@ def test_descriptors_that_are_no_memory_are_refused_and_closed(
         "none": (),
         "three": (*image, image[0]),
     }[kind]
-    finding = "no memory" if kind != "three" else "more descriptors"
+    finding = "something other than memory" if kind != "three" else "more descriptors"
     before = open_fds()
 
     def answer(request: bytes) -> Reply:
@@ -168,7 +168,7 @@ def test_descriptors_that_are_no_memory_are_refused_and_closed(
     with answering(path, answer), pytest.raises(KeeperUnavailable, match=finding):
         asking.held()
     assert open_fds() == before
-    with pytest.raises(KeeperUnavailable, match="in memory"):
+    with pytest.raises(KeeperUnavailable, match="none of a file in memory"):
         asking.keep("a", (sent + image)[:2] if kind not in ("one", "none", "three") else (pipe, on_disk))
     for fd in opened:
         os.close(fd)
@@ -207,7 +207,7 @@ def test_a_socket_of_another_user_gets_no_request(asking: Keeper, path: Path) ->
         finally:
             os.seteuid(0)
         for act in (asking.held, asking.start, lambda: asking.join("first"), asking.finish):
-            with pytest.raises(KeeperUnavailable, match=f"user {OTHER_USER} answers in its place"):
+            with pytest.raises(KeeperUnavailable, match=f"user {OTHER_USER} answers in place of the keeper"):
                 act()
             connection, _ = listener.accept()
             assert connection.recv(1) == b""

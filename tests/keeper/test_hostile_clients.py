@@ -98,7 +98,7 @@ def test_it_holds_256_images_and_refuses_one_more(keeper: Keeper, image: Image) 
     keeper.join("first")
     for number in range(256):
         keeper.keep(f"{number:0>200}", image)
-    with pytest.raises(KeeperUnavailable, match="256 images are held already"):
+    with pytest.raises(KeeperUnavailable, match="256 in-memory snapshots are held already"):
         keeper.keep("another", image)
     keeper.keep(f"{7:0>200}", image)
     found = keeper.held()

@@ -272,7 +272,7 @@ def test_a_killed_keeper_is_unavailable_and_another_one_takes_its_place(keeper: 
     os.kill(pid, signal.SIGKILL)
     assert has_ended(pid)
     assert keeper.has_ended()
-    with pytest.raises(KeeperUnavailable, match="no keeper runs"):
+    with pytest.raises(KeeperUnavailable, match="no keeper is running"):
         keeper.keep("a", image)
     assert keeper.held() == []
     keeper.leave()

@@ -127,7 +127,7 @@ def test_the_last_image_and_the_last_process_that_fit_are_taken_and_one_more_is_
     before = num_open()
     for number in range(MAX_ENTRIES):
         assert ask.keep(f"{number}").message == ask.join(f"{number}").message == {}
-    assert ask.keep("more").message == {"error": "256 images are held already"}
+    assert ask.keep("more").message == {"error": "256 in-memory snapshots are held already"}
     assert ask.join("more").message == {"error": "256 processes are registered already"}
     assert ask.keep("7").message == ask.join("7").message == {}, "in place of what had that name"
     assert (len(ask.names()), len(ask.watched)) == (MAX_ENTRIES, MAX_ENTRIES)

@@ -33,7 +33,9 @@ def test_a_system_that_has_what_it_needs_is_not_refused_and_nothing_stays_open()
 
 def test_a_program_without_an_interpreter_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "")
-    with pytest.raises(KeeperUnavailable, match=r"no interpreter to start another one \(sys.executable\)"):
+    with pytest.raises(
+        KeeperUnavailable, match=r"sys.executable is empty, so no Python is known to start the keeper with"
+    ):
         refuse_system()
 
 
@@ -79,10 +81,10 @@ def test_where_the_system_reaps_children_a_start_counts_as_done() -> None:
 @pytest.mark.parametrize(
     ("script", "finding"),
     [
-        ("exit 3", "it did not start: exit code 3"),
-        ("kill -9 $$", "it did not start: exit code -9"),
-        ("printf 'first\\nno \\377 room\\n\\n' >&2; exit 1", "it did not start: no \ufffd room"),
-        ("printf '%0300d' 0 >&2; exit 1", "it did not start: " + "0" * 200),
+        ("exit 3", "the keeper did not start: exit code 3"),
+        ("kill -9 $$", "the keeper did not start: exit code -9"),
+        ("printf 'first\\nno \\377 room\\n\\n' >&2; exit 1", "the keeper did not start: no \ufffd room"),
+        ("printf '%0300d' 0 >&2; exit 1", "the keeper did not start: " + "0" * 200),
         ("echo ignored; read -r line; exit 0", ""),
     ],
 )

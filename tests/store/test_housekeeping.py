@@ -217,7 +217,7 @@ def test_a_save_without_room_is_refused_and_no_kept_checkpoint_is_removed(tmp_pa
     folder = Folder(tmp_path, capacity=2 * 1000 + 50)
     for step in (1, 2):
         folder.save(step, num_bytes=1000)
-    sizes = "has room for 50 B, the last save took 1006 B"
+    sizes = "has room for 50 B, and the last save took 1006 B"
     with pytest.raises(SaveFailed, match=rf"save of step 3 failed.*{sizes}; .*keep_lat"):
         Housekeeping(KeepAll(), events).make_sure_of_room(3, FULL, folder.store)
     assert folder.names() == ["step-1", "step-2"]

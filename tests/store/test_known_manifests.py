@@ -216,7 +216,7 @@ def test_an_unreadable_step_is_one_warning_and_stops_no_commit(
     store.recover()
     assert steps(store) == [4, 6, 8]
     assert (store.damaged(), list(store.unreadable())) == ({}, [2])
-    lines = [line for line in caplog.messages if "neither counted nor removed" in line]
+    lines = [line for line in caplog.messages if "neither counts nor removes" in line]
     assert len(lines) == 1
     assert str(store.root / "step-2") in lines[0]
     with pytest.raises(CheckpointUnreadable, match="step-2 could not be read"):

@@ -48,7 +48,7 @@ def test_an_uploader_that_dies_each_time_is_said_with_all_that_is_missing(
 ) -> None:
     with injected("kill@upload:times=always"), run_of(tmp_path / "run", other).loaded() as run:
         run.train(3)
-    assert f"Not yet in {other}: 3 checkpoints (" in caplog.text
+    assert f"Not yet uploaded to {other}: 3 checkpoints (" in caplog.text
     assert "the process that uploads ended each time" in caplog.text
 
 
@@ -65,7 +65,7 @@ def test_what_was_saved_during_an_upload_counts_as_missing(
             pass
         run.train(6)
         uploads_of(run.manager).leave(lambda: 0.0)
-    assert f"Not yet in {other}: 4 checkpoints (" in caplog.text
+    assert f"Not yet uploaded to {other}: 4 checkpoints (" in caplog.text
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_a_step_that_is_damaged_counts_as_missing(
     run = SmallRun(tmp_path / "run", interval=1).loaded().finished(2)
     (run.root / "step-1" / "__0_0.distcp").unlink()
     run_of(tmp_path / "run", other).loaded().finished(3)
-    assert f"Not yet in {other}: 1 checkpoint (" in caplog.text
+    assert f"Not yet uploaded to {other}: 1 checkpoint (" in caplog.text
 
 
 def test_a_folder_that_can_never_be_written_is_tried_once_more(
@@ -86,7 +86,7 @@ def test_a_folder_that_can_never_be_written_is_tried_once_more(
         run.train(2)
         uploads_of(run.manager).leave(lambda: next(looks, 0.0))
     assert next(looks, None) is not None
-    assert f"Not yet in {NO_FOLDER}: 2 checkpoints (" in caplog.text
+    assert f"Not yet uploaded to {NO_FOLDER}: 2 checkpoints (" in caplog.text
     assert "No such file or directory" in caplog.text
 
 

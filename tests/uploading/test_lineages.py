@@ -63,7 +63,7 @@ def test_a_folder_of_another_run_is_refused_after_a_roll_back_too(tmp_path: Path
     before = saves_in(foreign)
     trained(tmp_path / "run", "", 3)
     trained(tmp_path / "run", "", 3, load_step=2)
-    with pytest.raises(UploadRefused, match="it has checkpoints of run"):
+    with pytest.raises(UploadRefused, match="it has checkpoints of another run,"):
         trained(tmp_path / "run", foreign, 5, keep_latest_k=1)
     assert saves_in(foreign) == before
 

@@ -107,7 +107,7 @@ def test_a_folder_that_is_not_there_costs_no_save(
         assert run.committed() == [1, 2, 3]
         run.events.wait_for("upload_failed")
     assert "continuing with step 1" in caplog.text
-    assert "Not yet in" in caplog.text
+    assert "Not yet uploaded to" in caplog.text
     assert "torchtitan-lite upload" in caplog.text
 
 
@@ -146,7 +146,7 @@ def test_a_full_folder_fails_the_upload_alone(tmp_path: Path, caplog: pytest.Log
         assert run.committed() == [1, 2]
         run.events.wait_for("upload_failed")
     assert "No space left on device" in run.events.figures("upload_failed")["reason"]
-    assert sum(message.startswith("Not yet in") for message in caplog.messages) == 1
+    assert sum(message.startswith("Not yet uploaded to") for message in caplog.messages) == 1
 
 
 @pytest.mark.slow

@@ -154,7 +154,7 @@ def test_a_run_whose_disk_is_full_still_uploads_what_is_on_it(tmp_path: Path, ot
 
 def test_a_folder_of_another_run_is_refused_and_unchanged(tmp_path: Path) -> None:
     source, other = trained(tmp_path / "run"), trained(tmp_path / "other", 2)
-    with pytest.raises(UploadRefused, match=r"it has checkpoints of run .*upload_folder"):
+    with pytest.raises(UploadRefused, match=r"it has checkpoints of another run, .*upload_folder"):
         upload_all(job(source, other), lambda state: None)
     assert steps_in(other) == [1, 2]
     assert not (other / layout.LOCK).exists()
@@ -186,7 +186,7 @@ def test_what_the_run_there_has_left_is_not_sent_and_said(tmp_path: Path, caplog
     shutil.copytree(tmp_path / "run", tmp_path / "new")
     upload_all(job(trained(tmp_path / "new", 3, load_step=2), tmp_path / "other"), lambda state: None)
     assert upload_all(job(source, tmp_path / "other"), lambda state: None) == 0
-    assert f"Not uploaded, because the run in {tmp_path / 'other'} has left it: step 3, 4" in caplog.messages
+    assert f"Not uploaded, because a later checkpoint in {tmp_path / 'other'} abandons it: step 3, 4" in caplog.messages
 
 
 def test_the_limit_is_kept_on_average_without_a_burst_after_a_pause() -> None:

@@ -148,7 +148,7 @@ def _without_names(outcome: Outcome) -> Outcome:
     """Return `outcome` without steps and names of single states, for equal sentences, and without errors of others."""
     if outcome.kind == NOT_OFFERED_THERE:
         return Outcome(outcome.kind)
-    where = r"^(?:No save could succeed at this step: |Step \d+ has no image in memory of rank \d+: )?"
+    where = r"^(?:No save could succeed at this step: |Step \d+ has no in-memory snapshot of rank \d+: )?"
     why = re.sub(where + r"(?:the save of step \d+ failed: rank \d+: (?:TypeError: )?)?", "", outcome.why)
     why = re.sub(r" \(WeightsUnpickler error.*\)", "", re.sub(r"(optimizer\.\w+)\.[^ ,]+", r"\1...", why))
     return Outcome(outcome.kind, re.sub(LISTED, r"\1 ...\2", why))

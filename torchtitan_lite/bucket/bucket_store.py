@@ -217,7 +217,9 @@ class BucketStore(StoresCheckpoints):
         run_id = manifest.lineage.run_id
         if abandoning := [info for info in self.intact() if (step, run_id) in info.lineage.abandons]:
             # A head that is made again from the manifests would not have the new checkpoint.
-            raise SaveFailed(step, f"{abandoning[0].path} abandons step {step} of run {run_id}")
+            raise SaveFailed(
+                step, f"{abandoning[0].path} was saved after a rollback that abandons step {step} of run {run_id}"
+            )
         return self._saves.commit(place, manifest)
 
     def remove_staging(self, step: int, place: str) -> None:
@@ -245,7 +247,7 @@ class BucketStore(StoresCheckpoints):
             raise CheckpointNotFound(self.address, step, [info.step for info in self.committed()])
         place = self.place_of(entry.name)
         self._held.change(lambda head: head.with_corrupt(entry.name, findings))
-        logger.warning("Step %d is damaged and is set aside: %s", step, place)
+        logger.warning("Step %d is damaged and is quarantined as %s", step, place)
         text = json_bytes({"step": step, "findings": list(findings)}, indent=2)
         try:
             self._objects.put(f"{place.name}/{layout.FINDINGS}", text)
@@ -310,7 +312,7 @@ class BucketShelf:
         if entry is None or entry.status not in _WHY:
             there = ", ".join(entry.name for entry in head.entries if entry.status in _WHY)
             finding = (
-                f"it is not set aside as damaged or abandoned ({self._store.address} has {there or 'nothing that is'})"
+                f"it is not the name of a damaged or abandoned checkpoint ({self._store.address} has {there or 'none'})"
             )
             raise CheckpointNotFound(f"{self._store.address}/{name}", None, finding=finding)
         place = ObjectPlace(self._objects.address, name)

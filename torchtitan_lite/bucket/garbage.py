@@ -41,4 +41,4 @@ def remove_beats(objects: Objects, epochs: Iterable[int]) -> None:
     try:
         objects.delete([naming.beat_key(epoch) for epoch in epochs])
     except OSError as error:
-        logger.warning("Could not remove the beats of earlier jobs in %s: %s", objects.address, error)
+        logger.warning("Could not remove the heartbeats of earlier jobs in %s: %s", objects.address, error)

@@ -139,7 +139,7 @@ class BucketLease(Lease):
         if found.condition is not None or head != Head():
             state = "lost" if found.condition is None else "damaged"
             logger.warning(
-                "%s is %s and is made again from %d manifests; steps that were pinned are not any more",
+                "%s is %s and is rebuilt from %d manifests without the pins. Pin steps again with torchtitan-lite pin",
                 self._file.path,
                 state,
                 len(head.entries),
@@ -195,7 +195,9 @@ class HeldHead:
         """Return what the holder shows with each change. Raises CheckpointError if this process holds nothing."""
         claim = None if self.lease is None else self.lease.claim
         if claim is None:
-            raise CheckpointError(f"{self._objects.address} is not held by this process, so it changes nothing there.")
+            raise CheckpointError(
+                f"{self._objects.address} is not locked by this process, so it changes nothing there."
+            )
         return claim
 
     def read(self) -> Head:

@@ -88,7 +88,9 @@ def _written(objects: Objects, key: str, data: bytes, condition: Condition | Non
             found, version = objects.get(key)
             if found == data:
                 return version
-    finding = "does not carry out conditional writes, so a job could not keep its folder"
+    finding = (
+        "does not carry out conditional writes, so two jobs could write the folder. Use one that does, as Amazon S3"
+    )
     raise FolderUnusable(objects.address, f"the store {finding}")
 
 
@@ -98,11 +100,11 @@ def _refuse_unless_refused(objects: Objects, key: str, data: bytes, condition: C
     except ConditionFailed:
         return
     finding = "ignores conditional writes, so two jobs would both write the folder"
-    raise FolderUnusable(objects.address, f"the store {finding}. Use a store that has them, as Amazon S3 does")
+    raise FolderUnusable(objects.address, f"the store {finding}. Use a store that carries them out, as Amazon S3 does")
 
 
 def _delete(objects: Objects, key: str) -> None:
     try:
         objects.delete([key])
     except OSError as error:
-        logger.warning("Could not delete %s/%s, a few bytes without use: %s", objects.address, key, error)
+        logger.warning("Could not delete %s/%s, a leftover of a few bytes: %s", objects.address, key, error)

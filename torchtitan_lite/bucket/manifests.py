@@ -85,7 +85,9 @@ class AttemptManifests:
     def _warn(self, error: CheckpointUnreadable) -> None:
         if self._warned.get(error.path) != error.cause:
             self._warned[error.path] = error.cause
-            logger.warning("%s could not be read, so it is neither counted nor removed: %s", error.path, error.cause)
+            logger.warning(
+                "%s could not be read, so retention neither counts nor removes it: %s", error.path, error.cause
+            )
 
 
 def read_manifest(objects: Objects, place: ObjectPlace, step: int, digest: str = "") -> tuple[Manifest, str]:

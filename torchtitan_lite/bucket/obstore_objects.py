@@ -227,7 +227,7 @@ def _refuse_after_a_fork(address: str) -> None:
     if not _user:
         _user.append(os.getpid())
     if _user[0] != os.getpid():
-        raise RuntimeError(f"{address}: a forked process cannot use the client of its parent; start it by spawn")
+        raise RuntimeError(f"{address}: a forked process cannot use the client of its parent; start processes by spawn")
 
 
 def _open_store(address: Address, deadline_seconds: float, most_tries: int) -> Any:

@@ -68,7 +68,7 @@ def s3_parts_at(address: str) -> S3Parts | None:
         return S3Parts(boto3.client("s3", endpoint_url=endpoint, region_name=region, config=config), where)
     except (BotoCoreError, ValueError) as error:
         # A profile that is not there, which the other client does not look for.
-        logger.warning("Files that are cut will be sent again from their beginning: %s", error)
+        logger.warning("Interrupted uploads of files will start again from their first byte: %s", error)
         return None
 
 

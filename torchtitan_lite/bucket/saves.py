@@ -116,9 +116,9 @@ class BucketSaves:
         """Raise SaveFailed unless the save `name` is under way, of the time for which this process holds the folder."""
         claim = self._begun.get(name)
         if claim is None or name in self._failed:
-            raise SaveFailed(step, "it was not begun, or its files were removed")
+            raise SaveFailed(step, "it was not started, or its files were removed")
         if claim != self._held.claim():
-            raise SaveFailed(step, f"{self._objects.address} was given up since it began")
+            raise SaveFailed(step, f"{self._objects.address} was released after the save began")
 
     def _sealed(self, place: ObjectPlace, manifest: Manifest) -> tuple[Entry, CheckpointInfo]:
         """Return the entry of the complete checkpoint at `place`, and what it is, after writing its manifest."""
@@ -172,7 +172,7 @@ class BucketSaves:
             if entry.name not in self._unknown:
                 raise
             path = f"{self._objects.address}/{entry.name}"
-            finding = f"whether {path} was committed is not known, the next start finds out"
+            finding = f"it is not known whether {path} was committed; the next start finds out"
             raise SaveFailed(entry.step, f"{error}; {finding}") from error
         self._unknown.pop(entry.name, None)
         return head

@@ -67,7 +67,7 @@ class OneOpener:
         self.is_replaced = True
         self.note_closed()
         logger.warning(
-            "Closing the manager that this process opened before on %s, because another one opens it. "
+            "Closing the manager that this process opened earlier on %s, because another one opens it. "
             "Use managers in a with statement, or call close()",
             folder,
         )
@@ -77,7 +77,7 @@ class OneOpener:
             else:
                 self._close_what_is_left()
         except Exception as error:
-            logger.warning("The manager that this process opened before could not close: %s", error)
+            logger.warning("The manager that this process opened earlier could not close: %s", error)
 
     def _close_what_is_left(self) -> None:
         """Close what a manager that was dropped has open: its save in flight runs in a thread."""

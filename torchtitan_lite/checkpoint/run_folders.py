@@ -101,8 +101,8 @@ class RunFolders:
     def _refuse_one_for_both(self) -> None:
         if self.uploads is not None and self.uploads.identity in self.identities:
             raise ConfigError(
-                f"checkpoint.upload_folder: {self.uploads.address} is another folder of this run, too. Name one of its "
-                "own."
+                f"checkpoint.upload_folder: {self.uploads.address} is already another folder of this run. Name a "
+                "separate one."
             )
         if self.exports is not None and self.exports.identity == self.checkpoints.identity:
             raise ConfigError(

@@ -55,12 +55,12 @@ _HOW = "give --config CONFIG_JSON, and --names same or --name-map if its names a
 def described_checkpoint(opened: OpenedCheckpoint, given: GivenModel) -> Described:
     """Return the model in `opened`. Raise ConfigError, with what is missing or does not fit."""
     if given.tokenizer and given.no_tokenizer:
-        raise ConfigError("--tokenizer and --no-tokenizer: expected one of them")
+        raise ConfigError("--tokenizer and --no-tokenizer: expected only one of them")
     keys = model_keys(opened.contents, opened.manifest)
     if given.names == "llama" and not given.name_map:
         return _llama(opened, keys, given)
     if given.names == "same" and given.name_map:
-        raise ConfigError("--names same and --name-map: expected one of them")
+        raise ConfigError("--names same and --name-map: expected only one of them")
     if not given.config:
         raise ConfigError("--names and --name-map say nothing of the model itself: give its --config CONFIG_JSON too")
     config = read_config(given.config)

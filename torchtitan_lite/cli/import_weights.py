@@ -53,7 +53,7 @@ class ImportWeights:
         if self.files < 0:
             raise ConfigError(f"--files {self.files}: expected at least 1")
         if self.names == "same" and self.name_map:
-            raise ConfigError("--names same and --name-map: expected one of them")
+            raise ConfigError("--names same and --name-map: expected only one of them")
         source, out = local(self.source, "import-weights"), new_place(self.out, is_step=True)
         names = read_name_map(self.name_map) if self.name_map else None
 

@@ -60,7 +60,7 @@ class Memory:
         keeper = _keeper_of(root)
         found = _HeldHere.of(root, keeper, time.time())
         if found.keeper is None and not root.is_dir():
-            finding = "it is not a folder" if root.exists() else "it does not exist, and nothing is kept of it"
+            finding = "it is not a folder" if root.exists() else "it does not exist, and no memory is held for it"
             raise CheckpointNotFound(str(root), None, finding=finding)
         if self.end and found.keeper is not None:
             if living := keeper.end():

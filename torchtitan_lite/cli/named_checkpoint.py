@@ -61,9 +61,7 @@ def resolve(spelling: str) -> Target:
     target = resolve_any(spelling)
     folder = target.folder
     if folder.is_file():
-        raise ConfigError(
-            f"{folder} is a file of Lightning, {_ONLY_READ}, and import-weights tries to take its weights"
-        )
+        raise ConfigError(f"{folder} is a file of Lightning, {_ONLY_READ}; try import-weights for its weights")
     if folder.is_dir() and is_one(path := on_disk(folder)) and not is_checkpoint(path):
         raise ConfigError(f"{folder} is a folder of transformers, {_ONLY_READ}; name a folder of FSDP's in it")
     return target

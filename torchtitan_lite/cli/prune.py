@@ -75,7 +75,7 @@ class Prune:
         if has_only_others(store):
             return self._others(store, config).run(screen)
         if self.yes:
-            raise ConfigError(f"--yes is for checkpoints of other libraries: {store.address} has none, or also ours")
+            raise ConfigError(f"--yes is for checkpoints of other libraries: {store.address} has none, or others too")
         refuse_without_checkpoints(store)
         removed: set[int] = set()
         housekeeping = build_housekeeping(config, build_retention(config), lambda event: removed.add(event.step))

@@ -93,7 +93,7 @@ class JobConfig:
         if self.comm.simulated_ranks and not self.checkpoint.dry_run:
             raise ConfigError(
                 f"comm.simulated_ranks: {counted(self.comm.simulated_ranks, 'rank')} can be simulated only by "
-                "a dry run, which trains nothing. Add --checkpoint.dry_run, or leave it out."
+                "a dry run, which trains nothing. Add --checkpoint.dry_run, or leave comm.simulated_ranks out."
             )
         if self.training.on_divergence == "rollback" and (
             not self.checkpoint.enable_checkpoint or self.checkpoint.load_only

@@ -103,7 +103,7 @@ def _keeping_what_is_right(folder: Path) -> Iterator[None]:
             # There is nothing to continue from.
             DISK.remove_tree(folder)
         else:
-            logger.warning("What was copied stays in %s: the same command continues", folder)
+            logger.warning("What was copied stays in %s: run the same command again to continue", folder)
         raise
 
 
@@ -281,7 +281,7 @@ def add_metadata(folder: Path, durable: Durable = DISK) -> int:
             with locked(same.path, wait_seconds=0):
                 num_bytes = _write_metadata(same.path, chain([first], parts), durable)
         except BlockingIOError:
-            raise ConfigError(f"{folder} gets its {layout.METADATA} by another process: wait for it") from None
+            raise ConfigError(f"another process is writing {layout.METADATA} in {folder}: wait until it ends") from None
         _refuse_if_gone(same)
         return num_bytes
 

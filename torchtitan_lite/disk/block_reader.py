@@ -98,7 +98,12 @@ class CheckedFile:
         """Raise `DamagedRange` unless `data`, the block at `begin`, is right now that it was read a second time."""
         end = begin + len(data)
         self.check(begin, end, block_digest(data), ", twice")
-        logger.warning("%s: bytes %d to %d were right only when read again", self.path, begin, end)
+        logger.warning(
+            "%s: bytes %d to %d matched their digest only when read again: check the disk and the memory of this host",
+            self.path,
+            begin,
+            end,
+        )
 
 
 def run(requests: Sequence[T], make_worker: Callable[[], Callable[[T], None]], threads: int) -> None:

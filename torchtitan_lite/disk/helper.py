@@ -245,7 +245,11 @@ class Helper:
         try:
             process.wait(KILL_SECONDS)
         except subprocess.TimeoutExpired:
-            logger.warning("%s process %d hangs in the system; leaving it behind", self._name, process.pid)
+            logger.warning(
+                "%s process %d hangs in a system call and cannot be killed; continuing without it",
+                self._name,
+                process.pid,
+            )
         return process.pid
 
 

@@ -112,13 +112,13 @@ class Ring:
         path = f"/proc/{pid}/fd/{fd}"
         # Where processes are numbered otherwise there, this is a file of another one, which is not even opened.
         if _NAME not in os.readlink(path):  # noqa: PTH115  # a name, not a path
-            raise ValueError("this is no ring of that rank")
+            raise ValueError("the shared memory is not the one that this rank announced")
         opened_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         with _closing_after_an_error(opened_fd):
             ring = cls(opened_fd)
         if ring.words[0] != magic:
             ring.close()
-            raise ValueError("this is no ring of that rank")
+            raise ValueError("the shared memory is not the one that this rank announced")
         return ring
 
     def word(self, slot: int, which: int) -> int:

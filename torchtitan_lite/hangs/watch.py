@@ -105,7 +105,7 @@ class HangWatch(Helper):
         if seconds >= self._gives_up_seconds and not self._is_warned:
             self._is_warned = True
             logger.warning(
-                "A rank that hangs would be named after %.0f s, but the others give up before. Raise "
+                "A rank that hangs would be reported after %.0f s, but the others give up earlier. Raise "
                 "comm.train_timeout_seconds, which is %.0f",
                 seconds,
                 self._gives_up_seconds,
@@ -190,7 +190,9 @@ class HangWatch(Helper):
             self._needs_another = self._num_deaths <= MOST_DEATHS
             until = " before its next step" if self._needs_another else ""
             logger.warning(
-                "The process that watches rank %d has ended: no hang of it is named%s", self._ranks.rank, until
+                "The process that watches rank %d has ended: a hang of this rank is not reported%s",
+                self._ranks.rank,
+                until,
             )
 
     def _close(self) -> None:

@@ -275,8 +275,8 @@ def _judge_link(orders: Orders) -> JobLink | None:
         return _connect_to_judge(orders, CONNECT_SECONDS)
     except (OSError, ValueError) as error:
         log.logger.warning(
-            "The watcher of rank %d cannot reach the one of rank 0 at %s, port %d: %s. If this rank hangs or waits for "
-            "one that does, this rank is named",
+            "The watcher of rank %d cannot reach the one of rank 0 at %s, port %d: %s. If this rank hangs, or waits "
+            "for one that does, this rank is reported as hanging",
             orders.rank,
             orders.address,
             orders.port,

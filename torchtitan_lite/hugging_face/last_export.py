@@ -128,7 +128,7 @@ class HuggingFaceExport:
 
     def _refuse_foreign(self, out: Path) -> None:
         if os.path.lexists(out) and not _export_record(out):
-            raise ConfigError(f"checkpoint.hf_folder: {out} is there, and no run wrote it. Move it away.")
+            raise ConfigError(f"checkpoint.hf_folder: {out} exists, and no run wrote it. Move it away.")
 
     def _write_share(self, step: int, place: Path) -> PlannedExport:
         """Write this rank's shards into `place`. Any rank."""

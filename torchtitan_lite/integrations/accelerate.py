@@ -159,8 +159,8 @@ class Batches:
         saved, found = state_dict["num_batches"], len(self._loader)
         if saved != found:
             raise ConfigError(
-                f"dataloader: expected {saved} batches an epoch, as saved, found {found}. Use the same data, batch "
-                "size and number of processes, or add dataloader to exclude_from_loading."
+                f"dataloader: expected {saved} batches an epoch, as saved, found {found}. Use the data, batch size "
+                "and number of processes of that run, or add dataloader to exclude_from_loading."
             )
         self.epoch, self.batch = state_dict["epoch"], state_dict["batch"]
         self._at_start = list(state_dict["at_start"].values())

@@ -253,7 +253,11 @@ class _Fit:
             self._loops.note("end")
             self._data.leave()
         elif self._num_open:
-            logger.warning("The run ended %d batches after step %d, which are lost", self._num_open, self._step)
+            logger.warning(
+                "The run ended %d batches after step %d, and no checkpoint has these batches",
+                self._num_open,
+                self._step,
+            )
             return
         self._save_pending(force=True)
         self.manager.finish(self._step)
@@ -310,7 +314,10 @@ def _refuse_given(checkpoint: Mapping[str, Any], states: Mapping[str, Any]) -> N
         if name in checkpoint:
             raise ConfigError(f"{name}: expected none, because the Trainer has it, found one. Leave it out.")
     if _STATE in states:
-        raise ConfigError(f"states: expected names other than {_STATE!r}, which has Lightning's own, found it.")
+        raise ConfigError(
+            f"states: expected names other than {_STATE!r}, which is Lightning's own state, found it. Give yours "
+            "another name."
+        )
 
 
 def _refuse_untried(trainer: Any) -> None:

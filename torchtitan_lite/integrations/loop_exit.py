@@ -17,7 +17,7 @@ def warn_of_another_version(package: str, tried: str) -> None:
     """Warn if the installed `package` does not begin with the version `tried`."""
     found = version(package)
     if not f"{found}.".startswith(f"{tried}."):
-        logger.warning("This was tried with %s %s, and found %s", package, tried, found)
+        logger.warning("Tested with %s %s only, and %s is installed", package, tried, found)
 
 
 def leave(manager: CheckpointManager, signal: int) -> NoReturn:

@@ -227,8 +227,8 @@ def _refuse_code(name: str, data: bytes) -> None:
         parse_pickle(data, {})
     except InertPickleError as error:
         raise ConfigError(
-            f"dataloader.{name}: expected a pickle of lists, dicts, numbers and strings, found one of more: {error}. "
-            "Add dataloader to checkpoint.exclude_from_loading, and the data begin from the start."
+            f"dataloader.{name}: expected a pickle of lists, dicts, numbers and strings, found others: {error}. "
+            "Add dataloader to checkpoint.exclude_from_loading, to start the data from the beginning."
         ) from None
 
 
@@ -294,7 +294,7 @@ def _function(module: str, name: str) -> Callable[[], Any]:
         if callable(function):
             return function  # type: ignore[no-any-return]  # a registry has such functions
         raise ConfigError(f"--config: expected a function of {each}, found {name!r}, which it does not have.")
-    raise ConfigError(f"--module: expected a module of torchtitan or an own one, found {module!r}, which is none.")
+    raise ConfigError(f"--module: expected a module of torchtitan or of your own, found {module!r}, which is none.")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -254,7 +254,10 @@ def _refuse_arguments(trainer: Trainer, folder: str) -> None:
         if getattr(arguments, name, False):
             raise ConfigError(f"TrainingArguments.{name}: expected false, found true. {instead}.")
     if arguments.n_gpu > 1:
-        raise ConfigError(f"TrainingArguments: expected a process for each GPU, found {arguments.n_gpu} GPUs in one.")
+        raise ConfigError(
+            f"TrainingArguments: expected a process for each GPU, found {arguments.n_gpu} GPUs in one. Start "
+            "with torchrun."
+        )
     if arguments.save_strategy != "no" and Path(arguments.output_dir).resolve() == Path(folder).resolve():
         raise ConfigError(
             f"TrainingArguments.output_dir: expected another folder than {folder}, in which the Trainer would save its "

@@ -91,8 +91,8 @@ class Housekeeping:
         if (free := store.free_bytes()) < needed:
             raise SaveFailed(
                 step,
-                f"{store.address} has room for {readable_bytes(free)}, the last save took {readable_bytes(needed)}; "
-                "remove something, or keep fewer with --checkpoint.keep_latest_k",
+                f"{store.address} has room for {readable_bytes(free)}, and the last save took {readable_bytes(needed)}"
+                "; free some space, or keep fewer checkpoints with --checkpoint.keep_latest_k",
             )
 
     def purge_when_there_is_time(self, store: StoresCheckpoints) -> None:
@@ -191,7 +191,8 @@ class Housekeeping:
             if store.check_sizes(info):
                 return False
         except CheckpointUnreadable as error:
-            logger.warning("%s could not be read, so it is neither counted nor removed: %s", info.path, error.cause)
+            unread = "%s could not be read, so retention neither counts nor removes it: %s"
+            logger.warning(unread, info.path, error.cause)
             return False
         self._sound[info.step] = info
         return True

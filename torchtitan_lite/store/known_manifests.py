@@ -196,7 +196,7 @@ class KnownManifests:
         folder = Path(error.path)
         if self._warned.get(folder) != error.cause:
             self._warned[folder] = error.cause
-            logger.warning("%s could not be read, so it is neither counted nor removed: %s", folder, error.cause)
+            logger.warning("%s could not be read, so retention neither counts nor removes it: %s", folder, error.cause)
 
 
 def manifest_identity(folder: Path) -> Identity:

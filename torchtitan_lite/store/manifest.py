@@ -250,8 +250,8 @@ class Manifest:
         if len(self.lineage.abandons) > MAX_ABANDONED:
             raise SaveFailed(
                 self.step,
-                f"it would abandon {len(self.lineage.abandons)} checkpoints, and may abandon {MAX_ABANDONED}; remove "
-                "some, or start in another --job.dump_folder",
+                f"it would abandon {len(self.lineage.abandons)} checkpoints, and at most {MAX_ABANDONED} are "
+                "allowed; remove some, or start in another --job.dump_folder",
             )
         return text
 

@@ -234,7 +234,7 @@ class _Trial:
     def log(self, root: Path, limit_seconds: float) -> None:
         self._thread.join(limit_seconds)
         if self._thread.is_alive():
-            logger.warning("%s is slow: after %g s it is not known what its file system lacks", root, limit_seconds)
+            logger.warning("%s is slow: its file system was not checked within %g s", root, limit_seconds)
         elif isinstance(self._error, Lacks):
             raise self._error.of(root)
         elif self._error is not None:

@@ -37,7 +37,7 @@ class ShelfOnDisk:
         """
         folder, why = self._root / name, _why(name)
         if why is None or not is_folder(folder):
-            there = ", ".join(names_of(self._root)) or "nothing that was set aside"
+            there = ", ".join(names_of(self._root)) or "no damaged or abandoned step"
             finding = "it is neither step-N.corrupt nor step-N.abandoned-RUN" if why is None else "it does not exist"
             raise CheckpointNotFound(str(folder), None, finding=f"{finding} ({self._root} has {there})")
         try:

@@ -149,7 +149,7 @@ class UploadProcess(Helper):
         with self._changed:
             if has_died and not self._has_ended:
                 self._has_died = True
-                log.logger.warning("The process that uploads checkpoints ended; another one continues")
+                log.logger.warning("The process that uploads checkpoints ended; starting another one")
             self._changed.notify_all()
 
 

@@ -154,11 +154,12 @@ class Uploader:
         self._note_target(target)
         kept = {save_of(info) for info in (*not_left(source, target), *target)}
         if left := [str(info.step) for info in source if save_of(info) not in kept]:
-            logger.warning("Not uploaded, because the run in %s has left it: step %s", self.address, ", ".join(left))
+            skipped = "Not uploaded, because a later checkpoint in %s abandons it: step %s"
+            logger.warning(skipped, self.address, ", ".join(left))
 
     def _refuse_another_run(self, source: Sequence[CheckpointInfo], target: Sequence[CheckpointInfo]) -> None:
         if is_of_another_run(source, target):
-            raise UploadRefused(self._target.address, f"it has checkpoints of run {target[-1].run_id}")
+            raise UploadRefused(self._target.address, f"it has checkpoints of another run, {target[-1].run_id}")
 
     def close(self) -> None:
         """Give the other folder up. Idempotent."""
@@ -322,7 +323,7 @@ class Uploader:
         except OSError as error:
             if self._is_recorded:
                 logger.warning(
-                    "How far uploads to %s are cannot be written into %s: %s. One that is cut begins again",
+                    "The progress of uploads to %s cannot be written into %s: %s. An interrupted upload starts again",
                     self.address,
                     self._source.address,
                     error,

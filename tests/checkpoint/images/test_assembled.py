@@ -65,7 +65,7 @@ def test_a_rank_without_tensors_has_no_file() -> None:
 @pytest.mark.parametrize(
     ("cards", "finding"),
     [
-        ([], "no cards"),
+        ([], "no headers"),
         ([FIRST], "ranks 0 to 1, found those of 0"),
         ([FIRST, FIRST], "found those of 0, 0"),
         ([FIRST, second(start="b2")], "start: expected 'a1', found 'b2'"),

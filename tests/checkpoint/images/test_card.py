@@ -40,7 +40,7 @@ def test_a_card_at_its_limits_is_read_as_it_was_written(changes: dict[str, Any])
 def test_a_card_from_before_the_first_release_is_named_as_such() -> None:
     data = CARD.to_bytes().replace(b'"format_version":7,"oldest_reader":7,', b"")
     assert b"format_version" not in data
-    with pytest.raises(FormatTooOld, match="an image in memory has format version 1, from before the first release"):
+    with pytest.raises(FormatTooOld, match="an in-memory snapshot has format version 1, from before the first release"):
         Card.parse(data)
 
 
@@ -67,7 +67,7 @@ def test_a_number_that_is_none_is_neither_written_nor_read() -> None:
         (b'"size":3', b'"size":-1', "size: expected at least 0"),
         (b'"world_size":2', b'"world_size":0', "world_size: expected at least 1"),
         (b'"rank":1', b'"rank":-1', "rank: expected at least 0"),
-        (b'"rank":1', b'"rank":3', "rank 3 of 2"),
+        (b'"rank":1', b'"rank":3', "expected a rank below 2, found 3"),
         (b'"latest":{"step":5', b'"latest":{"step":-1', "step: expected at least 0"),
         (b'"latest":{"step":5', b'"latest":{"step":"5"', "step: expected int"),
         (b'"written_ns":0', b'"written_ns":-1', "written_ns: expected at least 0"),

@@ -138,7 +138,7 @@ def test_images_that_do_not_fit_together_leave_those_before_to_the_load(
         keep(keeper, card(step, 1, world_size=2, topology=topology))
     found = look(keeper)
     assert keys(found) == [ImageKey(6, "a1", 0)]
-    assert "The images of step 7 are ignored: rank 1: topology" in caplog.text
+    assert "The in-memory snapshots of step 7 are ignored: rank 1: topology" in caplog.text
     found.close()
 
 
@@ -151,8 +151,10 @@ def test_what_is_no_image_is_counted_in_one_line(keeper: Keeper, caplog: pytest.
     keep(keeper, card(6), "d", card=b"none")
     found = look(keeper)
     assert keys(found) == [ImageKey(5, "a1", 0)]
-    (line,) = [record.getMessage() for record in caplog.records if "Ignored in memory" in record.getMessage()]
-    assert line.endswith("can be used: 4, such as a: its mark is of step 7, its card of step 6")
+    (line,) = [record.getMessage() for record in caplog.records if "unusable in-memory snapshot" in record.getMessage()]
+    assert (
+        line == "Ignored 4 unusable in-memory snapshots, such as a: its valid flag is of step 7, its header of step 6"
+    )
     found.close()
 
 
@@ -180,7 +182,7 @@ def test_images_that_another_manager_of_this_process_can_change_are_not_used(
     found = look(keeper)
     assert not found.are_any and not found.complete
     wait_for_open(before)
-    assert caplog.text.count("Images in memory are not used") == 1
+    assert caplog.text.count("In-memory snapshots are not used") == 1
     keeper.leave()
 
 
@@ -359,7 +361,7 @@ def test_a_look_says_of_a_keeper_that_is_stopped_which_process_it_is_and_that_th
     assert not found.complete
     monkeypatch.undo()
     assert caplog.messages == [
-        f"Images in memory are not used: the keeper (process {described.pid}) did not answer within 0.05 s: it is "
+        f"In-memory snapshots are not used: the keeper (process {described.pid}) did not answer within 0.05 s: it is "
         "stopped, or this machine is too busy. Loading from disk"
     ]
     found = look(keeper)

@@ -143,8 +143,8 @@ def test_a_digest_that_fails_is_a_warning_and_three_in_a_row_end_the_images(
     run = start(tmp_path, 8, interval=3)
     assert run.manager.wait() == 6, "saves continue"
     assert "image_ready" not in {event for event, _, _ in run.events.recorded}
-    assert caplog.text.count("has no image in memory of rank 0") == 3
-    assert caplog.text.count("No more images in memory in this start") == 1
+    assert caplog.text.count("has no in-memory snapshot of rank 0") == 3
+    assert caplog.text.count("No more in-memory snapshots in this start") == 1
 
 
 @pytest.mark.usefixtures("digests_later")
@@ -350,7 +350,7 @@ def test_a_state_that_cannot_be_saved_is_not_called_too_large(
 ) -> None:
     run = start(tmp_path, 1)
     images_of(run).sized(-1)
-    assert "No images in memory every 1 step: the state cannot be saved. The first save says why" in caplog.text
+    assert "No in-memory snapshots every 1 step: the state cannot be saved. The first save says why" in caplog.text
     assert "do not fit" not in caplog.text
 
 

@@ -46,7 +46,7 @@ def test_a_run_that_is_left_says_that_a_copy_stays_and_how_to_free_it(
     RUNS.clear()
     (line,) = [each.getMessage() for each in caplog.records if STAYS in each.getMessage()]
     assert line == (
-        "Images in memory stay for the next start, for 600 s. To free them: "
+        "In-memory snapshots stay for the next start, for 600 s. To free them: "
         f"torchtitan-lite memory {tmp_path / 'checkpoint'} --end"
     )
     (pid,) = keepers_in(memory_tier)
@@ -92,7 +92,7 @@ def test_a_stopped_keeper_does_not_hold_the_end_of_a_run_up_and_the_log_says_who
     assert "A restart loads from disk" not in caplog.text
     freed = [line.getMessage() for line in caplog.records if line.levelno >= logging.WARNING]
     assert freed == kept * [
-        f"Rank 0: the keeper (process {pid}) is stopped. Nothing of the run is lost, but its images stay in memory "
+        f"Rank 0: the keeper (process {pid}) is stopped. Nothing of the run is lost, but its in-memory snapshots stay "
         f"until 600 s after its processes have ended and the keeper runs again. To free them at once: kill -KILL {pid}"
     ]
 

@@ -91,7 +91,7 @@ def test_the_later_copy_is_loaded_and_where_it_is_damaged_the_earlier_one(tmp_pa
         other_bytes(*by_copy(held)[1])
     with logged_warnings() as warned:
         assert loaded(tmp_path) == (3, False)
-    assert sum("image of step 3 in memory is not loaded" in message for message in warned) == 1
+    assert sum("in-memory snapshot of step 3 is not loaded" in message for message in warned) == 1
     with keeper_of(root) as (_, held):  # The damaged one is no image any more.
         (only,) = [marked.step for each in held if (marked := read_mark(each.mark_fd)) is not None and marked.step == 3]
     assert only == 3

@@ -136,7 +136,7 @@ def test_a_damaged_image_gives_way_to_the_other_one_and_then_to_the_disk(tmp_pat
     spoil(folder, [first.ready], other_bytes)
     second = run(folder, 6)
     assert second.loaded == (first.ready - 1, "memory")
-    assert f"The image of step {first.ready} in memory is not loaded" in second.log
+    assert f"The in-memory snapshot of step {first.ready} is not loaded" in second.log
     (skipped,) = [line for line in second.lines if line["event"] == "image_skipped"]
     assert skipped["step"] == first.ready
     assert "expected a block with the digest" in skipped["finding"]

@@ -105,7 +105,7 @@ def test_the_ids_of_a_start_are_in_its_origin_and_a_folder_without_one_turns_the
     origin = Origin(Lineage("r1"), "", {})
     assert without is not None and without.begin(origin) is origin
     assert without.tier.is_off
-    assert "No images in memory: the folder" in caplog.text
+    assert "No in-memory snapshots: the folder" in caplog.text
 
 
 @pytest.mark.usefixtures("memory_tier")

@@ -60,7 +60,7 @@ def test_what_is_no_image_is_ignored_with_one_line_and_makes_room(tmp_path: Path
     fill(folder)
     second = run(folder, 6)
     assert (second.loaded, second.error) == ((first.ready - 2, "memory"), "")
-    assert second.log.count("Ignored in memory") == 1
+    assert second.log.count(" unusable in-memory snapshot") == 1
     assert second.ready == 6
     assert len(arenas(folder)) <= 3
 

@@ -123,7 +123,7 @@ def test_another_keeper_holds_all_arenas_again_and_the_last_one_ends_the_tier(
     kill(memory_tier)
     assert not tier.keep(second) and not first.is_kept
     assert tier.is_off and keepers_in(memory_tier) == []
-    assert "Rank 3: the process that holds images in memory was killed 4 times" in caplog.text
+    assert "Rank 3: the process that holds in-memory snapshots was killed 4 times" in caplog.text
     assert caplog.text.count("A restart loads from disk") == 1
 
 
@@ -145,7 +145,7 @@ def test_trouble_with_the_keeper_is_one_warning_and_the_end(
     tier.drop_names(["a"])
     assert tier.is_off
     assert caplog.text.count("A restart loads from disk") == 1
-    assert "Rank 3: checkpoints are not kept in memory: other users can use" in caplog.text
+    assert "Rank 3: there are no in-memory snapshots: other users can use" in caplog.text
 
 
 def test_a_finished_run_frees_all_and_keeps_nothing_more(tier: Tier, memory_tier: Path) -> None:

@@ -64,7 +64,7 @@ def test_an_image_of_another_model_is_named_with_the_way_to_leave_it_out(tmp_pat
     with pytest.raises(CheckpointMismatch) as refusal:
         loop(folder, 5, steps=3)
     text = str(refusal.value)
-    assert text.startswith("the image of step 3 in memory does not fit this run:\n")
+    assert text.startswith("the in-memory snapshot of step 3 does not fit this run:\n")
     assert "step-3" not in text
     assert "weight: shape [4, 3] in the checkpoint" in text
     assert f"torchtitan-lite memory {folder} --end" in text
@@ -125,5 +125,5 @@ def test_an_image_is_left_out_with_what_was_found(tmp_path: Path, kind: type[Che
     with logged_warnings() as warned:
         assert candidates.take(load) is None
     assert images._held.left_out == {key}
-    assert warned == ["The image of step 3 in memory is not loaded: its bytes are wrong. Trying what is next"]
+    assert warned == ["The in-memory snapshot of step 3 is not loaded: its bytes are wrong. Trying the next source"]
     assert events.figures("image_skipped") == {"finding": "its bytes are wrong"}

@@ -199,7 +199,7 @@ def test_an_image_of_ranks_that_differ_is_not_kept(rank: int, tmp_path: Path) ->
                 manager.save(step)
                 manager.maybe_wait_for_staging()
     assert step == 4, "an image ends no run, a save does"
-    ended = [message for message in warned if "No more images in memory in this start: ranks hold" in message]
+    ended = [message for message in warned if "No more in-memory snapshots in this start: ranks hold" in message]
     assert len(ended) == (rank == 0), warned
     assert not loop.events.steps("image_ready")
 

@@ -221,8 +221,8 @@ def test_the_image_that_is_to_be_kept_stays_while_later_ones_arrive(sender: Send
     ("change", "finding"),
     [
         ({"record": FileRecord.of(b"else".ljust(len(DATA)))}, "do not have their digests"),
-        ({"rank": 1}, "rank 1 has its replicas elsewhere"),
-        ({"record": FileRecord.of(DATA + b"more")}, "bytes, expected"),
+        ({"rank": 1}, "rank 1 has its peer copies on another host"),
+        ({"record": FileRecord.of(DATA + b"more")}, f"bytes, found {len(DATA)}"),
     ],
 )
 def test_what_is_damaged_or_not_expected_is_no_replica(sender: Sender, change: dict[str, object], finding: str) -> None:
@@ -250,7 +250,7 @@ def test_a_process_that_is_stopped_can_be_ended_and_its_order_is_lost(sender: Se
     os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
     sending = sender.begin(image(2), DATA)
     sender.processes[0].end()
-    assert sending().finding == "the process that sends replicas ended"
+    assert sending().finding == "the process that sends peer copies ended"
     sender.processes[1].end()
     for process in sender.processes:
         assert process.start()
@@ -259,7 +259,7 @@ def test_a_process_that_is_stopped_can_be_ended_and_its_order_is_lost(sender: Se
 
 def test_the_orders_of_a_process_that_dies_are_lost_not_forgotten(sender: Sender) -> None:
     sender.processes[0].close()
-    assert sender.outcomes.get(timeout=60.0).finding == "the process that sends replicas ended"
+    assert sender.outcomes.get(timeout=60.0).finding == "the process that sends peer copies ended"
     assert sender.send(image(2), DATA).finding == "no process runs"
 
 

@@ -335,7 +335,7 @@ def test_an_older_step_that_the_system_does_not_give_is_a_warning(
     assert source is not None
     assert (source.step, events.steps("quarantined")) == (4, [6])
     assert names(store) == ["step-2", "step-4", "step-6.corrupt"]
-    warnings = [line for line in caplog.messages if "neither counted nor removed" in line]
+    warnings = [line for line in caplog.messages if "neither counts nor removes" in line]
     assert len(warnings) == 1
     assert "step-2" in warnings[0] and "Input/output error" in warnings[0]
 

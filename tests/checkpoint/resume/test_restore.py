@@ -131,7 +131,7 @@ def test_include_loads_only_what_it_names(start_run: StartRun) -> None:
 def test_a_glob_that_matches_nothing_is_a_warning(start_run: StartRun, caplog: pytest.LogCaptureFixture) -> None:
     _saved(start_run)
     start_run(load_exclude=("scond.*",)).manager.load()
-    assert "'scond.*' names no tensor of the model" in caplog.text
+    assert "'scond.*' matches no tensor of the model" in caplog.text
 
 
 def test_renamed_tensors_are_found_with_their_optimizer_state(start_run: StartRun) -> None:

@@ -156,7 +156,7 @@ def test_a_save_that_is_still_written_after_its_time_out_keeps_its_copy(store: C
     assert next_one.staged.done()
     disk.let_go.set()
     stuck.durable.result(DEADLINE_SECONDS)
-    with pytest.raises(SaveFailed, match="the save before it is still being written"):
+    with pytest.raises(SaveFailed, match="the previous save is still being written"):
         next_one.durable.result(DEADLINE_SECONDS)
     assert saved_weight(store) == [1, 1, 1]
     begin(saver, store, {"weight": torch.zeros(3)}, step=2).durable.result(DEADLINE_SECONDS)

@@ -152,7 +152,7 @@ def test_a_save_that_only_one_rank_still_writes_fails_the_next_on_both(rank: int
         run.saver.wait()
         stuck.set_result(None)
         run.train(6, last=False)
-    assert_one_failure(run, "on rank 1 the save before it is still being written")
+    assert_one_failure(run, "on rank 1 the previous save is still being written")
 
 
 class RefusesOnOneRank:

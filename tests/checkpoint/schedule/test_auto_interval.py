@@ -149,14 +149,14 @@ def test_the_hours_of_this_start_count_too(start_run: StartRun, log: pytest.LogC
             {"max_lost_seconds": 84.0, "max_overhead": 0.01},
             7,
             "checkpoint.max_lost_seconds",
-            "checkpoint.max_lost_seconds = 84 wins over checkpoint.max_overhead = 0.01: saves cost 0.0333 of the time "
-            "between them",
+            "checkpoint.max_lost_seconds = 84 takes precedence over checkpoint.max_overhead = 0.01: saves cost "
+            "0.0333 of the time between them",
         ),
         (
             {"max_lost_seconds": 20.0, "max_overhead": 0.01},
             2,
             "the time that a save takes",
-            "checkpoint.max_lost_seconds = 20 cannot hold: a save takes 2.0 s, so a failure may lose 26 s",
+            "checkpoint.max_lost_seconds = 20 cannot be met: a save takes 2.0 s, so a failure may lose 26 s",
         ),
     ],
 )
@@ -187,7 +187,7 @@ def test_a_conflict_that_begins_later_is_one_warning_however_the_interval_change
     for blocked in (2.0, 4.0, 14.0):
         run.blocked = blocked
         run.train(60)
-        warnings.append(sum("wins over" in line for line in log.messages))
+        warnings.append(sum("takes precedence over" in line for line in log.messages))
     assert warnings == [0, 1, 1]
     assert [line.split(": ")[0] for line in chosen(log)] == [
         "Saving every 60.0 s",

@@ -39,7 +39,7 @@ def test_a_card_of_another_rank_than_the_coordinator_has_no_tables() -> None:
 @pytest.mark.parametrize(
     ("changed", "finding"),
     [
-        ((b'"rank":1', b'"rank":2'), "rank 2 of 2"),
+        ((b'"rank":1', b'"rank":2'), "expected a rank below 2, found 2"),
         ((b'"step":7', b'"step":-7'), "step: expected at least 0"),
         ((b'"file":"__1', b'"file":"../1'), "is not the name of a file"),
         ((b'"size":3', b'"size":3000000'), "expected the digests of 3 blocks"),
@@ -121,11 +121,11 @@ def test_a_mark_that_a_killed_process_set_is_read() -> None:
 @pytest.mark.parametrize(
     ("at", "finding"),
     [
-        (0, "no mark"),
+        (0, "it does not begin as an in-memory snapshot does"),
         (8, "format version"),
-        (20, "digest is wrong"),
+        (20, "its valid flag does not match its digest"),
         (33, "digest"),
-        (PAGE_BYTES, "digest of its card"),
+        (PAGE_BYTES, "its header does not match its digest"),
     ],
 )
 def test_a_mark_with_a_changed_byte_is_refused(at: int, finding: str) -> None:
@@ -141,7 +141,7 @@ def test_a_mark_that_was_cut_is_refused() -> None:
     mark = Mark()
     mark.set(7, 100, b"card")
     os.ftruncate(mark.fd, PAGE_BYTES + 1)
-    with pytest.raises(UnusableMark, match="card of 4 bytes is not in it"):
+    with pytest.raises(UnusableMark, match="header of 4 bytes is missing"):
         read_mark(mark.fd)
     os.ftruncate(mark.fd, 10)
     with pytest.raises(UnusableMark, match="10 bytes"):
@@ -154,7 +154,7 @@ def test_a_card_that_was_never_written_is_not_read() -> None:
     mark.set(7, 1 << 30, card * 20_000)
     os.truncate(mark.fd, PAGE_BYTES + len(card) * 9_999)  # What is cut off here comes back as a hole.
     os.truncate(mark.fd, PAGE_BYTES + len(card) * 20_000)
-    with pytest.raises(UnusableMark, match="card of 81920000 bytes is not in it"):
+    with pytest.raises(UnusableMark, match="header of 81920000 bytes is missing"):
         read_mark(mark.fd)
     mark.close()
 
@@ -165,7 +165,7 @@ def test_a_card_that_is_too_long_for_its_image_is_refused_by_writer_and_reader()
     found = read_mark(mark.fd)
     assert found is not None
     assert len(found.card) == len(card)
-    with pytest.raises(ValueError, match=f"its card has {len(card)} bytes, {CARD_BYTES} are allowed for 0 bytes"):
+    with pytest.raises(ValueError, match=f"its header has {len(card)} bytes, {CARD_BYTES} are allowed for 0 bytes"):
         mark.set(7, 0, card)
     mark.clear()
     mark.set(7, 1, card)

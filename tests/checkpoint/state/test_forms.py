@@ -125,7 +125,7 @@ def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
         ({"lr_schedulers": [None]}, r"lr_schedulers\[0\]: expected a scheduler, found a NoneType"),
         ({"states": "scheduler"}, "states: expected a dict of names and states, found a StepLR"),
         ({"states": {"step": 3}}, r"states: 'step' is an int, which has no state_dict and load_state_dict"),
-        ({"dataloader": "model"}, "dataloader: expected one that has a state, or None, found a Linear"),
+        ({"dataloader": "model"}, "dataloader: expected an object with a state, or None, found a Linear"),
     ],
 )
 def test_the_constructor_says_what_is_wrong_with_an_argument(tmp_path: Path, change: dict[str, Any], said: str) -> None:

@@ -157,7 +157,7 @@ def test_a_part_of_the_model_or_its_average_may_be_a_state_of_its_name(tmp_path:
 @pytest.mark.parametrize("name", ["optimizer.state", "model.x", "rng.rank0"])
 def test_a_name_that_begins_with_one_of_the_managers_own_is_refused(tmp_path: Path, name: str) -> None:
     model = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match=f"the name '{name}' is the manager's own, or begins with one"):
+    with pytest.raises(ConfigError, match=f"the name '{name}' is the manager's own, or begins with such a name"):
         managed(tmp_path, model, torch.optim.AdamW(model.parameters()), **{name: Held(1)})
 
 

@@ -74,7 +74,7 @@ class LockedPages:
         self._refusal = self._lock.lock(address, end - begin)
         if self._refusal:
             logger.warning(
-                "Memory for copies could not be page-locked (%s, %d of %d bytes are); they will be slower",
+                "Memory for copies could not be page-locked (%s, %d of %d bytes are); copies will be slower",
                 self._refusal,
                 begin,
                 len(self._memory),
@@ -87,7 +87,7 @@ class LockedPages:
         while self._lock is not None and self._addresses and not _IS_EXITING.is_set():
             refusal = self._lock.unlock(self._addresses.pop())
             if refusal:
-                logger.warning("Page-locked memory could not be given back (%s)", refusal)
+                logger.warning("Page-locked memory could not be released (%s)", refusal)
                 _KEPT.append(self._memory)
 
     def unlock_in_background(self, then: Callable[[], None]) -> None:

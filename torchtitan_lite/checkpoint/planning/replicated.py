@@ -92,8 +92,8 @@ class Replicated:
             return
         # A warning and not an error: which rank is right cannot be known here. With DDP it is the lowest one.
         logger.warning(
-            "Ranks hold different values of %s. A checkpoint has one of each, and every rank gets that one when it "
-            "is loaded. If each rank needs its own, wrap the state in PerRank; buffers under DDP follow rank 0 anyway",
+            "Ranks hold different values of %s. A checkpoint has one value of each, which a load gives to every "
+            "rank. If each rank needs its own, wrap the state in PerRank; buffers under DDP follow rank 0 anyway",
             listed([f"{name} (rank {different[name]}'s is saved)" for name in new], most=SHOWN),
         )
 

@@ -187,7 +187,7 @@ def files_of(place: Place) -> StoredFiles:
 
     Raises `ExtraMissing` for an object store without its client.
     """
-    raise TypeError(f"expected the place of a checkpoint, found {place!r}")
+    raise TypeError(f"expected the path or address of a checkpoint, found {place!r}")
 
 
 @files_of.register

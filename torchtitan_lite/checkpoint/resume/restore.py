@@ -159,14 +159,18 @@ class Restore:
         self._warn_of_unmatched_globs()
         self._warn_of_other_optimizers()
         for change in report.changes:
-            (logger.warning if change.rule is Rule.WARNED else logger.info)("Since the checkpoint: %s", change)
+            (logger.warning if change.rule is Rule.WARNED else logger.info)("Changed since the checkpoint: %s", change)
         self._warn_of_ignored_states()
         if self._source.recorded.has_nan:
             logger.warning(
                 "%s was saved with NaN in its weights or optimizer; --checkpoint.load_step rolls back", report.path
             )
         if self._source.recorded.ranks_differ:
-            logger.warning("%s was saved while ranks held different values: it may be wrong", report.path)
+            logger.warning(
+                "%s was saved while ranks held different values, so it may be wrong; --checkpoint.load_step "
+                "loads another",
+                report.path,
+            )
         for reason in report.fresh_states:
             logger.warning("%s", reason)
         for name, state in self._loaded.items():
@@ -192,14 +196,14 @@ class Restore:
         if rules.is_partial:
             fqns = [fqn for per_rank in self._peers.gather(list(self._model_state)) for fqn in per_rank]
             for glob in unmatched_globs(rules, fqns):
-                logger.warning("checkpoint.load_include / load_exclude: %r names no tensor of the model", glob)
+                logger.warning("checkpoint.load_include / load_exclude: %r matches no tensor of the model", glob)
 
     def _warn_of_other_optimizers(self) -> None:
         changed = self._stored.other_kinds(self._slots) if self._slots else {}
         for key, (name, there, here) in changed.items() if self._peers.is_coordinator else ():
             logger.warning(
-                "The optimizer of %s has %s = %s, and continues with %s, as in the checkpoint. To begin the optimizer "
-                "that this run has: --checkpoint.exclude_from_loading=optimizer,lr_scheduler",
+                "The optimizer of %s has %s = %s, and continues with %s, as in the checkpoint. To start this "
+                "run's optimizer from scratch: --checkpoint.exclude_from_loading=optimizer,lr_scheduler",
                 name,
                 key,
                 here,
@@ -374,7 +378,7 @@ def verify(path: str, make_state: Callable[[], dict[str, Any]], expected: Mappin
         if digest is None or finish(digest, *dtypes_and_shapes[key]).to_hex() != expected[key]:
             raise CheckpointMismatch(path, f"  {key} is not, after loading, what was saved")
     if not found:
-        logger.warning("No tensor of %s has the name that it was saved under: nothing was verified", path)
+        logger.warning("No tensor of %s is loaded under the name that it was saved under: nothing was verified", path)
         return
     logger.info(
         "Verified %s: %s what was saved", counted(len(found), "tensor"), "it is" if len(found) == 1 else "they are"

@@ -98,7 +98,7 @@ class RollBack:
         rollback = next_rollback(step, reason, found, lineage, new_run().run_id)
         obstacle = ""
         if len(recent) >= limit.most:
-            obstacle = f"the most that are allowed are {limit}"
+            obstacle = f"at most {limit} are allowed"
         elif rollback is None:
             obstacle = "there is no earlier batch to skip"
         elif not (good_steps(self._store, rollback) or self._load.sources.good_steps(rollback)):

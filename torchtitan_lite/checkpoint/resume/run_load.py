@@ -150,13 +150,15 @@ class RunLoad:
 
     def _warn_of_unmanaged(self) -> None:
         for path in self._store.unmanaged():
-            logger.warning("%s has no manifest and is skipped. To load it, name its step or path", path)
+            logger.warning(
+                "%s has no manifest and is skipped. To load it, name its step with --checkpoint.load_step", path
+            )
 
     def _report_skipped(self, source: LoadSource) -> None:
         if source.skipped and self._peers.is_coordinator:
             logger.warning(
                 "Skipped step %s: ranks held different values when it was saved, as torchtitan-lite inspect shows. "
-                "--checkpoint.load_step %d takes it all the same",
+                "--checkpoint.load_step %d loads it anyway",
                 ", ".join(map(str, source.skipped)),
                 source.skipped[-1],
             )
@@ -167,7 +169,7 @@ class RunLoad:
             return
         if found := neighbour_with_steps(root):
             logger.warning(
-                "%s has no checkpoint, but %s has, up to %s. If that run is meant, name its folder",
+                "%s has no checkpoint, but %s has, up to %s. If you mean that run, name its folder",
                 root,
                 found.parent,
                 found.name,

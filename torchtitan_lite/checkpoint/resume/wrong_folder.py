@@ -68,7 +68,7 @@ def _place_in_store(given: str) -> Place:
         raise CheckpointNotFound(given, None, finding="it does not end in the name of a checkpoint, such as step-1000")
     place = open_store(folder).get(step).path
     if "." in name and place.name != name:
-        raise CheckpointNotFound(given, None, finding=f"that step is {place} now")
+        raise CheckpointNotFound(given, None, finding=f"that step is now {place}")
     return place
 
 
@@ -115,7 +115,7 @@ def _folder_finding(path: Path) -> str:
     if any(name.endswith(_PICKLED) for name in names):
         return f"it is a folder of weights as torch.save writes them. {_import_command(path, path)}"
     if any(layout.is_data_file(name) for name in names):
-        return f"it has a checkpoint's data and no {layout.METADATA}, as a save leaves it that was cut. Take another"
+        return f"it has a checkpoint's data but no {layout.METADATA}: its save did not end. Name another checkpoint"
     return f"there is no {layout.METADATA} file in it" + ("" if names else ", it is empty") + f". {_NAME_A_STEP}"
 
 

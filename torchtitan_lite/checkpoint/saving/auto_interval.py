@@ -164,11 +164,11 @@ def _known_past(past: Callable[[], Past]) -> Past:
 def _conflict_text(choice: Choice, conflict: Conflict, cost: SaveCost, caps: Caps) -> str:
     if conflict is Conflict.OVERHEAD_EXCEEDED:
         return (
-            f"checkpoint.max_lost_seconds = {caps.max_lost_seconds:g} wins over checkpoint.max_overhead = "
+            f"checkpoint.max_lost_seconds = {caps.max_lost_seconds:g} takes precedence over checkpoint.max_overhead = "
             f"{caps.max_overhead:g}: saves cost {cost.seconds / choice.seconds:.3g} of the time between them"
         )
     return (
-        f"checkpoint.max_lost_seconds = {caps.max_lost_seconds:g} cannot hold: a save takes "
+        f"checkpoint.max_lost_seconds = {caps.max_lost_seconds:g} cannot be met: a save takes "
         f"{cost.least_interval:.1f} s, so a failure may lose {most_lost_seconds(choice.seconds, cost):.0f} s"
     )
 

@@ -146,7 +146,7 @@ class SaveDecider:
         self._num_left += 1
         if self._num_left == 2 and self._peers.is_coordinator:
             logger.warning(
-                "This loop trains on after %s. It has to end once save() has set preempted_by: after "
+                "This loop continues to train after %s. It has to end once save() has set preempted_by: after "
                 "checkpoint.preemption_grace_seconds the process ends with exit code 1",
                 signal.Signals(received).name,
             )
@@ -159,7 +159,7 @@ class SaveDecider:
         if self._latest is not None and step < self._latest and not self._loads_only:
             raise ConfigError(
                 f"save({step}): expected a step from {self._latest} on, which this run has: the next start resumes "
-                f"from step {self._latest}. Count on from manager.loaded_step after a load, and over all epochs; to "
+                f"from step {self._latest}. After a load, count from manager.loaded_step on, over all epochs; to "
                 "train from an earlier step again, load it first."
             )
 
@@ -169,12 +169,13 @@ class SaveDecider:
             missed = None if reached is None else answer(self._alike_policy, "missed_step", reached, step)
         except ConfigError as error:  # On this rank only, so not to be raised.
             self._has_warned_of_missed = True
-            logger.warning("%s Steps that the loop leaves out are not reported", error)
+            logger.warning("%s Steps that the loop skips are not reported", error)
             return
         if missed is not None:
             self._has_warned_of_missed = True
             logger.warning(
-                "save(%d): step %d was due and was not saved, because the call before was for step %d. Call save() at "
+                "save(%d): step %d was due and was not saved, because the previous call was for step %d. Call "
+                "save() at "
                 "every step; to save a step of your own choice, such as this one, call save(%d, now=True)",
                 step,
                 missed,

@@ -171,7 +171,7 @@ class InFlightSave:
             )
             wait_for([save.over], seconds)
         if not save.pending.durable.done():
-            logger.warning("Step %d is not saved: its save was not over after %.0f s", step, seconds)
+            logger.warning("Step %d is not saved: its save had not ended after %.0f s", step, seconds)
         elif (failure := save.pending.durable.exception()) is not None:
             logger.warning("Step %d is not saved: %s", step, next(iter(str(failure).splitlines()), ""))
         else:

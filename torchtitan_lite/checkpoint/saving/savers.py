@@ -240,7 +240,11 @@ class CopyingSaver(StateSaver):
     def close(self, timeout_seconds: float) -> None:
         """Give the arena back, after the save under way or after that time. Idempotent."""
         if wait_for([self._under_way], timeout_seconds).not_done:
-            logger.warning("A save is still being written after %.0f s; closing without it", timeout_seconds)
+            logger.warning(
+                "A save is still being written after %.0f s: closing without waiting for it, so its step may be "
+                "missing",
+                timeout_seconds,
+            )
         else:
             self._under_way = _done(None)  # The traceback of a failure keeps references, also to the copy.
             self._copies.stager.close()
@@ -248,7 +252,7 @@ class CopyingSaver(StateSaver):
     def _check(self, target: SaveTarget) -> None:
         if not self._under_way.done():
             # The caller stopped waiting for that save, and its copy must not change while it is being written.
-            raise SaveFailed(target.step, f"on rank {self._peers.rank} the save before it is still being written")
+            raise SaveFailed(target.step, f"on rank {self._peers.rank} the previous save is still being written")
         self.start()  # Again, if a process died.
         super()._check(target)
 

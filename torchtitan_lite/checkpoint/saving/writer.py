@@ -174,7 +174,7 @@ class SaveOfRanks:
             return []
         logger.warning(
             "Step %d, the first that this run saves, has NaN or infinity in optimizer states (%s), while its weights "
-            "are finite. They are taken for values that the optimizer begins with, and count as no damage",
+            "are finite. They are taken for initial values of the optimizer, not for damage",
             target.step,
             listed(sorted(found), most=3),
         )

@@ -61,7 +61,9 @@ class PreemptionWatch:
         if not self.numbers:
             return
         if threading.current_thread() is not threading.main_thread():
-            logger.warning("Signals can only be watched from the main thread: a preemption will not be saved")
+            logger.warning(
+                "Signals can only be handled in the main thread: a preemption will not be saved. Make the manager there"
+            )
             return
         HUB.add(self)
 

@@ -107,18 +107,18 @@ def read_mark(fd: int) -> Marked | None:
     fields, found = record[: _FIELDS.size], record[_FIELDS.size : _FIELDS.size + _SEAL_BYTES]
     magic, version, _, step, num_bytes, card_at, card_bytes, card_digest = _FIELDS.unpack(fields)
     if magic != _MAGIC or valid > 2:
-        raise UnusableMark("it is no mark of an image")
+        raise UnusableMark("it does not begin as an in-memory snapshot does")
     if version != _VERSION:
         raise UnusableMark(f"it has format version {version}, this version reads {_VERSION}")
     if found != xxhash.xxh3_64_digest(fields):
-        raise UnusableMark("its digest is wrong")
+        raise UnusableMark("its valid flag does not match its digest")
     if finding := _too_long(card_bytes, num_bytes):
         raise UnusableMark(finding)
     if card_at < PAGE_BYTES or not _are_written(fd, card_at, card_bytes):
-        raise UnusableMark(f"its card of {card_bytes} bytes is not in it")
+        raise UnusableMark(f"its header of {card_bytes} bytes is missing")
     card = _read_at(fd, card_at, card_bytes)
     if xxhash.xxh3_128_digest(card) != card_digest:
-        raise UnusableMark("the digest of its card is wrong")
+        raise UnusableMark("its header does not match its digest")
     return Marked(step, num_bytes, card)
 
 
@@ -132,7 +132,7 @@ def _too_long(card_bytes: int, num_bytes: int) -> str:
     most = min(CARD_BYTES + CARD_RATIO * num_bytes, CARD_MOST_BYTES)
     if card_bytes <= most:
         return ""
-    return f"its card has {card_bytes} bytes, {most} are allowed for {num_bytes} bytes of an image"
+    return f"its header has {card_bytes} bytes, {most} are allowed for {num_bytes} bytes of data"
 
 
 def _are_written(fd: int, at: int, num_bytes: int) -> bool:

@@ -221,20 +221,20 @@ def refuse_without_state(given: object) -> None:
 def _refuse_dataloader(dataloader: Any, spelt: Spelling) -> None:
     if isinstance(dataloader, (*_IN_ANOTHER_PLACE, Mapping, list, tuple)):
         raise ConfigError(
-            f"dataloader: expected one that has a state, or None, found {_typed(dataloader)}.{spelt.hint}"
+            f"dataloader: expected an object with a state, or None, found {_typed(dataloader)}.{spelt.hint}"
         )
     if dataloader is None or _has_state_methods(dataloader):
         return
     instead = (
         "Use torchdata's StatefulDataLoader, which takes the same arguments, and give "
-        "torchtitan_lite.data.StatefulDataLoaderAdapter(loader, rank=0, num_ranks=1), with the rank and their number "
-        "of a run on several"
+        "torchtitan_lite.data.StatefulDataLoaderAdapter(loader, rank=0, num_ranks=1), with its rank and the number "
+        "of ranks where there are several"
         if isinstance(dataloader, DataLoader)
         else "Give it state_dict and load_state_dict"
     )
     raise ConfigError(
-        f"dataloader: {_typed(dataloader)} has no state, so a resume would begin the data again from their start. "
-        f"{instead}; or give None, if the data may begin again."
+        f"dataloader: {_typed(dataloader)} has no state, so a resume would start the data from the beginning. "
+        f"{instead}; or give None, if the data may start again."
     )
 
 

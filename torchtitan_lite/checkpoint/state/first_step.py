@@ -88,8 +88,9 @@ def _is_alike(made: object, value: torch.Tensor) -> bool:
 
 def _no_first_step(optimizer: Optimizer, why: str) -> ConfigError:
     return ConfigError(
-        f"{type(optimizer).__name__} has states of a class of its own, and a later start could make none: a first step "
-        f"with gradients of 0 and a learning rate of 0 is to make them, and {why}. Use an optimizer whose step() makes "
+        f"{type(optimizer).__name__} has states of a tensor subclass, which a later start could not make: a first "
+        f"step with gradients of 0 and a learning rate of 0 should make them, and {why}. Use an optimizer whose "
+        "step() makes "
         "its states without a closure, or return plain tensors from its state_dict."
     )
 

@@ -172,7 +172,8 @@ def _named_states(
     reserved = sorted(name for name in states if name.partition(".")[0] in own)
     if reserved:
         raise ConfigError(
-            f"states: the name {reserved[0]!r} is the manager's own, or begins with one. Give your state another name."
+            f"states: the name {reserved[0]!r} is the manager's own, or begins with such a name. Give your state "
+            "another name."
         )
     small: dict[str, Stateful] = {}
     if dataloader is not None:

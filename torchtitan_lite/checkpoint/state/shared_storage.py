@@ -21,7 +21,9 @@ from torchtitan_lite.checkpoint.format.shards import local_of
 SHARED = "shared"
 """The kind of the keys."""
 Pairs = tuple[tuple[str, str], ...]
-_IS_THE_SAME = "so a resume would make two tensors of one. Keep a clone of it in the state, or one tensor alone."
+_IS_THE_SAME = (
+    "so a resume would make two tensors of one. Keep a clone in one of the two places, or the tensor in only one."
+)
 
 
 class NamedTensor(NamedTuple):

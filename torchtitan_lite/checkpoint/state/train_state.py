@@ -71,7 +71,8 @@ class TrainState:
         ]
         if changed:
             raise ConfigError(
-                f"model.config_path: the file says another model than that of the checkpoint: {', '.join(changed)}. "
+                "model.config_path: the file describes another model than that of the checkpoint: "
+                f"{', '.join(changed)}. "
                 "Put its old values back, or start a new run in another job.dump_folder, from these weights with "
                 "--checkpoint.initial_load_path."
             )

@@ -290,8 +290,8 @@ def refuse_attributes(modules: Mapping[str, Sequence[nn.Module]], state: State, 
     own = [(name, tensor) for name, tensor in _saved(modules, state, left_out) if not is_plain(local_of(tensor))]
     if lost := _lost_attributes(own, state):
         raise TypeError(
-            f"no checkpoint has {listed(lost, most=SHOWN)}, in attributes of tensors of a class of their own: a "
-            "resumed run would have those with which its model is built. Give the class torch's __tensor_flatten__ and "
+            f"no checkpoint would have {listed(lost, most=SHOWN)}, which are attributes of tensors of a subclass: a "
+            "resumed run would have those that its model is built with. Give the class torch's __tensor_flatten__ and "
             "__tensor_unflatten__, register the tensors as buffers, or return them from get_extra_state"
         )
 

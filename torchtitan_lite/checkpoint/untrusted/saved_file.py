@@ -133,7 +133,9 @@ class SavedFile:
                 f"torch.save(torch.load({str(self.path)!r}, weights_only=True), {str(new)!r}), and name that file",
             )
         if not head.startswith(_ARCHIVE):
-            raise CheckpointUnreadable(str(self.path), "it is no file of torch.save: it does not begin like an archive")
+            raise CheckpointUnreadable(
+                str(self.path), "it is not a file of torch.save: it does not begin as a zip archive"
+            )
 
     def _folder_in_archive(self, read: Read) -> str:
         pickled = [name for name in self._entries if name.endswith("/data.pkl")]

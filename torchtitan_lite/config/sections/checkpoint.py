@@ -100,8 +100,8 @@ class _Written:
         taken = {PurePath(name) for name in (self.folder, self.export_folder) if name}
         if self.upload_folder and PurePath(self.upload_folder) in {*taken, PurePath(self.hf_folder or self.folder)}:
             raise ConfigError(
-                f"checkpoint.upload_folder: {self.upload_folder!r} is another folder of this run, too. Name one of its "
-                "own."
+                f"checkpoint.upload_folder: {self.upload_folder!r} is already another folder of this run. Name a "
+                "separate one."
             )
         if self.last_save_in_hf and (not self.hf_folder or PurePath(self.hf_folder) in taken):
             raise ConfigError(
@@ -190,8 +190,8 @@ class _Copies:
             raise ConfigError(f"checkpoint.memory_peer_copies: expected 0 or 1, found {self.memory_peer_copies!r}.")
         if self.memory_peer_copies and not self.memory_interval:
             raise ConfigError(
-                "checkpoint.memory_peer_copies = 1 with checkpoint.memory_interval = 0: peer copies are copies of the "
-                "snapshots that it makes. Set checkpoint.memory_interval, such as 10."
+                "checkpoint.memory_peer_copies = 1 with checkpoint.memory_interval = 0: peer copies are copies of "
+                "in-memory snapshots, and there are none. Set checkpoint.memory_interval, such as 10."
             )
         if self.memory_interval and not self.memory_ttl_seconds:
             raise ConfigError(

@@ -59,7 +59,7 @@ class Comm:
         if self.hang_seconds != "auto" and self.hang_seconds >= self.train_timeout_seconds:
             raise ConfigError(
                 f"comm.hang_seconds: expected less than comm.train_timeout_seconds ({self.train_timeout_seconds}), "
-                f"when ranks that wait give up, found {self.hang_seconds}. Raise comm.train_timeout_seconds."
+                f"after which waiting ranks give up, found {self.hang_seconds}. Raise comm.train_timeout_seconds."
             )
 
 

@@ -131,14 +131,14 @@ class Card:
         document = json.loads(lines[0].decode(), parse_constant=refuse_constant)
         if not isinstance(document, dict):
             raise ValueError("its first line is not a JSON object")
-        check_format({"format_version": 1} | document, "an image in memory")
+        check_format({"format_version": 1} | document, "an in-memory snapshot")
         size, blocks = integer_field(document, "size", 0), bytes.fromhex(value_of(document, "blocks", str))
         if len(blocks) != DIGEST_BYTES * num_blocks(size):
             raise ValueError(f"expected the digests of {num_blocks(size)} blocks, found {len(blocks)} bytes")
         name = value_of(document, "file", str)
         rank, world_size = integer_field(document, "rank", 0), integer_field(document, "world_size", 1)
         if rank >= world_size:
-            raise ValueError(f"rank {rank} of {world_size}")
+            raise ValueError(f"expected a rank below {world_size}, found {rank}")
         before, latest = value_of(document, "before", list), document.get("latest")
         versions = value_of(document, "versions", dict)
         tensors, structure = (Table.of_text(line, "card") if line else None for line in lines[2:])
@@ -260,15 +260,15 @@ def assembled_manifest(cards: Sequence[Card]) -> Manifest:
     """
     by_rank = sorted(cards, key=lambda card: card.rank)
     if not by_rank:
-        raise ValueError("there are no cards")
+        raise ValueError("there are no headers")
     first = by_rank[0]
     if [card.rank for card in by_rank] != [*range(first.world_size)]:
         found = ", ".join(str(card.rank) for card in by_rank)
-        raise ValueError(f"expected the cards of ranks 0 to {first.world_size - 1}, found those of {found:.200}")
+        raise ValueError(f"expected the headers of ranks 0 to {first.world_size - 1}, found those of {found:.200}")
     for card in by_rank:
         _check_same_step(card, first)
     if first.tables.tensors is None or not first.tables.structure:
-        raise ValueError("the card of rank 0 has no tables of tensors and containers")
+        raise ValueError("the header of rank 0 has no tables of tensors and containers")
     having = [card.tables for card in by_rank]
     return Manifest(
         step=first.key.step,

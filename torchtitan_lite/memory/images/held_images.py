@@ -223,11 +223,11 @@ class HeldImages:
                 self._held = self._each_once(held)
             else:
                 logger.warning(
-                    "Images in memory are not used: a process of another start, or a manager of this one that was not "
-                    "closed, can still write into them. End it first"
+                    "In-memory snapshots are not used: a process of another start, or a manager of this one that was "
+                    "not closed, can still write into them. End that process, or close that manager, first"
                 )
         except KeeperUnavailable as error:
-            logger.warning("Images in memory are not used: %s. Loading from disk", error.reason)
+            logger.warning("In-memory snapshots are not used: %s. Loading from disk", error.reason)
         if not self._held:
             for each in held:
                 each.close()
@@ -241,7 +241,7 @@ class HeldImages:
                 if local is not None:
                     self._note(local)
         if ignored:
-            logger.warning("Ignored in memory, as no image that can be used: %d, such as %s", len(ignored), ignored[0])
+            logger.warning("Ignored %s, such as %s", counted(len(ignored), "unusable in-memory snapshot"), ignored[0])
 
     def _note(self, local: _Local) -> None:
         """Note `local`, unless another memory has the same image and is not damaged."""
@@ -279,7 +279,9 @@ class HeldImages:
             return True
         if self.peers.is_coordinator:
             logger.warning(
-                "The images of step %d are on several hosts and of another topology (%s): they are not used",
+                "The in-memory snapshots of step %d are on several hosts, and not of the topology of this run "
+                "but of %s: "
+                "they are not used",
                 key.step,
                 image.topology,
             )
@@ -312,7 +314,7 @@ class HeldImages:
             )
         except Exception as error:
             # A card may hold anything: whatever is wrong with it, the next source is tried.
-            logger.warning("The images of step %d are ignored: %s", key.step, error)
+            logger.warning("The in-memory snapshots of step %d are ignored: %s", key.step, error)
             return None
         return Complete(key, image, manifest, is_spread)
 
@@ -324,9 +326,10 @@ def _read_held(held: HeldMemory) -> _Local | None:
         return None
     card, arena_bytes = Card.parse(marked.card), os.fstat(held.arena_fd).st_size
     if card.key.step != marked.step:
-        raise ValueError(f"its mark is of step {marked.step}, its card of step {card.key.step}")
+        raise ValueError(f"its valid flag is of step {marked.step}, its header of step {card.key.step}")
     if not card.record.size <= marked.num_bytes <= arena_bytes:
-        raise ValueError(f"it has {arena_bytes} bytes, its mark says {marked.num_bytes}, its card {card.record.size}")
+        sizes = f"its valid flag says {marked.num_bytes}, its header {card.record.size}"
+        raise ValueError(f"it has {arena_bytes} bytes, {sizes}")
     return _Local(held, ImageFacts.of_card(card), card)
 
 
@@ -423,7 +426,7 @@ def fetched(to_move: Sequence[Move], here: Mapping[int, HeldMemory], peers: Peer
         wait()
     if peers.is_coordinator:
         logger.info(
-            "The images of %s (%s) came from the memory of other hosts in %.1f s",
+            "The in-memory snapshots of %s (%s) came from other hosts in %.1f s",
             counted(len(to_move), "rank"),
             readable_bytes(sum(each.marked.num_bytes for each in announced.values())),
             time.monotonic() - began,

@@ -65,10 +65,10 @@ class HostReplicas:
         if finding := _copies_finding(places, to, found):
             listener.close()
             if self._peers.is_coordinator:
-                logger.warning("No replicas of images in memory: %s", finding)
+                logger.warning("No peer copies of in-memory snapshots: %s", finding)
             return False
         if self._peers.is_coordinator:
-            logger.info("Replicas of images in memory go from host to host: %s", ring_text(places))
+            logger.info("Peer copies of in-memory snapshots go from host to host: %s", ring_text(places))
         self._pool.num_kept = 2
         job = self._job(places, to, found)
         self._process = ReplicaProcess(job, listener, self._note, self._config.preemption_signals)
@@ -168,7 +168,7 @@ class HostReplicas:
         """Log `finding` unless it was the last one, too: each image may fail as the one before."""
         if finding != self._finding:
             self._finding = finding
-            logger.warning("No replica of an image in memory of rank %d: %s", self._tier.rank, finding)
+            logger.warning("No peer copy of the in-memory snapshot of rank %d: %s", self._tier.rank, finding)
 
     def _job(self, places: Sequence[ReplicaHost], to: Sequence[int], found: Sequence[Room]) -> ReplicaJob:
         rank, keeper, runtime = self._tier.rank, self._tier.keeper, runtime_folder()
@@ -213,8 +213,8 @@ def _copies_finding(places: Sequence[ReplicaHost], to: Sequence[int], found: Seq
         size = readable_bytes(max(room.arena_bytes for room in found))
         name = next(place.name for place in places if place.host == full)
         return (
-            f"on {name} the memory has no room for six copies of the state of each rank ({size} each: four of its own "
-            "images, two of another host). Unset checkpoint.memory_peer_copies, or give the job more memory"
+            f"on {name} the memory has no room for six copies of the state of each rank ({size} each: four of its own, "
+            "two of another host). Unset checkpoint.memory_peer_copies, or give the job more memory"
         )
     return ""
 

@@ -98,7 +98,7 @@ def renew_card(mark: Mark, commits: tuple[Commit, ...], rank: int, known: Card |
             card = dataclasses.replace(known or Card.parse(marked.card), commits=commits)
             mark.set(marked.step, marked.num_bytes, card.to_bytes())
     except (ValueError, OSError) as error:
-        logger.warning("An image in memory of rank %d is given up: %s", rank, error)
+        logger.warning("The in-memory snapshot of rank %d is discarded: %s", rank, error)
         mark.clear()
 
 
@@ -176,7 +176,7 @@ class Marker:
             self._num_failed += 1
             number = self._num_failed
         if number <= MAX_FAILED:
-            logger.warning("Step %d has no image in memory of rank %d: %s", step, self._tier.rank, error)
+            logger.warning("Step %d has no in-memory snapshot of rank %d: %s", step, self._tier.rank, error)
 
     def wait(self, seconds: float) -> bool:
         """Wait up to `seconds` until no copy is being digested; return whether that is so."""
@@ -185,7 +185,7 @@ class Marker:
     def close(self, seconds: float) -> None:
         """Wait up to `seconds` for the digest under way, and stop. Idempotent."""
         if not self._background.close(seconds):
-            logger.warning("An image is still being digested after %.0f s; closing without it", seconds)
+            logger.warning("An in-memory snapshot is not complete after %.0f s; closing without it", seconds)
 
     def _finish(self, image: Image) -> None:
         try:

@@ -74,7 +74,7 @@ class ImageSources(Sources):
         finding = next(filter(None, found), "") or str(error)
         if self._peers.is_coordinator:
             logger.warning(
-                "The image of step %d in memory is not loaded: %s. Trying what is next", source.step, finding
+                "The in-memory snapshot of step %d is not loaded: %s. Trying the next source", source.step, finding
             )
         self._emit(ImageSkipped(source.step, finding=finding))
         return True
@@ -108,7 +108,8 @@ class ImageSources(Sources):
         try:
             self._held.fetch(source.key)
         except OSError as error:
-            raise CheckpointDamaged(str(source.path), f"an image of another host has no room here: {error}") from None
+            finding = f"this host has no memory for a snapshot from another host: {error}"
+            raise CheckpointDamaged(str(source.path), finding) from None
 
     def taken_over(self, source: LoadSource | None) -> TakenOver | None:
         """Return what this rank takes over from the start before, after a load of `source`; None for nothing.
@@ -188,13 +189,13 @@ class FoundImages(Companion):
         try:
             return self._store.folder_id(make=True)
         except OSError as error:
-            logger.warning("No images in memory: the folder %s got no id: %s", self._store.address, error)
+            logger.warning("No in-memory snapshots: the folder %s could get no id: %s", self._store.address, error)
             return ""
 
 
 def _of_image(error: CheckpointMismatch, source: LoadSource, folder: str) -> CheckpointMismatch:
     """Return `error` about the image `source` of the folder `folder`, with the image's name and how to leave it out."""
-    path = f"the image of step {source.step} in memory" if error.path == str(source.path) else error.path
+    path = f"the in-memory snapshot of step {source.step}" if error.path == str(source.path) else error.path
     way_out = (
         f"  It was read from memory. To load from disk, or to begin from scratch if nothing is there, free it: "
         f"torchtitan-lite memory {folder} --end"
@@ -282,7 +283,7 @@ class ImageSource(LoadSource):
     def remark(self) -> str:
         steps, seconds = self.at_risk
         lacking = f"; the disk lacks {counted(steps, 'step')} ({seconds:.1f} s of training)" if steps else ""
-        return f" From memory: the images of the start before{lacking}"
+        return f" From memory: the snapshots of the previous start{lacking}"
 
     def verify(self, config: Checkpoint) -> Verify:
         return "full"  # Nothing but its digests shows that an image is complete.
@@ -307,7 +308,7 @@ def prefer_memory(
         reason = why_not(each.image, disk) or _difference_from_disk(each, chosen)
         if not reason:
             return _memory_source(each, store, chosen, config)
-        logger.info("The image of step %d in memory is not used: %s", each.key.step, reason)
+        logger.info("The in-memory snapshot of step %d is not used: %s", each.key.step, reason)
     return chosen
 
 

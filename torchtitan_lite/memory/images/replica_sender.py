@@ -107,7 +107,7 @@ class ReplicaProcess(Helper):
         self._note(message)
 
     def _ended(self, *, has_died: bool) -> None:
-        self._note(Outcome(finding="the process that sends replicas ended"))
+        self._note(Outcome(finding="the process that sends peer copies ended"))
 
 
 def serve(job: ReplicaJob, lines: Sequence[Line], fds: Sequence[int]) -> None:
@@ -163,7 +163,7 @@ class _Sender:
     def _answer(self, link: JobLink) -> dict[str, Any]:
         answer = link.receive()
         if finding := answer.get("finding"):
-            raise ValueError(f"it does not keep the replica: {finding:.200}")
+            raise ValueError(f"the other host does not keep the peer copy: {finding:.200}")
         return answer
 
 
@@ -177,7 +177,7 @@ def _marked(mark_fd: int) -> Marked:
         except ValueError:
             if not left:
                 raise
-    raise ValueError("the image is not valid any more")
+    raise ValueError("the snapshot is no longer valid")
 
 
 def _receive_all(job: ReplicaJob, listener: socket.socket, keeper: Keeper) -> None:
@@ -248,9 +248,9 @@ class ReplicaMemory:
         """
         key = ImageFacts.of_card(card).key
         if card.rank not in self._places:
-            raise ValueError(f"rank {card.rank} has its replicas elsewhere")
+            raise ValueError(f"rank {card.rank} has its peer copies on another host")
         if not card.record.size <= num_bytes <= self._most_bytes:
-            raise ValueError(f"{num_bytes} bytes, expected {card.record.size} to {self._most_bytes}")
+            raise ValueError(f"expected {card.record.size} to {self._most_bytes} bytes, found {num_bytes}")
         with self._lock:
             self._join()
             places = self._places[card.rank]

@@ -304,15 +304,16 @@ class KeptImages(FoundImages):
         kills = max(each.oom_kills for each in found)
         why = f" (the kernel has killed {counted(kills, 'process')} of its cgroup for memory)" if kills else ""
         if number > 1:
-            logger.info("Images in memory every %s: two copies of the state, not three, of %s each%s", every, size, why)
+            copies = "two copies of the state, not three, of"
+            logger.info("In-memory snapshots every %s: %s %s each%s", every, copies, size, why)
         elif any(each.arena_bytes < 0 for each in found):
-            logger.warning("No images in memory every %s: the state cannot be saved. The first save says why", every)
+            logger.warning("No in-memory snapshots every %s: the state cannot be saved. The first save says why", every)
         else:
             reason = (
                 f"two copies of the state ({size} on each rank) do not fit into the memory of each host next to "
                 f"training{why}. Unset checkpoint.memory_interval, or give the job more memory"
             )
-            logger.warning("No images in memory every %s: %s", every, reason)
+            logger.warning("No in-memory snapshots every %s: %s", every, reason)
 
     def _have_slots(self, number: int) -> None:
         self.stager.pool.resize(number)
@@ -351,7 +352,7 @@ class KeptImages(FoundImages):
         """Make no more of these images, as all ranks have agreed."""
         self._is_off = True
         if self._peers.is_coordinator:
-            logger.warning("No more images in memory in this start: %s", reason.removesuffix("."))
+            logger.warning("No more in-memory snapshots in this start: %s", reason.removesuffix("."))
 
     def _stage(self, step: int, make_state: Callable[[], State], origin: Origin) -> None:
         if len(self.stager.pool.slots) < 2:

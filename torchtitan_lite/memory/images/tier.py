@@ -142,7 +142,7 @@ class Tier:
         """Say that images stay, and how to free them, on rank 0. Forked children say nothing."""
         if self._kept and not self.rank and os.getpid() == self._pid:
             logger.info(
-                "Images in memory stay for the next start, for %g s. To free them: torchtitan-lite memory %s --end",
+                "In-memory snapshots stay for the next start, for %g s. To free them: torchtitan-lite memory %s --end",
                 self.keeper.ttl_seconds,
                 shlex.quote(str(self.keeper.folder)),
             )
@@ -163,7 +163,7 @@ class Tier:
                 self._trouble = error.reason
             if self._trouble and self._kept and not self.keeper.has_ended():
                 logger.warning(
-                    "Rank %d: %s. Nothing of the run is lost, but its images stay in memory until %g s after its "
+                    "Rank %d: %s. Nothing of the run is lost, but its in-memory snapshots stay until %g s after its "
                     "processes have ended and the keeper runs again. To free them at once: kill -KILL %d",
                     self.rank,
                     self._trouble,
@@ -188,14 +188,14 @@ class Tier:
         if self._num_keepers == MOST_KEEPERS:
             self.is_off = True
             logger.warning(
-                "Rank %d: the process that holds images in memory was killed %d times. A restart loads from disk",
+                "Rank %d: the process that holds in-memory snapshots was killed %d times. A restart loads from disk",
                 self.rank,
                 self._num_keepers,
             )
             return
         self._num_keepers += 1
         self._kept.clear()
-        logger.info("Rank %d: the process that holds images in memory was killed; starting another one", self.rank)
+        logger.info("Rank %d: the process that holds in-memory snapshots was killed; starting another one", self.rank)
         if self._join():
             for arena in arenas:
                 self._hold(arena)

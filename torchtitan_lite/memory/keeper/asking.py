@@ -62,7 +62,7 @@ class Ask:
             messages.close_all(received)
             received = []
         if "error" in answer and not may_fail:
-            raise KeeperUnavailable(f"it refuses: {' '.join(str(answer['error'])[:200].split())}")
+            raise KeeperUnavailable(f"the keeper refuses: {' '.join(str(answer['error'])[:200].split())}")
         return answer, received
 
     def _wait(self) -> None:
@@ -105,7 +105,7 @@ def connected(path: Path, seconds: float, hurries: Callable[[], bool] = bool) ->
             _connect(connection, path, deadline)
             user = messages.user_of_peer(connection)
             if user != os.geteuid():
-                raise KeeperUnavailable(f"user {user} answers in its place: expected {os.geteuid()}")
+                raise KeeperUnavailable(f"user {user} answers in place of the keeper: expected {os.geteuid()}")
             yield Ask(connection, deadline, hurries)
         except TimeoutError:
             pid = messages.pid_of_peer(connection)

@@ -133,7 +133,7 @@ class Keeper:
             with connected(self._path(), ANSWER_SECONDS) as ask:
                 pidfd = ask.open_peer()
             if pidfd < 0:
-                raise KeeperUnavailable("the one that runs is in a PID namespace that is not seen here")
+                raise KeeperUnavailable("the keeper runs in a PID namespace that is not visible here")
             try:
                 messages.has_ended(pidfd, None)
             finally:
@@ -185,7 +185,7 @@ class Keeper:
                         continue
                     if len(fds) != messages.MAX_FDS or not all(map(messages.is_shared_memory, fds)):
                         messages.close_all(fds)
-                        raise KeeperUnavailable(f"it holds something that is no memory, under {name!r}")
+                        raise KeeperUnavailable(f"the keeper holds something other than memory, under {name!r}")
                     found.append(HeldMemory(name, fds[0], fds[1], listed.get("is_mapped") is not False))
         except BaseException:
             for each in found:
@@ -278,7 +278,7 @@ class Keeper:
 
     def _path(self) -> Path:
         if self._is_forked:
-            raise KeeperUnavailable("this process was forked from the one that uses it")
+            raise KeeperUnavailable("this process was forked from the one that uses the keeper")
         path = socket_path(self.folder, self._runtime)
         refuse_shared(path.parent)
         return path
@@ -304,13 +304,13 @@ class Keeper:
         try:
             yield
         except TimeoutError:
-            raise KeeperUnavailable(f"it did not start within {START_SECONDS:g} s") from None
+            raise KeeperUnavailable(f"the keeper did not start within {START_SECONDS:g} s") from None
         except messages.BadMessage as error:
-            raise KeeperUnavailable(f"its answer is not understood: {error}") from None
+            raise KeeperUnavailable(f"the keeper's answer is not understood: {error}") from None
         except NoKeeper:
-            raise KeeperUnavailable("no keeper runs") from None
+            raise KeeperUnavailable("no keeper is running") from None
         except HungUp:
-            raise KeeperUnavailable("it hung up without an answer") from None
+            raise KeeperUnavailable("the keeper closed the connection without an answer") from None
         except OSError as error:
             raise KeeperUnavailable(str(error)) from error
 
@@ -354,7 +354,8 @@ def socket_path(folder: Path, runtime: Path | None) -> Path:
     for path in candidates:
         if len(os.fsencode(path)) <= _ADDRESS_BYTES:
             return path
-    raise KeeperUnavailable(f"the address of a socket holds {_ADDRESS_BYTES} bytes, and {candidates[-1]} is longer")
+    finding = f"the address of a socket holds {_ADDRESS_BYTES} bytes, and {candidates[-1]} is longer"
+    raise KeeperUnavailable(f"{finding}. Set a shorter TMPDIR")
 
 
 def make_private(folder: Path) -> None:

@@ -381,7 +381,7 @@ class KeeperContents:
         if not name or len(fds) != messages.MAX_FDS or not all(map(messages.is_shared_memory, fds)):
             raise messages.BadMessage("expected a name and the descriptors of two files in memory")
         if name not in self._held and len(self._held) >= messages.MAX_ENTRIES:
-            return Answer({"error": f"{messages.MAX_ENTRIES} images are held already"}, freed=fds)
+            return Answer({"error": f"{messages.MAX_ENTRIES} in-memory snapshots are held already"}, freed=fds)
         before = self._drop([name])
         self._held[name] = _HeldImage(start, fds)
         return Answer({}, freed=before)

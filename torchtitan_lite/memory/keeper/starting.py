@@ -21,7 +21,7 @@ KILL_SECONDS = 30.0
 def refuse_system() -> None:
     """Raise `KeeperUnavailable` if this system has not what a keeper needs."""
     if not sys.executable:
-        raise KeeperUnavailable("this program has no interpreter to start another one (sys.executable)")
+        raise KeeperUnavailable("sys.executable is empty, so no Python is known to start the keeper with")
     for needed, what in (("memfd_create", "memory without a file"), ("pidfd_open", "descriptors of processes")):
         if not hasattr(os, needed):
             raise KeeperUnavailable(f"this system has no {what} ({needed})")
@@ -51,7 +51,7 @@ def spawn(path: Path, ttl_seconds: float) -> None:
     finally:
         os.close(report)
     if exit_code:
-        raise KeeperUnavailable(f"it did not start: {finding or f'exit code {exit_code}':.200}")
+        raise KeeperUnavailable(f"the keeper did not start: {finding or f'exit code {exit_code}':.200}")
 
 
 def _exit_code(pid: int) -> int:
