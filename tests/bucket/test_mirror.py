@@ -105,7 +105,7 @@ def test_a_step_that_is_removed_while_it_is_copied_leaves_no_copy(
 ) -> None:
     proxy.again(where(answers(404, "NoSuchKey"), method="GET", path=f"*/{LARGE}"))
     ended = command("convert", folder, tmp_path / "out", "--layout", "ours")
-    assert (ended.code, "the same command continues" in ended.err) == (1, False)
+    assert (ended.code, "run the same command again to continue" in ended.err) == (1, False)
     assert list(tmp_path.iterdir()) == []
 
 

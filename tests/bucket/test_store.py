@@ -288,7 +288,7 @@ def test_a_roll_back_sets_aside_what_it_abandons_in_the_same_swap(job: Job, buck
 def test_a_save_that_is_abandoned_already_is_refused(job: Job) -> None:
     save(job.store, 5)
     save(job.store, 5, run_id="run1", abandons=((5, "run0"), (10, "run0")))
-    with pytest.raises(SaveFailed, match="was saved after a rollback that abandons step 10 of run run0"):
+    with pytest.raises(SaveFailed, match="is of a rollback that abandons step 10 of run run0"):
         save(job.store, 10)
 
 
@@ -434,7 +434,7 @@ def test_a_store_without_a_lease_changes_nothing(job: Job, bucket: Bucket) -> No
         lambda: store.quarantine(5, []),
         store.recover,
     ):
-        with pytest.raises(CheckpointError, match="is not held by this process"):
+        with pytest.raises(CheckpointError, match="is not locked by this process"):
             act()
     assert bucket.state() == before
 

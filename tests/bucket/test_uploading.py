@@ -213,5 +213,5 @@ def test_what_the_store_refuses_is_one_sentence_and_the_saves_continue(
         assert run.committed() == [1, 2, 3]
         run.events.wait_for("upload_failed")
     assert said_of_it in run.events.figures("upload_failed")["reason"]
-    (said,) = [line for line in caplog.messages if line.startswith("Not yet in")]
+    (said,) = [line for line in caplog.messages if line.startswith("Not yet uploaded to")]
     assert "\n" not in said

@@ -65,4 +65,4 @@ def test_a_signal_ends_the_run_with_its_code_though_the_uploader_does_not_answer
         send(job.processes[0].pid, signal.SIGTERM)
         assert job.wait() == [143], job.log
     assert job.events("committed")[-1]["step"] == max(job.losses())
-    assert "Not yet in" in job.log
+    assert "Not yet uploaded to" in job.log

@@ -195,7 +195,7 @@ def test_pauses_do_not_count_for_auto(pause_seconds: float, *, warns: bool, tmp_
             now += 1.0 if pause_seconds else 101.0
             with watch.paused():
                 now += pause_seconds
-    expected = "A rank that hangs would be named after 1010 s, but the others give up before"
+    expected = "A rank that hangs would be reported after 1010 s, but the others give up earlier"
     assert [line.partition(".")[0] for line in logged] == [expected] * warns
 
 

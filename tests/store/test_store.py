@@ -240,7 +240,7 @@ def test_a_save_of_an_abandoned_step_is_refused(store: CheckpointStore, root: Pa
     place = staged(store, 2).name
     store.commit(2, of_run("b2", 2, (3, "a1")), place=place)
     place = staged(store, 3).name
-    with pytest.raises(SaveFailed, match="step-2 was saved after a rollback that abandons step 3 of run a1"):
+    with pytest.raises(SaveFailed, match="step-2 is of a rollback that abandons step 3 of run a1"):
         store.commit(3, of_run("a1", 3), place=place)
     assert names(root) == ["step-2", "step-3.staging"]
     store.commit(3, of_run("c3", 3), place=place)

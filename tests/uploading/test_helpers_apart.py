@@ -107,4 +107,4 @@ def test_saves_commit_and_a_run_leaves_in_time_though_the_uploader_is_stopped_du
         assert run.committed() == [1, 2, 3, 4]
         uploads_of(run.manager).leave(float)
     assert steps_in(other) == [1]
-    assert f"Not yet in {other}: 3 checkpoints (" in caplog.text
+    assert f"Not yet uploaded to {other}: 3 checkpoints (" in caplog.text

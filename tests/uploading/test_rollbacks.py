@@ -170,7 +170,7 @@ def test_steps_of_another_run_are_no_place_to_go(tmp_path: Path, other: Path) ->
     run.manager.reset()
     with pytest.raises(TrainingDiverged, match="there is no checkpoint of step 7 or before"):
         run.manager.roll_back(8, "loss is nan")
-    with pytest.raises(UploadRefused, match="checkpoints of run"):
+    with pytest.raises(UploadRefused, match="checkpoints of another run, "):
         run.finished(8)
 
 

@@ -115,7 +115,10 @@ def test_a_folder_that_is_not_there_costs_no_save(
 def test_a_folder_of_another_run_ends_the_uploads_and_the_saves_continue(tmp_path: Path, other: Path) -> None:
     first = SmallRun(tmp_path / "first", interval=1).loaded().finished(2)
     SmallRun(tmp_path / "run", interval=1).loaded().finished(1)
-    with pytest.raises(UploadRefused, match="checkpoints of run"), run_of(tmp_path / "run", first.root) as run:
+    with (
+        pytest.raises(UploadRefused, match="checkpoints of another run, "),
+        run_of(tmp_path / "run", first.root) as run,
+    ):
         assert run.manager.load()
         assert run.train_state.step == 1
         run.train(3)

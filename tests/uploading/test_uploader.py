@@ -59,7 +59,7 @@ def test_another_run_that_had_committed_nothing_when_it_took_the_folder_is_refus
     with opened(job(tmp_path / "second" / "checkpoint", tmp_path / "other"), []) as uploader:
         assert uploader.next() is None
         trained(tmp_path / "second", 2)
-        with pytest.raises(UploadRefused, match="checkpoints of run"):
+        with pytest.raises(UploadRefused, match="checkpoints of another run, "):
             uploader.next()
     assert steps_in(tmp_path / "other") == [1]
 
@@ -138,7 +138,9 @@ def test_a_disk_that_takes_nothing_more_is_uploaded(
         assert upload_all(work, lambda state: None) == 3
         assert upload_all(work, lambda state: None) == 0
     assert steps_in(tmp_path / "other") == [1, 2, 3]
-    assert sum("One that is cut begins again" in message for message in caplog.messages) == 2  # Once for each call.
+    assert (
+        sum("An interrupted upload starts again" in message for message in caplog.messages) == 2
+    )  # Once for each call.
 
 
 def test_a_run_whose_disk_is_full_still_uploads_what_is_on_it(tmp_path: Path, other: Path) -> None:

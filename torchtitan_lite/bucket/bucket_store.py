@@ -217,9 +217,7 @@ class BucketStore(StoresCheckpoints):
         run_id = manifest.lineage.run_id
         if abandoning := [info for info in self.intact() if (step, run_id) in info.lineage.abandons]:
             # A head that is made again from the manifests would not have the new checkpoint.
-            raise SaveFailed(
-                step, f"{abandoning[0].path} was saved after a rollback that abandons step {step} of run {run_id}"
-            )
+            raise SaveFailed(step, f"{abandoning[0].path} is of a rollback that abandons step {step} of run {run_id}")
         return self._saves.commit(place, manifest)
 
     def remove_staging(self, step: int, place: str) -> None:

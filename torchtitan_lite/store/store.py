@@ -256,8 +256,7 @@ class CheckpointStore(StoresCheckpoints):
         for info in self.intact() if self._manifests.may_be_abandoned(step, run_id) else ():
             # The new checkpoint would be abandoned from the moment of its commit.
             if (step, run_id) in info.lineage.abandons:
-                finding = f"was saved after a rollback that abandons step {step} of run {run_id}"
-                raise SaveFailed(step, f"{info.path} {finding}")
+                raise SaveFailed(step, f"{info.path} is of a rollback that abandons step {step} of run {run_id}")
         there = {entry.name for entry in os.scandir(staging)} if is_folder(staging) else set()
         for name in sorted({*manifest.files} - there):
             _written_size(staging / name, step)  # A listing may be of a moment ago.

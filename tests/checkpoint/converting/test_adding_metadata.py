@@ -314,7 +314,7 @@ def test_of_two_that_add_it_one_is_refused(step: Path) -> None:
     thread.start()
     has_begun.wait()
     try:
-        with pytest.raises(ConfigError, match="by another process"):
+        with pytest.raises(ConfigError, match="another process is writing"):
             add_metadata(step)
     finally:
         may_end.set()

@@ -60,7 +60,7 @@ def run_folder(tmp_path: Path) -> Path:
             lambda at: checkpoint(at / "step-1") / ".metadata",
             r"one of a checkpoint's files\. Name their folder, .*step-1",
         ),
-        (lambda at: file(at / "step-1" / "__0_0.distcp").parent, r"data and no \.metadata, .*cut"),
+        (lambda at: file(at / "step-1" / "__0_0.distcp").parent, r"data but no \.metadata: its save did not end"),
         (lambda at: file(at / "notes.txt"), r"a file, not a folder\. Name the folder of one step"),
         (lambda at: file(at / "some" / "notes.txt").parent, r"there is no \.metadata file in it\. Name the folder"),
         (lambda at: at / "nowhere", r"there is no such file or folder\. Name the folder of one step"),

@@ -113,8 +113,8 @@ def test_after_too_many_rollbacks_the_error_lists_them_and_nothing_changes(start
     with pytest.raises(TrainingDiverged) as caught:
         train(run, poisoned={5, 6, 7, 8}, max_rollbacks=3)
     assert str(caught.value) == (
-        "step 4: loss is nan; stopped before it was applied. The run does not roll back again: the most that are "
-        "allowed are 3 in 1,000 steps. It rolled back 3 times: from step 5 (loss is nan) to step 4, without batch 5; "
+        "step 4: loss is nan; stopped before it was applied. The run does not roll back again: at most 3 "
+        "in 1,000 steps are allowed. It rolled back 3 times: from step 5 (loss is nan) to step 4, without batch 5; "
         "from step 5 (loss is nan) to step 2, without batch 4; from step 4 (loss is nan) to step 2, without batch 6. "
         "Roll back with --checkpoint.load_step, and lower optimizer.lr or training.max_norm."
     )

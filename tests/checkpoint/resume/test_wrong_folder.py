@@ -121,7 +121,7 @@ def test_a_fresh_start_one_level_off_a_run_names_that_run(
     with a_manager(folder) as manager:
         assert manager.dry_run() is None
         assert not manager.load()
-    said = f"{folder} has no checkpoint, but {tmp_path / 'a' / 'b'} has, up to step-2. If that run is meant, name its"
+    said = f"{folder} has no checkpoint, but {tmp_path / 'a' / 'b'} has, up to step-2. If you mean that run, name its"
     assert [message.startswith(said) for message in warnings_in(caplog)] == [True, True]
 
 

@@ -92,7 +92,7 @@ def test_a_loop_that_trains_on_after_a_signal_is_warned_once(
 
 
 def _warnings_of_a_loop_that_trains_on(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [text for text in caplog.messages if "trains on" in text]
+    return [text for text in caplog.messages if "continues to train" in text]
 
 
 class ReportedLater(ThreadSaver):

@@ -263,7 +263,7 @@ def test_outside_the_main_thread_there_is_a_warning_and_no_watch(caplog: pytest.
     thread = threading.Thread(target=watch.start)
     thread.start()
     thread.join()
-    assert "only be watched from the main thread" in caplog.text
+    assert "only be handled in the main thread" in caplog.text
     watch.close()
 
 

@@ -106,7 +106,9 @@ def test_a_tensor_in_an_attribute_is_named_once(build: Callable[[], nn.Module], 
 def test_an_attribute_of_a_class_of_its_own_is_refused_at_the_first_save(where: str, tmp_path: Path) -> None:
     odd = linear(Scaled, scale=torch.ones(1))
     model, states = (odd, None) if where == "model" else (linear(), {"teacher": odd})
-    with pytest.raises(SaveFailed, match=rf"TypeError: no checkpoint has {where}.0.weight.scale, in attributes of"):
+    with pytest.raises(
+        SaveFailed, match=rf"TypeError: no checkpoint would have {where}.0.weight.scale, which are attributes of"
+    ):
         warnings_of(tmp_path, model, states=states, max_failed_saves=1)
 
 

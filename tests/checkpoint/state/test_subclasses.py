@@ -178,8 +178,8 @@ class Drifting(Momentum8):
 @pytest.mark.parametrize(
     ("kind", "match"),
     [
-        (NeedsClosure, r"NeedsClosure has states of a class of its own.* its step\(\) raises RuntimeError: give a"),
-        (Drifting, r"Drifting has states of a class of its own.*it changes parameters"),
+        (NeedsClosure, r"NeedsClosure has states of a tensor subclass.* its step\(\) raises RuntimeError: give a"),
+        (Drifting, r"Drifting has states of a tensor subclass.*it changes parameters"),
     ],
 )
 def test_an_optimizer_that_could_not_make_its_states_again_is_refused_at_the_first_save(

@@ -166,11 +166,7 @@ class Restore:
                 "%s was saved with NaN in its weights or optimizer; --checkpoint.load_step rolls back", report.path
             )
         if self._source.recorded.ranks_differ:
-            logger.warning(
-                "%s was saved while ranks held different values, so it may be wrong; --checkpoint.load_step "
-                "loads another",
-                report.path,
-            )
+            logger.warning("%s was saved while ranks differed; --checkpoint.load_step loads another", report.path)
         for reason in report.fresh_states:
             logger.warning("%s", reason)
         for name, state in self._loaded.items():
@@ -378,7 +374,7 @@ def verify(path: str, make_state: Callable[[], dict[str, Any]], expected: Mappin
         if digest is None or finish(digest, *dtypes_and_shapes[key]).to_hex() != expected[key]:
             raise CheckpointMismatch(path, f"  {key} is not, after loading, what was saved")
     if not found:
-        logger.warning("No tensor of %s is loaded under the name that it was saved under: nothing was verified", path)
+        logger.warning("Verified nothing of %s: no tensor has the name that it was saved under", path)
         return
     logger.info(
         "Verified %s: %s what was saved", counted(len(found), "tensor"), "it is" if len(found) == 1 else "they are"

@@ -174,8 +174,7 @@ class SaveDecider:
         if missed is not None:
             self._has_warned_of_missed = True
             logger.warning(
-                "save(%d): step %d was due and was not saved, because the previous call was for step %d. Call "
-                "save() at "
+                "save(%d): step %d was due and was not saved, because the last call was for step %d. Call save() at "
                 "every step; to save a step of your own choice, such as this one, call save(%d, now=True)",
                 step,
                 missed,

@@ -240,11 +240,7 @@ class CopyingSaver(StateSaver):
     def close(self, timeout_seconds: float) -> None:
         """Give the arena back, after the save under way or after that time. Idempotent."""
         if wait_for([self._under_way], timeout_seconds).not_done:
-            logger.warning(
-                "A save is still being written after %.0f s: closing without waiting for it, so its step may be "
-                "missing",
-                timeout_seconds,
-            )
+            logger.warning("A save is still being written after %.0f s; closing without it", timeout_seconds)
         else:
             self._under_way = _done(None)  # The traceback of a failure keeps references, also to the copy.
             self._copies.stager.close()

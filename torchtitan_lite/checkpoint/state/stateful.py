@@ -88,9 +88,7 @@ def as_stateful(state: Stateful | dict[Any, Any]) -> Stateful:
 
 CLASS = "_class"
 """The key of the scheduler's class."""
-_WAY_OUT = (
-    "Build the same schedule, or start this one from scratch with --checkpoint.exclude_from_loading=lr_scheduler."
-)
+_WAY_OUT = "Build the same schedule, or start a new one with --checkpoint.exclude_from_loading=lr_scheduler."
 _OF_VERSIONS = {"verbose", "lr_lambdas"}
 """Keys that some versions of torch do not have, or that are empty and missing from older checkpoints."""
 
