@@ -24,6 +24,9 @@ LEVELS = frozenset({"warning", "error", "exception", "critical"})
 """Methods of the logger whose lines are listed."""
 BUILTINS = frozenset({"OSError", "RuntimeError", "SystemExit", "TypeError", "ValueError"})
 """The classes of errors that are listed along with those of errors.py."""
+OF_A_PLACE = frozenset({"AllCheckpointsDamaged", "FolderUnusable", "PinsUnreadable", "UploadRefused"})
+OF_A_PLACE |= {f"Checkpoint{what}" for what in ("Damaged", "Mismatch", "NotFound", "Unreadable", "Unsafe")}
+"""The classes whose first argument is a path, and no text."""
 OPEN, OR, CLOSE = "\ue000", "\ue001", "\ue002"
 """Around and between the texts of a choice, until it is known whether they become lines of their own."""
 LONG = 150
@@ -208,7 +211,7 @@ def _of_call(node: ast.Call, kinds: frozenset[str], scope: Scope) -> Iterator[tu
     elif method == "warn" and node.args:
         yield "warning", node.args[0], []
     elif method in kinds:
-        for argument in [*node.args, *(keyword.value for keyword in node.keywords)]:
+        for argument in [*node.args[method in OF_A_PLACE :], *(keyword.value for keyword in node.keywords)]:
             yield method, argument, []
     elif ast.unparse(node.func) == "threading.Timer" and _method(node.args[1]) in LEVELS:
         (text, *arguments) = node.args[2].elts if isinstance(node.args[2], ast.Tuple) else [node.args[2]]
@@ -295,6 +298,8 @@ def _text(node: ast.expr, scope: Scope, depth: int) -> str:
             return _value(value, scope, depth)
         case ast.Call(func=ast.Name(id="_clause" | "str"), args=[value, *_]):
             return _value(value, scope, depth)
+        case ast.Call(func=ast.Name(id="counted"), args=[number, ast.Constant(value=noun), *_]):
+            return f"{_name(number)} {noun}{'es' if str(noun).endswith(('s', 'ch')) else 's'}"
         case ast.Call() if depth and (function := _called(node, scope)):
             inner = scope.inside(function)
             returned = [part.value for part in ast.walk(function) if isinstance(part, ast.Return) and part.value]
@@ -325,6 +330,8 @@ def _is_text(node: ast.expr, scope: Scope, depth: int) -> bool:
             return _is_text(value, scope, depth)
         case ast.Call(func=ast.Name(id="_clause" | "str"), args=[value, *_]):
             return _is_text(value, scope, depth)
+        case ast.Call(func=ast.Name(id="counted"), args=[_, ast.Constant(), *_]):
+            return True
         case ast.Call() if depth and (function := _called(node, scope)):
             returned = [part.value for part in ast.walk(function) if isinstance(part, ast.Return) and part.value]
             inner = scope.inside(function)
@@ -384,6 +391,8 @@ def _word(node: ast.AST) -> str:
         case ast.Call(func=ast.Name(id="map"), args=[_, value, *_]):
             return _word(value)
         case ast.Call(func=ast.Name(id=name), args=[value, *_]) if name.strip("_") in TRANSPARENT:
+            return _word(value)
+        case ast.Call(func=ast.Attribute(value=value, attr="removesuffix" | "removeprefix" | "strip" | "lstrip")):
             return _word(value)
         case ast.Call(func=function, args=args):
             return _word(function) if isinstance(function, ast.Name) or not args else _word(args[0]) or _word(function)

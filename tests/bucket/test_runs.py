@@ -253,7 +253,7 @@ def test_no_secret_is_in_a_file_or_a_line_of_the_log(
 
 
 def test_an_import_needs_a_disk_and_says_so_before_it_reads_anything(folder: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="an import writes its step 0 to a disk"):
+    with pytest.raises(ConfigError, match="an import needs a folder on disk, found "):
         SmallRun(
             tmp_path,
             folder=folder,

@@ -140,9 +140,7 @@ class StoredCheckpoint:
         if report and (self._rules.strictness == "error" or report.lost_states(states)):
             raise CheckpointMismatch(str(self.path), str(report))
         if report and self._rules.strictness == "warn":
-            logger.warning(
-                "%s does not fit this run in all parts; the parts that fit are loaded:\n%s", self.path, report
-            )
+            logger.warning("%s does not fit this run in all parts; what fits is loaded:\n%s", self.path, report)
 
     @no_collection()
     def read_model(self, model: Mapping[str, Any], *, cast: bool = False) -> State:

@@ -45,8 +45,7 @@ class InitialImport:
             raise ConfigError(f"checkpoint.initial_load_in_hf: only the trainer knows its model's names. {_BY_COMMAND}")
         if config.initial_load_in_hf and config.enable_checkpoint and store.root is None:
             raise ConfigError(
-                f"checkpoint.initial_load_in_hf: an import writes its step 0 to a disk, and {store.address} is none. "
-                f"{_BY_COMMAND}"
+                f"checkpoint.initial_load_in_hf: an import needs a folder on disk, found {store.address}. {_BY_COMMAND}"
             )
         self._store, self._is_elsewhere = store, is_elsewhere
         self._config = config

@@ -150,9 +150,7 @@ class RunLoad:
 
     def _warn_of_unmanaged(self) -> None:
         for path in self._store.unmanaged():
-            logger.warning(
-                "%s has no manifest and is skipped. To load it, name its step with --checkpoint.load_step", path
-            )
+            logger.warning("%s has no manifest and is skipped. --checkpoint.load_step loads it", path)
 
     def _report_skipped(self, source: LoadSource) -> None:
         if source.skipped and self._peers.is_coordinator:

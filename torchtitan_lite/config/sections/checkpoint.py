@@ -196,7 +196,7 @@ class _Copies:
         if self.memory_interval and not self.memory_ttl_seconds:
             raise ConfigError(
                 f"checkpoint.memory_interval = {self.memory_interval} with checkpoint.memory_ttl_seconds = 0: no "
-                "process would hold the images. Set memory_ttl_seconds, such as 600."
+                "process would hold snapshots. Set memory_ttl_seconds, such as 600."
             )
 
 
