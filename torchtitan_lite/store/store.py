@@ -80,8 +80,8 @@ class CheckpointStore(StoresCheckpoints):
         self._look_seconds = look_seconds
         self._exclusive = process_lock(self.address)
         """Orders commits of this process and removals in the background."""
-        self._begun: set[str] = set()
-        """The saves under way whose places this process has made: it need not wait to see them."""
+        self._begun = ""
+        """The place that this process has made last: it need not wait to see it."""
         self._free_bytes = free_bytes
         self._clock = clock
         self._lease: FolderLease | None = None
@@ -168,7 +168,7 @@ class CheckpointStore(StoresCheckpoints):
         # which is a committed checkpoint by now.
         place = layout.staging_dir(step, secrets.token_hex(4))
         self._durable.make_dir(self.root / place)
-        self._begun.add(place)
+        self._begun = place
         return place
 
     def resume(self, step: int, place: str) -> dict[str, int] | None:
@@ -178,7 +178,7 @@ class CheckpointStore(StoresCheckpoints):
         return sizes_of(folder, [entry.name for entry in os.scandir(folder)])
 
     def new_file(self, place: str, name: str) -> NewFileOnDisk:
-        look_seconds = 0.0 if place in self._begun else self._look_seconds
+        look_seconds = 0.0 if place == self._begun else self._look_seconds
         return NewFileOnDisk(self.root / place / name, look_seconds, self._durable)
 
     def send(self, place: str, name: str, source: FileSource) -> None:
@@ -203,7 +203,6 @@ class CheckpointStore(StoresCheckpoints):
             self._retired.remove_superseded(step)
         if os.path.lexists(staging):
             self._retired.remove(staging)
-        self._begun.discard(place)
 
     def commit(self, step: int, manifest: Manifest, *, place: str) -> CheckpointInfo:
         """Turn the save `place` into `step-N`, durably. **Coordinator only**, after every rank has synced its files."""
@@ -222,7 +221,6 @@ class CheckpointStore(StoresCheckpoints):
             # Only now, after the sync: until then a power cut may undo the rename, and what it replaced is all there
             # is.
             self._retired.after_commit(step, replaced, sealed.lineage.abandons)
-        self._begun.discard(place)
         return info
 
     def discard(self, info: CheckpointInfo) -> list[Path]:
