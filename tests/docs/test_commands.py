@@ -50,12 +50,13 @@ def test_the_options_of_each_command_of_the_trainer_are_a_configuration(page: st
         options = [f"--job.config_file={file}", *options]
     if "titan.toml" in options:
         pytest.skip("the TOML file of the reader's other trainer")
-    parse_config(options)
+    assert parse_config(options).job.dump_folder
 
 
 @pytest.mark.parametrize(("page", "words"), of_the_tool(), ids=shown)
 def test_each_command_of_torchtitan_lite_is_understood(page: str, words: list[str]) -> None:
-    parse_verb(words[1:])
+    verb, _ = parse_verb(words[1:])
+    assert callable(verb.run)
 
 
 def test_there_are_commands_to_try() -> None:
