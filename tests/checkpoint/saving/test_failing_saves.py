@@ -39,8 +39,8 @@ ON_ALL_RANKS = ["ENOSPC@write:step=2", "EIO@fsync:step=2", "EROFS@open:step=2"]
 
 
 @pytest.mark.promise(
-    "A disk error of one rank fails the save on all ranks with one error that names rank and cause; earlier "
-    "checkpoints stay, and training continues.",
+    "A full disk or another error of one rank fails the save on all ranks, with one error that names rank and cause; "
+    "earlier checkpoints stay, and training continues.",
     section="failure",
 )
 @on_two_ranks

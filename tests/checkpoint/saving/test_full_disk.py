@@ -21,8 +21,8 @@ from torchtitan_lite.store.holder import Holder
 
 
 @pytest.mark.promise(
-    "A disk error of one rank fails the save on all ranks with one error that names rank and cause; earlier "
-    "checkpoints stay, and training continues.",
+    "A full disk or another error of one rank fails the save on all ranks, with one error that names rank and cause; "
+    "earlier checkpoints stay, and training continues.",
     section="failure",
 )
 def test_training_continues_on_a_full_disk_and_saves_when_there_is_room(
