@@ -237,7 +237,7 @@ def abandon(disk: DiskBackend, step: int) -> None:
 
 
 @pytest.mark.promise(
-    "A kill at any disk operation, and then a power cut at the first operation of the next start, lose nothing.",
+    "After a kill at any disk operation, a power cut at any moment of the recovery loses nothing, either.",
     section="crash",
 )
 @pytest.mark.slow  # every kill, and after each every power cut of the next operation

@@ -6,7 +6,7 @@ import errno
 import itertools
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,7 +23,7 @@ from tests.store.filled import DATA, commit, contents, manifest_of, names, remov
 from tests.store.life import Life, live
 from tests.store.recording import Disk
 from torchtitan_lite.disk.block_reader import BlockReader
-from torchtitan_lite.disk.block_writer import write_blocks
+from torchtitan_lite.disk.block_writer import FUSE_REQUEST_BYTES, Bounced, write_blocks
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.disk.read_requests import Piece
@@ -131,6 +131,22 @@ def test_a_file_system_that_refuses_direct_writes_is_written_through_the_page_ca
     data = random.Random(1).randbytes((5 << 20) + 7)
     assert write_blocks(one.folder / name / "file", bounced(data)) == FileRecord.of(data)
     assert (one.source / name / "file").read_bytes() == data
+
+
+def test_requests_are_large_on_fuse_alone(mounted: list[Client], name: str, tmp_path: Path) -> None:
+    sizes: list[int] = []
+
+    class Noting(Bounced):
+        def reader(self, request_bytes: int) -> Callable[[int, int], memoryview]:
+            sizes.append(request_bytes)
+            return super().reader(request_bytes)
+
+    one, _ = mounted
+    (one.folder / name).mkdir()
+    for folder, expected in ((one.folder / name, FUSE_REQUEST_BYTES), (tmp_path, Bounced.request_bytes)):
+        sizes.clear()
+        write_blocks(folder / "file", Noting(20 << 20, lambda buffer, begin, end: None))
+        assert {*sizes} == {expected}
 
 
 def test_a_leftover_that_stays_is_a_warning_and_the_next_start_removes_it(

@@ -66,7 +66,7 @@ def test_each_rank_reads_its_part(two_ranks: Ranks, folder: Path, dim: int) -> N
 
 
 @pytest.mark.promise(
-    "By default no run resumes from changed files: it loads the next older step, and the log names the damaged one.",
+    "By default no run resumes from changed files: all ranks load the next older step, and the log names the other.",
     section="loaded",
 )
 @pytest.mark.parametrize("row", [ROWS // 8, ROWS - ROWS // 8])

@@ -50,7 +50,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.promise(
-    "By default no run resumes from changed files: it loads the next older step, and the log names the damaged one.",
+    "By default no run resumes from changed files: all ranks load the next older step, and the log names the other.",
     section="loaded",
 )
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
@@ -72,7 +72,7 @@ def test_the_next_older_one_is_resumed_from(
 
 
 @pytest.mark.promise(
-    "By default no run resumes from changed files: it loads the next older step, and the log names the damaged one.",
+    "By default no run resumes from changed files: all ranks load the next older step, and the log names the other.",
     section="loaded",
 )
 def test_a_resumed_run_is_the_run_from_the_older_one(trained: SmallRun, start_run: StartRun, tmp_path: Path) -> None:
