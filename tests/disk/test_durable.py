@@ -36,6 +36,13 @@ def test_a_write_that_is_cut_before_its_end_leaves_the_old_contents(tmp_path: Pa
     assert (path.read_bytes(), names(tmp_path)) == (b"newer", ["metrics.jsonl"])
 
 
+def test_a_write_that_is_refused_leaves_nothing_but_the_old_contents(tmp_path: Path) -> None:
+    (path := tmp_path / "config.json").mkdir()  # Which no file replaces.
+    with pytest.raises(IsADirectoryError):
+        durable.write_atomically(path, b"new")
+    assert names(tmp_path) == ["config.json"]
+
+
 def test_a_link_in_the_place_of_the_temporary_file_is_not_followed(tmp_path: Path) -> None:
     (outside := tmp_path / "outside").write_bytes(b"untouched")
     (folder := tmp_path / "folder").mkdir()

@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +128,13 @@ class Durable:
         if os.path.lexists(temporary):
             # Opening it would follow a link that leads out of the folder.
             self.remove_file(temporary)
-        self.write_file(temporary, data)
-        self.replace(temporary, path)
+        try:
+            self.write_file(temporary, data)
+            self.replace(temporary, path)
+        except OSError:
+            with suppress(OSError):  # The first error counts.
+                self.remove_file(temporary)  # On a full disk it would take what room there is.
+            raise
         self.fsync_dir(path.parent)
 
     def remove_file(self, path: Path) -> None:
