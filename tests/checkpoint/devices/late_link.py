@@ -14,11 +14,11 @@ class LateLink:
 
     With `eager`, those whose numbers are in it are made at once. It refuses bytes that changed while their copy was
     under way, a copy that was begun before the link followed its caller, and copies under way when the pages are
-    unlocked. The copy with the number `failing` fails.
+    unlocked. The copy with the number `failing` fails, and the first wait for the one with the number `lost`.
     """
 
-    def __init__(self, eager: Iterable[int] = (), failing: int = -1) -> None:
-        self.eager, self.failing = {*eager}, failing
+    def __init__(self, eager: Iterable[int] = (), failing: int = -1, lost: int = -1) -> None:
+        self.eager, self.failing, self.lost = {*eager}, failing, lost
         self.begun: list[bytes] = []
         """The bytes of each copy that was begun."""
         self.num_calls = 0
@@ -76,6 +76,9 @@ class LateLink:
 
     def finish(self, number: int) -> None:
         """Wait for the copy with this number."""
+        if number == self.lost:
+            self.lost = -1
+            raise RuntimeError("the device is lost")
         self.make(number)
         self._under_way.discard(number)
 

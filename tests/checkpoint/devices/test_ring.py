@@ -101,6 +101,18 @@ def test_a_part_that_cannot_be_read_loses_no_slot() -> None:
     assert target.tolist() == [*range(10)]
 
 
+def test_a_wait_that_fails_is_raised_and_loses_no_slot() -> None:
+    link, target = LateLink(lost=0), torch.zeros(10, dtype=torch.uint8)
+    with DeviceRing(link, num_slots=1) as ring:
+        place = ring.place(target)
+        ring.follow()
+        ring.copy([(place, memoryview(bytes(10)))])
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            ring.copy([(place, memoryview(bytes(10)))])
+        ring.copy([(place, memoryview(bytes(range(10))))])
+    assert target.tolist() == [*range(10)]
+
+
 def test_neighbours_travel_together() -> None:
     link, target = LateLink(), torch.zeros(SLOT_BYTES, dtype=torch.uint8)
     with DeviceRing(link) as ring:

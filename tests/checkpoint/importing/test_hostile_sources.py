@@ -187,9 +187,10 @@ def reads_beyond(name: str, content: bytes) -> bytes:
     return content[:4] if "/data/" in name else content
 
 
-def test_a_storage_that_is_too_short_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "w.pt").write_bytes(rewritten(saved({"w": torch.ones(8)}), reads_beyond))
-    with pytest.raises(CheckpointDamaged, match=r"shape \[8\] reaches beyond its storage"):
+@pytest.mark.parametrize("shape", [[8], [1, 8], [8, 1]])
+def test_a_storage_that_is_too_short_is_refused(shape: list[int], tmp_path: Path) -> None:
+    (tmp_path / "w.pt").write_bytes(rewritten(saved({"w": torch.ones(shape)}), reads_beyond))
+    with pytest.raises(CheckpointDamaged, match=rf"shape {re.escape(str(shape))} reaches beyond its storage"):
         open_source(tmp_path / "w.pt")
 
 

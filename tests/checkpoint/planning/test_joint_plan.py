@@ -25,6 +25,7 @@ from torchtitan_lite.checkpoint.format.file_data import FileLayout
 from torchtitan_lite.checkpoint.format.flattening import flatten
 from torchtitan_lite.checkpoint.format.stored_tensor import chunk_mismatch
 from torchtitan_lite.checkpoint.format.tensor_table import TensorTable
+from torchtitan_lite.checkpoint.planning.joint_plan import JointPlan
 from torchtitan_lite.checkpoint.planning.rank_summary import MeshPlace, PlanEntry, outlined
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Table
@@ -295,3 +296,26 @@ def test_a_tensor_without_elements_is_stored_in_its_whole_shape_however_it_is_cu
     made = planned(ranks)
     assert [chunk[2:] for chunk in made.tensors["model.w"]["chunks"]] == [[[0, 0], [0, 3]]]
     check_places(made)
+
+
+def test_of_equal_ranks_only_the_first_is_asked_for_its_pieces() -> None:
+    own = [outlined([PlanEntry("a.b")], [], flatten({"a": {"b": 0}})[1]) for _ in range(3)]
+    first, *others = JointPlan().ask([each.outline for each in own])
+    assert len(first) > 0
+    assert others == [(), ()]
+
+
+def test_four_tensors_that_contradict_the_lowest_rank_are_named_and_the_others_counted() -> None:
+    ranks = [[Has(f"model.t{number}", (2 + rank,)) for number in range(6)] for rank in range(2)]
+    contradiction = planned(ranks).contradiction
+    assert [f"model.t{number}" in contradiction for number in range(6)] == [True] * 4 + [False] * 2
+    assert contradiction.endswith(" and 2 more")
+
+
+def test_a_list_that_differs_and_has_no_entry_counts_as_the_lowest_ranks() -> None:
+    states = [{"a": {"b": 0, "seen": [{}] * length}} for length in (1, 2)]
+    own = [outlined([PlanEntry("a.b")], [], flatten(state)[1]) for state in states]
+    joint = JointPlan()
+    asked = joint.ask([each.outline for each in own])
+    joint.answers([each.of(wanted) for each, wanted in zip(own, asked, strict=True)])
+    assert joint.odd_containers == {"a.seen": 0}

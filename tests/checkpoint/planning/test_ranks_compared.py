@@ -441,7 +441,7 @@ def found_late(peers: Peers, tensors: dict[str, Tensor], name: str, rank: int) -
     return str(plans.plan({"model": changed}, compares=True, step=2).differs)
 
 
-ONE_OF_EACH_SAMPLE = [0, 7, 63, 64, 199]
+ONE_OF_EACH_SAMPLE = [0, 7, 63, 64, 65, 199]
 
 
 @pytest.mark.parametrize(
@@ -467,4 +467,12 @@ def test_of_a_large_tensor_that_differs_later_the_error_says_since_when_it_may(r
     peers = Peers(timedelta(seconds=30))
     found = found_late(peers, {"large": torch.zeros(1000), "small": torch.zeros(2)}, "large", rank)
     assert "equal at step 1; of large tensors later saves compare samples, so a checkpoint since then may" in found
+    peers.close()
+
+
+@on_two_ranks
+def test_a_large_tensor_of_the_widest_elements_in_another_memory_order_is_compared(rank: int) -> None:
+    peers = Peers(timedelta(seconds=30))
+    found = found_late(peers, {"wide": torch.zeros(30, 40, dtype=torch.complex128).T}, "wide", rank)
+    assert "model.wide (rank 1 and rank 0, relative difference 1)" in found
     peers.close()

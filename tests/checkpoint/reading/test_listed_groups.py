@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from torch.distributed.tensor import DTensor
 from tests.checkpoint.only_once import load_and_close
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint import CheckpointManager
+from torchtitan_lite.checkpoint.format.contents import Contents, StoredObject
+from torchtitan_lite.checkpoint.reading.listed_groups import ListedGroups, read_listed_groups
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointMismatch
 
 SAVED_AT = 4
@@ -167,3 +171,14 @@ def test_a_sharded_run_loads_it_on_all_ranks(rank: int, tmp_path: Path) -> None:
             found = ours.model.get_parameter(name)
             assert isinstance(found, DTensor)
             assert torch.allclose(found.full_tensor(), expected, rtol=1e-5, atol=1e-6), name
+
+
+def test_a_run_without_parameters_to_load_reads_no_list() -> None:
+    key = "optimizer.param_groups.0.params"
+    paths = {key: ("optimizer", "param_groups", 0, "params")}
+    contents = Contents("c", {}, {key: StoredObject(["weight"])}, paths)
+
+    def read(keys: Sequence[str]) -> dict[str, Any]:
+        raise AssertionError(f"{keys} are read")
+
+    assert read_listed_groups(contents, {}, {}, Peers(timedelta(seconds=60)), read) == ListedGroups()
