@@ -16,7 +16,7 @@ from tests.events import an_event
 from tests.logged import logged_warnings
 from torchtitan_lite import events
 from torchtitan_lite.event_lines import Recorded, parse_event, parse_record
-from torchtitan_lite.events import EVENTS, Committed, Fallback, Finished, Preempted, emit_to
+from torchtitan_lite.events import EVENTS, LARGEST, Committed, Fallback, Finished, Preempted, emit_to, is_figure
 
 ROOT = Path(__file__).parents[1]
 AT_RISK = ["at_risk_steps", "at_risk_seconds"]
@@ -128,6 +128,11 @@ def test_a_line_of_an_older_version_or_with_broken_figures_is_read_as_far_as_it_
         assert math.isnan(event.seconds) and math.isnan(event.stall_seconds)
         assert event.kind == (broken if isinstance(broken, str) else "")
     assert parse_event("fallback", 5, {"keys": [1]}) == Fallback(5, damaged_step=0, finding="", keys=())
+
+
+def test_a_number_counts_up_to_the_largest() -> None:
+    assert [is_figure(value) for value in (LARGEST, -LARGEST, int(LARGEST))] == [True] * 3
+    assert not any(is_figure(value) for value in (math.nextafter(LARGEST, math.inf), int(LARGEST) + 1, math.inf, True))
 
 
 @pytest.mark.parametrize(

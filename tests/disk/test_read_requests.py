@@ -21,11 +21,12 @@ from torchtitan_lite.disk import block_reader
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange, look_into_cache
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
 from torchtitan_lite.disk.durable import O_DIRECT
-from torchtitan_lite.disk.read_requests import Piece
+from torchtitan_lite.disk.read_requests import PORTION_BYTES, Piece, portions
 from torchtitan_lite.errors import CheckpointUnreadable
 
 SIZE = 6 * BLOCK_BYTES + 777
 PREADV = os.preadv
+WILLNEED = os.POSIX_FADV_WILLNEED
 
 
 class Request(NamedTuple):
@@ -102,6 +103,22 @@ def test_up_to_32_pieces_of_a_block_are_read_straight_into_their_places(
 
 
 @pytest.mark.skipif(not O_DIRECT, reason="the system has no direct I/O")
+def test_buffers_go_to_the_system_in_portions_of_half_a_block_at_most() -> None:
+    sizes = [PORTION_BYTES // 2 + 1, PORTION_BYTES // 2, 3 * PORTION_BYTES, 5, PORTION_BYTES, 7]
+    found = [[len(place) for place in each] for each in portions([memoryview(bytes(size)) for size in sizes])]
+    assert max(map(sum, found)) == PORTION_BYTES
+    assert sum(map(sum, found)) == sum(sizes)
+
+
+def test_without_direct_io_the_kernel_is_told_what_is_read_next(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda fd, at, size, advice: told.append((at, size)) if advice == WILLNEED else None
+    )
+    read(path, [(4096, 10_000), (3 * BLOCK_BYTES, 5)])
+    assert told == [(4096, 10_000), (3 * BLOCK_BYTES, 5)]
+
+
 def test_a_direct_request_covers_the_wanted_pages_and_no_more(path: Path, requests: Requests) -> None:
     forget(path)
     read(path, [(2 * BLOCK_BYTES + 5000, 10_000)], direct=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -177,6 +178,11 @@ def test_a_file_of_another_process_is_refused_and_nothing_stays_open(tmp_path: P
         before = opened_paths().count(file.name)
         assert opened_rings(mine, [mine.number, number], 0) is None
         assert opened_paths().count(file.name) == before
+        # Also one that looks like a ring of that number.
+        file.write((1).to_bytes(8, sys.byteorder))
+        file.truncate(2 * SLOTS * SLOT_BYTES)
+        mine = Ring.make()
+        assert opened_rings(mine, [mine.number, number], 0) is None
 
 
 def test_nothing_of_an_exchange_stays_open() -> None:

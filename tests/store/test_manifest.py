@@ -186,7 +186,10 @@ def with_line(name: str, text: str) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["tensors", "objects"])
-@pytest.mark.parametrize("text", ['{"w" 5}', '{"w": NaN}', '{"w": 5}', '{"w": []}', '{"w": {"a": Infinity}}', "{,}"])
+@pytest.mark.parametrize(
+    "text",
+    ['{"w" 5}', '{"w": NaN}', '{"w": 5}', '{"w": []}', '{"w": {"a": Infinity}}', "{,}", '{"w": {}, "\\ud800": {}}'],
+)
 def test_a_wrong_table_is_damage_at_the_first_access(name: str, text: str) -> None:
     manifest = Manifest.parse(with_line(name, text), "step-5/manifest.json")
     for look in (len, list, lambda table: table["w"], lambda table: "w" in table):
