@@ -20,6 +20,7 @@ from tests.store.backend import Fault
 from tests.store.scenarios import OTHERS, SAVES, Promise, Scenario, purging, starting, three, two
 from torchtitan_lite.bucket.objects import StoreUnavailable
 from torchtitan_lite.errors import CheckpointError, SaveFailed
+from torchtitan_lite.store import layout
 
 
 def nothing(bucket: BucketBackend) -> None:
@@ -181,6 +182,23 @@ def test_a_swap_is_tried_again_until_its_deadline() -> None:
     job.objects.fate = lambda request: Fate.NEVER_SENT if request.verb == "put_if_match" else Fate.CARRIED_OUT
     with pytest.raises(SaveFailed, match="is not known"):
         save(job.store, 10)
+    assert found_in(bucket) == {5: b"data"}
+
+
+def test_a_store_that_is_lost_before_the_swap_leaves_nothing_unknown() -> None:
+    bucket = Bucket()
+    job = started(bucket)
+
+    def fate(request: Request) -> Fate:
+        is_written = any(each.verb == "put" and each.key.endswith(layout.MANIFEST) for each in job.objects.requests)
+        return Fate.NEVER_SENT if is_written and request.verb == "get" else Fate.CARRIED_OUT
+
+    job.objects.fate = fate
+    with pytest.raises(StoreUnavailable):
+        save(job.store, 5)
+    job.objects.fate = at(0, Fate.NEVER_SENT)
+    assert found_in(bucket) == {}
+    save(job.store, 5)
     assert found_in(bucket) == {5: b"data"}
 
 

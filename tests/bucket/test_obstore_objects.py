@@ -228,6 +228,13 @@ def test_a_request_to_a_busy_store_is_sent_again(proxied: ObstoreObjects, proxy:
         assert [entry.status for entry in proxy.log][:2] != [200, 200]
 
 
+def test_a_store_that_stays_busy_is_asked_no_more_often_than_wanted(proxied: ObstoreObjects, proxy: Proxy) -> None:
+    proxy.again(where(proxies.answers(503, "SlowDown"), times=6))
+    with pytest.raises(StoreUnavailable):
+        proxied.get("a")
+    assert [entry.status for entry in proxy.log] == [503] * 4
+
+
 def test_a_deletion_whose_answer_is_lost_is_made_again(proxied: ObstoreObjects, proxy: Proxy) -> None:
     for action in (proxies.resets, proxies.loses_answer):
         proxied.put("a", b"a")

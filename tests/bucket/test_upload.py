@@ -14,10 +14,11 @@ from tests.bucket import proxy as proxies
 from tests.bucket.proxy import Proxy, where
 from tests.disk.sources import bounced, in_place
 from torchtitan_lite import faults
+from torchtitan_lite.bucket.bucket_store import open_bucket
 from torchtitan_lite.bucket.object_upload import MOST_PARTS, PART_BYTES, ObjectToUpload, part_bytes_of, upload
 from torchtitan_lite.bucket.objects import StoreUnavailable
 from torchtitan_lite.bucket.obstore_objects import ObstoreObjects, connect
-from torchtitan_lite.bucket.s3_parts import S3Parts
+from torchtitan_lite.bucket.s3_parts import S3Parts, s3_parts_at
 from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.block_writer import Bounced, FileSource
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
@@ -72,6 +73,23 @@ def test_a_small_file_is_one_request_and_a_large_one_is_sent_in_parts(proxy: Pro
     proxy.again()
     upload(objects, "a", in_place(DATA))
     assert sorted(entry.method for entry in proxy.log) == ["POST", "POST", "PUT", "PUT", "PUT"]
+
+
+def test_a_small_file_of_a_save_is_one_request_also_where_uploads_can_continue(proxy: Proxy, folder: str) -> None:
+    pytest.importorskip("boto3")
+    open_bucket(folder).send("step-1.0123456789abcdef", "a", in_place(b"small"))
+    assert [(entry.method, entry.path.rpartition("/")[2]) for entry in proxy.log] == [("PUT", "a")]
+
+
+def test_parts_come_without_checksums_that_not_every_store_knows(proxy: Proxy, folder: str) -> None:
+    pytest.importorskip("boto3")
+    names: set[str] = set()
+    proxy.rules.append(lambda request: names.update(request.headers))  # type: ignore[func-returns-value]  # no action
+    parts = s3_parts_at(folder)
+    assert parts is not None
+    parts.upload("a", in_place(b"small"))
+    assert "authorization" in names
+    assert not [name for name in names if "checksum" in name or name == "x-amz-trailer"]
 
 
 def test_a_part_that_is_sent_again_has_the_same_bytes(proxy: Proxy, folder: str) -> None:
