@@ -152,3 +152,17 @@ print(before, "torch._dynamo" in sys.modules)
 def test_the_compiler_is_loaded_when_a_start_asks_for_it() -> None:
     done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=DEADLINE_SECONDS)
     assert (done.returncode, done.stdout) == (0, "False True\n"), done.stderr
+
+
+SIMULATED = """
+import torch.distributed
+from torchtitan_lite.distributed.process_group import init_simulated_ranks
+init_simulated_ranks(3)
+print(torch.distributed.get_world_size())
+"""
+
+
+@pytest.mark.slow  # A new interpreter with torch.
+def test_ranks_are_simulated_whatever_of_torch_was_imported_before() -> None:
+    done = subprocess.run([sys.executable, "-c", SIMULATED], capture_output=True, text=True, timeout=DEADLINE_SECONDS)
+    assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr

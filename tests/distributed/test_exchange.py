@@ -11,7 +11,7 @@ import pytest
 from tests.ranks import on_two_ranks
 from torchtitan_lite.distributed.exchange import Exchange, RanksFailed, failures_text
 from torchtitan_lite.distributed.peers import Peers
-from torchtitan_lite.errors import SaveFailed
+from torchtitan_lite.errors import PeerLost, SaveFailed
 
 
 class Odd(Exception):
@@ -54,6 +54,16 @@ def test_what_fails_on_any_rank_is_raised_on_all_and_the_group_serves_on(rank: i
     assert odd[rank] == f"Odd: odd {rank}" and odd[1 - rank] == f"RuntimeError: Odd: odd {1 - rank}"
     assert failures_of(exchange, lambda: "made", lambda _: refuse(OSError("late"))) == {0: "OSError: late"}
     assert exchange.decide(lambda: rank, sum) == 1
+
+
+@on_two_ranks
+def test_a_rank_that_has_gone_is_a_lost_peer_for_who_waits_for_its_answer(rank: int) -> None:
+    peers = Peers(timedelta(seconds=60))
+    peers.gather(rank)
+    if rank == 0:
+        with pytest.raises(PeerLost, match="lost its connection to another rank"):
+            peers.gather(rank)
+    peers.close()
 
 
 def test_the_only_process_decides_alone_and_gets_its_own_error() -> None:

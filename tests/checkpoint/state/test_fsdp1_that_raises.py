@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.checkpoint.state.fsdp1 import fsdp1
 from tests.checkpoint.state.odd_objects import FusedQkv
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint.state.fsdp1 import sharded_state_dicts
 from torchtitan_lite.errors import ConfigError, SaveFailed
 
 
@@ -51,3 +53,12 @@ def test_a_hook_that_raises_leaves_the_parameters_sharded(rank: int, tmp_path: P
         model(torch.ones(2, 4)).sum().backward()
         raising.clear()
         assert manager.save(2, force=True)
+
+
+@on_two_ranks
+def test_warnings_are_shown_again_after_a_state_dict(rank: int) -> None:
+    model = fsdp1(nn.Linear(4, 4))
+    before = [*warnings.filters]
+    with sharded_state_dicts(model):
+        assert model.state_dict()["weight"].shape == (4, 4)
+    assert warnings.filters == before
