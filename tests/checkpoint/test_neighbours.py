@@ -6,11 +6,16 @@ The processes are forked from a server that has torch loaded; each test says in 
 from __future__ import annotations
 
 import os
+import signal
+import warnings
 from pathlib import Path
 
 import pytest
 
+from tests.checkpoint.sharded_run import sharded_run
 from tests.forked import run_code
+from tests.processes import wait_until
+from tests.ranks import on_two_ranks
 
 DEADLINE_SECONDS = 120.0
 
@@ -152,6 +157,32 @@ with start("async_with_pinned_mem") as run:
 
 def test_a_forked_child_has_none_of_our_sockets_and_handlers_and_closing_does_not_wait_for_it(tmp_path: Path) -> None:
     assert run(QUIET + INHERITED, tmp_path) == (0, "True [0, -1, True]\n[1, 2]\n")
+
+
+@on_two_ranks
+def test_a_forked_child_of_a_rank_waits_for_no_other_rank_when_it_closes(rank: int, tmp_path: Path) -> None:
+    closed, over = tmp_path / "closed", tmp_path / "over"
+    with sharded_run(tmp_path, interval=100) as run:
+        run.take_step()
+        run.manager.save(1)
+        run.take_step()
+        if rank == 1:
+            wait_until(over.exists, lambda: "rank 0 has not gone on")
+        run.manager.save(2)  # Rank 0 begins an exchange here, which rank 1 does not take part in before `over`.
+        if rank == 0:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # Later versions of Python warn of the fork.
+                child = os.fork()
+            if child == 0:
+                run.manager.close()
+                closed.touch()
+                os._exit(0)
+            try:
+                wait_until(closed.exists, lambda: "the child waits", seconds=20)
+            finally:
+                over.touch()
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
 
 
 TWO = """

@@ -476,3 +476,31 @@ def test_a_large_tensor_of_the_widest_elements_in_another_memory_order_is_compar
     found = found_late(peers, {"wide": torch.zeros(30, 40, dtype=torch.complex128).T}, "wide", rank)
     assert "model.wide (rank 1 and rank 0, relative difference 1)" in found
     peers.close()
+
+
+class AskedOnce:
+    """A state that can be asked once, and raises after that; counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def state_dict(self) -> dict[str, int]:
+        self.asked += 1
+        if self.asked > 1:
+            raise OSError("not now")
+        return {"number": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+@on_two_ranks
+def test_a_start_tries_once_to_compare_its_ranks_alongside_training(rank: int, tmp_path: Path) -> None:
+    state = AskedOnce()
+    loop = Loop(tmp_path, nn.Linear(4, 4), interval=100, async_mode="async", states={"state": state})
+    asked = []
+    with loop.manager as manager:
+        for step in (1, 2, 3, 4):
+            loop.train(lambda model: model(torch.ones(2, 4)).sum())
+            manager.save(step)
+            asked.append(state.asked)
+    assert asked == [2] * 4

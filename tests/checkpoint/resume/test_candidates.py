@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ import pytest
 from tests.checkpoint.small_run import Events
 from tests.store import filled
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.reading.source import LoadSource
+from torchtitan_lite.checkpoint.reading.source import LoadSource, Sources
 from torchtitan_lite.checkpoint.resume.fallback import Candidates
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.peers import Peers
@@ -27,6 +28,7 @@ from torchtitan_lite.errors import (
 )
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
+from torchtitan_lite.store.rollbacks import Rollback
 from torchtitan_lite.store.store import CheckpointStore
 
 PEERS = Peers(timedelta(seconds=60))
@@ -89,6 +91,24 @@ def test_the_latest_is_taken_and_nothing_is_changed(store: CheckpointStore) -> N
     assert source is not None
     assert (source.step, load.tried, events.recorded, found.damaged) == (6, [6], [], {})
     assert names(store) == ["step-2", "step-4", "step-6"]
+
+
+class LaterInMemory(Sources):
+    """Has step 8, which continues from the latest one on disk, and nothing of what the folder records."""
+
+    def preferred(self, chosen: LoadSource | None, *args: Any, **options: Any) -> LoadSource | None:
+        return chosen and dataclasses.replace(chosen, step=8, rollbacks=())
+
+
+def test_what_memory_has_comes_with_the_rollbacks_of_its_run_that_the_folder_records(store: CheckpointStore) -> None:
+    common = {"step": 5, "reason": "loss is nan", "skipped": 5, "last": 4, "target": 4}
+    own = Rollback(run_id="run1", left=Lineage("run0"), **common)  # type: ignore[arg-type]  # the fields of `common`
+    of_another = Rollback(run_id="run8", left=Lineage("run7"), **common)  # type: ignore[arg-type]  # as above
+    store.rollbacks.write([own, of_another])
+    found = Candidates(store, -1, Checkpoint(), PEERS, Events().emit, sources=LaterInMemory())
+    source = found.take(Load())
+    assert source is not None
+    assert (source.step, source.rollbacks) == (8, (own,))
 
 
 def test_without_candidates_nothing_is_loaded(tmp_path: Path) -> None:
