@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import wait_until
+from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.disk.block_writer import NewFileOnDisk
 from torchtitan_lite.disk.digest import FileRecord
@@ -173,6 +174,17 @@ def test_closing_ends_the_process_and_may_be_repeated(process: WriterProcess) ->
     process.close()
     assert process.pid is None
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_without_a_rank_it_has_the_faults_of_rank_0(arena: StagingArena, tmp_path: Path) -> None:
+    faults.install("EIO@write:rank=0", rank=0)
+    process = WriterProcess(DEADLINE_SECONDS)
+    process.start()
+    try:
+        with pytest.raises(OSError, match="Input/output error"):
+            write(process, tmp_path / "file", arena)
+    finally:
+        process.close()
 
 
 def test_closing_before_a_start_does_nothing() -> None:

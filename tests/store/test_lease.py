@@ -21,6 +21,7 @@ import pytest
 
 from tests.store.crashing import Crash, Cut
 from torchtitan_lite.disk.durable import Durable
+from torchtitan_lite.disk.lock_file import LockFile
 from torchtitan_lite.errors import FolderInUse, LeaseLost
 from torchtitan_lite.store.holder import Holder
 from torchtitan_lite.store.lease import FolderLease, Lease, LeaseClock
@@ -789,3 +790,9 @@ def test_a_lock_file_that_this_user_may_not_write_is_replaced_if_the_folder_allo
     lease = new_lease(sleep=never)
     lease.take()
     lease.check()
+
+
+def test_of_a_lock_file_that_another_program_filled_only_the_beginning_is_read(tmp_path: Path) -> None:
+    (tmp_path / "writer.lock").write_bytes(bytes(range(256)) * 1024)
+    found = LockFile(tmp_path / "writer.lock", Durable(), lambda: False).read()
+    assert found == bytes(range(256)) * 256
