@@ -228,7 +228,7 @@ def test_a_request_to_a_busy_store_is_sent_again(proxied: ObstoreObjects, proxy:
         assert [entry.status for entry in proxy.log][:2] != [200, 200]
 
 
-def test_a_store_that_stays_busy_is_asked_no_more_often_than_wanted(proxied: ObstoreObjects, proxy: Proxy) -> None:
+def test_a_store_that_stays_busy_gets_no_more_requests_than_wanted(proxied: ObstoreObjects, proxy: Proxy) -> None:
     proxy.again(where(proxies.answers(503, "SlowDown"), times=6))
     with pytest.raises(StoreUnavailable):
         proxied.get("a")

@@ -167,7 +167,7 @@ def test_a_forked_child_of_a_rank_waits_for_no_other_rank_when_it_closes(rank: i
         run.manager.save(1)
         run.take_step()
         if rank == 1:
-            wait_until(over.exists, lambda: "rank 0 has not gone on")
+            wait_until(over.exists, lambda: "rank 0 has not continued")
         run.manager.save(2)  # Rank 0 begins an exchange here, which rank 1 does not take part in before `over`.
         if rank == 0:
             with warnings.catch_warnings():

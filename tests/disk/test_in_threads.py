@@ -150,17 +150,17 @@ def test_a_caller_that_is_interrupted_while_waiting_keeps_waiting_and_then_raise
 
 
 def test_tasks_that_have_not_begun_when_their_queue_is_closed_are_dropped() -> None:
-    background, begun, go_on, done = Background("test"), threading.Event(), threading.Event(), list[str]()
+    background, begun, released, done = Background("test"), threading.Event(), threading.Event(), list[str]()
 
     def first() -> None:
         begun.set()
-        go_on.wait(60)
+        released.wait(60)
         done.append("first")
 
     background.run("first", first)
     assert begun.wait(60)
     background.run("second", lambda: done.append("second"))
     assert not background.close(0)
-    go_on.set()
+    released.set()
     assert background.wait(60)
     assert done == ["first"]

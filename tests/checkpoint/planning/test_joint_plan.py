@@ -298,7 +298,7 @@ def test_a_tensor_without_elements_is_stored_in_its_whole_shape_however_it_is_cu
     check_places(made)
 
 
-def test_of_equal_ranks_only_the_first_is_asked_for_its_pieces() -> None:
+def test_of_equal_ranks_only_the_first_sends_its_pieces() -> None:
     own = [outlined([PlanEntry("a.b")], [], flatten({"a": {"b": 0}})[1]) for _ in range(3)]
     first, *others = JointPlan().ask([each.outline for each in own])
     assert len(first) > 0

@@ -479,7 +479,7 @@ def test_a_large_tensor_of_the_widest_elements_in_another_memory_order_is_compar
 
 
 class AskedOnce:
-    """A state that can be asked once, and raises after that; counts how often it is asked."""
+    """A state that returns its dict once, and raises after that; `asked` counts the calls."""
 
     def __init__(self) -> None:
         self.asked = 0
