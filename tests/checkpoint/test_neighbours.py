@@ -174,9 +174,11 @@ def test_a_forked_child_of_a_rank_waits_for_no_other_rank_when_it_closes(rank: i
                 warnings.simplefilter("ignore", DeprecationWarning)  # Later versions of Python warn of the fork.
                 child = os.fork()
             if child == 0:
-                run.manager.close()
-                closed.touch()
-                os._exit(0)
+                try:
+                    run.manager.close()
+                    closed.touch()
+                finally:
+                    os._exit(0)
             try:
                 wait_until(closed.exists, lambda: "the child waits", seconds=20)
             finally:
