@@ -34,12 +34,16 @@ from pathlib import Path
 from torchtitan_lite.errors import CheckpointError
 from torchtitan_lite.store.lease import FolderLease
 
-def release_in_a_fork(lease):
+def in_a_fork(what):
     pid = os.fork()
     if pid == 0:
-        lease.release()
-        os._exit(0)
-    os.waitpid(pid, 0)
+        try:
+            what()
+            os._exit(0)
+        except BaseException as error:
+            print(f"{{type(error).__name__}}: {{error}}", flush=True)
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 lease = None
 for line in sys.stdin:
@@ -52,7 +56,8 @@ for line in sys.stdin:
             )
             lease.take()
         elif command == "fork":
-            release_in_a_fork(lease)
+            if in_a_fork(getattr(lease, arguments[0])):
+                continue  # The fork has said why.
         else:
             getattr(lease, command)()
         print("done", flush=True)
@@ -455,7 +460,13 @@ def test_a_release_removes_only_its_own_lock_file(root: Path, new_lease: Callabl
 
 def test_a_fork_of_the_holder_releases_nothing(root: Path, process: Process) -> None:
     assert process.do(f"take {root}") == "done"
-    assert process.do("fork") == "done"
+    assert process.do("fork release") == "done"
+    assert process.do("check") == "done"
+
+
+def test_a_fork_of_the_holder_cannot_take_the_folder_of_its_parent(root: Path, process: Process) -> None:
+    assert process.do(f"take {root}") == "done"
+    assert process.do("fork take").startswith("FolderInUse")
     assert process.do("check") == "done"
 
 

@@ -112,7 +112,7 @@ class Lease(ABC):
         long where other jobs keep taking it. Raises FolderInUse as soon as the holder shows that it lives, and OSError;
         FolderUnusable where an object store ignores conditions.
         """
-        if self._heart is not None:
+        if self._heart is not None and self._heart.holder.pid == os.getpid():  # Not in a forked child.
             return
         self._prepare()
         mine = Holder.this_process(self._run_id, self._clock.now())
