@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]  # tests/ is not installed with the package.
+sys.path.insert(0, str(ROOT))  # tests/ is not installed with the package.
 
 DISK_BYTES = 192 * 2**20
 SHARED_BYTES = 2**30
@@ -70,11 +70,10 @@ def soak(args: argparse.Namespace, folder: Path) -> int:
     if ENTERED in os.environ:
         _mount(disk, DISK_BYTES)
         _mount(Path("/dev/shm"), SHARED_BYTES)
-    from soaking.drawn import draw
-    from soaking.life import Lived
-    from soaking.references import References
-    from soaking.stores import running_stores
-
+    from scripts.soaking.drawn import draw
+    from scripts.soaking.life import Lived
+    from scripts.soaking.references import References
+    from scripts.soaking.stores import running_stores
     from tests import keepers
     from tests.forked import Forked
 

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from soaking.drawn import LASTING, STOPS, Happening, Life, Start
-from soaking.expected import Expected, Rules
-from soaking.leaks import Leaks
-from soaking.references import STEPS, References, command, follow
-from soaking.stores import Stores
-
+from scripts.soaking.drawn import LASTING, STOPS, Happening, Life, Start
+from scripts.soaking.expected import Expected, Rules
+from scripts.soaking.leaks import Leaks
+from scripts.soaking.references import STEPS, References, command, follow
+from scripts.soaking.stores import Stores
 from tests import keepers
 from tests.forked import FORKED_RANKS, Forked, run_module
 from tests.processes import children, command_line, own_children, send
@@ -423,7 +422,8 @@ class Lived:
         wall = self._launched[-1][1] - self._launched[0][0]
         self.outcome.figures |= {"goodput": round(accounts.goodput, 3), "ledger": round(accounts.wall_seconds, 1)}
         self.outcome.figures["wall"] = round(wall, 1)
-        if accounts.redone_steps != redone:
+        # A kill between a step and its record leaves one that only the ledger has.
+        if abs(accounts.redone_steps - redone) > len({line["start"] for line in self.lines}):
             wrong.append(f"the ledger has {accounts.redone_steps} steps trained again, {redone} were")
         if not wall - 8 <= accounts.wall_seconds <= wall + 1:
             wrong.append(f"the ledger has {accounts.wall_seconds:.1f} s, the run took {wall:.1f} s")

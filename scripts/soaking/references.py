@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
-from soaking.drawn import TOPOLOGIES, Life
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
+from scripts.soaking.drawn import TOPOLOGIES, Life
 from tests.e2e.jobs import CONFIG
 from tests.forked import FORKED_RANKS, run_module
 

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from soaking.expected import digests, listed
-
+from scripts.soaking.expected import digests, listed
 from tests.bucket.proxy import Exchange, Proxy, passes, running_proxy
 from tests.bucket.server import Server, running_server
 
