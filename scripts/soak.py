@@ -71,6 +71,7 @@ def soak(args: argparse.Namespace, folder: Path) -> int:
         _mount(disk, DISK_BYTES)
         _mount(Path("/dev/shm"), SHARED_BYTES)
     from scripts.soaking.drawn import draw
+    from scripts.soaking.leaks import adopt_orphans
     from scripts.soaking.life import Lived
     from scripts.soaking.references import References
     from scripts.soaking.stores import running_stores
@@ -80,6 +81,7 @@ def soak(args: argparse.Namespace, folder: Path) -> int:
     deadline, portion = time.monotonic() + args.seconds, time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
     commit = subprocess.run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True)
     os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # What gloo says of ranks that are killed.
+    adopt_orphans()
     Forked(time.sleep, 0).wait(120)
     record, failed = folder / "record.jsonl", False
     number = len(record.read_text().splitlines()) if record.exists() else 0

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from tests import keepers
+from tests.processes import children, own_children
 
+PR_SET_CHILD_SUBREAPER = 36
 MOST_DESCRIPTORS, MOST_THREADS, MOST_MAPPINGS, MOST_KILOBYTES = 6, 4, 40, 12_000
 """That a process may gain from the middle of a long start to its end. Saves of several kinds hold a few at a time."""
 VITALS_OF_LONG_START = 6
@@ -21,18 +25,22 @@ UNFINISHED = re.compile(r"\.(.+)\.tmp")
 
 
 class Leaks:
-    """Finds what the processes of one life leave, all of which have the folder `runtime` in their environment."""
+    """Finds what the processes of one life leave. This process adopts orphans, so all of them descend from it."""
 
     def __init__(self, runtime: Path) -> None:
         self._runtime = runtime
         self._shared = {*Path("/dev/shm").iterdir()}
+        self._before = {os.getpid(), *children(os.getpid())}
         self._judged: set[tuple[str, int]] = set()
         self._keepers: dict[int, list[dict[str, int]]] = {}
 
     def processes(self) -> list[int]:
-        """Return the processes that live, but keepers."""
-        kept = {*keepers.keepers_in(self._runtime)}
-        return [pid for pid in keepers.processes_of(self._runtime) if pid not in kept]
+        """Return the processes of the life that run, but keepers."""
+        for pid in own_children(os.getpid()):
+            if pid not in self._before and _has_ended(pid):
+                os.waitpid(pid, os.WNOHANG)
+        other = self._before | {*keepers.keepers_in(self._runtime)}
+        return [pid for pid in children(os.getpid()) if pid not in other and not _has_ended(pid)]
 
     def after_start(self, lines: list[dict[str, Any]]) -> list[str]:
         """Return what the start that has just ended leaves, and what its ranks gathered."""
@@ -74,6 +82,19 @@ class Leaks:
                 if not known.fullmatch(unfinished[1] if unfinished else name):
                     found.append(f"{folder / name} is left")
         return found
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of all its descendants whose parent ends before them."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "cannot adopt orphans")
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
 
 
 def _gathered(middle: dict[str, int], last: dict[str, int]) -> list[str]:

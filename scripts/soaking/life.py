@@ -348,8 +348,10 @@ class Lived:
         if self._torchrun is not None:
             for pid in [*children(self._torchrun.pid), self._torchrun.pid]:
                 send(pid, signal.SIGKILL)
-        for pid in self._leaks.processes():
-            send(pid, signal.SIGKILL)
+        while left := self._leaks.processes():
+            for pid in left:
+                send(pid, signal.SIGKILL)
+            time.sleep(0.01)
 
     def _read_records(self) -> list[dict[str, Any]]:
         fresh: list[dict[str, Any]] = []
