@@ -59,17 +59,20 @@ class Start:
     """The step from which the next start resumes."""
     at_risk_seconds: float = 0.0
     """Seconds since that step, at the last beat."""
-    given_up_steps: int = 0
-    """Steps that it had trained when it rolled back by itself."""
+    rollbacks: tuple[tuple[int, int], ...] = ()
+    """Of each roll-back by itself: the last step that it had trained, and the one that it loaded."""
     end: str = ""
     """finished, preempted or failed; empty if it was killed, or is running."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """The other fields of its first line: host, pid, world_size, topology, version."""
 
     @property
-    def steps(self) -> tuple[int, int]:
-        """The steps that it trained: after the first number, up to the second one."""
-        return (self.loaded_step, self.last_step) if self.loaded_step is not None else (0, 0)
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """The steps that it trained, in their order: each span is after its first number, up to its second."""
+        if self.loaded_step is None:
+            return ()
+        loaded = (self.loaded_step, *(step for _, step in self.rollbacks))
+        return tuple(zip(loaded, (*(step for step, _ in self.rollbacks), self.last_step), strict=True))
 
     @property
     def is_clean(self) -> bool:
@@ -114,9 +117,9 @@ class Accounts:
     def redone_steps(self) -> int:
         """Steps that were trained again, that an earlier start had trained, or the same one before it rolled back."""
         before, redone = Steps(), 0
-        for start in self.starts:
-            redone += before.overlap(*start.steps) + start.given_up_steps
-            before = before.and_also(*start.steps)
+        for span in [span for start in self.starts for span in start.spans]:
+            redone += before.overlap(*span)
+            before = before.and_also(*span)
         return redone
 
     @property
@@ -193,7 +196,7 @@ def _add(found: dict[str, Any], record: Mapping[str, Any]) -> None:
         return
     if record["record"] == ROLLED_BACK:
         trained = record["from_step"] - 1 if isinstance(record.get("from_step"), int) else record["step"]
-        found["given_up_steps"] = found.get("given_up_steps", 0) + max(0, trained - record["step"])
+        found["rollbacks"] = (*found.get("rollbacks", ()), (trained, record["step"]))
         found |= {"last_step": record["step"], "durable_step": record["step"]}
         return
     if not isinstance(record.get("seconds"), dict):

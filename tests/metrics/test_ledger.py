@@ -142,7 +142,24 @@ def test_a_start_that_rolled_back_by_itself_counts_what_it_trained_twice(tmp_pat
     assert start.ledger.at_risk() == (0, 0.0)
     start.train(3)
     for accounts in (start.ledger.accounts(), read_accounts(tmp_path)):
-        assert (accounts.redone_steps, accounts.starts[0].steps, accounts.starts[0].durable_step) == (2, (0, 3), 2)
+        (found,) = accounts.starts
+        assert (accounts.redone_steps, found.spans, found.durable_step) == (1, ((0, 4), (2, 3)), 2)
+
+
+def test_what_a_start_gave_up_in_a_roll_back_and_the_next_one_trains_counts_once(tmp_path: Path) -> None:
+    time, first = loaded_start(tmp_path)
+    for step in (1, 2, 3, 4):
+        first.train(step)
+    first.ledger.rolled_back(5, 2)
+    first.train(3)  # killed
+    second = TrainedStart(tmp_path, time)
+    second.load(2)
+    for step in (3, 4, 5):
+        second.train(step)
+    second.ledger.end(FINISHED)
+    accounts = read_accounts(tmp_path)
+    assert accounts.redone_steps == 1 + 2
+    assert accounts.seconds["redone"] == pytest.approx(2 + 4)
 
 
 def test_the_last_step_before_a_kill_counts_without_a_beat_of_the_thread(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ class Ledger:
         self._has_begun = False
         self._loaded_step: int | None = None
         self._step, self._durable_step, self._durable_at = 0, 0, 0.0
-        self._given_up_steps = 0
+        self._rollbacks: tuple[tuple[int, int], ...] = ()
         self._earlier_steps = Steps()
         self._earlier_seconds, self._earlier_productive_seconds = 0.0, 0.0
         self._loaded: Loaded | None = None
@@ -91,8 +91,8 @@ class Ledger:
                     self._lines.append(latest)
             self._lines.append({"record": START, "time": self.began, "start": self.id} | about)
             self._has_begun = True
-        for start in self.before.starts:
-            self._earlier_steps = self._earlier_steps.and_also(*start.steps)
+        for span in [span for start in self.before.starts for span in start.spans]:
+            self._earlier_steps = self._earlier_steps.and_also(*span)
 
     def resume(self, run_seconds: float, productive_seconds: float) -> None:
         """Add the totals that the loaded checkpoint has of the run up to its step."""
@@ -166,7 +166,7 @@ class Ledger:
         self._earlier_steps = self._earlier_steps.and_also(loaded_step, step - 1)
         self.clock.enter("other")
         with self._lock:
-            self._given_up_steps += max(0, step - 1 - loaded_step)
+            self._rollbacks += ((step - 1, loaded_step),)
             self._step = self._durable_step = loaded_step
             self._durable_at = self.clock.elapsed
             self._append(ROLLED_BACK, loaded_step, {"from_step": step})
@@ -203,7 +203,7 @@ class Ledger:
             last_step=self._step,
             durable_step=self._durable_step,
             at_risk_seconds=self.at_risk()[1],
-            given_up_steps=self._given_up_steps,
+            rollbacks=self._rollbacks,
         )
         return Accounts((*self.before.starts, now))
 
