@@ -24,7 +24,7 @@ from torchtitan_lite.events import Finished
 VITALS_EVERY = 10
 """Steps from one line with the process's memory, descriptors, threads and mappings to the next."""
 LEAKED_BYTES = 256 * 1024
-"""That a planted leak keeps of each step, beside a descriptor."""
+"""That a planted leak keeps of each step, and a descriptor."""
 _LEAKED: list[Any] = []
 
 

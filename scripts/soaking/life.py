@@ -148,7 +148,7 @@ class Lived:
             else:
                 self._injections.do(Happening(kind, 0, 0.0, which))
         if self._plant == "loss" and len(intact := self._expected.intact()) > 1:
-            shutil.rmtree(self._root / f"step-{intact[-1]}")  # Of which the model is not told.
+            shutil.rmtree(self._root / f"step-{intact[-1]}")  # Of which the model hears nothing.
 
     # A start.
 
