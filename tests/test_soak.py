@@ -63,7 +63,7 @@ def test_one_byte_that_changed_is_found_unless_an_injection_changed_it(expected:
     assert expected.least == 3
 
 
-def test_a_step_that_nobody_acknowledged_counts_from_when_it_is_seen(expected: Expected) -> None:
+def test_a_step_without_an_acknowledgement_counts_from_when_it_is_seen(expected: Expected) -> None:
     commit(expected, 3)
     (expected.root / "step-6").mkdir()
     assert (expected.look(), expected.least) == ([], 6)

@@ -32,13 +32,13 @@ STOPS = ("stop rank", "stop helper", "stop keeper")
 SECONDS_OF_STOP, CHANCE_OF_A_MINUTE = (0.5, 6.0), 0.05
 IN_A_START = {
     **{"stop rank": 3, "stop helper": 2, "stop keeper": 1, "kill helper": 3, "kill keeper": 2, "full disk": 5},
-    **{"slow store": 4, "hanging store": 4, "damage newest": 2, "damage one": 1, "remove newest": 2, "remove one": 1},
+    **{"slow store": 4, "hanging store": 4, "damage latest": 2, "damage one": 1, "remove latest": 2, "remove one": 1},
 }
 """What may happen while ranks train, and how often it is drawn."""
 ENDS = {"kill rank": 3, "kill ranks": 4, "kill torchrun": 2, "SIGTERM": 2, "SIGTERM to a rank": 1, "fault": 3, "": 1}
 """How a start is ended, and how often; empty: by nothing."""
 BETWEEN = {
-    **{"damage newest": 2, "damage one": 1, "remove newest": 2, "remove one": 1, "kill keeper": 1, "move folder": 2},
+    **{"damage latest": 2, "damage one": 1, "remove latest": 2, "remove one": 1, "kill keeper": 1, "move folder": 2},
     **{"lose disk": 2, "change options": 4, "change topology": 3},
 }
 """What may happen between two starts, and how often."""

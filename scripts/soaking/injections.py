@@ -136,7 +136,7 @@ class Injections:
         intact = self._expected.intact()
         if len(intact) < 2:
             return
-        step = intact[-1] if "newest" in kind else intact[int(which * len(intact))]
+        step = intact[-1] if "latest" in kind else intact[int(which * len(intact))]
         folder = self._expected.root / f"step-{step}"
         if kind.startswith("remove"):
             self._expected.took(step)
