@@ -1,6 +1,6 @@
 """What must be in a folder of checkpoints: a model of its own, which knows nothing of the package's retention.
 
-It is told of each step that was acknowledged, with the rules of the start that acknowledged it, and of each step that
+It hears of each step that was acknowledged, with the rules of the start that acknowledged it, and of each step that
 an injection took or damaged. A step must be there, with the bytes that it had when it was first seen, unless at some
 commit no rule kept it, or an injection took that step.
 """
@@ -79,7 +79,7 @@ class Expected:
         return sorted(step for step, seen in self.steps.items() if step in there and not seen.is_damaged)
 
     def look(self) -> list[str]:
-        """Compare the folder with the model, and take note of steps that nobody acknowledged. Return what is wrong."""
+        """Compare the folder with the model, and take note of steps without an acknowledgement. Return what is wrong."""
         there, wrong = listed(self.root), []
         for step, seen in sorted(self.steps.items()):
             if step not in there:
