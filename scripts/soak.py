@@ -9,7 +9,7 @@ life is compared with a run of the same samples that nothing befell: losses, sta
 tolerance after a change of ranks or parallelism. soaking/expected.py says which checkpoints must be there. Each life
 adds a line to FOLDER/record.jsonl; the same command again continues with the next life. As root, the run is on a small
 file system of its own, which fills up, and has a /dev/shm of its own. `--plant` adds a defect, which has to be found:
-exit code 1. Without root no disk fills up.
+exit code 1. Without the right to mount no disk fills up.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> int:
     if args.sum:
         print(summed(map(json.loads, args.sum.read_text().splitlines())))
         return 0
-    if os.geteuid() == 0 and ENTERED not in os.environ:
+    if ENTERED not in os.environ and _may_mount():
         # Its mounts end with it, however it ends.
         os.environ[ENTERED] = "1"
         os.execvp("unshare", ["unshare", "--mount", sys.executable, *sys.argv])
@@ -144,6 +144,11 @@ def _line(outcome: Any) -> str:
     return f"life {outcome.seed}: {', '.join(what)}, {outcome.seconds:.0f} s; " + (
         "as promised" if not (outcome.lost or outcome.wrong or outcome.leaked) else "FAILED"
     )
+
+
+def _may_mount() -> bool:
+    is_there = os.geteuid() == 0 and shutil.which("unshare") is not None
+    return is_there and not subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode
 
 
 def _mount(place: Path, num_bytes: int) -> None:
