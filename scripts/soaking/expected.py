@@ -79,7 +79,7 @@ class Expected:
         return sorted(step for step, seen in self.steps.items() if step in there and not seen.is_damaged)
 
     def look(self) -> list[str]:
-        """Compare the folder with the model, and take note of steps without an acknowledgement. Return what is wrong."""
+        """Compare the folder with the model, and note steps without an acknowledgement. Return what is wrong."""
         there, wrong = listed(self.root), []
         for step, seen in sorted(self.steps.items()):
             if step not in there:
