@@ -87,8 +87,8 @@ def soak(args: argparse.Namespace, folder: Path) -> int:
     number = len(record.read_text().splitlines()) if record.exists() else 0
     references = References(args.references or folder / "references")
     with running_stores(folder / "uploads") as stores:
-        for _ in range(args.lives):
-            if time.monotonic() > deadline - min(LAST_LIFE_SECONDS, args.seconds / 2):
+        for lived_before in range(args.lives):
+            if lived_before and time.monotonic() > deadline - LAST_LIFE_SECONDS:
                 break
             life = draw(f"{args.seed}:{number if args.life is None else args.life}")
             references.of(life.topologies[0], life.poisoned)

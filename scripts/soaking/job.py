@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class RecordedTrainer(trainer.Trainer):
         super().__init__(*arguments, **options)
 
     def _write(self, event: str, step: int, /, **more: Any) -> None:
-        line = {"start": self._start, "event": event, "step": step, **more}
+        line = {"start": self._start, "event": event, "step": step, **more, "time": round(time.time(), 3)}
         os.write(self._record, (json.dumps(line, default=str) + "\n").encode())
 
     def _build_checkpointer(self) -> Any:
