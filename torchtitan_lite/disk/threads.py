@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import os
 import platform
 import sys
@@ -18,6 +17,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable
 from typing import Protocol, TypeVar
 
+from torchtitan_lite.disk.shared_memory import libc_with_maps
 from torchtitan_lite.log import in_one_line, logger
 
 NICE = 15
@@ -46,7 +46,7 @@ def lower_io() -> None:
     number = _IOPRIO_SET.get(platform.machine())
     if sys.platform == "linux" and number is not None:
         this_thread, best_effort_lowest = 0, (2 << 13) | 7
-        ctypes.CDLL(None).syscall(number, 1, this_thread, best_effort_lowest)
+        libc_with_maps().syscall(number, 1, this_thread, best_effort_lowest)
 
 
 class Background:

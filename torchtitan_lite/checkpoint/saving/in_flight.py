@@ -123,12 +123,7 @@ class InFlightSave:
         faults.set_step(step)
         faults.point("save")
         target = SaveTarget(
-            store,
-            step,
-            kind,
-            origin,
-            check=lambda: self._preflight(step, kind, store),
-            writes_anyway=writes_anyway,
+            store, step, kind, origin, check=lambda: self._preflight(step, kind, store), writes_anyway=writes_anyway
         )
         try:
             pending = saver.save(state, target)
@@ -137,13 +132,13 @@ class InFlightSave:
             raise
         self.differs = pending.differs
         save = _Save(target, pending, began_seconds=began)
-        save.pending.durable.add_done_callback(lambda _: self._when_over(save))
+        save.pending.durable.add_done_callback(lambda durable: self._when_over(save, durable))
         save.stall_seconds = self._clock() - began
         self._save = save
         if not save.over.done():
             end_at_exit(self)
         self._emit(SaveStaged(step, stall_seconds=save.stall_seconds))
-        save.pending.durable.add_done_callback(lambda _: self._emit_at_once(save))
+        save.pending.durable.add_done_callback(lambda durable: self._emit_at_once(save, durable))
 
     def forget_lineage(self) -> None:
         """Forget the last durable step, because another checkpoint was loaded: it is no step of that run. Any rank."""
@@ -234,22 +229,23 @@ class InFlightSave:
         else:
             self._failed_in_a_row += 1
             self._report_failed(save, failure)
+        del save.pending  # Its callbacks have the save: only garbage collection, now and then, would free both.
         return failure
 
     def _seconds_for(self, save: _Save) -> float:
         return 0.0 if save.is_given_up else self._timeout_seconds
 
-    def _when_over(self, save: _Save) -> None:
+    def _when_over(self, save: _Save, durable: Future[CheckpointInfo | None]) -> None:
         """Run retention or cleanup, in the thread that saved, as soon as the save is over."""
         save.durable_seconds, target = self._clock() - save.began_seconds, save.target
         try:
             if not self._peers.is_coordinator:
                 return
-            if _has_failed(save.pending.durable):
+            if _has_failed(durable):
                 if place := target.found.place:
                     self._housekeeping.remove_failed_save(target.step, target.store, place)
                 return
-            if (committed := save.pending.durable.result()) is not None:
+            if (committed := durable.result()) is not None:
                 self._housekeeping.note_committed(committed, target.store)
             self._housekeeping.purge_when_there_is_time(target.store)
         finally:
@@ -275,11 +271,11 @@ class InFlightSave:
         )
         self._emit_committed(save, committed)
 
-    def _emit_at_once(self, save: _Save) -> None:
+    def _emit_at_once(self, save: _Save, durable: Future[CheckpointInfo | None]) -> None:
         with self._emitting:
-            if save.is_awaited or _has_failed(save.pending.durable):
+            if save.is_awaited or _has_failed(durable):
                 return
-            if (committed := save.pending.durable.result()) is not None:
+            if (committed := durable.result()) is not None:
                 self._emit_committed(save, committed)
 
     def _emit_committed(self, save: _Save, committed: CheckpointInfo) -> None:
