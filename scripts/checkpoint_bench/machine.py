@@ -57,7 +57,7 @@ def cpu_seconds() -> float:
     """Return the CPU seconds so far of this process, of its running descendants and of those it has waited for."""
     own = os.times()
     total = own.user + own.system + own.children_user + own.children_system
-    return total + sum(map(_cpu_seconds_of, _descendants(os.getpid())))
+    return total + sum(map(_cpu_seconds_of, descendants(os.getpid())))
 
 
 class PeakMemory:
@@ -105,7 +105,8 @@ def _status(name: str) -> int:
     raise OSError(f"/proc/self/status has no {name}")
 
 
-def _descendants(pid: int) -> Iterator[int]:
+def descendants(pid: int) -> Iterator[int]:
+    """Yield the pids of the children of `pid`, and of theirs."""
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
             pids = [int(word) for word in children.read_text(encoding="ascii").split()]
@@ -113,7 +114,7 @@ def _descendants(pid: int) -> Iterator[int]:
             continue
         for child in pids:
             yield child
-            yield from _descendants(child)
+            yield from descendants(child)
 
 
 def _cpu_seconds_of(pid: int) -> float:
