@@ -3,11 +3,12 @@
     python scripts/bench_long_folders.py --json long_folders.json
     python scripts/bench_long_folders.py --quick
 
-The trainer trains a tiny model, saves after every step and keeps the latest 200 (`steps`), or starts again for each
-step (`starts`). At each length five more starts are timed, each to its first batch, in one process that has loaded
-everything; a save is the median of the last twenty that were due, planning and retention are its parts; `ls` is the
-command's, without the start of Python. `tensors` has a manager with a dict of small tensors. Each figure is a median.
-Sizes are those of the records next to the checkpoints.
+The trainer trains a tiny model and saves after every step: `steps`, of which the latest 200 are kept, in one start, or
+one in each of many `starts`, of which the latest 10 are kept. Each length is a copy of the folder; each round starts
+once in each of them, in a new order, in a process that has loaded everything. `start` is the time to the first batch;
+`save` the median of those that were due after the first one, and planning and retention are its parts; `ls` is the
+command's, without the start of Python. `tensors` has a manager with a dict of small tensors in a new folder. Figures
+are medians of the rounds. Sizes are those of the records next to the checkpoints.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ import io
 import json
 import logging
 import os
+import random
+import shutil
 import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,22 +47,23 @@ from torchtitan_lite.store.housekeeping import Housekeeping
 from torchtitan_lite.trainer import Trainer
 
 LENGTHS = {"steps": (10, 100, 1000, 10_000), "starts": (1, 10, 100, 1000), "tensors": (100, 1000, 10_000, 100_000)}
-QUICK = {"steps": (3, 10), "starts": (1, 7), "tensors": (10, 100)}
-KEPT = 200
-REPEATS, LAST_SAVES = 5, 20
+QUICK = {"steps": (3, 10), "starts": (1, 3), "tensors": (10, 100)}
+KEPT = {"steps": 200, "starts": 10}
+DUE_SAVES = 5
 MODEL = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 MODEL |= {"num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 258, "rms_norm_eps": 1e-5}
 OPTIONS = ("--job.config_file=llama_debug.toml", "--training.batch_size=1", "--training.seq_len=16")
 OPTIONS += ("--training.steps=20000", "--lr_scheduler.warmup_steps=1", "--checkpoint.interval=1")
-OPTIONS += (f"--checkpoint.keep_latest_k={KEPT}",)
 
 Figures = dict[str, float]
+Measure = Callable[[], Figures]
 
 
 def main() -> int:
     """Print a table for each kind of length; return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=LENGTHS, default=[*LENGTHS])
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="short lengths, which only show that everything works")
     parser.add_argument("--folder", default=os.curdir, help="folder for the temporary files, made if missing")
     parser.add_argument("--json", help="file for all figures")
@@ -67,15 +72,12 @@ def main() -> int:
     logger.setLevel(logging.ERROR)
     place = Path(args.folder).absolute()
     place.mkdir(parents=True, exist_ok=True)
-    lengths, found = QUICK if args.quick else LENGTHS, dict[str, dict[int, Figures]]()
-    kinds = {"steps": of_steps, "starts": of_starts, "tensors": of_tensors}
+    lengths, found = QUICK if args.quick else LENGTHS, {}
     with process_group(parse_config(OPTIONS).comm) as world:
         for kind in args.only:
             with tempfile.TemporaryDirectory(prefix="bench-long-", dir=place) as folder:
-                found[kind] = {}
-                for length in lengths[kind]:
-                    print(f"  {length} {kind}", file=sys.stderr, flush=True)
-                    found[kind][length] = kinds[kind](Path(folder), length, world)
+                cases = _cases(kind, lengths[kind], Path(folder), world)
+                found[kind] = _in_rounds(cases, 1 if args.quick else args.rounds)
             print("\n".join(_table(kind, found[kind])), flush=True)
     if args.json:
         document = {"machine": machine.facts(place), "figures": found}
@@ -83,31 +85,48 @@ def main() -> int:
     return 0
 
 
-def of_steps(folder: Path, length: int, world: World) -> Figures:
-    """Train in `folder` up to step `length`, and return the figures of the folder then."""
-    return _of_a_run(folder, world, _job(folder, length, world))
+def _cases(kind: str, lengths: Sequence[int], folder: Path, world: World) -> dict[int, Measure]:
+    """Return what measures each length once. A run grows from one length to the next, and each has a copy of it."""
+    if kind == "tensors":
+        return {length: partial(_of_tensors, folder / str(length), length) for length in lengths}
+    cases, run, grown = dict[int, Measure](), folder / "run", 0
+    for length in lengths:
+        print(f"  up to {length} {kind}", file=sys.stderr, flush=True)
+        for _ in range(length - grown if kind == "starts" else 1):
+            _job(run, 1 if kind == "starts" else length - grown, KEPT[kind], world)
+        shutil.copytree(run, folder / str(length))
+        cases[length], grown = partial(_of_a_run, folder / str(length), KEPT[kind], world), length
+    return cases
 
 
-def of_starts(folder: Path, length: int, world: World) -> Figures:
-    """Start for one step each until there were `length` starts, and return the figures of the folder then."""
-    num_before = len(list((folder / "tb").glob("*")))  # One folder each.
-    jobs = [_job(folder, 1, world) for _ in range(num_before, length)]
-    before = {name: [each for job in jobs for each in job[name]] for name in jobs[0]}
-    return _of_a_run(folder, world, before)
+def _in_rounds(cases: dict[int, Measure], rounds: int) -> dict[int, Figures]:
+    """Return the medians of each case, which each round measures in a new order."""
+    found: dict[int, list[Figures]] = {length: [] for length in cases}
+    for number in range(rounds):
+        print(f"  round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+        for length in random.Random(number).sample([*cases], len(cases)):
+            found[length].append(cases[length]())
+    return {
+        length: {name: statistics.median(each[name] for each in rounds_of) for name in rounds_of[0]}
+        for length, rounds_of in found.items()
+    }
 
 
-def _of_a_run(folder: Path, world: World, before: dict[str, list[float]]) -> Figures:
-    starts = [_job(folder, 1, world)["start"][0] for _ in range(REPEATS)]
-    figures = {"start s": statistics.median(starts)}
-    for name in ("save", "planning", "retention"):
-        figures[f"{name} s"] = statistics.median(before[name][-LAST_SAVES:])
-    return figures | {"ls s": _listed(folder)} | _sizes(folder)
+def _of_a_run(folder: Path, kept: int, world: World) -> Figures:
+    sizes, listed = _sizes(folder), _run("ls", str(folder))
+    found = _job(folder, DUE_SAVES, kept, world)
+    # The first save plans anew, and the last one waits for all that the run still does.
+    seconds = {f"{name} s": statistics.median(found[name][1:-1]) for name in ("save", "planning", "retention")}
+    return {"start s": found["start"][0]} | seconds | {"ls s": listed} | sizes
 
 
-def _job(folder: Path, last: int, world: World) -> dict[str, list[float]]:
-    """Start the trainer in `folder`, train up to step `last`, leave for a signal, and return the seconds of parts."""
+def _job(folder: Path, steps: int, kept: int, world: World) -> dict[str, list[float]]:
+    """Start the trainer in `folder`, train `steps` steps, leave for a signal, and return the seconds of parts."""
+    folder.mkdir(exist_ok=True)
     (folder / "model.json").write_text(json.dumps(MODEL), encoding="utf-8")
-    own = (f"--job.dump_folder={folder}", f"--model.config_path={folder}/model.json")
+    last = steps + max(layout.Listing(folder / "checkpoint").steps(), default=0)
+    own = [f"--job.dump_folder={folder}", f"--model.config_path={folder}/model.json"]
+    own.append(f"--checkpoint.keep_latest_k={kept}")
     found, has_left = {"start": list[float]()}, list[bool]()
     began = time.perf_counter()
     config = parse_config([*OPTIONS, *own])
@@ -152,28 +171,24 @@ def _timed(owner: type, name: str) -> Iterator[list[float]]:
         setattr(owner, name, method)
 
 
-def of_tensors(folder: Path, length: int, world: World) -> Figures:
-    """Save and load `length` tensors, and return the figures."""
+def _of_tensors(root: Path, length: int) -> Figures:
+    """Save and load `length` tensors in the folder `root`, which goes then."""
     state: dict[str, Any] = {f"layers.{number}.w": torch.full((8,), float(number)) for number in range(length)}
-    root, figures = folder / str(length), Figures()
-    for start in range(2):
-        with (
-            _timed(PlanCache, "plan") as planning,
-            CheckpointManager.for_loop(
-                model=torch.nn.Linear(2, 2), states={"many": state}, folder=root, interval=1, keep_latest_k=2
-            ) as manager,
-        ):
-            figures["load s"] = _seconds_of(manager.load)
-            if start == 0:
-                saves = [_seconds_of(lambda step=step: manager.save(step)) for step in range(1, REPEATS + 2)]
-                figures |= {"first save s": saves[0], "save s": statistics.median(saves[1:])}
-                figures |= {"first plan s": planning[0], "plan s": statistics.median(planning[1:])}
-    figures |= {"ls s": _listed(root), "inspect s": _run("inspect", str(root))}
-    return figures | {"manifest kB": _manifest_bytes(root) / 1000, "files MB": disk.num_bytes(root) / 2e6}
-
-
-def _listed(folder: Path) -> float:
-    return statistics.median(_run("ls", str(folder)) for _ in range(REPEATS))
+    options: dict[str, Any] = {"states": {"many": state}, "folder": root, "interval": 1, "keep_latest_k": 2}
+    with (
+        _timed(PlanCache, "plan") as plans,
+        CheckpointManager.for_loop(model=torch.nn.Linear(2, 2), **options) as manager,
+    ):
+        manager.load()
+        saves = [_seconds_of(lambda step=step: manager.save(step)) for step in range(1, DUE_SAVES)]
+    figures = {"first save s": saves[0], "later save s": statistics.median(saves[1:])}
+    figures |= {"first plan s": plans[0], "later plan s": statistics.median(plans[1:])}
+    with CheckpointManager.for_loop(model=torch.nn.Linear(2, 2), **options) as manager:
+        figures["load s"] = _seconds_of(manager.load)
+    figures |= {"ls s": _run("ls", str(root)), "inspect s": _run("inspect", str(root))}
+    figures |= {"manifest kB": _manifest_bytes(root) / 1000, "files MB": disk.num_bytes(root) / 2e6}
+    shutil.rmtree(root)
+    return figures
 
 
 def _run(*arguments: str) -> float:

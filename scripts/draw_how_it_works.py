@@ -62,7 +62,7 @@ def save() -> Iterator[str]:
     def middle(lane: int) -> float:
         return first + row * lane + 20
 
-    yield from _opening(
+    yield from opening(
         height,
         "A save, GPU to disk",
         "With async_with_pinned_mem: after a step, training (on a GPU, its optimizer) waits while each rank copies its"
@@ -70,13 +70,13 @@ def save() -> Iterator[str]:
         " rank's file with digests, by direct I/O, and syncs it. When all ranks have, rank 0 writes the manifest and"
         " renames step-N.staging to step-N: the step is committed. The copy stays as an in-memory snapshot.",
     )
-    yield _text(LEFT + 216, TITLE_Y, 'async_mode = "async_with_pinned_mem"', style="quiet", size=NOTE)
+    yield words(LEFT + 216, TITLE_Y, 'async_mode = "async_with_pinned_mem"', style="quiet", size=NOTE)
     # The time for which training is blocked goes through all lanes.
     half = (slot - gap) / 2
-    yield _rectangle("wash", at(1) - gap / 2, 72, slot, height - 72 - 24, radius=6)
+    yield rectangle("wash", at(1) - gap / 2, 72, slot, height - 72 - 24, radius=6)
     for line, text in enumerate(("training", "waits")):
-        yield _text(at(1) + half, 92 + 16 * line, text, anchor="middle", weight="600")
-    yield _text((at(2) + RIGHT) / 2, 100, "alongside training", anchor="middle")
+        yield words(at(1) + half, 92 + 16 * line, text, anchor="middle", weight="600")
+    yield words((at(2) + RIGHT) / 2, 100, "alongside training", anchor="middle")
     for end, x in ((at(2), at(2) + 112), (RIGHT, RIGHT - 112)):
         yield f'<path class="line" d="M{x:g} 95H{end:g}"/>'
 
@@ -88,8 +88,8 @@ def save() -> Iterator[str]:
         ("Folder", "on the disk"),
     )
     for lane, (name, note) in enumerate(lanes):
-        yield _text(LEFT, middle(lane) - 3, name, weight="600")
-        yield _text(LEFT, middle(lane) + 14, note, style="quiet", size=NOTE)
+        yield words(LEFT, middle(lane) - 3, name, weight="600")
+        yield words(LEFT, middle(lane) + 14, note, style="quiet", size=NOTE)
 
     for number, name in ((0, "step N"), *((2 + after, f"N + {1 + after}") for after in range(5))):
         yield from _box(at(number), middle(0) - 20, slot - gap, 40, name)
@@ -100,14 +100,14 @@ def save() -> Iterator[str]:
     yield from _box(at(5), middle(3) - 20, slot - gap, 40, "manifest")
     yield from _box(at(2), middle(4) - 20, 4 * slot - gap, 40, "step-N.staging", style="open")
     yield from _box(at(6), middle(4) - 20, slot - gap, 40, "step-N", style="safe")
-    yield _text(at(6) + half, middle(4) + 36, "committed", anchor="middle", size=NOTE)
+    yield words(at(6) + half, middle(4) + 36, "committed", anchor="middle", size=NOTE)
 
     yield from _arrow((at(0) + half, middle(0) + 20), (at(0) + half, middle(1)), (at(1), middle(1)))
     yield from _arrow((at(1) + half, middle(1) + 20), (at(1) + half, middle(2)), (at(2), middle(2)))
     yield from _arrow((at(4) - gap - 16, middle(2)), (at(4), middle(2)))
     yield from _arrow((at(4) + half, middle(2) + 20), (at(4) + half, middle(3)), (at(5), middle(3)))
     yield from _arrow((at(6) - gap, middle(3)), (at(6) + half, middle(3)), (at(6) + half, middle(4) - 20))
-    yield _text(at(6) + half, middle(3) - 8, "rename", anchor="middle")
+    yield words(at(6) + half, middle(3) - 8, "rename", anchor="middle")
     for x, lane in ((at(2) + half, 2), (at(5) + half, 3)):
         yield from _arrow((x, middle(lane) + 20), (x, middle(4) - 20))
     yield "</svg>"
@@ -124,7 +124,7 @@ def places() -> Iterator[str]:
     def top(number: int) -> int:
         return first + row * number
 
-    yield from _opening(
+    yield from opening(
         height,
         "What each place survives",
         "The ranks' own memory survives nothing. From there a copy goes into an in-memory snapshot, which the keeper"
@@ -135,7 +135,7 @@ def places() -> Iterator[str]:
     )
     for number, lines in enumerate(events):
         for line, text in enumerate(lines):
-            yield _text(matrix + column * (number + 0.5), 84 + 17 * line, text, anchor="middle", size=NOTE)
+            yield words(matrix + column * (number + 0.5), 84 + 17 * line, text, anchor="middle", size=NOTE)
     for number, marks in enumerate(survives):
         yield f'<path class="line" d="M{matrix} {top(number) - 11}H{RIGHT}"/>'
         for which, mark in enumerate(marks):
@@ -146,12 +146,12 @@ def places() -> Iterator[str]:
     yield from _box(LEFT, top(0), wide, 40, "Ranks' own memory", "GPU or host", style="open")
     yield from _box(LEFT, top(1), wide, 40, "In-memory snapshot", "this host, held by keeper")
     yield from _box(LEFT + inset, top(2), wide - inset, 40, "Peer copy", "the next host's memory")
-    yield _rectangle("box", LEFT, top(3), wide, row + 40, radius=6)
+    yield rectangle("box", LEFT, top(3), wide, row + 40, radius=6)
     yield f'<path class="line" d="M{LEFT + 116} {top(3) + row - 11}H{LEFT + wide}"/>'
     yield f'<path class="line" d="M{LEFT + 116} {top(3)}V{top(4) + 40}"/>'
-    yield _text(LEFT + 58, top(3) + row / 2 + 25, "Folder", anchor="middle", weight="600")
-    yield _text(LEFT + 200, top(3) + 25, "on a local disk", anchor="middle")
-    yield _text(LEFT + 200, top(4) + 25, "shared by hosts", anchor="middle")
+    yield words(LEFT + 58, top(3) + row / 2 + 25, "Folder", anchor="middle", weight="600")
+    yield words(LEFT + 200, top(3) + 25, "on a local disk", anchor="middle")
+    yield words(LEFT + 200, top(4) + 25, "shared by hosts", anchor="middle")
     yield from _box(LEFT, top(5), wide, 40, "Upload folder", "or bucket, once uploaded", style="safe")
 
     for begin, end, x, name in (
@@ -161,7 +161,7 @@ def places() -> Iterator[str]:
         (top(4) + 40, top(5), spine, "upload"),
     ):
         yield from _arrow((x, begin), (x, end))
-        yield _text(x + 12, end - 7, name, style="quiet", size=NOTE)
+        yield words(x + 12, end - 7, name, style="quiet", size=NOTE)
     yield "</svg>"
 
 
@@ -171,7 +171,7 @@ def restart() -> Iterator[str]:
     columns = [LEFT + (wide + between) * number for number in range(3)]
     rows = (76, 196, 336)
 
-    yield from _opening(
+    yield from opening(
         height,
         "A restart after a kill",
         "The launcher starts the ranks again. Rank 0 takes the lease of the folder and removes the leftovers of the"
@@ -183,9 +183,9 @@ def restart() -> Iterator[str]:
     yield from _box(columns[1], rows[0], wide, 48, "Launcher starts ranks", "with the same command")
     yield from _box(columns[2], rows[0], wide, 48, "Rank 0 takes lease", "and removes leftovers")
 
-    yield _rectangle("wash", LEFT, rows[1] - 40, RIGHT - LEFT, 104, radius=6)
-    yield _text(LEFT + 16, rows[1] - 15, "Latest complete step", weight="600")
-    yield _text(LEFT + 204, rows[1] - 15, "of equals, the nearest", style="quiet", size=NOTE)
+    yield rectangle("wash", LEFT, rows[1] - 40, RIGHT - LEFT, 104, radius=6)
+    yield words(LEFT + 16, rows[1] - 15, "Latest complete step", weight="600")
+    yield words(LEFT + 204, rows[1] - 15, "of equals, the nearest", style="quiet", size=NOTE)
     inner = (RIGHT - LEFT - 32 - 2 * between) / 3
     for number, (name, note) in enumerate(
         (("Snapshot", "this host or peer"), ("Folder", "step-N"), ("Upload folder", "or bucket"))
@@ -193,7 +193,7 @@ def restart() -> Iterator[str]:
         x = LEFT + 16 + (inner + between) * number
         yield from _box(x, rows[1], inner, 48, name, note)
         if number:
-            yield _text(x - between / 2, rows[1] + 29, "or", style="quiet", anchor="middle", size=NOTE)
+            yield words(x - between / 2, rows[1] + 29, "or", style="quiet", anchor="middle", size=NOTE)
 
     yield from _box(columns[0], rows[2], wide, 48, "Blocks are verified", "each against its digest")
     yield from _box(columns[1], rows[2], wide, 48, "State is restored", "model, optimizer, data")
@@ -205,7 +205,7 @@ def restart() -> Iterator[str]:
     yield from _arrow((columns[2] + wide / 2, rows[0] + 48), (columns[2] + wide / 2, rows[1] - 40))
     yield from _arrow((LEFT + 48, rows[1] + 64), (LEFT + 48, rows[2]))
     yield from _arrow((LEFT + 160, rows[2]), (LEFT + 160, rows[1] + 64))
-    yield _text(LEFT + 172, rows[2] - 33, "damaged: next older one")
+    yield words(LEFT + 172, rows[2] - 33, "damaged: next older one")
     yield "</svg>"
 
 
@@ -216,7 +216,7 @@ PICTURES: Mapping[str, Callable[[], Iterator[str]]] = {
 }
 
 
-def _opening(height: int, title: str, description: str) -> Iterator[str]:
+def opening(height: int, title: str, description: str) -> Iterator[str]:
     """Yield the root, the names for screen readers, the colours of both appearances, the card and its title."""
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
@@ -227,8 +227,8 @@ def _opening(height: int, title: str, description: str) -> Iterator[str]:
     light = " ".join(f"{names} {{ {what}: {colour}; }}" for names, (what, colour, _) in COLOURS.items())
     dark = " ".join(f"{names} {{ {what}: {colour}; }}" for names, (what, _, colour) in COLOURS.items())
     yield f"<style>{light} {SHAPES} @media (prefers-color-scheme: dark) {{ {dark} }}</style>"
-    yield _rectangle("card", 1, 1, WIDTH - 2, height - 2, radius=10)
-    yield _text(LEFT, TITLE_Y, title, size=17, weight="600")
+    yield rectangle("card", 1, 1, WIDTH - 2, height - 2, radius=10)
+    yield words(LEFT, TITLE_Y, title, size=17, weight="600")
 
 
 def _box(
@@ -237,13 +237,14 @@ def _box(
     """Yield a box with its label in the middle, and the note below it."""
     ink, quiet = ("inverse", "inverse") if style == "safe" else ("ink", "quiet")
     middle, base = x + width / 2, y + height / 2 + 5
-    yield _rectangle(style, x, y, width, height, radius=6)
-    yield _text(middle, base - 8 if note else base, label, style=ink, anchor="middle", weight="600" if note else "400")
+    yield rectangle(style, x, y, width, height, radius=6)
+    yield words(middle, base - 8 if note else base, label, style=ink, anchor="middle", weight="600" if note else "400")
     if note:
-        yield _text(middle, base + 8, note, style=quiet, anchor="middle", size=NOTE)
+        yield words(middle, base + 8, note, style=quiet, anchor="middle", size=NOTE)
 
 
-def _rectangle(style: str, x: float, y: float, width: float, height: float, *, radius: int) -> str:
+def rectangle(style: str, x: float, y: float, width: float, height: float, *, radius: int) -> str:
+    """Return a rectangle in the colours of `style`."""
     return f'<rect class="{style}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius}"/>'
 
 
@@ -273,7 +274,7 @@ def _cross(x: float, y: float) -> str:
     return f'<path class="no" d="M{x - 4.5:g} {y - 4.5:g}l9 9m0 -9l-9 9"/>'
 
 
-def _text(
+def words(
     x: float,
     y: float,
     text: str,
@@ -283,6 +284,7 @@ def _text(
     size: float = LABEL,
     weight: str = "400",
 ) -> str:
+    """Return a line of text at (x, y)."""
     return (
         f'<text class="{style}" x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size:g}"'
         f' font-weight="{weight}">{escape(text)}</text>'
