@@ -72,7 +72,7 @@ def long_folders(document: Mapping[str, Any]) -> Iterator[str]:
         HEIGHT,
         "Seconds, by the length of the history",
         "Three plots with logarithmic axes. By steps, of which the latest 200 are kept, and by starts, with 10 steps"
-        " kept: the time of a start, of a save and of ls. By tensors: of the first save, of a later one, and of a load.",
+        " kept: the time of a start, of a save and of ls. By tensors: of the first save, a later one, and a load.",
     )
     shown = [(kind, found) for kind, of_kind in figures.items() for found in of_kind.values()]
     seconds = [found[name] for kind, found in shown for name in SHOWN[kind]]

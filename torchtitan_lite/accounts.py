@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -85,16 +86,34 @@ class Accounts:
     """All starts of a run, in their order."""
 
     starts: tuple[Start, ...] = ()
+    before: Accounts | None = field(default=None, repr=False, compare=False)
+    """Those of all starts but the last, if they are at hand: sums over them are not made again."""
+
+    @cached_property
+    def _sums(self) -> tuple[dict[str, float], int, Steps]:
+        """The seconds by part, the steps that were trained again, and all that were trained."""
+        seconds, redone, steps = self.before._sums if self.before else (dict.fromkeys(PARTS, 0.0), 0, Steps())
+        seconds, last = dict(seconds), self.before.starts[-1:] if self.before else ()
+        for start in self.starts[len(self.before.starts) if self.before else 0 :]:
+            for part in PARTS_OF_A_START:
+                seconds[part] += start.seconds.get(part, 0.0)
+            for earlier in last:
+                part = "idle" if earlier.end == Finished.name else "down"
+                seconds[part] += max(0.0, start.began - earlier.last_beat)
+            for span in start.spans:
+                redone, steps = redone + steps.overlap(*span), steps.and_also(*span)
+            last = (start,)
+        return seconds, redone, steps
 
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds by part, each of `PARTS`, over all starts."""
-        total = {part: sum(start.seconds.get(part, 0.0) for start in self.starts) for part in PARTS_OF_A_START}
-        total |= {"down": 0.0, "idle": 0.0}
-        for before, after in zip(self.starts, self.starts[1:], strict=False):
-            part = "idle" if before.end == Finished.name else "down"
-            total[part] += max(0.0, after.began - before.last_beat)
-        return total
+        return dict(self._sums[0])
+
+    @property
+    def steps(self) -> Steps:
+        """The steps that any start trained."""
+        return self._sums[2]
 
     @property
     def wall_seconds(self) -> float:
@@ -116,11 +135,7 @@ class Accounts:
     @property
     def redone_steps(self) -> int:
         """Steps that were trained again, that an earlier start had trained, or the same one before it rolled back."""
-        before, redone = Steps(), 0
-        for span in [span for start in self.starts for span in start.spans]:
-            redone += before.overlap(*span)
-            before = before.and_also(*span)
-        return redone
+        return self._sums[1]
 
     @property
     def unclean_ends(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_lite.accounts import LATEST_BEAT_FILE, LEDGER_FILE, PARTS, read_accounts
+from torchtitan_lite.accounts import LATEST_BEAT_FILE, LEDGER_FILE, PARTS, Accounts, read_accounts
 from torchtitan_lite.events import Committed, Finished, Loaded, Preempted, SaveStarted
 from torchtitan_lite.metrics.ledger import Ledger, RunClock
 
@@ -344,3 +344,34 @@ def test_a_seed_checkpoint_which_begins_no_start_writes_no_ledger(tmp_path: Path
     ledger = Ledger(tmp_path, RunClock(time), wall_clock=time)
     ledger.note(committed(0))
     assert not (tmp_path / LEDGER_FILE).exists()
+
+
+class Counted(dict[str, float]):
+    """Seconds by part, which count how often one is read."""
+
+    num_read = 0
+
+    def get(self, *arguments: Any) -> Any:
+        Counted.num_read += 1
+        return super().get(*arguments)
+
+
+def test_a_logged_step_does_not_sum_over_earlier_starts_again(tmp_path: Path) -> None:
+    time = Time()
+    for last in (3, 6):
+        start = TrainedStart(tmp_path, time)
+        start.load(last - 3)
+        for step in range(last - 2, last + 2):
+            start.train(step)
+        start.ledger.end(PREEMPTED)
+        time.passes(10)
+    ledger = TrainedStart(tmp_path, time).ledger
+    starts = tuple(replace(each, seconds=Counted(each.seconds)) for each in ledger.before.starts)
+    ledger.before = Accounts(starts)
+    first = ledger.tags()
+    Counted.num_read = 0
+    assert ledger.tags() == first
+    assert Counted.num_read == 0
+    whole = Accounts(ledger.accounts().starts)
+    assert whole.redone_steps == first["goodput/redone_steps"] == 1
+    assert (whole.seconds, whole.goodput) == (ledger.accounts().seconds, ledger.accounts().goodput)

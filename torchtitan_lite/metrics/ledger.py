@@ -91,8 +91,7 @@ class Ledger:
                     self._lines.append(latest)
             self._lines.append({"record": START, "time": self.began, "start": self.id} | about)
             self._has_begun = True
-        for span in [span for start in self.before.starts for span in start.spans]:
-            self._earlier_steps = self._earlier_steps.and_also(*span)
+        self._earlier_steps = self.before.steps
 
     def resume(self, run_seconds: float, productive_seconds: float) -> None:
         """Add the totals that the loaded checkpoint has of the run up to its step."""
@@ -205,7 +204,7 @@ class Ledger:
             at_risk_seconds=self.at_risk()[1],
             rollbacks=self._rollbacks,
         )
-        return Accounts((*self.before.starts, now))
+        return Accounts((*self.before.starts, now), self.before)
 
     @property
     def run_seconds(self) -> float:
