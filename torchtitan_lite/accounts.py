@@ -98,8 +98,7 @@ class Accounts:
             for part in PARTS_OF_A_START:
                 seconds[part] += start.seconds.get(part, 0.0)
             for earlier in last:
-                part = "idle" if earlier.end == Finished.name else "down"
-                seconds[part] += max(0.0, start.began - earlier.last_beat)
+                seconds["idle" if earlier.end == Finished.name else "down"] += max(0.0, start.began - earlier.last_beat)
             for span in start.spans:
                 redone, steps = redone + steps.overlap(*span), steps.and_also(*span)
             last = (start,)

@@ -104,13 +104,9 @@ class Ledger:
                 return self._restart(event, self.before.starts[-1])
             case CleanEnd():
                 accounts = self.accounts()
-                return replace(
-                    event,
-                    goodput=accounts.goodput,
-                    time_seconds={part: seconds for part, seconds in accounts.seconds.items() if seconds},
-                    redone_steps=accounts.redone_steps,
-                    starts=len(accounts.starts),
-                )
+                spent = {part: seconds for part, seconds in accounts.seconds.items() if seconds}
+                counts = {"redone_steps": accounts.redone_steps, "starts": len(accounts.starts)}
+                return replace(event, goodput=accounts.goodput, time_seconds=spent, **counts)
         return event
 
     def _restart(self, event: Resumed, last: Start) -> Resumed:
@@ -172,11 +168,7 @@ class Ledger:
 
     def _committed(self, event: Committed, *, began: float) -> None:
         """Note that a step is durable; `began` is the clock's reading when its save began."""
-        figures: dict[str, float | None] = {
-            "blocked": event.stall_seconds,
-            "seconds": event.seconds,
-            "bytes": event.bytes,
-        }
+        figures: dict[str, Any] = {"blocked": event.stall_seconds, "seconds": event.seconds, "bytes": event.bytes}
         if event.slowest_rank is not None:
             figures |= {"slowest_rank": event.slowest_rank, "slowest_seconds": event.slowest_seconds}
         with self._lock:
