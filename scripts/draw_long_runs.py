@@ -25,7 +25,7 @@ from scripts.draw_how_it_works import LEFT, NOTE, RIGHT, opening, words
 
 TOP, BOTTOM = 96, 286
 """The borders of every plot; its name is above, the numbers of its axis below."""
-HEIGHT, GAP = 376, 30
+LOW, HIGH, GAP = 348, 376, 30
 STYLES = ("way", "no", "open")
 """Of the curves of a plot: blue, grey, dashed."""
 SHOWN = {
@@ -69,7 +69,7 @@ def long_folders(document: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of the seconds by length: a plot for each kind of length, both axes logarithmic."""
     figures: Mapping[str, Mapping[str, Mapping[str, float]]] = document["figures"]
     yield from opening(
-        HEIGHT,
+        HIGH,
         "Seconds, by the length of the history",
         "Three plots with logarithmic axes. By steps, of which the latest 200 are kept, and by starts, with 10 steps"
         " kept: the time of a start, of a save and of ls. By tensors: of the first save, a later one, and a load.",
@@ -93,7 +93,7 @@ def long_folders(document: Mapping[str, Any]) -> Iterator[str]:
 def many_saves(document: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of the private memory by saves: a plot for each mode."""
     yield from opening(
-        HEIGHT,
+        LOW,
         f"Private memory, kB above that after {document['window']:,} saves",
         "A plot for each mode, with equal axes: without saves, and with saves in each mode, the memory of the trainer"
         " and of its helper processes. In the last one the loop keeps 300 bytes and a descriptor of each save.",
@@ -139,8 +139,9 @@ def _grid(
     for mark in marks:
         x = across.at(mark)
         yield f'<path class="line" d="M{x:.1f} {BOTTOM}v5"/>'
+        short = f"{mark / 1000:.0f}k" if mark >= 10_000 else f"{mark:,.0f}"
         anchor = "start" if x < across.begin + 1 else "end" if x > across.end - 1 else "middle"
-        yield words(x, BOTTOM + 20, f"{mark:,.0f}", style="quiet", anchor=anchor, size=NOTE)
+        yield words(x, BOTTOM + 20, short, style="quiet", anchor=anchor, size=NOTE)
 
 
 def _curve(style: str, across: Axis, up: Axis, points: Points) -> Iterator[str]:
