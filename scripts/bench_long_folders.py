@@ -4,11 +4,12 @@
     python scripts/bench_long_folders.py --quick
 
 The trainer trains a tiny model and saves after every step: `steps`, of which the latest 200 are kept, in one start, or
-one in each of many `starts`, of which the latest 10 are kept. Each length is a copy of the folder; each round starts
-once in each of them, in a new order, in a process that has loaded everything. `start` is the time to the first batch;
-`save` the median of those that were due after the first one, and planning and retention are its parts; `ls` is the
-command's, without the start of Python. `tensors` has a manager with a dict of small tensors in a new folder. Figures
-are medians of the rounds. Sizes are those of the records next to the checkpoints.
+one or two in each of many `starts`, of which the latest 10 are kept. Each round starts once in a copy of the folder of
+each length, in a new order, in a process that has loaded everything. `start` is the time to the first batch; `save` the
+median of those that were due after the first one, and planning and retention are its parts; `ls` is the command's,
+without the start of Python. `tensors` has a manager with a dict of small tensors in a new folder. Seconds are those of
+processors, which other jobs of the machine change little; figures are medians of the rounds. Sizes are those of the
+records next to the checkpoints.
 """
 
 from __future__ import annotations
@@ -62,22 +63,24 @@ Measure = Callable[[], Figures]
 def main() -> int:
     """Print a table for each kind of length; return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=LENGTHS, default=[*LENGTHS])
+    for kind, usual in LENGTHS.items():
+        text = f"lengths ({', '.join(map(str, usual))}); none: not measured"
+        parser.add_argument(f"--{kind}", nargs="*", type=int, metavar="LENGTH", default=usual, help=text)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="short lengths, which only show that everything works")
     parser.add_argument("--folder", default=os.curdir, help="folder for the temporary files, made if missing")
+    parser.add_argument("--built", type=Path, help="folder where the runs stay, which a later call measures or grows")
     parser.add_argument("--json", help="file for all figures")
     args = parser.parse_args()
     torch.set_num_threads(1)
     logger.setLevel(logging.ERROR)
     place = Path(args.folder).absolute()
     place.mkdir(parents=True, exist_ok=True)
-    lengths, found = QUICK if args.quick else LENGTHS, {}
-    with process_group(parse_config(OPTIONS).comm) as world:
-        for kind in args.only:
-            with tempfile.TemporaryDirectory(prefix="bench-long-", dir=place) as folder:
-                cases = _cases(kind, lengths[kind], Path(folder), world)
-                found[kind] = _in_rounds(cases, 1 if args.quick else args.rounds)
+    lengths, found = QUICK if args.quick else {kind: vars(args)[kind] for kind in LENGTHS}, {}
+    with process_group(parse_config(OPTIONS).comm) as world, tempfile.TemporaryDirectory(dir=place) as folder:
+        for kind in filter(lengths.get, LENGTHS):
+            cases = _cases(kind, lengths[kind], (args.built or Path(folder)) / kind, world)
+            found[kind] = _in_rounds(cases, 1 if args.quick else args.rounds)
             print("\n".join(_table(kind, found[kind])), flush=True)
     if args.json:
         document = {"machine": machine.facts(place), "figures": found}
@@ -87,16 +90,24 @@ def main() -> int:
 
 def _cases(kind: str, lengths: Sequence[int], folder: Path, world: World) -> dict[int, Measure]:
     """Return what measures each length once. A run grows from one length to the next, and each has a copy of it."""
+    folder.mkdir(parents=True, exist_ok=True)
     if kind == "tensors":
         return {length: partial(_of_tensors, folder / str(length), length) for length in lengths}
-    cases, run, grown = dict[int, Measure](), folder / "run", 0
+    run = folder / "run"
     for length in lengths:
         print(f"  up to {length} {kind}", file=sys.stderr, flush=True)
-        for _ in range(length - grown if kind == "starts" else 1):
-            _job(run, 1 if kind == "starts" else length - grown, KEPT[kind], world)
-        shutil.copytree(run, folder / str(length))
-        cases[length], grown = partial(_of_a_run, folder / str(length), KEPT[kind], world), length
-    return cases
+        while not (folder / str(length)).exists() and (missing := length - _grown(run, kind)) > 0:
+            _job(run, missing if kind == "steps" else 1, KEPT[kind], world)
+        if not (folder / str(length)).exists():
+            shutil.copytree(run, folder / str(length))
+    return {length: partial(_of_a_run, folder / str(length), KEPT[kind], world) for length in lengths}
+
+
+def _grown(run: Path, kind: str) -> int:
+    """Return how many steps or starts `run` has had."""
+    if kind == "starts":
+        return len(list((run / "tb").glob("*")))  # A folder, or a file, each.
+    return max(layout.Listing(run / "checkpoint").steps(), default=0)
 
 
 def _in_rounds(cases: dict[int, Measure], rounds: int) -> dict[int, Figures]:
@@ -114,7 +125,10 @@ def _in_rounds(cases: dict[int, Measure], rounds: int) -> dict[int, Figures]:
 
 def _of_a_run(folder: Path, kept: int, world: World) -> Figures:
     sizes, listed = _sizes(folder), _run("ls", str(folder))
-    found = _job(folder, DUE_SAVES, kept, world)
+    copied = folder.with_name("measured")
+    shutil.copytree(folder, copied)
+    found = _job(copied, DUE_SAVES, kept, world)
+    shutil.rmtree(copied)
     # The first save plans anew, and the last one waits for all that the run still does.
     seconds = {f"{name} s": statistics.median(found[name][1:-1]) for name in ("save", "planning", "retention")}
     return {"start s": found["start"][0]} | seconds | {"ls s": listed} | sizes
@@ -124,11 +138,11 @@ def _job(folder: Path, steps: int, kept: int, world: World) -> dict[str, list[fl
     """Start the trainer in `folder`, train `steps` steps, leave for a signal, and return the seconds of parts."""
     folder.mkdir(exist_ok=True)
     (folder / "model.json").write_text(json.dumps(MODEL), encoding="utf-8")
-    last = steps + max(layout.Listing(folder / "checkpoint").steps(), default=0)
+    last = steps + _grown(folder, "steps")
     own = [f"--job.dump_folder={folder}", f"--model.config_path={folder}/model.json"]
     own.append(f"--checkpoint.keep_latest_k={kept}")
     found, has_left = {"start": list[float]()}, list[bool]()
-    began = time.perf_counter()
+    began = time.process_time()
     config = parse_config([*OPTIONS, *own])
     with (
         _timed(PlanCache, "plan") as found["planning"],
@@ -140,7 +154,7 @@ def _job(folder: Path, steps: int, kept: int, world: World) -> dict[str, list[fl
 
         def batch() -> Any:
             if not found["start"]:
-                found["start"].append(time.perf_counter() - began)
+                found["start"].append(time.process_time() - began)
             if trainer.train_state.step >= last - 1 and not has_left:
                 has_left.append(True)
                 os.kill(os.getpid(), signal.SIGUSR1)  # It saves after this step or the next one, and leaves.
@@ -158,11 +172,11 @@ def _timed(owner: type, name: str) -> Iterator[list[float]]:
     method, seconds = getattr(owner, name), list[float]()
 
     def timed(*arguments: Any, **keywords: Any) -> Any:
-        began = time.perf_counter()
+        began = time.process_time()
         try:
             return method(*arguments, **keywords)
         finally:
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.process_time() - began)
 
     setattr(owner, name, timed)
     try:
@@ -198,9 +212,9 @@ def _run(*arguments: str) -> float:
 
 
 def _seconds_of(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
+    began = time.process_time()
     call()
-    return time.perf_counter() - began
+    return time.process_time() - began
 
 
 def _sizes(folder: Path) -> Figures:
