@@ -129,7 +129,7 @@ def _of_a_run(folder: Path, kept: int, world: World) -> Figures:
     shutil.copytree(folder, copied)
     found = _job(copied, DUE_SAVES, kept, world)
     shutil.rmtree(copied)
-    # The first save plans anew, and the last one waits for all that the run still does.
+    # The first save makes the plan, and the last one waits for all that the run still does.
     seconds = {f"{name} s": statistics.median(found[name][1:-1]) for name in ("save", "planning", "retention")}
     return {"start s": found["start"][0]} | seconds | {"ls s": listed} | sizes
 
