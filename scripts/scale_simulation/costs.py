@@ -34,7 +34,7 @@ from torchtitan_lite.checkpoint.reading.listed_groups import ListedGroups
 from torchtitan_lite.checkpoint.reading.load_rules import EVERYTHING
 from torchtitan_lite.checkpoint.reading.own_plan import overlaps
 from torchtitan_lite.checkpoint.reading.stored_model import StoredModel
-from torchtitan_lite.checkpoint.reading.stored_optimizer import StoredOptimizer
+from torchtitan_lite.checkpoint.reading.stored_optimizer import RankNumbers, StoredOptimizer
 from torchtitan_lite.checkpoint.saving.writer import WrittenFile, received, written_files
 from torchtitan_lite.checkpoint.state.optimizer_state import ParameterSlot
 from torchtitan_lite.collection import no_collection
@@ -222,7 +222,8 @@ def _load_of(rank: int, files: SimulatedFiles, tensors: Sequence[Planned], mesh:
             contents = folder.contents
             stored = StoredModel(contents, EVERYTHING)
             stored.report(model)
-            StoredOptimizer(contents, EVERYTHING, stored.names("model."), ListedGroups()).report(slots)
+            names, numbers = stored.names("model."), RankNumbers(rank, mesh.size, mesh.size)
+            StoredOptimizer(contents, EVERYTHING, names, ListedGroups(), slots, numbers, {}).report()
             for (tensor, box), target in zip(mine, targets, strict=True):
                 list(overlaps(tensor.fqn, contents.tensors[tensor.fqn], box.offsets, target))
 
