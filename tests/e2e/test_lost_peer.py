@@ -1,10 +1,12 @@
 """What a rank says when another one is killed."""
 
+import signal
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.jobs import start
+from tests.e2e.killed_jobs import BareStart, Order
 
 
 @pytest.mark.slow  # A job of two processes.
@@ -19,3 +21,12 @@ def test_the_other_rank_says_so_in_words(fault: str, victim: int, tmp_path: Path
     assert f"ERROR - PeerLost: {lost}" in job.log
     assert ("ERROR - the save of step 3 failed: PeerLost: " in job.log) == ("write" in fault)
     assert [word for word in ("Traceback", "gloo", "GLHF", "127.0.0.1") if word in job.log] == []
+
+
+@pytest.mark.slow  # A job of four processes.
+@pytest.mark.parametrize("point", ["plan", "manifest"])
+def test_every_rank_hears_of_a_coordinator_that_is_killed_in_the_last_save(point: str, tmp_path: Path) -> None:
+    # Some ranks wait for rank 0, which gloo reports, and others only for these.
+    order = Order(tmp_path / "run", {"timeout_seconds": 60}, steps=3, ranks=4, fault=f"kill@{point}:rank=0")
+    started = BareStart(order, 1).wait_for_end()
+    assert started.codes == [-signal.SIGKILL, 1, 1, 1], started.tail()

@@ -10,12 +10,14 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from traceback import clear_frames
 from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 import xxhash
 
+from torchtitan_lite.distributed.groups import destroy
 from torchtitan_lite.distributed.lost_peer import naming_lost_peers
 from torchtitan_lite.errors import SaveFailed
 from torchtitan_lite.host_memory import host_id
@@ -44,6 +46,14 @@ class Exchange:
         self.group = group
         self.rank = 0 if group is None else dist.get_rank()
         self.size = 1 if group is None else dist.get_world_size()
+
+    def leave(self, error: BaseException | None) -> None:
+        """Close the connections, after `error`: ranks that wait for this one raise PeerLost. Not collective."""
+        destroy(self.group)
+        self.group = None
+        while error is not None:
+            clear_frames(error.__traceback__)  # They refer to the group, which lives as long.
+            error = error.__cause__
 
     def gathered(self, mine: T) -> list[T] | None:
         """Return each rank's `mine`, by rank, on the coordinator; None on the others."""

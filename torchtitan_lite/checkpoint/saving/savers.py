@@ -43,7 +43,7 @@ from torchtitan_lite.disk.threads import lower_io
 from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.distributed.exchange import Exchange
 from torchtitan_lite.distributed.peers import Peers
-from torchtitan_lite.errors import CheckpointError, LeaseLost, RanksDiffer, SaveFailed
+from torchtitan_lite.errors import CheckpointError, LeaseLost, PeerLost, RanksDiffer, SaveFailed
 from torchtitan_lite.log import logger
 from torchtitan_lite.store.manifest import CheckpointInfo
 
@@ -108,7 +108,7 @@ class StateSaver:
     def save(self, state: State, target: SaveTarget) -> PendingSave:
         """Plan, take the content, and commit it: here, or in a thread. **Collective**, main thread.
 
-        Raises `RanksDiffer`, unless the target is written anyway, as no state of one rank alone is.
+        Raises `RanksDiffer`, unless the target is written anyway, as no state of one rank alone is, and `PeerLost`.
         """
         content: RankContent | None = None
         failure = self._refusal(target)
@@ -124,7 +124,7 @@ class StateSaver:
                     is_save=True,
                     step=target.step,
                 )
-            except RanksDiffer:
+            except (PeerLost, RanksDiffer):
                 raise
             except Exception as error:
                 return refused(target.step, error)

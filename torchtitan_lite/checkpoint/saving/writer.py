@@ -28,7 +28,6 @@ from torchtitan_lite.checkpoint.saving.target import RankContent, SaveTarget
 from torchtitan_lite.disk.block_writer import in_memory
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.distributed.exchange import Exchange, RanksFailed
-from torchtitan_lite.distributed.lost_peer import as_peer_lost
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import LeaseLost, SaveFailed
 from torchtitan_lite.log import listed, logger
@@ -208,8 +207,8 @@ def commit(
         raise SaveFailed(target.step, str(error)) from error
     except Exception as error:
         peers.is_group_in_doubt = True
-        shown = as_peer_lost(error) or error
-        raise SaveFailed(target.step, f"{type(shown).__name__}: {shown}") from error
+        exchange.leave(error)  # Ranks may wait for this one, and not for the one that is lost.
+        raise SaveFailed(target.step, f"{type(error).__name__}: {error}") from error
     return save.committed
 
 
