@@ -30,3 +30,12 @@ def test_every_rank_hears_of_a_coordinator_that_is_killed_in_the_last_save(point
     order = Order(tmp_path / "run", {"timeout_seconds": 60}, steps=3, ranks=4, fault=f"kill@{point}:rank=0")
     started = BareStart(order, 1).wait_for_end()
     assert started.codes == [-signal.SIGKILL, 1, 1, 1], started.tail()
+
+
+@pytest.mark.slow  # A job of eight processes.
+def test_no_rank_waits_for_flags_of_a_step_once_it_has_heard_of_a_lost_one(tmp_path: Path) -> None:
+    # The exchange of flags that is under way ends on a rank only if those that it waits for have not left.
+    keys = {"interval": 1, "keep_latest_k": 1, "timeout_seconds": 60}
+    order = Order(tmp_path / "run", keys, steps=6, ranks=8, fault="kill@purge:rank=0,after=1")
+    started = BareStart(order, 1).wait_for_end()
+    assert started.codes == [-signal.SIGKILL, *[1] * 7], started.tail()

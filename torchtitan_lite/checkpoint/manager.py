@@ -63,6 +63,7 @@ from torchtitan_lite.config.own_loop import loop_config, refuse_replaced
 from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.distributed.groups import naming_missing_ranks
 from torchtitan_lite.distributed.host_mismatch import clock_around
+from torchtitan_lite.distributed.lost_peer import as_peer_lost
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.distributed.step_consensus import StepConsensus
 from torchtitan_lite.distributed.tried_torch import report_later_torch
@@ -430,11 +431,11 @@ class CheckpointManager:
         """
         self._close(is_cut=False)
 
-    def _close(self, *, is_cut: bool) -> None:
+    def _close(self, *, is_cut: bool, has_lost: bool = False) -> None:
         if self._is_open:
             self._is_open = self._has_started_saver = False
-            self._end_all(is_cut=is_cut)
-        for groups in self._own_groups:  # Unless something failed: a rank may still be in an exchange then.
+            self._end_all(is_cut=is_cut, has_lost=has_lost)
+        for groups in () if has_lost else self._own_groups:  # If something failed, a rank may still be in an exchange.
             groups.close()
 
     def __enter__(self) -> CheckpointManager:
@@ -444,7 +445,7 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            self._close(is_cut=error is not None)
+            self._close(is_cut=error is not None, has_lost=error is not None and as_peer_lost(error) is not None)
         except Exception as closing:
             if error is None:
                 raise
@@ -491,10 +492,10 @@ class CheckpointManager:
         refuse_wrong_folders(self._folders, self._config, step)
         return [] if self._config.load_only else self._folders.take()
 
-    def _end_all(self, *, is_cut: bool) -> None:
+    def _end_all(self, *, is_cut: bool, has_lost: bool) -> None:
         """Wait for the save in flight, end threads and processes, and release the folders, even if some of it fails.
 
-        Companions have no time for what is left to do if the run `is_cut` by an error.
+        Companions have no time if the run `is_cut` by an error. If it `has_lost` a rank, no flags are waited for.
         """
         # Called from the last to the first, even if one of them raises. The folders are released only when no thread
         # and no process of this job writes into them.
@@ -511,7 +512,7 @@ class CheckpointManager:
                 in_reverse.callback(each.close)
             in_reverse.callback(self._hooks.close)
             in_reverse.callback(self._in_flight.settle)
-            in_reverse.callback(self._decider.drain)
+            in_reverse.callback(bool if has_lost else self._decider.drain)
 
     def _seconds_left(self) -> float:
         """Return the seconds of the grace period that companions may use; infinity until a signal comes."""
