@@ -54,7 +54,7 @@ ON_OTHERS = "load read step save plan open write fsync exit"
 OF_ASYNC = (("stage", 0), ("stage", 1), ("write", 1), ("fsync", 0), ("commit", 0), ("committed", 0))
 """Points that are tried with `async`, on the coordinator (0) or on another rank."""
 IN_ALL_MODES = ("stage", "plan", "open", "write", "fsync", "metadata", "manifest", "seal", "commit", "committed")
-TOLD_SECONDS_PER_RANK = 1.0
+LEAVE_SECONDS_PER_RANK = 1.0
 """From a kill until all others have left the job: two cores run them all."""
 STOPPED_SECONDS_PER_RANK = 1.0
 """Beyond the bound, after which a rank that is stopped is to be named."""
@@ -146,15 +146,22 @@ class Trial:
             start = self._new(name, ranks, steps=STEPS + 2, fault=fault, hang_seconds=HANG_SECONDS, **keys)
             ended = carried_out(linked(straight, start), bound + STOPPED_SECONDS_PER_RANK * ranks)
             raised = ended.errors()
-            untold = [each for each, code in enumerate(ended.codes) if code is None and each != rank]
+            remaining = [each for each, code in enumerate(ended.codes) if code is None and each != rank]
             lines = re.findall(rf"(?:.* - )?(.*\b[Rr]ank {rank}\b.*)", ended.output)
             named = sorted({line.strip()[:150] for line in lines if "fault" not in line})
-            self.counts["signalled"] += len(untold)
+            self.counts["signalled"] += len(remaining)
             self._note(
-                f"stopped, {name}: rank {rank} at {point}, bound {bound} s: {ranks - 1 - len(untold)} of {ranks - 1} "
-                f"others had ended {ended.seconds - ended.down_seconds:.0f} s after it\n"
+                f"stopped, {name}: rank {rank} at {point}, bound {bound} s: {ranks - 1 - len(remaining)} of "
+                f"{ranks - 1} others had ended {ended.seconds - ended.down_seconds:.0f} s after it\n"
                 f"    named: {named or 'IT WAS NOT'}\n    raised: {raised or 'nothing'}",
-                {"rank": rank, "point": point, "bound": bound, "untold": untold, "named": named, "raised": raised},
+                {
+                    "rank": rank,
+                    "point": point,
+                    "bound": bound,
+                    "remaining": remaining,
+                    "named": named,
+                    "raised": raised,
+                },
             )
 
     def traffic(self) -> None:
@@ -193,15 +200,15 @@ class Trial:
             )
 
     def _kill_each(self, cases: Sequence[Case], ranks: int, *, only_loads: bool = False) -> None:
-        limit = TOLD_SECONDS_PER_RANK * ranks
+        limit = LEAVE_SECONDS_PER_RANK * ranks
         print(f"{ranks} ranks; left: others that had left the job within {limit:g} s; when the median and the last had")
         print("layout              mode      point       rank   left    median   last   next start")
         for name, mode, point, rank in cases:
             straight = self._straight_run(name, ranks)
             # The last save of a run is not asynchronous. Ranks that train on make a last group after their first save.
-            goes_on = mode == "async" or point == "purge"
-            at = ("after=1" if point == "purge" else f"step={STEPS}") if goes_on else "times=1"
-            last = STEPS + 1 if goes_on else START + 1
+            continues = mode == "async" or point == "purge"
+            at = ("after=1" if point == "purge" else f"step={STEPS}") if continues else "times=1"
+            last = STEPS + 1 if continues else START + 1
             start = self._new(name, ranks, steps=last, fault=f"kill@{point}:rank={rank},{at}")
             start = dataclasses.replace(start, checkpoint={"async_mode": mode, "keep_latest_k": 2})
             linked(straight, start, (START - 1, START))
@@ -209,12 +216,12 @@ class Trial:
                 _damage(start.folder / "checkpoint" / layout.step_dir(START) / layout.MANIFEST)
             killed = carried_out(start, limit)
             acknowledged = killed.committed() or START - (point == "quarantine")
-            again = dataclasses.replace(start, fault="", steps=STEPS + goes_on, only_loads=only_loads or goes_on)
+            again = dataclasses.replace(start, fault="", steps=STEPS + continues, only_loads=only_loads or continues)
             following = carried_out(again)
             resumed = following.resumed[0][0] if len(following.resumed) == ranks else 0
             wrong, left = differing(killed, straight) + differing(following, straight), following.left()
-            heard = [line["time"] for each in range(ranks) for line in killed.said("raised", each)]
-            told = [max(0.0, at - killed.down_at) for at in heard] or [0.0]
+            raised = [line["time"] for each in range(ranks) for line in killed.said("raised", each)]
+            heard = [max(0.0, at - killed.down_at) for at in raised] or [0.0]
             found = {
                 "kills": killed.codes[rank] == -signal.SIGKILL,
                 "found": resumed >= acknowledged,
@@ -228,9 +235,9 @@ class Trial:
             bad = [what for what in ("lost", "wrong", "left", "not_killed") if found[what]]
             self._note(
                 f"{name:18}  {mode:8}  {point:10}  {rank:4}  {ranks - 1 - num_signalled:3}/{ranks - 1:<3} "
-                f"{statistics.median(told):6.1f} {max(told):6.1f}   step {resumed} "
+                f"{statistics.median(heard):6.1f} {max(heard):6.1f}   step {resumed} "
                 f"{', '.join(bad) or 'equal, nothing left'}",
-                {"layout": name, "mode": mode, "point": point, "rank": rank, "told": told, "codes": killed.codes}
+                {"layout": name, "mode": mode, "point": point, "rank": rank, "heard": heard, "codes": killed.codes}
                 | {"acknowledged": acknowledged, "resumed": resumed, "bad": bad, "left": left, "differing": wrong}
                 | {"raised": killed.errors()},
             )

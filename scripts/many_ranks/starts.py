@@ -230,8 +230,8 @@ class Ended:
         return dict(Counter(re.sub(r"rank \d+", "rank N", error)[:110] for error in raised))
 
 
-def carried_out(start: Start, told_seconds: float = 30.0) -> Ended:
-    """Run `start` to its end. Once a rank is down, the others have `told_seconds` to end."""
+def carried_out(start: Start, leave_seconds: float = 30.0) -> Ended:
+    """Run `start` to its end. Once a rank is down, the others have `leave_seconds` to end."""
     start.folder.mkdir(parents=True, exist_ok=True)
     for path in (*start.folder.glob("rank*.jsonl"), start.folder / "output.log"):
         path.unlink(missing_ok=True)
@@ -246,7 +246,7 @@ def carried_out(start: Start, told_seconds: float = 30.0) -> Ended:
         while any(rank.poll() is None for rank in ranks) and time.time() < end:
             if not down_at and any(map(_is_down, ranks)):
                 down_at = time.time()
-                end = down_at + told_seconds
+                end = down_at + leave_seconds
             time.sleep(0.05)
         codes, seconds = [rank.poll() for rank in ranks], time.time() - began
     finally:
