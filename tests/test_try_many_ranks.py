@@ -15,7 +15,7 @@ from scripts.many_ranks.starts import Ended, Start, differing
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.slow  # Three starts of four processes, and their server.
+@pytest.mark.exhaustive  # Three starts of four processes, and their server: about 10 s on idle cores.
 def test_a_job_whose_coordinator_is_killed_counts_as_found_again(tmp_path: Path) -> None:
     few = ["--few", "4", "--parts", "kills", "--points", "manifest", "--json", str(tmp_path / "found.json")]
     command = [sys.executable, str(ROOT / "scripts" / "try_many_ranks.py"), *few, "--folder", str(tmp_path)]
