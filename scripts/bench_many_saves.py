@@ -115,7 +115,7 @@ def _cell(looks: Looks, name: str, window: int) -> str:
         return "-"
     scale = 1000 if name.partition("_")[2] in UNITS else 1
     value, by = (each / scale for each in change(looks, name, window))
-    return f"{value:.0f} {by:+.0f}"
+    return f" {value:.0f}{by:+.0f}"
 
 
 def _in_process(place: Path, mode: str, saves: int) -> Looks:
