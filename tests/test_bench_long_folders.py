@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_quick_run_has_the_figures_of_each_length(tmp_path: Path) -> None:
     found, place = tmp_path / "long.json", tmp_path / "files"
     command = [sys.executable, str(ROOT / "scripts/bench_long_folders.py"), "--quick", "--folder", str(place)]

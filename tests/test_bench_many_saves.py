@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_leak_of_some_bytes_and_a_descriptor_is_found(tmp_path: Path) -> None:
     found, place = tmp_path / "saves.json", tmp_path / "files"
     options = ["--saves", "160", "--window", "40", "--modes", "disabled", "--leak"]
