@@ -288,6 +288,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args()
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
+    if options.folder is not None:
+        Path(options.folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         trial = Trial(options, Path(folder))
         for part in options.parts:
