@@ -27,24 +27,28 @@ class JsonLines:
         self.path = path
         self._fd: int | None = None
         self._is_torn = False
-        self._num_lost = 0
+        self._is_failing, self._num_lost = False, 0
+        self._owed: list[bytes] = []
 
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Append `record` as the last line of the file. **Any thread**."""
-        line = json.dumps(dict(record), default=str).encode() + b"\n"
+    def append(self, record: Mapping[str, Any], *, is_owed: bool = False) -> None:
+        """Append `record` as the last line of the file; where it `is_owed`, also later. **Any thread**."""
+        lines = [*self._owed, json.dumps(dict(record), default=str).encode() + b"\n"]
         try:
             if self._fd is None:
                 self._open()
-            self._write(line)
+            while lines:
+                self._write(lines[0])
+                del lines[0]
         except OSError as error:
-            if not self._num_lost:
+            if not self._is_failing:
                 logger.warning("Could not write a line to %s: %s. Training continues", self.path, error)
-            self._num_lost += 1
+            self._is_failing, self._num_lost = True, self._num_lost + (not is_owed)
         else:
-            if self._num_lost:
+            if self._is_failing:
                 lost = counted(self._num_lost, "line") + (" is" if self._num_lost == 1 else " are")
                 logger.warning("Writing to %s works again; %s lost", self.path, lost)
-            self._num_lost = 0
+            self._is_failing, self._num_lost = False, 0
+        self._owed = lines if is_owed else lines[:-1]
 
     def close(self) -> None:
         """Close the file. Idempotent; a later line opens it again."""

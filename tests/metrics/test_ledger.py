@@ -162,6 +162,25 @@ def test_what_a_start_gave_up_in_a_roll_back_and_the_next_one_trains_counts_once
     assert accounts.seconds["redone"] == pytest.approx(2 + 4)
 
 
+def test_a_start_whose_first_lines_could_not_be_written_counts_as_soon_as_writing_works(tmp_path: Path) -> None:
+    time, first = loaded_start(tmp_path)
+    first.train(1)
+    first.ledger.beat()
+    (aside := tmp_path / "aside").mkdir()
+    (tmp_path / LEDGER_FILE).rename(aside / LEDGER_FILE)
+    (tmp_path / LEDGER_FILE).mkdir()  # A file that cannot be opened.
+    second = TrainedStart(tmp_path, time)
+    second.load(0)
+    second.ledger.beat()
+    (tmp_path / LEDGER_FILE).rmdir()
+    (aside / LEDGER_FILE).rename(tmp_path / LEDGER_FILE)
+    second.train(1)
+    second.ledger.end(FINISHED)
+    accounts = read_accounts(tmp_path)
+    assert (len(accounts.starts), accounts.redone_steps) == (2, 1)
+    assert accounts.wall_seconds == pytest.approx(time.now - 1000)
+
+
 def test_the_last_step_before_a_kill_counts_without_a_beat_of_the_thread(tmp_path: Path) -> None:
     time, first = loaded_start(tmp_path)
     first.train(1)

@@ -88,8 +88,8 @@ class Ledger:
                 last = self.before.starts[-1]
                 self._step = self._durable_step = last.durable_step
                 if not last.end and (latest := self._latest.read()):
-                    self._lines.append(latest)
-            self._lines.append({"record": START, "time": self.began, "start": self.id} | about)
+                    self._lines.append(latest, is_owed=True)
+            self._lines.append({"record": START, "time": self.began, "start": self.id} | about, is_owed=True)
             self._has_begun = True
         self._earlier_steps = self.before.steps
 
@@ -244,7 +244,8 @@ class Ledger:
 
     def _append(self, kind: str, step: int, figures: Mapping[str, Any]) -> None:
         if self._has_begun:  # A seed checkpoint is saved by no start.
-            self._lines.append(self._record(kind, step, figures))
+            # Without these the start's beats say nothing; another beat follows.
+            self._lines.append(self._record(kind, step, figures), is_owed=kind in (LOADED, ROLLED_BACK))
 
     def _record(self, kind: str, step: int, figures: Mapping[str, Any]) -> dict[str, Any]:
         elapsed = sum(figures["seconds"].values()) if isinstance(figures.get("seconds"), dict) else self.clock.elapsed
