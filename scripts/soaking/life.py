@@ -281,8 +281,9 @@ class Lived:
 
     def _look_at_ledger(self, redone: int) -> list[str]:
         accounts, wrong = read_accounts(self._dump), []
-        of_first = [line["time"] for line in self._records.lines if not line["rank"]]
-        wall = of_first[-1] - of_first[0]
+        of_first = [line for line in self._records.lines if not line["rank"]]
+        # A start that did not come to its load is not in the ledger.
+        wall = of_first[-1]["time"] - next(line["time"] for line in of_first if line["event"] == "begun")
         self.outcome.figures |= {"goodput": round(accounts.goodput, 3), "wall": round(wall, 1)}
         # A kill between a step and its record leaves one that only the ledger has.
         if abs(accounts.redone_steps - redone) > len({line["start"] for line in self._records.lines}):
