@@ -86,15 +86,15 @@ class Accounts:
     """All starts of a run, in their order."""
 
     starts: tuple[Start, ...] = ()
-    before: Accounts | None = field(default=None, repr=False, compare=False)
+    _before: Accounts | None = field(default=None, repr=False, compare=False)
     """Those of all starts but the last, if they are at hand: sums over them are not made again."""
 
     @cached_property
     def _sums(self) -> tuple[dict[str, float], int, Steps]:
         """The seconds by part, the steps that were trained again, and all that were trained."""
-        seconds, redone, steps = self.before._sums if self.before else (dict.fromkeys(PARTS, 0.0), 0, Steps())
-        seconds, last = dict(seconds), self.before.starts[-1:] if self.before else ()
-        for start in self.starts[len(self.before.starts) if self.before else 0 :]:
+        seconds, redone, steps = self._before._sums if self._before else (dict.fromkeys(PARTS, 0.0), 0, Steps())
+        seconds, last = dict(seconds), self._before.starts[-1:] if self._before else ()
+        for start in self.starts[len(self._before.starts) if self._before else 0 :]:
             for part in PARTS_OF_A_START:
                 seconds[part] += start.seconds.get(part, 0.0)
             for earlier in last:

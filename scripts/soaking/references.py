@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from scripts.soaking.drawn import TOPOLOGIES, Life
 from tests.e2e.jobs import CONFIG
@@ -72,9 +71,9 @@ class References:
 
     def content(self, checkpoint: Path) -> str:
         """Return a digest of the tensors of model and optimizer in a checkpoint, as stock DCP reads them."""
-        state: dict[str, Any] = {}
-        reader = dcp.FileSystemReader(checkpoint)
-        _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+        with tempfile.NamedTemporaryFile(dir=self.folder) as file:
+            dcp_to_torch_save(checkpoint, file.name)
+            state = torch.load(file.name, weights_only=False)
         digest = xxhash.xxh3_64()
         for name, tensor in sorted(_tensors(state)):
             if name.startswith(("model", "optimizer")):
