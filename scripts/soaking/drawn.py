@@ -176,7 +176,7 @@ def _happening(drawn: random.Random, kind: str) -> Happening:
         seconds = drawn.uniform(*LASTING[kind])
     # Every tenth comes while the start is still starting.
     steps = 0 if drawn.random() < 0.1 else drawn.randint(1, 10)
-    return Happening(kind, steps, round(drawn.uniform(0, 0.1), 3), round(drawn.random(), 3), round(seconds, 2))
+    return Happening(kind, steps, round(drawn.uniform(0, 0.1), 3), int(1000 * drawn.random()) / 1000, round(seconds, 2))
 
 
 def _of(drawn: random.Random, weights: dict[str, int]) -> str:
