@@ -108,12 +108,13 @@ class Lived:
 
     def live(self, deadline: float) -> Outcome:
         """Start the run as drawn, with no more injections after `deadline`; look at all it leaves."""
-        began, drawn = time.monotonic(), list(self.life.starts)
+        began = time.monotonic()
         try:
-            while drawn and not self._records.has("finished") and time.monotonic() < deadline:
-                start = drawn.pop(0)
+            for start in self.life.starts:
                 self._before(start)
                 self._carry_out(start, start.happenings, start.fault)
+                if self._records.has("finished") or time.monotonic() > deadline:
+                    break
             for _ in range(STARTS_TO_FINISH):
                 if not self._records.has("finished"):
                     self._carry_out(start, (), "")
