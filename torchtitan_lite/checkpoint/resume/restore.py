@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -72,19 +72,13 @@ def _usable_source(store: StoresCheckpoints, config: Checkpoint) -> LoadSource |
         return choose_source(store, config.load_step, config)
 
 
-class Owners(Protocol):
+class Owners(NamedTuple):
     """The objects that take the state back."""
 
-    @property
-    def model(self) -> ModelWrapper: ...
-
-    @property
-    def optimizer(self) -> OptimizerWrapper: ...
-
-    @property
-    def small(self) -> Mapping[str, Stateful]:
-        """All further states, by name."""
-        ...
+    model: ModelWrapper
+    optimizer: OptimizerWrapper
+    small: Mapping[str, Stateful] = {}  # never changed
+    """All further states, by name."""
 
 
 class Restore:
