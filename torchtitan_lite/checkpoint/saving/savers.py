@@ -29,11 +29,11 @@ from torchtitan_lite.checkpoint.saving.content import Copies, WriteStaged, live_
 from torchtitan_lite.checkpoint.saving.target import RankContent, SaveTarget
 from torchtitan_lite.checkpoint.saving.writer import commit
 from torchtitan_lite.checkpoint.staging.stager import (
-    DO_NOT_WATCH,
     Copying,
     StagedCopy,
     StagingWatch,
     build_staging_watch,
+    do_not_watch,
 )
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.config.job_config import Checkpoint
@@ -247,7 +247,7 @@ class ThreadSaver(CopyingSaver):
         plans: PlanCache | None = None,
         *,
         write: WriteStaged = write_in_place,
-        watch: StagingWatch = DO_NOT_WATCH,
+        watch: StagingWatch = do_not_watch,
         copying: Copying | None = None,
         companions: Sequence[Companion] = (),
     ) -> None:
@@ -264,7 +264,7 @@ class ProcessSaver(CopyingSaver):
         ignored_signals: Sequence[str] = (),
         *,
         plans: PlanCache | None = None,
-        watch: StagingWatch = DO_NOT_WATCH,
+        watch: StagingWatch = do_not_watch,
         copying: Copying | None = None,
         companions: Sequence[Companion] = (),
     ) -> None:
