@@ -296,5 +296,4 @@ def _forward_to_hub(number: int, frame: FrameType | None) -> None:
 HUB = SignalHub()
 """The hub of this process."""
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=HUB.hold, after_in_parent=HUB.let_go, after_in_child=HUB.forget)
+os.register_at_fork(before=HUB.hold, after_in_parent=HUB.let_go, after_in_child=HUB.forget)
