@@ -68,7 +68,7 @@ def test_json_has_what_a_script_needs(tmp_path: Path) -> None:
     assert ended.json["files"] == ["__0_0.distcp", "__1_0.distcp", ".metadata", "manifest.json"]
     assert (ended.json["dtype"], ended.json["tensors"], ended.json["bytes"]) == ("bfloat16", 20, 50240)
     assert [note.partition(":")[0] for note in ended.json["notes"]] == ["tied embeddings"]
-    assert ended.json["model"]["hidden_dim"] == 48
+    assert ended.json["model"]["ffn_dim"] == 48
     assert ended.json["train"].endswith(f"--model.tokenizer_path={tmp_path / 'hf'}")
 
 

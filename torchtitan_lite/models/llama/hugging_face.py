@@ -184,7 +184,7 @@ def args_of(config: Mapping[str, Any]) -> ModelArgs:
         n_heads=heads,
         n_kv_heads=kv_heads,
         vocab_size=count_in(config, "vocab_size"),
-        hidden_dim=count_in(config, "intermediate_size"),
+        ffn_dim=count_in(config, "intermediate_size"),
         norm_eps=positive_in(config, "rms_norm_eps", _NORM_EPS),
         rope_theta=_rope_theta(config),
         rope_scaling=_rope_scaling(config),
