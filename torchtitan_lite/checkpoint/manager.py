@@ -223,11 +223,9 @@ class CheckpointManager:
         """
         refuse_replaced(checkpoint, save_policy=save_policy is not None, retention=retention is not None)
         config = loop_config(folder, checkpoint)
-        objects = arguments.of_loop(model, optimizer, lr_scheduler, dataloader, states)
+        objects = dataloader, model, optimizer, lr_scheduler, states
         return cls(
-            dataloader,
             *objects,
-            states,
             config,
             hugging_face=hugging_face,
             ranks_may_differ=ranks_may_differ,

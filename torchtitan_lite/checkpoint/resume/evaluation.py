@@ -59,7 +59,7 @@ def load_model(
     """
     arguments.refuse_swapped(model, folder)
     config = loop_config(folder, {"load_cast": True, **checkpoint, "load_only": True})
-    parts = arguments.model_parts(model, arguments.OF_LOOP)
+    parts = arguments.model_parts(model)
     if config.checkpoint.save_trained_only:
         fsdp1.refuse_trained_only(parts)
     wrapper = ModelWrapper(parts, trained_only=config.checkpoint.save_trained_only)

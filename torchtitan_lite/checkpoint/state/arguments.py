@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -28,27 +27,6 @@ from torchtitan_lite.distributed.tried_torch import refuse_stuck_stream
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
 
-
-@dataclass(frozen=True)
-class Spelling:
-    """How the caller's parameters are called, and what else helps a caller who mistook them."""
-
-    model: str
-    optimizer: str
-    lr_scheduler: str
-    hint: str
-
-
-OF_CONSTRUCTOR = Spelling(
-    "model_parts",
-    "optimizers",
-    "lr_schedulers",
-    " The order is CheckpointManager(dataloader, model_parts, optimizers, lr_schedulers, states, job_config); "
-    "keywords avoid mistaking it.",
-)
-OF_LOOP = Spelling("model", "optimizer", "lr_scheduler", "")
-"""Of `for_loop`, which takes keywords only, and of `load_model`."""
-
 _IN_ANOTHER_PLACE = (nn.Module, Optimizer, LRScheduler, JobConfig)
 _VALUES = (bool, int, float, complex, str, bytes, list, tuple, set, torch.Tensor, np.ndarray, np.generic, type(None))
 _METHODS = ("state_dict", "load_state_dict")
@@ -57,9 +35,9 @@ _METHODS = ("state_dict", "load_state_dict")
 def check_arguments(dataloader: Any, states: Any, job_config: Any) -> None:
     """Raise ConfigError if one of these is not what its parameter takes."""
     if not isinstance(job_config, JobConfig):
-        raise ConfigError(f"job_config: expected a JobConfig, found {_typed(job_config)}.{OF_CONSTRUCTOR.hint}")
-    _refuse_dataloader(dataloader, OF_CONSTRUCTOR)
-    _refuse_states(states, OF_CONSTRUCTOR)
+        raise ConfigError(f"job_config: expected a JobConfig, found {_typed(job_config)}.")
+    _refuse_dataloader(dataloader)
+    _refuse_states(states)
     for name, each in {"dataloader": dataloader, **(states or {})}.items():
         for stream in (each, getattr(each, "dataset", None)):
             refuse_stuck_stream(name, stream)
@@ -84,20 +62,6 @@ def check_policies(save_policy: object, retention: object, state_owner: object) 
             f"state_owner: expected a function, found {_typed(state_owner)}. Give one that takes the name of a "
             "parameter and a number of ranks, and returns the rank that has its optimizer state, or None."
         )
-
-
-def of_loop(
-    model: object, optimizer: object, lr_scheduler: object, dataloader: object, states: object
-) -> tuple[list[nn.Module], list[Optimizer], list[LRScheduler]]:
-    """Return the model parts, optimizers and schedulers that `for_loop` was given.
-
-    Raises ConfigError for one of the five that is not what its parameter takes.
-    """
-    parts = model_parts(model, OF_LOOP)
-    found = parts, optimizers(optimizer, OF_LOOP), lr_schedulers(lr_scheduler, OF_LOOP)
-    _refuse_dataloader(dataloader, OF_LOOP)
-    _refuse_states(states, OF_LOOP)
-    return found
 
 
 def refuse_swapped(model: object, folder: object) -> None:
@@ -148,25 +112,25 @@ def _whole_number(given: object, otherwise: int) -> int:
         return otherwise
 
 
-def model_parts(given: object, spelt: Spelling = OF_CONSTRUCTOR) -> list[nn.Module]:
+def model_parts(given: object) -> list[nn.Module]:
     """Return the modules of `model_parts`; raise ConfigError for anything else.
 
     Also for FSDP1 without a mesh, and for parameters that are pieces of larger tensors.
     """
     if isinstance(given, Mapping) and not isinstance(given, nn.Module):
         raise ConfigError(
-            f"{spelt.model}: expected a module or a list of modules, found {_typed(given)}. Put several models into an "
+            f"model: expected a module or a list of modules, found {_typed(given)}. Put several models into an "
             "nn.ModuleDict, and give their optimizers as a list."
         )
     what = "a module or a list of modules"
     if given is None:
-        raise _wrong(spelt.model, what, given, spelt)
-    parts = _argument_as_list(spelt.model, what, given, nn.Module, spelt)
+        raise _wrong("model", what, given)
+    parts = _argument_as_list("model", what, given, nn.Module)
     if not parts:
-        raise ConfigError(f"{spelt.model}: expected {what}, found none.{spelt.hint}")
+        raise ConfigError(f"model: expected {what}, found none.")
     for at, part in enumerate(parts):
         if not isinstance(part, nn.Module):
-            raise _wrong(_one_of(spelt.model, at, given, parts), "a module", part, spelt)
+            raise _wrong(_one_of("model", at, given, parts), "a module", part)
     fsdp1.refuse_without_mesh(parts)
     _refuse_pieces(parts)
     return parts
@@ -181,15 +145,15 @@ def _refuse_pieces(parts: Sequence[nn.Module]) -> None:
                 raise ConfigError(str(error)) from None
 
 
-def optimizers(given: object, spelt: Spelling = OF_CONSTRUCTOR) -> list[Optimizer]:
+def optimizers(given: object) -> list[Optimizer]:
     """Return the optimizers: those of `torch.optim`, and objects with a state and parameter groups like theirs."""
     what = "an optimizer, a list of them or None"
-    found = _argument_as_list(spelt.optimizer, what, given, Optimizer, spelt)
+    found = _argument_as_list("optimizer", what, given, Optimizer)
     for at, each in enumerate(found):
-        name = _one_of(spelt.optimizer, at, given, found)
+        name = _one_of("optimizer", at, given, found)
         is_one = all(hasattr(each, name) for name in ("state_dict", "load_state_dict", "param_groups", "step"))
         if isinstance(each, nn.Module) or not is_one:
-            raise _wrong(name, "an optimizer", each, spelt)
+            raise _wrong(name, "an optimizer", each)
         if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(each).__mro__):
             raise ConfigError(
                 f"{name}: a ZeroRedundancyOptimizer has the state of each parameter on one rank only, and no "
@@ -198,14 +162,14 @@ def optimizers(given: object, spelt: Spelling = OF_CONSTRUCTOR) -> list[Optimize
     return found
 
 
-def lr_schedulers(given: object, spelt: Spelling = OF_CONSTRUCTOR) -> list[LRScheduler]:
+def lr_schedulers(given: object) -> list[LRScheduler]:
     """Return the schedulers: those of `torch.optim.lr_scheduler`, and objects with a state and a `step` method."""
     what = "a scheduler, a list of them or None"
-    found = _argument_as_list(spelt.lr_scheduler, what, given, LRScheduler | ReduceLROnPlateau, spelt)
+    found = _argument_as_list("lr_scheduler", what, given, LRScheduler | ReduceLROnPlateau)
     for at, each in enumerate(found):
         is_one = all(hasattr(each, name) for name in ("state_dict", "load_state_dict", "step"))
         if isinstance(each, nn.Module | Optimizer) or not is_one:
-            raise _wrong(_one_of(spelt.lr_scheduler, at, given, found), "a scheduler", each, spelt)
+            raise _wrong(_one_of("lr_scheduler", at, given, found), "a scheduler", each)
     return found
 
 
@@ -218,11 +182,9 @@ def refuse_without_state(given: object) -> None:
         )
 
 
-def _refuse_dataloader(dataloader: Any, spelt: Spelling) -> None:
+def _refuse_dataloader(dataloader: Any) -> None:
     if isinstance(dataloader, (*_IN_ANOTHER_PLACE, Mapping, list, tuple)):
-        raise ConfigError(
-            f"dataloader: expected an object with a state, or None, found {_typed(dataloader)}.{spelt.hint}"
-        )
+        raise ConfigError(f"dataloader: expected an object with a state, or None, found {_typed(dataloader)}.")
     if dataloader is None or _has_state_methods(dataloader):
         return
     instead = (
@@ -238,11 +200,11 @@ def _refuse_dataloader(dataloader: Any, spelt: Spelling) -> None:
     )
 
 
-def _refuse_states(states: Any, spelt: Spelling) -> None:
+def _refuse_states(states: Any) -> None:
     if states is None:
         return
     if not isinstance(states, Mapping):
-        raise ConfigError(f"states: expected a dict of names and states, found {_typed(states)}.{spelt.hint}")
+        raise ConfigError(f"states: expected a dict of names and states, found {_typed(states)}.")
     for name, state in states.items():
         if not isinstance(name, str):
             raise ConfigError(f"states: expected strings as names, found {name!r}. Give the state a name.")
@@ -308,13 +270,13 @@ def _typed(value: Any) -> str:
     return f"the class {name}" if isinstance(value, type) else f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
-def _argument_as_list(name: str, what: str, given: object, one: Any, spelt: Spelling) -> list[Any]:
+def _argument_as_list(name: str, what: str, given: object, one: Any) -> list[Any]:
     if given is None:
         return []
     if isinstance(given, one) or hasattr(given, "state_dict"):
         return [given]
     if isinstance(given, str | bytes | Mapping) or not (isinstance(given, Sequence) or hasattr(given, "__iter__")):
-        raise _wrong(name, what, given, spelt)
+        raise _wrong(name, what, given)
     return list(given)
 
 
@@ -322,5 +284,5 @@ def _one_of(name: str, at: int, given: object, found: Sequence[object]) -> str:
     return name if found[0] is given else f"{name}[{at}]"
 
 
-def _wrong(name: str, expected: str, found: object, spelt: Spelling) -> ConfigError:
-    return ConfigError(f"{name}: expected {expected}, found {_typed(found)}.{spelt.hint}")
+def _wrong(name: str, expected: str, found: object) -> ConfigError:
+    return ConfigError(f"{name}: expected {expected}, found {_typed(found)}.")
