@@ -8,7 +8,7 @@ again at each restart, and no save says so. Each is one sentence of `ConfigError
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from torchtitan_lite.checkpoint.format.flattening import refuse_piece
@@ -64,15 +64,6 @@ def check_policies(save_policy: object, retention: object, state_owner: object) 
         )
 
 
-def refuse_swapped(model: object, folder: object) -> None:
-    """Raise ConfigError if `load_model` was given the model as the folder."""
-    if isinstance(folder, nn.Module):
-        raise ConfigError(
-            f"load_model: expected a model and then a folder, found {_typed(model)} and then {_typed(folder)}. Call "
-            "load_model(model, 'outputs/checkpoint')."
-        )
-
-
 def refuse_dry_run(config: Checkpoint) -> None:
     """Raise ConfigError if a loop loads, trains or saves although `dry_run` is set."""
     if config.dry_run:
@@ -117,20 +108,9 @@ def model_parts(given: object) -> list[nn.Module]:
 
     Also for FSDP1 without a mesh, and for parameters that are pieces of larger tensors.
     """
-    if isinstance(given, Mapping) and not isinstance(given, nn.Module):
-        raise ConfigError(
-            f"model: expected a module or a list of modules, found {_typed(given)}. Put several models into an "
-            "nn.ModuleDict, and give their optimizers as a list."
-        )
-    what = "a module or a list of modules"
-    if given is None:
-        raise _wrong("model", what, given)
-    parts = _argument_as_list("model", what, given, nn.Module)
+    parts: list[nn.Module] = _listed("model", "a module", given, lambda each: isinstance(each, nn.Module))
     if not parts:
-        raise ConfigError(f"model: expected {what}, found none.")
-    for at, part in enumerate(parts):
-        if not isinstance(part, nn.Module):
-            raise _wrong(_one_of("model", at, given, parts), "a module", part)
+        raise ConfigError("model: expected a module or a list of them, found none.")
     fsdp1.refuse_without_mesh(parts)
     _refuse_pieces(parts)
     return parts
@@ -147,16 +127,12 @@ def _refuse_pieces(parts: Sequence[nn.Module]) -> None:
 
 def optimizers(given: object) -> list[Optimizer]:
     """Return the optimizers: those of `torch.optim`, and objects with a state and parameter groups like theirs."""
-    what = "an optimizer, a list of them or None"
-    found = _argument_as_list("optimizer", what, given, Optimizer)
+    methods = (*_METHODS, "param_groups", "step")
+    found: list[Optimizer] = _listed("optimizer", "an optimizer", given, lambda each: _has(each, methods, nn.Module))
     for at, each in enumerate(found):
-        name = _one_of("optimizer", at, given, found)
-        is_one = all(hasattr(each, name) for name in ("state_dict", "load_state_dict", "param_groups", "step"))
-        if isinstance(each, nn.Module) or not is_one:
-            raise _wrong(name, "an optimizer", each)
         if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(each).__mro__):
             raise ConfigError(
-                f"{name}: a ZeroRedundancyOptimizer has the state of each parameter on one rank only, and no "
+                f"optimizer[{at}]: a ZeroRedundancyOptimizer has the state of each parameter on one rank only, and no "
                 "rank returns its own. Use fully_shard, which shards that state too, or a plain optimizer with DDP."
             )
     return found
@@ -164,13 +140,8 @@ def optimizers(given: object) -> list[Optimizer]:
 
 def lr_schedulers(given: object) -> list[LRScheduler]:
     """Return the schedulers: those of `torch.optim.lr_scheduler`, and objects with a state and a `step` method."""
-    what = "a scheduler, a list of them or None"
-    found = _argument_as_list("lr_scheduler", what, given, LRScheduler | ReduceLROnPlateau)
-    for at, each in enumerate(found):
-        is_one = all(hasattr(each, name) for name in ("state_dict", "load_state_dict", "step"))
-        if isinstance(each, nn.Module | Optimizer) or not is_one:
-            raise _wrong(_one_of("lr_scheduler", at, given, found), "a scheduler", each)
-    return found
+    methods, others = (*_METHODS, "step"), (nn.Module, Optimizer)
+    return _listed("lr_scheduler", "a scheduler", given, lambda each: _has(each, methods, others))
 
 
 def refuse_without_state(given: object) -> None:
@@ -270,19 +241,18 @@ def _typed(value: Any) -> str:
     return f"the class {name}" if isinstance(value, type) else f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
-def _argument_as_list(name: str, what: str, given: object, one: Any) -> list[Any]:
-    if given is None:
-        return []
-    if isinstance(given, one) or hasattr(given, "state_dict"):
-        return [given]
-    if isinstance(given, str | bytes | Mapping) or not (isinstance(given, Sequence) or hasattr(given, "__iter__")):
-        raise _wrong(name, what, given)
-    return list(given)
+def _has(value: object, names: Sequence[str], others: Any) -> bool:
+    return not isinstance(value, others) and all(hasattr(value, name) for name in names)
 
 
-def _one_of(name: str, at: int, given: object, found: Sequence[object]) -> str:
-    return name if found[0] is given else f"{name}[{at}]"
-
-
-def _wrong(name: str, expected: str, found: object) -> ConfigError:
-    return ConfigError(f"{name}: expected {expected}, found {_typed(found)}.")
+def _listed(argument: str, one: str, given: Any, is_one: Callable[[object], bool]) -> list[Any]:
+    """Return the objects in `given`, which is one, some or None. Raise ConfigError unless each of them is `one`."""
+    is_single = hasattr(given, "state_dict")
+    found = [] if given is None else [given] if is_single else given
+    if isinstance(found, str | bytes | Mapping) or not isinstance(found, Iterable):
+        raise ConfigError(f"{argument}: expected {one} or a list of them, found {_typed(given)}.")
+    for at, each in enumerate(found := [*found]):
+        if not is_one(each):
+            name = argument if is_single else f"{argument}[{at}]"
+            raise ConfigError(f"{name}: expected {one}, found {_typed(each)}.")
+    return found
