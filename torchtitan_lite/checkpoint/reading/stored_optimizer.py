@@ -178,16 +178,7 @@ class StoredOptimizer:
     def _stored_name(self, slot: ParameterSlot) -> str:
         """Return the checkpoint's name of the parameter: of its names here, the one with settings in the checkpoint."""
         stored = [self._names.get(name, name) for name in slot.names]
-        return next((name for name in stored if name in self._with_settings), stored[0])
-
-    @cached_property
-    def _with_settings(self) -> set[str]:
-        known = set(self._names.values())
-        return {
-            split_state_key(key.removeprefix(f"{SETTINGS}."), known)[0]
-            for key in self._entries
-            if key.startswith(f"{SETTINGS}.")
-        }
+        return next((name for name in stored if name in self._by_parameter[1]), stored[0])
 
     @cached_property
     def _by_parameter(self) -> tuple[Entries, Entries, Entries]:
