@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.flattening import State, flat_tensors, refuse_piece
-from torchtitan_lite.checkpoint.format.key_report import KeyReport, TensorLike, compare_tensors, merged
+from torchtitan_lite.checkpoint.format.key_report import KeyReport, compare_tensors, merged
 from torchtitan_lite.checkpoint.format.shards import local_shards
 from torchtitan_lite.checkpoint.format.structure import rebuild, without
 from torchtitan_lite.checkpoint.format.untyped_structure import Untyped, retyped
@@ -203,10 +203,7 @@ class StoredCheckpoint:
         except TypeError as error:
             raise CheckpointMismatch(str(self.path), f"  {error}") from None
         sharded = {key: value for key, value in live.items() if isinstance(value, DTensor)}
-        tensors = self.contents.tensors
-        stored = {
-            key: TensorLike(torch.Size(tensors[key].shape), tensors[key].dtype) for key in sharded if key in tensors
-        }
+        stored = {key: self.contents.tensors[key] for key in sharded if key in self.contents.tensors}
         mismatched = compare_tensors({key: sharded[key] for key in stored}, stored)
         report = merged(KeyReport(missing=[name] if own and not self.has_state(name) else []), mismatched)
         if report:
