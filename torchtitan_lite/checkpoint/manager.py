@@ -53,8 +53,8 @@ from torchtitan_lite.checkpoint.schedule.optimum import Past
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
 from torchtitan_lite.checkpoint.seams import Seams
 from torchtitan_lite.checkpoint.state import arguments
+from torchtitan_lite.checkpoint.state.optimizer_state import StateOwner
 from torchtitan_lite.checkpoint.state.run_state import RunState
-from torchtitan_lite.checkpoint.state.state_owners import StateOwner
 from torchtitan_lite.checkpoint.state.stateful import Stateful
 from torchtitan_lite.checkpoint.state.step_hooks import StepHooks
 from torchtitan_lite.checkpoint.state.train_state import Metrics, check_metrics

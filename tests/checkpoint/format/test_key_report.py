@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from torchtitan_lite.checkpoint.format.chunk_runs import StoredTensor
 from torchtitan_lite.checkpoint.format.key_report import SHOWN, KeyReport, compare_tensors
-from torchtitan_lite.checkpoint.format.stored_tensor import StoredTensor
 
 FP32 = torch.zeros(2, 3)
 

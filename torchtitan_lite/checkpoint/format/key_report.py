@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from torchtitan_lite.checkpoint.format.chunk_runs import StoredTensor
 from torchtitan_lite.checkpoint.format.flattening import is_expanded
 from torchtitan_lite.checkpoint.format.shards import PLAIN_TENSORS
-from torchtitan_lite.checkpoint.format.stored_tensor import StoredTensor
 from torchtitan_lite.checkpoint.format.tensor_table import TensorKind
 
 TensorLike = torch.Tensor | StoredTensor | TensorKind

@@ -22,18 +22,16 @@ from torchtitan_lite.checkpoint.format.flattening import State, flat_tensors, re
 from torchtitan_lite.checkpoint.format.key_report import KeyReport, compare_tensors, merged
 from torchtitan_lite.checkpoint.format.shards import local_shards
 from torchtitan_lite.checkpoint.format.structure import rebuild, without
-from torchtitan_lite.checkpoint.format.untyped_structure import Untyped, retyped
+from torchtitan_lite.checkpoint.reading.entries import Untyped, retyped
 from torchtitan_lite.checkpoint.reading.files import Files
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, Verify
-from torchtitan_lite.checkpoint.reading.listed_groups import read_listed_groups
 from torchtitan_lite.checkpoint.reading.load_rules import EVERYTHING, LoadRules
-from torchtitan_lite.checkpoint.reading.own_plan import planned
-from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, RankReads
+from torchtitan_lite.checkpoint.reading.reader import CheckpointReader
+from torchtitan_lite.checkpoint.reading.regions import RankReads, planned
 from torchtitan_lite.checkpoint.reading.shared_reads import SharedReads
 from torchtitan_lite.checkpoint.reading.stored_model import StoredModel
-from torchtitan_lite.checkpoint.reading.stored_optimizer import RankNumbers, StoredOptimizer
-from torchtitan_lite.checkpoint.state.optimizer_state import OF_OPTIMIZERS, ParameterSlot, nested_tensors
-from torchtitan_lite.checkpoint.state.state_owners import OWNER_KEYS
+from torchtitan_lite.checkpoint.reading.stored_optimizer import RankNumbers, StoredOptimizer, read_listed_groups
+from torchtitan_lite.checkpoint.state.optimizer_state import OF_OPTIMIZERS, OWNER_KEYS, ParameterSlot, nested_tensors
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.distributed.peers import Peers, together_or_worst
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch

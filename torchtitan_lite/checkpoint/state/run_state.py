@@ -24,10 +24,10 @@ from torchtitan_lite.checkpoint.format.flattening import State, flat_tensors, wi
 from torchtitan_lite.checkpoint.state import arguments, fsdp1
 from torchtitan_lite.checkpoint.state.names import no_mixing
 from torchtitan_lite.checkpoint.state.optimizer_owner import parameters_of
+from torchtitan_lite.checkpoint.state.optimizer_state import StateOwner
 from torchtitan_lite.checkpoint.state.other_keys import other_names, try_load
 from torchtitan_lite.checkpoint.state.per_rank import PerRank
 from torchtitan_lite.checkpoint.state.rng import RNG, RngState
-from torchtitan_lite.checkpoint.state.state_owners import StateOwner
 from torchtitan_lite.checkpoint.state.stateful import (
     LRSchedulerWrapper,
     ModelWrapper,
