@@ -81,7 +81,7 @@ COVER = """
 import math
 from scale_simulation.plans import box_in, held_by, mesh_of, outlines, state_of
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
-from torchtitan_lite.checkpoint.format.stored_tensor import chunk_mismatch
+from torchtitan_lite.checkpoint.format.chunk_runs import chunk_mismatch
 from torchtitan_lite.checkpoint.format.tensor_table import TensorTable
 from torchtitan_lite.checkpoint.planning.joint_plan import JointPlan
 from torchtitan_lite.store.manifest import Table

@@ -47,9 +47,8 @@ def load_model(
     is touched), `CheckpointDamaged`, `AllCheckpointsDamaged`, `CheckpointUnreadable`, `FolderUnusable`, and
     ConfigError for a wrong argument.
     """
-    arguments.refuse_swapped(model, folder)
     config = loop_config(folder, {"load_cast": True, **checkpoint, "load_only": True})
-    parts = arguments.model_parts(model, arguments.OF_LOOP)
+    parts = arguments.model_parts(model)
     if config.checkpoint.save_trained_only:
         fsdp1.refuse_trained_only(parts)
     wrapper = ModelWrapper(parts, trained_only=config.checkpoint.save_trained_only)

@@ -26,13 +26,16 @@ from torchtitan_lite.checkpoint.state.optimizer_owner import (
 )
 from torchtitan_lite.checkpoint.state.optimizer_state import (
     OF_OPTIMIZERS,
+    OWNERS,
     PARAMETERS,
     OptimizerState,
+    OwnerRanks,
     ParameterSlot,
+    StateOwner,
     by_name,
     flat_optimizer_state,
+    owner_of,
 )
-from torchtitan_lite.checkpoint.state.state_owners import OWNERS, OwnerRanks, StateOwner, owner_of
 from torchtitan_lite.distributed.groups import world_size
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
