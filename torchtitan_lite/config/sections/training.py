@@ -38,8 +38,8 @@ class Training:
     """Split of a "huggingface" dataset."""
 
     tokens_folder: str = "tokens"
-    """Folder for the tokens of "parquet" files, and of all files with a tokenizer.json: in job.dump_folder, or
-    absolute, so that runs can share it."""
+    """Folder for the tokens of "jsonl" and "parquet" files, and of all files with a tokenizer.json: in job.dump_folder,
+    or absolute, so that runs can share it."""
 
     batch_size: AtLeastOne = 8
     """Sequences that a rank takes in one forward pass (the local batch)."""
