@@ -395,17 +395,13 @@ def test_bytes_of_files_of_text_are_read_without_a_file_of_tokens(tmp_path: Path
     assert stream(as_tokens) == stream(ByteCorpus(build_documents(training)))
 
 
-def test_a_full_disk_names_the_folder_and_what_the_tokens_need(tmp_path: Path) -> None:
+def test_a_full_disk_names_the_folder_and_the_key(tmp_path: Path) -> None:
     texts = ["a" * 3_000_000, "b" * 3_000_000]
     with small_disk(tmp_path / "kept"), pytest.raises(TokensNotWritten) as raised:
         corpus(tmp_path, texts).read(0, 1)
     assert not isinstance(raised.value, ConfigError), "the exit code is 1"
-    message = (
-        r"the tokens of the corpus could not be written in \S+/kept/[0-9a-f]+: No space left on device: they need "
-    )
-    message += (
-        r"about 11\.4 MiB, 2\.0 MiB are free\. Make room there, or set --training\.tokens_folder to a folder on .*"
-    )
+    message = r"the tokens of the corpus could not be written in \S+/kept/[0-9a-f]+: No space left on device\. "
+    message += r"Make room there, or set --training\.tokens_folder to a folder on .*"
     assert re.fullmatch(message, str(raised.value))
     with small_disk(tmp_path / "other"), pytest.raises(ConfigError, match="a folder that this user may write"):
         make_read_only(tmp_path / "other")
