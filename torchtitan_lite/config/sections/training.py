@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
 
-from torchtitan_lite.config.checks import AtLeastOne, AtLeastZero, Positive, at_least
-from torchtitan_lite.config.field_types import check_types
+from torchtitan_lite.config.checks import AtLeastOne, AtLeastZero, Positive, at_least, check_types
 from torchtitan_lite.errors import ConfigError
 
 DtypeName = Literal["float32", "float16", "bfloat16"]
