@@ -33,7 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from scale_simulation.plans import Mesh, item_of, llama_shapes, state_of
 from torchtitan_lite.models.llama.args import FLAVORS
 from torchtitan_lite.models.llama.model import Transformer
-from torchtitan_lite.parallelisms.tensor_parallel import apply_tensor_parallelism
+from torchtitan_lite.parallelisms.parallelize_llama import apply_tensor_parallelism
 
 args = FLAVORS["debugmodel"]
 

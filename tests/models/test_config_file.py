@@ -87,7 +87,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) 
     [
         ("config.json", "[]", "expected an object with the sizes of a Llama"),
         ("config.json", "{", "cannot be read"),
-        ("config.json", '{"model_type": "qwen3"}', "found 'qwen3', which has norms in its attention"),
+        ("config.json", '{"model_type": "qwen3"}', "found 'qwen3'"),
         ("params.json", '{"dim": 0}', "dim: expected a whole number from 1 on, found 0"),
         ("params.json", '{"dim": 8, "n_heads": 2, "n_layers": 1000000000000}', "n_layers: expected a whole number"),
         (

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torchtitan_lite.config.job_config import JobConfig, Training
 from torchtitan_lite.data.batch_size import global_batch_size
-from torchtitan_lite.data.documents import JsonDocuments, ParquetColumns, TextFiles, build_documents
+from torchtitan_lite.data.documents import TextFiles, build_documents
 from torchtitan_lite.data.progress import EpochProgress, progress_at
 from torchtitan_lite.data.stream import StreamLoader, open_share
 from torchtitan_lite.data.token_corpus import TokenCorpus
@@ -65,8 +65,8 @@ def build_dataloader(config: JobConfig, tokenizer: Tokenizer, *, seed: int, rank
 def _build_corpus(config: JobConfig, tokenizer: Tokenizer) -> Corpus:
     training, checkpoint = config.training, config.checkpoint
     documents = build_documents(training)
-    # A row of a Parquet file can be read only with its row group, so its bytes are kept as tokens, too.
-    if tokenizer.fingerprint == BYTES and not isinstance(documents, ParquetColumns):
+    # To find a line of JSON, or a row of Parquet, much around it has to be read, so its bytes are kept as tokens, too.
+    if tokenizer.fingerprint == BYTES and isinstance(documents, TextFiles):
         return ByteCorpus(documents)
     folder = Path(config.job.dump_folder).absolute() / Path(training.tokens_folder).expanduser()
     only_loads = checkpoint.enable_checkpoint and checkpoint.load_only
@@ -266,15 +266,15 @@ def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
 
 
 class ByteCorpus:
-    """Documents whose tokens are their bytes, between the marks BOS and EOS, in one stream that never changes.
+    """Text files whose tokens are their bytes, between the marks BOS and EOS, in one stream that never changes.
 
-    Reads from the documents as they are, without a file of tokens.
+    Reads from the files as they are, without a file of tokens.
     """
 
     tokenizer = BYTES
     tokens_file = None
 
-    def __init__(self, documents: TextFiles | JsonDocuments) -> None:
+    def __init__(self, documents: TextFiles) -> None:
         self._documents = documents
         self.fingerprint = documents.fingerprint
         self._ends = np.cumsum(documents.lengths + 2)

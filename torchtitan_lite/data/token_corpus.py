@@ -14,7 +14,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 import socket
 import struct
 import tempfile
@@ -72,7 +71,6 @@ class TokenCorpus:
         self._names = names_in_corpus(documents.paths)
         self._sizes = [path.stat().st_size for path in documents.paths]
         self._folder = folder / self._key()
-        self._bytes_made, self._share_made = 0, 0.0
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -232,12 +230,8 @@ class TokenCorpus:
     def _arrays(self, note: Callable[[str], None]) -> Iterator[npt.NDArray[np.uint32]]:
         total, logged = max(1, sum(self._sizes)), time.monotonic()
         # Batches span files: the tokenizer uses all cores only for several texts at once.
-        self._bytes_made, token_bytes = 0, self._token_bytes
         for batch in _document_batches(self._pieces()):
-            tokens = self._marked(batch)
-            self._bytes_made += token_bytes * len(tokens)
-            self._share_made = batch[-1].progress / total
-            yield tokens
+            yield self._marked(batch)
             if time.monotonic() - logged >= _LOG_SECONDS:
                 logged, percent = time.monotonic(), 100 * batch[-1].progress / total
                 logger.info("Tokenised %.0f %% of the corpus", percent)
@@ -274,19 +268,7 @@ class TokenCorpus:
                     f"training.tokens_folder: the tokens could not be written in {folder}: {error}. "
                     "Set --training.tokens_folder to a folder that this user may write."
                 ) from error
-            raise TokensNotWritten(str(folder), self._cause(error, folder)) from error
-
-    def _cause(self, error: OSError, folder: Path) -> str:
-        """Return what the system said, and for a disk without room what is needed and what there is."""
-        cause = error.strerror or str(error)
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            return cause
-        if self._share_made:
-            needed = self._bytes_made / self._share_made
-            cause += f": they need about {readable_bytes(round(needed))}"
-        with suppress(OSError):
-            cause += f", {readable_bytes(shutil.disk_usage(folder).free)} are free"
-        return cause
+            raise TokensNotWritten(str(folder), error.strerror or str(error)) from error
 
 
 def _document_batches(pieces: Iterator[DocumentPiece]) -> Iterator[list[DocumentPiece]]:
