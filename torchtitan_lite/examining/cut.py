@@ -22,6 +22,11 @@ class Cut(NamedTuple):
     offsets: Shape
     sizes: Shape
 
+    @classmethod
+    def whole(cls, shape: Shape) -> Cut:
+        """Return all of a tensor of `shape`."""
+        return cls(0, (0,) * len(shape), shape)
+
     @property
     def numel(self) -> int:
         """The number of its elements."""

@@ -101,8 +101,7 @@ class TensorStream:
         itemsize = tensor.dtype.itemsize
         most = most_elements or max(1, SLICE_BYTES // itemsize)
         room = _new_buffer(min(most, math.prod(tensor.shape)) * itemsize)
-        whole = within or Cut(0, (0,) * len(tensor.shape), tensor.shape)
-        for cut in self._cuts(key, whole, most):
+        for cut in self._cuts(key, within or Cut.whole(tensor.shape), most):
             data = room[: cut.numel * itemsize]
             self.read(key, cut, data)
             yield Slice(cut.begin, data)
