@@ -32,7 +32,7 @@ from torchtitan_lite.examining.item_checksums import CheckedItems, PlacedItem, c
 from torchtitan_lite.examining.opened import absence
 from torchtitan_lite.examining.other_libraries import contents_in, contents_of, description_of
 from torchtitan_lite.examining.presence import checkpoint_identity, reading, refuse_if_gone
-from torchtitan_lite.examining.recorded_digests import RecordedDigests
+from torchtitan_lite.examining.recorded_digests import read_record
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import recorded_sizes
 from torchtitan_lite.store.known_manifests import damage_in
@@ -52,7 +52,7 @@ class Looked:
     """What differs once another checkpoint has its name."""
     manifest: Manifest | None = None
     """None if it is damaged, and for plain DCP's."""
-    recorded: RecordedDigests | None = None
+    recorded: Manifest | None = None
     """What was recorded of a checkpoint without a manifest; None if nothing was."""
     contents: Contents | None = None
     """None if they are damaged."""
@@ -182,7 +182,7 @@ def _looked(looked: Looked, record: Path | None) -> Looked:
             raise CheckpointDamaged(str(folder), f"{layout.MANIFEST}: it is the manifest of step {manifest.step}")
         recorded = None
         if manifest is None and record is not None:
-            recorded = RecordedDigests.read(record, on_disk(place))
+            recorded = read_record(record, on_disk(place))
         looked = dataclasses.replace(looked, manifest=manifest, recorded=recorded)
         contents = _described_contents(place, manifest)
         contents.check_names()
