@@ -39,7 +39,7 @@ class Reader:
 
     def elements(self, key: str) -> bytes:
         """Return the elements of the small tensor under `key`."""
-        return b"".join(bytes(part.data) for part in self.stream.slices(key))
+        return b"".join(map(bytes, self.stream.slices(key)))
 
     def value(self, key: str) -> Any:
         """Return the object under `key`, or the whole number in the tensor under it; None if there is neither."""
@@ -51,7 +51,7 @@ class Reader:
         stored_tensor = self.contents.tensors.get(key)
         if stored_tensor is not None and stored_tensor.shape in ((), (1,)) and "int" in str(stored_tensor.dtype):
             [part] = self.stream.slices(key)
-            return int.from_bytes(part.data, "little", signed=True)
+            return int.from_bytes(part, "little", signed=True)
         return None
 
     def state(self, keys: Mapping[str, tuple[str, Path]], dtype: str = "") -> NewState:

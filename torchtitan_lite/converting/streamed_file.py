@@ -154,7 +154,7 @@ def _cast_pieces(parts: Iterable[Part], stream: TensorStream, advance: Advance) 
             yield memoryview(part)
             continue
         most = None if part.cast is None else part.cast.most_elements
-        for _, data in stream.slices(part.source, most, part.within):
+        for data in stream.slices(part.source, most, part.within):
             cast = data if part.cast is None else part.cast(data)
             yield cast
             advance(len(cast))
