@@ -287,7 +287,7 @@ def test_a_fault_is_logged_when_it_is_installed_and_when_it_happens(caplog: pyte
         ("EIO@write:seconds=1", ["expected seconds with slow only"]),
         ("tear@fsync", ["expected tear@write, found @fsync"]),
         ("short@open", ["expected short@write"]),
-        ("kill@write:rank=1,rank=2", ["expected rank once"]),
+        ("kill@write:rank=1,rank=2", ["expected each condition once", "found 'rank=2'"]),
         ("EIO@write; kill@nowhere:rank=1", ["'kill@nowhere:rank=1'"]),
     ],
 )

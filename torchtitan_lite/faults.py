@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import math
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from types import MappingProxyType
@@ -63,9 +62,6 @@ POINTS: Mapping[str, str] = MappingProxyType(
 )
 """Every point, and when it is passed."""
 
-WRITE_POINTS = ("write",)
-"""Points where `tear` and `short` can happen."""
-
 KINDS: Mapping[str, str] = MappingProxyType(
     {
         "kill": "SIGKILL to the process itself",
@@ -91,8 +87,7 @@ CONDITIONS: Mapping[str, str] = MappingProxyType(
 )
 """What restricts a fault to some passes of its point."""
 
-PROCESSES = ("trainer", "writer", "uploader")
-FORM = "KIND@POINT:rank=1,step=10"
+_FORM = "KIND@POINT:rank=1,step=10"
 
 
 @dataclass
@@ -102,11 +97,11 @@ class Fault:
     spec: str
     kind: str
     point: str
-    rank: int | None = None
-    step: int | None = None
+    rank: float | None = None
+    step: float | None = None
     process: str | None = None
     path: str | None = None
-    after: int = 0
+    after: float = 0
     times: float = 1
     seconds: float = 1.0
     _passes: int = field(default=0, init=False)
@@ -121,18 +116,11 @@ class Fault:
             return self.after < self._passes <= self.after + self.times
 
 
-@dataclass(frozen=True)
-class _Rest:
-    """The rest of a torn write: the next write of `num_bytes` to the same file fails."""
-
-    path: Path | None
-    num_bytes: int
-
-
 _active: tuple[Fault, ...] = ()
 _spec = ""
 _step: int | None = None
 _torn = threading.local()
+"""Its `rest` is that of a torn write, path and bytes: the next write of that many to the same file fails."""
 
 
 def install(spec: str, *, rank: int, process: str = "trainer") -> None:
@@ -186,7 +174,7 @@ def limit(name: str, num_bytes: int, *, path: Path | None = None) -> int:
             allowed = (num_bytes + 1) // 2
             _log(fault, path)
         if fault.kind == "tear":
-            _torn.rest = _Rest(path, num_bytes - allowed)
+            _torn.rest = path, num_bytes - allowed
         _carry_out(fault, path)
     return allowed
 
@@ -230,9 +218,8 @@ def _log(fault: Fault, path: Path | None) -> None:
 
 
 def _fail_the_rest_of_a_torn_write(num_bytes: int, path: Path | None) -> None:
-    rest: _Rest | None = getattr(_torn, "rest", None)
-    _torn.rest = None
-    if rest == _Rest(path, num_bytes):
+    rest, _torn.rest = getattr(_torn, "rest", None), None
+    if rest == (path, num_bytes):
         raise _os_error(errno.EIO, path)
 
 
@@ -242,74 +229,45 @@ def _os_error(code: int, path: Path | None) -> OSError:
 
 def _fault(part: str) -> Fault:
     head, _, conditions = part.partition(":")
-    kind, at, name = (piece.strip() for piece in head.partition("@"))
+    kind, at, point = (piece.strip() for piece in head.partition("@"))
     if not at:
-        raise _wrong_spec(part, f"expected {FORM}, found {head!r}")
+        raise _wrong_spec(part, f"expected {_FORM}, found {head!r}")
     if kind not in KINDS and not (kind.startswith("E") and isinstance(getattr(errno, kind, None), int)):
         raise _wrong_spec(part, f"expected a kind of fault, found {kind!r}")
-    if name not in POINTS:
-        raise _wrong_spec(part, f"expected a point, found {name!r}")
-    if kind in ("tear", "short") and name not in WRITE_POINTS:
-        raise _wrong_spec(part, f"{kind} is for writes: expected {kind}@{' or @'.join(WRITE_POINTS)}, found @{name}")
-    given = _conditions(part, conditions)
-    if "seconds" in given and kind != "slow":
-        raise _wrong_spec(part, f"expected seconds with slow only, found it with {kind}")
-    values = {condition: _condition_value(part, condition, text) for condition, text in given.items()}
-    return Fault(part, kind, name, **values)
-
-
-def _conditions(part: str, conditions: str) -> dict[str, str]:
-    given: dict[str, str] = {}
+    if point not in POINTS:
+        raise _wrong_spec(part, f"expected a point, found {point!r}")
+    if kind in ("tear", "short") and point != "write":
+        raise _wrong_spec(part, f"{kind} is for writes: expected {kind}@write, found @{point}")
+    values: dict[str, Any] = {}
     for condition in filter(None, (piece.strip() for piece in conditions.split(","))):
-        name, equals, value = (piece.strip() for piece in condition.partition("="))
-        if not equals or name not in CONDITIONS:
-            raise _wrong_spec(part, f"expected a condition and its value, as in step=10, found {condition!r}")
-        if name in given:
-            raise _wrong_spec(part, f"expected {name} once, found it twice")
-        given[name] = value
-    return given
+        name, equals, text = (piece.strip() for piece in condition.partition("="))
+        if not equals or name not in CONDITIONS or name in values:
+            raise _wrong_spec(part, f"expected each condition once, with its value, as in step=10, found {condition!r}")
+        pattern, expected = _VALUES[name]
+        if not re.fullmatch(pattern, text):
+            raise _wrong_spec(part, f"{name}: expected {expected}, found {text!r}")
+        values[name] = text if name in ("process", "path") else float(text.replace("always", "inf"))
+    if "seconds" in values and kind != "slow":
+        raise _wrong_spec(part, f"expected seconds with slow only, found it with {kind}")
+    return Fault(part, kind, point, **values)
 
 
-def _condition_value(part: str, name: str, text: str) -> Any:
-    read, expected = _READERS[name]
-    value = read(text)
-    if value is None:
-        raise _wrong_spec(part, f"{name}: expected {expected}, found {text!r}")
-    return value
-
-
-def _whole_number(text: str) -> int | None:
-    return int(text) if re.fullmatch("[0-9]+", text) else None
-
-
-def _fault_times(text: str) -> float | None:
-    return math.inf if text == "always" else _whole_number(text) or None
-
-
-def _seconds(text: str) -> float | None:
-    try:
-        seconds = float(text)
-    except ValueError:
-        return None
-    return seconds if 0 <= seconds < math.inf else None
-
-
-_NUMBER = (_whole_number, "a number from 0")
-_READERS: Mapping[str, tuple[Callable[[str], object], str]] = {
+_NUMBER = ("[0-9]+", "a number from 0")
+_VALUES: Mapping[str, tuple[str, str]] = {
     "rank": _NUMBER,
     "step": _NUMBER,
-    "process": ({process: process for process in PROCESSES}.get, " or ".join(PROCESSES)),
-    "path": (lambda text: text or None, "a glob, such as *.distcp"),
+    "process": ("trainer|writer|uploader", "trainer or writer or uploader"),
+    "path": (".+", "a glob, such as *.distcp"),
     "after": _NUMBER,
-    "times": (_fault_times, "a number from 1, or always"),
-    "seconds": (_seconds, "a number of seconds"),
+    "times": ("0*[1-9][0-9]*|always", "a number from 1, or always"),
+    "seconds": (r"[0-9]+(\.[0-9]*)?", "a number of seconds"),
 }
-"""What reads the value of each condition, None for a wrong one, and what it expects."""
+"""The pattern of each condition's value, and what it is."""
 
 
 def _wrong_spec(part: str, finding: str) -> ConfigError:
     return ConfigError(
-        f"TORCHTITAN_LITE_FAULT: {part!r}: {finding}. Write {FORM}. "
+        f"TORCHTITAN_LITE_FAULT: {part!r}: {finding}. Write {_FORM}. "
         f"Kinds: {', '.join(KINDS)} or the name of an error of the system, such as ENOSPC. "
         f"Points: {', '.join(POINTS)}. Conditions: {', '.join(CONDITIONS)}."
     )

@@ -31,7 +31,6 @@ from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.data.batch_size import global_batch_size
 from torchtitan_lite.data.loader import Loader, build_dataloader
 from torchtitan_lite.data.tokenizer import build_tokenizer
-from torchtitan_lite.distributed.environment import master_address
 from torchtitan_lite.distributed.groups import counts_of
 from torchtitan_lite.distributed.host_mismatch import HostView, alike, versions_and_config
 from torchtitan_lite.distributed.peers import build_peers
@@ -420,15 +419,17 @@ class Trainer:
         comm = self.config.comm
         if comm.hang_seconds == 0 or self.config.checkpoint.dry_run:
             return []
-        from torchtitan_lite.hangs.watch import HangWatch, WatchPlace
+        from torchtitan_lite.hangs.watch import HangWatch
 
-        place = WatchPlace(
-            address=master_address(),
+        watch = HangWatch(
+            comm.hang_seconds,
+            self.peers,
+            counts_of(self.mesh),
             events=None if self._only_loads else self.dump_folder / EVENTS_FILE,
             ignored_signals=self.config.checkpoint.preemption_signals,
+            gives_up_seconds=comm.train_timeout_seconds,
         )
-        counts, gives_up_seconds = counts_of(self.mesh), comm.train_timeout_seconds
-        return [HangWatch(comm.hang_seconds, self.peers, place, counts, gives_up_seconds=gives_up_seconds)]
+        return [watch]
 
     def _build_part(self, stage: Stage) -> Transformer:
         config = as_built(self.config)

@@ -14,12 +14,12 @@ from tests.cli.other_libraries import MAKERS, of_trainer, of_trainer_with_fsdp
 from tests.cli.pruned_others import made
 from tests.store.crashing import Crash, Cut
 from tests.store.filled import contents
-from torchtitan_lite.cli.prune_others import PruneOthers
+from torchtitan_lite.cli.prune import Prune, prune_others
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.disk.durable import Durable
 from torchtitan_lite.errors import CheckpointNotFound
 from torchtitan_lite.examining.opened import open_checkpoint
-from torchtitan_lite.store.retention import KeepLatest
+from torchtitan_lite.store.store import CheckpointStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 COMMAND = "prune"
@@ -34,7 +34,8 @@ LOADED = {
 
 def pruned(root: Path, durable: Durable) -> int:
     """Remove all but the latest with `durable`."""
-    return PruneOthers(root, KeepLatest(1), 0, 0.0, True, {}).run(Screen(as_json=True), durable)
+    verb = Prune(str(root), keep_latest=1, yes=True, min_age=0.0)
+    return prune_others(verb, CheckpointStore(root), Screen(as_json=True), durable)
 
 
 @pytest.mark.parametrize("library", MAKERS)
@@ -130,10 +131,10 @@ def test_a_disk_that_refuses_is_one_sentence(tmp_path: Path, capsys: pytest.Capt
         raise OSError(13, "Permission denied", "optimizer.pt")
 
     made(of_trainer, tmp_path, 10, 20)
-    verb = PruneOthers(tmp_path, KeepLatest(1), 0, 0.0, True, {"keep_latest_k": "latest 1"})
-    assert verb.run(Screen(), Meanwhile("optimizer.pt", refuse)) == 1
+    verb, store = Prune(str(tmp_path), keep_latest=1, yes=True, min_age=0.0), CheckpointStore(tmp_path)
+    assert prune_others(verb, store, Screen(), Meanwhile("optimizer.pt", refuse)) == 1
     out = capsys.readouterr().out
     assert "removed in part: 3 of its 5 files are left" in out
     assert "0 of 2 checkpoints removed\nStopped: checkpoint-10 could not be removed: optimizer.pt: Permission" in out
-    verb.run(Screen(), Durable())
+    prune_others(verb, store, Screen(), Durable())
     assert "kept: not known to be complete: there is no trainer_state.json in it" in capsys.readouterr().out

@@ -33,7 +33,7 @@ def tensors_of(opened: OpenedCheckpoint) -> dict[str, tuple[str, tuple[int, ...]
     files = opened.manifest.files if opened.manifest is not None else {}
     stream = TensorStream(opened.folder, opened.contents, files)
     return {
-        key: (str(tensor.dtype), tensor.shape, b"".join(bytes(part.data) for part in stream.slices(key)))
+        key: (str(tensor.dtype), tensor.shape, b"".join(map(bytes, stream.slices(key))))
         for key, tensor in opened.contents.tensors.items()
     }
 

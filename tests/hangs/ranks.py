@@ -24,7 +24,7 @@ from torchtitan_lite.disk.block_writer import NewFileOnDisk
 from torchtitan_lite.disk.helper import is_stopped
 from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.errors import WriterProcessDied
-from torchtitan_lite.hangs.watch import HangWatch, WatchPlace
+from torchtitan_lite.hangs.watch import HangWatch
 
 ROOT = Path(__file__).parents[2]
 BOUND_SECONDS = 1
@@ -94,10 +94,10 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str]:
 def main(kind: str, rank: int, world_size: int, folder: Path) -> None:
     log.setup(rank)
     ranks = InFolder(rank, world_size, folder)
-    place = WatchPlace(address="localhost", events=folder / "events.jsonl", ignored_signals=())
     begun = {"all ranks": 0}
     kind, _, befalls = kind.partition("+")
-    with HangWatch(BOUND_SECONDS, ranks, place, lambda: begun, gives_up_seconds=100) as watch:
+    around = {"events": folder / "events.jsonl", "gives_up_seconds": 100}
+    with HangWatch(BOUND_SECONDS, ranks, lambda: begun, **around) as watch:
         writer = Writer(befalls, rank, folder) if befalls in WRITER_FAULTS else None
         (folder / f"began{rank}").touch()
         _wait_while((folder / "hold").exists)

@@ -16,7 +16,7 @@ from tests.hangs import ranks
 from tests.logged import logged_warnings
 from tests.processes import children, command_line, own_children, read_lines, send, wait_until
 from torchtitan_lite.hangs.own_rank import dump_signal
-from torchtitan_lite.hangs.watch import HangWatch, WatchPlace
+from torchtitan_lite.hangs.watch import HangWatch
 
 POLL_CALLS = (7, 73)
 """poll on x86-64, ppoll on arm64, in which it is called for poll."""
@@ -186,9 +186,8 @@ def test_a_busy_process_survives_any_number_of_looks_at_its_stack(tmp_path: Path
 def test_pauses_do_not_count_for_auto(pause_seconds: float, *, warns: bool, tmp_path: Path) -> None:
     """The bound would exceed the time-out of collectives, which is a warning, once."""
     now = 0.0
-    place = WatchPlace(address="", events=None, ignored_signals=())
     alone = ranks.InFolder(0, 1, tmp_path)
-    watch = HangWatch("auto", alone, place, dict, gives_up_seconds=100, clock=lambda: now)
+    watch = HangWatch("auto", alone, dict, events=None, gives_up_seconds=100, clock=lambda: now)
     with logged_warnings() as logged:
         for step in range(1, 15):
             watch.step(step)

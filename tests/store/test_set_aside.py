@@ -75,10 +75,10 @@ def test_every_byte_of_it_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "finding"),
     [
-        (lambda folder: flip(folder / filled.DATA), "bytes 0 to 100 are not those that were written"),
+        (lambda folder: flip(folder / filled.DATA), "__0_0.distcp: bytes 0 to 100 are not what was saved"),
         (lambda folder: flip(folder / ".metadata"), ".metadata: bytes 0 to 6"),
-        (lambda folder: (folder / filled.DATA).unlink(), "__0_0.distcp is missing"),
-        (lambda folder: (folder / filled.DATA).write_bytes(b"cut"), "__0_0.distcp has 3 bytes, not 100"),
+        (lambda folder: (folder / filled.DATA).unlink(), "__0_0.distcp: it is missing"),
+        (lambda folder: (folder / filled.DATA).write_bytes(b"cut"), "__0_0.distcp: it has 3 bytes, not 100"),
         (lambda folder: (folder / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda folder: (folder / "manifest.json").write_bytes(b"{}"), "manifest.json: "),
         (lambda folder: os.truncate(folder / "manifest.json", 20), "manifest.json: "),

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from torchtitan_lite.cli.screen import Screen, plain_table
 from torchtitan_lite.cli.writing_verbs import holding, store_to_write
 from torchtitan_lite.config.argument_parser import Option, Positional
+from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.disk.mounts import mount_of
 from torchtitan_lite.errors import ConfigError
@@ -29,10 +30,6 @@ if TYPE_CHECKING:
 _PAUSE_SECONDS = 0.01
 _MOST_SECONDS = 60.0
 """For how long the second client is watched."""
-_SAFE_SHARE = 0.5
-"""Of the time-out of a lease, at most, that a client may take to see a new name."""
-_TIMEOUT_SECONDS = 30.0
-"""What lease_timeout_seconds is, unless it is set."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,8 @@ class Probe:
         with usable(store.address), holding(store, "probe"):
             lacks = probe(root)
             seen = _seen_by_second(root, Path(self.second).absolute()) if self.second else {}
-        screen.show(_json(root, lacks, seen), lambda: _table(root, lacks, seen))
+        data = {"folder": str(root), "mount": mount_of(root), "lacks": lacks, "second": seen}
+        screen.show(data, lambda: _table(root, lacks, seen))
 
 
 def _seen_by_second(root: Path, second: Path) -> dict[str, float | bool]:
@@ -71,44 +69,31 @@ def _seen_by_second(root: Path, second: Path) -> dict[str, float | bool]:
     try:
         theirs.parent.is_dir()  # A client may remember that there is none.
         DISK.make_dir(folder)
-        if (seconds := _until(theirs.parent.is_dir)) is None:
+        found["a new folder"] = _seconds_until(theirs.parent.is_dir)
+        if not theirs.parent.is_dir():
             raise ConfigError(f"{second} does not show within {_MOST_SECONDS:g} s what is made in {root}")
-        found["a new folder"] = seconds
-        for what, data in (("a new file", b"one"), ("new contents under its name", b"two")):
-            DISK.write_atomically(file, data)
-            found[what] = _seconds(lambda data=data: _content(theirs) == data)  # type: ignore[misc]  # as it is now
+        DISK.write_atomically(file, b"one")
+        found["a new file"] = _seconds_until(lambda: theirs.read_bytes() == b"one")
+        DISK.write_atomically(file, b"other")
+        found["new contents under its name"] = _seconds_until(lambda: theirs.read_bytes() == b"other")
         found[LOCKS] = has_locks(file, theirs)
         DISK.remove_file(file)
-        found["that it was removed"] = _seconds(lambda: not os.path.lexists(theirs))
+        found["that it was removed"] = _seconds_until(lambda: not os.path.lexists(theirs))
     finally:
         with suppress(OSError):
             DISK.remove_tree(folder)
     return found
 
 
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:  # Not there yet, or no longer, as this client sees it.
-        return b""
-
-
-def _seconds(is_seen: Callable[[], bool]) -> float:
-    seconds = _until(is_seen)
-    return _MOST_SECONDS if seconds is None else seconds
-
-
-def _until(is_seen: Callable[[], bool]) -> float | None:
+def _seconds_until(is_seen: Callable[[], bool]) -> float:
+    """Return after how many seconds it `is_seen`, `_MOST_SECONDS` if not by then."""
     began = time.monotonic()
-    while not is_seen():
-        if time.monotonic() - began > _MOST_SECONDS:
-            return None
+    while (passed := time.monotonic() - began) < _MOST_SECONDS:
+        with suppress(OSError):  # Not there yet, or no longer, as this client sees it.
+            if is_seen():
+                return passed
         time.sleep(_PAUSE_SECONDS)
-    return time.monotonic() - began
-
-
-def _json(root: Path, lacks: list[str], seen: dict[str, float | bool]) -> dict[str, Any]:
-    return {"folder": str(root), "mount": mount_of(root), "lacks": lacks, "second": seen}
+    return _MOST_SECONDS
 
 
 def _table(root: Path, lacks: list[str], seen: dict[str, float | bool]) -> RenderableType:
@@ -135,8 +120,8 @@ def _shown(value: float | bool) -> str:
 
 
 def _advice(seen: dict[str, float | bool]) -> str:
-    longest = max(value for value in seen.values() if not isinstance(value, bool))
-    if longest <= _SAFE_SHARE * _TIMEOUT_SECONDS:
-        return f"checkpoint.lease_timeout_seconds is {_TIMEOUT_SECONDS:g} unless it is set: long enough for this."
-    wanted = longest / _SAFE_SHARE
-    return f"Set checkpoint.lease_timeout_seconds to more than {wanted:.0f}, or lower the caches of the client."
+    least = 2 * max(value for value in seen.values() if not isinstance(value, bool))
+    usual = Checkpoint().lease_timeout_seconds
+    if least <= usual:
+        return f"checkpoint.lease_timeout_seconds is {usual:g} unless it is set: long enough for this."
+    return f"Set checkpoint.lease_timeout_seconds to more than {least:.0f}, or lower the caches of the client."

@@ -7,11 +7,13 @@ The decision is that of a training job, by the same function; with --dry-run it 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from torchtitan_lite.cli.exit_codes import ExitCode
+from torchtitan_lite.cli.exit_codes import ExitCode, sentence_of
 from torchtitan_lite.cli.screen import Screen, plain_table
 from torchtitan_lite.cli.writing_verbs import (
     has_only_others,
@@ -24,6 +26,7 @@ from torchtitan_lite.config.address import is_address
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.config.checks import at_least, not_negative
 from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.disk.durable import DISK, Durable
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.store import retention
@@ -34,7 +37,7 @@ from torchtitan_lite.store.retention import Verdict, build_retention
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from torchtitan_lite.cli.prune_others import PruneOthers
+    from torchtitan_lite.examining.others_outlook import OtherVerdict
 
 
 @dataclass(frozen=True)
@@ -68,17 +71,17 @@ class Prune:
     """In a folder of another library, keep what has a file that was written at most this many hours ago."""
 
     def run(self, screen: Screen) -> ExitCode:
-        config = self._config()
+        config = self.rules()
         store = store_to_write(self.folder, screen)
         if self.min_free_disk_gb and is_address(self.folder):
             raise ConfigError(f"--min-free-disk-gb: {store.address} is in an object store, which always has room")
         if has_only_others(store):
-            return self._others(store, config).run(screen)
+            return prune_others(self, store, screen)
         if self.yes:
             raise ConfigError(f"--yes is for checkpoints of other libraries: {store.address} has none, or others too")
         refuse_without_checkpoints(store)
-        removed: set[int] = set()
-        housekeeping = build_housekeeping(config, build_retention(config), lambda event: removed.add(event.step))
+        gone: set[int] = set()
+        housekeeping = build_housekeeping(config, build_retention(config), lambda event: gone.add(event.step))
         if self.dry_run:
             self._show(housekeeping.verdicts(store), store, screen)
             return ExitCode.FINE
@@ -87,11 +90,11 @@ class Prune:
             housekeeping.remove([verdict.info for verdict in verdicts if verdict.goes], store)
             lease.check()
             recover_with_notes(store, screen)
-            verdicts = _as_done(verdicts, removed, store)
+            verdicts = _as_done(verdicts, gone, store)
         self._show(verdicts, store, screen)
         return ExitCode.FAILED if any(verdict.kept_by == (FAILED,) for verdict in verdicts) else ExitCode.FINE
 
-    def _config(self) -> Checkpoint:
+    def rules(self) -> Checkpoint:
         """Return the rules as the keys of a run's configuration. Raise ConfigError for wrong values, and for none."""
         for flag, number in (
             ("--keep-latest", self.keep_latest),
@@ -122,7 +125,7 @@ class Prune:
         )
 
     def _show(self, verdicts: list[Verdict], store: StoresCheckpoints, screen: Screen) -> None:
-        name, _ = self._config().best_metric
+        name, _ = self.rules().best_metric
         if self.keep_best and not any(name in verdict.info.metrics for verdict in verdicts):
             screen.note(f"note: no checkpoint records the metric {name!r}, so none is the best")
         skipped = {step: error.finding for step, error in store.damaged().items()}
@@ -144,30 +147,19 @@ class Prune:
 
         table = plain_table("step", "size", "what happens", padding=(0, 1))
         for verdict in verdicts:
-            table.add_row(str(verdict.info.step), readable_bytes(verdict.info.nbytes), self._in_words(verdict))
+            what = removed(verdict.for_space, self.dry_run) if verdict.goes else kept(verdict.kept_by, self.words())
+            table.add_row(str(verdict.info.step), readable_bytes(verdict.info.nbytes), what)
         going = [verdict.info.nbytes for verdict in verdicts if verdict.goes]
-        would = "would be " if self.dry_run else ""
-        freed = f" ({readable_bytes(sum(going))})" if going else ""
-        return Group(table, f"\n{len(going)} of {counted(len(verdicts), 'checkpoint')} {would}removed{freed}")
+        return Group(table, total_removed(going, len(verdicts), self.dry_run))
 
-    def _in_words(self, verdict: Verdict) -> str:
-        if verdict.goes:
-            done = "would be removed" if self.dry_run else "removed"
-            return f"{done}, for free space" if verdict.for_space else done
-        if verdict.kept_by == (FAILED,):
-            return "could not be removed"
-        words = self._words()
-        implied = {retention.WITHOUT_NAN} if retention.LATEST in verdict.kept_by else set()
-        return "kept: " + ", ".join(words[reason] for reason in verdict.kept_by if reason not in implied)
-
-    def _words(self) -> dict[str, str]:
+    def words(self) -> dict[str, str]:
         """Return what each rule and reason that keeps a checkpoint is called on the screen."""
         return {
             retention.LATEST_K: f"latest {self.keep_latest}",
             retention.EVERY_N: f"every {self.keep_every_n_steps}",
             retention.BEST_K: f"best {self.keep_best} by {self.metric}",
             retention.FOR_HOURS: f"not older than {self.keep_for_hours:g} h",
-            retention.NO_RULE: f"no {self._config().best_metric[0]} to compare" if self.keep_best else "no rule",
+            retention.NO_RULE: f"no {self.rules().best_metric[0]} to compare" if self.keep_best else "no rule",
             retention.PINNED: "pinned",
             retention.LATEST: "the latest",
             retention.WITHOUT_NAN: "the latest without NaN",
@@ -176,29 +168,36 @@ class Prune:
             retention.DAMAGED: "damaged: neither counted nor removed",
         }
 
-    def _others(self, store: StoresCheckpoints, config: Checkpoint) -> PruneOthers:
-        from torchtitan_lite.cli.prune_others import PruneOthers  # numpy, to look for NaN.
-
-        return PruneOthers(
-            Path(store.address),
-            build_retention(config),
-            max(0, wanted - store.free_bytes()) if (wanted := round(config.min_free_disk_gb * 1e9)) else 0,
-            self.min_age * 3600,
-            self.yes,
-            self._words(),
-        )
-
 
 FAILED = "could_not_be_removed"
 """What keeps a checkpoint that the disk would not remove."""
 
 
-def _as_done(verdicts: list[Verdict], removed: set[int], store: StoresCheckpoints) -> list[Verdict]:
+def removed(for_space: bool, dry_run: bool) -> str:
+    """Return what happens to a checkpoint that goes."""
+    return ("would be removed" if dry_run else "removed") + (", for free space" if for_space else "")
+
+
+def kept(reasons: Sequence[str], words: Mapping[str, str]) -> str:
+    """Return why a checkpoint stays, in the `words` for its `reasons`."""
+    if FAILED in reasons:
+        return "could not be removed"
+    implied = {retention.WITHOUT_NAN} if retention.LATEST in reasons else set()
+    return "kept: " + ", ".join(words[reason] for reason in reasons if reason not in implied)
+
+
+def total_removed(going: Sequence[int], count: int, dry_run: bool) -> str:
+    """Return the last line: how many of `count` checkpoints go, of which `going` has the bytes."""
+    freed = f" ({readable_bytes(sum(going))})" if going else ""
+    return f"\n{len(going)} of {counted(count, 'checkpoint')} {'would be ' if dry_run else ''}removed{freed}"
+
+
+def _as_done(verdicts: list[Verdict], gone: set[int], store: StoresCheckpoints) -> list[Verdict]:
     """Return what became of `verdicts`: a checkpoint may have been pinned meanwhile, or the disk may have failed."""
     pinned = store.pins.read()
     done = []
     for verdict in verdicts:
-        if verdict.goes and verdict.info.step not in removed:
+        if verdict.goes and verdict.info.step not in gone:
             reason = retention.PINNED if verdict.info.step in pinned else FAILED
             done.append(Verdict(verdict.info, (reason,)))
         else:
@@ -216,5 +215,103 @@ def _verdict_json(verdict: Verdict) -> dict[str, Any]:
         "metrics": dict(info.metrics),
         "kept_by": list(verdict.kept_by),
         "removed": verdict.goes,
+        "for_space": verdict.for_space,
+    }
+
+
+# In a folder of another library: print what no rule keeps, and remove it only with --yes.
+#
+# There is no lease that its writer would heed. So nothing goes but the files that were listed, as they were then, and
+# only while the checkpoint that makes it superfluous is still there.
+
+
+def prune_others(verb: Prune, store: StoresCheckpoints, screen: Screen, durable: Durable = DISK) -> ExitCode:
+    """Print what becomes of each checkpoint in `store`, and with --yes remove those that no rule keeps."""
+    from torchtitan_lite.examining.others_outlook import OthersOutlook  # numpy, to look for NaN.
+
+    rules, root = verb.rules(), Path(store.address)
+    missing_bytes = max(0, wanted - store.free_bytes()) if (wanted := round(rules.min_free_disk_gb * 1e9)) else 0
+    policy, min_age_seconds = build_retention(rules), verb.min_age * 3600
+    outlook = OthersOutlook(policy, min_age_seconds, time.time(), missing_bytes, screen.progress)
+    verdicts = outlook.verdicts(root)
+    going = [verdict for verdict in verdicts if verdict.goes]
+    done, stopped = _remove_listed(going, durable) if verb.yes else (going, "")
+    data = {
+        "folder": str(root),
+        "dry_run": not verb.yes,
+        "removed_bytes": sum(verdict.checkpoint.nbytes for verdict in done),
+        "checkpoints": [_other_verdict_json(verdict, verdict in done, verb.yes) for verdict in verdicts],
+        "stopped": stopped,
+    }
+    screen.show(data, lambda: _table_of_others(verb, verdicts, done, stopped))
+    return ExitCode.FAILED if stopped else ExitCode.FINE
+
+
+def _remove_listed(going: Sequence[OtherVerdict], durable: Durable) -> tuple[Sequence[OtherVerdict], str]:
+    """Remove those that go, the oldest first; return those that are gone, and why it stopped, if it did."""
+    for at, verdict in enumerate(going):
+        other, stays = verdict.checkpoint, verdict.stays
+        try:
+            if stays is not None and (finding := stays.tree.change()):
+                return going[:at], f"{stays.name}, which was to stay, is another one: {finding}"
+            if finding := other.tree.remove(other.first_to_go(), durable):
+                return going[:at], f"{other.name}: {finding}"
+        except OSError as error:
+            return going[:at], f"{other.name} could not be removed: {sentence_of(error)}"
+    return going, ""
+
+
+def _table_of_others(
+    verb: Prune, verdicts: Sequence[OtherVerdict], done: Sequence[OtherVerdict], stopped: str
+) -> RenderableType:
+    from rich.console import Group
+
+    table = plain_table("name", "files", "size", "what happens", padding=(0, 1))
+    words = _words_of_others(verb, any(retention.DAMAGED in verdict.kept_by for verdict in verdicts))
+    for verdict in verdicts:
+        other = verdict.checkpoint
+        num_files, left = len(other.tree.files), other.tree.num_left
+        if not verdict.goes:
+            what = kept(verdict.kept_by, words) + (f": {verdict.finding}" if verdict.finding else "")
+        elif verdict in done:
+            what = removed(verdict.for_space, dry_run=not verb.yes)
+        else:
+            what = "not removed" if left == num_files else f"removed in part: {left} of its {num_files} files are left"
+        table.add_row(other.name, str(num_files or ""), readable_bytes(other.nbytes), what)
+    end = total_removed([verdict.checkpoint.nbytes for verdict in done], len(verdicts), dry_run=not verb.yes)
+    end += ": nothing is removed without --yes" if done and not verb.yes else ""
+    end += f"\nStopped: {stopped}. Run it again for what is there now." if stopped else ""
+    return Group(table, end)
+
+
+def _words_of_others(verb: Prune, has_damaged: bool) -> dict[str, str]:
+    from torchtitan_lite.examining import others_outlook  # as above
+
+    return {
+        **verb.words(),
+        retention.LATEST: "the latest that is intact" if has_damaged else "the latest",
+        retention.DAMAGED: "damaged",
+        others_outlook.INCOMPLETE: "not known to be complete",
+        others_outlook.NO_STEP: "no step in its name",
+        others_outlook.NAMED: "named as best or last",
+        others_outlook.NOT_KNOWN: "which is the best is not known",
+        others_outlook.YOUNG: f"younger than {verb.min_age:g} h",
+    }
+
+
+def _other_verdict_json(verdict: OtherVerdict, is_done: bool, removes: bool) -> dict[str, Any]:
+    other = verdict.checkpoint
+    return {
+        "name": other.name,
+        "path": str(other.path),
+        "written_by": other.origin.value if other.origin is not None else None,
+        "step": other.step,
+        "bytes": other.nbytes,
+        "created_at": other.created_at,
+        "files": sorted(other.tree.files),
+        "files_left": 0 if is_done and removes else other.tree.num_left,
+        "kept_by": list(verdict.kept_by),
+        "finding": verdict.finding,
+        "removed": is_done,
         "for_space": verdict.for_space,
     }

@@ -35,11 +35,12 @@ from torchtitan_lite.errors import (
 from torchtitan_lite.examining.opened import absence, kind_from_keys
 from torchtitan_lite.examining.presence import checkpoint_identity
 from torchtitan_lite.examining.recorded_digests import (
-    RecordedDigests,
     digests_path,
+    read_record,
     states_of,
     take_digests,
     unwritable,
+    write_record,
 )
 from torchtitan_lite.examining.verification import finding_of, look_at, read_through
 from torchtitan_lite.examining.verified import FULL, SIZES, Verified, content_identity, record
@@ -120,8 +121,8 @@ class Verify:
                     result.add(result.read.findings)
                     if result.before is not None and not result.findings:
                         folder = on_disk(result.folder)
-                        digests, path = take_digests(folder, result.before, advance), self._record_of(folder)
-                        digests.write(path, layout.parse_step(result.name), kind_from_keys(result.looked.contents))
+                        kind, path = kind_from_keys(result.looked.contents), self._record_of(folder)
+                        write_record(path, take_digests(folder, result.before, kind, advance))
                         result.recorded_in = path
 
     # Checkpoints of ours have digests in their manifest, and get no record.
@@ -261,7 +262,7 @@ def _refuse_place(record: Path, folder: Path) -> None:
     if record.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(f"--record-to {record} is in the checkpoint: name a file elsewhere, or use --record")
     try:
-        RecordedDigests.read(record, folder)
+        read_record(record, folder)
     except (CheckpointDamaged, CheckpointUnsafe) as error:
         raise ConfigError(
             f"--record-to {record}: expected a record of digests, or no file, found another one ({error.finding}): "

@@ -83,7 +83,7 @@ class VerifyResult:
             if looked.manifest is None and (self.recorded_in is not None or looked.recorded is not None):
                 document["record"] = {
                     "written": str(self.recorded_in) if self.recorded_in is not None else None,
-                    "compared_with_that_of": looked.recorded.recorded_at if looked.recorded is not None else None,
+                    "compared_with_that_of": looked.recorded.created_at if looked.recorded is not None else None,
                 }
         if self.read is not None:
             document |= {"compared_with": self.compared_with, "without_checksum": self.read.num_without_checksum}
@@ -130,7 +130,7 @@ def _details(result: VerifyResult) -> list[RenderableType]:
         if finding.keys:
             lines.append((4, f"in it: {listed(finding.keys)}"))
     if result.findings and result.looked is not None and result.looked.recorded is not None:
-        since = _date(result.looked.recorded.recorded_at)
+        since = _date(result.looked.recorded.created_at)
         lines.append(
             (2, f"Recorded on {since}. If it was saved again since, replace the record with --record --again.")
         )
@@ -159,7 +159,7 @@ def _verify_summary(results: Sequence[VerifyResult], full: bool, seconds: float)
         elif result.before is not None and result.findings:
             lines.append(f"{name}: no record is written, because it is damaged.")
         elif result.looked is not None and result.looked.recorded is not None and full:
-            lines.append(f"{name}: compared with the digests recorded on {_date(result.looked.recorded.recorded_at)}.")
+            lines.append(f"{name}: compared with the digests recorded on {_date(result.looked.recorded.created_at)}.")
         elif result.compared_with == "checksums":
             lines.append(f"{name} has no digests: compared with the checksums that torch.save wrote.")
         if result.read is not None and result.read.num_without_checksum:

@@ -7,12 +7,10 @@ the first file.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -25,7 +23,7 @@ from torchtitan_lite.checkpoint.format.structure import Path as KeyPath
 from torchtitan_lite.checkpoint.format.tensor_table import TensorTable
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.format.torch_item import OBJECT_GRAIN, object_item
-from torchtitan_lite.converting.streamed_file import Advance, Cast, Elements, Part, read_back, write_new
+from torchtitan_lite.converting.streamed_file import Advance, NewTensor, Part, read_back, write_new
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
@@ -33,21 +31,6 @@ from torchtitan_lite.examining.cut import Cut, number_of
 from torchtitan_lite.examining.tensor_stream import TensorStream
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Table
-
-
-class NewTensor(NamedTuple):
-    """A tensor of the new checkpoint, and the stored one that it comes from."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    source: str
-    """The key in the old checkpoint."""
-    cast: Cast | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of its elements."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class NewObject(NamedTuple):
@@ -77,14 +60,6 @@ class NewState(NamedTuple):
     """The place of each key in the nested state; DCP calls this the planner data."""
 
 
-class NewChunk(NamedTuple):
-    """A chunk of a new tensor in one file."""
-
-    key: str
-    cut: Cut
-    num_bytes: int
-
-
 class Written(NamedTuple):
     """The files of a new checkpoint, and the tables of our manifest for them."""
 
@@ -102,11 +77,11 @@ def write_checkpoint(folder: Path, state: NewState, num_files: int, stream: Tens
     placed: list[PlacedItem] = []
     written = Written({}, {}, {})
     for key, tensor in state.tensors.items():
-        written.tensors[key] = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "chunks": []}
+        written.tensors[key] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "chunks": []}
     for number, pieces in enumerate(files):
         objects = state.objects if number == 0 else {}
         name = layout.data_file(number, 0)
-        parts = _file_parts(name, pieces, objects, state.tensors, written, placed)
+        parts = _file_parts(name, pieces, objects, written, placed)
         written.files[name] = write_new(folder / name, parts, stream, advance)
     tables = with_runs(written.tensors)
     metadata = _metadata(state, tables, placed)
@@ -118,8 +93,8 @@ def write_checkpoint(folder: Path, state: NewState, num_files: int, stream: Tens
     return written._replace(tensors=tables)
 
 
-def cut_into_files(tensors: Mapping[str, NewTensor], num_files: int) -> list[list[NewChunk]]:
-    """Return the pieces of each of `num_files` files, in the order of `tensors` and of equal size up to a row.
+def cut_into_files(tensors: Mapping[str, NewTensor], num_files: int) -> list[dict[str, NewTensor]]:
+    """Return the cuts in each of `num_files` files, in the order of `tensors` and of equal size up to a row.
 
     Each file gets at least one row that has elements. Raises ConfigError if there are fewer of these than files.
     """
@@ -127,7 +102,7 @@ def cut_into_files(tensors: Mapping[str, NewTensor], num_files: int) -> list[lis
     left = most_files(tensors)
     if left < num_files:
         raise ConfigError(f"the tensors are too small for {num_files} files: ask for at most {left}")
-    files: list[list[NewChunk]] = [[] for _ in range(num_files)]
+    files: list[dict[str, NewTensor]] = [{} for _ in range(num_files)]
     at, number, is_filled = 0, 0, False
     for key, tensor in tensors.items():
         dim, rows = _cut_dim_and_rows(tensor)
@@ -139,7 +114,7 @@ def cut_into_files(tensors: Mapping[str, NewTensor], num_files: int) -> list[lis
                 up_to_border = round((total * (number + 1) // num_files - at) / row_bytes)
                 end = begin + min(max(up_to_border, 0 if is_filled else 1), left - num_after, rows - begin)
             if end > begin:
-                files[number].append(_piece(key, tensor, dim, begin, end))
+                files[number][key] = tensor._replace(within=_cut(tensor.shape, dim, begin, end))
             if row_bytes and end > begin:
                 at, left, is_filled = at + (end - begin) * row_bytes, left - (end - begin), True
             begin = end
@@ -159,34 +134,29 @@ def _cut_dim_and_rows(tensor: NewTensor) -> tuple[int | None, int]:
     return dim, 1 if dim is None else tensor.shape[dim]
 
 
-def _piece(key: str, tensor: NewTensor, dim: int | None, begin: int, end: int) -> NewChunk:
-    shape = tensor.shape
+def _cut(shape: tuple[int, ...], dim: int | None, begin: int, end: int) -> Cut:
     if dim is None:
-        return NewChunk(key, Cut(0, (0,) * len(shape), shape), tensor.num_bytes)
+        return Cut.whole(shape)
     offsets = (*(0,) * dim, begin, *(0,) * (len(shape) - dim - 1))
     sizes = (*shape[:dim], end - begin, *shape[dim + 1 :])
-    first = number_of(offsets, shape) if begin < shape[dim] else 0
-    return NewChunk(key, Cut(first, offsets, sizes), math.prod(sizes) * tensor.dtype.itemsize)
+    return Cut(number_of(offsets, shape) if begin < shape[dim] else 0, offsets, sizes)
 
 
 def _file_parts(
     name: str,
-    pieces: Sequence[NewChunk],
+    cuts: Mapping[str, NewTensor],
     objects: Mapping[str, NewObject],
-    tensors: Mapping[str, NewTensor],
     written: Written,
     placed: list[PlacedItem],
 ) -> list[Part]:
     """Return the parts of the file `name`, and add their places to `written` and `placed`."""
-    layout_of_file = FileLayout([(tensors[piece.key].dtype, piece.cut.sizes) for piece in pieces])
+    layout_of_file = FileLayout([(DTYPES[tensor.dtype], tensor.cut.sizes) for tensor in cuts.values()])
     parts: list[Part] = []
-    for number, (piece, place) in enumerate(zip(pieces, layout_of_file.places, strict=True)):
-        tensor, cut = tensors[piece.key], piece.cut
-        chunks = written.tensors[piece.key]["chunks"]
-        chunks.append([name, place.data_at, list(cut.offsets), list(cut.sizes)])
+    for number, ((key, tensor), place) in enumerate(zip(cuts.items(), layout_of_file.places, strict=True)):
+        written.tensors[key]["chunks"].append([name, place.data_at, list(tensor.cut.offsets), list(tensor.cut.sizes)])
         parts.append(layout_of_file.frames[number].head)
-        if piece.num_bytes:
-            parts.append(Elements(tensor.source, piece.num_bytes, tensor.cast, cut))
+        if tensor.num_bytes:
+            parts.append(tensor)
         parts.append(layout_of_file.tails[number])
     at = layout_of_file.end
     for key, stored in objects.items():
@@ -208,7 +178,7 @@ def _check_dcp_folder(folder: Path, state: NewState) -> None:
     """Raise unless DCP's own reader finds the keys, dtypes and shapes of `state` in the metadata."""
     found = FileSystemReader(folder).read_metadata().state_dict_metadata
     tensors = {
-        key: (each.properties.dtype, tuple(each.size))
+        key: (dtype_name(each.properties.dtype), tuple(each.size))
         for key, each in found.items()
         if isinstance(each, TensorStorageMetadata)
     }

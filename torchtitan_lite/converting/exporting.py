@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchtitan_lite.checkpoint.format.contents import Contents
-from torchtitan_lite.checkpoint.format.dtypes import DTYPES, dtype_name
 from torchtitan_lite.checkpoint.format.structure import FORM
 from torchtitan_lite.checkpoint.format.structure import Path as KeyPath
 from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled_entry
 from torchtitan_lite.converting import new_output, safetensors_files
 from torchtitan_lite.converting.model_part import ModelKey, chosen, model_keys
 from torchtitan_lite.converting.new_output import NewOutput
-from torchtitan_lite.converting.safetensors_files import TensorToWrite
-from torchtitan_lite.converting.streamed_file import Advance, Elements, cast_between
+from torchtitan_lite.converting.streamed_file import Advance, NewTensor
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.examining.opened import OF_HUGGING_FACE, OpenedCheckpoint, WrittenBy
 from torchtitan_lite.examining.other_libraries import WEIGHTS
@@ -53,7 +51,7 @@ def export(opened: OpenedCheckpoint, out: Path, wanted: ExportRequest, progress:
     contents = opened.contents
     keys = chosen(model_keys(contents, opened.manifest), wanted.include, wanted.exclude)
     tensors = [each for each in keys if each.key in contents.tensors]
-    total = sum(elements_of(contents, each.key, wanted.dtype).num_bytes for each in tensors)
+    total = sum(NewTensor.of(contents, each.key, wanted.dtype).num_bytes for each in tensors)
     label = f"Exporting to {out.name}"
     if wanted.format == "safetensors":
         stream = TensorStream(opened.folder, contents, opened.records)
@@ -95,8 +93,7 @@ def _to_safetensors(
 def _to_torch(
     reader: Reader, keys: Sequence[ModelKey], out: Path, wanted: ExportRequest, advance: Advance
 ) -> list[str]:
-    from torchtitan_lite.checkpoint.format.torch_contents import DTYPES as OF_TORCH
-    from torchtitan_lite.converting.torch_file import Tensor, write_state
+    from torchtitan_lite.converting.torch_file import write_state
 
     if wanted.max_shard_bytes is not None:
         raise ConfigError("--max-shard-size is for safetensors and dcp: torch.save makes one file")
@@ -105,9 +102,7 @@ def _to_torch(
     leaves: dict[str, list[Leaf]] = {}
     for each in keys:
         if each.key in contents.tensors:
-            stored = contents.tensors[each.key]
-            dtype = OF_TORCH[dtype_after(contents, each.key, wanted.dtype)]
-            values[each.key] = Tensor(dtype, stored.shape, elements_of(contents, each.key, wanted.dtype))
+            values[each.key] = NewTensor.of(contents, each.key, wanted.dtype)
         else:
             values[each.key] = reader.value(each.key)
         leaves.setdefault(str(each.path[0]), []).append(Leaf(each.key, each.path[1:]))
@@ -139,33 +134,11 @@ def _to_dcp(reader: Reader, keys: Sequence[ModelKey], out: Path, wanted: ExportR
     return [*written.files]
 
 
-def new_tensors(contents: Contents, names: Mapping[str, str], dtype: str) -> list[TensorToWrite]:
+def new_tensors(contents: Contents, names: Mapping[str, str], dtype: str) -> dict[str, NewTensor]:
     """Return the tensors to write: of each key in `names`, under its name. Raise ConfigError for an odd dtype."""
-    tensors = [
-        TensorToWrite(name, dtype_after(contents, key, dtype), stored.shape, elements_of(contents, key, dtype))
-        for key, name in names.items()
-        for stored in (contents.tensors[key],)
-    ]
+    tensors = {name: NewTensor.of(contents, key, dtype) for key, name in names.items()}
     safetensors_files.refuse_dtypes(tensors)
     return tensors
-
-
-def elements_of(contents: Contents, key: str, dtype: str) -> Elements:
-    """Return the elements of the tensor `key`, cast to `dtype` if it is not empty."""
-    stored = contents.tensors[key]
-    after = dtype_after(contents, key, dtype)
-    num_bytes: int = stored.nbytes // stored.dtype.itemsize * DTYPES[after].itemsize
-    return Elements(key, num_bytes, cast_between(dtype_name(stored.dtype), after))
-
-
-def dtype_after(contents: Contents, key: str, dtype: str) -> str:
-    """Return the dtype that the tensor `key` has after a cast to `dtype`, which leaves some tensors as they are.
-
-    So it does the parts of one that is made of others: a cast scale would be of another tensor.
-    """
-    before = dtype_name(contents.tensors[key].dtype)
-    is_cast = not key.startswith(contents.made_of_others) and cast_between(before, dtype) is not None
-    return dtype if is_cast else before
 
 
 # The weights in a checkpoint of transformers, accelerate or Lightning, as far as they can be read without a pickle.

@@ -7,12 +7,10 @@ from typing import Any
 
 from torchtitan_lite.checkpoint.format import plain_value
 from torchtitan_lite.checkpoint.format.contents import StoredObject
-from torchtitan_lite.checkpoint.format.dtypes import dtype_name
 from torchtitan_lite.checkpoint.format.structure import Path, paths_of
-from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.untrusted.safe_load import UnsafeItem, load_item
-from torchtitan_lite.converting.dcp_folder import NewObject, NewState, NewTensor
-from torchtitan_lite.converting.streamed_file import cast_between
+from torchtitan_lite.converting.dcp_folder import NewObject, NewState
+from torchtitan_lite.converting.streamed_file import NewTensor
 from torchtitan_lite.errors import CheckpointUnsafe
 from torchtitan_lite.examining.opened import OpenedCheckpoint
 from torchtitan_lite.examining.tensor_stream import TensorStream
@@ -24,13 +22,6 @@ class Reader:
     def __init__(self, opened: OpenedCheckpoint) -> None:
         self.opened, self.contents = opened, opened.contents
         self.stream = TensorStream(opened.folder, opened.contents, opened.records)
-
-    def tensor(self, key: str, dtype: str = "") -> NewTensor:
-        """Return the tensor under `key`, cast to `dtype` if it is not empty."""
-        stored = self.contents.tensors[key]
-        before = dtype_name(stored.dtype)
-        cast = cast_between(before, "" if key.startswith(self.contents.made_of_others) else dtype)
-        return NewTensor(DTYPES[before if cast is None else dtype], stored.shape, key, cast)
 
     def object(self, key: str) -> NewObject:
         """Return the object under `key`, as it is. Raises CheckpointUnsafe if it holds more than plain data."""
@@ -48,7 +39,7 @@ class Reader:
 
     def elements(self, key: str) -> bytes:
         """Return the elements of the small tensor under `key`."""
-        return b"".join(bytes(part.data) for part in self.stream.slices(key))
+        return b"".join(map(bytes, self.stream.slices(key)))
 
     def value(self, key: str) -> Any:
         """Return the object under `key`, or the whole number in the tensor under it; None if there is neither."""
@@ -60,12 +51,13 @@ class Reader:
         stored_tensor = self.contents.tensors.get(key)
         if stored_tensor is not None and stored_tensor.shape in ((), (1,)) and "int" in str(stored_tensor.dtype):
             [part] = self.stream.slices(key)
-            return int.from_bytes(part.data, "little", signed=True)
+            return int.from_bytes(part, "little", signed=True)
         return None
 
     def state(self, keys: Mapping[str, tuple[str, Path]], dtype: str = "") -> NewState:
         """Return the entries under the given keys of the checkpoint, each under its new key and path."""
-        tensors = {new: self.tensor(key, dtype) for key, (new, _) in keys.items() if key in self.contents.tensors}
+        held = self.contents.tensors
+        tensors = {new: NewTensor.of(self.contents, key, dtype) for key, (new, _) in keys.items() if key in held}
         objects = {new: self.object(key) for key, (new, _) in keys.items() if key in self.contents.objects}
         return NewState(tensors, objects, dict(keys.values()))
 

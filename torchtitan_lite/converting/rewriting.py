@@ -28,12 +28,13 @@ from torchtitan_lite.converting.new_output import NewOutput
 from torchtitan_lite.converting.old_layout import Reader
 from torchtitan_lite.converting.streamed_file import Advance, read_back
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
-from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, FileRecord, block_digest
+from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
 from torchtitan_lite.disk.durable import DISK, Durable, naming, temporary_name
 from torchtitan_lite.disk.lock_file import locked
 from torchtitan_lite.disk.read_requests import Piece, ReadsBlocks
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, TorchtitanLiteError
 from torchtitan_lite.examining.derived_metadata import metadata_of
+from torchtitan_lite.examining.file_digests import are_sound, block_ranges
 from torchtitan_lite.examining.listed_tree import HeldFolder, held
 from torchtitan_lite.examining.opened import OpenedCheckpoint, WrittenBy, open_checkpoint
 from torchtitan_lite.log import logger
@@ -177,7 +178,7 @@ def _check_step(step: int, out: Path) -> None:
 # right, and only the rest is fetched. The manifest comes last.
 
 
-_SPAN_BYTES = 32 * BLOCK_BYTES
+_SPAN_BLOCKS = 32
 """Fetched at a time; in memory, too."""
 
 
@@ -187,19 +188,18 @@ def mirror(opened: OpenedCheckpoint, manifest: Manifest, folder: Path, advance: 
     `folder` may have files of a copy that was cut; others go. Raises CheckpointDamaged, CheckpointUnreadable and the
     OSError of the disk; what is right in `folder` is taken by the next call.
     """
-    files = files_of(opened.folder)
+    files, on_disk = files_of(opened.folder), BlockReader()
     reader = files.reader()
     for left in folder.iterdir():
         if left.name not in manifest.files:
             DISK.remove_tree(left) if left.is_dir() else DISK.remove_file(left)
     for name, record in manifest.files.items():
         try:
-            _mirror_file(files.path_of(name), record, reader, folder / name, advance)
+            _mirror_file(files.path_of(name), record, (reader, on_disk), folder / name, advance)
         except DamagedRange as damage:
             finding = f"bytes {damage.begin} to {damage.end} of {name}: {damage.finding}"
             keys = opened.contents.keys_in(name, damage.begin, damage.end)
             raise CheckpointDamaged(str(opened.folder), finding, keys) from None
-    on_disk = BlockReader()
     for name, record in manifest.files.items():
         read_back(folder / name, record, on_disk, advance)
     with files.opened(layout.MANIFEST) as fd, os.fdopen(fd, "rb", closefd=False) as file:
@@ -209,39 +209,22 @@ def mirror(opened: OpenedCheckpoint, manifest: Manifest, folder: Path, advance: 
     DISK.fsync_dir(folder)
 
 
-def _mirror_file(source: Path, record: FileRecord, reader: ReadsBlocks, to: Path, advance: Advance) -> None:
+def _mirror_file(
+    source: Path, record: FileRecord, readers: tuple[ReadsBlocks, BlockReader], to: Path, advance: Advance
+) -> None:
     if record.size and not record.blocks:
         raise DamagedRange(source, 0, record.size, f"there are no digests of it in {layout.MANIFEST}")
-    buffer = memoryview(bytearray(min(_SPAN_BYTES, record.size)))
+    (reader, on_disk), buffer = readers, memoryview(bytearray(min(_SPAN_BLOCKS * BLOCK_BYTES, record.size)))
     with _open_mirror(to) as fd:
         DISK.set_size(fd, record.size)
-        for begin in range(0, record.size, _SPAN_BYTES):
-            span = buffer[: min(_SPAN_BYTES, record.size - begin)]
-            _read_span(fd, span, begin)
-            if missing := _missing_blocks(record, begin, span):
-                reader.read(source, record, [Piece(at, block) for at, block in missing])
-                for at, block in missing:
-                    _write_span(fd, block, at)
+        for blocks in block_ranges(record.size, _SPAN_BLOCKS):
+            begin = blocks.start * BLOCK_BYTES
+            span = buffer[: min(blocks.stop * BLOCK_BYTES, record.size) - begin]
+            if not are_sound(on_disk, to, record, blocks):
+                reader.read(source, record, [Piece(begin, span)])
+                _write_span(fd, span, begin)
             advance(len(span))
         DISK.fsync_file(fd)
-
-
-def _missing_blocks(record: FileRecord, begin: int, span: memoryview) -> list[tuple[int, memoryview]]:
-    """Return where each block without its digest begins, and its bytes in `span`, those of the file from `begin` on."""
-    missing = []
-    for at in range(0, len(span), BLOCK_BYTES):
-        digest = (begin + at) // BLOCK_BYTES * DIGEST_BYTES
-        block = span[at : at + BLOCK_BYTES]
-        if block_digest(block) != record.blocks[digest : digest + DIGEST_BYTES]:
-            missing.append((begin + at, block))
-    return missing
-
-
-def _read_span(fd: int, into: memoryview, begin: int) -> None:
-    while into:
-        # The file has its size, so this is never the end of it.
-        count = os.preadv(fd, [into], begin)
-        into, begin = into[count:], begin + count
 
 
 def _write_span(fd: int, data: memoryview, begin: int, durable: Durable = DISK) -> None:

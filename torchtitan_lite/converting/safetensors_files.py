@@ -8,14 +8,14 @@ library is needed only to check the result.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
+from torchtitan_lite.checkpoint.format import dtypes
 from torchtitan_lite.checkpoint.untrusted.safetensors_header import NAMES
-from torchtitan_lite.converting.streamed_file import Advance, Elements, read_back, write_new
+from torchtitan_lite.converting.streamed_file import Advance, NewTensor, read_back, write_new
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError, ExtraMissing, TorchtitanLiteError
 from torchtitan_lite.examining.tensor_stream import TensorStream
@@ -34,18 +34,9 @@ _MOST_HEADER_BYTES = 100_000_000
 """The library refuses more."""
 
 
-class TensorToWrite(NamedTuple):
-    """A tensor to write."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    elements: Elements
-
-
-def refuse_dtypes(tensors: Sequence[TensorToWrite]) -> None:
+def refuse_dtypes(tensors: Mapping[str, NewTensor]) -> None:
     """Raise ConfigError, naming the tensors, if the format lacks the dtype of some."""
-    lacking = [f"{tensor.name} ({tensor.dtype})" for tensor in tensors if tensor.dtype not in DTYPES]
+    lacking = [f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in DTYPES]
     if lacking:
         raise ConfigError(
             f"safetensors has no such dtype: {listed(lacking)}; use --format torch or dcp, or leave them "
@@ -61,16 +52,16 @@ def require_library() -> None:
         raise ExtraMissing.of(error, "safetensors") from None
 
 
-def sharded(tensors: Sequence[TensorToWrite], most_bytes: int) -> dict[str, list[TensorToWrite]]:
+def sharded(tensors: Mapping[str, NewTensor], most_bytes: int) -> dict[str, dict[str, NewTensor]]:
     """Return the tensors of each file, by its name: at most `most_bytes` in each, or one larger tensor."""
-    shards: list[list[TensorToWrite]] = [[]]
+    shards: list[dict[str, NewTensor]] = [{}]
     room = most_bytes
-    for tensor in tensors:
-        if shards[-1] and tensor.elements.num_bytes > room:
-            shards.append([])
+    for name, tensor in tensors.items():
+        if shards[-1] and tensor.num_bytes > room:
+            shards.append({})
             room = most_bytes
-        shards[-1].append(tensor)
-        room -= tensor.elements.num_bytes
+        shards[-1][name] = tensor
+        room -= tensor.num_bytes
     if len(shards) == 1:
         return {SINGLE_FILE: shards[0]}
     return {f"model-{at:05}-of-{len(shards):05}{SUFFIX}": shard for at, shard in enumerate(shards, 1)}
@@ -78,7 +69,7 @@ def sharded(tensors: Sequence[TensorToWrite], most_bytes: int) -> dict[str, list
 
 def write_folder(
     folder: Path,
-    tensors: Sequence[TensorToWrite],
+    tensors: Mapping[str, NewTensor],
     most_bytes: int,
     stream: TensorStream,
     advance: Advance,
@@ -94,16 +85,16 @@ def write_folder(
     return [*shards, INDEX]
 
 
-def index_of(shards: Mapping[str, Sequence[TensorToWrite]]) -> bytes:
+def index_of(shards: Mapping[str, Mapping[str, NewTensor]]) -> bytes:
     """Return the contents of the index of `shards`, by the name of each file."""
-    places = {tensor.name: name for name, shard in shards.items() for tensor in shard}
-    size = sum(tensor.elements.num_bytes for shard in shards.values() for tensor in shard)
+    places = {name: file for file, shard in shards.items() for name in shard}
+    size = sum(tensor.num_bytes for shard in shards.values() for tensor in shard.values())
     return (json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2) + "\n").encode()
 
 
 def write_file(
     path: Path,
-    tensors: Sequence[TensorToWrite],
+    tensors: Mapping[str, NewTensor],
     stream: TensorStream,
     advance: Advance,
     forms: Mapping[str, str] = MappingProxyType({}),
@@ -112,18 +103,18 @@ def write_file(
 
     Its metadata have the `forms` of those that are made of others, as a checkpoint has them.
     """
-    ordered = sorted(tensors, key=lambda tensor: (-_itemsize(tensor), tensor.name))
-    record = write_new(path, [_header(ordered, forms), *(tensor.elements for tensor in ordered)], stream, advance)
-    _check_safetensors_file(path, {tensor.name: tensor for tensor in tensors})
+    ordered = dict(sorted(tensors.items(), key=lambda named: (-dtypes.DTYPES[named[1].dtype].itemsize, named[0])))
+    record = write_new(path, [_header(ordered, forms), *ordered.values()], stream, advance)
+    _check_safetensors_file(path, tensors)
     read_back(path, record, stream.reader, advance)
 
 
-def _header(tensors: Sequence[TensorToWrite], forms: Mapping[str, str]) -> bytes:
+def _header(tensors: Mapping[str, NewTensor], forms: Mapping[str, str]) -> bytes:
     table: dict[str, Any] = {"__metadata__": {"format": "pt", **forms}}
     at = 0
-    for tensor in tensors:
-        end = at + tensor.elements.num_bytes
-        table[tensor.name] = {"dtype": DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": [at, end]}
+    for name, tensor in tensors.items():
+        end = at + tensor.num_bytes
+        table[name] = {"dtype": DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": [at, end]}
         at = end
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _HEADER_GRAIN)
@@ -132,12 +123,7 @@ def _header(tensors: Sequence[TensorToWrite], forms: Mapping[str, str]) -> bytes
     return len(text).to_bytes(8, "little") + text
 
 
-def _itemsize(tensor: TensorToWrite) -> int:
-    numel = math.prod(tensor.shape)
-    return tensor.elements.num_bytes // numel if numel else 0
-
-
-def _check_safetensors_file(path: Path, expected: Mapping[str, TensorToWrite]) -> None:
+def _check_safetensors_file(path: Path, expected: Mapping[str, NewTensor]) -> None:
     """Raise unless the library finds `expected` in the file. Reads no elements."""
     from safetensors import SafetensorError, safe_open
 

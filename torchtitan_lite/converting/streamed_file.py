@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchtitan_lite.checkpoint.format.contents import Contents
+from torchtitan_lite.checkpoint.format.dtypes import DTYPES, dtype_name
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.block_writer import Bounced, write_blocks
 from torchtitan_lite.disk.digest import FileRecord
@@ -29,18 +31,40 @@ _THREADS = 3
 each further one would keep about 10 MiB."""
 
 
-class Elements(NamedTuple):
-    """Elements of a stored tensor, in row-major order."""
+class NewTensor(NamedTuple):
+    """A tensor to write, of the elements of a stored one in row-major order."""
 
-    key: str
-    num_bytes: int
-    """In the new file, after the cast."""
+    dtype: str
+    shape: tuple[int, ...]
+    source: str
+    """The key of the stored one."""
     cast: Cast | None = None
     within: Cut | None = None
-    """The cut of the tensor that they are; None for the whole tensor."""
+    """The cut of it that is written; None for the whole tensor."""
+
+    @classmethod
+    def of(cls, contents: Contents, key: str, dtype: str = "") -> NewTensor:
+        """Return the tensor `key` of `contents`, cast to `dtype`, which leaves some tensors as they are; so does "".
+
+        So it does the parts of one that is made of others: a cast scale would be of another tensor.
+        """
+        stored = contents.tensors[key]
+        before = dtype_name(stored.dtype)
+        cast = None if key.startswith(contents.made_of_others) else cast_between(before, dtype)
+        return cls(before if cast is None else dtype, stored.shape, key, cast)
+
+    @property
+    def cut(self) -> Cut:
+        """What is written of it."""
+        return self.within or Cut.whole(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of its elements, after the cast."""
+        return self.cut.numel * DTYPES[self.dtype].itemsize
 
 
-Part = bytes | Elements
+Part = bytes | NewTensor
 
 
 def write_new(path: Path, parts: Sequence[Part], stream: TensorStream, advance: Advance) -> FileRecord:
@@ -49,7 +73,7 @@ def write_new(path: Path, parts: Sequence[Part], stream: TensorStream, advance: 
     Raises the OSError of the disk, with a path in it, and what `stream` raises.
     """
     contents = _InOrder(_cast_pieces(parts, stream, advance))
-    num_bytes = sum(part.num_bytes if isinstance(part, Elements) else len(part) for part in parts)
+    num_bytes = sum(len(part) if isinstance(part, bytes) else part.num_bytes for part in parts)
     source = Bounced(num_bytes, contents.fill)
     written: list[FileRecord] = []
     failures: list[BaseException] = []
@@ -130,7 +154,7 @@ def _cast_pieces(parts: Iterable[Part], stream: TensorStream, advance: Advance) 
             yield memoryview(part)
             continue
         most = None if part.cast is None else part.cast.most_elements
-        for _, data in stream.slices(part.key, most, part.within):
+        for data in stream.slices(part.source, most, part.within):
             cast = data if part.cast is None else part.cast(data)
             yield cast
             advance(len(cast))

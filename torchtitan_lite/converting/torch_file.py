@@ -9,33 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.format.torch_item import Archive, pickled, tensor_call
-from torchtitan_lite.converting.streamed_file import Advance, Elements, Part, read_back, write_new
+from torchtitan_lite.converting.streamed_file import Advance, NewTensor, Part, read_back, write_new
 from torchtitan_lite.errors import TorchtitanLiteError
 from torchtitan_lite.examining.tensor_stream import TensorStream
 
 
-class Tensor(NamedTuple):
-    """A tensor in the state to write."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    elements: Elements
-
-
 def write_state(path: Path, state: Mapping[str, Any], stream: TensorStream, advance: Advance) -> None:
-    """Write `state`, nested containers of `Tensor` and plain objects, to the file `path`, and check it."""
-    tensors: list[Tensor] = []
+    """Write `state`, nested containers of `NewTensor` and plain objects, to the file `path`, and check it."""
+    tensors: list[NewTensor] = []
     archive = Archive(pickled(_with_calls(state, tensors)))
     parts: list[Part] = []
     begin = 0
     for number, tensor in enumerate(tensors):
-        archive.announce(f"data/{number}", tensor.elements.num_bytes)
-        parts += [bytes(archive.data[begin:]), tensor.elements]
+        archive.announce(f"data/{number}", tensor.num_bytes)
+        parts += [bytes(archive.data[begin:]), tensor]
         begin = len(archive.data)
     parts.append(bytes(archive.data[begin:]) + archive.directory())
     record = write_new(path, parts, stream, advance)
@@ -54,9 +47,9 @@ def _check_torch_file(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def _is_same_tree(state: Any, loaded: Any) -> bool:
-    if isinstance(state, Tensor):
+    if isinstance(state, NewTensor):
         is_tensor = isinstance(loaded, torch.Tensor)
-        return is_tensor and (loaded.dtype, tuple(loaded.shape)) == (state.dtype, state.shape)
+        return is_tensor and (loaded.dtype, tuple(loaded.shape)) == (DTYPES[state.dtype], state.shape)
     if isinstance(state, Mapping):
         same = isinstance(loaded, Mapping) and list(state) == list(loaded)
         return same and all(_is_same_tree(value, loaded[key]) for key, value in state.items())
@@ -66,11 +59,11 @@ def _is_same_tree(state: Any, loaded: Any) -> bool:
     return type(state) is type(loaded)
 
 
-def _with_calls(value: Any, tensors: list[Tensor]) -> Any:
+def _with_calls(value: Any, tensors: list[NewTensor]) -> Any:
     """Return `value` with what stands for each tensor in a pickle; add the tensors, in the order of their entries."""
-    if isinstance(value, Tensor):
+    if isinstance(value, NewTensor):
         tensors.append(value)
-        return tensor_call(value.dtype, value.shape, len(tensors) - 1)
+        return tensor_call(DTYPES[value.dtype], value.shape, len(tensors) - 1)
     if type(value) is list:
         return [_with_calls(item, tensors) for item in value]
     if type(value) is dict:

@@ -37,8 +37,8 @@ def nan_in(folder: Place, contents: Contents, on_bytes: OnBytes) -> list[str]:
         has_nan = finder(str(tensor.dtype))
         is_found = False
         for each in stream.slices(key):
-            is_found = is_found or has_nan(each.data)
-            on_bytes(len(each.data))
+            is_found = is_found or has_nan(each)
+            on_bytes(len(each))
         if is_found:
             found.append(key)
     return found

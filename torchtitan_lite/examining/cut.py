@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
+from torchtitan_lite.checkpoint.format.chunk_runs import row_major_strides
+
 Shape = tuple[int, ...]
 
 
@@ -21,6 +23,11 @@ class Cut(NamedTuple):
     """The number of its first element in row-major order."""
     offsets: Shape
     sizes: Shape
+
+    @classmethod
+    def whole(cls, shape: Shape) -> Cut:
+        """Return all of a tensor of `shape`."""
+        return cls(0, (0,) * len(shape), shape)
 
     @property
     def numel(self) -> int:
@@ -77,12 +84,7 @@ def number_of(index: Shape, shape: Shape) -> int:
     return number
 
 
-def row_major(shape: Shape) -> Shape:
-    """Return the strides, in elements, of a row-major tensor of `shape`."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
 def is_row_major(shape: Shape, strides: Shape) -> bool:
     """Return whether a tensor of `shape` with these `strides`, in elements, is row-major."""
-    plain = row_major(shape)
+    plain = row_major_strides(shape)
     return all(size == 1 or strides[dim] == plain[dim] for dim, size in enumerate(shape))

@@ -53,7 +53,7 @@ def digests_of(folder: Path, sizes: Mapping[str, int], on_bytes: OnBytes) -> dic
     """
     files = files_of(folder)
     files.drop_from_cache(sizes)
-    spans = [(file, span) for file, size in sizes.items() for span in _block_ranges(num_blocks(size), _TAKEN_BLOCKS)]
+    spans = [(file, span) for file, size in sizes.items() for span in block_ranges(size, _TAKEN_BLOCKS)]
     digests: dict[tuple[str, range], bytes] = {}
     lock = threading.Lock()
 
@@ -94,9 +94,7 @@ class FileDigests:
         """Read all spans and return what is damaged. Each thread makes its reader: none waits for another."""
         self._files.drop_from_cache(self._records)
         spans = [
-            (file, span)
-            for file, record in self._records.items()
-            for span in _block_ranges(num_blocks(record.size), SPAN_BLOCKS)
+            (file, span) for file, record in self._records.items() for span in block_ranges(record.size, SPAN_BLOCKS)
         ]
 
         def make_worker() -> Callable[[tuple[str, range]], None]:
@@ -135,23 +133,26 @@ class FileDigests:
 
 def verify_file(reader: ReadsBlocks, path: Path, record: FileRecord, on_bytes: Callable[[int], object]) -> None:
     """Read the file `path` from start to end. Raises `DamagedRange` unless it has the digests in `record`."""
-    for blocks in _block_ranges(num_blocks(record.size), _BLOCKS_IN_ORDER):
+    for blocks in block_ranges(record.size, _BLOCKS_IN_ORDER):
         reader.verify(path, record, blocks)
         on_bytes(min(blocks.stop * BLOCK_BYTES, record.size) - blocks.start * BLOCK_BYTES)
 
 
-def _block_ranges(count: int, each: int) -> Iterator[range]:
+def block_ranges(size: int, each: int) -> Iterator[range]:
+    """Yield the blocks of a file of `size` bytes, `each` at a time."""
+    count = num_blocks(size)
     return (range(begin, min(begin + each, count)) for begin in range(0, count, each))
 
 
 def _damaged(reader: ReadsBlocks, path: Path, record: FileRecord, blocks: range) -> list[int]:
     """Return those of `blocks` that have another digest, twice."""
-    if _are_sound(reader, path, record, blocks):
+    if are_sound(reader, path, record, blocks):
         return []
-    return [block for block in blocks if not _are_sound(reader, path, record, [block])]
+    return [block for block in blocks if not are_sound(reader, path, record, [block])]
 
 
-def _are_sound(reader: ReadsBlocks, path: Path, record: FileRecord, blocks: Sequence[int]) -> bool:
+def are_sound(reader: ReadsBlocks, path: Path, record: FileRecord, blocks: Sequence[int]) -> bool:
+    """Return whether all of `blocks` of the file `path` have the digests in `record`."""
     try:
         reader.verify(path, record, blocks)
     except DamagedRange:

@@ -11,12 +11,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_lite import __version__
 from torchtitan_lite.disk.block_reader import DamagedRange
-from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import DISK, Durable, temporary_name
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, FolderUnusable
@@ -33,47 +31,29 @@ from torchtitan_lite.store.manifest_fields import file_path
 from torchtitan_lite.store.place import home_of, on_disk
 
 
-@dataclass(frozen=True)
-class RecordedDigests:
-    """Size and digests of each file of a checkpoint, by its path in the folder, as they were at `recorded_at`."""
+def write_record(path: Path, record: Manifest, durable: Durable = DISK) -> None:
+    """Write `record` as `path`, in place of one that is there; a crash leaves the one or the other, and a hidden file.
 
-    files: Mapping[str, FileRecord]
-    recorded_at: float
-    """Unix seconds."""
+    Raises `FolderUnusable` if the system refuses.
+    """
+    try:
+        durable.write_atomically(path, record.to_json())
+    except OSError as error:
+        raise unwritable(path, error.strerror or str(error)) from error
 
-    def write(self, path: Path, step: int | None, kind: CheckpointKind, durable: Durable = DISK) -> None:
-        """Write it as `path`, in place of one that is there; a crash leaves the one or the other, and a hidden file.
 
-        Raises `FolderUnusable` if the system refuses.
-        """
-        manifest = Manifest(
-            step=step or 0,
-            kind=kind,
-            created_at=self.recorded_at,
-            world_size=1,
-            versions={"torchtitan_lite": __version__},
-            # Not in columns: another library's names of files may look like those of ranks without being any.
-            files=with_rank_files(dict(self.files), FilesOfRanks([], [], b"")),
-        )
-        try:
-            durable.write_atomically(path, manifest.to_json())
-        except OSError as error:
-            raise unwritable(path, error.strerror or str(error)) from error
+def read_record(path: Path, folder: Path) -> Manifest | None:
+    """Return what is recorded in `path` of the checkpoint in `folder`; None if there is no such file.
 
-    @classmethod
-    def read(cls, path: Path, folder: Path) -> RecordedDigests | None:
-        """Return what is recorded in `path` of the checkpoint in `folder`; None if there is no such file.
-
-        Raises `CheckpointDamaged`, `CheckpointUnsafe`, `UnknownFormat` and OSError.
-        """
-        if not os.path.lexists(path):
-            return None
-        nbytes = sum(found.st_size for _, found in files_in(folder))
-        try:
-            manifest = Manifest.parse(read_plain(path, allowed_description_bytes(nbytes)), str(path), file_path)
-        except CheckpointDamaged as error:
-            raise CheckpointDamaged(str(folder), error.finding) from None
-        return cls(manifest.files, manifest.created_at)
+    Raises `CheckpointDamaged`, `CheckpointUnsafe`, `UnknownFormat` and OSError.
+    """
+    if not os.path.lexists(path):
+        return None
+    nbytes = sum(found.st_size for _, found in files_in(folder))
+    try:
+        return Manifest.parse(read_plain(path, allowed_description_bytes(nbytes)), str(path), file_path)
+    except CheckpointDamaged as error:
+        raise CheckpointDamaged(str(folder), error.finding) from None
 
 
 def digests_path(place: Path) -> Path:
@@ -107,8 +87,10 @@ def states_of(folder: Path) -> dict[str, FileState]:
         return {name: FileState.of(regular_file_stat(home / name)) for name, _ in files_in(folder)}
 
 
-def take_digests(folder: Path, before: Mapping[str, FileState], on_bytes: OnBytes) -> RecordedDigests:
-    """Return the digests of all files of the checkpoint in `folder`, whose states were `before`.
+def take_digests(
+    folder: Path, before: Mapping[str, FileState], kind: CheckpointKind, on_bytes: OnBytes = lambda count: None
+) -> Manifest:
+    """Return a record of all files of the checkpoint in `folder`, of this `kind`, whose states were `before`.
 
     Raises `CheckpointUnreadable` if one was changed, added or removed since, and for an error of the machine.
     """
@@ -118,7 +100,15 @@ def take_digests(folder: Path, before: Mapping[str, FileState], on_bytes: OnByte
         _refuse_changes(folder, before)
         raise
     _refuse_changes(folder, before)
-    return RecordedDigests(files, time.time())
+    return Manifest(
+        step=layout.parse_step(folder.absolute().name) or 0,
+        kind=kind,
+        created_at=time.time(),
+        world_size=1,
+        versions={"torchtitan_lite": __version__},
+        # Not in columns: another library's names of files may look like those of ranks without being any.
+        files=with_rank_files(files, FilesOfRanks([], [], b"")),
+    )
 
 
 def unwritable(path: Path, cause: str) -> FolderUnusable:

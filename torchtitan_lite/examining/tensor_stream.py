@@ -40,15 +40,6 @@ _Elements = npt.NDArray[Any]
 """Elements as plain bytes, of numpy's type V4 for 4 bytes each."""
 
 
-class Slice(NamedTuple):
-    """Some elements of a tensor, in row-major order."""
-
-    begin: int
-    """The number of the first of them in the whole tensor."""
-    data: memoryview
-    """Their bytes, little-endian; valid until the next slice."""
-
-
 class _Part(NamedTuple):
     """A chunk, and the place of its elements."""
 
@@ -91,21 +82,20 @@ class TensorStream:
         self._key: str | None = None
         self._parts: list[_Part] = []
 
-    def slices(self, key: str, most_elements: int | None = None, within: Cut | None = None) -> Iterator[Slice]:
+    def slices(self, key: str, most_elements: int | None = None, within: Cut | None = None) -> Iterator[memoryview]:
         """Yield the elements of the tensor `key`, at most `most_elements` at a time, by default `SLICE_BYTES`.
 
-        `within` limits them to one cut of the tensor. Raises `CheckpointDamaged`, naming file, bytes and keys;
-        `CheckpointUnsafe`; and `CheckpointUnreadable`.
+        They are little-endian, and a slice is valid until the next. `within` limits them to one cut of the tensor.
+        Raises `CheckpointDamaged`, naming file, bytes and keys; `CheckpointUnsafe`; and `CheckpointUnreadable`.
         """
         tensor = self.contents.tensors[key]
         itemsize = tensor.dtype.itemsize
         most = most_elements or max(1, SLICE_BYTES // itemsize)
         room = _new_buffer(min(most, math.prod(tensor.shape)) * itemsize)
-        whole = within or Cut(0, (0,) * len(tensor.shape), tensor.shape)
-        for cut in self._cuts(key, whole, most):
+        for cut in self._cuts(key, within or Cut.whole(tensor.shape), most):
             data = room[: cut.numel * itemsize]
             self.read(key, cut, data)
-            yield Slice(cut.begin, data)
+            yield data
 
     def _cuts(self, key: str, whole: Cut, most: int) -> Iterator[Cut]:
         """Return cuts of at most `most` elements that make up `whole` of the tensor `key`, in order."""
@@ -207,8 +197,7 @@ class TensorStream:
             layout = locate(item_reader(fd, item), item.length)
         if layout is None:
             return _Part(chunk, begin, end, item.file, item.offset, held=self._held(key, chunk, item))
-        if layout.shape != chunk.sizes or dtype_name(layout.dtype) != dtype_name(self.contents.tensors[key].dtype):
-            raise self._other_item(key, chunk, f"{dtype_name(layout.dtype)} {list(layout.shape)}")
+        self._check_item(key, chunk, f"{dtype_name(layout.dtype)} {list(layout.shape)}")
         strides = None if is_row_major(layout.shape, layout.strides) else layout.strides
         return _Part(chunk, begin, end, item.file, item.offset + layout.at, strides)
 
@@ -222,25 +211,18 @@ class TensorStream:
             tensor = load_item(self.read_item(item))
         except UnsafeItem as error:
             raise CheckpointUnsafe(str(self._folder), f"{key} in {item.file}: {error}") from None
-        dtype = self.contents.tensors[key].dtype
-        if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), dtype_name(tensor.dtype)) != (
-            chunk.sizes,
-            dtype_name(dtype),
-        ):
-            found = (
-                f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
-                if isinstance(tensor, torch.Tensor)
-                else type(tensor).__name__
-            )
-            raise self._other_item(key, chunk, found)
+        is_tensor = isinstance(tensor, torch.Tensor)
+        found = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}" if is_tensor else type(tensor).__name__
+        self._check_item(key, chunk, found)
         plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        elements: _Elements = plain.view(torch.uint8).numpy().view(f"V{dtype.itemsize}").reshape(chunk.sizes)
+        elements: _Elements = plain.view(torch.uint8).numpy().view(f"V{plain.itemsize}").reshape(chunk.sizes)
         return elements
 
-    def _other_item(self, key: str, chunk: Chunk, found: str) -> CheckpointDamaged:
+    def _check_item(self, key: str, chunk: Chunk, found: str) -> None:
         expected = f"{dtype_name(self.contents.tensors[key].dtype)} {list(chunk.sizes)}"
-        finding = f"{key}: {self.contents.described_in} says {expected}, its item is {found}"
-        return CheckpointDamaged(str(self._folder), finding, [key])
+        if found != expected:
+            finding = f"{key}: {self.contents.described_in} says {expected}, its item is {found}"
+            raise CheckpointDamaged(str(self._folder), finding, [key])
 
     def _fill(self, file: str, pieces: Sequence[Piece], *, chunks: int = 1, again: bool = False) -> None:
         try:

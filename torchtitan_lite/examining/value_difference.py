@@ -63,7 +63,7 @@ def compare_values(
         most = max(1, SLICE_BYTES // max(dtype_a.itemsize, dtype_b.itemsize))
         found = ValueDifference(str(dtype_a) == str(dtype_b))
         pairs = zip(stream_a.slices(key, most), stream_b.slices(key, most), strict=True)
-        for (_, data_a), (_, data_b) in pairs:
+        for data_a, data_b in pairs:
             found += _of_slices(data_a, data_b, dtype_a, dtype_b)
             on_bytes(len(data_a) + len(data_b))
         yield key, found

@@ -23,16 +23,15 @@ from torchtitan_lite.checkpoint.reading.files import Identity, StoredFiles, file
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, complete_manifest
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.collection import no_collection
-from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.read_requests import ReadsBlocks
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnreadable, CheckpointUnsafe
-from torchtitan_lite.examining.file_digests import FileDigests, Finding, OnBytes, verify_file
+from torchtitan_lite.examining.file_digests import FileDigests, Finding, OnBytes
 from torchtitan_lite.examining.item_checksums import CheckedItems, PlacedItem, check_items
 from torchtitan_lite.examining.opened import absence
 from torchtitan_lite.examining.other_libraries import contents_in, contents_of, description_of
 from torchtitan_lite.examining.presence import checkpoint_identity, reading, refuse_if_gone
-from torchtitan_lite.examining.recorded_digests import RecordedDigests
+from torchtitan_lite.examining.recorded_digests import read_record
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import recorded_sizes
 from torchtitan_lite.store.known_manifests import damage_in
@@ -40,7 +39,6 @@ from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.manifest_fields import DCP_METADATA
 from torchtitan_lite.store.place import Place, home_of, on_disk
 from torchtitan_lite.store.protocol import CORRUPT, SetAside
-from torchtitan_lite.store.rank_records import RecordedFiles, RecordsOfRanks
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Looked:
     """What differs once another checkpoint has its name."""
     manifest: Manifest | None = None
     """None if it is damaged, and for plain DCP's."""
-    recorded: RecordedDigests | None = None
+    recorded: Manifest | None = None
     """What was recorded of a checkpoint without a manifest; None if nothing was."""
     contents: Contents | None = None
     """None if they are damaged."""
@@ -182,7 +180,7 @@ def _looked(looked: Looked, record: Path | None) -> Looked:
             raise CheckpointDamaged(str(folder), f"{layout.MANIFEST}: it is the manifest of step {manifest.step}")
         recorded = None
         if manifest is None and record is not None:
-            recorded = RecordedDigests.read(record, on_disk(place))
+            recorded = read_record(record, on_disk(place))
         looked = dataclasses.replace(looked, manifest=manifest, recorded=recorded)
         contents = _described_contents(place, manifest)
         contents.check_names()
@@ -304,36 +302,18 @@ def finding_of(folder: Place, error: CheckpointDamaged | CheckpointUnsafe) -> Fi
     return Finding(file, text, damage.keys) if is_file else Finding("", damage.finding, damage.keys)
 
 
-def check_set_aside(aside: SetAside, advance: Callable[[int], object]) -> None:
+def check_set_aside(aside: SetAside, advance: OnBytes) -> None:
     """Raise CheckpointDamaged unless `aside` is what was committed, so that it may have its place again.
 
     Every byte of a damaged one is read; of an abandoned one, in which nothing was ever wrong, the sizes of the files
     are compared: a load verifies it anyway. Calls `advance` with the bytes of each read. Raises `CheckpointUnreadable`,
     OSError.
     """
-    place, manifest, files = aside.folder, aside.manifest, files_of(aside.folder)
-    sizes = recorded_sizes(manifest.files)
-    findings = [files.size_finding(name, size) for name, size in sorted(sizes.items())]
-    _raise_first_finding(aside, findings)
-    if aside.why == CORRUPT:
-        reader = files.reader()
-        # They have these sizes.
-        records = RecordsOfRanks(manifest, str(place), reader, files.path_of, lambda names: sizes)
-        for name, record in sorted(RecordedFiles(manifest, records).items()):
-            _raise_first_finding(aside, [_digest_finding(reader, files.path_of(name), record, advance)])
-
-
-def _raise_first_finding(aside: SetAside, findings: list[str]) -> None:
-    if finding := next(filter(None, findings), ""):
-        raise CheckpointDamaged(str(aside.folder), finding)
-
-
-def _digest_finding(reader: ReadsBlocks, path: Path, record: FileRecord, advance: Callable[[int], object]) -> str:
-    """Return what is wrong with the bytes of the file `path`; the empty string if nothing is."""
-    if record.size and not record.blocks:
-        return f"{path.name} has no digests in {layout.MANIFEST}, so it cannot be verified"
-    try:
-        verify_file(reader, path, record, advance)
-        return ""
-    except DamagedRange as damage:
-        return f"{path.name}: bytes {damage.begin} to {damage.end} are not those that were written"
+    looked = look_at(aside.folder)
+    findings = looked.findings
+    if not findings and aside.why == CORRUPT:
+        bare = [name for name, record in looked.records.items() if record.size and not record.blocks]
+        findings = tuple(Finding(name, f"there are no digests of it in {layout.MANIFEST}") for name in bare)
+        findings = findings or read_through(looked, advance).findings
+    for each in findings:
+        raise CheckpointDamaged(str(aside.folder), f"{each.file}: {each.text}".removeprefix(": "), each.keys)

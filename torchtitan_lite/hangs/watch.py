@@ -13,15 +13,18 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from torchtitan_lite.disk.helper import Helper
+from torchtitan_lite.distributed.environment import master_address
 from torchtitan_lite.hangs import watcher
 from torchtitan_lite.hangs.own_rank import BOUND_MS, COUNT, IS_PAUSED, STEP, WORDS_BYTES, Bound, dump_signal, map_words
 from torchtitan_lite.log import logger
+
+if TYPE_CHECKING:
+    from torchtitan_lite.distributed.peers import Peers
 
 _BACKLOG = 4096
 STOP_SECONDS = 1.0
@@ -29,54 +32,29 @@ STOP_SECONDS = 1.0
 MOST_DEATHS = 10
 """Of watchers of one start, until none takes the place of the last one."""
 
-T = TypeVar("T")
-
-
-class Ranks(Protocol):
-    """The ranks of the job, as far as watchers need them."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    def on_coordinator(self, choose: Callable[[], T]) -> T:
-        """Return on every rank what `choose` returns on rank 0. **Collective**."""
-        ...
-
-
-@dataclass(frozen=True)
-class WatchPlace:
-    """What is around a watch: `address` is how other hosts reach the one of rank 0."""
-
-    address: str
-    events: Path | None
-    """The file for the event that names a rank; None for none."""
-    ignored_signals: Sequence[str]
-    """Signals to ignore that a scheduler sends to process groups."""
-
 
 class HangWatch(Helper):
     """Watches this rank from `__enter__`, which is **collective**, to `__exit__`. Main thread only.
 
-    `count_collectives` returns how many collectives this rank has begun, by group; any thread calls it.
+    `count_collectives` returns how many collectives this rank has begun, by group; any thread calls it. `events` is
+    the file for the event that names a rank, None for none; a scheduler sends `ignored_signals` to process groups.
     """
 
     def __init__(
         self,
         setting: int | Literal["auto"],
-        ranks: Ranks,
-        place: WatchPlace,
+        ranks: Peers,
         count_collectives: Callable[[], Mapping[str, int]],
         *,
+        events: Path | None,
+        ignored_signals: Sequence[str] = (),
         gives_up_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__("Watcher", watcher.__name__, place.ignored_signals)
+        super().__init__("Watcher", watcher.__name__, ignored_signals)
         self._bound = Bound(setting)
         self._ranks = ranks
-        self._place = place
+        self._events = str(events or "")
         self._count_collectives = count_collectives
         self._gives_up_seconds = gives_up_seconds
         self._clock = clock
@@ -129,9 +107,8 @@ class HangWatch(Helper):
         port, secret = self._ranks.on_coordinator(
             lambda: (self._listening.getsockname()[1] if self._listening else 0, secrets.token_hex(32))
         )
-        address = self._place.address if self._ranks.world_size > 1 else ""
-        events = str(self._place.events) if self._place.events is not None else ""
-        self._orders = watcher.Orders(self._ranks.rank, os.getpid(), address, port, secret, events)
+        address = master_address() if self._ranks.world_size > 1 else ""
+        self._orders = watcher.Orders(self._ranks.rank, os.getpid(), address, port, secret, self._events)
         self._prepare()
         self._start_process()
         return self

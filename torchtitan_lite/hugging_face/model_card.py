@@ -80,7 +80,7 @@ def _progress(opened: OpenedCheckpoint, stream: TensorStream) -> dict[str, str]:
     """Return how far the run was."""
     facts = {} if opened.step is None else {"step": f"{opened.step:,}"}
     if _TOKENS in opened.contents.tensors:
-        tokens = b"".join(bytes(each.data) for each in stream.slices(_TOKENS))
+        tokens = b"".join(map(bytes, stream.slices(_TOKENS)))
         facts["tokens"] = f"{int.from_bytes(tokens, 'little'):,}"
     return facts | {name: f"{value:g}" for name, value in opened.extra.get("metrics", {}).items()}
 

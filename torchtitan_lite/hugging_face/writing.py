@@ -24,8 +24,7 @@ from torchtitan_lite.converting import new_output, safetensors_files
 from torchtitan_lite.converting.exporting import Progress, new_tensors
 from torchtitan_lite.converting.model_part import ModelKey, model_keys
 from torchtitan_lite.converting.new_output import NewOutput
-from torchtitan_lite.converting.safetensors_files import TensorToWrite
-from torchtitan_lite.converting.streamed_file import Advance
+from torchtitan_lite.converting.streamed_file import Advance, NewTensor
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.examining.opened import OpenedCheckpoint
@@ -46,7 +45,7 @@ _DTYPES = ("dtype", "torch_dtype")
 class PlannedExport:
     """All files of an export."""
 
-    shards: Mapping[str, Sequence[TensorToWrite]]
+    shards: Mapping[str, Mapping[str, NewTensor]]
     """The tensors of each file of weights, by its name."""
     files: Mapping[str, bytes]
     """The contents of every other file."""
@@ -61,7 +60,7 @@ class PlannedExport:
     @property
     def num_bytes(self) -> int:
         """The bytes of all elements."""
-        return sum(tensor.elements.num_bytes for shard in self.shards.values() for tensor in shard)
+        return sum(tensor.num_bytes for shard in self.shards.values() for tensor in shard.values())
 
 
 def plan(
@@ -86,7 +85,7 @@ def plan(
     stream = stream_of(opened, model, keys)
     tensors = new_tensors(contents, {each.key: model.places[each.name].name for each in keys}, dtype)
     shards = safetensors_files.sharded(tensors, max_shard_bytes or safetensors_files.SHARD_BYTES)
-    main = _main_dtype(tensors)
+    main = _main_dtype(tensors.values())
     config = {key: value for key, value in model.config.items() if key not in _DTYPES}
     card = model_card(name, opened, stream, model, tensor_summary(contents, keys, tensors), of_trainer=of_trainer)
     files = {CONFIG: json_bytes({**config, **dict.fromkeys(_DTYPES, main)}, indent=2), **model.files, CARD: card}
@@ -118,13 +117,13 @@ def stream_of(opened: OpenedCheckpoint, model: DescribedModel, keys: Iterable[Mo
     return ReorderedStream(opened.folder, opened.contents, opened.records, {}, turned, "halves")
 
 
-def tensor_summary(contents: Contents, keys: Iterable[ModelKey], tensors: Sequence[TensorToWrite]) -> dict[str, str]:
+def tensor_summary(contents: Contents, keys: Iterable[ModelKey], tensors: Mapping[str, NewTensor]) -> dict[str, str]:
     """Return what the card says of the tensors: how many parameters, of which dtypes."""
     before = Counter(str(contents.tensors[each.key].dtype) for each in keys)
-    after = Counter(tensor.dtype for tensor in tensors)
+    after = Counter(tensor.dtype for tensor in tensors.values())
     stored = "" if before == after else f", cast from {' and '.join(before)}"
     return {
-        "parameters": f"{sum(math.prod(tensor.shape) for tensor in tensors):,}",
+        "parameters": f"{sum(math.prod(tensor.shape) for tensor in tensors.values()):,}",
         "dtype": " and ".join(after) + stored,
     }
 
@@ -158,7 +157,7 @@ def write_rest(planned: PlannedExport, folder: Path) -> None:
         DISK.write_file(folder / name, content)
 
 
-def _main_dtype(tensors: Iterable[TensorToWrite]) -> str:
+def _main_dtype(tensors: Iterable[NewTensor]) -> str:
     """Return the dtype of most elements: that in which the libraries make the model."""
     sizes: Counter[str] = Counter()
     for tensor in tensors:

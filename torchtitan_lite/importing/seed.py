@@ -19,10 +19,10 @@ from torchtitan_lite.checkpoint.format.structure import branch_of, encode_struct
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.resume.load_source import new_run
 from torchtitan_lite.converting import new_output
-from torchtitan_lite.converting.dcp_folder import NewState, NewTensor, Written, cut_into_files, write_checkpoint
+from torchtitan_lite.converting.dcp_folder import NewState, Written, cut_into_files, write_checkpoint
 from torchtitan_lite.converting.exporting import Progress
 from torchtitan_lite.converting.new_output import NewOutput
-from torchtitan_lite.converting.streamed_file import cast_between
+from torchtitan_lite.converting.streamed_file import NewTensor
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
 from torchtitan_lite.examining.opened import open_checkpoint
@@ -83,9 +83,7 @@ def _state(weights: Sequence[Weight], stream: TensorStream, dtype: str) -> NewSt
         before = dtype_name(stream.contents.tensors[source].dtype)
         if before not in DTYPES:
             raise ConfigError(f"{source} is {before}, which PyTorch {torch.__version__} does not have")
-        cast = cast_between(before, dtype)
-        after = dtype if cast is not None else before
-        tensors[f"{_MODEL}.{name}"] = NewTensor(DTYPES[after], stream.contents.tensors[source].shape, source, cast)
+        tensors[f"{_MODEL}.{name}"] = NewTensor.of(stream.contents, source, dtype)
     return NewState(tensors, {}, {f"{_MODEL}.{name}": (_MODEL, name) for name, _ in weights})
 
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.checkpoint.format.chunk_runs import row_major_strides
 from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, Shape, StoredTensor
 from torchtitan_lite.checkpoint.untrusted.safetensors_header import read_header
 from torchtitan_lite.checkpoint.untrusted.saved_file import SavedFile
 from torchtitan_lite.checkpoint.untrusted.stock_item import Layout
 from torchtitan_lite.disk.plain_file import is_plain_name, read_plain
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
-from torchtitan_lite.examining.cut import is_row_major, row_major
+from torchtitan_lite.examining.cut import is_row_major
 from torchtitan_lite.examining.presence import reading
 from torchtitan_lite.examining.tensor_stream import TensorStream
 from torchtitan_lite.log import listed
@@ -182,8 +183,8 @@ def _joined_source(path: Path, kind: str, files: Sequence[Path]) -> WeightsSourc
 def tensors_in_file(file: Path) -> tuple[Mapping[str, Layout], str]:
     """Return the place of each tensor in `file`, by name, and a fact about them that its user should see, or ""."""
     if file.suffix == SAFETENSORS:
-        held = read_header(file)
-        return {name: Layout(each.at, each.dtype, each.shape, row_major(each.shape)) for name, each in held.items()}, ""
+        held = read_header(file).items()
+        return {name: Layout(at, dtype, shape, row_major_strides(shape)) for name, (dtype, shape, at) in held}, ""
     tensors, entry = _tensors_of_torch(file)
     return tensors, f"the weights are the entry {entry!r} of {file.name}" if entry else ""
 

@@ -8,7 +8,6 @@ cut are not sent again. Retention removes in the other folder what it would remo
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_lite import faults
-from torchtitan_lite.disk.block_reader import BlockReader
+from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.block_writer import aligned
-from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, FileRecord, block_digest
-from torchtitan_lite.disk.plain_file import opened_plain_file, sizes_of
+from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, num_blocks
+from torchtitan_lite.disk.plain_file import sizes_of
 from torchtitan_lite.disk.rate import Rate
-from torchtitan_lite.disk.read_requests import request_memory
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, SaveFailed, UploadRefused
+from torchtitan_lite.disk.read_requests import Piece, request_memory
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, CheckpointUnreadable, SaveFailed, UploadRefused
 from torchtitan_lite.events import Emit, Event, Uploaded, UploadFailed, ignore
 from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store import layout
@@ -334,8 +333,8 @@ class Uploader:
 def _has_contents(path: Path, known: FileRecord) -> bool:
     """Return whether the file `path` has the contents of the record `known`."""
     try:
-        StoredFile(path, known, lambda num_bytes: None).verify()
-    except CheckpointDamaged:
+        BlockReader(threads=1).verify(path, known, range(num_blocks(known.size)))
+    except (DamagedRange, CheckpointUnreadable):
         return False
     return True
 
@@ -369,7 +368,7 @@ class StoredFile:
     def __init__(self, path: Path, record: FileRecord, wait_for: Callable[[int], None]) -> None:
         self.num_bytes = record.size
         self.record: FileRecord | None = record
-        self._path, self._blocks, self._wait_for = path, record.blocks, wait_for
+        self._path, self._wait_for, self._reader = path, wait_for, BlockReader(threads=1)
 
     def reader(self, request_bytes: int) -> Callable[[int, int], memoryview]:
         buffer = request_memory(request_bytes)
@@ -388,28 +387,10 @@ class StoredFile:
     def _read(self, into: memoryview, begin: int) -> None:
         self._wait_for(len(into))
         try:
-            with opened_plain_file(self._path) as fd:
-                done = 0
-                while done < len(into):
-                    if not (count := os.preadv(fd, [into[done:]], begin + done)):
-                        raise self._damage(f"it ends at byte {begin + done}")
-                    done += count
-                # Read once, and training has better uses for the memory.
-                os.posix_fadvise(fd, begin, len(into), os.POSIX_FADV_DONTNEED)
-        except OSError as error:
-            raise self._damage(error.strerror or str(error)) from None
-        for at in range(0, len(into) if self._blocks else 0, BLOCK_BYTES):
-            digest = (begin + at) // BLOCK_BYTES * DIGEST_BYTES
-            if block_digest(into[at : at + BLOCK_BYTES]) != self._blocks[digest : digest + DIGEST_BYTES]:
-                raise self._damage(f"bytes {begin + at} to {begin + at + BLOCK_BYTES} do not have their digest")
-
-    def verify(self) -> None:
-        """Read all of it. Raises as reading does."""
-        for begin in range(0, self.num_bytes, self.request_bytes):
-            self.kept(begin, min(begin + self.request_bytes, self.num_bytes))
-
-    def _damage(self, finding: str) -> CheckpointDamaged:
-        return CheckpointDamaged(str(self._path.parent), f"{self._path.name}: {finding}")
+            self._reader.read(self._path, self.record, [Piece(begin, into)])
+        except (DamagedRange, CheckpointUnreadable) as error:
+            finding = error.finding if isinstance(error, DamagedRange) else error.cause
+            raise CheckpointDamaged(str(self._path.parent), f"{self._path.name}: {finding}") from None
 
 
 def committed_files(folder: Path) -> tuple[Manifest, Mapping[str, FileRecord]]:

@@ -22,12 +22,13 @@ from tests.checkpoint.reading.tensor_layouts import bits, random_bits, zeros
 from tests.checkpoint.with_manifest import add_manifest
 from tests.examples import examples
 from tests.store.filled import flip
+from torchtitan_lite.checkpoint.format.dtypes import dtype_name
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.converting import safetensors_files
-from torchtitan_lite.converting.dcp_folder import NewState, NewTensor, cut_into_files, write_checkpoint
-from torchtitan_lite.converting.streamed_file import Elements, cast_between, read_back, write_new
-from torchtitan_lite.converting.torch_file import Tensor, write_state
+from torchtitan_lite.converting.dcp_folder import NewState, cut_into_files, write_checkpoint
+from torchtitan_lite.converting.streamed_file import NewTensor, cast_between, read_back, write_new
+from torchtitan_lite.converting.torch_file import write_state
 from torchtitan_lite.errors import CheckpointDamaged, ConfigError, TorchtitanLiteError
 from torchtitan_lite.examining.tensor_stream import TensorStream
 
@@ -46,22 +47,12 @@ def no_progress(num_bytes: int) -> None:
     pass
 
 
-def in_safetensors(tensors: dict[str, torch.Tensor]) -> list[safetensors_files.TensorToWrite]:
-    return [
-        safetensors_files.TensorToWrite(
-            key, str(t.dtype).removeprefix("torch."), tuple(t.shape), Elements(key, t.nbytes)
-        )
-        for key, t in tensors.items()
-    ]
-
-
-def in_torch(tensors: dict[str, torch.Tensor]) -> dict[str, Tensor]:
-    return {key: Tensor(t.dtype, tuple(t.shape), Elements(key, t.nbytes)) for key, t in tensors.items()}
+def as_they_are(tensors: dict[str, torch.Tensor]) -> dict[str, NewTensor]:
+    return {key: NewTensor(dtype_name(t.dtype), tuple(t.shape), key) for key, t in tensors.items()}
 
 
 def in_dcp(tensors: dict[str, torch.Tensor]) -> NewState:
-    made = {key: NewTensor(t.dtype, tuple(t.shape), key) for key, t in tensors.items()}
-    return NewState(made, {}, {key: (key,) for key in tensors})
+    return NewState(as_they_are(tensors), {}, {key: (key,) for key in tensors})
 
 
 def loaded_by_dcp(folder: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -88,9 +79,9 @@ def test_all_formats_hold_what_any_chunks_hold(data: st.DataObject) -> None:
         write(folder / "c", tensors, {key: data.draw(partitions(shape)) for key in tensors})
         add_manifest(folder / "c")
         stream = stream_of(folder / "c")
-        safetensors_files.write_file(folder / "s", in_safetensors(tensors), stream, no_progress)
+        safetensors_files.write_file(folder / "s", as_they_are(tensors), stream, no_progress)
         assert different(safetensors.torch.load_file(folder / "s"), tensors) == []
-        write_state(folder / "t", in_torch(tensors), stream, no_progress)
+        write_state(folder / "t", as_they_are(tensors), stream, no_progress)
         assert different(torch.load(folder / "t", weights_only=True), tensors) == []
         (folder / "d").mkdir()
         most = sum(tensor.numel() > 0 for tensor in tensors.values())
@@ -107,10 +98,10 @@ def test_every_dtype_that_the_format_has(format: str, tmp_path: Path) -> None:
     write(tmp_path / "c", tensors, {key: by_columns(tensor, 2) for key, tensor in tensors.items()})
     stream = stream_of(tmp_path / "c")
     if format == "safetensors":
-        safetensors_files.write_file(tmp_path / "s", in_safetensors(tensors), stream, no_progress)
+        safetensors_files.write_file(tmp_path / "s", as_they_are(tensors), stream, no_progress)
         assert different(safetensors.torch.load_file(tmp_path / "s"), tensors) == []
     elif format == "torch":
-        write_state(tmp_path / "t", in_torch(tensors), stream, no_progress)
+        write_state(tmp_path / "t", as_they_are(tensors), stream, no_progress)
         assert different(torch.load(tmp_path / "t", weights_only=True, mmap=True), tensors) == []
     else:
         (tmp_path / "d").mkdir()
@@ -124,15 +115,15 @@ def test_a_cast_rounds_as_torch_does(tmp_path: Path) -> None:
     write(tmp_path / "c", {"t": tensor}, {"t": by_columns(tensor, 3)})
     for name in ("bfloat16", "float16", "float64"):
         dtype = DTYPES[name]
-        elements = Elements("t", tensor.numel() * dtype.itemsize, cast_between("float32", name))
-        write_state(tmp_path / name, {"t": Tensor(dtype, (1000, 30), elements)}, stream_of(tmp_path / "c"), no_progress)
+        cast = NewTensor(name, (1000, 30), "t", cast_between("float32", name))
+        write_state(tmp_path / name, {"t": cast}, stream_of(tmp_path / "c"), no_progress)
         assert bits(torch.load(tmp_path / name)["t"]) == bits(tensor.to(dtype))
 
 
 def test_elements_begin_at_multiples_of_64_bytes_and_entries_are_not_compressed(tmp_path: Path) -> None:
     tensors = {f"t{i}": numbers((i, 3), torch.uint8, i) for i in range(1, 9)}
     write(tmp_path / "c", tensors, {key: by_columns(tensor, 1) for key, tensor in tensors.items()})
-    write_state(tmp_path / "t", in_torch(tensors), stream_of(tmp_path / "c"), no_progress)
+    write_state(tmp_path / "t", as_they_are(tensors), stream_of(tmp_path / "c"), no_progress)
     data = (tmp_path / "t").read_bytes()
     with zipfile.ZipFile(tmp_path / "t") as archive:
         entries = archive.infolist()
@@ -149,7 +140,7 @@ def test_elements_begin_at_multiples_of_64_bytes_and_entries_are_not_compressed(
 def test_files_cover_every_tensor_once_in_equal_parts(
     specs: list[tuple[tuple[int, ...], torch.dtype]], num_files: int
 ) -> None:
-    tensors = {f"t{i}": NewTensor(dtype, shape, f"t{i}") for i, (shape, dtype) in enumerate(specs)}
+    tensors = {f"t{i}": NewTensor(dtype_name(dtype), shape, f"t{i}") for i, (shape, dtype) in enumerate(specs)}
     try:
         files = cut_into_files(tensors, num_files)
     except ConfigError as refusal:
@@ -160,28 +151,28 @@ def test_files_cover_every_tensor_once_in_equal_parts(
     assert len(files) == num_files
     covered = {key: torch.zeros(math.prod(tensor.shape), dtype=torch.int8) for key, tensor in tensors.items()}
     for file in files:
-        assert num_files == 1 or any(piece.num_bytes for piece in file)
-        for piece in file:
-            assert piece.num_bytes == math.prod(piece.cut.sizes) * tensors[piece.key].dtype.itemsize
-            covered[piece.key][piece.cut.begin : piece.cut.begin + piece.cut.numel] += 1
+        assert num_files == 1 or any(piece.num_bytes for piece in file.values())
+        for key, piece in file.items():
+            assert piece.num_bytes == math.prod(piece.cut.sizes) * DTYPES[piece.dtype].itemsize
+            covered[key][piece.cut.begin : piece.cut.begin + piece.cut.numel] += 1
     assert all(bool((marks == 1).all()) for marks in covered.values())
     rows = [t.num_bytes // next((n for n in t.shape if n > 1), 1) for t in tensors.values()]
-    sizes = [sum(piece.num_bytes for piece in file) for file in files]
+    sizes = [sum(piece.num_bytes for piece in file.values()) for file in files]
     fair = sum(sizes) / num_files
     assert max(sizes, default=0) <= fair + 2 * num_files * max(rows, default=0)
 
 
 def test_a_large_tensor_is_spread_evenly_over_files() -> None:
-    tensors = {"a": NewTensor(torch.float32, (1, 4096, 64), "a"), "b": NewTensor(torch.float32, (100,), "b")}
-    sizes = [sum(piece.num_bytes for piece in file) for file in cut_into_files(tensors, 7)]
+    tensors = {"a": NewTensor("float32", (1, 4096, 64), "a"), "b": NewTensor("float32", (100,), "b")}
+    sizes = [sum(piece.num_bytes for piece in file.values()) for file in cut_into_files(tensors, 7)]
     assert max(sizes) - min(sizes) <= 2 * 256
 
 
 def test_shards_are_filled_in_order_and_a_larger_tensor_has_one_of_its_own() -> None:
     sizes = {"a": 40, "b": 30, "c": 200, "d": 50, "e": 50}
-    tensors = [safetensors_files.TensorToWrite(k, "uint8", (n,), Elements(k, n)) for k, n in sizes.items()]
+    tensors = {key: NewTensor("uint8", (size,), key) for key, size in sizes.items()}
     shards = safetensors_files.sharded(tensors, 100)
-    assert {name: [tensor.name for tensor in shard] for name, shard in shards.items()} == {
+    assert {name: [*shard] for name, shard in shards.items()} == {
         "model-00001-of-00003.safetensors": ["a", "b"],
         "model-00002-of-00003.safetensors": ["c"],
         "model-00003-of-00003.safetensors": ["d", "e"],
@@ -193,16 +184,14 @@ def test_a_damaged_block_ends_the_write_with_its_place_and_no_thread_remains(tmp
     flip(next(folder.glob("*.distcp")), 700_000)
     before = threading.active_count()
     with pytest.raises(CheckpointDamaged, match=r"in it: .*tok\.weight"):
-        safetensors_files.write_file(tmp_path / "s", in_safetensors(tensors), stream_of(folder), no_progress)
+        safetensors_files.write_file(tmp_path / "s", as_they_are(tensors), stream_of(folder), no_progress)
     assert threading.active_count() == before
 
 
 def test_reading_back_finds_what_the_disk_changed(tmp_path: Path) -> None:
     folder, tensors = sharded_weights(tmp_path / "c")
     stream = stream_of(folder)
-    record = write_new(
-        tmp_path / "f", [b"head", Elements("tok.weight", tensors["tok.weight"].nbytes)], stream, no_progress
-    )
+    record = write_new(tmp_path / "f", [b"head", as_they_are(tensors)["tok.weight"]], stream, no_progress)
     read_back(tmp_path / "f", record, stream.reader, no_progress)
     assert (tmp_path / "f").read_bytes() == b"head" + bits(tensors["tok.weight"])
     flip(tmp_path / "f", 1000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from tests.store.filled import flip
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe
-from torchtitan_lite.examining.recorded_digests import RecordedDigests, states_of, take_digests
+from torchtitan_lite.examining.recorded_digests import read_record, states_of, take_digests, write_record
 from torchtitan_lite.store.manifest import CheckpointKind
 
 
@@ -27,14 +28,14 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_digests_are_those_of_the_files_and_come_back(folder: Path, tmp_path: Path) -> None:
     read: list[int] = []
-    taken = take_digests(folder, states_of(folder), read.append)
+    taken = take_digests(folder, states_of(folder), CheckpointKind.FULL, read.append)
     assert dict(taken.files) == {
         name: FileRecord.of((folder / name).read_bytes()) for name in ("large", "empty", "below/small")
     }
     assert sum(read) == 6 * BLOCK_BYTES + 4 + 5
-    taken.write(tmp_path / "record.json", None, CheckpointKind.FULL)
-    found = RecordedDigests.read(tmp_path / "record.json", folder)
-    assert found is not None and (dict(found.files), found.recorded_at) == (dict(taken.files), taken.recorded_at)
+    write_record(tmp_path / "record.json", taken)
+    found = read_record(tmp_path / "record.json", folder)
+    assert found is not None and (dict(found.files), found.created_at) == (dict(taken.files), taken.created_at)
 
 
 def append(path: Path) -> None:
@@ -62,7 +63,7 @@ def test_a_folder_that_is_written_meanwhile_is_refused(
             changed.append(change(folder))
 
     with pytest.raises(CheckpointUnreadable, match=f"written or removed while it was read: {name}"):
-        take_digests(folder, states_of(folder), change_once)
+        take_digests(folder, states_of(folder), CheckpointKind.FULL, change_once)
 
 
 def test_a_link_is_not_followed(folder: Path) -> None:
@@ -73,6 +74,7 @@ def test_a_link_is_not_followed(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../other", "/etc/passwd", "a//b", "a/../b", ""])
 def test_a_record_that_leads_out_of_the_folder_is_refused(name: str, folder: Path, tmp_path: Path) -> None:
-    RecordedDigests({name: FileRecord.of(b"x")}, 5.0).write(tmp_path / "record.json", 1, CheckpointKind.FULL)
+    taken = take_digests(folder, states_of(folder), CheckpointKind.FULL)
+    write_record(tmp_path / "record.json", dataclasses.replace(taken, files={name: FileRecord.of(b"x")}))
     with pytest.raises(CheckpointDamaged, match="is not the path of a file"):
-        RecordedDigests.read(tmp_path / "record.json", folder)
+        read_record(tmp_path / "record.json", folder)

@@ -37,13 +37,12 @@ def stream_of(path: Path) -> TensorStream:
 
 
 def joined(stream: TensorStream, key: str, most_elements: int | None = None) -> bytes:
-    """Return all elements of the tensor, after checking that slices follow one another and are not too large."""
+    """Return all elements of the tensor, after checking that slices are not too large."""
     itemsize = stream.contents.tensors[key].dtype.itemsize
     data = bytearray()
     for part in stream.slices(key, most_elements):
-        assert part.begin * itemsize == len(data)
-        assert most_elements is None or 0 < len(part.data) <= most_elements * itemsize
-        data += part.data
+        assert most_elements is None or 0 < len(part) <= most_elements * itemsize
+        data += part
     return bytes(data)
 
 

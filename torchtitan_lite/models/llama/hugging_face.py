@@ -134,7 +134,7 @@ def are_equal(stream: Callable[[], TensorStream], first: str, second: str) -> bo
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     pairs = zip(one.slices(first), other.slices(second), strict=True)
-    return all(bytes(x.data) == bytes(y.data) for x, y in pairs)
+    return all(x == y for x, y in pairs)
 
 
 def args_of(config: Mapping[str, Any]) -> ModelArgs:
