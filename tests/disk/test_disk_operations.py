@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -63,7 +64,7 @@ def test_an_allocation_interrupted_by_a_signal_is_repeated(tmp_path: Path, monke
         ctypes.set_errno(code)
         return -1 if code else 0
 
-    monkeypatch.setattr(durable, "_fallocate", lambda: fallocate)
+    monkeypatch.setattr(durable, "libc", lambda: SimpleNamespace(fallocate64=fallocate))
     durable.allocate(0, 10)
     assert next(answers, None) is None
 

@@ -3,6 +3,7 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,7 +125,7 @@ def test_an_unsupported_exchange_changes_nothing_and_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     a, b = two_folders(tmp_path)
-    monkeypatch.setattr(durable, "_renameat2", lambda: Refusing([code]))
+    monkeypatch.setattr(durable, "libc", lambda: SimpleNamespace(renameat2=Refusing([code])))
     assert durable.exchange(a, b) is False
     assert (names(a), names(b)) == (["of a"], ["of b"])
 
@@ -134,7 +135,7 @@ def test_an_exchange_that_fails_otherwise_raises_the_error_of_the_system_and_nam
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     a, b = two_folders(tmp_path)
-    monkeypatch.setattr(durable, "_renameat2", lambda: Refusing([code]))
+    monkeypatch.setattr(durable, "libc", lambda: SimpleNamespace(renameat2=Refusing([code])))
     with pytest.raises(OSError) as caught:
         durable.exchange(a, b)
     error = caught.value
@@ -146,13 +147,6 @@ def test_the_system_refuses_to_exchange_a_folder_with_one_inside_it_and_changes_
     a, _ = two_folders(tmp_path)
     assert durable.exchange(a, a / "of a") is False
     assert (names(tmp_path), names(a)) == (["a", "b"], ["of a"])
-
-
-def test_without_an_exchange_in_the_c_library_nothing_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = two_folders(tmp_path)
-    monkeypatch.setattr(durable, "_renameat2", lambda: None)
-    assert durable.exchange(a, b) is False
-    assert (names(a), names(b)) == (["of a"], ["of b"])
 
 
 def can_exchange(folder: Path) -> bool:
@@ -199,7 +193,7 @@ def test_room_is_reserved_for_the_complete_file_and_interrupted_calls_are_repeat
         return 0
 
     fallocate = Refusing([errno.EINTR, errno.EINTR], note)
-    monkeypatch.setattr(durable, "_fallocate", lambda: fallocate)
+    monkeypatch.setattr(durable, "libc", lambda: SimpleNamespace(fallocate64=fallocate))
     durable.allocate(7, 5 << 30)
     assert (requests, fallocate.num_calls) == ([(7, 0, 0, 5 << 30)], 3)
 
@@ -207,17 +201,15 @@ def test_room_is_reserved_for_the_complete_file_and_interrupted_calls_are_repeat
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV])
 def test_where_the_system_cannot_reserve_room_nothing_is_done(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     fallocate = Refusing([code])
-    monkeypatch.setattr(durable, "_fallocate", lambda: fallocate)
+    monkeypatch.setattr(durable, "libc", lambda: SimpleNamespace(fallocate64=fallocate))
     durable.allocate(7, 100)
     assert fallocate.num_calls == 1
-    monkeypatch.setattr(durable, "_fallocate", lambda: None)
-    durable.allocate(7, 100)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
 def test_without_room_the_error_of_the_system_is_raised(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     fallocate = Refusing([code])
-    monkeypatch.setattr(durable, "_fallocate", lambda: fallocate)
+    monkeypatch.setattr(durable, "libc", lambda: SimpleNamespace(fallocate64=fallocate))
     with pytest.raises(OSError) as caught:
         durable.allocate(7, 100)
     assert (caught.value.errno, caught.value.strerror) == (code, os.strerror(code))
@@ -322,26 +314,6 @@ def test_a_file_too_large_for_any_disk_is_refused_by_the_system(base: Path) -> N
         with pytest.raises(OSError) as caught:
             durable.allocate(file.fileno(), 1 << 61)
     assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
-
-
-def test_with_neither_call_in_the_c_library_nothing_is_allocated_or_swapped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = (durable._fallocate, durable._renameat2)
-    a, b = two_folders(tmp_path)
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(ctypes, "CDLL", lambda *arguments, **settings: object())
-            for call in calls:
-                call.cache_clear()
-            with (tmp_path / "file").open("wb") as file:
-                durable.allocate(file.fileno(), 4096)
-                assert os.fstat(file.fileno()).st_size == 0
-            assert durable.exchange(a, b) is False
-    finally:
-        for call in calls:
-            call.cache_clear()
-    assert (names(a), names(b)) == (["of a"], ["of b"])
 
 
 def test_syncing_a_folder_refuses_what_is_not_one(tmp_path: Path) -> None:

@@ -240,5 +240,4 @@ def _log_once(folder: str, text: str) -> None:
     logger.info("%s has %s", folder, text)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_TRIED.clear)  # A child has none of these threads.
+os.register_at_fork(after_in_child=_TRIED.clear)  # A child has none of these threads.
