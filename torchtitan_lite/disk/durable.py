@@ -189,18 +189,3 @@ def temporary_name(name: str) -> str:
 
 
 DISK = Durable()
-rename = DISK.rename
-replace = DISK.replace
-exchange = DISK.exchange
-create = DISK.create
-set_direct = DISK.set_direct
-allocate = DISK.allocate
-write_at = DISK.write_at
-set_size = DISK.set_size
-fsync_file = DISK.fsync_file
-fsync_dir = DISK.fsync_dir
-write_file = DISK.write_file
-write_atomically = DISK.write_atomically
-remove_file = DISK.remove_file
-remove_tree = DISK.remove_tree
-make_dir = DISK.make_dir
