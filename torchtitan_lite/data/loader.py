@@ -26,8 +26,7 @@ from torchtitan_lite.data.progress import EpochProgress, progress_at
 from torchtitan_lite.data.stream import StreamLoader, open_share
 from torchtitan_lite.data.token_corpus import TokenCorpus
 from torchtitan_lite.data.tokenizer import BOS, BYTES, EOS, Tokenizer
-from torchtitan_lite.disk.mounts import mount_of
-from torchtitan_lite.distributed.host_mismatch import HostView, Kind, SharedFolder
+from torchtitan_lite.distributed.host_mismatch import HostView, Kind
 from torchtitan_lite.errors import ConfigError, CorpusChanged
 from torchtitan_lite.log import counted, logger
 
@@ -129,10 +128,8 @@ class TokenLoader:
         """Return what of the data must be the same on all hosts. After `prepare`."""
         found, path = self._corpus.fingerprint, self._corpus.tokens_file
         data = f"{found.kind}, {counted(found.files, 'file')}, {counted(found.bytes, 'byte')}, digest {found.digest}"
-        return HostView(
-            {(Kind.DATA, "the data"): data, (Kind.DATA, "the tokenizer"): self._corpus.tokenizer},
-            tokens=None if path is None else SharedFolder(str(path), mount_of(path), _identity_of(path)),
-        )
+        tokens = {} if path is None else {(Kind.TOKENS, "the file of tokens"): _identity_of(path)}
+        return HostView({(Kind.DATA, "the data"): data, (Kind.DATA, "the tokenizer"): self._corpus.tokenizer, **tokens})
 
     @property
     def has_ended(self) -> bool:
@@ -218,7 +215,7 @@ Loader = TokenLoader | StreamLoader
 
 def _identity_of(path: Path) -> str:
     stat = path.stat()
-    return f"{stat.st_ino} {stat.st_mtime_ns}"
+    return f"inode {stat.st_ino} of {stat.st_mtime_ns} ns"
 
 
 # Shuffle without a list.

@@ -36,8 +36,8 @@ from torchtitan_lite.data.documents import (
     names_in_corpus,
 )
 from torchtitan_lite.data.tokenizer import Tokenizer, marks_of
-from torchtitan_lite.disk import durable
 from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, block_digest, digest_blocks, num_blocks
+from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError, CorpusChanged, TokensNotWritten
 from torchtitan_lite.log import counted, logger, readable_bytes
 
@@ -160,7 +160,7 @@ class TokenCorpus:
                 self._write(file, lambda progress: None)
                 return TokenFile(file)
         with self._naming_the_folder(self._folder):
-            durable.make_dir(self._folder)
+            DISK.make_dir(self._folder)
             # A lock, not rank 0 and a collective: making the file may take hours, collectives have time-outs, and ranks
             # on other file systems need a file of their own.
             with _making_lock(self._folder / LOCK_FILE, self._sleep) as (note, is_alone):
@@ -171,24 +171,24 @@ class TokenCorpus:
                         return found
                 if is_alone:
                     for leftover in self._folder.glob(f".{TOKENS_FILE}.*.tmp"):
-                        durable.remove_file(leftover)
+                        DISK.remove_file(leftover)
                 return self._make(note)
 
     def _make(self, note: Callable[[str], None]) -> TokenFile:
         with suppress(FileNotFoundError):
-            durable.remove_file(self._path)  # If it is damaged, no later start may begin with it.
+            DISK.remove_file(self._path)  # If it is damaged, no later start may begin with it.
         temporary = self._folder / f".{TOKENS_FILE}.{socket.gethostname()}.{os.getpid()}.tmp"
         try:
             with temporary.open("wb") as file:
                 self._write(file, note)
                 file.flush()
-                durable.fsync_file(file.fileno())
-            durable.replace(temporary, self._path)
+                DISK.fsync_file(file.fileno())
+            DISK.replace(temporary, self._path)
         except BaseException:
             with suppress(OSError):
-                durable.remove_file(temporary)
+                DISK.remove_file(temporary)
             raise
-        durable.fsync_dir(self._folder)
+        DISK.fsync_dir(self._folder)
         with self._path.open("rb") as file:
             return TokenFile(file)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan_lite.accounts import Accounts
 from torchtitan_lite.config.job_config import Metrics
-from torchtitan_lite.disk import durable
+from torchtitan_lite.disk.durable import DISK, temporary_name
 from torchtitan_lite.errors import ExtraMissing
 from torchtitan_lite.json_lines import JsonLines, start_history
 from torchtitan_lite.log import logger
@@ -158,11 +158,11 @@ class PrometheusFile:
     def write(self, accounts: Accounts, at_risk: tuple[int, float], *, is_up: bool) -> None:
         """Replace the file; if the disk refuses, log one warning. **Any thread**, one at a time."""
         text = self._text(accounts, at_risk, is_up=is_up)
-        temporary = self._path.with_name(durable.temporary_name(self._path.name))
+        temporary = self._path.with_name(temporary_name(self._path.name))
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text(text, encoding="utf-8", errors="replace")  # A folder's name need not be UTF-8.
-            durable.replace(temporary, self._path)
+            DISK.replace(temporary, self._path)
         except OSError as error:
             if not self._has_failed:
                 logger.warning("Could not write %s: %s. Training continues", self._path, error)
