@@ -28,15 +28,17 @@ _GENERATORS = frozenset({torch.Generator, random.Random, np.random.Generator, np
 
 
 class UnsavedWatch:
-    """Watches `modules`, by name of their state, `optimizers`, and the parameters that checkpoints leave out."""
+    """Watches `modules` and `states`, by name, `optimizers`, and the parameters that checkpoints leave out."""
 
     def __init__(
         self,
         modules: Mapping[str, Sequence[nn.Module]],
+        states: Mapping[str, Any],
         optimizers: Sequence[Any],
-        left_out: Callable[[], Mapping[str, torch.Tensor]] = dict,
+        left_out: Callable[[], Mapping[str, torch.Tensor]],
     ) -> None:
         self._modules = modules
+        self._states = states
         self._optimizers = list(optimizers)
         self._left_out = left_out
         self._before: dict[str, Any] | None = None
@@ -71,8 +73,8 @@ class UnsavedWatch:
         if changed:
             logger.warning(
                 "Training changes %s, which no checkpoint has: a resumed run begins with the initial value. If the "
-                "run depends on it, register the buffer with persistent=True, or give the generator, or the module of "
-                "the frozen parameter (save_trained_only), as one of the states",
+                "run depends on it, register the buffer with persistent=True, give the generator, or the module of "
+                "the frozen parameter (save_trained_only), as one of the states, or return it from state_dict",
                 listed(changed, most=SHOWN),
             )
 
@@ -98,6 +100,9 @@ class UnsavedWatch:
                     yield from _of_generators(name, module)
         for number, optimizer in enumerate(self._optimizers):
             yield from _of_generators(f"optimizers[{number}]", optimizer)
+        for name, own in self._states.items():
+            if not state[name] and not _is_metric(own):
+                yield from _of_attributes(name, own)
 
 
 def _of_buffers(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -167,32 +172,27 @@ _MAX_PARTS = 1000
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
-class ForgottenWatch:
-    """Watches `states`, and the metrics within `modules`, both by name of their state."""
+class MetricsWatch:
+    """Watches the metrics within `modules`, by name of their state: the model's, or one of `states`."""
 
-    def __init__(self, states: Mapping[str, Any], modules: Mapping[str, Sequence[nn.Module]]) -> None:
-        self._states = states
+    def __init__(self, modules: Mapping[str, Sequence[nn.Module]], states: Collection[str]) -> None:
         self._modules = modules
-        self._attributes: dict[str, dict[str, list[Any]]] = {}
+        self._states = states
         self._counting: list[tuple[str, Any, int]] = []
         """Metrics within modules that the last save found counting, each with its number of updates."""
-        self._has_named_metrics = self._has_named_empty = False
+        self._is_done = False
 
-    def look(self, empty: Collection[str]) -> None:
-        """Look at a save, in which the state dicts of `empty`, some of the states, have no entry."""
-        if not self._has_named_metrics:
-            self._warn_of_metrics([name for name, metric in self._metrics() if name.partition(".")[0] in self._states])
+    def look(self) -> None:
+        """Look at a save."""
+        if not self._is_done:
+            self._warn([name for name, metric in self._metrics() if name.partition(".")[0] in self._states])
             of_model = [(name, each) for name, each in self._metrics() if name.partition(".")[0] not in self._states]
             self._counting = [(name, each, num) for name, each in of_model if (num := each._update_count) > 0]
-        if not self._has_named_empty:
-            before, self._attributes = self._attributes, {name: _attributes(self._states[name]) for name in empty}
-            changed = [name for name, now in self._attributes.items() if name in before and before[name] != now]
-            self._warn_of_empty([name for name in changed if not _is_metric(self._states[name])])
 
     def look_at_counts(self) -> None:
         """Look, at any step, whether metrics within the model have counted on since the last save."""
         counted = [name for name, metric, number in self._counting if metric._update_count > number]
-        self._warn_of_metrics(counted)
+        self._warn(counted)
         self._counting = [each for each in self._counting if each[1]._update_count == each[2]] if not counted else []
 
     def _metrics(self) -> Iterator[tuple[str, Any]]:
@@ -202,21 +202,12 @@ class ForgottenWatch:
                     if _is_metric(module) and not all(module._persistent.get(key) for key in module._defaults):
                         yield f"{state}.{path}" if path else state, module
 
-    def _warn_of_metrics(self, names: Sequence[str]) -> None:
+    def _warn(self, names: Sequence[str]) -> None:
         if names:
-            self._has_named_metrics = True
+            self._is_done = True
             logger.warning(
                 "%s: a metric leaves values that are not persistent out of its state_dict, so no checkpoint has them, "
                 "and a resumed run counts from the start. Call persistent(True) where the metric is made",
-                listed(names, most=SHOWN),
-            )
-
-    def _warn_of_empty(self, names: Sequence[str]) -> None:
-        if names:
-            self._has_named_empty = True
-            logger.warning(
-                "The state_dict of %s is empty, and training changes its attributes: no checkpoint has them, and a "
-                "resumed run begins with the initial ones. Return them from state_dict, or leave it out of the states",
                 listed(names, most=SHOWN),
             )
 
@@ -231,15 +222,16 @@ def _is_metric(value: Any) -> bool:
     )
 
 
-def _attributes(state: Any) -> dict[str, list[Any]]:
-    """Return what can be compared of the attributes of `state`: plain values, containers of them, arrays and tensors.
+def _of_attributes(name: str, state: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what can be compared of the attributes of `state`: plain values, containers of them, arrays and tensors.
 
     Other objects, and parameters, may be saved elsewhere; so are the tensors of a module, whose mode is no state.
     """
     own = getattr(state, "__dict__", {}).items()
     if isinstance(state, nn.Module):
         own = [(key, value) for key, value in own if not key.startswith("_") and key != "training"]
-    return {key: _watched_values(value) for key, value in own}
+    for key, value in own:
+        yield f"{name}.{key}", _watched_values(value)
 
 
 def _watched_values(attribute: Any) -> list[Any]:
