@@ -134,7 +134,7 @@ class StoredOptimizer:
                 for leaf in leaves:
                     tensor = self._contents.tensors.get(leaf.key)
                     live = at_path(slot.state.get(key, slot.first.get(key)), leaf.path)
-                    dtype = self._dtype(slot, leaf.key, tensor) if tensor and _form_leaf(leaves) is None else None
+                    dtype = self._dtype(slot, tensor) if tensor and _form_leaf(leaves) is None else None
                     targets[leaf.key] = tensor and slot.empty(
                         key, torch.Size(tensor.shape), dtype or tensor.dtype, live, layout, leaf.path
                     )
@@ -320,7 +320,7 @@ class StoredOptimizer:
         stored = self._contents.objects.get(leaf.key)
         return _UNKNOWN if stored is None or stored.item is not None or leaf.path else stored.value
 
-    def _dtype(self, slot: ParameterSlot, key: str, tensor: StoredTensor) -> torch.dtype:
+    def _dtype(self, slot: ParameterSlot, tensor: StoredTensor) -> torch.dtype:
         """Return the dtype to load a state tensor with: the stored one, unless the rules cast its parameter.
 
         A tensor (not a scalar) that was stored with the dtype of its parameter then gets the parameter's new dtype.

@@ -331,8 +331,7 @@ def _lost_attributes(named: Sequence[tuple[str, torch.Tensor]], state: State) ->
 
 def _extra_state_of(name: str) -> str:
     """Return the key of the extra state of a tensor's module, which may have what the tensor has in attributes."""
-    path = name.rpartition(".")[0]
-    return f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE
+    return ".".join([*name.split(".")[:-1], EXTRA_STATE])
 
 
 def _not_in(state: State, attributes: Mapping[str, torch.Tensor]) -> list[str]:
