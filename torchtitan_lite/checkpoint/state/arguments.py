@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -28,7 +26,6 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
 
 _IN_ANOTHER_PLACE = (nn.Module, Optimizer, LRScheduler, JobConfig)
-_VALUES = (bool, int, float, complex, str, bytes, list, tuple, set, torch.Tensor, np.ndarray, np.generic, type(None))
 _METHODS = ("state_dict", "load_state_dict")
 
 
@@ -187,10 +184,9 @@ def _refuse_states(states: Any) -> None:
                         f"saved. Give it as a state of its own: {{{f'{name}_{key}'!r}: ...}}."
                     )
         elif not _has_state_methods(state):
-            fix = f"a dict, which is saved and restored in place: {{{name!r}: {{'value': ...}}}}"
             raise ConfigError(
-                f"states: {name!r} is {_typed(state)}, which has no state_dict and load_state_dict. "
-                f"Put it into {fix if isinstance(state, _VALUES) else 'an object that has both'}."
+                f"states: {name!r} is {_typed(state)}, which has no state_dict and load_state_dict. Put a value into a "
+                f"dict, which is saved and restored in place: {{{name!r}: {{'value': ...}}}}."
             )
 
 
