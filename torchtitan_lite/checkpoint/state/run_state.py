@@ -95,9 +95,7 @@ class RunState:
         # Each rank has its own key: no two ranks share their generators.
         rng = {f"rank{rank}": RngState().state_dict()}
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), **small, RNG: rng}
-        self._unsaved.refuse(state)
-        if rank == 0:
-            self._unsaved.look(state)
+        self._unsaved.look(state, rank)
         return state
 
     @property

@@ -44,28 +44,18 @@ class UnsavedWatch:
         self._before: dict[str, Any] | None = None
         self._is_done = self._is_tried = False
 
-    def refuse(self, state: State) -> None:
-        """Raise TypeError for a tensor of a class of its own with tensors in attributes that `state` lacks. Any rank.
+    def look(self, state: State, rank: int) -> None:
+        """Note what is unsaved of all but `state`, the full state of this `rank`. Raises as `check_attributes`.
 
-        Looks until the first save that has none.
+        The first call on rank 0 logs what that finds; the second one a warning that names what has changed since.
         """
         if not self._is_tried:
-            refuse_attributes(self._modules, state, self._names_left_out())
+            check_attributes(self._modules, state, {f"model.{name}" for name in self._left_out()}, warns=rank == 0)
             self._is_tried = True
-
-    def _names_left_out(self) -> set[str]:
-        return {f"model.{name}" for name in self._left_out()}
-
-    def look(self, state: State) -> None:
-        """Note what is unsaved of all but `state`, the full state.
-
-        The first call logs what `warn_of_attributes` finds; the second one a warning that names what has changed since.
-        """
-        if self._is_done:
+        if self._is_done or rank > 0:
             return
         now = dict(self._samples(state))
         if self._before is None:
-            warn_of_attributes(self._modules, state, self._names_left_out())
             self._before, self._is_done = now, not now
             return
         self._is_done = True
@@ -135,8 +125,7 @@ def _of_generators(name: str, owner: Any) -> Iterator[tuple[str, Any]]:
         elif isinstance(value, np.random.Generator):
             yield f"{name}.{key}", repr(value.bit_generator.state)
         elif isinstance(value, np.random.RandomState):
-            legacy: Any = value.get_state()
-            yield f"{name}.{key}", (legacy[1].tolist(), legacy[2:])
+            yield f"{name}.{key}", repr(value.get_state(legacy=False))
 
 
 def _tensors_of_optimizer(name: str, optimizer: Any) -> dict[str, torch.Tensor]:
@@ -277,30 +266,29 @@ def tensors_in_attributes(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return found
 
 
-def refuse_attributes(modules: Mapping[str, Sequence[nn.Module]], state: State, left_out: Collection[str]) -> None:
-    """Raise TypeError for a tensor as `warn_of_attributes` names it, if it is of a class of its own."""
-    own = [(name, tensor) for name, tensor in _saved(modules, state, left_out) if not is_plain(local_of(tensor))]
-    if lost := _lost_attributes(own, state):
+def check_attributes(
+    modules: Mapping[str, Sequence[nn.Module]], state: State, left_out: Collection[str], *, warns: bool
+) -> None:
+    """Log what of the tensors of `modules`, by name of their state, no load of `state`, the full one, brings back.
+
+    Those of `left_out`, by the same names, are in no checkpoint anyway. Logs only if it `warns`. Raises TypeError for
+    lost attributes of a tensor of a class of its own.
+    """
+    named = _saved(modules, state, left_out)
+    if lost := _lost_attributes([each for each in named if not is_plain(local_of(each[1]))], state):
         raise TypeError(
             f"no checkpoint would have {listed(lost, most=SHOWN)}, which are attributes of tensors of a subclass: a "
             "resumed run would have those that its model is built with. Give the class torch's __tensor_flatten__ and "
             "__tensor_unflatten__, register the tensors as buffers, or return them from get_extra_state"
         )
-
-
-def warn_of_attributes(modules: Mapping[str, Sequence[nn.Module]], state: State, left_out: Collection[str]) -> None:
-    """Log what of the tensors of `modules`, by name of their state, no load of `state`, the full one, brings back.
-
-    Those of `left_out`, by the same names, are in no checkpoint anyway.
-    """
-    named = _saved(modules, state, left_out)
-    if lost := _lost_attributes(named, state):
+    if warns and (lost := _lost_attributes(named, state)):
         logger.warning(
             "No checkpoint has tensors in attributes of parameters and buffers: %s. A resumed run has those with which "
             "its model is built. If they may differ, register them as buffers, or return them from get_extra_state",
             listed(lost, most=SHOWN),
         )
-    if rounded := [f"{name} ({type(local_of(tensor)).__name__})" for name, tensor in named if _is_rounded(tensor)]:
+    rounded = [f"{name} ({type(local_of(each)).__name__})" for name, each in named if warns and _is_rounded(each)]
+    if rounded:
         logger.warning(
             "A load does not bring back the values of %s: it copies into the tensor, and copy_ of its class changes "
             "what it is given. Have copy_ keep the values, or keep to those that it keeps",
