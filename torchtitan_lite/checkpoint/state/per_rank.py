@@ -41,11 +41,11 @@ class PerRank:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state under the rank's number."""
         rank, num_ranks = _rank_and_world_size()
-        return {_RANKS: num_ranks, _rank_name(rank): self._state.state_dict()}
+        return {_RANKS: num_ranks, f"rank{rank}": self._state.state_dict()}
 
     def is_of_another_rank(self, key: str) -> bool:
         """Return whether this rank need not read the saved entry `key`."""
-        return key.partition(".")[0] not in (_RANKS, _rank_name(_rank_and_world_size()[0]))
+        return key.partition(".")[0] not in (_RANKS, f"rank{_rank_and_world_size()[0]}")
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Raise what `load_state_dict` would raise: ConfigError, or the refusal of `state`. Changes nothing."""
@@ -92,11 +92,7 @@ class PerRank:
 
 def _own_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     # A checkpoint stores nothing of an empty mapping.
-    return dict(state_dict.get(_rank_name(_rank_and_world_size()[0]), {}))
-
-
-def _rank_name(rank: int) -> str:
-    return f"rank{rank}"
+    return dict(state_dict.get(f"rank{_rank_and_world_size()[0]}", {}))
 
 
 def _rank_and_world_size() -> tuple[int, int]:
