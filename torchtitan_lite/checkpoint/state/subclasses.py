@@ -173,10 +173,10 @@ def forms_in(entries: Mapping[str, Any]) -> dict[str, Any]:
     return {key.removesuffix(_BELOW): form for key, form in entries.items() if key.endswith(_BELOW)}
 
 
-def class_name(tensor: torch.Tensor) -> str:
-    """Return the full name of the class of `tensor`, or of what a DTensor has of it here."""
-    tensor = local_of(tensor)
-    return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+def class_name(value: Any) -> str:
+    """Return the full name of the class of `value`, or of what a DTensor has of it here."""
+    kind = type(local_of(value))
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def form_difference(stored: object, own: object) -> str:
