@@ -19,9 +19,12 @@ from torchtitan_lite.report.run import LABELS, Run
 from torchtitan_lite.report.scales import (
     moment_text,
     number_text,
+    percent,
+    pixels,
     rate_text,
     seconds_text,
     share_text,
+    short_step,
 )
 
 MAX_TABLE_ROWS = 200
@@ -50,6 +53,10 @@ def render_page(runs: Sequence[Run]) -> str:
         "moment": moment_text,
         "share": share_text,
         "shown": shown_on_page,
+        "grouped": "{:,}".format,
+        "step": short_step,
+        "percent": percent,
+        "pixels": pixels,
     }
     text = environment.get_template("page.html").render(page(runs))
     return text.encode(errors="replace").decode()  # The name of a folder need not be UTF-8.
@@ -67,8 +74,10 @@ def page(runs: Sequence[Run]) -> dict[str, Any]:
         "runs": [_run_values(index, run, x, ceiling, best) for index, run in enumerate(runs)],
         "loss": curves.loss_figure(runs),
         "differences": differences(first.config, second.config) if second is not None else None,
-        "fate_sample": marks.fate_sample,
         "labels": LABELS,
+        "x": x,
+        "heights": {"loss": curves.LOSS_HEIGHT, "time": curves.TIME_HEIGHT},
+        "curve_width": curves.CURVE_WIDTH,
         "begun_from": defaultdict(lambda: "fresh", BEGUN_FROM),
         "version": __version__,
         "read_at": max(run.read_at for run in runs),
@@ -83,13 +92,12 @@ def _run_values(index: int, run: Run, x: Any, ceiling: float, best: float) -> di
         "about": _about(run),
         "status": (run.status, STATUS[run.status]),
         "tiles": _tiles(run),
-        "time": marks.time_figure(run.parts),
         "step_time": curves.step_time_figure(run, x, ceiling),
-        "timeline": marks.timeline_figure(run, x),
+        "lanes": marks.lanes_of(run, x),
         "fates": marks.fate_counts(run.saves),
-        "rates": marks.rate_figure(run, best),
+        "rates": marks.rates_of(run, best),
         "impossible_rates": marks.impossible_rates(run),
-        "shards": marks.shard_figure(run.shards) if run.shards is not None else None,
+        "cells": marks.cells_of(run.shards) if run.shards is not None else [],
         "starts": run.starts[-MAX_START_ROWS:],
         "saves": run.saves[-MAX_TABLE_ROWS:],
         "changed": [start for start in run.starts if start.number in changed],
