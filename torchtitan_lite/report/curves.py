@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from torchtitan_lite.log import counted
-from torchtitan_lite.report.run import Run
+from torchtitan_lite.report.run import Run, steps_per_line
 from torchtitan_lite.report.scales import Scale, area_path, exact_scale, line_path, nice_scale, seconds_text
 from torchtitan_lite.report.starts import ReportedStart
 
@@ -167,7 +167,7 @@ class Span:
 
 def spans_of(run: Run, limit: int = MAX_SPANS) -> list[Span]:
     """Return the time of a step over the run, in at most `limit` spans; a stall is in the line that is logged next."""
-    logged, counts = run.logged, run.steps_per_line
+    logged, counts = run.logged, steps_per_line(run.logged.steps, [start.loaded.step for start in run.starts])
     stalls = stalls_by_line(logged.steps, _stalls(run))
     size = max(1, math.ceil(len(logged) / limit))
     found = []

@@ -16,6 +16,7 @@ from torchtitan_lite.report import curves, marks
 from torchtitan_lite.report.changes import differences, shown_on_page
 from torchtitan_lite.report.lines import TOKENS_PER_SECOND, number_or_nan
 from torchtitan_lite.report.run import LABELS, Run
+from torchtitan_lite.report.saved_steps import Fate
 from torchtitan_lite.report.scales import (
     moment_text,
     number_text,
@@ -156,8 +157,8 @@ def _tiles(run: Run) -> list[dict[str, Any]]:
         note = f"{ended} killed or failed" if ended else "none killed"
         tiles.append(_tile("Starts", f"{len(starts):,}", len(starts), note))
     if run.saves:
-        kept = sum(save.fate.value == "kept" for save in run.saves)
-        tiles.append(_tile("Checkpoints", f"{kept:,}", kept, f"{readable_bytes(run.kept_bytes)} on disk"))
+        kept = [save.nbytes or 0 for save in run.saves if save.fate is Fate.KEPT]
+        tiles.append(_tile("Checkpoints", f"{len(kept):,}", len(kept), f"{readable_bytes(sum(kept))} on disk"))
     if run.uploaded is not None:
         step, ago = run.uploaded.event.step, seconds_text(max(0.0, run.read_at - run.uploaded.time))
         tiles.append(_tile("Uploaded", f"{step:,}", step, f"the last step, {ago} ago"))

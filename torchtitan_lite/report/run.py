@@ -20,7 +20,7 @@ from torchtitan_lite.examining.inventory import USABLE, ListedCheckpoint, invent
 from torchtitan_lite.log import logger
 from torchtitan_lite.report.changes import KeyChange, changes_by_start, configs_of, without_secret_values
 from torchtitan_lite.report.lines import Logged, read_events, read_logged, read_records
-from torchtitan_lite.report.saved_steps import Fate, Save, ShardMap, read_shards, saves_of
+from torchtitan_lite.report.saved_steps import Save, ShardMap, read_shards, saves_of
 from torchtitan_lite.report.starts import CUT, UNKNOWN, ReportedStart, starts_of
 from torchtitan_lite.store.holder import HolderSeen
 from torchtitan_lite.store.place import Place
@@ -55,10 +55,6 @@ class Run:
     """The last upload into a second folder."""
 
     @property
-    def steps_per_line(self) -> list[int]:
-        return steps_per_line(self.logged.steps, [start.loaded.step for start in self.starts])
-
-    @property
     def goodput(self) -> float:
         """The share of training in all; NaN if nothing is known."""
         return self.parts.get("productive", 0.0) / sum(self.parts.values()) if self.parts else math.nan
@@ -85,11 +81,6 @@ class Run:
         """The highest bandwidth of any save, in bytes a second; NaN without one."""
         return max((save.bytes_per_second for save in self.saves if save.bytes_per_second), default=math.nan)
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of the checkpoints that can be loaded now."""
-        return sum(save.nbytes or 0 for save in self.saves if save.fate is Fate.KEPT)
-
 
 def read_run(spelling: str, *, now: float | None = None) -> Run:
     """Return the run in the dump folder `spelling`. Raises CheckpointError if there is no run in it, and OSError."""
@@ -107,7 +98,8 @@ def read_run(spelling: str, *, now: float | None = None) -> Run:
         )
     ledger = read_accounts(folder)
     starts = starts_of(events, ledger, logged.steps[-1] if len(logged) else 0)
-    exports = _exports(folder, config)
+    export_folder = config.get("checkpoint.export_folder")  # Of weights alone, in a folder of their own.
+    exports = SeenFolder.of(folder, str(export_folder)) if export_folder else SeenFolder()
     are_seen = checkpoints.was_read and exports.was_read
     saves = saves_of(starts, [*entries, *exports.entries], are_seen=are_seen)
     known = configs_of(starts, read_records(folder / CONFIGS), config)
@@ -133,12 +125,6 @@ def _config(path: Path) -> dict[str, Any]:
         return without_secret_values(json.loads(path.read_bytes()))
     except (FileNotFoundError, ValueError, RecursionError):
         return {}
-
-
-def _exports(folder: Path, config: Mapping[str, Any]) -> SeenFolder:
-    """Return the folder of weights that the run exported into a folder of their own."""
-    export_folder = config.get("checkpoint.export_folder")
-    return SeenFolder.of(folder, str(export_folder)) if export_folder else SeenFolder()
 
 
 def _shards(checkpoints: SeenFolder) -> ShardMap | None:
