@@ -43,10 +43,8 @@ class KeyChange:
 
 
 def without_secret_values(config: object) -> dict[str, Any]:
-    """Return the values of a configuration by `section.key` of today, secrets hidden; none of what is not one."""
-    if not isinstance(config, dict):
-        return {}
-    values = flat_config(config)
+    """Return the values of a configuration by `section.key`, secrets hidden; none of what is not one."""
+    values = flat_config(config) if isinstance(config, dict) else {}
     return {key: HIDDEN if _SECRET_KEY.search(key) and value else value for key, value in values.items()}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -17,6 +16,7 @@ from torchtitan_lite.errors import CheckpointError, CheckpointNotFound, Torchtit
 from torchtitan_lite.event_lines import Recorded
 from torchtitan_lite.events import Uploaded
 from torchtitan_lite.examining.inventory import USABLE, ListedCheckpoint, inventory
+from torchtitan_lite.json_lines import object_in
 from torchtitan_lite.log import logger
 from torchtitan_lite.report.changes import KeyChange, changes_by_start, configs_of, without_secret_values
 from torchtitan_lite.report.lines import Logged, read_events, read_logged, read_records
@@ -122,8 +122,8 @@ def read_run(spelling: str, *, now: float | None = None) -> Run:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        return without_secret_values(json.loads(path.read_bytes()))
-    except (FileNotFoundError, ValueError, RecursionError):
+        return without_secret_values(object_in(path.read_bytes()) or {})
+    except FileNotFoundError:
         return {}
 
 
