@@ -12,13 +12,14 @@ from typing import Any
 
 from torchtitan_lite.accounts import CLEAN_ENDS, FAILED, read_accounts
 from torchtitan_lite.config.address import is_in_object_store
+from torchtitan_lite.config.drift import Change
 from torchtitan_lite.errors import CheckpointError, CheckpointNotFound, TorchtitanLiteError
 from torchtitan_lite.event_lines import Recorded
 from torchtitan_lite.events import Uploaded
 from torchtitan_lite.examining.inventory import USABLE, ListedCheckpoint, inventory
 from torchtitan_lite.json_lines import object_in
 from torchtitan_lite.log import logger
-from torchtitan_lite.report.changes import KeyChange, changes_by_start, configs_of, without_secret_values
+from torchtitan_lite.report.changes import changes_by_start, configs_of, without_secret_values
 from torchtitan_lite.report.lines import Logged, read_events, read_logged, read_records
 from torchtitan_lite.report.saved_steps import Save, ShardMap, read_shards, saves_of
 from torchtitan_lite.report.starts import CUT, UNKNOWN, ReportedStart, starts_of
@@ -46,7 +47,7 @@ class Run:
     shards: ShardMap | None
     config: Mapping[str, Any]
     """The last known one, by section.key."""
-    changes: Mapping[int, list[KeyChange]]
+    changes: Mapping[int, list[Change]]
     """By the number of the start that made them."""
     status: str
     """running, finished, preempted, failed, killed or unknown."""
