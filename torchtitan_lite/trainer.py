@@ -56,7 +56,7 @@ from torchtitan_lite.optim import (
     build_optimizers,
     clip_grad_norm_,
 )
-from torchtitan_lite.parallelisms.footprint import footprint
+from torchtitan_lite.parallelisms.footprint import footprint, held_parameters
 from torchtitan_lite.parallelisms.forward_backward import ForwardBackward, build_forward_backward
 from torchtitan_lite.parallelisms.parallelize_llama import parallelize_llama
 from torchtitan_lite.parallelisms.pipeline_llama import Stage, cut_to_stage
@@ -92,10 +92,8 @@ class Trainer:
         self.mesh = self.plan.dims.build_mesh(world.device.type)
         self.num_params = num_params(self._on_meta())
         if config.checkpoint.dry_run:  # Before the data are opened, which this machine may not have.
-            logger.info(
-                "%s",
-                footprint(self.plan, self._build_part, config.training, self.global_batch_size, self.num_params),
-            )
+            held = held_parameters(self.plan, self._build_part)
+            logger.info("%s", footprint(self.plan, held, config.training, self.global_batch_size, self.num_params))
         self.loader = self._build_loader()
         # No other rank compares the stages that a simulated one leaves out.
         stages = self.plan.stages if world.is_simulated else self.plan.stages_of(world.rank)
@@ -165,9 +163,9 @@ class Trainer:
         if not self.config.checkpoint.initial_load_in_hf:
             return None
         # Imported only where it is used: no other start waits for it.
-        from torchtitan_lite.models.llama.imported import import_llama
+        from torchtitan_lite.models.llama.imported import open_expected, write_llama
 
-        return lambda path, out: import_llama(path, out, expected=self.args).notes
+        return lambda path, out: write_llama(open_expected(path, self.args), out).notes
 
     def _check_weights(self, source: Path) -> None:
         from torchtitan_lite.models.llama.imported import open_expected
