@@ -26,7 +26,7 @@ from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.read_requests import ReadsBlocks
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnreadable, CheckpointUnsafe
-from torchtitan_lite.examining.file_digests import FileDigests, Finding, OnBytes
+from torchtitan_lite.examining.file_digests import Finding, OnBytes, compare_digests
 from torchtitan_lite.examining.item_checksums import Checked, PlacedItem, check_items
 from torchtitan_lite.examining.opened import absence
 from torchtitan_lite.examining.other_libraries import contents_in, contents_of, description_of
@@ -116,8 +116,8 @@ def read_through(
     with_digests = {file: records[file] for file in looked.sizes if file in records and records[file].blocks}
     items = list(_placed_items(looked, looked.sizes.keys() - with_digests.keys()))
     try:
-        digests = FileDigests(files, with_digests, looked.contents, on_bytes)
-        findings = digests.compare(make_reader or files.thread_reader)
+        make_reader = make_reader or files.thread_reader
+        findings = compare_digests(files, with_digests, looked.contents, on_bytes, make_reader)
         checked = _without_digests(looked, items, on_bytes)
     except CheckpointUnreadable:
         refuse_if_gone(looked.path, looked.identity)
