@@ -23,6 +23,7 @@ from torchtitan_lite.config.address import is_address, parse_address
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError
 from torchtitan_lite.examining.inventory import FolderState, inventory
 from torchtitan_lite.examining.opened import WrittenBy
+from torchtitan_lite.log import listed
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.layout import Listing, is_checkpoint
 from torchtitan_lite.store.lease import Lease, LeaseClock
@@ -59,9 +60,7 @@ def refuse_without_checkpoints(store: StoresCheckpoints) -> None:
     unmanaged = [folder.name for folder in store.unmanaged()]
     finding = "there is no complete checkpoint in it"
     if unmanaged:
-        has = "has" if len(unmanaged) == 1 else "have"
-        names = f"{', '.join(unmanaged[:3])}{' ...' * (len(unmanaged) > 3)}"
-        finding = f"{names} {has} no manifest, so no rule removes them"
+        finding = f"no rule removes what has no manifest: {listed(unmanaged)}"
     raise CheckpointNotFound(store.address, None, finding=finding)
 
 
@@ -116,34 +115,22 @@ def new_place(spelling: str, *, is_step: bool) -> Path:
     if is_address(spelling):
         raise ConfigError(f"OUT {spelling}: expected a folder on disk, found an address")
     out = Path(spelling)
-    for folder in (out, out / IN_DUMP_FOLDER):
-        if steps := _steps_in(folder):
-            raise ConfigError(
-                f"OUT {out}: expected a new folder, found {_in_list(steps)}{'' if folder == out else f' in {folder}'}: "
-                "name a folder that does not exist yet"
-            )
-    if out.is_dir() and is_checkpoint(out):
-        raise ConfigError(
-            f"OUT {out}: expected a new folder, found a checkpoint: name a folder that does not exist yet"
-        )
+    there = [f"checkpoints in {folder}" for folder in (out, out / IN_DUMP_FOLDER) if _has_steps(folder)]
+    if there or (out.is_dir() and is_checkpoint(out)):
+        found = there[0] if there else "a checkpoint"
+        raise ConfigError(f"OUT {out}: expected a new folder, found {found}: name a folder that does not exist yet")
     parent = out.absolute().parent
     if parent.is_dir() and is_checkpoint(parent):
         raise ConfigError(f"OUT {out}: expected a place outside of checkpoints, found the checkpoint {out.parent}")
-    if not is_step and layout.parse_step(out.name) is not None and (steps := _steps_in(parent)):
+    if not is_step and layout.parse_step(out.name) is not None and _has_steps(parent):
         raise ConfigError(
-            f"OUT {out}: {out.parent} has {_in_list(steps)}, and a job there would take {out.name} for a checkpoint: "
-            "name OUT in another folder"
+            f"OUT {out}: {out.parent} has checkpoints, and a job there would take {out.name} for one: name OUT in "
+            "another folder"
         )
     return out
 
 
-def _steps_in(folder: Path) -> list[int]:
-    """Return the steps of the checkpoints in `folder`, complete or not."""
-    if not folder.is_dir():
-        return []
-    places = Listing(folder).places().items()
-    return [step for step, paths in places if paths[0].is_dir() and is_checkpoint(paths[0])]
-
-
-def _in_list(steps: list[int]) -> str:
-    return f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} checkpoints, step {steps[0]} to {steps[-1]}"
+def _has_steps(folder: Path) -> bool:
+    """Return whether there are checkpoints of steps in `folder`, complete or not."""
+    places = Listing(folder).places().values() if folder.is_dir() else ()
+    return any(paths[0].is_dir() and is_checkpoint(paths[0]) for paths in places)
