@@ -325,7 +325,7 @@ def test_a_damaged_head_takes_no_pins_and_its_checkpoints_are_listed(folder: str
     assert [each["step"] for each in command("ls", folder, "--json").json["checkpoints"]] == [7]
     ended = command("pin", f"{folder}:7")
     finding = "it is damaged; the next start of a job rebuilds it from the manifests"
-    assert (ended.code, ended.err) == (1, f"error: {folder}/head.json cannot be used: {finding}\n")
+    assert (ended.code, ended.err) == (1, f"error: {folder}/head.json cannot be used for checkpoints: {finding}\n")
 
 
 @pytest.mark.slow
