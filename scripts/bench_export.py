@@ -31,7 +31,7 @@ from torchtitan_lite.models.llama.args import ModelArgs
 from torchtitan_lite.models.llama.hugging_face import describe
 
 ROOT = Path(__file__).resolve().parents[1]
-LLAMA = ModelArgs(dim=4096, n_layers=1, n_heads=32, n_kv_heads=8, vocab_size=30_518, hidden_dim=15_104)
+LLAMA = ModelArgs(dim=4096, n_layers=1, n_heads=32, n_kv_heads=8, vocab_size=30_518, ffn_dim=15_104)
 SHAPES = {name: place.shape for name, place in describe(LLAMA, {}, None, None).places.items()}
 """A Llama of 1.9 GB in float32, with two tensors of 500 MB."""
 

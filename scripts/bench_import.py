@@ -30,7 +30,7 @@ from torchtitan_lite.models.llama.args import ModelArgs
 from torchtitan_lite.models.llama.hugging_face import describe
 
 ROOT = Path(__file__).resolve().parents[1]
-ARGS = ModelArgs(dim=1024, n_layers=16, n_heads=16, n_kv_heads=8, hidden_dim=4096, vocab_size=120_000)
+ARGS = ModelArgs(dim=1024, n_layers=16, n_heads=16, n_kv_heads=8, ffn_dim=4096, vocab_size=120_000)
 PARAMS = {
     **{"dim": 1024, "n_layers": 16, "n_heads": 16, "n_kv_heads": 8, "vocab_size": 120_000, "multiple_of": 4096},
     **{"norm_eps": 1e-5, "rope_theta": 500000.0},

@@ -34,8 +34,8 @@ from restart_bench.hosts_job import HostsJob
 from restart_bench.jobs import CONTENDERS, FRESH, PARTS, KilledJob, Model, NotResumed, Times
 
 MODELS = {
-    "debug": Model(dim=128, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=352, batch_size=2, seq_len=64),
-    "168m": Model(dim=1024, n_layers=13, n_heads=16, n_kv_heads=16, hidden_dim=2816, batch_size=1, seq_len=32),
+    "debug": Model(dim=128, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=352, batch_size=2, seq_len=64),
+    "168m": Model(dim=1024, n_layers=13, n_heads=16, n_kv_heads=16, ffn_dim=2816, batch_size=1, seq_len=32),
 }
 KILLS = {
     "rank": "one rank, --max-restarts",

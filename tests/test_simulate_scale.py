@@ -33,7 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from scale_simulation.plans import Mesh, item_of, llama_shapes, state_of
 from torchtitan_lite.models.llama.args import FLAVORS
 from torchtitan_lite.models.llama.model import Transformer
-from torchtitan_lite.parallelisms.tensor_parallel import apply_tensor_parallelism
+from torchtitan_lite.parallelisms.parallelize_llama import apply_tensor_parallelism
 
 args = FLAVORS["debugmodel"]
 
@@ -81,7 +81,7 @@ COVER = """
 import math
 from scale_simulation.plans import box_in, held_by, mesh_of, outlines, state_of
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
-from torchtitan_lite.checkpoint.format.stored_tensor import chunk_mismatch
+from torchtitan_lite.checkpoint.format.chunk_runs import chunk_mismatch
 from torchtitan_lite.checkpoint.format.tensor_table import TensorTable
 from torchtitan_lite.checkpoint.planning.joint_plan import JointPlan
 from torchtitan_lite.store.manifest import Table

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.disk import durable
+from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.log import counted, logger
 
 
@@ -104,7 +104,7 @@ def _drop_after(path: Path, step: int) -> None:
     if kept == data:
         return
     try:
-        durable.write_atomically(path, kept)
+        DISK.write_atomically(path, kept)
     except OSError:
         if not data.startswith(kept):
             raise
@@ -115,7 +115,7 @@ def _move_aside(path: Path) -> None:
     if not path.exists() or not path.stat().st_size:
         return
     free = next(name for number in itertools.count(1) if not (name := path.with_name(f"{path.name}.{number}")).exists())
-    durable.rename(path, free)
+    DISK.rename(path, free)
     logger.info("Moved %s of an earlier run to %s", path, free.name)
 
 

@@ -69,7 +69,7 @@ def llama_args(num_params: int) -> ModelArgs:
         n_heads=16 if wide else 4,
         n_kv_heads=8 if wide else 2,
         vocab_size=32_000 if num_params >= 100_000_000 else 4_000 if wide else 512,
-        multiple_of=256 if wide else 32,
+        ffn_dim=2816 if wide else 352,
         max_seq_len=16,
         n_layers=1,
     )

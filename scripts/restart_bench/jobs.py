@@ -53,7 +53,7 @@ class Model:
     n_layers: int
     n_heads: int
     n_kv_heads: int
-    hidden_dim: int
+    ffn_dim: int
     batch_size: int
     seq_len: int
     vocab_size: int = 258
@@ -65,7 +65,7 @@ class Model:
             "model_type": "llama",
             "hidden_act": "silu",
             "hidden_size": self.dim,
-            "intermediate_size": self.hidden_dim,
+            "intermediate_size": self.ffn_dim,
             "num_hidden_layers": self.n_layers,
             "num_attention_heads": self.n_heads,
             "num_key_value_heads": self.n_kv_heads,

@@ -30,11 +30,10 @@ from torchtitan_lite.checkpoint.format.tensor_table import TensorTable
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.planning.joint_plan import JointPlan
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
-from torchtitan_lite.checkpoint.reading.listed_groups import ListedGroups
 from torchtitan_lite.checkpoint.reading.load_rules import EVERYTHING
-from torchtitan_lite.checkpoint.reading.own_plan import overlaps
+from torchtitan_lite.checkpoint.reading.regions import overlaps
 from torchtitan_lite.checkpoint.reading.stored_model import StoredModel
-from torchtitan_lite.checkpoint.reading.stored_optimizer import RankNumbers, StoredOptimizer
+from torchtitan_lite.checkpoint.reading.stored_optimizer import ListedGroups, RankNumbers, StoredOptimizer
 from torchtitan_lite.checkpoint.saving.writer import WrittenFile, received, written_files
 from torchtitan_lite.checkpoint.state.optimizer_state import ParameterSlot
 from torchtitan_lite.collection import no_collection

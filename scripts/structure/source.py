@@ -38,7 +38,8 @@ FLATS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     # Loops that train: ours, and those of other libraries.
     "trainer": (
-        ("models", "data", "divergence", "optim", "metrics", "parallelisms", "dry_run"),
+        ("models",),
+        ("data", "divergence", "optim", "metrics", "parallelisms", "dry_run"),
         ("preflight",),
         ("trainer", "integrations"),
         ("train",),

@@ -5,8 +5,7 @@ from __future__ import annotations
 from tests.bucket.memory_objects import Bucket, Fate, Killed, Request, Stored, at
 from tests.bucket.saving import new_job, new_store, remove_failed, set_aside_in
 from tests.store.backend import UNSUPPORTED, Backend, Fault, Files, Seen, Written
-from torchtitan_lite.bucket.bucket_store import BucketStore
-from torchtitan_lite.bucket.garbage import KEPT_SECONDS
+from torchtitan_lite.bucket.bucket_store import KEPT_SECONDS, BucketStore
 from torchtitan_lite.bucket.head import Status
 from torchtitan_lite.bucket.naming import parse_attempt
 from torchtitan_lite.disk.digest import FileRecord

@@ -26,7 +26,7 @@ from tests.bucket.saving import (
     started,
     write,
 )
-from torchtitan_lite.bucket.garbage import KEPT_SECONDS
+from torchtitan_lite.bucket.bucket_store import KEPT_SECONDS
 from torchtitan_lite.bucket.naming import attempt_name
 from torchtitan_lite.bucket.objects import StoreUnavailable
 from torchtitan_lite.errors import (

@@ -18,8 +18,8 @@ from torchtitan_lite.errors import CheckpointMismatch, CheckpointNotFound, Confi
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"model": 3}, "model: expected a module or a list of modules, found an int."),
-        ({"model": []}, "model: expected a module or a list of modules, found none."),
+        ({"model": 3}, "model: expected a module or a list of them, found an int."),
+        ({"model": []}, "model: expected a module or a list of them, found none."),
         ({"model": [nn.Linear(1, 1), 3]}, "model[1]: expected a module, found an int."),
         ({"optimizer": nn.Linear(1, 1)}, "optimizer: expected an optimizer, found a Linear."),
         ({"optimizer": [3]}, "optimizer[0]: expected an optimizer, found an int."),
@@ -46,7 +46,7 @@ def test_other_names_of_the_folder_are_known(name: str, tmp_path: Path) -> None:
 def test_swapped_arguments_of_load_model_are_named_without_the_model(tmp_path: Path) -> None:
     model: Any = nn.Sequential(nn.Linear(1, 1))
     folder: Any = tmp_path
-    with pytest.raises(ConfigError, match=r"found a PosixPath and then a Sequential\. Call load_model\(model, "):
+    with pytest.raises(ConfigError, match=r"folder: expected the path .* found an object of Sequential\. Give"):
         load_model(folder, model)
     with pytest.raises(ConfigError, match=r"^folder: expected the path .* found an object of Linear\. Give"):
         CheckpointManager.for_loop(model=model, folder=model[0])

@@ -48,18 +48,18 @@ def manager(tmp_path: Path, **given: Any) -> CheckpointManager:
         ({"dataloader": Halfway()}, r"a Halfway has no state.*Give it state_dict and load_state_dict"),
         (
             {"dataloader": nn.Linear(1, 1)},
-            r"dataloader: .*found a Linear\. The order is CheckpointManager\(dataloader, ",
+            r"dataloader: .*found a Linear\.",
         ),
-        ({"dataloader": [Loader()]}, r"dataloader: .*found a list\. The order is"),
+        ({"dataloader": [Loader()]}, r"dataloader: .*found a list\."),
         (
             {"model_parts": {"g": nn.Linear(1, 1)}},
-            r"model_parts: .*found a dict\. Put several models into an nn\.ModuleDict",
+            r"model: .*found a dict\.",
         ),
-        ({"states": [TrainState()]}, r"states: expected a dict of names and states, found a list\. The order is"),
+        ({"states": [TrainState()]}, r"states: expected a dict of names and states, found a list\."),
         ({"states": {"step": 3}}, r"states: 'step' is an int, which has no state_dict and load_state_dict"),
         ({"states": {"train_state": TrainState}}, r"'train_state' is the class TrainState"),
         ({"states": {7: TrainState()}}, r"states: expected strings as names, found 7"),
-        ({"job_config": {"checkpoint": {}}}, r"job_config: expected a JobConfig, found a dict\. The order is"),
+        ({"job_config": {"checkpoint": {}}}, r"job_config: expected a JobConfig, found a dict\."),
     ],
 )
 def test_a_wrong_argument_is_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:

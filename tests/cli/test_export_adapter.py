@@ -141,7 +141,7 @@ def test_what_is_no_adapter_or_another_one_is_refused_by_name(tmp_path: Path, ca
             "c",
             lora,
             (),
-            "c has no tensor of the adapter 'default': name another one of its adapters with --adapter (mine)",
+            "c has no tensor of the adapter 'default': name another one of its adapters with --adapter",
         ),
         (
             "c",

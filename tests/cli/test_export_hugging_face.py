@@ -31,7 +31,7 @@ from torchtitan_lite.store.manifest import seal
 COMMAND = "export"
 State = dict[str, torch.Tensor]
 ARGS = dataclasses.replace(FLAVORS["debugmodel"], vocab_size=258, max_seq_len=64)
-SMALL = dataclasses.replace(ARGS, dim=16, n_layers=1, n_heads=2, n_kv_heads=1, max_seq_len=32)
+SMALL = dataclasses.replace(ARGS, dim=16, ffn_dim=64, n_layers=1, n_heads=2, n_kv_heads=1, max_seq_len=32)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

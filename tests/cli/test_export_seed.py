@@ -46,7 +46,7 @@ def test_a_seed_needs_no_config(run: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"dim": "64"}, {"n_layers": 10**12}, {"rope_scaling": 3}, {"x": 1}, {"n_heads": 0}]
+    "changes", [{"dim": "64"}, {"n_layers": 10**12}, {"rope_factor": "8"}, {"max_seq_len": None}, {"n_heads": 0}]
 )
 def test_sizes_that_no_import_records_are_not_used(run: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     recorded = Manifest.of_folder(run / "step-0")

@@ -68,7 +68,7 @@ def test_json_has_what_a_script_needs(tmp_path: Path) -> None:
     assert ended.json["files"] == ["__0_0.distcp", "__1_0.distcp", ".metadata", "manifest.json"]
     assert (ended.json["dtype"], ended.json["tensors"], ended.json["bytes"]) == ("bfloat16", 20, 50240)
     assert [note.partition(":")[0] for note in ended.json["notes"]] == ["tied embeddings"]
-    assert ended.json["model"]["hidden_dim"] == 48
+    assert ended.json["model"]["ffn_dim"] == 48
     assert ended.json["train"].endswith(f"--model.tokenizer_path={tmp_path / 'hf'}")
 
 
@@ -193,7 +193,7 @@ def test_one_sentence_and_an_exit_code_for_every_refusal(tmp_path: Path) -> None
     for code, arguments, finding in (
         (1, (tmp_path / "nowhere", out), "does not exist; a name on a hub is not downloaded"),
         (2, ("hf://org/name", out), "is an address, and import-weights works only on folders on disk"),
-        (2, (tmp_path / "qwen", out), "found 'qwen2', which has biases in its attention; a training loop of your own"),
+        (2, (tmp_path / "qwen", out), "found 'qwen2'; a training loop of your own"),
         (2, (tmp_path / "int4", out), "is quantized (gptq): import the weights that it was made from"),
         (2, (tmp_path / "alone", out), "there is no config.json in"),
         (3, (shards, out), "these are missing: model-00002-of-00003.safetensors. Download them"),

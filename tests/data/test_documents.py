@@ -82,12 +82,10 @@ def test_a_file_that_shrinks_during_the_run_is_noticed(tmp_path: Path) -> None:
 
 
 def test_each_json_line_is_a_document_and_blank_lines_are_skipped(tmp_path: Path) -> None:
-    documents = JsonDocuments(
-        write_jsonl(tmp_path / "d.jsonl", '{"text": "höi"}', "", '{"n": 1, "text": "two\\nlines"}'), "text"
-    )
-    assert documents.lengths.tolist() == [4, 9]
-    assert documents.read(0, 0, 4).decode() == "höi"
-    assert documents.read(1, 4, 9) == b"lines"
+    (path,) = write_jsonl(tmp_path / "d.jsonl", '{"text": "höi"}', "", '{"n": 1, "text": "two\\nlines"}')
+    pieces = list(JsonDocuments([path], "text").pieces(path))
+    assert [piece.text for piece in pieces] == ["höi", "two\nlines"]
+    assert pieces[-1].progress == 1.0
 
 
 @pytest.mark.parametrize(
@@ -102,7 +100,7 @@ def test_each_json_line_is_a_document_and_blank_lines_are_skipped(tmp_path: Path
 def test_a_bad_json_line_is_named_by_file_and_line(tmp_path: Path, line: str, finding: str) -> None:
     paths = write_jsonl(tmp_path / "d.jsonl", json.dumps({"text": "fine"}), line)
     with pytest.raises(ConfigError, match=rf"d\.jsonl:2: {finding}"):
-        _ = JsonDocuments(paths, "text").lengths
+        list(JsonDocuments(paths, "text").pieces(*paths))
 
 
 def test_a_corpus_that_moved_completely_is_the_same(tmp_path: Path) -> None:
@@ -126,9 +124,3 @@ def test_the_head_and_the_tail_of_a_large_file_are_in_the_digest(tmp_path: Path)
         (tmp_path / "a.txt").write_bytes(content)
         digests.add(TextFiles([tmp_path / "a.txt"]).fingerprint.digest)
     assert len(digests) == 4
-
-
-def test_all_of_a_jsonl_file_is_in_the_digest(tmp_path: Path) -> None:
-    first = JsonDocuments(write_jsonl(tmp_path / "d.jsonl", '{"text": "a"}', '{"text": "b"}'), "text").fingerprint
-    second = JsonDocuments(write_jsonl(tmp_path / "d.jsonl", '{"text": "a"}', '{"text": "c"}'), "text").fingerprint
-    assert first.digest != second.digest

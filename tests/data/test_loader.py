@@ -17,8 +17,7 @@ from torchtitan_lite.config.job_config import Checkpoint, JobConfig, Training
 from torchtitan_lite.data.batch_size import global_batch_size
 from torchtitan_lite.data.loader import TokenLoader, build_dataloader
 from torchtitan_lite.data.tokenizer import ByteTokenizer, FileTokenizer
-from torchtitan_lite.disk.mounts import mount_of
-from torchtitan_lite.distributed.host_mismatch import HostView
+from torchtitan_lite.distributed.host_mismatch import HostView, Kind
 from torchtitan_lite.errors import ConfigError, CorpusChanged
 
 
@@ -79,11 +78,11 @@ def test_its_view_names_the_data_the_tokenizer_and_the_file_of_tokens(tmp_path: 
         views.append(build_dataloader(config, tokenizer, seed=0, rank=0, num_ranks=1).view())
     first, second, only_loads = views
     assert first == second
-    assert first.facts == only_loads.facts and only_loads.tokens is None
-    assert first.tokens is not None and Path(first.tokens.address).is_relative_to(tmp_path / "t")
-    assert first.tokens.mount == mount_of(tmp_path)
+    tokens = (Kind.TOKENS, "the file of tokens")
+    assert first.facts == {**only_loads.facts, tokens: first.facts[tokens]} and tokens not in only_loads.facts
+    assert int(first.facts[tokens].split()[1]) in {path.stat().st_ino for path in (tmp_path / "t").rglob("*")}
     in_bytes = build_dataloader(JobConfig(training=training), ByteTokenizer(), seed=0, rank=0, num_ranks=1).view()
-    assert in_bytes.tokens is None
+    assert tokens not in in_bytes.facts
     assert [*in_bytes.facts.values()][1] == "bytes"
 
 

@@ -22,7 +22,6 @@ from torchtitan_lite import faults
 from torchtitan_lite.disk import block_reader
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
-from torchtitan_lite.disk.durable import O_DIRECT
 from torchtitan_lite.disk.read_requests import REQUEST_BYTES
 from torchtitan_lite.errors import CheckpointUnreadable, CheckpointUnsafe
 
@@ -200,7 +199,6 @@ def test_buffers_are_bounded(path: Path, data: bytes) -> None:
     assert errno.EINVAL in block_reader.NO_DIRECT_IO
 
 
-needs_direct = pytest.mark.skipif(not O_DIRECT, reason="the system has no direct I/O")
 PREADV = os.preadv
 
 
@@ -215,7 +213,7 @@ class ShortReads:
         self.was_direct: list[bool] = []
 
     def __call__(self, fd: int, buffers: list[memoryview], offset: int) -> int:
-        direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & O_DIRECT)
+        direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
         addresses = [ctypes.addressof(ctypes.c_char.from_buffer(buffer)) for buffer in buffers]
         with self._lock:
             self.was_direct.append(direct)
@@ -265,7 +263,6 @@ def test_reads_may_be_short_at_any_moment(
     assert not [message for message in caplog.messages if "again" in message]
 
 
-@needs_direct
 @pytest.mark.parametrize("digests", [False, True])
 @pytest.mark.parametrize("cut", [4096, REQUEST_BYTES - 4096, 5000])
 def test_a_direct_read_stays_direct_while_short_reads_end_at_a_sector(
@@ -282,7 +279,6 @@ def test_a_direct_read_stays_direct_while_short_reads_end_at_a_sector(
     assert short.was_direct == [True, cut % 4096 == 0]
 
 
-@needs_direct
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
 def test_where_direct_io_is_refused_when_opening_reads_go_through_the_page_cache(
     own: Path, data: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
@@ -290,7 +286,7 @@ def test_where_direct_io_is_refused_when_opening_reads_go_through_the_page_cache
     real_open = os.open
 
     def refuse(path: Path, flags: int, *arguments: int) -> int:
-        if flags & O_DIRECT:
+        if flags & os.O_DIRECT:
             raise OSError(code, os.strerror(code), str(path))
         return real_open(path, flags, *arguments)
 

@@ -10,13 +10,14 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from torchtitan_lite import faults
 from torchtitan_lite.disk import durable
 from torchtitan_lite.disk.block_writer import Bounced, write_blocks
-from torchtitan_lite.disk.durable import Durable
+from torchtitan_lite.disk.durable import DISK, Durable
 from torchtitan_lite.store.holder import Holder
 
 ZEROS = Bounced(5000, lambda buffer, begin, end: None)
@@ -28,15 +29,15 @@ def test_an_exchange_of_relative_paths_goes_by_the_working_directory(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a" / "of a").mkdir(parents=True)
     (tmp_path / "b" / "of b").mkdir(parents=True)
-    if durable.exchange(tmp_path / "a", tmp_path / "b"):
-        assert durable.exchange(Path("a"), Path("b"))
+    if DISK.exchange(tmp_path / "a", tmp_path / "b"):
+        assert DISK.exchange(Path("a"), Path("b"))
     assert (tmp_path / "a" / "of a").is_dir() and (tmp_path / "b" / "of b").is_dir()
 
 
 def test_a_new_file_may_be_read_by_all_and_written_by_its_owner(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        os.close(durable.create(tmp_path / "file"))
+        os.close(DISK.create(tmp_path / "file"))
     finally:
         os.umask(before)
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
@@ -63,15 +64,15 @@ def test_an_allocation_interrupted_by_a_signal_is_repeated(tmp_path: Path, monke
         ctypes.set_errno(code)
         return -1 if code else 0
 
-    monkeypatch.setattr(durable, "_fallocate", lambda: fallocate)
-    durable.allocate(0, 10)
+    monkeypatch.setattr(durable, "libc", lambda: SimpleNamespace(fallocate64=fallocate))
+    DISK.allocate(0, 10)
     assert next(answers, None) is None
 
 
 def test_allocated_room_belongs_to_the_file(tmp_path: Path) -> None:
-    fd = durable.create(tmp_path / "file")
+    fd = DISK.create(tmp_path / "file")
     try:
-        durable.allocate(fd, 1 << 20)
+        DISK.allocate(fd, 1 << 20)
         assert os.fstat(fd).st_blocks * 512 >= 1 << 20
     finally:
         os.close(fd)

@@ -20,7 +20,6 @@ from torchtitan_lite import faults
 from torchtitan_lite.disk import block_reader
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange, look_into_cache
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
-from torchtitan_lite.disk.durable import O_DIRECT
 from torchtitan_lite.disk.read_requests import PORTION_BYTES, Piece, portions
 from torchtitan_lite.errors import CheckpointUnreadable
 
@@ -43,7 +42,7 @@ class Requests:
         monkeypatch.setattr(os, "preadv", self._read)
 
     def _read(self, fd: int, buffers: list[memoryview], offset: int) -> int:
-        direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & O_DIRECT)
+        direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
         self.made.append(Request(offset, [len(buffer) for buffer in buffers], direct))
         return PREADV(fd, buffers, offset)
 
@@ -101,7 +100,6 @@ def test_up_to_32_pieces_of_a_block_are_read_straight_into_their_places(
     assert len(requests.made[0].sizes) == (2 * count - 1 if straight else 1)
 
 
-@pytest.mark.skipif(not O_DIRECT, reason="the system has no direct I/O")
 def test_buffers_go_to_the_system_in_portions_of_half_a_block_at_most() -> None:
     sizes = [PORTION_BYTES // 2 + 1, PORTION_BYTES // 2, 3 * PORTION_BYTES, 5, PORTION_BYTES, 7]
     found = [[len(place) for place in each] for each in portions([memoryview(bytes(size)) for size in sizes])]
@@ -129,11 +127,18 @@ def test_a_direct_request_covers_the_wanted_pages_and_no_more(path: Path, reques
     assert requests.made == [Request(2 * BLOCK_BYTES + 4096, [12288], True)]
 
 
+class NoMaps:
+    """A C library on a file system without mappings; no other function of it is called."""
+
+    def mmap(self, *arguments: object) -> int | None:
+        return ctypes.c_void_p(-1).value
+
+
 def test_without_a_look_into_the_page_cache_everything_is_read_through_it(
     path: Path, requests: Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forget(path)
-    monkeypatch.setattr(block_reader, "libc_with_maps", lambda: None)
+    monkeypatch.setattr(block_reader, "libc", NoMaps)
     read(path, [(0, SIZE)], direct=True)
     assert requests.made
     assert not any(request.direct for request in requests.made)
@@ -284,14 +289,6 @@ def test_pages_outside_a_range_are_not_checked(paged: int) -> None:
 
 
 def test_a_file_that_cannot_be_mapped_is_not_checked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class NoMaps:
-        """A C library on a file system without mappings; no other function of it is called."""
-
-        mincore = None
-
-        def mmap(self, *arguments: object) -> int | None:
-            return ctypes.c_void_p(-1).value
-
-    monkeypatch.setattr(block_reader, "libc_with_maps", NoMaps)
+    monkeypatch.setattr(block_reader, "libc", NoMaps)
     with path.open("rb") as file, look_into_cache(file.fileno(), 10) as has:
         assert has is None

@@ -112,12 +112,12 @@ def test_a_rank_without_exports_is_another_configuration_and_no_other_folder() -
 
 
 def test_tokens_of_a_host_of_its_own_are_only_suspicious() -> None:
-    views = [a_view(host, tokens=SharedFolder("/tmp/tokens", f"ext4 {host}", host)) for host in ("a", "b")]
+    views = [with_facts(host, {(Kind.TOKENS, "the file of tokens"): f"inode of {host}"}) for host in ("a", "b")]
     assert found_in(*views, views[1]) == (
         [],
         [
-            "The tokens of 2 ranks from rank 1 on b (/tmp/tokens, ext4 b) are another file than those of rank 0 on a "
-            "(/tmp/tokens, ext4 a). To make them once, name a folder that all hosts share in --training.tokens_folder."
+            "the file of tokens: expected inode of a, as rank 0 on a has it, found inode of b on 2 ranks from rank 1 "
+            "on b. To make them once, name a folder that all hosts share in --training.tokens_folder."
         ],
     )
 
@@ -150,7 +150,7 @@ def test_one_number_of_each_kind_says_whether_views_fit() -> None:
     view = a_view("a", clock=(5.0, 6.0))
     assert view.numbers() == dataclasses.replace(view, host="b").numbers()
     assert view.numbers()[1] != a_view("a", JobConfig(training=Training(steps=7))).numbers()[1]
-    assert view.numbers()[1] != a_view("a", tokens=SharedFolder("", "", "x")).numbers()[1]
+    assert view.numbers()[1] != with_facts("a", {(Kind.TOKENS, "the file of tokens"): "x"}).numbers()[1]
     assert [number < 2**63 for number in map(abs, view.numbers())] == [True] * len(HostView().numbers())
 
 

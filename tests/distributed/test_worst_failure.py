@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from torchtitan_lite.distributed.peers import Peers, raise_worst, together_or_worst
+from torchtitan_lite.distributed.peers import Peers, together_or_worst
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
 
 DAMAGED = CheckpointDamaged("step-4", "a byte is wrong")
@@ -21,14 +21,18 @@ class Ranks(Peers):
         super().__init__(timedelta(seconds=1))
         self._failures = failures
 
-    def gather_errors(self, error: Exception | None) -> list[Exception | None]:
-        return [*self._failures]
+    def failures(self, error: Exception | None) -> dict[int, Exception]:
+        return dict(enumerate(self._failures))
 
 
 def raised_by_a_load(*failures: Exception) -> BaseException:
     """Return the error of a load on rank 0 when rank 0, rank 1, ... have `failures`."""
+
+    def fail() -> None:
+        raise failures[0]
+
     with pytest.raises(Exception) as caught:
-        raise_worst(failures[0], Ranks(*failures), "step-4")
+        together_or_worst(fail, Ranks(*failures), "step-4")
     return caught.value
 
 

@@ -153,7 +153,7 @@ def _rules_of_changes() -> str:
         for section in SECTIONS
     }
     lines = ["### Refused", "", "| key | fix | allowed while this is excluded |", "| --- | --- | --- |"]
-    lines += [f"| `{key}` | {fix} | {_quoted(ALLOWED_BY_EXCLUSION.get(key))} |" for key, fix in REFUSED.items()]
+    lines += [f"| `{key}` | {fix} | {_quoted(ALLOWED_BY_EXCLUSION.get(fix))} |" for key, fix in REFUSED.items()]
     lines += ["", "### Honoured, with a warning", "", "| key | what follows |", "| --- | --- |"]
     lines += [f"| `{key}` | {note} |" for key, note in WARNED.items()]
     lines += ["", "### Honoured", "", "| section | keys |", "| --- | --- |"]

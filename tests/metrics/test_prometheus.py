@@ -12,7 +12,7 @@ from tests.logged import logged_warnings
 from torchtitan_lite.accounts import Accounts, Start
 from torchtitan_lite.config.job_config import Metrics
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.metrics.prometheus import PrometheusFile
+from torchtitan_lite.metrics.logger import PrometheusFile
 
 ACCOUNTS = Accounts(
     (

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from torchtitan_lite.metrics.ledger import Ledger, RunClock
-from torchtitan_lite.metrics.run_metrics import StepTimer
-from torchtitan_lite.metrics.step_line import (
+from torchtitan_lite.metrics.run_metrics import (
+    StepTimer,
     epoch_tags,
     memory_tags,
     peak_flops,

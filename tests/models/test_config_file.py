@@ -73,9 +73,7 @@ def test_a_scaled_rotary_embedding_comes_back_from_the_config_that_is_written() 
 def test_the_model_takes_the_sizes_of_the_file_and_the_length_of_the_run(tmp_path: Path) -> None:
     config = Model(config_path=str(written(tmp_path, "config.json", LLAMA_3_1_8B)), dropout=0.5)
     args = build_model_args(config, vocab_size=258, seq_len=16)
-    assert args == ModelArgs(
-        hidden_dim=14336, max_seq_len=16, dropout=0.5, rope_scaling=RopeScaling(factor=8.0), multiple_of=256
-    )
+    assert args == ModelArgs(ffn_dim=14336, max_seq_len=16, dropout=0.5, rope_scaling=RopeScaling(factor=8.0))
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
@@ -89,7 +87,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) 
     [
         ("config.json", "[]", "expected an object with the sizes of a Llama"),
         ("config.json", "{", "cannot be read"),
-        ("config.json", '{"model_type": "qwen3"}', "found 'qwen3', which has norms in its attention"),
+        ("config.json", '{"model_type": "qwen3"}', "found 'qwen3'"),
         ("params.json", '{"dim": 0}', "dim: expected a whole number from 1 on, found 0"),
         ("params.json", '{"dim": 8, "n_heads": 2, "n_layers": 1000000000000}', "n_layers: expected a whole number"),
         (

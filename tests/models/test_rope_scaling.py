@@ -34,7 +34,7 @@ def test_high_frequencies_stay_low_ones_are_divided_and_those_between_are_in_ord
 
 
 def test_a_model_has_the_scaling_of_its_arguments() -> None:
-    sizes = {"dim": 128, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "vocab_size": 8, "hidden_dim": 96}
+    sizes = {"dim": 128, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "vocab_size": 8, "ffn_dim": 96}
     model = Transformer(ModelArgs(**sizes, max_seq_len=2, rope_scaling=SCALING))
     model.init_weights(0)
     assert torch.equal(model.freqs_cis, rotary_table(64, 2, 500000.0, SCALING))

@@ -42,7 +42,7 @@ def job(mode: Any = "none", option: str = "2", dropout: float = 0.0, **training:
 
 def build(config: JobConfig, mesh: DeviceMesh | None = None) -> Transformer:
     args = ModelArgs(
-        dim=32, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=50, multiple_of=8, dropout=config.model.dropout
+        dim=32, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=50, ffn_dim=88, dropout=config.model.dropout
     )
     with torch.device("meta"):
         model = Transformer(args)

@@ -15,7 +15,7 @@ from torchtitan_lite.models.llama.model import Transformer
 from torchtitan_lite.parallelisms.pipeline_llama import cut_to_stage
 from torchtitan_lite.parallelisms.plan import Plan, build_plan
 
-ARGS = ModelArgs(dim=32, n_layers=8, n_heads=4, n_kv_heads=2, vocab_size=50, multiple_of=8)
+ARGS = ModelArgs(dim=32, n_layers=8, n_heads=4, n_kv_heads=2, vocab_size=50, ffn_dim=88)
 
 
 def plan(

@@ -24,7 +24,7 @@ from torchtitan_lite.parallelisms.parallel_dims import ParallelDims
 from torchtitan_lite.parallelisms.parallelize_llama import parallelize_llama
 
 # 51 tokens and 5 heads of 6: no first dimension but the feed-forward's is even.
-ARGS = ModelArgs(dim=30, n_layers=2, n_heads=5, n_kv_heads=1, vocab_size=51, multiple_of=8, max_seq_len=16)
+ARGS = ModelArgs(dim=30, n_layers=2, n_heads=5, n_kv_heads=1, vocab_size=51, ffn_dim=80, max_seq_len=16)
 SEED = 3
 SPLITS = [(5, 7, 1), (1, 7, 0), (3, 1, 1)]  # rows, columns, dim; some leave a rank without elements
 

@@ -25,7 +25,7 @@ from torchtitan_lite.parallelisms.pipeline_llama import Stage, cut_to_stage
 from torchtitan_lite.parallelisms.plan import Plan, build_plan
 
 # 51 tokens: neither the embedding nor the output is split evenly.
-ARGS = ModelArgs(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=51, multiple_of=8, max_seq_len=16)
+ARGS = ModelArgs(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=51, ffn_dim=88, max_seq_len=16)
 TIED = dataclasses.replace(ARGS, tie_word_embeddings=True)
 CPU = torch.device("cpu")
 Topology = tuple[int, dict[str, Any], ModelArgs]

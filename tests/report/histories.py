@@ -64,6 +64,21 @@ def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
+def ledger(*times: float) -> list[dict[str, Any]]:
+    """Return the first lines of starts that began at `times`."""
+    return [{"record": "start", "start": str(number), "time": time} for number, time in enumerate(times)]
+
+
+def counted(name: str, began: float, loaded_step: int, last: dict[str, Any], **seconds: float) -> list[dict[str, Any]]:
+    """Return the lines of a start that began training after `loaded_step`; `last` is its last one."""
+    origin = {"from": "checkpoint" if loaded_step else "fresh"}
+    return [
+        {"record": "start", "start": name, "time": began},
+        {"record": "loaded", "start": name, "time": began + 0.9, "step": loaded_step} | origin,
+        {"start": name, "seconds": seconds} | last,
+    ]
+
+
 def killed_and_resumed(folder: Path) -> Path:
     """Write a run of 60 steps that was killed after step 34, resumed from 30, left at 45, and finished.
 
@@ -77,6 +92,14 @@ def killed_and_resumed(folder: Path) -> Path:
     events += loaded(45, at + 200) + saved(50, at + 203) + saved(60, at + 206, seconds=0.1)
     events.append({"event": "finished", "step": 60, "time": at + 207})
     write_lines(folder / "events.jsonl", events)
+    beat, left = {"record": "beat", "time": at + 11, "step": 34}, {"record": "end", "time": at + 107, "step": 45}
+    finished = {"record": "end", "time": at + 207, "step": 60, "why": "finished"}
+    lines = counted("a", at, 0, beat, productive=8.5, saving=0.15, starting=2.35)
+    lines += counted(
+        "b", at + 99, 30, left | {"why": "preempted"}, productive=2.75, redone=1, saving=0.175, loading=0.5
+    )
+    lines += counted("c", at + 199, 45, finished, productive=3.75, saving=0.1, loading=0.5, other=3.65)
+    write_lines(folder / "ledger.jsonl", lines)
     stalls = {
         11: 0.05,
         21: 0.05,
@@ -88,11 +111,12 @@ def killed_and_resumed(folder: Path) -> Path:
         (metric(step, seconds=STEP_SECONDS + stalls.get(step, 0.0)) for step in range(1, 61)),
     )
     root = folder / "checkpoint"
-    for step, moment, lr in ((20, 6, 8e-4), (30, 9, 8e-4), (45, 106, 8e-4), (50, 203, 4e-4), (60, 206, 4e-4)):
-        config = CONFIG | {"optimizer": {"lr": lr}}
-        add_step(root, step, created_at=at + moment, extra={"config": config})
-    add_step(root, 40, name="step-40.corrupt", created_at=at + 104, extra={"config": CONFIG})
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"optimizer": {"lr": 4e-4}}))
+    for step, moment in ((20, 6), (30, 9), (45, 106), (50, 203), (60, 206)):
+        add_step(root, step, created_at=at + moment)
+    add_step(root, 40, name="step-40.corrupt", created_at=at + 104)
+    last = CONFIG | {"optimizer": {"lr": 4e-4}}
+    write_lines(folder / "configs.jsonl", [{"time": at, "config": CONFIG}, {"time": at + 199.1, "config": last}])
+    (folder / "config.json").write_text(json.dumps(last))
     return folder
 
 

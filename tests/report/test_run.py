@@ -7,13 +7,22 @@ import json
 import math
 import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.cli.folders import half_written
-from tests.report.histories import BEGUN, CONFIG, copy_of, killed_and_resumed, loaded, metric, saved, write_lines
+from tests.report.histories import (
+    BEGUN,
+    CONFIG,
+    copy_of,
+    killed_and_resumed,
+    ledger,
+    loaded,
+    metric,
+    saved,
+    write_lines,
+)
 from torchtitan_lite.accounts import read_accounts
 from torchtitan_lite.errors import CheckpointError, CheckpointNotFound
 from torchtitan_lite.report.changes import differences, shown_on_page, without_secret_values
@@ -33,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_each_start_is_known_by_the_step_it_loaded_and_by_its_end(folder: Path) -> None:
     starts = read_run(str(folder)).starts
     assert [(start.loaded.step, start.last_step, start.end) for start in starts] == [
-        (0, 30, "killed"),
+        (0, 34, "killed"),
         (30, 45, "preempted"),
         (45, 60, "finished"),
     ]
@@ -50,6 +59,7 @@ def test_a_fallback_to_an_older_checkpoint_is_one_start(tmp_path: Path) -> None:
         {"event": "loaded", "step": 10, "time": BEGUN + 53, "seconds": 1.0},
     ]
     write_lines(tmp_path / "events.jsonl", events)
+    write_lines(tmp_path / "ledger.jsonl", ledger(BEGUN, BEGUN + 50))
     assert [start.loaded.step for start in read_run(str(tmp_path)).starts] == [0, 10]
 
 
@@ -82,7 +92,15 @@ def test_a_run_whose_first_event_is_its_end_is_shown_and_its_next_start_is_anoth
         {"event": "loaded", "step": 10, "time": BEGUN + 51, "seconds": 1.0},
     ]
     write_lines(tmp_path / "events.jsonl", events)
+    write_lines(tmp_path / "ledger.jsonl", ledger(BEGUN, BEGUN + 49))
     assert [start.loaded.step for start in read_run(str(tmp_path)).starts] == [0, 10]
+
+
+def test_what_happened_before_the_first_start_of_the_ledger_counts_for_that_one(tmp_path: Path) -> None:
+    write_lines(tmp_path / "events.jsonl", saved(0, BEGUN) + saved(10, BEGUN + 60))
+    write_lines(tmp_path / "ledger.jsonl", ledger(BEGUN + 50))
+    run = read_run(str(tmp_path))
+    assert [(save.step, save.start) for save in run.saves] == [(0, 1), (10, 1)]
 
 
 def test_starts_of_a_ledger_count_those_that_left_no_event(tmp_path: Path) -> None:
@@ -107,9 +125,8 @@ def test_starts_of_a_ledger_count_those_that_left_no_event(tmp_path: Path) -> No
         (7, "killed", "dp_shard 4"),
         (12, "failed", "dp_shard 4"),
     ]
-    assert run.parts.seconds == {"productive": 17, "redone": 7, "starting": 2, "down": 4}
-    assert run.parts.has_ledger and run.parts.total == 30
-    assert run.parts.goodput == read_accounts(tmp_path).goodput == 17 / 30
+    assert run.parts == {"productive": 17, "redone": 7, "starting": 2, "down": 4}
+    assert run.goodput == read_accounts(tmp_path).goodput == 17 / 30
     assert [save.start for save in run.saves] == [2]
 
 
@@ -117,6 +134,8 @@ def test_a_load_from_memory_is_named(tmp_path: Path) -> None:
     memory = {"origin": "memory", "at_risk_steps": 3}
     events = saved(10, BEGUN) + [event | memory for event in loaded(13, BEGUN + 50)]
     write_lines(tmp_path / "events.jsonl", events)
+    begun = {"record": "loaded", "start": "1", "time": BEGUN + 51, "step": 13, "from": "memory"}
+    write_lines(tmp_path / "ledger.jsonl", [*ledger(BEGUN, BEGUN + 49), begun])
     run = read_run(str(tmp_path))
     assert [(start.loaded.step, start.loaded.is_from_memory) for start in run.starts] == [(0, False), (13, True)]
     assert "from memory, 3 ahead of the disk" in render_page([run])
@@ -137,6 +156,7 @@ def test_a_step_saved_on_two_branches_has_a_fate_of_each(tmp_path: Path) -> None
     first = {"event": "load_started", "step": 10, "time": BEGUN + 49}
     events = saved(10, BEGUN) + saved(20, BEGUN + 5) + [first, *loads] + saved(20, BEGUN + 60)
     write_lines(tmp_path / "events.jsonl", events)
+    write_lines(tmp_path / "ledger.jsonl", ledger(BEGUN, BEGUN + 49))
     for step, name, moment in ((10, "", 0), (20, "step-20.abandoned-ab12", 5), (20, "", 60)):
         add_step(tmp_path / "checkpoint", step, name=name, created_at=BEGUN + moment)
     saves = read_run(str(tmp_path)).saves
@@ -174,6 +194,7 @@ def test_a_cut_save_and_a_failed_one_are_known_from_events(tmp_path: Path) -> No
         {"event": "save_started", "step": 20, "time": BEGUN + 60, "kind": "full"},
     ]
     write_lines(tmp_path / "events.jsonl", events)
+    write_lines(tmp_path / "ledger.jsonl", ledger(BEGUN, BEGUN + 49))
     half_written(add_step(tmp_path / "checkpoint", 20, name="step-20.staging-0f3a"))
     saves = read_run(str(tmp_path)).saves
     assert [(save.fate.value, save.note) for save in saves] == [
@@ -197,13 +218,14 @@ def test_a_loss_that_is_not_finite_is_a_gap(tmp_path: Path) -> None:
     assert [math.isfinite(loss) for loss in read_run(str(tmp_path)).logged.loss] == [True, False, True]
 
 
-def test_without_a_ledger_the_time_is_what_metrics_and_events_say(folder: Path) -> None:
-    parts = read_run(str(folder)).parts
-    assert not parts.has_ledger
-    assert parts.seconds["productive"] == pytest.approx(60 * 0.25)
-    assert parts.seconds["saving"] == pytest.approx(6 * 0.05 + 0.125)
-    assert parts.seconds["loading"] == pytest.approx(1.0)
-    assert parts.total == pytest.approx(60 * 0.25 / 0.9)
+def test_a_run_that_has_lost_its_ledger_is_one_start_of_unknown_time(folder: Path, tmp_path: Path) -> None:
+    run = copy_of(folder, tmp_path / "run")
+    (run / "ledger.jsonl").unlink()
+    found = read_run(str(run))
+    assert [(start.last_step, start.end) for start in found.starts] == [(60, "finished")]
+    assert found.parts == {} and math.isnan(found.goodput)
+    assert [save.fate.value for save in found.saves] == [save.fate.value for save in read_run(str(folder)).saves]
+    assert "it has no ledger" in render_page([found])
 
 
 def test_a_logged_line_covers_the_steps_since_the_last_one_or_the_load() -> None:
@@ -227,7 +249,7 @@ def test_one_step_that_is_far_longer_does_not_flatten_the_others(tmp_path: Path)
     assert time_ceiling(spans_of(read_run(str(tmp_path)))) == pytest.approx(0.375)
 
 
-def test_what_changed_between_starts_is_known_from_the_checkpoints(folder: Path) -> None:
+def test_what_changed_between_starts_is_known(folder: Path) -> None:
     changes = read_run(str(folder)).changes
     assert [(number, [str(change.key) for change in found]) for number, found in changes.items()] == [
         (2, []),
@@ -293,10 +315,9 @@ def test_a_run_is_read_from_its_configuration_alone(tmp_path: Path) -> None:
     assert (run.status, run.last_step, run.total_steps) == ("unknown", 0, 60)
 
 
-def test_what_changed_is_known_without_any_checkpoint(folder: Path, tmp_path: Path) -> None:
+def test_what_changed_is_known_without_the_configuration_of_the_last_start(folder: Path, tmp_path: Path) -> None:
     run = copy_of(folder, tmp_path / "run")
-    shutil.rmtree(run / "checkpoint")
-    lines = [(0, 8e-4, 10), (98, 8e-4, 15), (199, 4e-4, 15)]  # Each a moment before the first event of its start.
+    lines = [(0, 8e-4, 10), (99, 8e-4, 15), (199, 4e-4, 15)]
     write_lines(
         run / "configs.jsonl",
         (
@@ -325,6 +346,9 @@ def test_a_run_whose_job_holds_the_folder_is_running_and_else_it_was_killed(fold
     run = copy_of(folder, tmp_path / "run")
     lines = [line for line in (run / "events.jsonl").read_text().splitlines() if "finished" not in line]
     (run / "events.jsonl").write_text("\n".join(lines) + "\n")
+    (run / "ledger.jsonl").write_text(
+        (run / "ledger.jsonl").read_text().replace(', "why": "finished"', "").replace("end", "beat")
+    )
     lock, holder = run / "checkpoint" / "writer.lock", Holder.this_process("ab12", BEGUN)
     assert read_run(str(run)).status == "unknown"
     lock.write_bytes(holder.to_bytes(1, BEGUN + 210))
@@ -348,6 +372,7 @@ def test_thousands_of_starts_and_saves_are_a_small_page(tmp_path: Path) -> None:
             events += saved(step, at + 5 * (step - begin))
             events.append({"event": "purged", "step": step, "time": at + 5 * (step - begin) + 100, "bytes": 1})
     write_lines(tmp_path / "events.jsonl", sorted(events, key=lambda event: event["time"]))
+    write_lines(tmp_path / "ledger.jsonl", ledger(*(BEGUN + 1000 * start - 1 for start in range(300))))
     write_lines(tmp_path / "metrics.jsonl", (metric(step) for step in range(10, 30_001, 10)))
     page = render_page([read_run(str(tmp_path))])
     assert len(page) < 1_500_000

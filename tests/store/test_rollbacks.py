@@ -16,7 +16,7 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.rollbacks import (
     Rollback,
-    RollbackFile,
+    RollbackRecord,
     batch_of,
     batches_to_skip,
     next_rollback,
@@ -119,7 +119,7 @@ def test_the_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     first = replace(following(7, []), target=6)
     second = following(9, [first], Lineage("run2", parent_step=6, ancestors=((6, "run1"),)))
     record.write([first, second])
-    assert RollbackFile(tmp_path, DISK).read() == (first, second)
+    assert RollbackRecord.in_folder(tmp_path, DISK).read() == (first, second)
     assert str(first) == "from step 7 (loss is nan) to step 6, without batch 7"
     assert str(second) == "from step 9 (loss is nan) to step 8 or before, without batch 10"
 

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -755,7 +756,7 @@ def test_a_step_is_replaced_also_where_the_system_refuses_to_swap_names(
         ctypes.set_errno(code)
         return -1
 
-    monkeypatch.setattr(durable, "_renameat2", lambda: refuse)
+    monkeypatch.setattr(durable, "libc", lambda: SimpleNamespace(renameat2=refuse))
     commit(store, 5, b"old")
     assert data_of(commit(store, 5, b"new")) == b"new"
     assert names(root) == ["step-5"]

@@ -18,10 +18,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from torchtitan_lite.bucket.garbage import KEPT_SECONDS, remove, remove_beats
 from torchtitan_lite.bucket.head import Entry, Head, Status
 from torchtitan_lite.bucket.head_file import HeadFile
-from torchtitan_lite.bucket.head_lease import BucketLease, HeldHead
+from torchtitan_lite.bucket.head_lease import BucketLease, HeldHead, delete_attempt
 from torchtitan_lite.bucket.identity import id_of, make_id, probe
 from torchtitan_lite.bucket.manifests import AttemptManifests, read_manifest, size_findings
 from torchtitan_lite.bucket.naming import AttemptObjects, attempts_in, beat_key, parse_beat
@@ -40,14 +39,18 @@ from torchtitan_lite.errors import (
     SaveFailed,
 )
 from torchtitan_lite.log import logger
-from torchtitan_lite.store import layout, rollbacks
+from torchtitan_lite.store import layout
 from torchtitan_lite.store.holder import HolderSeen
 from torchtitan_lite.store.lease import LeaseClock
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
 from torchtitan_lite.store.manifest_fields import json_bytes
 from torchtitan_lite.store.place import ObjectPlace, Place
 from torchtitan_lite.store.protocol import ABANDONED, CORRUPT, SetAside, StoresCheckpoints
+from torchtitan_lite.store.rollbacks import RollbackRecord
 from torchtitan_lite.store.set_aside import branch_in_the_way
+
+KEPT_SECONDS = 24 * 3600.0
+"""Of objects that no head lists: for people, who look after a failure on the next day."""
 
 
 def open_bucket(folder: str, clock: LeaseClock | None = None) -> BucketStore:
@@ -99,8 +102,11 @@ class BucketStore(StoresCheckpoints):
         return BucketPins(self._file)
 
     @property
-    def rollbacks(self) -> BucketRollbacks:
-        return BucketRollbacks(self._objects)
+    def rollbacks(self) -> RollbackRecord:
+        write = functools.partial(self._objects.put, layout.ROLLBACKS)
+        return RollbackRecord(
+            f"{self.address}/{layout.ROLLBACKS}", lambda: self._objects.get(layout.ROLLBACKS)[0], write
+        )
 
     @property
     def shelf(self) -> BucketShelf:
@@ -258,9 +264,12 @@ class BucketStore(StoresCheckpoints):
         attempts = attempts_in(listed)
         retired = [entry.name for entry in head.entries if entry.status is Status.RETIRED]
         leftovers = [*(name for name in retired if name in attempts), *self._strays(head, attempts)]
-        removed = remove(self._objects, leftovers)
-        beats = {epoch for each in listed if (epoch := parse_beat(each.key)) is not None}
-        remove_beats(self._objects, [epoch for epoch in beats if epoch < self._held.claim().epoch])
+        removed = [name for name in leftovers if self._is_removed(name)]
+        beats = {each.key: epoch for each in listed if (epoch := parse_beat(each.key)) is not None}
+        try:
+            self._objects.delete([key for key, epoch in beats.items() if epoch < self._held.claim().epoch])
+        except OSError as error:
+            logger.warning("Could not remove the heartbeats of earlier jobs in %s: %s", self.address, error)
         # Also what people removed by hand.
         gone = {entry.name for entry in head.entries if entry.name not in attempts}.union(retired)
         gone.difference_update(set(leftovers).difference(removed))
@@ -282,8 +291,20 @@ class BucketStore(StoresCheckpoints):
             return error
         return None
 
+    def _is_removed(self, name: str) -> bool:
+        """Return whether the checkpoint `name`, which no reader sees, could be deleted; log a warning if not."""
+        try:
+            delete_attempt(self._objects, name)
+        except OSError as error:  # A few objects more are no reason not to train.
+            logger.warning("Could not remove %s/%s, which is no longer kept: %s", self.address, name, error)
+            return False
+        return True
+
     def _strays(self, head: Head, attempts: Mapping[str, AttemptObjects]) -> list[str]:
-        """Return the checkpoints that are in no head and have not changed for a day."""
+        """Return the checkpoints that are in no head and have not changed for a day, by the times of the store alone.
+
+        A head that was restored from a copy may lack what is needed.
+        """
         strays = sorted(attempts.keys() - {entry.name for entry in head.entries})
         if not strays:
             return []
@@ -356,24 +377,3 @@ class BucketPins:
         steps = set(before)
         yield steps
         self._file.change(lambda head: head.with_pins(steps - before, before - steps))
-
-
-class BucketRollbacks:
-    """The record in the folder of `objects`."""
-
-    def __init__(self, objects: Objects) -> None:
-        self._objects = objects
-
-    def read(self) -> tuple[rollbacks.Rollback, ...]:
-        """Return the rollbacks, the first one first. Raises `CheckpointUnreadable`, and as `parse_rollbacks`."""
-        path = f"{self._objects.address}/{layout.ROLLBACKS}"
-        try:
-            return rollbacks.parse_rollbacks(self._objects.get(layout.ROLLBACKS)[0], path)
-        except FileNotFoundError:
-            return ()
-        except OSError as error:
-            raise CheckpointUnreadable(path, str(error)) from error
-
-    def write(self, found: Sequence[rollbacks.Rollback]) -> None:
-        """Replace the record. **Coordinator only**, under the lease. Raises OSError."""
-        self._objects.put(layout.ROLLBACKS, rollbacks.to_json(found))

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from torchtitan_lite import faults
 from torchtitan_lite.bucket import naming
-from torchtitan_lite.bucket.garbage import delete_attempt
 from torchtitan_lite.bucket.head import Entry, Head
 from torchtitan_lite.bucket.head_file import FoundHead, HeadFile
 from torchtitan_lite.bucket.identity import make_id, probe
@@ -21,6 +20,7 @@ from torchtitan_lite.bucket.objects import Condition, ConditionFailed, Objects, 
 from torchtitan_lite.bucket.recovery import highest_beat, rebuilt
 from torchtitan_lite.errors import CheckpointError, FolderInUse, LeaseLost
 from torchtitan_lite.log import logger
+from torchtitan_lite.store import layout
 from torchtitan_lite.store.holder import Holder
 from torchtitan_lite.store.lease import Lease, LeaseClock, LockSeen, process_lock
 
@@ -230,3 +230,10 @@ class HeldHead:
         """Delete the objects of the retired checkpoint `name`; its entry goes with the next swap. Raises OSError."""
         delete_attempt(self._objects, name)
         self._gone.add(name)
+
+
+def delete_attempt(objects: Objects, name: str) -> None:
+    """Delete all objects of the checkpoint called `name`. May be cut and repeated."""
+    # The manifest first: a checkpoint without some of its objects is never taken for one.
+    objects.delete([f"{name}/{layout.MANIFEST}"])
+    objects.delete([each.key for each in objects.list(f"{name}/")])

@@ -15,10 +15,9 @@ from torchtitan_lite.bucket.head import Entry
 from torchtitan_lite.bucket.objects import Objects
 from torchtitan_lite.disk.threads import in_threads
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
-from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import recorded_sizes
-from torchtitan_lite.store.known_manifests import checkpoint_info
+from torchtitan_lite.store.known_manifests import Manifests, checkpoint_info
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest, last_digest_of
 from torchtitan_lite.store.place import ObjectPlace
 
@@ -31,13 +30,13 @@ class _ReadManifest(NamedTuple):
     sizes: Mapping[str, int]
 
 
-class AttemptManifests:
+class AttemptManifests(Manifests):
     """The manifests that were read in the folder of `objects`."""
 
     def __init__(self, objects: Objects) -> None:
+        super().__init__()
         self._objects = objects
         self._known: dict[str, _ReadManifest] = {}
-        self._warned: dict[str, str] = {}
 
     def find(self, entry: Entry) -> CheckpointInfo:
         """Return the checkpoint of `entry`. Raises CheckpointDamaged, CheckpointUnreadable or FormatTooNew."""
@@ -64,14 +63,8 @@ class AttemptManifests:
         return [info for info in found if info is not None]
 
     def find_intact(self, entry: Entry) -> CheckpointInfo | None:
-        """Return the same as `find`, but None for damage, and None with a warning for what could not be read."""
-        try:
-            return self.find(entry)
-        except CheckpointDamaged:
-            return None
-        except CheckpointUnreadable as error:
-            self._warn(error)
-            return None
+        """Return the same as `find`, as `if_intact` does."""
+        return self.if_intact(lambda: self.find(entry))
 
     def _read(self, entry: Entry) -> _ReadManifest:
         if (known := self._known.get(entry.name)) is None:
@@ -81,13 +74,6 @@ class AttemptManifests:
             known = self._known[entry.name] = _known_manifest(place, manifest)
             self._warned.pop(str(place), None)
         return known
-
-    def _warn(self, error: CheckpointUnreadable) -> None:
-        if self._warned.get(error.path) != error.cause:
-            self._warned[error.path] = error.cause
-            logger.warning(
-                "%s could not be read, so retention neither counts nor removes it: %s", error.path, error.cause
-            )
 
 
 def read_manifest(objects: Objects, place: ObjectPlace, step: int, digest: str = "") -> tuple[Manifest, str]:

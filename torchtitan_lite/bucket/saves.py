@@ -13,9 +13,8 @@ import secrets
 
 from torchtitan_lite import faults
 from torchtitan_lite.bucket import naming
-from torchtitan_lite.bucket.garbage import delete_attempt
 from torchtitan_lite.bucket.head import Entry, Head, Status
-from torchtitan_lite.bucket.head_lease import Claim, HeldHead
+from torchtitan_lite.bucket.head_lease import Claim, HeldHead, delete_attempt
 from torchtitan_lite.bucket.manifests import AttemptManifests, size_findings
 from torchtitan_lite.bucket.objects import ObjectPath, Objects
 from torchtitan_lite.bucket.recovery import ATTEMPT, EPOCH

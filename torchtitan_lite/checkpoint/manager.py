@@ -53,8 +53,8 @@ from torchtitan_lite.checkpoint.schedule.optimum import Past
 from torchtitan_lite.checkpoint.schedule.preemption import PreemptionWatch
 from torchtitan_lite.checkpoint.seams import Seams
 from torchtitan_lite.checkpoint.state import arguments
+from torchtitan_lite.checkpoint.state.optimizer_state import StateOwner
 from torchtitan_lite.checkpoint.state.run_state import RunState
-from torchtitan_lite.checkpoint.state.state_owners import StateOwner
 from torchtitan_lite.checkpoint.state.stateful import Stateful
 from torchtitan_lite.checkpoint.state.step_hooks import StepHooks
 from torchtitan_lite.checkpoint.state.train_state import Metrics, check_metrics
@@ -223,11 +223,9 @@ class CheckpointManager:
         """
         refuse_replaced(checkpoint, save_policy=save_policy is not None, retention=retention is not None)
         config = loop_config(folder, checkpoint)
-        objects = arguments.of_loop(model, optimizer, lr_scheduler, dataloader, states)
+        objects = dataloader, model, optimizer, lr_scheduler, states
         return cls(
-            dataloader,
             *objects,
-            states,
             config,
             hugging_face=hugging_face,
             ranks_may_differ=ranks_may_differ,

@@ -91,8 +91,7 @@ _OPEN: dict[str, OneOpener] = {}
 """The opener of each folder, by its identity, that a manager of this process has open."""
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_OPEN.clear)  # A child has no manager open.
+os.register_at_fork(after_in_child=_OPEN.clear)  # A child has no manager open.
 
 
 # All ranks see the folders that the coordinator has taken: found at the start, not when the first save fails.

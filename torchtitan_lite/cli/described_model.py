@@ -23,7 +23,7 @@ from torchtitan_lite.hugging_face.known_model import HuggingFaceModel
 from torchtitan_lite.hugging_face.model_files import Place
 from torchtitan_lite.hugging_face.writing import model_mismatch, stream_of
 from torchtitan_lite.log import listed
-from torchtitan_lite.models.llama.args import ModelArgs, RopeScaling, args_of_settings
+from torchtitan_lite.models.llama.args import ModelArgs, args_of_settings
 from torchtitan_lite.models.llama.config_file import build_model_args
 from torchtitan_lite.models.llama.hugging_face import (
     EMBEDDING,
@@ -138,8 +138,7 @@ def _imported_args(opened: OpenedCheckpoint) -> ModelArgs | None:
     if opened.saved_by.config or not isinstance(recorded, dict):
         return None
     try:
-        scaling = recorded["rope_scaling"]
-        args = ModelArgs(**recorded | {"rope_scaling": None if scaling is None else RopeScaling(**scaling)})
+        args = dataclasses.replace(args_of_settings(recorded), max_seq_len=recorded["max_seq_len"])
         return args if _is_possible_model(args) else None
     except (ConfigError, KeyError, TypeError):
         return None
@@ -147,11 +146,10 @@ def _imported_args(opened: OpenedCheckpoint) -> ModelArgs | None:
 
 def _is_possible_model(args: ModelArgs) -> bool:
     """Return whether `args`, from a file, have the types and the sizes of a model."""
-    usual = dataclasses.asdict(dataclasses.replace(ModelArgs(), hidden_dim=1)) | {"rope_scaling": args.rope_scaling}
-    found = vars(args) | {"hidden_dim": args.ffn_dim if args.hidden_dim is None else args.hidden_dim}
+    found, usual = vars(args), vars(dataclasses.replace(ModelArgs(), rope_scaling=args.rope_scaling))
     if any(type(found[name]) is not type(value) for name, value in usual.items()):
         return False
-    sizes = [found[name] for name, value in usual.items() if type(value) is int]
+    sizes = [value for value in found.values() if type(value) is int]
     return min(sizes) > 0 and max(sizes) < _LARGEST_SIZE and args.n_layers <= MOST_LAYERS
 
 

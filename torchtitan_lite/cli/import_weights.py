@@ -15,6 +15,7 @@ from torchtitan_lite.cli.writing_verbs import new_place
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted, readable_bytes
+from torchtitan_lite.models.llama.args import settings_of
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.store import CheckpointStore
 
@@ -73,7 +74,7 @@ class ImportWeights:
             "dtype": None if self.dtype == "same" else self.dtype,
             **done.to_json(),
             "notes": done.notes,
-            "model": None if args is None else dataclasses.asdict(args),
+            "model": None if args is None else settings_of(args),
             "train": None if args is None else shlex.join(_command(source, out, args)),
         }
         screen.show(data, lambda: _imported_text(source, out, done, args))

@@ -9,7 +9,7 @@ from typing import Annotated
 from torchtitan_lite.cli.named_checkpoint import local
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.config.argument_parser import Option, Positional
-from torchtitan_lite.disk import durable
+from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.report.page import render_page
@@ -44,11 +44,11 @@ class Report:
         runs = [read_run(str(local(folder, "report"))) for folder in (self.run_folder, self.compare_with) if folder]
         text = render_page(runs)
         page = text.encode()
-        durable.write_atomically(out, page)
+        DISK.write_atomically(out, page)
         written = [out]
         for scheme, picture in pictures(text, browser).items() if browser else ():
             written.append(out.with_suffix(f".{scheme}.png"))
-            durable.write_atomically(written[-1], picture)
+            DISK.write_atomically(written[-1], picture)
         num_steps = sum(len(run.logged) for run in runs)
         document = {
             "out": str(out),

@@ -1,13 +1,16 @@
-"""Checks of one value of the configuration, whose key is `name`."""
+"""Checks of the values of the configuration: of one value whose key is `name`, and of all fields of a section."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable
-from functools import partial
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import cache, partial
+from typing import Annotated, Any, get_type_hints
 
 from torchtitan_lite.config.address import SCHEMES, is_in_object_store, parse_address, printable
+from torchtitan_lite.config.value_kinds import ValueKind, value_text
 from torchtitan_lite.errors import ConfigError
 
 
@@ -69,3 +72,73 @@ def refuse_address(key: str, value: str, instead: str) -> None:
     if _ADDRESS.match(value):
         found = printable(value)
         raise ConfigError(f"{key}: expected a folder of a file system, found the address {found!r}. {instead}")
+
+
+# The fields of a section that is made in Python.
+#
+# The command line and TOML files are checked earlier, as text. In a training loop of your own, a number in quotes would
+# only fail at its first comparison, and a string in place of a list of names would be taken letter by letter. Three
+# values are converted, because only one meaning is possible: a path becomes its text, a list becomes a tuple, and a
+# choice gets its exact spelling. The annotation of a field also says which values are too small.
+
+
+def check_types(section: object, name: str) -> None:
+    """Convert the values of `section`, called `name`, then raise ConfigError if one is not as its field says."""
+    for key, (kind, checks) in _kinds(type(section)).items():  # type: ignore[arg-type]  # mypy: a class is hashable
+        value = getattr(section, key)
+        converted = _converted(value, kind)
+        if converted is None and not (value is None and kind.optional):
+            raise ConfigError(f"{name}.{key}: expected {kind.describe()}, found {_found_text(value, kind)}.")
+        if converted is not value:
+            object.__setattr__(section, key, converted)
+        for check in checks if isinstance(converted, int | float) else ():
+            check(f"{name}.{key}", converted)
+
+
+def check_sections(config: object) -> None:
+    """Raise ConfigError unless every field of `config` is an instance of its section's class."""
+    for name, expected in _hints(type(config)).items():  # type: ignore[arg-type]  # the same
+        value = getattr(config, name)
+        if not isinstance(value, expected):
+            found = "a dict" if isinstance(value, Mapping) else f"{type(value).__name__}"
+            raise ConfigError(
+                f"{name}: expected {expected.__name__}(...), found {found}. Import {expected.__name__} from "
+                f"{expected.__module__}."
+            )
+
+
+@cache
+def _kinds(section: type) -> dict[str, tuple[ValueKind, tuple[Check, ...]]]:
+    """Return the kind of each field, and the checks in its annotation."""
+    hints, annotated = _hints(section), get_type_hints(section, include_extras=True)
+    return {
+        each.name: (ValueKind.of(hints[each.name]), getattr(annotated[each.name], "__metadata__", ()))
+        for each in fields(section)
+    }
+
+
+@cache
+def _hints(section: type) -> dict[str, Any]:
+    return get_type_hints(section)
+
+
+def _converted(value: Any, kind: ValueKind) -> Any:
+    """Return `value` as the field holds it, or None if it is not of the kind."""
+    if kind.base is str and isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if kind.choices:
+        return kind.spelled(value) if isinstance(value, str) else None
+    if kind.base is tuple:
+        fits = isinstance(value, tuple | list) and kind.holds(value)
+        return (value if isinstance(value, tuple) else tuple(value)) if fits else None
+    expected = (int, float) if kind.base is float else kind.base
+    is_of_kind = isinstance(value, expected) and (kind.base is bool or not isinstance(value, bool))
+    return value if is_of_kind or kind.is_word(value) else None
+
+
+def _found_text(value: Any, kind: ValueKind) -> str:
+    if kind.base is tuple and isinstance(value, str):
+        return f"the string {value!r}. Write ({value!r},), with the comma"
+    if kind.choices and isinstance(value, str):
+        return repr(value)
+    return value_text(value, kind.base)

@@ -62,15 +62,8 @@ REFUSED = {
 }
 """Key to the fix, as the refusal says it."""
 
-ALLOWED_BY_EXCLUSION = {
-    "optimizer.name": "optimizer",
-    "training.dataset": "dataloader",
-    "training.dataset_text_key": "dataloader",
-    "training.dataset_subset": "dataloader",
-    "training.dataset_split": "dataloader",
-    "training.seq_len": "dataloader",
-}
-"""Key to the state that, if excluded from loading, makes its change harmless: a warning instead of a refusal."""
+ALLOWED_BY_EXCLUSION = {NEW_OPTIMIZER: "optimizer", NEW_ORDER: "dataloader"}
+"""Fix of a refusal to the state that, if excluded from loading, makes the change harmless: a warning in its place."""
 
 IGNORED = frozenset(
     {
@@ -130,8 +123,9 @@ def _change(key: str, before: Any, now: Any, excluded: tuple[str, ...]) -> Chang
     rule = rule_of(key)
     if key == "model.tokenizer_path" and "bytes" not in (before, now):
         return Change(key, before, now, Rule.WARNED, "another place: its contents are compared with the checkpoint's")
-    if rule is Rule.REFUSED and ALLOWED_BY_EXCLUSION.get(key) in excluded:
-        return Change(key, before, now, Rule.WARNED, f"{ALLOWED_BY_EXCLUSION[key]} is not loaded")
+    state = ALLOWED_BY_EXCLUSION.get(REFUSED.get(key, ""))
+    if state in excluded:
+        return Change(key, before, now, Rule.WARNED, f"{state} is not loaded")
     return Change(key, before, now, rule, REFUSED.get(key) or WARNED.get(key) or "")
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.config.field_types import check_sections
+from torchtitan_lite.config.checks import check_sections
 from torchtitan_lite.config.sections.checkpoint import (
     AsyncMode,
     Checkpoint,

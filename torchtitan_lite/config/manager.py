@@ -132,19 +132,6 @@ DATASETS: Mapping[str, Mapping[str, str]] = {
 }
 """Names of torchtitan, with the keys that they stand for; those that are given themselves count."""
 
-_STREAM = "--training.dataset=huggingface --training.dataset_path="
-_CAPTIONS = (
-    "pictures with captions, for Flux; this package trains on text",
-    "Set --training.dataset=c4, or another one",
-)
-_OTHERS: Mapping[str, tuple[str, str]] = {
-    "c4_test": (
-        "a part of c4 in torchtitan's repository, which is not in this package",
-        f"Set {_STREAM}TORCHTITAN/tests/assets/c4_test with the path of that repository, or --training.dataset=c4",
-    ),
-    **dict.fromkeys(("cc12m", "cc12m_test", "cc12m_wds", "coco_validation"), _CAPTIONS),
-}
-
 
 def check_family(model: Setting | None) -> None:
     """Raise ConfigError if a model of another family is named."""
@@ -167,14 +154,11 @@ def with_datasets(settings: Mapping[str, Setting]) -> Mapping[str, Setting]:
     if name in DATASETS:
         meant = {key: Setting(key, text, given.where) for key, text in DATASETS[name].items()}
         return {**meant, **settings, "training.dataset": meant["training.dataset"]}
-    if name in _OTHERS:
-        meaning, fix = _OTHERS[name]
-        raise ConfigError(f"{given.where} = {given.text}: {meaning}. {fix}.")
     choices = KEYS["training.dataset"].choices
     if not difflib.get_close_matches(given.text.lower(), choices, n=1):
         raise ConfigError(
             f"{given.where}: expected one of {', '.join(choices)}, found {given.text!r}. For a dataset of Hugging Face "
-            f"set {_STREAM}NAME."
+            "set --training.dataset=huggingface --training.dataset_path=NAME, which may be a folder of its files."
         )
     return settings
 

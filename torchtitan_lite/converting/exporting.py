@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.structure import FORM
 from torchtitan_lite.checkpoint.format.structure import Path as KeyPath
-from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled_entry
 from torchtitan_lite.converting import new_output, safetensors_files
 from torchtitan_lite.converting.model_part import ModelKey, chosen, model_keys
 from torchtitan_lite.converting.new_output import NewOutput
@@ -23,6 +22,7 @@ from torchtitan_lite.examining.other_libraries import WEIGHTS
 from torchtitan_lite.examining.tensor_stream import TensorStream
 
 if TYPE_CHECKING:
+    from torchtitan_lite.checkpoint.reading.entries import Leaf
     from torchtitan_lite.converting.layouts import Reader
 
 Format = Literal["safetensors", "torch", "dcp"]
@@ -93,6 +93,7 @@ def _to_safetensors(
 def _to_torch(
     reader: Reader, keys: Sequence[ModelKey], out: Path, wanted: ExportRequest, advance: Advance
 ) -> list[str]:
+    from torchtitan_lite.checkpoint.reading.entries import Leaf
     from torchtitan_lite.converting.torch_file import write_state
 
     if wanted.max_shard_bytes is not None:
@@ -114,6 +115,8 @@ def _to_torch(
 
 def _model_entry(contents: Contents, name: str, leaves: Sequence[Leaf], values: Mapping[str, Any]) -> Any:
     """Return the model's entry `name`, made of `leaves`: usually one tensor."""
+    from torchtitan_lite.checkpoint.reading.entries import assembled_entry
+
     below = ".".join(map(str, leaves[0].path))
     key = leaves[0].key.removesuffix(f".{below}") if below else leaves[0].key
     try:

@@ -1,11 +1,11 @@
 """The files of a corpus, and the documents in them: text files, lines of JSON, rows of Parquet, Python's own sources.
 
-Documents have a fixed order (files by name, lines and rows as they are in a file). Bytes are read where they are, a
-piece at a time, so memory grows with the number of documents, not with their size. For a tokenizer the texts of a file
-come one after the other: one piece of a text file, one line of JSON or one row group of a Parquet file is in memory. A
-text file is given in pieces, which end after a line: they are tokenised one by one, so the cuts are part of what the
-tokens are and must never change. A `Fingerprint` identifies a corpus independently of its folder; every kind of corpus
-has the same fields in it, so that a resume can name the ones that changed.
+Documents have a fixed order (files by name, lines and rows as they are in a file). The bytes of text files can be read
+where they are. For a tokenizer the texts of a file come one after the other: one piece of a text file, one line of JSON
+or one row group of a Parquet file is in memory. A text file is given in pieces, which end after a line: they are
+tokenised one by one, so the cuts are part of what the tokens are and must never change. A `Fingerprint` identifies a
+corpus independently of its folder; every kind of corpus has the same fields in it, so that a resume can name the ones
+that changed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import json
 import os
 import platform
 import sysconfig
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -168,48 +167,11 @@ class TextFiles:
 
 
 class JsonDocuments:
-    """Lines of JSON, each of them one document: the text under `key`, whose bytes are UTF-8."""
+    """Lines of JSON, each of them one document: the text under `key`."""
 
     def __init__(self, paths: Sequence[Path], key: str) -> None:
         self.paths, self.kind = list(paths), f"jsonl, key {key}"
         self._key = key
-
-    @cached_property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """Bytes of each document. The first call of this, or of what follows, parses all lines."""
-        return np.array(self._lines[2], dtype=np.int64)
-
-    @cached_property
-    def fingerprint(self) -> Fingerprint:
-        """Return the fingerprint of the files."""
-        sizes = [path.stat().st_size for path in self.paths]
-        return fingerprint_of(self.kind, self.paths, sizes, self._lines[3])
-
-    def read(self, document: int, start: int, stop: int) -> bytes:
-        """Return bytes start ... stop - 1 of one line's text."""
-        files, offsets, *_ = self._lines
-        path = self.paths[files[document]]
-        with path.open("rb") as file:
-            file.seek(offsets[document])
-            return _document_text(file.readline(), self._key, str(path))[start:stop]
-
-    @cached_property
-    def _lines(self) -> tuple[array[int], array[int], array[int], list[bytes]]:
-        """Return the file, the offset and the bytes of each document, and the digest of each file."""
-        files, offsets, lengths = array("i"), array("q"), array("q")
-        digests = []
-        for number, path in enumerate(self.paths):
-            digest, offset = hashlib.blake2b(digest_size=16), 0
-            with path.open("rb") as file:
-                for line_number, line in enumerate(file, start=1):
-                    if line.strip():
-                        files.append(number)
-                        offsets.append(offset)
-                        lengths.append(len(_document_text(line, self._key, f"{path}:{line_number}")))
-                    digest.update(line)
-                    offset += len(line)
-            digests.append(digest.digest())
-        return files, offsets, lengths, digests
 
     def check(self) -> None:
         """Accept every file, as `TextFiles` does."""
@@ -256,10 +218,6 @@ class ParquetColumns:
 
 
 Documents = TextFiles | JsonDocuments | ParquetColumns
-
-
-def _document_text(line: bytes, key: str, where: str) -> bytes:
-    return _text_of(line, key, where).encode("utf-8", "surrogatepass")
 
 
 def _text_of(line: bytes, key: str, where: str) -> str:

@@ -21,13 +21,12 @@ from torch import Tensor
 
 from torchtitan_lite.config.job_config import JobConfig, Training
 from torchtitan_lite.data.batch_size import global_batch_size
-from torchtitan_lite.data.documents import JsonDocuments, ParquetColumns, TextFiles, build_documents
+from torchtitan_lite.data.documents import TextFiles, build_documents
 from torchtitan_lite.data.progress import EpochProgress, progress_at
 from torchtitan_lite.data.stream import StreamLoader, open_share
 from torchtitan_lite.data.token_corpus import TokenCorpus
 from torchtitan_lite.data.tokenizer import BOS, BYTES, EOS, Tokenizer
-from torchtitan_lite.disk.mounts import mount_of
-from torchtitan_lite.distributed.host_mismatch import HostView, Kind, SharedFolder
+from torchtitan_lite.distributed.host_mismatch import HostView, Kind
 from torchtitan_lite.errors import ConfigError, CorpusChanged
 from torchtitan_lite.log import counted, logger
 
@@ -65,8 +64,8 @@ def build_dataloader(config: JobConfig, tokenizer: Tokenizer, *, seed: int, rank
 def _build_corpus(config: JobConfig, tokenizer: Tokenizer) -> Corpus:
     training, checkpoint = config.training, config.checkpoint
     documents = build_documents(training)
-    # A row of a Parquet file can be read only with its row group, so its bytes are kept as tokens, too.
-    if tokenizer.fingerprint == BYTES and not isinstance(documents, ParquetColumns):
+    # To find a line of JSON, or a row of Parquet, much around it has to be read, so its bytes are kept as tokens, too.
+    if tokenizer.fingerprint == BYTES and isinstance(documents, TextFiles):
         return ByteCorpus(documents)
     folder = Path(config.job.dump_folder).absolute() / Path(training.tokens_folder).expanduser()
     only_loads = checkpoint.enable_checkpoint and checkpoint.load_only
@@ -129,10 +128,8 @@ class TokenLoader:
         """Return what of the data must be the same on all hosts. After `prepare`."""
         found, path = self._corpus.fingerprint, self._corpus.tokens_file
         data = f"{found.kind}, {counted(found.files, 'file')}, {counted(found.bytes, 'byte')}, digest {found.digest}"
-        return HostView(
-            {(Kind.DATA, "the data"): data, (Kind.DATA, "the tokenizer"): self._corpus.tokenizer},
-            tokens=None if path is None else SharedFolder(str(path), mount_of(path), _identity_of(path)),
-        )
+        tokens = {} if path is None else {(Kind.TOKENS, "the file of tokens"): _identity_of(path)}
+        return HostView({(Kind.DATA, "the data"): data, (Kind.DATA, "the tokenizer"): self._corpus.tokenizer, **tokens})
 
     @property
     def has_ended(self) -> bool:
@@ -218,7 +215,7 @@ Loader = TokenLoader | StreamLoader
 
 def _identity_of(path: Path) -> str:
     stat = path.stat()
-    return f"{stat.st_ino} {stat.st_mtime_ns}"
+    return f"inode {stat.st_ino} of {stat.st_mtime_ns} ns"
 
 
 # Shuffle without a list.
@@ -266,15 +263,15 @@ def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
 
 
 class ByteCorpus:
-    """Documents whose tokens are their bytes, between the marks BOS and EOS, in one stream that never changes.
+    """Text files whose tokens are their bytes, between the marks BOS and EOS, in one stream that never changes.
 
-    Reads from the documents as they are, without a file of tokens.
+    Reads from the files as they are, without a file of tokens.
     """
 
     tokenizer = BYTES
     tokens_file = None
 
-    def __init__(self, documents: TextFiles | JsonDocuments) -> None:
+    def __init__(self, documents: TextFiles) -> None:
         self._documents = documents
         self.fingerprint = documents.fingerprint
         self._ends = np.cumsum(documents.lengths + 2)

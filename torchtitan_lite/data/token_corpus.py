@@ -14,7 +14,6 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
 import socket
 import struct
 import tempfile
@@ -37,8 +36,8 @@ from torchtitan_lite.data.documents import (
     names_in_corpus,
 )
 from torchtitan_lite.data.tokenizer import Tokenizer, marks_of
-from torchtitan_lite.disk import durable
 from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, block_digest, digest_blocks, num_blocks
+from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError, CorpusChanged, TokensNotWritten
 from torchtitan_lite.log import counted, logger, readable_bytes
 
@@ -72,7 +71,6 @@ class TokenCorpus:
         self._names = names_in_corpus(documents.paths)
         self._sizes = [path.stat().st_size for path in documents.paths]
         self._folder = folder / self._key()
-        self._bytes_made, self._share_made = 0, 0.0
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -162,7 +160,7 @@ class TokenCorpus:
                 self._write(file, lambda progress: None)
                 return TokenFile(file)
         with self._naming_the_folder(self._folder):
-            durable.make_dir(self._folder)
+            DISK.make_dir(self._folder)
             # A lock, not rank 0 and a collective: making the file may take hours, collectives have time-outs, and ranks
             # on other file systems need a file of their own.
             with _making_lock(self._folder / LOCK_FILE, self._sleep) as (note, is_alone):
@@ -173,24 +171,24 @@ class TokenCorpus:
                         return found
                 if is_alone:
                     for leftover in self._folder.glob(f".{TOKENS_FILE}.*.tmp"):
-                        durable.remove_file(leftover)
+                        DISK.remove_file(leftover)
                 return self._make(note)
 
     def _make(self, note: Callable[[str], None]) -> TokenFile:
         with suppress(FileNotFoundError):
-            durable.remove_file(self._path)  # If it is damaged, no later start may begin with it.
+            DISK.remove_file(self._path)  # If it is damaged, no later start may begin with it.
         temporary = self._folder / f".{TOKENS_FILE}.{socket.gethostname()}.{os.getpid()}.tmp"
         try:
             with temporary.open("wb") as file:
                 self._write(file, note)
                 file.flush()
-                durable.fsync_file(file.fileno())
-            durable.replace(temporary, self._path)
+                DISK.fsync_file(file.fileno())
+            DISK.replace(temporary, self._path)
         except BaseException:
             with suppress(OSError):
-                durable.remove_file(temporary)
+                DISK.remove_file(temporary)
             raise
-        durable.fsync_dir(self._folder)
+        DISK.fsync_dir(self._folder)
         with self._path.open("rb") as file:
             return TokenFile(file)
 
@@ -232,12 +230,8 @@ class TokenCorpus:
     def _arrays(self, note: Callable[[str], None]) -> Iterator[npt.NDArray[np.uint32]]:
         total, logged = max(1, sum(self._sizes)), time.monotonic()
         # Batches span files: the tokenizer uses all cores only for several texts at once.
-        self._bytes_made, token_bytes = 0, self._token_bytes
         for batch in _document_batches(self._pieces()):
-            tokens = self._marked(batch)
-            self._bytes_made += token_bytes * len(tokens)
-            self._share_made = batch[-1].progress / total
-            yield tokens
+            yield self._marked(batch)
             if time.monotonic() - logged >= _LOG_SECONDS:
                 logged, percent = time.monotonic(), 100 * batch[-1].progress / total
                 logger.info("Tokenised %.0f %% of the corpus", percent)
@@ -274,19 +268,7 @@ class TokenCorpus:
                     f"training.tokens_folder: the tokens could not be written in {folder}: {error}. "
                     "Set --training.tokens_folder to a folder that this user may write."
                 ) from error
-            raise TokensNotWritten(str(folder), self._cause(error, folder)) from error
-
-    def _cause(self, error: OSError, folder: Path) -> str:
-        """Return what the system said, and for a disk without room what is needed and what there is."""
-        cause = error.strerror or str(error)
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            return cause
-        if self._share_made:
-            needed = self._bytes_made / self._share_made
-            cause += f": they need about {readable_bytes(round(needed))}"
-        with suppress(OSError):
-            cause += f", {readable_bytes(shutil.disk_usage(folder).free)} are free"
-        return cause
+            raise TokensNotWritten(str(folder), error.strerror or str(error)) from error
 
 
 def _document_batches(pieces: Iterator[DocumentPiece]) -> Iterator[list[DocumentPiece]]:

@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from torchtitan_lite import faults
 from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, BlockDigest, FileRecord, block_digest
-from torchtitan_lite.disk.durable import ALIGNMENT, NO_DIRECT_IO, O_DIRECT, log_no_direct_io
+from torchtitan_lite.disk.durable import ALIGNMENT, NO_DIRECT_IO, log_no_direct_io
 from torchtitan_lite.disk.plain_file import opened_plain_file
 from torchtitan_lite.disk.read_requests import (
     REQUEST_BYTES,
@@ -39,7 +39,7 @@ from torchtitan_lite.disk.read_requests import (
     scatter,
     segments,
 )
-from torchtitan_lite.disk.shared_memory import MAP_FAILED, libc_with_maps
+from torchtitan_lite.disk.shared_memory import MAP_FAILED, libc
 from torchtitan_lite.disk.threads import in_threads
 from torchtitan_lite.errors import CheckpointUnreadable
 from torchtitan_lite.log import counted, logger
@@ -159,7 +159,7 @@ class BlockReader(ReadsBlocks):
             size = os.fstat(fd).st_size
             checked = CheckedFile(path, record, size)
             # Also where it reads through the page cache: what is wrong there is read again past it.
-            again = self._open_direct(path, stack) if O_DIRECT else None
+            again = self._open_direct(path, stack)
             direct = again if self.direct else None
             cached = stack.enter_context(look_into_cache(fd, size)) if direct is not None else None
             ahead = _do_nothing if self.direct else _fetching(fd)
@@ -169,7 +169,7 @@ class BlockReader(ReadsBlocks):
 
     def _open_direct(self, path: Path, stack: ExitStack) -> int | None:
         try:
-            return stack.enter_context(opened_plain_file(path, O_DIRECT))
+            return stack.enter_context(opened_plain_file(path, os.O_DIRECT))
         except OSError as error:
             _log_refusal(path, error)
             return None
@@ -324,8 +324,6 @@ def _fetching(fd: int) -> Callable[[int, int], object]:
 
     Its guess, from the requests of several threads, made a read take 1.5 times as long.
     """
-    if not hasattr(os, "posix_fadvise"):
-        return _do_nothing
 
     def ahead(begin: int, num_bytes: int, advice: int = os.POSIX_FADV_WILLNEED) -> None:
         with suppress(OSError):  # Some file systems take no advice.
@@ -383,10 +381,8 @@ def look_into_cache(fd: int, size: int) -> Iterator[Callable[[int, int], bool] |
     It checks a sample of the pages, because to check all of them takes as long as to read some: neighbouring pages
     come and go together, and a wrong answer costs only time. Yields None where the system cannot say.
     """
-    libc = libc_with_maps()
     # Not Python's `mmap`: ctypes gives no address of a mapping that is read-only.
-    can_look = size and hasattr(libc, "mincore")
-    address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0) if can_look else MAP_FAILED
+    address = libc().mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0) if size else MAP_FAILED
     if address in (None, MAP_FAILED):
         yield None
         return
@@ -396,11 +392,11 @@ def look_into_cache(fd: int, size: int) -> Iterator[Callable[[int, int], bool] |
         first, last = begin // mmap.PAGESIZE, (end - 1) // mmap.PAGESIZE
         for number in range(_LOOKS):
             page = first + (last - first) * number // (_LOOKS - 1)
-            if libc.mincore(address + page * mmap.PAGESIZE, 1, ctypes.byref(state)) == 0 and not state.value & 1:
+            if libc().mincore(address + page * mmap.PAGESIZE, 1, ctypes.byref(state)) == 0 and not state.value & 1:
                 return False
         return True
 
     try:
         yield has
     finally:
-        libc.munmap(address, size)
+        libc().munmap(address, size)

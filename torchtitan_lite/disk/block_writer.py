@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from torchtitan_lite import faults
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, digest_blocks
-from torchtitan_lite.disk.durable import ALIGNMENT, DISK, NO_DIRECT_IO, O_DIRECT, Durable, log_no_direct_io, naming
+from torchtitan_lite.disk.durable import ALIGNMENT, DISK, NO_DIRECT_IO, Durable, log_no_direct_io, naming
 from torchtitan_lite.disk.mounts import is_fuse
 from torchtitan_lite.disk.read_requests import request_memory
 from torchtitan_lite.disk.threads import in_threads
@@ -141,7 +141,7 @@ def write_blocks(
     Any thread. Raises the OSError of the system, with `path` in it; the file is useless then.
     """
     with naming(path), closing(_WrittenFile(path, look_seconds, durable)) as file:
-        file.open(direct and O_DIRECT != 0)
+        file.open(direct)
         if source.num_bytes:
             file.allocate(source.num_bytes)
         digests = _write_all(file, source, *file.requests(source, threads))

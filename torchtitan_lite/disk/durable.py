@@ -20,14 +20,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.disk.shared_memory import libc
 from torchtitan_lite.log import logger
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 # EPERM: a sandbox that does not know the call. Where EPERM is real, the write raises it again.
 _NO_ALLOCATION = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ENODEV, errno.EPERM)
-O_DIRECT: int = getattr(os, "O_DIRECT", 0)
-"""0 where the system has no direct I/O."""
 ALIGNMENT = 4096
 """Bytes. Direct I/O needs memory, offset and length to be multiples of the disk's sector, 512 or 4096."""
 NO_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -61,12 +60,10 @@ class Durable:
     def exchange(self, a: Path, b: Path) -> bool:
         """Swap the names of `a` and `b` in one atomic step.
 
-        Return False, with nothing changed, where the system or the file system has no such call.
+        Return False, with nothing changed, where the kernel or the file system has no such call.
         """
-        renameat2 = _renameat2()
-        if renameat2 is None:
-            return False
-        if renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+        # Of every C library that torch runs with (glibc 2.28).
+        if libc().renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
             return True
         code = ctypes.get_errno()
         if code in _NO_EXCHANGE:
@@ -81,13 +78,13 @@ class Durable:
         """Have writes to `fd` bypass the page cache, or not; raises OSError EINVAL where the system refuses that."""
         # Never with O_DIRECT in `create`: a FUSE file system that passes the flags on (mergerfs) would refuse writes
         # later, and for good.
-        flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~O_DIRECT
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | (O_DIRECT if is_direct else 0))
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | (os.O_DIRECT if is_direct else 0))
 
     def allocate(self, fd: int, num_bytes: int) -> None:
         """Reserve `num_bytes` on the disk for the open file `fd`; do nothing where the file system cannot."""
-        fallocate = _fallocate()
-        while fallocate is not None and fallocate(fd, 0, 0, num_bytes) != 0:
+        # Not os.posix_fallocate: on a file system without the call, that function writes to every page.
+        while libc().fallocate64(fd, 0, 0, num_bytes) != 0:
             code = ctypes.get_errno()
             if code in _NO_ALLOCATION:
                 return
@@ -191,42 +188,4 @@ def temporary_name(name: str) -> str:
     return f".{name}.tmp"
 
 
-@functools.cache
-def _fallocate() -> Any:
-    """Return the system call, or None.
-
-    Not os.posix_fallocate: on a file system without the call, that function writes to every page.
-    """
-    function = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
-    if function is not None:
-        function.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-        function.restype = ctypes.c_int
-    return function
-
-
-@functools.cache
-def _renameat2() -> Any:
-    """Return the C library's renameat2, or None where it has none (glibc before 2.28, other systems)."""
-    function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if function is not None:
-        function.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
-        function.restype = ctypes.c_int
-    return function
-
-
 DISK = Durable()
-rename = DISK.rename
-replace = DISK.replace
-exchange = DISK.exchange
-create = DISK.create
-set_direct = DISK.set_direct
-allocate = DISK.allocate
-write_at = DISK.write_at
-set_size = DISK.set_size
-fsync_file = DISK.fsync_file
-fsync_dir = DISK.fsync_dir
-write_file = DISK.write_file
-write_atomically = DISK.write_atomically
-remove_file = DISK.remove_file
-remove_tree = DISK.remove_tree
-make_dir = DISK.make_dir

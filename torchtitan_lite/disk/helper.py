@@ -259,9 +259,8 @@ def begin(trainer_pid: int, ignored: Sequence[int], line_fds: Sequence[int]) -> 
         # Ignored before they are unblocked, or one that is pending would end the process here.
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ignored)
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     # Looked at after `prctl`: a trainer that died before that call sends no signal.
     if os.getppid() != trainer_pid:
         os._exit(0)

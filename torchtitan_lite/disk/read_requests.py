@@ -233,8 +233,7 @@ def request_memory(num_bytes: int) -> memoryview:
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=flags)
-    # Not Linux, or a kernel without huge pages.
-    with contextlib.suppress(AttributeError, OSError):
+    with contextlib.suppress(OSError):  # A kernel without huge pages.
         mapping.madvise(mmap.MADV_DONTFORK)
         # Smaller memory would be rounded up to a huge page.
         if num_bytes >= HUGE_PAGE_BYTES:

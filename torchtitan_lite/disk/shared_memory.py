@@ -14,7 +14,6 @@ import ctypes
 import functools
 import mmap
 import os
-import sys
 import weakref
 from typing import Any
 
@@ -32,23 +31,22 @@ def map_shared(fd: int, num_bytes: int) -> memoryview:
 
     They are unmapped when nothing refers to them any more; `fd` may be closed before. Raises OSError.
     """
-    libc = libc_with_maps()
     size = -(-max(num_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
     # A place is reserved first, larger by a huge page: no other mapping can come between.
-    reserved = _mmap(libc, None, size + HUGE_PAGE_BYTES, _NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+    reserved = _mmap(None, size + HUGE_PAGE_BYTES, _NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
     address = -(-reserved // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     try:
-        _mmap(libc, address, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
+        _mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
     except OSError:
-        libc.munmap(reserved, size + HUGE_PAGE_BYTES)
+        libc().munmap(reserved, size + HUGE_PAGE_BYTES)
         raise
     for begin, end in ((reserved, address), (address + size, reserved + size + HUGE_PAGE_BYTES)):
         if begin < end:
-            libc.munmap(begin, end - begin)
-    if sys.platform == "linux":  # What it refuses, it does without.
-        libc.madvise(address, size, mmap.MADV_DONTFORK)
-        if num_bytes >= HUGE_PAGE_BYTES:
-            libc.madvise(address, size, mmap.MADV_HUGEPAGE)
+            libc().munmap(begin, end - begin)
+    # What the system refuses, it does without.
+    libc().madvise(address, size, mmap.MADV_DONTFORK)
+    if num_bytes >= HUGE_PAGE_BYTES:
+        libc().madvise(address, size, mmap.MADV_HUGEPAGE)
     # A subclass, which weak references can refer to.
     array: type[ctypes.Array[ctypes.c_char]] = type("Mapped", (ctypes.c_char * num_bytes,), {})
     mapped = array.from_address(address)
@@ -64,20 +62,20 @@ def address_of(view: memoryview) -> int:
 
 def allocate(view: memoryview) -> None:
     """Write zeros to all of `view`, so that the kernel gives its pages; huge ones if it can. Releases the GIL."""
-    address, libc = address_of(view), libc_with_maps()
+    address = address_of(view)
     for begin in range(0, len(view), _COLLAPSED_BYTES):
         end = min(begin + _COLLAPSED_BYTES, len(view))
         whole = (end - begin) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-        if whole and sys.platform == "linux":
+        if whole:
             for at in range(begin, begin + whole, HUGE_PAGE_BYTES):
                 view[at] = 0  # One small page of each huge one has to be there.
             # Where it fails, small pages stay.
-            libc.madvise(address + begin, whole, _MADV_COLLAPSE)
+            libc().madvise(address + begin, whole, _MADV_COLLAPSE)
         ctypes.memset(address + begin, 0, end - begin)
 
 
-def _mmap(libc: Any, address: int | None, size: int, access: int, flags: int, fd: int) -> int:
-    found = libc.mmap(address, size, access, flags, fd, 0)
+def _mmap(address: int | None, size: int, access: int, flags: int, fd: int) -> int:
+    found = libc().mmap(address, size, access, flags, fd, 0)
     if found == MAP_FAILED:
         code = ctypes.get_errno()
         raise OSError(code, f"{size} bytes could not be mapped: {os.strerror(code)}")
@@ -87,17 +85,18 @@ def _mmap(libc: Any, address: int | None, size: int, access: int, flags: int, fd
 def _unmap(address: int, size: int, pid: int) -> None:
     with contextlib.suppress(AttributeError):  # The interpreter ends.
         if os.getpid() == pid:  # A forked child has something else there.
-            libc_with_maps().munmap(address, size)
+            libc().munmap(address, size)
 
 
 @functools.cache
-def libc_with_maps() -> Any:
-    """Return the C library, whose functions for mappings take addresses."""
+def libc() -> Any:
+    """Return the C library, with the types of what is called here and in `durable`."""
     libc = ctypes.CDLL(None, use_errno=True)
+    libc.fallocate64.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    libc.renameat2.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    if hasattr(libc, "mincore"):
-        libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     return libc

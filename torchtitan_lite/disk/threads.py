@@ -12,12 +12,11 @@ import atexit
 import contextlib
 import os
 import platform
-import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable
 from typing import Protocol, TypeVar
 
-from torchtitan_lite.disk.shared_memory import libc_with_maps
+from torchtitan_lite.disk.shared_memory import libc
 from torchtitan_lite.log import in_one_line, logger
 
 NICE = 15
@@ -29,24 +28,19 @@ _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 def give_way() -> None:
     """Lower the CPU and I/O priority of this process, for good: of the calling thread and those that it starts.
 
-    Never in the training process. Linux only; does nothing elsewhere.
+    Never in the training process.
     """
-    if sys.platform == "linux":
-        # A sandbox may refuse it; the save matters more than its priority.
-        with contextlib.suppress(OSError):
-            os.nice(NICE)
-        lower_io()
+    # A sandbox may refuse it; the save matters more than its priority.
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
+    lower_io()
 
 
 def lower_io() -> None:
-    """Lower the I/O priority of the calling thread and of the threads that it starts, for good.
-
-    Linux only; does nothing elsewhere, where the priority would be that of the process.
-    """
-    number = _IOPRIO_SET.get(platform.machine())
-    if sys.platform == "linux" and number is not None:
+    """Lower the I/O priority of the calling thread and of the threads that it starts, for good."""
+    if (number := _IOPRIO_SET.get(platform.machine())) is not None:
         this_thread, best_effort_lowest = 0, (2 << 13) | 7
-        libc_with_maps().syscall(number, 1, this_thread, best_effort_lowest)
+        libc().syscall(number, 1, this_thread, best_effort_lowest)
 
 
 class Background:

@@ -44,7 +44,11 @@ class Kind(enum.Enum):
     BUILD = "Install one build on all hosts, or results may differ in the last bits"
     CONFIG = "Start all ranks with the same file and the same options"
     DATA = "Give all hosts the same files"
+    TOKENS = "To make them once, name a folder that all hosts share in --training.tokens_folder"
 
+
+_SUSPICIOUS = (Kind.BUILD, Kind.TOKENS)
+"""What is only a warning: each host may have its own."""
 
 Facts = Mapping[tuple[Kind, str], str]
 """Values that all ranks must have in common, by what they are about and their names."""
@@ -52,12 +56,12 @@ Facts = Mapping[tuple[Kind, str], str]
 
 @dataclass(frozen=True)
 class SharedFolder:
-    """A folder, or a file, as one rank sees it."""
+    """A folder of checkpoints as one rank sees it."""
 
     address: str
     mount: str
     identity: str
-    """The same on all ranks that see the same one."""
+    """The same on all ranks that see the same one; empty where a rank does not see rank 0's."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,6 @@ class HostView:
 
     facts: Facts = field(default_factory=dict)
     folders: Sequence[SharedFolder] = ()
-    """Those of checkpoints; an empty identity means that this rank does not see rank 0's."""
-    tokens: SharedFolder | None = None
-    """The file of tokens, of which each host may have its own."""
     clock: tuple[float, float] = (0.0, 0.0)
     """Unix seconds between which one and the same moment was on all ranks: `clock_around`."""
     needs_clock: bool = False
@@ -78,8 +79,7 @@ class HostView:
     def numbers(self) -> tuple[int, ...]:
         """Return numbers of whose maxima over all ranks `_fit` decides; as many for each view."""
         same = [*sorted((kind.name, name, value) for (kind, name), value in self.facts.items())]
-        text = repr((same, self.tokens and self.tokens.identity))
-        digest = xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogateescape")) >> 1
+        digest = xxhash.xxh3_64_intdigest(repr(same).encode("utf-8", "surrogateescape")) >> 1
         before, after = self.clock
         return not all(each.identity for each in self.folders), digest, -digest, int(before * 1e3), -int(after * 1e3)
 
@@ -120,7 +120,16 @@ def alike(make: Callable[[], T], view: Callable[[T], HostView], peers: Peers) ->
     """
     if peers.world_size == 1:
         return make()
-    (own, mine), maxima = peers.made_with_maxima(lambda: _viewed(make(), view), len(HostView().numbers()))
+    mine, failure = HostView(), None
+    try:
+        own = make()
+        mine = view(own)
+    except Exception as error:
+        failure = error
+    # One exchange for both: a start of many ranks asks only once.
+    has_failed, *maxima = peers.max_over_ranks(failure is not None, *mine.numbers())
+    if has_failed:
+        peers.raise_together(failure)
     if not _fit(*maxima):
         expected = peers.on_coordinator(lambda: mine)
         refused, suspicious = misfits(expected, peers.gather(mine.where_it_differs(expected)))
@@ -139,16 +148,11 @@ def misfits(expected: HostView, found: Sequence[HostView]) -> tuple[list[FolderN
     names = dict.fromkeys(name for view in found for name in view.facts)
     wrong = WRONG_CLOCK_SECONDS if expected.needs_clock else math.inf
     clocks = _of_clocks(expected, found)
-    refused = [_of_fact(name, expected, found) for name in names if name[0] is not Kind.BUILD]
+    refused = [_of_fact(name, expected, found) for name in names if name[0] not in _SUSPICIOUS]
     refused = [*_first_sentences(refused), *(sentence for sentence, seconds in clocks if seconds >= wrong)]
-    suspicious = [_of_fact(name, expected, found) for name in names if name[0] is Kind.BUILD]
+    suspicious = [_of_fact(name, expected, found) for name in names if name[0] in _SUSPICIOUS]
     suspicious += [sentence for sentence, seconds in clocks if seconds < wrong]
-    return [*_unseen(expected, found), *refused], [*suspicious, *_of_tokens(expected, found)]
-
-
-def _viewed(made: T, view: Callable[[T], HostView]) -> tuple[tuple[T, HostView], tuple[int, ...]]:
-    mine = view(made)
-    return (made, mine), mine.numbers()
+    return [*_unseen(expected, found), *refused], suspicious
 
 
 def _fit(unseen: int, digest: int, negative_digest: int, before: int, negative_after: int) -> bool:
@@ -185,27 +189,12 @@ def _unseen(expected: HostView, found: Sequence[HostView]) -> list[FolderNotShar
         # Which folders there are is a fact, too: a rank may have fewer.
         of_ranks = [view.folders[number] if number < len(view.folders) else folder for view in found]
         blind = _places(
-            None if each.identity else _Seen(view.host, after=f" ({_on(each)})")
+            None if each.identity else _Seen(view.host, after=f" ({each.address}{each.mount and f', {each.mount}'})")
             for view, each in zip(found, of_ranks, strict=True)
         )
         if blind:
             errors.append(FolderNotShared(folder.address, expected.host, blind, folder.mount))
     return errors
-
-
-def _of_tokens(expected: HostView, found: Sequence[HostView]) -> list[str]:
-    own = expected.tokens
-    if own is None:
-        return []
-    others = _places(
-        _Seen(view.host, after=f" ({_on(view.tokens)})")
-        if view.tokens and view.tokens.identity != own.identity
-        else None
-        for view in found
-    )
-    fix = "To make them once, name a folder that all hosts share in --training.tokens_folder"
-    ours = f"rank 0 on {expected.host} ({_on(own)})"
-    return [f"The tokens of {', '.join(others)} are another file than those of {ours}. {fix}."] if others else []
 
 
 def _of_clocks(expected: HostView, found: Sequence[HostView]) -> list[tuple[str, float]]:
@@ -227,10 +216,6 @@ def _of_clocks(expected: HostView, found: Sequence[HostView]) -> list[tuple[str,
         )
         for place, seconds in zip(_places(of_ranks, most=len(found)), most.values(), strict=True)
     ]
-
-
-def _on(folder: SharedFolder) -> str:
-    return ", ".join(filter(None, (folder.address, folder.mount)))
 
 
 class _Seen(NamedTuple):

@@ -109,19 +109,6 @@ class Peers:
         self.raise_together(error)
         return cast(T, made)
 
-    def made_with_maxima(
-        self, make: Callable[[], tuple[T, tuple[int, ...]]], num_numbers: int
-    ) -> tuple[T, tuple[int, ...]]:
-        """Return what `make` returns on this rank, with the maximum over all ranks of each of its `num_numbers`.
-
-        If it raised on any rank, raise as `raise_together`; one exchange for both.
-        """
-        made, error = _attempted(make)
-        failed, *maxima = self.max_over_ranks(error is not None, *(made[1] if made else [0] * num_numbers))
-        if failed:
-            self.raise_together(error)
-        return cast("tuple[T, tuple[int, ...]]", made)[0], tuple(maxima)
-
     def max_over_ranks(self, *mine: int) -> tuple[int, ...]:
         """Return the maximum over all ranks of each number, on every rank."""
         if self.world_size == 1:
@@ -199,12 +186,8 @@ class Peers:
         # One number is exchanged in a fifth of the time of objects, and a load asks dozens of times.
         if not self.max_over_ranks(error is not None)[0]:
             return {}
-        found = {rank: each for rank, each in enumerate(self.gather_errors(error)) if each is not None}
+        found = {rank: each for rank, each in enumerate(self.gather(portable(error))) if each is not None}
         return found if error is None else found | {self.rank: error}
-
-    def gather_errors(self, error: Exception | None) -> list[Exception | None]:
-        """Return the error of each rank, by rank, on every rank; one that pickle cannot carry as a RuntimeError."""
-        return [error] if self.world_size == 1 else self.gather(portable(error))
 
 
 class OnlyRank(Peers):
@@ -252,13 +235,12 @@ def _result(value: T | None, failure: Exception | None, own: Exception | None) -
     return cast(T, value)
 
 
-# The worst failure of any rank, raised on all of them.
-
-
 def together_or_worst(make: Callable[[], T], peers: Peers, path: str) -> T:
     """Return the result of `make` on this rank. **Collective**, by one number if all goes well.
 
-    Raises as `raise_worst`; an interrupt, too, is a failure of the rank, except where there are no others.
+    Raises the worst failure of any rank, on every rank: `CheckpointUnreadable` for an I/O error, because nothing else
+    is proven then; else the error of the lowest rank. Any error that is not of this package counts as an I/O error. An
+    interrupt, too, is a failure of the rank, except where there are no others.
     """
     made: T | None = None
     failure: Exception | None = None
@@ -270,19 +252,10 @@ def together_or_worst(make: Callable[[], T], peers: Peers, path: str) -> T:
         if peers.world_size == 1:
             raise
         failure = RuntimeError(f"{type(error).__name__}: {error}")
-    raise_worst(failure, peers, path)
-    return cast(T, made)
-
-
-def raise_worst(failure: Exception | None, peers: Peers, path: str) -> None:
-    """Raise the worst failure of any rank, on every rank; return if there is none. **Collective**.
-
-    That is `CheckpointUnreadable` for an I/O error, because nothing else is proven then; else the error of the lowest
-    rank. Any error that is not of this package counts as an I/O error.
-    """
     if failures := peers.failures(failure):
         worst = _worst(failures, path)
         raise worst from (None if worst is failure else failure)
+    return cast(T, made)
 
 
 def _worst(failures: Mapping[int, BaseException], path: str) -> CheckpointError:

@@ -21,7 +21,7 @@ from typing import Any
 
 from torchtitan_lite.checkpoint import CheckpointManager, CheckpointReader
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
-from torchtitan_lite.checkpoint.reading.reader import RankReads
+from torchtitan_lite.checkpoint.reading.regions import RankReads
 from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.checkpoint.resume.fallback import Candidates
 from torchtitan_lite.checkpoint.state.rng import RngState

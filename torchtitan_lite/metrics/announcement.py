@@ -12,7 +12,7 @@ from typing import Any
 
 from torchtitan_lite.config.job_config import CONFIG_FILE, JobConfig
 from torchtitan_lite.config.manager import config_json
-from torchtitan_lite.disk import durable
+from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.distributed.process_group import World
 from torchtitan_lite.json_lines import JsonLines, whole_lines
 from torchtitan_lite.log import logger
@@ -46,8 +46,8 @@ def announce(config: JobConfig, world: World, *, topology: str, num_params: int,
 def write_config(dump_folder: Path, config: JobConfig) -> None:
     """Write the resolved configuration to config.json in `dump_folder`, and make the folder. **Coordinator only**."""
     try:
-        durable.make_dir(dump_folder)
-        durable.write_atomically(dump_folder / CONFIG_FILE, config_json(config).encode())
+        DISK.make_dir(dump_folder)
+        DISK.write_atomically(dump_folder / CONFIG_FILE, config_json(config).encode())
     except OSError as error:
         logger.warning("Could not write %s: %s. Training continues", dump_folder / CONFIG_FILE, error)
     _keep_config(dump_folder / CONFIGS_FILE, json.loads(config_json(config)))

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.config.job_config import JobConfig
+from torchtitan_lite.models.llama.args import ModelArgs
 from torchtitan_lite.parallelisms.pipeline_llama import INTERLEAVED, Stage
-from torchtitan_lite.parallelisms.plan import LlamaSizes, Plan
+from torchtitan_lite.parallelisms.plan import Plan
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
@@ -28,7 +29,7 @@ Timer = Callable[[str], AbstractContextManager[None]]
 def build_forward_backward(
     config: JobConfig,
     plan: Plan,
-    sizes: LlamaSizes,
+    sizes: ModelArgs,
     parts: Sequence[nn.Module],
     mesh: DeviceMesh,
     *,
@@ -50,7 +51,7 @@ def build_forward_backward(
 def _build_schedule(
     config: JobConfig,
     plan: Plan,
-    sizes: LlamaSizes,
+    sizes: ModelArgs,
     parts: Sequence[nn.Module],
     stages: Sequence[Stage],
     mesh: DeviceMesh,

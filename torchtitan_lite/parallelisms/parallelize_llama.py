@@ -8,6 +8,7 @@ are always float32. FQNs, as DCP's `get_model_state_dict` spells them, do not ch
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,14 +17,26 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from torchtitan_lite.config.job_config import ActivationCheckpoint, JobConfig
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
 from torchtitan_lite.parallelisms.parallel_dims import ParallelDims
-from torchtitan_lite.parallelisms.tensor_parallel import apply_tensor_parallelism
 from torchtitan_lite.torch_private import expensive_operators, recomputing
+
+# The logits are a view of a DTensor. FSDP warns against changing such a view in place, which no loss does.
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 def parallelize_llama(model: nn.Module, mesh: DeviceMesh, dims: ParallelDims, config: JobConfig) -> None:
@@ -114,3 +127,55 @@ def keep_expensive_results() -> tuple[AbstractContextManager[Any], AbstractConte
         return CheckpointPolicy.MUST_SAVE if operator in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call, no-any-return]  # torch's gap
+
+
+# Tensor and sequence parallelism of a Llama.
+#
+# Between blocks, and in norms and dropout, each rank holds its part of the sequence. Inside attention and feed-forward
+# it holds the whole sequence and its part of the heads or of the width. Parameters become DTensors over the mesh and
+# keep their FQNs. Each rank gets the whole logits. (Korthikanti et al. 2022, in torchtitan's layout.)
+
+
+SEQUENCE = Shard(1)
+"""[batch, seq, dim], split along the sequence."""
+
+
+TIED_OUTPUT = PrepareModuleInputOutput(
+    input_layouts=(SEQUENCE, None),
+    desired_input_layouts=(Replicate(), None),
+    output_layouts=Shard(-1),
+    desired_output_layouts=Replicate(),
+)
+"""Of an output whose weight is the embedding, which is split along the vocabulary as an output's own weight is."""
+
+
+def apply_tensor_parallelism(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Distribute `model`, or a pipeline stage of it, over the ranks of the one-dimensional `mesh`, in place."""
+    ends: dict[str, ParallelStyle] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=SEQUENCE, output_layouts=Replicate()),
+    }
+    if next(model.get_submodule("output").parameters(), None) is None:
+        ends["output"] = TIED_OUTPUT
+    # A pipeline stage has an identity in place of an end that belongs to another stage.
+    plan = {name: style for name, style in ends.items() if not isinstance(model.get_submodule(name), nn.Identity)}
+    parallelize_module(model, mesh, plan)
+    for block in model.get_submodule("layers").children():
+        parallelize_module(block, mesh, _block_plan())
+
+
+def _block_plan() -> dict[str, ParallelStyle]:
+    return {
+        "attention_norm": SequenceParallel(),
+        "attention": PrepareModuleInput(input_layouts=(SEQUENCE, None), desired_input_layouts=(Replicate(), None)),
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=SEQUENCE),
+        "ffn_norm": SequenceParallel(),
+        "feed_forward": PrepareModuleInput(input_layouts=(SEQUENCE,), desired_input_layouts=(Replicate(),)),
+        "feed_forward.w1": ColwiseParallel(),
+        "feed_forward.w2": RowwiseParallel(output_layouts=SEQUENCE),
+        "feed_forward.w3": ColwiseParallel(),
+    }

@@ -7,31 +7,12 @@ ranks, and an error of one sentence refuses whatever does not fit.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.models.llama.args import ModelArgs
 from torchtitan_lite.parallelisms.parallel_dims import ParallelDims, build_parallel_dims
 from torchtitan_lite.parallelisms.pipeline_llama import Stage, build_stages, num_microbatches
-
-
-class LlamaSizes(Protocol):
-    """The sizes of a model that a plan depends on."""
-
-    @property
-    def dim(self) -> int: ...
-    @property
-    def n_layers(self) -> int: ...
-    @property
-    def n_heads(self) -> int: ...
-    @property
-    def n_kv_heads(self) -> int: ...
-    @property
-    def ffn_dim(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def tie_word_embeddings(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +28,7 @@ class Plan:
         return self.stages[self.dims.pp_rank(rank) :: self.dims.pp]
 
 
-def build_plan(config: JobConfig, sizes: LlamaSizes, world_size: int) -> Plan:
+def build_plan(config: JobConfig, sizes: ModelArgs, world_size: int) -> Plan:
     """Return the plan for `config`. Raise ConfigError if the ranks, the model or the batch do not fit it."""
     dims = build_parallel_dims(config.parallelism, world_size)
     split = {"n_heads": sizes.n_heads, "n_kv_heads": sizes.n_kv_heads, "feed-forward width": sizes.ffn_dim}

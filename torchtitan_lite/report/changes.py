@@ -1,8 +1,8 @@
 """What the configuration was, and what changed between two starts of a run. Pure.
 
 The configuration of the last start is in config.json, and configs.jsonl has a line for each start that had another one
-than the start before. A run that is older than that file has those in the manifests of the checkpoints that are there.
-Nothing of the environment is in any of them; what a key itself may hold, a password in a URL for one, is not shown.
+than the start before. Nothing of the environment is in them; what a key itself may hold, a password in a URL for one,
+is not shown.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 from torchtitan_lite.config.drift import Rule, rule_of
 from torchtitan_lite.config.job_config import flat_config
-from torchtitan_lite.examining.inventory import ListedCheckpoint
 from torchtitan_lite.report.lines import number_or_nan
 from torchtitan_lite.report.starts import ReportedStart
 
@@ -64,21 +63,12 @@ def without_secrets(text: str) -> str:
     return _SECRET_IN_QUERY.sub(rf"\1{HIDDEN}", _LOGIN_IN_URL.sub(f"{HIDDEN}@", text))
 
 
-def configs_of(
-    starts: Sequence[ReportedStart],
-    entries: Iterable[ListedCheckpoint],
-    lines: Iterable[Mapping[str, Any]],
-    last: Config,
-) -> dict[int, Config]:
+def configs_of(starts: Sequence[ReportedStart], lines: Iterable[Mapping[str, Any]], last: Config) -> dict[int, Config]:
     """Return the configuration of each start that is known, by its number.
 
     `lines` are those of configs.jsonl, in their order; `last` is the configuration of the last start.
     """
     found: dict[int, Config] = {}
-    for entry in sorted(entries, key=lambda entry: entry.created_at):
-        begun = [start for start in starts if start.began <= entry.created_at]
-        if begun and entry.saved_by.config:
-            found[begun[-1].number] = without_secret_values(entry.saved_by.config)
     written = [(number_or_nan(line.get("time")), without_secret_values(line.get("config"))) for line in lines]
     for start in starts:
         # A start writes its line before the first sign of the next one, and a start without a line has the last one's.

@@ -19,9 +19,7 @@ from torchtitan_lite.events import is_figure
 
 LOSS = "loss_metrics/global_avg_loss"
 STEP_SECONDS = "time_metrics/end_to_end(s)"
-PARTS = tuple(f"time_metrics/{part}(s)" for part in ("data_loading", "forward", "backward", "optimizer"))
 TOKENS_PER_SECOND = "throughput(tps)"
-GOODPUT = "goodput(%)"
 _LARGEST_STEP = 1 << 62
 
 
@@ -33,8 +31,6 @@ class Logged:
     loss: array[float] = field(default_factory=lambda: array("d"))
     seconds: array[float] = field(default_factory=lambda: array("d"))
     """Of one step, from log line to log line, saves included: the mean since the step logged before."""
-    training_seconds: array[float] = field(default_factory=lambda: array("d"))
-    """Of one step, in the parts that the trainer times."""
     last: dict[str, Any] = field(default_factory=dict)
     """The last line as it is in the file."""
 
@@ -47,12 +43,11 @@ class Logged:
         if not isinstance(step, int) or isinstance(step, bool) or abs(step) > _LARGEST_STEP:
             return
         while self.steps and self.steps[-1] >= step:
-            for column in (self.steps, self.loss, self.seconds, self.training_seconds):
+            for column in (self.steps, self.loss, self.seconds):
                 column.pop()
         self.steps.append(step)
         self.loss.append(number_or_nan(record.get(LOSS)))
         self.seconds.append(number_or_nan(record.get(STEP_SECONDS)))
-        self.training_seconds.append(sum(number_or_nan(record[part]) for part in PARTS if part in record))
         self.last = record
 
 

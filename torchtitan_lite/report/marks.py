@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torchtitan_lite.log import readable_bytes
 from torchtitan_lite.report import svg
-from torchtitan_lite.report.run import LABELS, Run, TimeParts
+from torchtitan_lite.report.run import LABELS, Run
 from torchtitan_lite.report.saved_steps import Fate, Save, ShardMap
 from torchtitan_lite.report.scales import Scale, nice_scale, rate_text, seconds_text, share_text, short_step
 from torchtitan_lite.report.starts import ReportedStart
@@ -52,13 +52,13 @@ def fate_sample(fate: Fate) -> str:
     return svg.element("svg", mark, width=16, height=16, class_="sample", aria_hidden="true")
 
 
-def time_figure(parts: TimeParts) -> Figure | None:
+def time_figure(parts: Mapping[str, float]) -> Figure | None:
     """Return the bar of the parts of the run's time; None if nothing is known of it."""
-    if not parts.total:
+    if not parts:
         return None
-    drawn, begin = [], 0.0
-    for part, seconds in parts.seconds.items():
-        share = seconds / parts.total
+    drawn, begin, total = [], 0.0, sum(parts.values())
+    for part, seconds in parts.items():
+        share = seconds / total
         label = f"{LABELS[part]}: {seconds_text(seconds)}, {share_text(share)}"
         drawn.append(svg.rect(begin, share, 0, BAR_HEIGHT, f"part {part}", label))
         if share >= _LABELLED_SHARE:

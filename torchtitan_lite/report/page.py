@@ -14,7 +14,7 @@ from torchtitan_lite.events import Finished, Preempted
 from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.report import curves, marks
 from torchtitan_lite.report.changes import differences, shown_on_page
-from torchtitan_lite.report.lines import GOODPUT, TOKENS_PER_SECOND, number_or_nan
+from torchtitan_lite.report.lines import TOKENS_PER_SECOND, number_or_nan
 from torchtitan_lite.report.run import LABELS, Run
 from torchtitan_lite.report.scales import (
     moment_text,
@@ -134,17 +134,14 @@ def _tiles(run: Run) -> list[dict[str, Any]]:
     tiles = [_tile("Step", f"{run.last_step:,}", run.last_step, of_all)]
     if last_logged is not None:
         tiles.append(_tile("Loss", number_text(logged.loss[-1]), logged.loss[-1], f"at step {last_logged:,}"))
-    if math.isfinite(run.parts.goodput):
-        note = f"of {seconds_text(run.parts.total)}"
-        tiles.append(_tile("Goodput", share_text(run.parts.goodput), run.parts.goodput, note))
-    elif math.isfinite(goodput := number_or_nan(logged.last.get(GOODPUT))):
-        tiles.append(_tile("Goodput", share_text(goodput / 100), goodput / 100, ""))
+    if run.parts:
+        note = f"of {seconds_text(sum(run.parts.values()))}"
+        tiles.append(_tile("Goodput", share_text(run.goodput), run.goodput, note))
     if math.isfinite(speed := number_or_nan(logged.last.get(TOKENS_PER_SECOND))):
         tiles.append(_tile("Tokens a second", number_text(speed), speed, "each rank"))
     if committed:
         # The ledger's is also that of saves that failed or were cut, and of waiting for the last one at the end.
-        measured = run.parts.seconds.get("saving") if run.parts.has_ledger else None
-        blocked = measured or sum(save.stall_seconds or 0.0 for save in committed)
+        blocked = run.parts.get("saving") or sum(save.stall_seconds or 0.0 for save in committed)
         tiles.append(_tile("Blocked by saves", seconds_text(blocked), blocked, f"in {counted(len(committed), 'save')}"))
     if starts:
         ended = sum(start.end in ("killed", "failed") for start in starts)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite import accounts
 from torchtitan_lite.accounts import CLEAN_ENDS, FAILED, read_accounts
 from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.errors import CheckpointError, CheckpointNotFound, TorchtitanLiteError
@@ -20,7 +19,7 @@ from torchtitan_lite.events import Uploaded
 from torchtitan_lite.examining.inventory import USABLE, ListedCheckpoint, inventory
 from torchtitan_lite.log import logger
 from torchtitan_lite.report.changes import KeyChange, changes_by_start, configs_of, without_secret_values
-from torchtitan_lite.report.lines import GOODPUT, Logged, number_or_nan, read_events, read_logged, read_records
+from torchtitan_lite.report.lines import Logged, read_events, read_logged, read_records
 from torchtitan_lite.report.saved_steps import Fate, Save, ShardMap, read_shards, saves_of
 from torchtitan_lite.report.starts import CUT, UNKNOWN, ReportedStart, starts_of
 from torchtitan_lite.store.holder import HolderSeen
@@ -42,7 +41,8 @@ class Run:
     logged: Logged
     starts: tuple[ReportedStart, ...]
     saves: tuple[Save, ...]
-    parts: TimeParts
+    parts: Mapping[str, float]
+    """Seconds of the run by part, in the order of `LABELS`, without those that are zero."""
     shards: ShardMap | None
     config: Mapping[str, Any]
     """The last known one, by section.key."""
@@ -57,6 +57,11 @@ class Run:
     @property
     def steps_per_line(self) -> list[int]:
         return steps_per_line(self.logged.steps, [start.loaded.step for start in self.starts])
+
+    @property
+    def goodput(self) -> float:
+        """The share of training in all; NaN if nothing is known."""
+        return self.parts.get("productive", 0.0) / sum(self.parts.values()) if self.parts else math.nan
 
     @property
     def last_step(self) -> int:
@@ -105,14 +110,15 @@ def read_run(spelling: str, *, now: float | None = None) -> Run:
     exports = _exports(folder, config)
     are_seen = checkpoints.was_read and exports.was_read
     saves = saves_of(starts, [*entries, *exports.entries], are_seen=are_seen)
-    known = configs_of(starts, entries, read_records(folder / CONFIGS), config)
+    known = configs_of(starts, read_records(folder / CONFIGS), config)
+    seconds = ledger.seconds
     return Run(
         folder=folder,
         name=folder.absolute().name,
         logged=logged,
         starts=tuple(starts),
         saves=tuple(saves),
-        parts=time_parts(ledger, logged, starts, saves),
+        parts={part: seconds[part] for part in LABELS if seconds[part] > 0},
         shards=_shards(checkpoints),
         config=config or (known[max(known)] if known else {}),
         changes=changes_by_start(known),
@@ -194,12 +200,6 @@ class SeenFolder:
             return cls(was_read=False)
 
 
-# Where the time of a run went, part by part.
-#
-# With a ledger these are its parts, over all starts. An older run has none: then the parts are what its metrics and
-# events say, without the steps that were trained again and the time between two starts, which they do not know.
-
-
 LABELS = {
     "productive": "training",
     "redone": "steps trained again",
@@ -212,48 +212,7 @@ LABELS = {
     "other": "other",
     "down": "down between starts",
 }
-
-
-@dataclass(frozen=True)
-class TimeParts:
-    """Seconds by part, in the order of `LABELS`, without those that are zero."""
-
-    seconds: dict[str, float]
-    has_ledger: bool
-
-    @property
-    def total(self) -> float:
-        return sum(self.seconds.values())
-
-    @property
-    def goodput(self) -> float:
-        """The share of training in all; NaN if nothing is known."""
-        return self.seconds.get("productive", 0.0) / self.total if self.total else math.nan
-
-
-def time_parts(
-    ledger: accounts.Accounts, logged: Logged, starts: Sequence[ReportedStart], saves: Sequence[Save]
-) -> TimeParts:
-    """Return the parts of the run's time, of the ledger if it has starts with steps."""
-    if ledger.starts:
-        found = ledger.seconds
-        return TimeParts({part: found[part] for part in LABELS if found.get(part, 0.0) > 0}, True)
-    return TimeParts(_without_ledger(logged, starts, saves), False)
-
-
-def _without_ledger(logged: Logged, starts: Sequence[ReportedStart], saves: Sequence[Save]) -> dict[str, float]:
-    counts = steps_per_line(logged.steps, [start.loaded.step for start in starts])
-    pairs = zip(logged.training_seconds, counts, strict=True)
-    productive = sum(seconds * count for seconds, count in pairs if math.isfinite(seconds))
-    parts = {
-        "productive": productive,
-        "saving": sum(save.stall_seconds or 0.0 for save in saves),
-        "loading": sum(start.loaded.seconds or 0.0 for start in starts),
-    }
-    percent = number_or_nan(logged.last.get(GOODPUT))
-    if percent > 0:
-        parts["other"] = max(0.0, 100 * productive / percent - sum(parts.values()))
-    return {part: parts[part] for part in LABELS if parts.get(part, 0.0) > 0}
+"""Each part of the ledger that the page shows, and its name there."""
 
 
 def steps_per_line(steps: Sequence[int], loaded: Sequence[int]) -> list[int]:

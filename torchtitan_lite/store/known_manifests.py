@@ -51,14 +51,35 @@ class _Known:
         return self.info
 
 
-class KnownManifests:
+class Manifests:
+    """The manifests that were read in a folder of checkpoints."""
+
+    def __init__(self) -> None:
+        self._warned: dict[str, str] = {}
+        """The cause that was logged last of what could not be read, by its address."""
+
+    def if_intact(self, find: Callable[[], CheckpointInfo | None]) -> CheckpointInfo | None:
+        """Return the same as `find`, but None for damage, and None with a warning for what could not be read."""
+        try:
+            return find()
+        except CheckpointDamaged:
+            return None
+        except CheckpointUnreadable as error:
+            if self._warned.get(error.path) != error.cause:
+                self._warned[error.path] = error.cause
+                unread = "%s could not be read, so retention neither counts nor removes it: %s"
+                logger.warning(unread, error.path, error.cause)
+            return None
+
+
+class KnownManifests(Manifests):
     """The manifests that were read in `root`. `now_ns` is the clock of file times, as far as known."""
 
     def __init__(self, root: Path, now_ns: Callable[[], int] = time.time_ns) -> None:
+        super().__init__()
         self._root = root
         self._now_ns = now_ns
         self._known: dict[Path, _Known] = {}
-        self._warned: dict[Path, str] = {}
         self._is_writer = False
         self._listed: dict[str, CheckpointInfo] | None = None
         """The intact checkpoints by name, for the writer; None if not all are known."""
@@ -98,14 +119,8 @@ class KnownManifests:
         return None
 
     def find_intact(self, step: int, places: Sequence[Path]) -> CheckpointInfo | None:
-        """Return the same as `find`, but None for damage, and None with a warning for what could not be read."""
-        try:
-            return self.find(step, places)
-        except CheckpointDamaged:
-            return None
-        except CheckpointUnreadable as error:
-            self._warn(error)
-            return None
+        """Return the same as `find`, as `if_intact` does."""
+        return self.if_intact(lambda: self.find(step, places))
 
     def intact(self) -> list[CheckpointInfo]:
         """Return every intact checkpoint in the folder, by ascending step."""
@@ -189,14 +204,8 @@ class KnownManifests:
             self._known.pop(folder, None)
         else:
             self._known[folder] = known
-        self._warned.pop(folder, None)
+        self._warned.pop(str(folder), None)
         return known
-
-    def _warn(self, error: CheckpointUnreadable) -> None:
-        folder = Path(error.path)
-        if self._warned.get(folder) != error.cause:
-            self._warned[folder] = error.cause
-            logger.warning("%s could not be read, so retention neither counts nor removes it: %s", folder, error.cause)
 
 
 def manifest_identity(folder: Path) -> Identity:

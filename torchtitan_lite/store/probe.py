@@ -14,6 +14,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -66,37 +67,15 @@ _LEFT_BY_REMOVAL = (".fuse_hidden", ".nfs", ".panfs")
 _BYTES = b"torchtitan_lite" * 10
 
 
-class Lacks(Exception):  # a finding
-    """The file system does not do one of `NEEDS`."""
-
-    def __init__(self, need: str, finding: str) -> None:
-        self.need, self.finding = need, finding
-        super().__init__(need, finding)
-
-    def of(self, root: Path) -> FolderUnusable:
-        """Return the error for the folder `root`."""
-        cause = f"its file system does not {self.need} ({self.finding}), so {NEEDS[self.need]}"
-        fix = "The cause is its file system, not a permission: mount one there that can do this"
-        return FolderUnusable(f"{root} ({mount_of(root)})", cause, fix=fix)
-
-
 def probe(root: Path, durable: Durable = DISK) -> list[str]:
     """Return which of `WANTS` the file system of the folder `root` lacks. Blocks; leaves nothing in `root`.
 
     Raises FolderUnusable if it lacks one of `NEEDS`, and OSError for anything else that is refused.
     """
-    try:
-        return lacks_of(root, durable)
-    except Lacks as lacks:
-        raise lacks.of(root) from None
-
-
-def lacks_of(root: Path, durable: Durable = DISK) -> list[str]:
-    """Return the same; raises `Lacks` in place of FolderUnusable."""
     folder = root / layout.probe_dir(os.urandom(4).hex())
     try:
         folder.mkdir()
-        with _needed(SYNCED_FOLDERS):
+        with _needed(SYNCED_FOLDERS, root):
             durable.fsync_dir(root)
         return [want for want, has in _wanted(folder, durable) if not has]
     finally:
@@ -105,30 +84,36 @@ def lacks_of(root: Path, durable: Durable = DISK) -> list[str]:
             durable.remove_tree(folder)
 
 
+def _lacks(need: str, finding: str, root: Path) -> FolderUnusable:
+    cause = f"its file system does not {need} ({finding}), so {NEEDS[need]}"
+    fix = "The cause is its file system, not a permission: mount one there that can do this"
+    return FolderUnusable(f"{root} ({mount_of(root)})", cause, fix=fix)
+
+
 def _wanted(folder: Path, durable: Durable) -> Iterator[tuple[str, bool]]:
-    """Yield each of `WANTS` with whether it is there. Raise Lacks for a need."""
-    first, second = folder / "first", folder / "second"
+    """Yield each of `WANTS` with whether it is there. Raise FolderUnusable for a need."""
+    root, first, second = folder.parent, folder / "first", folder / "second"
     yield DIRECT, _write_first(first, durable)
-    with _needed(WRITTEN):
+    with _needed(WRITTEN, root):
         if first.read_bytes() != _BYTES:
-            raise Lacks(WRITTEN, "other bytes were read")
+            raise _lacks(WRITTEN, "other bytes were read", root)
     try:
         os.close(durable.create(first))
-        raise Lacks(EXCLUSIVE, "a second one was made")
+        raise _lacks(EXCLUSIVE, "a second one was made", root)
     except FileExistsError:
         pass
     yield LOCKS, has_locks(first, first)
     yield LINKS, _links(first, folder / "link")
     os.close(durable.create(second))
-    with _needed(REPLACES):
+    with _needed(REPLACES, root):
         durable.replace(first, second)
         if second.read_bytes() != _BYTES or os.path.lexists(first):
-            raise Lacks(REPLACES, "the old one was read")
+            raise _lacks(REPLACES, "the old one was read", root)
     yield REMOVES, _removes(second, durable)
     of_folders = [folder / name for name in ("one", "two", "three")]
     for path in of_folders[:2]:
         path.mkdir()
-    with _needed(RENAMES):
+    with _needed(RENAMES, root):
         durable.rename(of_folders[0], of_folders[2])
     yield EXCHANGE, durable.exchange(of_folders[1], of_folders[2])
     yield TIMES, any(path.stat().st_mtime_ns % 1_000_000_000 for path in (folder, *of_folders[1:]))
@@ -140,17 +125,17 @@ def _write_first(path: Path, durable: Durable) -> bool:
 
     Not synced, which takes milliseconds: the lock file of the lease, which the caller has, was.
     """
-    fd = durable.create(path)
+    root, fd = path.parents[1], durable.create(path)
     try:
         with mmap.mmap(-1, ALIGNMENT) as page:
             page[: len(_BYTES)] = _BYTES[::-1]
             is_direct = _writes_directly(fd, memoryview(page), durable)
-        with _needed(WRITTEN):
+        with _needed(WRITTEN, root):
             durable.write_at(fd, memoryview(_BYTES), 0)
-        with _needed(SIZES):
+        with _needed(SIZES, root):
             durable.set_size(fd, len(_BYTES))
             if (size := os.fstat(fd).st_size) != len(_BYTES):
-                raise Lacks(SIZES, f"{size} bytes are left of {ALIGNMENT}")
+                raise _lacks(SIZES, f"{size} bytes are left of {ALIGNMENT}", root)
     finally:
         os.close(fd)
     return is_direct
@@ -199,13 +184,13 @@ def _removes(path: Path, durable: Durable) -> bool:
 
 
 @contextmanager
-def _needed(need: str) -> Iterator[None]:
+def _needed(need: str, root: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         if error.errno not in _LACKS:
             raise
-        raise Lacks(need, error.strerror or str(error)) from error
+        raise _lacks(need, error.strerror or str(error), root) from error
 
 
 # What a start does with it.
@@ -218,40 +203,35 @@ def log_lacks(root: Path, limit_seconds: float = LIMIT_SECONDS) -> None:
     """
     device = root.stat().st_dev
     if device not in _TRIED:
-        _TRIED[device] = _Trial(root)
-    _TRIED[device].log(root, limit_seconds)
+        _TRIED[device] = _trial(root)
+    found = _TRIED[device]
+    if not wait([found], limit_seconds).done:
+        logger.warning("%s is slow: its file system was not checked within %g s", root, limit_seconds)
+    elif (error := found.exception()) is not None:
+        del _TRIED[device]  # A full disk, for instance: the next start tries again.
+        if isinstance(error, FolderUnusable):
+            raise error
+        logger.info("%s: what its file system lacks could not be tried: %s", root, error)
+    elif found.result():
+        text = "; ".join(f"no {want}: {WANTS[want]}" for want in found.result())
+        _log_once(f"{root} ({mount_of(root)})", text)
 
 
-class _Trial:
-    """One trial of a file system, in a thread: what hangs there must not hang the start."""
+def _trial(root: Path) -> Future[list[str]]:
+    """Begin to try the file system of `root`, in a thread: what hangs there must not hang the start, nor its end."""
+    found = Future[list[str]]()
 
-    def __init__(self, root: Path) -> None:
-        self._found: list[str] = []
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(root,), name=f"probe of {root}", daemon=True)
-        self._thread.start()
-
-    def log(self, root: Path, limit_seconds: float) -> None:
-        self._thread.join(limit_seconds)
-        if self._thread.is_alive():
-            logger.warning("%s is slow: its file system was not checked within %g s", root, limit_seconds)
-        elif isinstance(self._error, Lacks):
-            raise self._error.of(root)
-        elif self._error is not None:
-            logger.info("%s: what its file system lacks could not be tried: %s", root, self._error)
-            _TRIED.pop(root.stat().st_dev, None)  # A full disk, for instance: the next start tries again.
-        elif self._found:
-            text = "; ".join(f"no {want}: {WANTS[want]}" for want in self._found)
-            _log_once(f"{root} ({mount_of(root)})", text)
-
-    def _run(self, root: Path) -> None:
+    def run() -> None:
         try:
-            self._found = lacks_of(root)
+            found.set_result(probe(root))
         except Exception as error:
-            self._error = error
+            found.set_exception(error)
+
+    threading.Thread(target=run, name=f"probe of {root}", daemon=True).start()
+    return found
 
 
-_TRIED: dict[int, _Trial] = {}
+_TRIED: dict[int, Future[list[str]]] = {}
 """By device."""
 
 
@@ -260,5 +240,4 @@ def _log_once(folder: str, text: str) -> None:
     logger.info("%s has %s", folder, text)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_TRIED.clear)  # A child has none of these threads.
+os.register_at_fork(after_in_child=_TRIED.clear)  # A child has none of these threads.

@@ -21,7 +21,7 @@ from torchtitan_lite.store.holder import HolderSeen
 from torchtitan_lite.store.lease import Lease
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest, without_abandoned
 from torchtitan_lite.store.place import Place
-from torchtitan_lite.store.rollbacks import Rollback
+from torchtitan_lite.store.rollbacks import RollbackRecord
 
 
 class KeepsPins(Protocol):
@@ -34,17 +34,6 @@ class KeepsPins(Protocol):
     def changing(self) -> AbstractContextManager[set[int]]:
         """Return a context with the pinned steps, to be changed in the block, durably. Needs no lease."""
         ...
-
-
-class KeepsRollbacks(Protocol):
-    """The record of how often the run of a folder rolled back by itself. **Coordinator only**."""
-
-    def read(self) -> tuple[Rollback, ...]:
-        """Return the rollbacks, the first one first. Raises `CheckpointUnreadable`, CheckpointError if it is none."""
-        ...
-
-    def write(self, rollbacks: Sequence[Rollback]) -> None:
-        """Replace the record, durably. Under the lease. Raises OSError."""
 
 
 CORRUPT, ABANDONED = "corrupt", "abandoned"
@@ -112,7 +101,7 @@ class StoresCheckpoints(Protocol):
     def pins(self) -> KeepsPins: ...
 
     @property
-    def rollbacks(self) -> KeepsRollbacks: ...
+    def rollbacks(self) -> RollbackRecord: ...
 
     @property
     def shelf(self) -> Shelf: ...

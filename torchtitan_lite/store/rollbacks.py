@@ -3,13 +3,14 @@
 Batches are counted from 1 in the order in which the data come. A run that never rolled back trains batch s in step s;
 one that did skips some, and what it trains in a step follows from these alone. The record is one file in the
 folder of checkpoints, replaced as a whole before the run rolls back: a start that finds a rollback of which no
-checkpoint was saved rolls back once more. Pure values, and the file on disk.
+checkpoint was saved rolls back once more. Pure values, and the record itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,26 +122,32 @@ def within(step: int, num_steps: int, found: Iterable[Rollback]) -> list[Rollbac
 _FIELDS = frozenset(each.name for each in fields(Rollback))
 
 
-class RollbackFile:
-    """The record in the folder of checkpoints `root`, on a disk."""
+class RollbackRecord:
+    """The record at the address `path`, which `read` and `write` get and replace, durably. **Coordinator only**."""
 
-    def __init__(self, root: Path, durable: Durable) -> None:
-        self._path, self._durable = root / layout.ROLLBACKS, durable
+    def __init__(self, path: str, read: Callable[[], bytes], write: Callable[[bytes], None]) -> None:
+        self._path, self._read, self._write = path, read, write
+
+    @classmethod
+    def in_folder(cls, root: Path, durable: Durable) -> RollbackRecord:
+        """Return that of the folder of checkpoints `root`, on a disk."""
+        path = root / layout.ROLLBACKS
+        return cls(str(path), partial(read_plain, path, _LIMIT_BYTES), partial(durable.write_atomically, path))
 
     def read(self) -> tuple[Rollback, ...]:
         """Return the rollbacks, the first one first. Raises `CheckpointUnreadable`, and as `parse_rollbacks`."""
         try:
-            return parse_rollbacks(read_plain(self._path, _LIMIT_BYTES), str(self._path))
+            return parse_rollbacks(self._read(), self._path)
         except (FileNotFoundError, NotADirectoryError):
             return ()
         except CheckpointUnsafe as error:
-            raise _no_record(str(self._path), error.finding) from error
+            raise _no_record(self._path, error.finding) from error
         except OSError as error:
-            raise CheckpointUnreadable(str(self._path), error.strerror or str(error)) from error
+            raise CheckpointUnreadable(self._path, error.strerror or str(error)) from error
 
     def write(self, rollbacks: Sequence[Rollback]) -> None:
-        """Replace the record, durably. **Coordinator only**, under the lease. Raises OSError."""
-        self._durable.write_atomically(self._path, to_json(rollbacks))
+        """Replace the record, durably. Under the lease. Raises OSError."""
+        self._write(to_json(rollbacks))
 
 
 def to_json(rollbacks: Sequence[Rollback]) -> bytes:

@@ -44,7 +44,7 @@ from torchtitan_lite.store.pins import Pins
 from torchtitan_lite.store.place import on_disk
 from torchtitan_lite.store.protocol import Shelf, StoresCheckpoints
 from torchtitan_lite.store.retired import RetiredCheckpoints
-from torchtitan_lite.store.rollbacks import RollbackFile
+from torchtitan_lite.store.rollbacks import RollbackRecord
 
 
 def free_disk_bytes(folder: Path) -> int:
@@ -105,8 +105,8 @@ class CheckpointStore(StoresCheckpoints):
         return Pins(self.root)
 
     @property
-    def rollbacks(self) -> RollbackFile:
-        return RollbackFile(self.root, self._durable)
+    def rollbacks(self) -> RollbackRecord:
+        return RollbackRecord.in_folder(self.root, self._durable)
 
     @property
     def shelf(self) -> Shelf:

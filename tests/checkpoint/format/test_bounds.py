@@ -16,8 +16,8 @@ from tests.checkpoint.small_run import job_config
 from torchtitan_lite.checkpoint.format.contents import Chunk
 from torchtitan_lite.checkpoint.format.file_data import FileData, FileLayout
 from torchtitan_lite.checkpoint.manager import CheckpointManager
-from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, RankReads, Region
-from torchtitan_lite.checkpoint.reading.regions import StoredBox
+from torchtitan_lite.checkpoint.reading.reader import CheckpointReader
+from torchtitan_lite.checkpoint.reading.regions import RankReads, Region, StoredBox
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.state.train_state import TrainState
 from torchtitan_lite.distributed.peers import Peers

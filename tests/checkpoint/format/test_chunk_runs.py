@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from tests.store import filled
 from torchtitan_lite.checkpoint.format import chunk_runs, found_runs
-from torchtitan_lite.checkpoint.format.chunk_runs import ChunkRun, ChunkRuns, FileSizes, files_of_rows
+from torchtitan_lite.checkpoint.format.chunk_runs import ChunkRun, ChunkRuns, FileSizes, chunk_mismatch, files_of_rows
 from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, StoredTensor
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
-from torchtitan_lite.checkpoint.format.stored_tensor import chunk_mismatch
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointDamaged
 from torchtitan_lite.store.lineage import Lineage

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from torchtitan_lite.checkpoint.format.key_report import SHOWN, KeyReport, TensorLike, compare_tensors
+from torchtitan_lite.checkpoint.format.chunk_runs import StoredTensor
+from torchtitan_lite.checkpoint.format.key_report import SHOWN, KeyReport, compare_tensors
 
 FP32 = torch.zeros(2, 3)
 
@@ -57,5 +58,5 @@ def test_cast_allows_another_floating_dtype_and_nothing_else() -> None:
 
 
 def test_a_tensor_that_is_not_in_memory_is_compared_by_shape_and_dtype() -> None:
-    assert not compare_tensors({"a": FP32}, {"a": TensorLike(torch.Size([2, 3]), torch.float32)})
-    assert compare_tensors({"a": FP32}, {"a": TensorLike(torch.Size([2, 3]), torch.float64)}).mismatched.keys() == {"a"}
+    assert not compare_tensors({"a": FP32}, {"a": StoredTensor(torch.float32, (2, 3), ())})
+    assert compare_tensors({"a": FP32}, {"a": StoredTensor(torch.float64, (2, 3), ())}).mismatched.keys() == {"a"}

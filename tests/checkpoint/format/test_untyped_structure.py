@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler
 
 from tests.checkpoint.small_run import target
 from tests.store.filled import rewrite
-from torchtitan_lite.checkpoint.format.untyped_structure import Untyped, retyped
+from torchtitan_lite.checkpoint.reading.entries import Untyped, retyped
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.saving.savers import SyncSaver
 from torchtitan_lite.distributed.peers import Peers

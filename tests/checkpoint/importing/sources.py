@@ -16,7 +16,7 @@ from torchtitan_lite.models.llama.model import Transformer
 
 State = dict[str, torch.Tensor]
 
-ARGS = ModelArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=300, hidden_dim=48, max_seq_len=16)
+ARGS = ModelArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=300, ffn_dim=48, max_seq_len=16)
 PARAMS = {
     **{"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": -1, "multiple_of": 48},
     **{"ffn_dim_multiplier": 0.5, "norm_eps": 1e-5, "rope_theta": 500000.0},

@@ -122,17 +122,17 @@ def test_two_tensors_of_a_checkpoint_are_exported_as_tied_only_if_they_are_equal
 @pytest.mark.parametrize(
     ("kind", "config", "reason"),
     [
-        ("Qwen2", {}, "found 'qwen2', which has biases in its attention"),
-        ("Qwen3", {"head_dim": 16}, "found 'qwen3', which has norms in its attention"),
+        ("Qwen2", {}, "found 'qwen2'"),
+        ("Qwen3", {"head_dim": 16}, "found 'qwen3'"),
         (
             "Mixtral",
             {"num_local_experts": 2},
-            "found 'mixtral', which has several experts in place of each feed-forward",
+            "found 'mixtral'",
         ),
         (
             "GPT2",
             {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 300},
-            "found 'gpt2', which has learned positions",
+            "found 'gpt2'",
         ),
         ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "of type 'linear'"),
         ("Mistral", {"sliding_window": 64}, "the Llama of this package has no sliding_window"),

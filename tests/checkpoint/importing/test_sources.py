@@ -318,7 +318,7 @@ def test_an_index_cannot_lead_out_of_its_folder(tmp_path: Path) -> None:
 
 def test_the_sizes_of_a_run_must_be_those_of_the_source(tmp_path: Path) -> None:
     path = write_folder(tmp_path / "hf", weights())
-    other = dataclasses.replace(ARGS, hidden_dim=96, rope_scaling=RopeScaling(factor=8.0))
+    other = dataclasses.replace(ARGS, ffn_dim=96, rope_scaling=RopeScaling(factor=8.0))
     expected = (
         r"another model than this run's: ffn_dim 48 instead of 96, rope_scaling None instead of .*config_path=.*hf$"
     )

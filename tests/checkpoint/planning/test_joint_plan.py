@@ -19,11 +19,11 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from tests.checkpoint.planning.simulated import Has, JointlyPlanned, plan_of, planned
 from tests.examples import examples
+from torchtitan_lite.checkpoint.format.chunk_runs import chunk_mismatch
 from torchtitan_lite.checkpoint.format.contents import StoredTensor
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.checkpoint.format.file_data import FileLayout
 from torchtitan_lite.checkpoint.format.flattening import flatten
-from torchtitan_lite.checkpoint.format.stored_tensor import chunk_mismatch
 from torchtitan_lite.checkpoint.format.tensor_table import TensorTable
 from torchtitan_lite.checkpoint.planning.joint_plan import JointPlan
 from torchtitan_lite.checkpoint.planning.rank_summary import MeshPlace, PlanEntry, outlined

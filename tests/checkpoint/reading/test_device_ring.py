@@ -22,7 +22,8 @@ from tests.store.filled import flip
 from torchtitan_lite.checkpoint.devices import buffer_ring as device_ring
 from torchtitan_lite.checkpoint.devices.buffer_ring import SLOT_BYTES
 from torchtitan_lite.checkpoint.reading import reader, regions
-from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, RankReads, Region
+from torchtitan_lite.checkpoint.reading.reader import CheckpointReader
+from torchtitan_lite.checkpoint.reading.regions import RankReads, Region
 from torchtitan_lite.disk import block_reader
 from torchtitan_lite.disk.block_reader import BlockReader
 from torchtitan_lite.disk.digest import BLOCK_BYTES

@@ -22,7 +22,7 @@ from tests.checkpoint.only_once import load_and_close
 from tests.ranks import on_two_ranks
 from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.checkpoint.format.contents import Contents, StoredObject
-from torchtitan_lite.checkpoint.reading.listed_groups import ListedGroups, read_listed_groups
+from torchtitan_lite.checkpoint.reading.stored_optimizer import ListedGroups, read_listed_groups
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointMismatch
 

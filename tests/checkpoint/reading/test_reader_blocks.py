@@ -14,7 +14,8 @@ from tests.store.filled import flip
 from torchtitan_lite.checkpoint.format.torch_item import object_item
 from torchtitan_lite.checkpoint.reading import reader
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
-from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, RankReads, Region
+from torchtitan_lite.checkpoint.reading.reader import CheckpointReader
+from torchtitan_lite.checkpoint.reading.regions import RankReads, Region
 from torchtitan_lite.disk.block_reader import BlockReader
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
 from torchtitan_lite.disk.read_requests import Piece, PieceTable

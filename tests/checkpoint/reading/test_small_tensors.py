@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.checkpoint.with_manifest import add_manifest
 from tests.store.filled import flip
-from torchtitan_lite.checkpoint.reading import own_plan
+from torchtitan_lite.checkpoint.reading import regions
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
-from torchtitan_lite.checkpoint.reading.own_plan import small_tensors
+from torchtitan_lite.checkpoint.reading.regions import small_tensors
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch
@@ -104,7 +104,7 @@ def test_only_small_whole_tensors_in_plain_memory_go_into_columns(folder: Path, 
 def test_a_load_is_the_same_without_columns(
     folder: Path, state: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own_plan, "SMALL_BYTES", 0)
+    monkeypatch.setattr(regions, "SMALL_BYTES", 0)
     target = {key: plain(tensor) for key, tensor in state.items()}
     stored(folder).read_model(target)
     assert all(torch.equal(target[key], tensor) for key, tensor in state.items())

@@ -30,7 +30,7 @@ def test_a_folder_of_0_3_is_resumed_with_the_same_state_rate_step_and_losses(
 ) -> None:
     reference = _run_torchtitan(tmp_path)
     model = Transformer(
-        ModelArgs(dim=128, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=258, multiple_of=32, max_seq_len=64)
+        ModelArgs(dim=128, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=258, ffn_dim=352, max_seq_len=64)
     )
     model.init_weights(7)
     (optimizer,) = optimizers = build_optimizers([model], Optimizer(implementation="for-loop"))

@@ -11,7 +11,7 @@ from tests.checkpoint.small_run import target
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.saving.content import Copies, write_in_place
 from torchtitan_lite.checkpoint.staging.copiers import HostCopier
-from torchtitan_lite.checkpoint.staging.stager import DO_NOT_WATCH, Copying, Stager
+from torchtitan_lite.checkpoint.staging.stager import Copying, Stager, do_not_watch
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.memory.images.pool import Pool
 from torchtitan_lite.store.store import CheckpointStore
@@ -22,7 +22,7 @@ def test_a_save_whose_end_is_noted_after_the_next_one_began_releases_its_own_cop
     pool = Pool()
     pool.resize(3)
     stager = Stager(HostCopier(), pool=pool)
-    copies = Copies(Copying(stager), write_in_place, DO_NOT_WATCH)
+    copies = Copies(Copying(stager), write_in_place, do_not_watch)
     image = PlanCache(Peers(timedelta(seconds=60))).plan({"w": torch.zeros(3)}).file()
     for step in (1, 2):
         copies.content(image, target(store, step))

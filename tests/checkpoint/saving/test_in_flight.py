@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ class Case:
 
     def begin(self, step: int, durable: Durable = DISK, kind: CheckpointKind = CheckpointKind.FULL) -> None:
         store = CheckpointStore(self.root, durable=durable)
-        self.in_flight.begin(step, {"weight": torch.ones(3)}, kind, store, self.saver, ORIGIN)
+        self.in_flight.begin(step, kind, store, partial(self.saver.save, {"weight": torch.ones(3)}), ORIGIN)
 
     def save(self, step: int, durable: Durable = DISK, kind: CheckpointKind = CheckpointKind.FULL) -> SaveFailed | None:
         self.begin(step, durable, kind)
@@ -193,7 +194,7 @@ def test_a_save_that_is_not_durable_in_time_failed(root: Path) -> None:
     in_flight = InFlightSave(
         PEERS, housekeeping, timeout_seconds=0.0, max_failed_saves=3, clock=Clock(), emit=events.emit
     )
-    in_flight.begin(1, {}, CheckpointKind.FULL, CheckpointStore(root), HeldSaver(), ORIGIN)
+    in_flight.begin(1, CheckpointKind.FULL, CheckpointStore(root), partial(HeldSaver().save, {}), ORIGIN)
     failure = in_flight.settle()
     assert failure is not None
     assert "not durable after 0 s (checkpoint.timeout_seconds)" in failure.cause
@@ -208,7 +209,7 @@ def test_a_copy_that_is_not_made_in_time_is_an_error(root: Path) -> None:
         clock=Clock(),
         emit=ignore,
     )
-    in_flight.begin(1, {}, CheckpointKind.FULL, CheckpointStore(root), HeldSaver(), ORIGIN)
+    in_flight.begin(1, CheckpointKind.FULL, CheckpointStore(root), partial(HeldSaver().save, {}), ORIGIN)
     with pytest.raises(SaveFailed, match=r"not staged after 0 s \(checkpoint.timeout_seconds\)"):
         in_flight.wait_for_staging()
 
@@ -290,7 +291,7 @@ class Slow(SyncSaver):
 
 def test_a_save_that_the_caller_waits_for_stalls_training_for_all_of_it(root: Path) -> None:
     case = Case(root)
-    case.in_flight.begin(1, {}, CheckpointKind.FULL, CheckpointStore(root), Slow(case.clock), ORIGIN)
+    case.in_flight.begin(1, CheckpointKind.FULL, CheckpointStore(root), partial(Slow(case.clock).save, {}), ORIGIN)
     assert case.events.figures("staged") == {"stall_seconds": 3}
     case.clock.seconds += 10
     case.in_flight.poll()
@@ -370,7 +371,7 @@ def test_the_group_of_saves_is_in_doubt_if_and_only_if_a_save_did_not_end_in_tim
             clock=Clock(),
             emit=events.emit,
         )
-        in_flight.begin(1, {}, CheckpointKind.FULL, CheckpointStore(root), saver, ORIGIN)
+        in_flight.begin(1, CheckpointKind.FULL, CheckpointStore(root), partial(saver.save, {}), ORIGIN)
         in_flight.settle()
         assert peers.is_group_in_doubt == is_in_doubt
 
@@ -426,14 +427,14 @@ def test_only_the_coordinator_cleans_the_folder_and_reports_a_save(
     store = CheckpointStore(root, free_bytes=lambda path: 0)
     caplog.clear()
     with caplog.at_level(logging.INFO, "torchtitan_lite"):
-        in_flight.begin(3, {}, CheckpointKind.FULL, store, saver, ORIGIN)
+        in_flight.begin(3, CheckpointKind.FULL, store, partial(saver.save, {}), ORIGIN)
         saver.durable.set_result(None)
         in_flight.poll()
     assert in_flight.last_durable == 3
     assert [name for name, *_ in events.recorded] == ["save_started", "staged"]
     assert [record for record in caplog.records if record.name == "torchtitan_lite"] == []
     place = store.begin(4)
-    in_flight.begin(4, {}, CheckpointKind.FULL, store, saver, ORIGIN)
+    in_flight.begin(4, CheckpointKind.FULL, store, partial(saver.save, {}), ORIGIN)
     saver.durable.set_exception(SaveFailed(4, "of the disk"))
     assert in_flight.settle() is not None
     assert case.names() == ["step-1", "step-2", place]
@@ -463,7 +464,7 @@ def test_only_the_coordinator_checks_for_room(root: Path) -> None:
             clock=Clock(),
             emit=ignore,
         )
-        in_flight.begin(2, {}, CheckpointKind.FULL, full, saver, ORIGIN)
+        in_flight.begin(2, CheckpointKind.FULL, full, partial(saver.save, {}), ORIGIN)
         if is_refused:
             with pytest.raises(SaveFailed, match="room for"):
                 targets[0].check()
@@ -491,7 +492,8 @@ def test_a_save_needs_as_much_room_as_the_one_before_it_took(root: Path) -> None
     needed = CheckpointStore(root).get(1).nbytes
     for free, step in ((needed, 2), (needed - 1, 3)):
         store = CheckpointStore(root, free_bytes=lambda path, free=free: free)
-        case.in_flight.begin(step, {"weight": torch.ones(3)}, CheckpointKind.FULL, store, case.saver, ORIGIN)
+        begin = partial(case.saver.save, {"weight": torch.ones(3)})
+        case.in_flight.begin(step, CheckpointKind.FULL, store, begin, ORIGIN)
         case.saver.complete()
         failure = case.in_flight.settle()
         assert (failure is None) == (free == needed)

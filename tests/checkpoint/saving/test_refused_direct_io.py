@@ -15,10 +15,7 @@ from tests.checkpoint.small_run import same
 from tests.ranks import on_two_ranks
 from tests.store.refusals import refusals_logged
 from torchtitan_lite import faults
-from torchtitan_lite.disk.durable import O_DIRECT
 from torchtitan_lite.store.manifest import Manifest
-
-pytestmark = pytest.mark.skipif(not O_DIRECT, reason="the system has no direct I/O")
 
 REFUSALS = [
     ("EINVAL@open:step=2", {0, 1}),

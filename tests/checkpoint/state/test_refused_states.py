@@ -132,7 +132,7 @@ def test_an_optimizer_whose_ranks_have_other_states_each_is_refused_at_construct
 
     model = DistributedDataParallel(nn.Linear(4, 4))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
-    with pytest.raises(ConfigError, match=r"optimizers: a ZeroRedundancyOptimizer .* Use fully_shard"):
+    with pytest.raises(ConfigError, match=r"optimizer\[0\]: a ZeroRedundancyOptimizer .* Use fully_shard"):
         managed(tmp_path, model, optimizer)
 
 

@@ -21,7 +21,7 @@ from tests.logged import logged_warnings
 from tests.ranks import Ranks, on_two_ranks
 from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.checkpoint.format.shards import local_of
-from torchtitan_lite.checkpoint.state.state_owners import OwnerRanks
+from torchtitan_lite.checkpoint.state.optimizer_state import OwnerRanks
 from torchtitan_lite.cli.app import main
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError, RanksDiffer
 

@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.format import plain_value
 from torchtitan_lite.checkpoint.format.chunk_runs import Chunk as Chunk
-from torchtitan_lite.checkpoint.format.chunk_runs import FileSizes, check_rows, files_of_rows
+from torchtitan_lite.checkpoint.format.chunk_runs import FileSizes, check_rows, chunk_mismatch, files_of_rows
 from torchtitan_lite.checkpoint.format.chunk_runs import Item as Item
 from torchtitan_lite.checkpoint.format.chunk_runs import Shape as Shape
+from torchtitan_lite.checkpoint.format.chunk_runs import StoredTensor as StoredTensor
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
-from torchtitan_lite.checkpoint.format.stored_tensor import StoredTensor as StoredTensor
-from torchtitan_lite.checkpoint.format.stored_tensor import chunk_mismatch
 from torchtitan_lite.checkpoint.format.structure import FORM, Branch, Containers, Path, decode_structure, paths_of
 from torchtitan_lite.checkpoint.format.tensor_table import BadEntry, TensorTable, as_list
 from torchtitan_lite.disk.plain_file import is_plain_name, is_plain_path

@@ -11,9 +11,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from torchtitan_lite.checkpoint.format.chunk_runs import StoredTensor
 from torchtitan_lite.checkpoint.format.flattening import is_expanded
 from torchtitan_lite.checkpoint.format.shards import PLAIN_TENSORS
+from torchtitan_lite.checkpoint.format.tensor_table import TensorKind
 
+TensorLike = torch.Tensor | StoredTensor | TensorKind
+"""Has the shape and the dtype of a tensor: one in memory, or in a checkpoint whose dtypes are torch's."""
 SHOWN = 8
 """Keys listed under each heading; the others are counted."""
 
@@ -44,19 +48,8 @@ class KeyReport:
         )
 
 
-@dataclass(frozen=True)
-class TensorLike:
-    """Shape and dtype of a tensor that is not in memory."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 def compare_tensors(
-    expected: Mapping[str, torch.Tensor | TensorLike],
-    found: Mapping[str, torch.Tensor | TensorLike],
-    *,
-    cast: bool = False,
+    expected: Mapping[str, TensorLike], found: Mapping[str, TensorLike], *, cast: bool = False
 ) -> KeyReport:
     """Return how `found` differs from `expected`; with `cast` another floating-point dtype is not a difference."""
     missing: list[str] = []
@@ -81,14 +74,14 @@ def merged(*reports: KeyReport) -> KeyReport:
     )
 
 
-def _is_in_a_row(tensor: torch.Tensor | TensorLike) -> bool:
+def _is_in_a_row(tensor: TensorLike) -> bool:
     """Return whether `tensor` is known to have elements in a row, so that none of them share memory."""
     if not isinstance(tensor, torch.Tensor) or type(tensor) not in PLAIN_TENSORS:
         return False
     return tensor.is_contiguous() and tensor.numel() > 0
 
 
-def _tensor_difference(expected: torch.Tensor | TensorLike, found: torch.Tensor | TensorLike, cast: bool) -> str:
+def _tensor_difference(expected: TensorLike, found: TensorLike, cast: bool) -> str:
     differences = []
     if tuple(expected.shape) != tuple(found.shape):
         differences.append(f"shape {list(found.shape)} in the checkpoint, {list(expected.shape)} expected")

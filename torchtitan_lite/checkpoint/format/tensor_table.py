@@ -16,8 +16,7 @@ from functools import cache, cached_property, lru_cache
 from typing import Any
 
 from torchtitan_lite.checkpoint.format import chunk_runs
-from torchtitan_lite.checkpoint.format.chunk_runs import Chunk, Shape
-from torchtitan_lite.checkpoint.format.stored_tensor import StoredTensor
+from torchtitan_lite.checkpoint.format.chunk_runs import Chunk, Shape, StoredTensor
 from torchtitan_lite.store.manifest import Table
 from torchtitan_lite.store.manifest_fields import bare
 

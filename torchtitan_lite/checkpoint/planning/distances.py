@@ -24,45 +24,20 @@ class Distance(NamedTuple):
     """The L2 norm of the difference over the larger of the two norms; inf where one of them is not finite."""
 
 
-class Distances(NamedTuple):
-    """What the ranks found together."""
-
-    largest: list[Distance]
-    """Some of them, the largest first."""
-    num_keys: int
-    """The names that differ."""
-    num_far: int
-    """Those of them that differ by more than `LIMIT`."""
-
-    @property
-    def is_far(self) -> bool:
-        return self.num_far > 0
-
-    def __str__(self) -> str:
-        by_key: dict[str, list[Distance]] = {}
-        for each in self.largest:
-            if not self.is_far or is_far(each):
-                by_key.setdefault(each.key, []).append(each)
-        named = [
-            f"{key} ({'rank' if len(found) == 1 else 'ranks'} {', '.join(str(each.rank) for each in found[:SHOWN])} "
-            f"and rank {found[0].lowest}, relative difference {found[0].relative:.2g})"
-            for key, found in [*by_key.items()][:SHOWN]
-        ]
-        more = (self.num_far if self.is_far else self.num_keys) - len(named)
-        return ", ".join(named) + (f" and {more} more" if more > 0 else "")
-
-
-def joint_distances(per_rank: list[list[Distance]]) -> list[Distances]:
-    """Return for each rank what all of them found."""
+def joint_distances(per_rank: list[list[Distance]]) -> list[tuple[str, bool]]:
+    """Return for each rank what all of them found, in words, and whether some of it is far; only that is named then."""
     found = sorted((each for of_rank in per_rank for each in of_rank), key=lambda each: -each.relative)
-    keys, far = {each.key for each in found}, {each.key for each in found if is_far(each)}
-    shown = [*dict.fromkeys(each.key for each in found)][:SHOWN]
-    largest = [each for each in found if each.key in shown]
-    return [Distances(largest[: SHOWN * SHOWN], len(keys), len(far))] * len(per_rank)
-
-
-def is_far(distance: Distance) -> bool:
-    return not distance.relative <= LIMIT  # So NaN is far, too.
+    far = [each for each in found if not each.relative <= LIMIT]  # So NaN is far, too.
+    by_key: dict[str, list[Distance]] = {}
+    for each in far or found:
+        by_key.setdefault(each.key, []).append(each)
+    named = [
+        f"{key} ({'rank' if len(of_key) == 1 else 'ranks'} {', '.join(str(each.rank) for each in of_key[:SHOWN])} "
+        f"and rank {of_key[0].lowest}, relative difference {of_key[0].relative:.2g})"
+        for key, of_key in [*by_key.items()][:SHOWN]
+    ]
+    more = len(by_key) - len(named)
+    return [(", ".join(named) + (f" and {more} more" if more else ""), bool(far))] * len(per_rank)
 
 
 def squares(mine: torch.Tensor, theirs: torch.Tensor, dtype: torch.dtype) -> tuple[float, float, float]:

@@ -41,8 +41,15 @@ from torchtitan_lite.checkpoint.planning.joint_entries import (
 from torchtitan_lite.checkpoint.planning.placement import Holders, Numbers, Spread
 from torchtitan_lite.checkpoint.planning.rank_summary import Digest, Outline, PlanAnswer
 from torchtitan_lite.checkpoint.planning.shared_items import Member, Patterns
-from torchtitan_lite.checkpoint.state.optimizer_state import SETTINGS, STATE, split_state_key
-from torchtitan_lite.checkpoint.state.state_owners import OWNER_KEYS, OwnerRanks, StateOwner, owner_of
+from torchtitan_lite.checkpoint.state.optimizer_state import (
+    OWNER_KEYS,
+    SETTINGS,
+    STATE,
+    OwnerRanks,
+    StateOwner,
+    owner_of,
+    split_state_key,
+)
 from torchtitan_lite.errors import RanksDiffer
 from torchtitan_lite.log import listed
 

@@ -14,11 +14,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from torchtitan_lite.checkpoint.format.chunk_runs import Chunk, Shape, row_major_strides
+from torchtitan_lite.checkpoint.format.chunk_runs import Chunk, Shape, StoredTensor, chunk_mismatch, row_major_strides
 from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.checkpoint.format.found_runs import Boxes
 from torchtitan_lite.checkpoint.format.shards import Split, split_order
-from torchtitan_lite.checkpoint.format.stored_tensor import StoredTensor, chunk_mismatch
 
 Numbers = npt.NDArray[np.int64]
 

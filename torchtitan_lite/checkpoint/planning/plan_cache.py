@@ -46,7 +46,7 @@ from torchtitan_lite.checkpoint.planning.rank_summary import (
 )
 from torchtitan_lite.checkpoint.planning.replicated import Replicated
 from torchtitan_lite.checkpoint.planning.shared_items import SharedParts
-from torchtitan_lite.checkpoint.state.state_owners import StateOwner
+from torchtitan_lite.checkpoint.state.optimizer_state import StateOwner
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import RanksDiffer

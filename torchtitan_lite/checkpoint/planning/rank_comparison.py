@@ -233,12 +233,12 @@ class RankComparison:
         samples = {
             place: (key, _sampled_elements(tensor, PIECE_BYTES // 256)) for place, (key, tensor) in differing.items()
         }
-        found = self._peers.scatter_answers(self._distances(samples), joint_distances)
-        if not found.is_far and not only_samples:
-            found = self._peers.scatter_answers(self._distances(differing), joint_distances)
+        found, is_far = self._peers.scatter_answers(self._distances(samples), joint_distances)
+        if not is_far and not only_samples:
+            found, is_far = self._peers.scatter_answers(self._distances(differing), joint_distances)
         self.takes_lowest = True
         since = self._since(differing)
-        if found.is_far:
+        if is_far:
             return RanksDiffer(f"{found}{since}", f"{OWN_NAMES}. {OTHER_WAYS}")
         if not self._has_warned and self._peers.is_coordinator:
             logger.warning(

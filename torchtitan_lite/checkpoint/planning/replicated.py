@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.format.shards import LocalShard, local_of, local_shards
-from torchtitan_lite.checkpoint.state.optimizer_state import STATE
-from torchtitan_lite.checkpoint.state.state_owners import OWNERS
+from torchtitan_lite.checkpoint.state.optimizer_state import OWNERS, STATE
 from torchtitan_lite.disk.digest import text_digest
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import RanksDiffer

@@ -10,12 +10,11 @@ form are in memory twice.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -26,11 +25,13 @@ from torch.futures import Future
 from torchtitan_lite.checkpoint.devices.buffer_ring import DeviceRing
 from torchtitan_lite.checkpoint.devices.link import Link, build_link
 from torchtitan_lite.checkpoint.format.chunk_runs import is_inside, row_major_strides
-from torchtitan_lite.checkpoint.format.contents import Chunk, Item, Shape
+from torchtitan_lite.checkpoint.format.contents import Chunk, Item
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES, to_metadata
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, Verify
 from torchtitan_lite.checkpoint.reading.regions import (
     BufferedPart,
+    RankReads,
+    Region,
     StoredBox,
     staged,
     straight,
@@ -49,26 +50,6 @@ BATCH_BYTES = 24 << 20
 """Memory for the buffers that one batch of staged parts or objects is read into."""
 
 T = TypeVar("T")
-
-
-class Region(NamedTuple):
-    """A read of the box of `target`'s shape at `offsets` in `chunk`, of the tensor `key`, into `target`."""
-
-    key: str
-    chunk: Chunk
-    offsets: Shape
-    target: torch.Tensor
-
-
-@dataclass
-class RankReads:
-    """Everything that one rank reads."""
-
-    regions: list[Region] = field(default_factory=list)
-    objects: list[tuple[str, Callable[[Any], None]]] = field(default_factory=list)
-    """Keys, each with the function that receives its object."""
-    small: Mapping[str, PieceTable] = field(default_factory=dict)
-    """Tensors in columns, by file; whoever made them keeps their memory until they are read."""
 
 
 class CheckpointReader(StorageReader):

@@ -1,29 +1,151 @@
-"""Read a box of a stored tensor into a tensor in memory.
+"""What a rank reads of a checkpoint, and how each part of it comes to its place.
 
-If elements that are contiguous in the file are also contiguous in memory, they are read directly into
-their place, which may be one that a ring leads to. Otherwise (another dtype, another kind of device, rows too short to
-be read one by one) a part of bounded size at a time is read into a buffer and copied from there: it is staged.
+Each rank knows what it needs, and plans before any rank reads data, so that a mismatch on one ends the load on all. It
+reads regions: boxes of stored tensors. If elements that are contiguous in the file are also contiguous in memory, they
+are read directly into their place, which may be one that a ring leads to. Otherwise (another dtype, another kind of
+device, rows too short to be read one by one) a part of bounded size at a time is read into a buffer and copied from
+there: it is staged.
+
+A model may have tens of thousands of tensors of a few KiB, and then a load takes longer in Python than on the disk. So
+those that one rank reads completely and as they are stored are not planned one by one, but in columns: for each the
+load notes where it is in the file and in memory, and the disk's side copies it there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.devices.buffer_ring import DeviceRing
 from torchtitan_lite.checkpoint.format.chunk_runs import is_inside, row_major_strides
-from torchtitan_lite.checkpoint.format.contents import Chunk, Shape
-from torchtitan_lite.checkpoint.format.shards import PLAIN_TENSORS
-from torchtitan_lite.disk.read_requests import GAP_BYTES, Piece
+from torchtitan_lite.checkpoint.format.contents import Chunk, Shape, StoredTensor
+from torchtitan_lite.checkpoint.format.shards import PLAIN_TENSORS, local_shards
+from torchtitan_lite.checkpoint.format.tensor_table import TensorKind, TensorTable
+from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
+from torchtitan_lite.collection import no_collection
+from torchtitan_lite.disk.read_requests import GAP_BYTES, Piece, PieceTable
+from torchtitan_lite.errors import CheckpointMismatch
 
 STAGED_BYTES = 8 << 20
 """Largest buffer of one staged part (larger only if a single element is)."""
 _LONG_RUN_BYTES = 16 << 10
 """Runs from this length on are read one by one."""
+SMALL_BYTES = 32 << 10
+"""Up to this size, planning and reading a tensor by itself takes longer than one more copy of it."""
+
+
+class Region(NamedTuple):
+    """A read of the box of `target`'s shape at `offsets` in `chunk`, of the tensor `key`, into `target`."""
+
+    key: str
+    chunk: Chunk
+    offsets: Shape
+    target: torch.Tensor
+
+
+@dataclass
+class RankReads:
+    """Everything that one rank reads."""
+
+    regions: list[Region] = field(default_factory=list)
+    objects: list[tuple[str, Callable[[Any], None]]] = field(default_factory=list)
+    """Keys, each with the function that receives its object."""
+    small: Mapping[str, PieceTable] = field(default_factory=dict)
+    """Tensors in columns, by file; whoever made them keeps their memory until they are read."""
+
+
+@no_collection()
+def planned(state: dict[str, Any], folder: CheckpointFolder) -> RankReads:
+    """Return the reads of the checkpoint in `folder` into the flat `state`. Any rank.
+
+    Raises `CheckpointMismatch` for a tensor of another shape.
+    """
+    contents = folder.contents
+    small, others = small_tensors(state, contents.table)
+    wanted = RankReads(small=small)
+    for key, target in others.items():
+        if key in contents.objects:
+            wanted.objects.append((key, partial(state.__setitem__, key)))
+            continue
+        stored = contents.tensors[key]
+        if tuple(target.shape) != stored.shape:
+            found = f"shape {list(stored.shape)} in the checkpoint, {list(target.shape)} expected"
+            raise CheckpointMismatch(str(folder.path), f"  {key}: {found}")
+        if len(stored.chunks) == 1 and not isinstance(target, DTensor):
+            wanted.regions.append(Region(key, stored.chunks[0], stored.chunks[0].offsets, target.detach()))
+            continue
+        try:
+            parts = list(local_shards(key, target))
+        except ValueError as error:
+            raise CheckpointMismatch(str(folder.path), f"  {error}") from None
+        for offsets, memory in parts:
+            wanted.regions += overlaps(key, stored, offsets, memory)
+    return wanted
+
+
+def overlaps(key: str, stored: StoredTensor, offsets: Shape, local: torch.Tensor) -> Iterator[Region]:
+    """Yield the overlap of each chunk of `stored` with `local`, which is at `offsets` in the whole tensor."""
+    sizes = tuple(local.shape)
+    for chunk in stored.near(offsets, sizes):
+        if chunk.offsets == offsets and chunk.sizes == sizes:
+            yield Region(key, chunk, (0,) * len(sizes), local)
+            continue
+        begins = tuple(map(max, chunk.offsets, offsets))
+        lengths = tuple(
+            min(stored + n, own + m) - begin
+            for stored, n, own, m, begin in zip(chunk.offsets, chunk.sizes, offsets, sizes, begins, strict=True)
+        )
+        if min(lengths, default=1) <= 0:
+            continue
+        target = local
+        for dim, (begin, own, length) in enumerate(zip(begins, offsets, lengths, strict=True)):
+            target = target.narrow(dim, begin - own, length)
+        yield Region(
+            key, chunk, tuple(begin - stored for begin, stored in zip(begins, chunk.offsets, strict=True)), target
+        )
+
+
+def small_tensors(state: Mapping[str, Any], table: TensorTable) -> tuple[dict[str, PieceTable], dict[str, Any]]:
+    """Return where the small tensors of `state` are, by file, and all other entries of `state`.
+
+    The tensors must outlive the pieces: they hold addresses in their memory.
+    """
+    kinds, places = table.kinds, table.places
+    # Complex tensors may be lazy conjugates: the bytes in their memory are not their elements.
+    columns: dict[TensorKind, tuple[list[int], list[int]]] = {
+        kind: ([], []) for kind in table.places_by_kind if 0 < kind.nbytes <= SMALL_BYTES and not kind.dtype.is_complex
+    }
+    others: dict[str, Any] = {}
+    strided = torch.strided
+    for key, target in state.items():
+        kind = kinds.get(key)
+        if (
+            kind in columns
+            and type(target) in PLAIN_TENSORS
+            and target.dtype is kind.dtype
+            and target.is_cpu
+            and target.layout is strided
+            and target.is_contiguous()
+            and target.shape == kind.shape
+            and not target.is_neg()
+        ):
+            begins, addresses = columns[kind]
+            begins.append(places[key])
+            addresses.append(target.data_ptr())
+        else:
+            others[key] = target
+    tables: dict[str, PieceTable] = {}
+    for kind, (begins, addresses) in columns.items():
+        if begins:
+            tables.setdefault(kind.file, PieceTable()).add(begins, addresses, kind.nbytes)
+    return tables, others
 
 
 class StoredBox(NamedTuple):

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from torchtitan_lite.checkpoint.reading.reader import RankReads
+from torchtitan_lite.checkpoint.reading.regions import RankReads
 from torchtitan_lite.disk.block_reader import CheckedFile
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.read_requests import (

@@ -19,21 +19,19 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.flattening import State, flat_tensors, refuse_piece
-from torchtitan_lite.checkpoint.format.key_report import KeyReport, TensorLike, compare_tensors, merged
+from torchtitan_lite.checkpoint.format.key_report import KeyReport, compare_tensors, merged
 from torchtitan_lite.checkpoint.format.shards import local_shards
 from torchtitan_lite.checkpoint.format.structure import rebuild, without
-from torchtitan_lite.checkpoint.format.untyped_structure import Untyped, retyped
+from torchtitan_lite.checkpoint.reading.entries import Untyped, retyped
 from torchtitan_lite.checkpoint.reading.files import Files
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, Verify
-from torchtitan_lite.checkpoint.reading.listed_groups import read_listed_groups
 from torchtitan_lite.checkpoint.reading.load_rules import EVERYTHING, LoadRules
-from torchtitan_lite.checkpoint.reading.own_plan import planned
-from torchtitan_lite.checkpoint.reading.reader import CheckpointReader, RankReads
+from torchtitan_lite.checkpoint.reading.reader import CheckpointReader
+from torchtitan_lite.checkpoint.reading.regions import RankReads, planned
 from torchtitan_lite.checkpoint.reading.shared_reads import SharedReads
 from torchtitan_lite.checkpoint.reading.stored_model import StoredModel
-from torchtitan_lite.checkpoint.reading.stored_optimizer import RankNumbers, StoredOptimizer
-from torchtitan_lite.checkpoint.state.optimizer_state import OF_OPTIMIZERS, ParameterSlot, nested_tensors
-from torchtitan_lite.checkpoint.state.state_owners import OWNER_KEYS
+from torchtitan_lite.checkpoint.reading.stored_optimizer import RankNumbers, StoredOptimizer, read_listed_groups
+from torchtitan_lite.checkpoint.state.optimizer_state import OF_OPTIMIZERS, OWNER_KEYS, ParameterSlot, nested_tensors
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.distributed.peers import Peers, together_or_worst
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch
@@ -203,10 +201,7 @@ class StoredCheckpoint:
         except TypeError as error:
             raise CheckpointMismatch(str(self.path), f"  {error}") from None
         sharded = {key: value for key, value in live.items() if isinstance(value, DTensor)}
-        tensors = self.contents.tensors
-        stored = {
-            key: TensorLike(torch.Size(tensors[key].shape), tensors[key].dtype) for key in sharded if key in tensors
-        }
+        stored = {key: self.contents.tensors[key] for key in sharded if key in self.contents.tensors}
         mismatched = compare_tensors({key: sharded[key] for key in stored}, stored)
         report = merged(KeyReport(missing=[name] if own and not self.has_state(name) else []), mismatched)
         if report:

@@ -129,11 +129,9 @@ class StoredModel:
         """Return the tensors below `prefix` that are complete entries."""
         if prefix not in self._tensors_under:
             table = self._contents.table
-            likes = {kind: TensorLike(torch.Size(kind.shape), kind.dtype) for kind in table.places_by_kind}
-            others = {key: TensorLike(torch.Size(tensor.shape), tensor.dtype) for key, tensor in table.others.items()}
             kinds, skipped = table.kinds, len(prefix)
             self._tensors_under[prefix] = {
-                key[skipped:]: likes[kinds[key]] if key in kinds else others[key]
+                key[skipped:]: kinds[key] if key in kinds else table.others[key]
                 for key in table
                 if key.startswith(prefix) and (EXTRA_STATE not in key or EXTRA_STATE not in key.split("."))
             }

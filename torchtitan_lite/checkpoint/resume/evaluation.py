@@ -7,9 +7,8 @@ checkpoint is skipped and stays where it is, for the job that owns the folder to
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,10 @@ from torch import nn
 from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.checkpoint.resume.fallback import Candidates
 from torchtitan_lite.checkpoint.resume.load_source import new_run
-from torchtitan_lite.checkpoint.resume.restore import Restore
+from torchtitan_lite.checkpoint.resume.restore import Owners, Restore
 from torchtitan_lite.checkpoint.resume.wrong_folder import checked_initial_path
 from torchtitan_lite.checkpoint.state import arguments, fsdp1
-from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, OptimizerWrapper, Stateful
+from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, OptimizerWrapper
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.config.own_loop import loop_config
 from torchtitan_lite.distributed.peers import Peers
@@ -33,15 +32,6 @@ from torchtitan_lite.store.manifest import of_equal_ranks
 from torchtitan_lite.store.place import Place
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.stores import open_store, usable
-
-
-@dataclass
-class _ModelAlone:
-    """The owners of the state in a program that has a model and nothing else."""
-
-    model: ModelWrapper
-    optimizer: OptimizerWrapper
-    small: Mapping[str, Stateful] = field(default_factory=dict)
 
 
 def load_model(
@@ -57,13 +47,12 @@ def load_model(
     is touched), `CheckpointDamaged`, `AllCheckpointsDamaged`, `CheckpointUnreadable`, `FolderUnusable`, and
     ConfigError for a wrong argument.
     """
-    arguments.refuse_swapped(model, folder)
     config = loop_config(folder, {"load_cast": True, **checkpoint, "load_only": True})
-    parts = arguments.model_parts(model, arguments.OF_LOOP)
+    parts = arguments.model_parts(model)
     if config.checkpoint.save_trained_only:
         fsdp1.refuse_trained_only(parts)
     wrapper = ModelWrapper(parts, trained_only=config.checkpoint.save_trained_only)
-    owners = _ModelAlone(wrapper, OptimizerWrapper(parts, [], {}))
+    owners = Owners(wrapper, OptimizerWrapper(parts, [], {}))
     peers = Peers(timedelta(seconds=config.checkpoint.timeout_seconds))
     candidates = Candidates(
         open_store(str(folder)), step, config.checkpoint, peers, ignore, is_exact=step != -1, choose=_choose

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.flattening import flat_tensors
-from torchtitan_lite.checkpoint.format.key_report import KeyReport, TensorLike
+from torchtitan_lite.checkpoint.format.key_report import KeyReport
 from torchtitan_lite.checkpoint.format.shards import Shape, local_shards
 from torchtitan_lite.checkpoint.format.tensor_digest import TensorDigest, digest_chunk, finish
 from torchtitan_lite.checkpoint.reading.files import Files
@@ -72,19 +72,13 @@ def _usable_source(store: StoresCheckpoints, config: Checkpoint) -> LoadSource |
         return choose_source(store, config.load_step, config)
 
 
-class Owners(Protocol):
+class Owners(NamedTuple):
     """The objects that take the state back."""
 
-    @property
-    def model(self) -> ModelWrapper: ...
-
-    @property
-    def optimizer(self) -> OptimizerWrapper: ...
-
-    @property
-    def small(self) -> Mapping[str, Stateful]:
-        """All further states, by name."""
-        ...
+    model: ModelWrapper
+    optimizer: OptimizerWrapper
+    small: Mapping[str, Stateful] = {}  # never changed
+    """All further states, by name."""
 
 
 class Restore:
@@ -275,7 +269,7 @@ class Restore:
         """Return new memory for the buffers whose modules load them in the shape that the checkpoint has."""
         tensors, own = self._stored.contents.tensors, self._model_state
         names = {fqn: key for fqn, key in self._stored.model_names(own).items() if key in tensors and fqn in own}
-        stored = {fqn: TensorLike(torch.Size(tensors[key].shape), tensors[key].dtype) for fqn, key in names.items()}
+        stored = {fqn: tensors[key] for fqn, key in names.items()}
         differ = tensors_of(own)
         differ = {name: each for name, each in differ.items() if name in stored and stored[name].shape != each.shape}
         return self._model.resized({name: stored[name] for name in differ}) if differ else {}

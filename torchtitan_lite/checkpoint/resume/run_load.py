@@ -13,7 +13,7 @@ from torchtitan_lite.checkpoint.reading.files import Files
 from torchtitan_lite.checkpoint.reading.source import Choose, LoadSource, Sources
 from torchtitan_lite.checkpoint.resume.fallback import Candidates
 from torchtitan_lite.checkpoint.resume.load_source import choose_rollback, choose_source
-from torchtitan_lite.checkpoint.resume.restore import Restore
+from torchtitan_lite.checkpoint.resume.restore import Owners, Restore
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.resume.wrong_folder import neighbour_with_steps, refuse_wrong_folders
 from torchtitan_lite.checkpoint.run_folders import RunFolders
@@ -174,4 +174,5 @@ class RunLoad:
             )
 
     def _restore(self, source: LoadSource, files: Files | None = None) -> Restore:
-        return Restore(source, self._config, self._peers, self._run, topology=self._topology, files=files)
+        owners = Owners(self._run.model, self._run.optimizer, self._run.small)
+        return Restore(source, self._config, self._peers, owners, topology=self._topology, files=files)

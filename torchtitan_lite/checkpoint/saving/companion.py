@@ -8,26 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 
-from torchtitan_lite.checkpoint.format.description import PlacedObject
 from torchtitan_lite.checkpoint.format.flattening import State
-from torchtitan_lite.checkpoint.planning.rank_file import RankPlan
 from torchtitan_lite.checkpoint.reading.source import LoadSource, Sources
 from torchtitan_lite.checkpoint.saving.target import Origin, RankContent, SaveTarget
 from torchtitan_lite.checkpoint.staging.stager import Copying, StagedCopy
 from torchtitan_lite.events import Emit, Event
 from torchtitan_lite.store.manifest import CheckpointInfo
-
-
-@dataclass(frozen=True)
-class CopyOfSave:
-    """The copy that a save has just begun to make, to be written as `target`."""
-
-    target: SaveTarget
-    plan: RankPlan
-    objects: Sequence[PlacedObject]
-    staged: StagedCopy
 
 
 class Companion:
@@ -70,8 +57,11 @@ class Companion:
     def agreed(self, step: int, maxima: Sequence[int]) -> None:
         """Note the maxima of all ranks' `numbers`: the copy of a save of `step` is begun next. **Collective**."""
 
-    def copied(self, copy: CopyOfSave, content: RankContent) -> RankContent:
-        """Return `content`, which waits for `copy` and writes it, with what is to be done when it has."""
+    def copied(self, target: SaveTarget, staged: StagedCopy, content: RankContent) -> RankContent:
+        """Return `content`, which waits for the copy `staged` and writes it, with what is to be done when it has.
+
+        The save of `target` has just begun to make that copy.
+        """
         return content
 
     def durable(self, committed: CheckpointInfo | None) -> None:

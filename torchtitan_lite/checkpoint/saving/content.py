@@ -13,7 +13,7 @@ from torchtitan_lite.checkpoint.devices.buffer_ring import DeviceRing, Part
 from torchtitan_lite.checkpoint.devices.link import Link, build_link
 from torchtitan_lite.checkpoint.format.file_data import FileData, TensorBytes, row_major_pieces
 from torchtitan_lite.checkpoint.planning.rank_file import RankFile
-from torchtitan_lite.checkpoint.saving.companion import Companion, CopyOfSave
+from torchtitan_lite.checkpoint.saving.companion import Companion
 from torchtitan_lite.checkpoint.saving.target import RankContent, SaveTarget
 from torchtitan_lite.checkpoint.staging.arena import ArenaSlot
 from torchtitan_lite.checkpoint.staging.stager import Copying, StagedCopy, StagingWatch
@@ -111,7 +111,7 @@ class Copies:
             wait=lambda: compare(staged),
         )
         for each in self._companions:
-            content = each.copied(CopyOfSave(target, file.plan, file.objects, staged), content)
+            content = each.copied(target, staged, content)
         return content
 
     def release(self) -> None:

@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.context import RunContext
-from torchtitan_lite.checkpoint.format.flattening import State
-from torchtitan_lite.checkpoint.saving.savers import PendingSave, SavesStates
+from torchtitan_lite.checkpoint.saving.savers import PendingSave
 from torchtitan_lite.checkpoint.saving.target import Origin, SaveTarget
 from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.disk.threads import end_at_exit, is_finished
@@ -104,15 +103,14 @@ class InFlightSave:
     def begin(
         self,
         step: int,
-        state: State,
         kind: CheckpointKind,
         store: StoresCheckpoints,
-        saver: SavesStates,
+        begin: Callable[[SaveTarget], PendingSave],
         origin: Origin,
         *,
         writes_anyway: bool = False,
     ) -> None:
-        """Begin to save `state`; nothing may be in flight. **Collective**.
+        """Begin the save of `step`, by `begin`; nothing may be in flight. **Collective**.
 
         Raises `RanksDiffer`, or with `writes_anyway` keeps it in `differs`.
         """
@@ -126,7 +124,7 @@ class InFlightSave:
             store, step, kind, origin, check=lambda: self._preflight(step, kind, store), writes_anyway=writes_anyway
         )
         try:
-            pending = saver.save(state, target)
+            pending = begin(target)
         except RanksDiffer as error:
             self._emit(SaveFailure(step, reason=str(error), in_a_row=self._failed_in_a_row))
             raise

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from torchtitan_lite.checkpoint.context import RunContext
@@ -16,7 +16,7 @@ from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.checkpoint.saving.companion import Companion
 from torchtitan_lite.checkpoint.saving.in_flight import InFlightSave
-from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver, SavesStates, refused
+from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver, refused
 from torchtitan_lite.checkpoint.saving.target import Origin, SaveTarget
 from torchtitan_lite.checkpoint.schedule.interval import BEGINNING, AtRisk, Tick
 from torchtitan_lite.checkpoint.state.model_wrapper import EXPORT_DTYPES, weights_only
@@ -234,26 +234,19 @@ class SaveMaker:
     def _begin(
         self, step: int, make_state: Callable[[], State], kind: CheckpointKind, store: StoresCheckpoints, saver: Saver
     ) -> None:
-        state: State = {}
         metrics: dict[str, float] = {}
-        begins: SavesStates = saver
+        begin: Callable[[SaveTarget], PendingSave]
         begun = self.now(step)
         try:
             if kind is CheckpointKind.FULL:
                 self._try_loads(step)
             state, metrics = self._together(step, lambda: (make_state(), finite(self._metrics)))
+            begin = partial(saver.save, state)
         except SaveFailed as error:
             # Not raised here, so that the in_flight reports and counts it like any other failed save.
-            begins = _Refusal(error)
-        self._in_flight.begin(
-            step,
-            state,
-            kind,
-            store,
-            begins,
-            self._origin(step, metrics),
-            writes_anyway=saver is self._at_once,
-        )
+            begin = partial(refused, error)
+        origin = self._origin(step, metrics)
+        self._in_flight.begin(step, kind, store, begin, origin, writes_anyway=saver is self._at_once)
         self._begun, self.last = begun, self.now(step)
         self._look_back(step)
 
@@ -292,16 +285,6 @@ class SaveMaker:
         # Only here and at the first call of a manager: a timer at every step would cost more than that step's exchange.
         with naming_missing_ranks(f"save({step})"):
             return self._peers.together(make)
-
-
-@dataclass(frozen=True)
-class _Refusal:
-    """Saves nothing, because one rank could not make its state."""
-
-    error: SaveFailed
-
-    def save(self, state: State, target: SaveTarget) -> PendingSave:
-        return refused(target.step, self.error)
 
 
 # The seconds that a run has trained, in all its starts up to the state that it has.

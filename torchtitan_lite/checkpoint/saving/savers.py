@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,11 +29,11 @@ from torchtitan_lite.checkpoint.saving.content import Copies, WriteStaged, live_
 from torchtitan_lite.checkpoint.saving.target import RankContent, SaveTarget
 from torchtitan_lite.checkpoint.saving.writer import commit
 from torchtitan_lite.checkpoint.staging.stager import (
-    DO_NOT_WATCH,
     Copying,
     StagedCopy,
     StagingWatch,
     build_staging_watch,
+    do_not_watch,
 )
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.config.job_config import Checkpoint
@@ -64,16 +64,13 @@ class PendingSave:
     """What has to be raised once the checkpoint is durable: it has the values of the lowest ranks."""
 
 
-class SavesStates(Protocol):
-    """Begins saves: the part of a saver that `InFlightSave` uses."""
+class Saver:
+    """One way to save: plans in the caller's thread, and commits where `_run` runs it what `_content` gives."""
 
-    def save(self, state: State, target: SaveTarget) -> PendingSave:
-        """Begin to save `state` as `target`. **Collective**."""
-        ...
-
-
-class Saver(SavesStates, Protocol):
-    """One way to save."""
+    def __init__(self, peers: Peers, plans: PlanCache | None = None, companions: Sequence[Companion] = ()) -> None:
+        self._peers = peers
+        self._plans = plans or PlanCache(peers)
+        self._companions = companions
 
     def start(self) -> None:
         """Start early what takes long to start. Idempotent, main thread."""
@@ -92,18 +89,6 @@ class Saver(SavesStates, Protocol):
 
     def close(self, timeout_seconds: float) -> None:
         """End threads and processes, after the save under way or after `timeout_seconds`. Idempotent."""
-
-
-class StateSaver:
-    """Plans in the caller's thread, and commits where `_run` runs it what `_content` gives."""
-
-    def __init__(self, peers: Peers, plans: PlanCache | None, companions: Sequence[Companion] = ()) -> None:
-        self._peers = peers
-        self._plans = plans or PlanCache(peers)
-        self._companions = companions
-
-    def start(self) -> None:
-        """Do nothing: nothing takes long to start."""
 
     def save(self, state: State, target: SaveTarget) -> PendingSave:
         """Plan, take the content, and commit it: here, or in a thread. **Collective**, main thread.
@@ -127,7 +112,7 @@ class StateSaver:
             except (PeerLost, RanksDiffer):
                 raise
             except Exception as error:
-                return refused(target.step, error)
+                return refused(error, target)
             if planned.differs is not None and not target.writes_anyway:
                 raise planned.differs
             if planned.corruption:
@@ -183,20 +168,8 @@ class StateSaver:
         return commit(content, failure, target, self._peers, exchange)
 
 
-class SyncSaver(StateSaver):
+class SyncSaver(Saver):
     """Saves while the caller waits, from the live tensors: no copy, so no memory but small buffers."""
-
-    def __init__(self, peers: Peers, plans: PlanCache | None = None) -> None:
-        super().__init__(peers, plans)
-
-    def prepare(self, get_state: Callable[[], State]) -> None:
-        """Do nothing: there is no copy to allocate for."""
-
-    def compare_alongside(self, get_state: Callable[[], State]) -> None:
-        """Do nothing: the save compares the ranks, because training waits for it anyway."""
-
-    def close(self, timeout_seconds: float) -> None:
-        """Do nothing: nothing is under way."""
 
     def _content(self, file: RankFile, target: SaveTarget) -> RankContent:
         return live_content(file)
@@ -205,7 +178,7 @@ class SyncSaver(StateSaver):
         return _at_once(commit)
 
 
-class CopyingSaver(StateSaver):
+class CopyingSaver(Saver):
     """Copies the state while the caller waits; a thread then writes the copy and commits."""
 
     def __init__(
@@ -216,7 +189,6 @@ class CopyingSaver(StateSaver):
         self._under_way: Future[CheckpointInfo | None] = _done(None)
 
     def prepare(self, get_state: Callable[[], State]) -> None:
-        """Plan for states like `get_state()` and allocate an arena for them. **Collective**."""
         num_bytes = -1
         try:
             num_bytes = self._plans.plan(get_state()).file().data.num_bytes
@@ -231,7 +203,6 @@ class CopyingSaver(StateSaver):
             self._copies.stager.prepare(num_bytes)
 
     def compare_alongside(self, get_state: Callable[[], State]) -> None:
-        """Begin to compare the ranks in a thread. **Collective**."""
         try:
             self._plans.compare_alongside(get_state)
         except Exception as error:
@@ -276,7 +247,7 @@ class ThreadSaver(CopyingSaver):
         plans: PlanCache | None = None,
         *,
         write: WriteStaged = write_in_place,
-        watch: StagingWatch = DO_NOT_WATCH,
+        watch: StagingWatch = do_not_watch,
         copying: Copying | None = None,
         companions: Sequence[Companion] = (),
     ) -> None:
@@ -293,7 +264,7 @@ class ProcessSaver(CopyingSaver):
         ignored_signals: Sequence[str] = (),
         *,
         plans: PlanCache | None = None,
-        watch: StagingWatch = DO_NOT_WATCH,
+        watch: StagingWatch = do_not_watch,
         copying: Copying | None = None,
         companions: Sequence[Companion] = (),
     ) -> None:
@@ -367,11 +338,11 @@ def _run_in_thread(work: Callable[[], T]) -> Future[T]:
     return future
 
 
-def refused(step: int, error: Exception) -> PendingSave:
-    """Return a save that failed on every rank before it touched the disk."""
+def refused(error: Exception, target: SaveTarget) -> PendingSave:
+    """Return a save of `target` that failed on every rank before it touched the disk."""
     if not isinstance(error, SaveFailed | LeaseLost):
-        error = SaveFailed(step, f"{type(error).__name__}: {error}")
-    return PendingSave(step, _done(None), _failed_future(error))
+        error = SaveFailed(target.step, f"{type(error).__name__}: {error}")
+    return PendingSave(target.step, _done(None), _failed_future(error))
 
 
 def _done(value: T) -> Future[T]:

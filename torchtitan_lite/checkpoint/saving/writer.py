@@ -140,8 +140,9 @@ class SaveOfRanks:
         if content.num_bytes == 0:
             return None
         plan, began = content.plan, time.perf_counter()
-        with _said_if_slow(f"{target.store.address}/{place}/{plan.file_name}"):
-            record = content.write(target.store.new_file(place, plan.file_name))
+        name, new = f"{target.store.address}/{place}/{plan.file_name}", target.store.new_file(place, plan.file_name)
+        with _said_if_slow(name):
+            record = content.write(new)
         # From the copy and in the saver's thread, where there is one: no step waits for it.
         digests = _written_shares(plan, content.tensors()) if target.origin.tensor_digests else {}
         objects, own, of_rank = content.objects, plan.own, None
@@ -369,10 +370,12 @@ def _keys_of_wrong_tensors(
 ) -> dict[str, None]:
     samples: dict[tuple[torch.dtype, torch.device], list[tuple[str, torch.Tensor]]] = {}
     for number in numbers[:: -(-len(numbers) // most) or 1]:
-        for part in map(wide_float, _sampled_parts(tensors[number].detach())):
+        for part in _sampled_parts(tensors[number].detach()):
             samples.setdefault((part.dtype, part.device), []).append((keys[number], part))
     found: dict[str, None] = {}
-    for of_a_kind in samples.values():
+    for (dtype, _), of_a_kind in samples.items():
+        if dtype.itemsize == 1:
+            of_a_kind = [(name, wide_float(part)) for name, part in of_a_kind]
         # A norm is wrong if one element is, and one call computes that of all; which they are matters only then.
         if is_wrong(get_total_norm([part for _, part in of_a_kind])):
             found |= dict.fromkeys(name for name, part in of_a_kind if is_wrong(part).any())

@@ -22,7 +22,6 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from types import FrameType
-from typing import Protocol
 
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
@@ -140,28 +139,12 @@ _BY_HANDLER = 128
 """Added to a number that our handler wrote to the pipe: only what Python wrote goes to the previous descriptor."""
 
 
-class Listener(Protocol):
-    """Receives signals, in the hub's thread."""
-
-    numbers: Sequence[int]
-
-    def hear(self, number: int) -> None:
-        """Handle the signal `number`, which is one of `numbers`."""
-
-    def seconds_left(self) -> float:
-        """Return the seconds until `time_is_up` is due; infinity for never."""
-        ...
-
-    def time_is_up(self) -> None:
-        """Handle the end of `seconds_left`."""
-
-
 class SignalHub:
     """Passes signals on to listeners. `add` and `remove`: main thread only."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._listeners: list[Listener] = []
+        self._listeners: list[PreemptionWatch] = []
         self._before: dict[int, signal._HANDLER] = {}
         self._ignored: set[int] = set()
         self._after: dict[int, signal._HANDLER] = {}
@@ -171,11 +154,11 @@ class SignalHub:
         self._thread: threading.Thread | None = None
         self._mask = threading.local()
 
-    def has(self, listener: Listener) -> bool:
+    def has(self, listener: PreemptionWatch) -> bool:
         """Return whether `listener` receives signals in this process."""
         return any(each is listener for each in self._listeners)
 
-    def add(self, listener: Listener) -> None:
+    def add(self, listener: PreemptionWatch) -> None:
         """Pass the signals in `listener.numbers` on to it from now on."""
         if self._pipe is None:
             self._begin()
@@ -188,7 +171,7 @@ class SignalHub:
                 before = signal.SIG_DFL if before is None else before
                 self._before[number] = self._left(number) if before is _forward_to_hub else before
 
-    def remove(self, listener: Listener, *, ignore: bool = False) -> None:
+    def remove(self, listener: PreemptionWatch, *, ignore: bool = False) -> None:
         """Pass no more signals to `listener`. A signal without a listener gets its previous handler back, or is ignored
         if `ignore` is true.
         """
@@ -313,5 +296,4 @@ def _forward_to_hub(number: int, frame: FrameType | None) -> None:
 HUB = SignalHub()
 """The hub of this process."""
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=HUB.hold, after_in_parent=HUB.let_go, after_in_child=HUB.forget)
+os.register_at_fork(before=HUB.hold, after_in_parent=HUB.let_go, after_in_child=HUB.forget)

@@ -226,13 +226,10 @@ def watch(data: FileData, names: Sequence[str]) -> Compare:
     return compare
 
 
-def _do_not_watch(data: FileData, names: Sequence[str]) -> Compare:
+def do_not_watch(data: FileData, names: Sequence[str]) -> Compare:
     return lambda staged: staged.wait()
 
 
-DO_NOT_WATCH: StagingWatch = _do_not_watch
-
-
 def build_staging_watch(config: Checkpoint) -> StagingWatch:
-    """Return `watch` if `digest_tensors` asks for it, else `DO_NOT_WATCH`."""
-    return watch if "staging" in config.digest_tensors else DO_NOT_WATCH
+    """Return `watch` if `digest_tensors` asks for it, else `do_not_watch`."""
+    return watch if "staging" in config.digest_tensors else do_not_watch

@@ -8,8 +8,7 @@ again at each restart, and no save says so. Each is one sentence of `ConfigError
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from torchtitan_lite.checkpoint.format.flattening import refuse_piece
@@ -28,27 +27,6 @@ from torchtitan_lite.distributed.tried_torch import refuse_stuck_stream
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
 
-
-@dataclass(frozen=True)
-class Spelling:
-    """How the caller's parameters are called, and what else helps a caller who mistook them."""
-
-    model: str
-    optimizer: str
-    lr_scheduler: str
-    hint: str
-
-
-OF_CONSTRUCTOR = Spelling(
-    "model_parts",
-    "optimizers",
-    "lr_schedulers",
-    " The order is CheckpointManager(dataloader, model_parts, optimizers, lr_schedulers, states, job_config); "
-    "keywords avoid mistaking it.",
-)
-OF_LOOP = Spelling("model", "optimizer", "lr_scheduler", "")
-"""Of `for_loop`, which takes keywords only, and of `load_model`."""
-
 _IN_ANOTHER_PLACE = (nn.Module, Optimizer, LRScheduler, JobConfig)
 _VALUES = (bool, int, float, complex, str, bytes, list, tuple, set, torch.Tensor, np.ndarray, np.generic, type(None))
 _METHODS = ("state_dict", "load_state_dict")
@@ -57,9 +35,9 @@ _METHODS = ("state_dict", "load_state_dict")
 def check_arguments(dataloader: Any, states: Any, job_config: Any) -> None:
     """Raise ConfigError if one of these is not what its parameter takes."""
     if not isinstance(job_config, JobConfig):
-        raise ConfigError(f"job_config: expected a JobConfig, found {_typed(job_config)}.{OF_CONSTRUCTOR.hint}")
-    _refuse_dataloader(dataloader, OF_CONSTRUCTOR)
-    _refuse_states(states, OF_CONSTRUCTOR)
+        raise ConfigError(f"job_config: expected a JobConfig, found {_typed(job_config)}.")
+    _refuse_dataloader(dataloader)
+    _refuse_states(states)
     for name, each in {"dataloader": dataloader, **(states or {})}.items():
         for stream in (each, getattr(each, "dataset", None)):
             refuse_stuck_stream(name, stream)
@@ -83,29 +61,6 @@ def check_policies(save_policy: object, retention: object, state_owner: object) 
         raise ConfigError(
             f"state_owner: expected a function, found {_typed(state_owner)}. Give one that takes the name of a "
             "parameter and a number of ranks, and returns the rank that has its optimizer state, or None."
-        )
-
-
-def of_loop(
-    model: object, optimizer: object, lr_scheduler: object, dataloader: object, states: object
-) -> tuple[list[nn.Module], list[Optimizer], list[LRScheduler]]:
-    """Return the model parts, optimizers and schedulers that `for_loop` was given.
-
-    Raises ConfigError for one of the five that is not what its parameter takes.
-    """
-    parts = model_parts(model, OF_LOOP)
-    found = parts, optimizers(optimizer, OF_LOOP), lr_schedulers(lr_scheduler, OF_LOOP)
-    _refuse_dataloader(dataloader, OF_LOOP)
-    _refuse_states(states, OF_LOOP)
-    return found
-
-
-def refuse_swapped(model: object, folder: object) -> None:
-    """Raise ConfigError if `load_model` was given the model as the folder."""
-    if isinstance(folder, nn.Module):
-        raise ConfigError(
-            f"load_model: expected a model and then a folder, found {_typed(model)} and then {_typed(folder)}. Call "
-            "load_model(model, 'outputs/checkpoint')."
         )
 
 
@@ -148,25 +103,14 @@ def _whole_number(given: object, otherwise: int) -> int:
         return otherwise
 
 
-def model_parts(given: object, spelt: Spelling = OF_CONSTRUCTOR) -> list[nn.Module]:
+def model_parts(given: object) -> list[nn.Module]:
     """Return the modules of `model_parts`; raise ConfigError for anything else.
 
     Also for FSDP1 without a mesh, and for parameters that are pieces of larger tensors.
     """
-    if isinstance(given, Mapping) and not isinstance(given, nn.Module):
-        raise ConfigError(
-            f"{spelt.model}: expected a module or a list of modules, found {_typed(given)}. Put several models into an "
-            "nn.ModuleDict, and give their optimizers as a list."
-        )
-    what = "a module or a list of modules"
-    if given is None:
-        raise _wrong(spelt.model, what, given, spelt)
-    parts = _argument_as_list(spelt.model, what, given, nn.Module, spelt)
+    parts: list[nn.Module] = _listed("model", "a module", given, lambda each: isinstance(each, nn.Module))
     if not parts:
-        raise ConfigError(f"{spelt.model}: expected {what}, found none.{spelt.hint}")
-    for at, part in enumerate(parts):
-        if not isinstance(part, nn.Module):
-            raise _wrong(_one_of(spelt.model, at, given, parts), "a module", part, spelt)
+        raise ConfigError("model: expected a module or a list of them, found none.")
     fsdp1.refuse_without_mesh(parts)
     _refuse_pieces(parts)
     return parts
@@ -181,32 +125,23 @@ def _refuse_pieces(parts: Sequence[nn.Module]) -> None:
                 raise ConfigError(str(error)) from None
 
 
-def optimizers(given: object, spelt: Spelling = OF_CONSTRUCTOR) -> list[Optimizer]:
+def optimizers(given: object) -> list[Optimizer]:
     """Return the optimizers: those of `torch.optim`, and objects with a state and parameter groups like theirs."""
-    what = "an optimizer, a list of them or None"
-    found = _argument_as_list(spelt.optimizer, what, given, Optimizer, spelt)
+    methods = (*_METHODS, "param_groups", "step")
+    found: list[Optimizer] = _listed("optimizer", "an optimizer", given, lambda each: _has(each, methods, nn.Module))
     for at, each in enumerate(found):
-        name = _one_of(spelt.optimizer, at, given, found)
-        is_one = all(hasattr(each, name) for name in ("state_dict", "load_state_dict", "param_groups", "step"))
-        if isinstance(each, nn.Module) or not is_one:
-            raise _wrong(name, "an optimizer", each, spelt)
         if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(each).__mro__):
             raise ConfigError(
-                f"{name}: a ZeroRedundancyOptimizer has the state of each parameter on one rank only, and no "
+                f"optimizer[{at}]: a ZeroRedundancyOptimizer has the state of each parameter on one rank only, and no "
                 "rank returns its own. Use fully_shard, which shards that state too, or a plain optimizer with DDP."
             )
     return found
 
 
-def lr_schedulers(given: object, spelt: Spelling = OF_CONSTRUCTOR) -> list[LRScheduler]:
+def lr_schedulers(given: object) -> list[LRScheduler]:
     """Return the schedulers: those of `torch.optim.lr_scheduler`, and objects with a state and a `step` method."""
-    what = "a scheduler, a list of them or None"
-    found = _argument_as_list(spelt.lr_scheduler, what, given, LRScheduler | ReduceLROnPlateau, spelt)
-    for at, each in enumerate(found):
-        is_one = all(hasattr(each, name) for name in ("state_dict", "load_state_dict", "step"))
-        if isinstance(each, nn.Module | Optimizer) or not is_one:
-            raise _wrong(_one_of(spelt.lr_scheduler, at, given, found), "a scheduler", each, spelt)
-    return found
+    methods, others = (*_METHODS, "step"), (nn.Module, Optimizer)
+    return _listed("lr_scheduler", "a scheduler", given, lambda each: _has(each, methods, others))
 
 
 def refuse_without_state(given: object) -> None:
@@ -218,11 +153,9 @@ def refuse_without_state(given: object) -> None:
         )
 
 
-def _refuse_dataloader(dataloader: Any, spelt: Spelling) -> None:
+def _refuse_dataloader(dataloader: Any) -> None:
     if isinstance(dataloader, (*_IN_ANOTHER_PLACE, Mapping, list, tuple)):
-        raise ConfigError(
-            f"dataloader: expected an object with a state, or None, found {_typed(dataloader)}.{spelt.hint}"
-        )
+        raise ConfigError(f"dataloader: expected an object with a state, or None, found {_typed(dataloader)}.")
     if dataloader is None or _has_state_methods(dataloader):
         return
     instead = (
@@ -238,11 +171,11 @@ def _refuse_dataloader(dataloader: Any, spelt: Spelling) -> None:
     )
 
 
-def _refuse_states(states: Any, spelt: Spelling) -> None:
+def _refuse_states(states: Any) -> None:
     if states is None:
         return
     if not isinstance(states, Mapping):
-        raise ConfigError(f"states: expected a dict of names and states, found {_typed(states)}.{spelt.hint}")
+        raise ConfigError(f"states: expected a dict of names and states, found {_typed(states)}.")
     for name, state in states.items():
         if not isinstance(name, str):
             raise ConfigError(f"states: expected strings as names, found {name!r}. Give the state a name.")
@@ -308,19 +241,18 @@ def _typed(value: Any) -> str:
     return f"the class {name}" if isinstance(value, type) else f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
-def _argument_as_list(name: str, what: str, given: object, one: Any, spelt: Spelling) -> list[Any]:
-    if given is None:
-        return []
-    if isinstance(given, one) or hasattr(given, "state_dict"):
-        return [given]
-    if isinstance(given, str | bytes | Mapping) or not (isinstance(given, Sequence) or hasattr(given, "__iter__")):
-        raise _wrong(name, what, given, spelt)
-    return list(given)
+def _has(value: object, names: Sequence[str], others: Any) -> bool:
+    return not isinstance(value, others) and all(hasattr(value, name) for name in names)
 
 
-def _one_of(name: str, at: int, given: object, found: Sequence[object]) -> str:
-    return name if found[0] is given else f"{name}[{at}]"
-
-
-def _wrong(name: str, expected: str, found: object, spelt: Spelling) -> ConfigError:
-    return ConfigError(f"{name}: expected {expected}, found {_typed(found)}.{spelt.hint}")
+def _listed(argument: str, one: str, given: Any, is_one: Callable[[object], bool]) -> list[Any]:
+    """Return the objects in `given`, which is one, some or None. Raise ConfigError unless each of them is `one`."""
+    is_single = hasattr(given, "state_dict")
+    found = [] if given is None else [given] if is_single else given
+    if isinstance(found, str | bytes | Mapping) or not isinstance(found, Iterable):
+        raise ConfigError(f"{argument}: expected {one} or a list of them, found {_typed(given)}.")
+    for at, each in enumerate(found := [*found]):
+        if not is_one(each):
+            name = argument if is_single else f"{argument}[{at}]"
+            raise ConfigError(f"{name}: expected {one}, found {_typed(each)}.")
+    return found

@@ -24,10 +24,10 @@ from torchtitan_lite.checkpoint.format.flattening import State, flat_tensors, wi
 from torchtitan_lite.checkpoint.state import arguments, fsdp1
 from torchtitan_lite.checkpoint.state.names import no_mixing
 from torchtitan_lite.checkpoint.state.optimizer_owner import parameters_of
+from torchtitan_lite.checkpoint.state.optimizer_state import StateOwner
 from torchtitan_lite.checkpoint.state.other_keys import other_names, try_load
 from torchtitan_lite.checkpoint.state.per_rank import PerRank
 from torchtitan_lite.checkpoint.state.rng import RNG, RngState
-from torchtitan_lite.checkpoint.state.state_owners import StateOwner
 from torchtitan_lite.checkpoint.state.stateful import (
     LRSchedulerWrapper,
     ModelWrapper,
@@ -112,15 +112,11 @@ class RunState:
     def is_finite(self, but_not: Collection[str] = ()) -> bool:
         """Return whether what is trained on this rank is finite, and the state of its optimizers. Any rank.
 
-        Without the states `but_not`, by their keys in a checkpoint; with some, **collective** under FSDP1. What is
-        frozen may be a mask, which is made of infinity.
+        Without the states `but_not`, by their keys in a checkpoint. What is frozen may be a mask, which is made of
+        infinity. **Collective** with FSDP1.
         """
-        if but_not:
-            flat = flat_tensors({"optimizer": self.optimizer.state_dict()})
-            tensors = [value for key, value in flat.items() if key not in but_not]
-        else:
-            states = (each for each in self.optimizers for each in each.state.values() if isinstance(each, dict))
-            tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        flat = flat_tensors({"optimizer": self.optimizer.state_dict()})
+        tensors = [value for key, value in flat.items() if key not in but_not]
         tensors += [each for part in self.model.parts for each in part.parameters() if each.requires_grad]
         return all(_is_finite(tensor) for tensor in tensors if tensor.dim())
 

@@ -26,13 +26,16 @@ from torchtitan_lite.checkpoint.state.optimizer_owner import (
 )
 from torchtitan_lite.checkpoint.state.optimizer_state import (
     OF_OPTIMIZERS,
+    OWNERS,
     PARAMETERS,
     OptimizerState,
+    OwnerRanks,
     ParameterSlot,
+    StateOwner,
     by_name,
     flat_optimizer_state,
+    owner_of,
 )
-from torchtitan_lite.checkpoint.state.state_owners import OWNERS, OwnerRanks, StateOwner, owner_of
 from torchtitan_lite.distributed.groups import world_size
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointMismatch, ConfigError
@@ -271,7 +274,7 @@ class OptimizerWrapper:
         for number, owner in zip(self._numbers, self._owners, strict=True):
             state = owner.read()
             whole |= dict(flat_optimizer_state(state)) | owner.layouts(state)
-            if world_size() == 1:
+            if self._state_owner is not None or self._owned:
                 whole |= self._owners_alone(state)
             if state.rest:
                 (names,) = self.names_of([owner.optimizer])
@@ -279,8 +282,8 @@ class OptimizerWrapper:
         return whole | ({OF_OPTIMIZERS: of_optimizers} if of_optimizers else {})
 
     def _owners_alone(self, state: OptimizerState) -> dict[str, str]:
-        """Return who has each state that other numbers of ranks would not have on each: the only rank."""
-        if self._state_owner is None and not self._owned:
+        """Return who has each state that other numbers of ranks would not have on each: the only rank, if it is one."""
+        if world_size() > 1:
             return {}
         given = {name for name in state.states if owner_of(self._state_owner, name, 1) is not None}
         found = [(name, f"{OWNERS}.{name}.{key}") for name, own in state.states.items() for key in own]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -31,6 +31,8 @@ _USUAL = frozenset({*_TORCHS_OWN, int, float, bool, str, type(None), list, tuple
 _LEFT_OUT = ("device", "stride", "strides", "requires_grad")
 """Of a context: they may differ from run to run. What has no name is left out by its type."""
 _BELOW = f".{FORM}"
+_MODULE = re.compile(r'("class":")[^"]*\.')
+"""The name of a class in a form, up to that of its module."""
 LIKE, ROWS, EQUAL = "like the outer tensor", "its rows in parts of equal length", "equal on all ranks"
 _RULES: Mapping[str, Mapping[str, str]] = {
     "OptimState8bit": {"codes": LIKE, "scale": ROWS, "qmap": EQUAL},
@@ -138,10 +140,8 @@ def _dtype_text(tensor: torch.Tensor) -> str:
 
 def with_parts(name: str, values: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """Return `values`, called `name`, with the parts of each tensor that is made of others in its place."""
-    if not any(is_made_of_others(value) for value in values.values() if type(value) not in _USUAL):
-        return values
-    made = {key: parts_of(f"{name}.{key}", each) for key, each in values.items() if is_made_of_others(each)}
-    return {**values, **made}
+    odd = [key for key, each in values.items() if type(each) not in _USUAL and is_made_of_others(each)]
+    return {**values, **{key: parts_of(f"{name}.{key}", values[key]) for key in odd}} if odd else values
 
 
 @torch.no_grad()  # Otherwise each part of a DTensor would be a new view, under autograd.
@@ -150,12 +150,10 @@ def with_parts_apart(entries: Mapping[str, Any], where: str) -> dict[str, Any]:
 
     Raises ConfigError if an entry has one of these names already.
     """
-    made = [name for name, value in entries.items() if type(value) not in _USUAL and is_made_of_others(value)]
-    if not made:
-        return {**entries}
-    found = {name: value for name, value in entries.items() if name not in made}
-    for name in made:
-        parts = {f"{name}.{key}": part for key, part in parts_of(f"{where}.{name}", entries[name]).items()}
+    whole = with_parts(where, entries)
+    found = {name: value for name, value in entries.items() if whole[name] is value}
+    for name in [name for name in entries if name not in found]:
+        parts = {f"{name}.{key}": part for key, part in whole[name].items()}
         if both := [key for key in parts if key in found]:
             raise ConfigError(
                 f"{where}.{name} is a {class_name(entries[name])}, whose parts have names below it in a checkpoint, "
@@ -186,9 +184,9 @@ def form_difference(stored: object, own: object) -> str:
 
     The module of a class may have another name in another version of its library.
     """
-    there, here = _parsed(stored), _parsed(own)
-    is_same = there == here or {**there, "class": _short_name(there)} == {**here, "class": _short_name(here)}
-    return "" if is_same else f"{_form_text(there)} in the checkpoint, {_form_text(here)} expected"
+    there, here = (f"{form or 'a plain tensor'}" for form in (stored, own))
+    is_same = _MODULE.sub(r"\1", there) == _MODULE.sub(r"\1", here)
+    return "" if is_same else f"{there} in the checkpoint, {here} expected"
 
 
 def fill(tensor: torch.Tensor, parts: Mapping[str, Any], name: str) -> None:
@@ -269,26 +267,3 @@ def _fields(value: Any) -> dict[str, Any] | None:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return {name: getattr(value, name) for name in value._fields}
     return None
-
-
-def _parsed(form: object) -> dict[str, Any]:
-    """Return the form in a text that may be anything; an empty one for a plain tensor."""
-    try:
-        parsed = json.loads(form) if isinstance(form, str) else {}
-    except (ValueError, RecursionError):
-        parsed = {"class": "unreadable form"}
-    return parsed if isinstance(parsed, dict) else {"class": "unreadable form"}
-
-
-def _short_name(form: Mapping[str, Any]) -> str:
-    return f"{form.get('class')}".rpartition(".")[2]
-
-
-def _form_text(form: Mapping[str, Any]) -> str:
-    if not form:
-        return "a plain tensor"
-    inner = form.get("inner")
-    tensors = [f"{key} {' '.join(map(str, kind))}" for key, kind in inner.items()] if isinstance(inner, dict) else []
-    of_class = f"a {form.get('class')} of {', '.join(tensors)}, " if "class" in form else ""
-    sharding = f"sharded as {form['sharding']}" if "sharding" in form else f"context {form.get('context')}"
-    return of_class + sharding

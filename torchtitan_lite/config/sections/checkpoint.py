@@ -13,10 +13,10 @@ from torchtitan_lite.config.checks import (
     AtLeastZero,
     NotNegative,
     at_least,
+    check_types,
     refuse_address,
     refuse_unknown_address,
 )
-from torchtitan_lite.config.field_types import check_types
 from torchtitan_lite.config.sections.training import DtypeName
 from torchtitan_lite.errors import ConfigError
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from torchtitan_lite.config.checks import AtLeastOne, AtLeastZero, at_least, refuse_address
-from torchtitan_lite.config.field_types import check_types
+from torchtitan_lite.config.checks import AtLeastOne, AtLeastZero, at_least, check_types, refuse_address
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
 
-from torchtitan_lite.config.checks import AtLeastOne, AtLeastZero, Positive, at_least
-from torchtitan_lite.config.field_types import check_types
+from torchtitan_lite.config.checks import AtLeastOne, AtLeastZero, Positive, at_least, check_types
 from torchtitan_lite.errors import ConfigError
 
 DtypeName = Literal["float32", "float16", "bfloat16"]
@@ -38,8 +37,8 @@ class Training:
     """Split of a "huggingface" dataset."""
 
     tokens_folder: str = "tokens"
-    """Folder for the tokens of "parquet" files, and of all files with a tokenizer.json: in job.dump_folder, or
-    absolute, so that runs can share it."""
+    """Folder for the tokens of "jsonl" and "parquet" files, and of all files with a tokenizer.json: in job.dump_folder,
+    or absolute, so that runs can share it."""
 
     batch_size: AtLeastOne = 8
     """Sequences that a rank takes in one forward pass (the local batch)."""

@@ -36,7 +36,7 @@ from torchtitan_lite.disk.threads import in_threads
 from torchtitan_lite.distributed.host_exchange import ReadsAlike
 from torchtitan_lite.store.manifest import Manifest
 
-THREADS = min(8, max(2, len(os.sched_getaffinity(0)) // 2)) if hasattr(os, "sched_getaffinity") else 2
+THREADS = min(8, max(2, len(os.sched_getaffinity(0)) // 2))
 """Two cores of a small machine copy as fast as its memory does, one takes 1.7 times as long; a large one has more."""
 _PORTION_BYTES = 256 << 10
 """Bytes copied and hashed at a time: source and destination fit together into a core's cache."""

@@ -17,10 +17,9 @@ from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
-from torchtitan_lite.checkpoint.saving.companion import CopyOfSave
-from torchtitan_lite.checkpoint.saving.target import Origin, RankContent
+from torchtitan_lite.checkpoint.saving.target import Origin, RankContent, SaveTarget
 from torchtitan_lite.checkpoint.staging.arena import NO_STEP
-from torchtitan_lite.checkpoint.staging.stager import Copying, build_staging_watch
+from torchtitan_lite.checkpoint.staging.stager import Copying, StagedCopy, build_staging_watch
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.block_writer import NewFile
 from torchtitan_lite.disk.digest import FileRecord
@@ -185,19 +184,17 @@ class KeptImages(FoundImages):
         self._note_staged(step)
         self._began = self._clock()
 
-    def copied(self, copy: CopyOfSave, content: RankContent) -> RankContent:
+    def copied(self, target: SaveTarget, staged: StagedCopy, content: RankContent) -> RankContent:
         """Return `content`, whose copy also becomes an image: before its write, or by it."""
-        target = copy.target
-        image = Image(
-            target.step, target.origin, copy.plan, copy.objects, copy.staged, self._began, copy=self._num_staged
-        )
+        plan, objects = content.plan, content.objects
+        image = Image(target.step, target.origin, plan, objects, staged, self._began, copy=self._num_staged)
 
         def wait() -> None:
             content.wait()
             image.stall_seconds = self._clock() - image.began_seconds
             if self.are_made_at_once:
                 # A second reader: the arena must not be overwritten before both the disk write and the image are done.
-                self.stager.pool.add_reader(copy.staged.slot)
+                self.stager.pool.add_reader(staged.slot)
                 self.marker.mark_later(image)
 
         def write(new: NewFile) -> FileRecord:
@@ -209,7 +206,7 @@ class KeptImages(FoundImages):
                 record = content.write(new)
             except Exception:
                 # The disk failed, not the copy: it is all that a kill leaves then.
-                self.marker.mark(image, staged_record(copy.staged))
+                self.marker.mark(image, staged_record(staged))
                 raise
             self.marker.mark(image, record)
             return record

@@ -118,10 +118,7 @@ class Server:
     def _watch_path(self) -> bool:
         """Watch the folder of the socket; return whether the system can."""
         library = ctypes.CDLL(None, use_errno=True)
-        try:
-            fd = library.inotify_init1(_CLOEXEC_NONBLOCK)
-        except AttributeError:
-            return False
+        fd = library.inotify_init1(_CLOEXEC_NONBLOCK)
         if fd < 0:
             return False
         if library.inotify_add_watch(fd, os.fsencode(self._path.parent), _UNLINKED) < 0:

@@ -48,12 +48,8 @@ class ModelArgs:
     """Heads of keys and values; n_heads / n_kv_heads query heads share each of them."""
 
     vocab_size: int = 128256
-    multiple_of: int = 256
-    """The feed-forward width is rounded up to a multiple of it."""
-
-    ffn_dim_multiplier: float = 1.0
-    hidden_dim: int | None = None
-    """Width of the feed-forward; None computes it from dim, multiple_of and ffn_dim_multiplier."""
+    ffn_dim: int = 14336
+    """Width of the feed-forward."""
 
     norm_eps: float = 1e-5
     rope_theta: float = 500000.0
@@ -67,29 +63,19 @@ class ModelArgs:
     """Rows of the rotary table: the longest sequence that forward accepts."""
 
     dropout: float = 0.0
-    depth_init: bool = True
-    """Scale a block's initial output projections by its own depth; False: by the number of blocks."""
 
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""
         return self.dim // self.n_heads
 
-    @property
-    def ffn_dim(self) -> int:
-        """Width of the feed-forward: `hidden_dim`, else 8/3 of dim, times the multiplier, rounded up."""
-        if self.hidden_dim is not None:
-            return self.hidden_dim
-        width = int(self.ffn_dim_multiplier * int(2 * 4 * self.dim / 3))
-        return -(-width // self.multiple_of) * self.multiple_of
-
 
 FLAVORS: dict[str, ModelArgs] = {
-    "debugmodel": ModelArgs(dim=128, n_layers=4, n_heads=4, n_kv_heads=2, multiple_of=32),
-    "1B": ModelArgs(dim=2048, n_layers=16, n_heads=32, ffn_dim_multiplier=1.5),
-    "8B": ModelArgs(dim=4096, n_layers=32, n_heads=32, ffn_dim_multiplier=1.3, multiple_of=1024),
-    "70B": ModelArgs(dim=8192, n_layers=80, n_heads=64, ffn_dim_multiplier=1.3, multiple_of=4096),
-    "405B": ModelArgs(dim=16384, n_layers=126, n_heads=128, ffn_dim_multiplier=1.2, multiple_of=4096),
+    "debugmodel": ModelArgs(dim=128, n_layers=4, n_heads=4, n_kv_heads=2, ffn_dim=352),
+    "1B": ModelArgs(dim=2048, n_layers=16, n_heads=32, ffn_dim=8192),
+    "8B": ModelArgs(dim=4096, n_layers=32, n_heads=32, ffn_dim=14336),
+    "70B": ModelArgs(dim=8192, n_layers=80, n_heads=64, ffn_dim=28672),
+    "405B": ModelArgs(dim=16384, n_layers=126, n_heads=128, ffn_dim=53248),
 }
 
 
@@ -110,8 +96,7 @@ def args_of_settings(settings: Mapping[str, Any]) -> ModelArgs:
     """Return the sizes that `settings_of` gave. Raises KeyError or TypeError for anything else."""
     of_scaling = {name: settings[f"rope_{name}"] for name in _SCALING}
     return ModelArgs(
-        **{name: settings[name] for name in SETTINGS if name != "ffn_dim"},
-        hidden_dim=settings["ffn_dim"],
+        **{name: settings[name] for name in SETTINGS},
         rope_scaling=None if of_scaling["factor"] is None else RopeScaling(**of_scaling),
         tie_word_embeddings=bool(settings.get(_TIED)),
     )

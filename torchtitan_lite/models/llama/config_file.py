@@ -53,14 +53,15 @@ def args_of_params(params: Mapping[str, Any], vocab_size: int = 0) -> ModelArgs:
     count, positive = partial(count_in, params, file=PARAMS), partial(positive_in, params, file=PARAMS)
     dim, heads = count("dim"), count("n_heads")
     in_params = params.get("vocab_size", -1)
+    width = int(positive("ffn_dim_multiplier", 1.0) * int(2 * 4 * dim / 3))
+    multiple = count("multiple_of", 256)
     args = ModelArgs(
         dim=dim,
         n_layers=count("n_layers", most=MOST_LAYERS),
         n_heads=heads,
         n_kv_heads=count("n_kv_heads", heads),
         vocab_size=vocab_size if in_params == -1 else count("vocab_size"),
-        multiple_of=count("multiple_of", 256),
-        ffn_dim_multiplier=positive("ffn_dim_multiplier", 1.0),
+        ffn_dim=-(-width // multiple) * multiple,
         norm_eps=positive("norm_eps", 1e-5),
         rope_theta=positive("rope_theta", 10000.0),
         rope_scaling=_meta_rope_scaling(params, dim),
@@ -78,9 +79,7 @@ def fitting_flavor(args: ModelArgs) -> str:
     """Return the flavor that has the sizes and settings of `args`, whatever its vocabulary; "" if none has."""
 
     def comparable(of: ModelArgs) -> ModelArgs:
-        return dataclasses.replace(
-            of, hidden_dim=of.ffn_dim, multiple_of=1, ffn_dim_multiplier=1.0, vocab_size=0, max_seq_len=0
-        )
+        return dataclasses.replace(of, vocab_size=0, max_seq_len=0)
 
     return next((name for name, flavor in FLAVORS.items() if comparable(flavor) == comparable(args)), "")
 

@@ -23,7 +23,7 @@ from torchtitan_lite.importing import meta_folder
 from torchtitan_lite.importing.seed import Form, write_seed
 from torchtitan_lite.importing.wanted import ChosenWeights, as_model
 from torchtitan_lite.importing.weights_source import CONFIG, WeightsSource, open_source
-from torchtitan_lite.models.llama.args import SETTINGS, ModelArgs
+from torchtitan_lite.models.llama.args import SETTINGS, ModelArgs, settings_of
 from torchtitan_lite.models.llama.config_file import FACTOR, PARAMS, args_of_params
 from torchtitan_lite.models.llama.hugging_face import EMBEDDING, HEAD, OUTPUT, TIED, are_equal, args_of, places_of
 
@@ -87,7 +87,8 @@ def open_expected(path: Path, expected: ModelArgs) -> OpenedLlama:
 def write_llama(opened: OpenedLlama, out: Path, form: Form, progress: Progress) -> NewOutput:
     """Write an opened Llama as `import_llama` does."""
     _refuse_wrong_tying(opened)
-    extra = {"imported_from": str(opened.source.path), "model": dataclasses.asdict(opened.args)}
+    model = settings_of(opened.args) | {"max_seq_len": opened.args.max_seq_len}
+    extra = {"imported_from": str(opened.source.path), "model": model}
     done = write_seed(out, opened.chosen.weights, opened.stream(), form, progress, extra)
     return dataclasses.replace(done, notes=[*opened.source.notes, *opened.chosen.notes])
 

@@ -65,8 +65,7 @@ class Transformer(nn.Module):
         if name in ("output", "tok_embeddings"):
             return Normal(std=self.args.dim**-0.5, cutoff=3.0)
         if name in ("wo", "w2", "w3"):
-            depth = int(path[1]) + 1 if self.args.depth_init else self.args.n_layers
-            return Normal(std=0.02 / (2 * depth) ** 0.5)
+            return Normal(std=0.02 / (2 * (int(path[1]) + 1)) ** 0.5)  # By the depth of the block.
         return Normal(std=0.02)
 
 
