@@ -199,6 +199,11 @@ def _of_class(node: ast.ClassDef, scope: Scope) -> Iterator[_Found]:
             for call in ast.walk(function):
                 if isinstance(call, ast.Call) and ast.unparse(call.func) == "super().__init__":
                     yield node.name, call.args[0], [], scope.inside(function)
+                elif isinstance(call, ast.Call) and ast.unparse(call.func) == "self._say":
+                    fact, advice = call.args
+                    text = ast.BinOp(ast.BinOp(fact, ast.Add(), ast.Constant(". ")), ast.Add(), advice)
+                    whole = ast.BinOp(text, ast.Add(), ast.Constant("."))
+                    yield node.name, whole, [], scope.inside(function)
 
 
 def _of_call(node: ast.Call, kinds: frozenset[str], scope: Scope) -> Iterator[tuple[str, ast.expr, list[ast.expr]]]:

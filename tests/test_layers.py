@@ -55,7 +55,7 @@ WITHOUT_TORCH = (
     "models.llama.config_file",
     "metrics.ledger",
     *("accounts", "json_lines", "examining.listed_tree", "examining.verified"),
-    *("cli.verify", "cli.verify_result", "cli.diff"),
+    *("cli.verify", "cli.diff"),
     *("preflight", "data.batch_size"),
     *("report", "cli.report", "hangs"),
     *("cli.app", "cli.exit_codes", "cli.inspect_step", "cli.ls", "cli.memory"),

@@ -86,6 +86,13 @@ class TorchtitanLiteError(Exception):
     origin_rank: int = 0
     """The rank that first raised the error, if the ranks agreed on it."""
 
+    fact: str = ""
+    """The message without the advice for a training job; empty if it has none."""
+
+    def _say(self, fact: str, advice: str) -> None:
+        self.fact = fact
+        super().__init__(f"{fact}. {advice}.")
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.__dict__ | {"args": self.args})
 
@@ -118,11 +125,10 @@ class CheckpointNotFound(CheckpointError, FileNotFoundError):
         there = f"it has {', '.join(map(str, available))}" if available else "it has no checkpoint"
         fix = "one of these, or -1 for the latest" if available else "-1 to start from scratch"
         fix += "; in a loop of your own, load() takes it"
-        super().__init__(
-            f"step {step} is not in {folder} ({there}). Set --checkpoint.load_step to {fix}."
-            if step is not None
-            else f"{folder} {_predicate(finding)}."
-        )
+        if step is not None:
+            self._say(f"step {step} is not in {folder} ({there})", f"Set --checkpoint.load_step to {fix}")
+        else:
+            super().__init__(f"{folder} {_predicate(finding)}.")
 
 
 def _predicate(finding: str) -> str:
@@ -145,7 +151,7 @@ class CheckpointDamaged(CheckpointError, ValueError):
 
     def __init__(self, path: str, finding: str, keys: Sequence[str] = ()) -> None:
         self.path, self.finding, self.keys = path, finding, tuple(keys)
-        super().__init__(f"{path} is damaged: {self.summary}. Resume from another step with --checkpoint.load_step.")
+        self._say(f"{path} is damaged: {self.summary}", "Resume from another step with --checkpoint.load_step")
 
     @property
     def summary(self) -> str:
@@ -168,7 +174,9 @@ class AllCheckpointsDamaged(CheckpointError, ValueError):
     def __init__(self, folder: str, findings: Mapping[int, str], key: str = "") -> None:
         self.folder, self.findings, self.key = folder, dict(findings), key
         other = f"--job.dump_folder and {key}" if key else _key_of(folder)
-        each = "".join(f"\n  step {step}: {finding}" for step, finding in sorted(findings.items(), reverse=True))
+        by_step = [f"step {step}: {finding}" for step, finding in sorted(findings.items())]
+        self.fact = f"every checkpoint in {folder} is damaged: {'; '.join(by_step)}"
+        each = "".join(f"\n  {finding}" for finding in reversed(by_step))
         super().__init__(
             f"every checkpoint in {folder} is damaged; none of them was changed:{each}\n"
             f"Restore one of them from a copy, or start from scratch with another {other}."
@@ -180,9 +188,10 @@ class CheckpointUnsafe(CheckpointError, ValueError):
 
     def __init__(self, path: str, finding: str) -> None:
         self.path, self.finding = path, finding
-        super().__init__(
-            f"{path} is not read: {_clause(finding)}. Nothing in it was run. If you trust its origin, load it with "
-            "torch's own tools and save it again; else choose another checkpoint with --checkpoint.load_step."
+        self._say(
+            f"{path} is not read: {_clause(finding)}; nothing in it was run",
+            "If you trust its origin, load it with torch's own tools and save it again; else choose another checkpoint "
+            "with --checkpoint.load_step",
         )
 
 
@@ -191,10 +200,8 @@ class CheckpointUnreadable(CheckpointError, RuntimeError):
 
     def __init__(self, path: str, cause: str) -> None:
         self.path, self.cause = path, cause
-        super().__init__(
-            f"{path} could not be read: {_clause(cause)}. Start the same command again once it can be read; only if "
-            "the step is lost, choose another with --checkpoint.load_step."
-        )
+        again = "Start the same command again once it can be read; only if the step is lost, choose another with "
+        self._say(f"{path} could not be read: {_clause(cause)}", f"{again}--checkpoint.load_step")
 
 
 class PinsUnreadable(CheckpointError, RuntimeError):
@@ -224,6 +231,7 @@ class FormatTooNew(UnknownFormat):
     def __init__(self, path: str, found: int, known: int) -> None:
         self.path, self.found, self.known = path, found, known
         self.in_short = f"it has format version {found}, this version reads up to {known}"
+        self.fact = f"{path}: {self.in_short}: upgrade torchtitan_lite"
         super().__init__(
             f"{path} has format version {found}, and this version of torchtitan_lite reads up to {known}. "
             "Upgrade torchtitan_lite, or set another --job.dump_folder."
@@ -236,6 +244,7 @@ class FormatTooOld(UnknownFormat):
     def __init__(self, path: str, found: int, known: int) -> None:
         self.path, self.found, self.known = path, found, known
         self.in_short = f"it has format version {found}, from before the first release, whose format is {known}"
+        self.fact = f"{path}: {self.in_short}: commit {LAST_WITH_EARLIER_FORMATS} of torchtitan_lite reads it"
         super().__init__(
             f"{path} has format version {found}, from before the first release, whose format is {known}. "
             f"Commit {LAST_WITH_EARLIER_FORMATS} of torchtitan_lite reads it, and with this one you need another "
@@ -297,7 +306,7 @@ class FolderUnusable(CheckpointError, OSError):
         self.folder, self.cause, self.key, self.fix = folder, cause, key, fix
         other = key or _key_of(folder)
         advice = f"{fix}, or set another {other}" if fix else f"Set another {other} if that cannot be put right"
-        super().__init__(f"{folder} cannot be used for checkpoints: {_clause(cause)}. {advice}.")
+        self._say(f"{folder} cannot be used for checkpoints: {_clause(cause)}", advice)
 
 
 class FolderNotShared(CheckpointError, RuntimeError):
@@ -320,9 +329,8 @@ class FolderInUse(CheckpointError, RuntimeError):
 
     def __init__(self, folder: str, holder: str) -> None:
         self.folder, self.holder = folder, holder
-        super().__init__(
-            f"{folder} is in use by {holder}. End that job, or give this one another folder with {_key_of(folder)}."
-        )
+        another = f"A job may have another folder, with {_key_of(folder)}"
+        self._say(f"{folder} is in use by {holder}: end that job, or wait for it", another)
 
 
 class LeaseLost(CheckpointError, RuntimeError):
@@ -336,7 +344,7 @@ class LeaseLost(CheckpointError, RuntimeError):
         else:
             what = "is no longer this job's, because its lock file is gone: it, or the folder, was moved or removed"
             fix = "If the folder was moved, move it back; then start this job again"
-        super().__init__(f"{folder} {what}. This job commits nothing more there. {fix}.")
+        self._say(f"{folder} {what}, so nothing more is committed there", fix)
 
 
 class UploadRefused(CheckpointError, RuntimeError):
@@ -407,7 +415,7 @@ class KeeperUnavailable(TorchtitanLiteError, RuntimeError):
     """No process keeps checkpoints in memory, because of `reason`. Training continues, and resumes from the disk."""
 
     def __init__(self, reason: str) -> None:
-        self.reason = reason
+        self.reason, self.fact = reason, f"what is kept in memory is not known: {reason}"
         super().__init__(f"there are no in-memory snapshots: {_clause(reason)}")
 
 

@@ -16,7 +16,7 @@ from torchtitan_lite.bucket import naming
 from torchtitan_lite.bucket.bucket_store import BucketStore, open_bucket
 from torchtitan_lite.cli.named_checkpoint import resolve
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound
-from torchtitan_lite.examining.presence import present, refuse_if_gone
+from torchtitan_lite.examining.presence import refuse_if_gone, reporting_removal
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind, seal
@@ -306,7 +306,8 @@ def test_a_damaged_step_is_neither_exported_nor_compared(folder: str, store: Buc
 
 def test_a_step_that_is_replaced_while_it_is_read_is_no_damage(folder: str, store: BucketStore) -> None:
     info = add(store, 7)
-    with pytest.raises(CheckpointNotFound, match="it was removed or replaced while it was read"), present(info.path):
+    gone = "it was removed or replaced while it was read"
+    with pytest.raises(CheckpointNotFound, match=gone), reporting_removal(info.path):
         add(store, 7)
         raise CheckpointDamaged(str(info.path), "a file is missing")
 
@@ -324,7 +325,7 @@ def test_a_damaged_head_takes_no_pins_and_its_checkpoints_are_listed(folder: str
     assert [each["step"] for each in command("ls", folder, "--json").json["checkpoints"]] == [7]
     ended = command("pin", f"{folder}:7")
     finding = "it is damaged; the next start of a job rebuilds it from the manifests"
-    assert (ended.code, ended.err) == (1, f"error: {folder}/head.json cannot be used: {finding}\n")
+    assert (ended.code, ended.err) == (1, f"error: {folder}/head.json cannot be used for checkpoints: {finding}\n")
 
 
 @pytest.mark.slow

@@ -197,7 +197,7 @@ def test_a_checkpoint_under_another_name_needs_no_pin(tmp_path: Path, said: Said
     fill(tmp_path, 1)
     (tmp_path / "step-1").rename(tmp_path / "step-1-good")
     code, _, err = said("pin", tmp_path / "step-1-good")
-    assert code == 1 and "is not called step-N, so no rule removes it" in err
+    assert code == 1 and "has not the name of a step, so no rule removes it" in err
 
 
 def test_a_malformed_file_is_named_and_kept(tmp_path: Path, said: Said) -> None:

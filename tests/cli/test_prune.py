@@ -175,7 +175,7 @@ def half_of_dcp(root: Path) -> None:
         (lambda root: root.mkdir(), "there is no complete checkpoint in it"),
         (filled.foreign, "there is no complete checkpoint in it"),
         (filled.half_written, "there is no complete checkpoint in it"),
-        (half_of_dcp, "step-10, step-20 have no manifest, so no rule removes them"),
+        (half_of_dcp, "no rule removes what has no manifest: step-10, step-20"),
         (filled.of_a_newer_version, "it has format version 99, this version reads up to"),
         (lambda root: None, "does not exist"),
         (lambda root: root.write_bytes(b""), "it is not a folder"),

@@ -96,7 +96,7 @@ def test_a_damaged_checkpoint_is_not_recorded(plain: Path, call: Said) -> None:
 def test_a_record_elsewhere_is_written_once_and_then_compared(plain: Path, tmp_path: Path, call: Said) -> None:
     record = tmp_path / "records" / "step-3.json"
     code, _, err = call(plain, "--record-to", record)
-    assert code == 1 and f"{record.parent} cannot be used: no record can be written there (it does not exist)" in err
+    assert code == 1 and f"{record.parent} cannot be used for checkpoints: no record can be written there (it" in err
     record.parent.mkdir()
     assert call(plain, "--record-to", record)[0] == 0 and not (plain / RECORD).exists()
     flip(plain / "meta.pt", 2)
@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_written_names_the_way_out(plain: Path, call: Sa
     (plain / f".{RECORD}.tmp").mkdir()
     code, out, err = call(plain, "--record")
     assert (code, out) == (1, "") and err.count("\n") == 1
-    assert err.startswith(f"error: {plain} cannot be used: no record can be written there (")
+    assert err.startswith(f"error: {plain} cannot be used for checkpoints: no record can be written there (")
     assert err.endswith("): write it elsewhere with --record-to FILE\n")
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from torchtitan_lite.cli.named_checkpoint import resolve
-from torchtitan_lite.cli.new_place import new_place
 from torchtitan_lite.cli.screen import Screen
+from torchtitan_lite.cli.writing_verbs import new_place
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.examining.opened import open_checkpoint

@@ -16,7 +16,7 @@ from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.examining.difference import Difference, compare_checkpoints
 from torchtitan_lite.examining.opened import OpenedCheckpoint, open_checkpoint
-from torchtitan_lite.examining.presence import present
+from torchtitan_lite.examining.presence import reporting_removal
 from torchtitan_lite.log import counted
 from torchtitan_lite.store.manifest_fields import topology_in_words
 
@@ -56,7 +56,7 @@ class Diff:
         if not self.atol >= 0 or math.isinf(self.atol):
             raise ConfigError(f"--atol: expected a number of at least 0, found {self.atol}")
         a, b = resolve_any(self.a).folder, resolve_any(self.b).folder
-        with present(a, b):
+        with reporting_removal(a, b, always=True):
             opened_a, opened_b = open_checkpoint(a), open_checkpoint(b)
             result = _Result(opened_a, opened_b, compare_checkpoints(opened_a, opened_b), self.atol)
             if self.values or self.atol:

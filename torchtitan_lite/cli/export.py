@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from torchtitan_lite.cli.name_map import GivenModel
 from torchtitan_lite.cli.named_checkpoint import resolve_any
-from torchtitan_lite.cli.new_place import new_place
 from torchtitan_lite.cli.screen import Screen
+from torchtitan_lite.cli.writing_verbs import new_place
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.examining.opened import OF_HUGGING_FACE, OpenedCheckpoint, open_checkpoint

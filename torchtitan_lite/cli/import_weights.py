@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from torchtitan_lite.cli.name_map import read_name_map
 from torchtitan_lite.cli.named_checkpoint import local
-from torchtitan_lite.cli.new_place import new_place
 from torchtitan_lite.cli.screen import Screen
+from torchtitan_lite.cli.writing_verbs import new_place
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted, readable_bytes

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -67,33 +68,24 @@ class Ls:
 class _Found:
     root: str
     entries: Sequence[ListedCheckpoint]
-    now: float
     holder: Holder | None
     """The job that has the folder now, as far as can be seen from here."""
     pinned: frozenset[int]
-    pins_error: str
-    keys: dict[str, Any]
-    verdicts: dict[int, Verdict]
-    uploads: Record
+    pins_error: str = ""
+    uploads: Record = field(default_factory=Record)
     """What was seen of it in another folder, the last one."""
+    now: float = field(default_factory=time.time)
 
-    @classmethod
-    def of(
-        cls,
-        root: str,
-        entries: Sequence[ListedCheckpoint],
-        holder: Holder | None,
-        pinned: frozenset[int],
-        pins_error: str = "",
-        uploads: Record | None = None,
-    ) -> _Found:
-        keys, now = keep_keys(entries), time.time()
+    @cached_property
+    def keys(self) -> dict[str, Any]:
+        return keep_keys(self.entries)
+
+    @cached_property
+    def verdicts(self) -> dict[int, Verdict]:
         # Where the pins cannot be known, no job removes anything.
-        verdicts = {} if pins_error else outlook(entries, keys, pinned, now)
-        lives = None if holder is None or holder.has_ended() else holder
-        return cls(root, entries, now, lives, pinned, pins_error, keys, verdicts, uploads or Record())
+        return {} if self.pins_error else outlook(self.entries, self.keys, self.pinned, self.now)
 
-    @property
+    @cached_property
     def latest(self) -> ListedCheckpoint | None:
         """The one that a job resumes from; None if there is none."""
         known = [(each, each.committed) for each in self.entries]
@@ -275,9 +267,9 @@ def _listing_on_disk(root: Path) -> _Found:
     records: list[Record] = []
     with contextlib.suppress(UnknownFormat):
         records = read_all(root)
-    uploads = max(records, key=lambda each: max(each.stored.values(), default=0.0), default=None)
+    uploads = max(records, key=lambda each: max(each.stored.values(), default=0.0), default=Record())
     seen = store.seen_holder()
-    return _Found.of(str(root), entries, None if seen is None else seen.holder, pinned, error, uploads)
+    return _Found(str(root), entries, _living(None if seen is None else seen.holder), pinned, error, uploads)
 
 
 def _listing_in_store(spelling: str) -> _Found:
@@ -289,4 +281,8 @@ def _listing_in_store(spelling: str) -> _Found:
     head, entries = stored_inventory(store)
     if not entries:
         raise CheckpointNotFound(store.address, None, finding=_NONE)
-    return _Found.of(store.address, entries, head.holder, head.pinned)
+    return _Found(store.address, entries, _living(head.holder), head.pinned)
+
+
+def _living(holder: Holder | None) -> Holder | None:
+    return None if holder is None or holder.has_ended() else holder

@@ -7,13 +7,13 @@ of what is read, and returns the name in what is written, or None to leave the t
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.store.manifest_fields import json_object
 
 NameMap = Mapping[str, Any] | Callable[[str], str | None]
 
@@ -49,9 +49,7 @@ def read_name_map(given: str) -> NameMap:
 
 def _names_in_file(path: Path) -> Mapping[str, Any]:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        return json_object(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--name-map {path}: it is not JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise ConfigError(f'--name-map {path}: expected {{"name in the model": "name in the file"}}')
-    return document
+        expected = '{"name in the model": "name in the file"}'
+        raise ConfigError(f"--name-map {path}: expected {expected}, found something else: {error}") from None

@@ -48,8 +48,6 @@ class Target:
     """The folder of checkpoints that it is in, as people write it; empty if it has not the name of a step."""
     step: int | None
     """Its step by its name; None if its name is not one of a step."""
-    why_alone: str = "is not called step-N"
-    """Why it has no `root` or no `step`."""
 
 
 def resolve(spelling: str) -> Target:
@@ -139,7 +137,7 @@ def _target_in_store(spelt: SpeltAddress) -> Target:
     place = store.place_of(spelt.name)
     if finding := absence(place):
         raise CheckpointNotFound(str(place), None, finding=finding)
-    return Target(place, "", None, "is the checkpoint of no step")
+    return Target(place, "", None)
 
 
 def _of_path(path: Path) -> Target:

@@ -74,7 +74,7 @@ def _folder_and_step(spelling: str) -> tuple[str, int]:
             raise
         return error.folder, error.step
     if not target.root or target.step is None:
-        raise CheckpointError(f"{target.folder} {target.why_alone}, so no rule removes it and it needs no pin")
+        raise CheckpointError(f"{target.folder} has not the name of a step, so no rule removes it and it needs no pin")
     return target.root, target.step
 
 

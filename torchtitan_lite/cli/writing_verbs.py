@@ -9,14 +9,23 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-from torchtitan_lite.cli.named_checkpoint import folder_of_checkpoints, is_one, of_other_libraries, refuse_step
+from torchtitan_lite.cli.named_checkpoint import (
+    IN_DUMP_FOLDER,
+    folder_of_checkpoints,
+    is_one,
+    of_other_libraries,
+    refuse_step,
+)
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.config.address import is_address, parse_address
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError
 from torchtitan_lite.examining.inventory import FolderState, inventory
 from torchtitan_lite.examining.opened import WrittenBy
-from torchtitan_lite.store.layout import is_checkpoint
+from torchtitan_lite.log import listed
+from torchtitan_lite.store import layout
+from torchtitan_lite.store.layout import Listing, is_checkpoint
 from torchtitan_lite.store.lease import Lease, LeaseClock
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.store import CheckpointStore
@@ -51,9 +60,7 @@ def refuse_without_checkpoints(store: StoresCheckpoints) -> None:
     unmanaged = [folder.name for folder in store.unmanaged()]
     finding = "there is no complete checkpoint in it"
     if unmanaged:
-        has = "has" if len(unmanaged) == 1 else "have"
-        names = f"{', '.join(unmanaged[:3])}{' ...' * (len(unmanaged) > 3)}"
-        finding = f"{names} {has} no manifest, so no rule removes them"
+        finding = f"no rule removes what has no manifest: {listed(unmanaged)}"
     raise CheckpointNotFound(store.address, None, finding=finding)
 
 
@@ -93,3 +100,37 @@ def _sleep(folder: str, screen: Screen, looks: int) -> Callable[[float], None]:
         time.sleep(seconds)
 
     return sleep
+
+
+# Where a verb may make something new: never in place of checkpoints, nor among their files.
+
+
+def new_place(spelling: str, *, is_step: bool) -> Path:
+    """Return `spelling`, the argument OUT, as a path.
+
+    Raise ConfigError for an address, and if there are checkpoints in it, or it would be part of one. Unless what is
+    made there `is_step`, a checkpoint in our layout or DCP's, it must not have the name of one among others either: a
+    job would take it for a save that was cut off.
+    """
+    if is_address(spelling):
+        raise ConfigError(f"OUT {spelling}: expected a folder on disk, found an address")
+    out = Path(spelling)
+    there = [f"checkpoints in {folder}" for folder in (out, out / IN_DUMP_FOLDER) if _has_steps(folder)]
+    if there or (out.is_dir() and is_checkpoint(out)):
+        found = there[0] if there else "a checkpoint"
+        raise ConfigError(f"OUT {out}: expected a new folder, found {found}: name a folder that does not exist yet")
+    parent = out.absolute().parent
+    if parent.is_dir() and is_checkpoint(parent):
+        raise ConfigError(f"OUT {out}: expected a place outside of checkpoints, found the checkpoint {out.parent}")
+    if not is_step and layout.parse_step(out.name) is not None and _has_steps(parent):
+        raise ConfigError(
+            f"OUT {out}: {out.parent} has checkpoints, and a job there would take {out.name} for one: name OUT in "
+            "another folder"
+        )
+    return out
+
+
+def _has_steps(folder: Path) -> bool:
+    """Return whether there are checkpoints of steps in `folder`, complete or not."""
+    places = Listing(folder).places().values() if folder.is_dir() else ()
+    return any(paths[0].is_dir() and is_checkpoint(paths[0]) for paths in places)

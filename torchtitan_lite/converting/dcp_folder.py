@@ -27,8 +27,7 @@ from torchtitan_lite.converting.streamed_file import Advance, NewTensor, Part, r
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
-from torchtitan_lite.examining.cut import Cut, number_of
-from torchtitan_lite.examining.tensor_stream import TensorStream
+from torchtitan_lite.examining.tensor_stream import Cut, TensorStream, number_of
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Table
 

@@ -23,7 +23,7 @@ from torchtitan_lite.examining.tensor_stream import TensorStream
 
 if TYPE_CHECKING:
     from torchtitan_lite.checkpoint.reading.entries import Leaf
-    from torchtitan_lite.converting.old_layout import Reader
+    from torchtitan_lite.converting.layouts import Reader
 
 Format = Literal["safetensors", "torch", "dcp"]
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
@@ -58,7 +58,7 @@ def export(opened: OpenedCheckpoint, out: Path, wanted: ExportRequest, progress:
         with progress(label, 2 * total) as advance:
             return NewOutput(_to_safetensors(keys, out, wanted, stream, advance), len(tensors), total)
     # It imports torch, which takes seconds, which are not to be seen as slow progress.
-    from torchtitan_lite.converting.old_layout import Reader
+    from torchtitan_lite.converting.layouts import Reader
 
     write, reader = _to_torch if wanted.format == "torch" else _to_dcp, Reader(opened)
     with progress(label, 2 * total) as advance:

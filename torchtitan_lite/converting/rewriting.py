@@ -9,9 +9,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -21,15 +20,14 @@ from torchtitan_lite import __version__
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.converting import new_output
-from torchtitan_lite.converting.dcp_folder import NewState, Written, cut_into_files, most_files, write_checkpoint
+from torchtitan_lite.converting.dcp_folder import NewState, Written, most_files, write_checkpoint
 from torchtitan_lite.converting.exporting import Progress
-from torchtitan_lite.converting.layouts import Relaid, as_nested, as_our_layout, as_stored, as_torchtitan
+from torchtitan_lite.converting.layouts import Reader, Relaid, as_nested, as_our_layout, as_stored, as_torchtitan
 from torchtitan_lite.converting.new_output import NewOutput
-from torchtitan_lite.converting.old_layout import Reader
 from torchtitan_lite.converting.streamed_file import Advance, read_back
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
-from torchtitan_lite.disk.durable import DISK, Durable, naming, temporary_name
+from torchtitan_lite.disk.durable import DISK, Durable, naming
 from torchtitan_lite.disk.lock_file import locked
 from torchtitan_lite.disk.read_requests import Piece, ReadsBlocks
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, TorchtitanLiteError
@@ -73,11 +71,8 @@ def convert(opened: OpenedCheckpoint, out: Path, to: Layout, progress: Progress,
 
 def reshard_checkpoint(opened: OpenedCheckpoint, out: Path, num_files: int, progress: Progress) -> NewOutput:
     """Write the same content to `num_files` files in the new folder `out`. Raises as `export` does."""
-    if num_files < 1:
-        raise ConfigError(f"--files {num_files}: expected at least 1")
     reader = Reader(opened)
     relaid = as_stored(reader)
-    cut_into_files(relaid.state.tensors, num_files)
     if opened.manifest is not None:
         _check_step(opened.manifest.step, out)
     return _write_rewritten(reader, out, relaid, num_files, opened.manifest, progress)
@@ -222,15 +217,11 @@ def _mirror_file(
             span = buffer[: min(blocks.stop * BLOCK_BYTES, record.size) - begin]
             if not are_sound(on_disk, to, record, blocks):
                 reader.read(source, record, [Piece(begin, span)])
-                _write_span(fd, span, begin)
+                done = 0
+                while done < len(span):
+                    done += DISK.write_at(fd, span[done:], begin + done)
             advance(len(span))
         DISK.fsync_file(fd)
-
-
-def _write_span(fd: int, data: memoryview, begin: int, durable: Durable = DISK) -> None:
-    while data:
-        written = durable.write_at(fd, data, begin)
-        data, begin = data[written:], begin + written
 
 
 @contextmanager
@@ -257,40 +248,17 @@ def add_metadata(folder: Path, durable: Durable = DISK) -> int:
     """
     # A job may put another checkpoint into the place of this one, which must not get its file.
     with held(folder) as same:
-        parts = metadata_of(CheckpointFolder(folder, "size"))
-        first = next(parts)  # It reads the manifest.
+        data = b"".join(metadata_of(CheckpointFolder(folder, "size")))
         _refuse_if_gone(same)
         try:
             with locked(same.path, wait_seconds=0):
-                num_bytes = _write_metadata(same.path, chain([first], parts), durable)
+                durable.write_atomically(same.path / layout.METADATA, data)
         except BlockingIOError:
             raise ConfigError(f"another process is writing {layout.METADATA} in {folder}: wait until it ends") from None
         _refuse_if_gone(same)
-        return num_bytes
+        return len(data)
 
 
 def _refuse_if_gone(same: HeldFolder) -> None:
     if not same.has_its_name():
         raise CheckpointNotFound(str(same.folder), None, finding="it was removed or replaced meanwhile")
-
-
-def _write_metadata(folder: Path, parts: Iterable[bytes], durable: Durable) -> int:
-    temporary = folder / temporary_name(layout.METADATA)
-    if os.path.lexists(temporary):
-        # Opening it would follow a link that leads out of the folder.
-        durable.remove_file(temporary)
-    fd, at = durable.create(temporary), 0
-    try:
-        with naming(temporary):
-            for part in parts:
-                _write_span(fd, memoryview(part), at, durable)
-                at += len(part)
-            durable.fsync_file(fd)
-    except Exception:
-        durable.remove_file(temporary)
-        raise
-    finally:
-        os.close(fd)
-    durable.replace(temporary, folder / layout.METADATA)
-    durable.fsync_dir(folder)
-    return at

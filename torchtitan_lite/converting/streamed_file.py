@@ -19,9 +19,8 @@ from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.block_writer import Bounced, write_blocks
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import TorchtitanLiteError
-from torchtitan_lite.examining.cut import Cut
 from torchtitan_lite.examining.file_digests import verify_file
-from torchtitan_lite.examining.tensor_stream import SLICE_BYTES, TensorStream
+from torchtitan_lite.examining.tensor_stream import SLICE_BYTES, Cut, TensorStream
 
 Advance = Callable[[int], None]
 """Called with the number of bytes done since the last call. Any thread."""

@@ -7,12 +7,13 @@ is 0, which torch does not check. `torch.load(weights_only=True)` reads it, also
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from torchtitan_lite.checkpoint.format.dtypes import dtype_name
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.format.torch_item import Archive, pickled, tensor_call
 from torchtitan_lite.converting.streamed_file import Advance, NewTensor, Part, read_back, write_new
@@ -23,7 +24,12 @@ from torchtitan_lite.examining.tensor_stream import TensorStream
 def write_state(path: Path, state: Mapping[str, Any], stream: TensorStream, advance: Advance) -> None:
     """Write `state`, nested containers of `NewTensor` and plain objects, to the file `path`, and check it."""
     tensors: list[NewTensor] = []
-    archive = Archive(pickled(_with_calls(state, tensors)))
+
+    def call(tensor: NewTensor) -> Any:
+        tensors.append(tensor)
+        return tensor_call(DTYPES[tensor.dtype], tensor.shape, len(tensors) - 1)
+
+    archive = Archive(pickled(_mapped(state, call, lambda value: value)))
     parts: list[Part] = []
     begin = 0
     for number, tensor in enumerate(tensors):
@@ -42,30 +48,17 @@ def _check_torch_file(path: Path, state: Mapping[str, Any]) -> None:
         loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
         raise TorchtitanLiteError(f"{path.name} was written, but torch does not load it: {error}") from None
-    if not _is_same_tree(state, loaded):
+    expected, found = (_mapped(each, lambda t: (dtype_name(t.dtype), tuple(t.shape)), type) for each in (state, loaded))
+    if expected != found:
         raise TorchtitanLiteError(f"{path.name} was written, but torch loads something else from it")
 
 
-def _is_same_tree(state: Any, loaded: Any) -> bool:
-    if isinstance(state, NewTensor):
-        is_tensor = isinstance(loaded, torch.Tensor)
-        return is_tensor and (loaded.dtype, tuple(loaded.shape)) == (DTYPES[state.dtype], state.shape)
-    if isinstance(state, Mapping):
-        same = isinstance(loaded, Mapping) and list(state) == list(loaded)
-        return same and all(_is_same_tree(value, loaded[key]) for key, value in state.items())
-    if isinstance(state, list):
-        same = isinstance(loaded, list) and len(state) == len(loaded)
-        return same and all(map(_is_same_tree, state, loaded))
-    return type(state) is type(loaded)
-
-
-def _with_calls(value: Any, tensors: list[NewTensor]) -> Any:
-    """Return `value` with what stands for each tensor in a pickle; add the tensors, in the order of their entries."""
-    if isinstance(value, NewTensor):
-        tensors.append(value)
-        return tensor_call(DTYPES[value.dtype], value.shape, len(tensors) - 1)
+def _mapped(value: Any, of_tensor: Callable[[Any], Any], of_other: Callable[[Any], Any]) -> Any:
+    """Return the nested containers in `value` with what the functions return for all else."""
+    if isinstance(value, NewTensor | torch.Tensor):
+        return of_tensor(value)
     if type(value) is list:
-        return [_with_calls(item, tensors) for item in value]
+        return [_mapped(item, of_tensor, of_other) for item in value]
     if type(value) is dict:
-        return {key: _with_calls(item, tensors) for key, item in value.items()}
-    return value
+        return {key: _mapped(item, of_tensor, of_other) for key, item in value.items()}
+    return of_other(value)

@@ -33,8 +33,9 @@ from torchtitan_lite.config.job_config import flat_config
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import text_digest
 from torchtitan_lite.disk.read_requests import Piece
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
+from torchtitan_lite.errors import CheckpointDamaged
 from torchtitan_lite.examining.opened import OpenedCheckpoint
+from torchtitan_lite.examining.presence import reading
 from torchtitan_lite.log import readable_bytes
 from torchtitan_lite.store.place import Place
 
@@ -345,10 +346,9 @@ def _item_pieces(item: Item) -> Iterator[Item]:
 def _read_item(folder: Place, item: Item) -> bytes:
     files, data = files_of(folder), bytearray(item.length)
     try:
-        files.reader(cached=True).read(files.path_of(item.file), None, [Piece(item.offset, memoryview(data))])
+        with reading(folder):
+            files.reader(cached=True).read(files.path_of(item.file), None, [Piece(item.offset, memoryview(data))])
     except DamagedRange as damage:
         finding = f"bytes {damage.begin} to {damage.end} of {item.file}: {damage.finding}"
         raise CheckpointDamaged(str(folder), finding) from None
-    except OSError as error:
-        raise CheckpointUnreadable(str(folder), f"{type(error).__name__}: {error}") from error
     return bytes(data)

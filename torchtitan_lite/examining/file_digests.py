@@ -78,57 +78,48 @@ def digests_of(folder: Path, sizes: Mapping[str, int], on_bytes: OnBytes) -> dic
     return {file: FileRecord(size, bytes(blocks[file])) for file, size in sizes.items()}
 
 
-class FileDigests:
-    """Those of `files` that have digests in `records`, and the `contents` that they hold."""
+def compare_digests(
+    files: StoredFiles,
+    records: Mapping[str, FileRecord],
+    contents: Contents | None,
+    on_bytes: OnBytes,
+    make_reader: Callable[[], ReadsBlocks],
+) -> list[Finding]:
+    """Read all files in `records` and return what is damaged. Each thread makes its reader: none waits for another."""
+    files.drop_from_cache(records)
+    spans = [(file, span) for file in sorted(records) for span in block_ranges(records[file].size, SPAN_BLOCKS)]
+    damaged: dict[str, list[int]] = {file: [] for file in records}
+    skipped: dict[str, int] = {}
+    lock = threading.Lock()
 
-    def __init__(
-        self, files: StoredFiles, records: Mapping[str, FileRecord], contents: Contents | None, on_bytes: OnBytes
-    ) -> None:
-        self._files, self._contents = files, contents
-        self._records = dict(sorted(records.items()))
-        self._on_bytes, self._lock = on_bytes, threading.Lock()
-        self._damaged: dict[str, list[int]] = {file: [] for file in self._records}
-        self._skipped: dict[str, int] = {}
+    def make_worker() -> Callable[[tuple[str, range]], None]:
+        reader = make_reader()
 
-    def compare(self, make_reader: Callable[[], ReadsBlocks]) -> list[Finding]:
-        """Read all spans and return what is damaged. Each thread makes its reader: none waits for another."""
-        self._files.drop_from_cache(self._records)
-        spans = [
-            (file, span) for file, record in self._records.items() for span in block_ranges(record.size, SPAN_BLOCKS)
-        ]
+        def compare(span: tuple[str, range]) -> None:
+            file, blocks = span
+            is_skipped = len(damaged[file]) >= MOST_DAMAGED_BLOCKS
+            found = [] if is_skipped else _damaged(reader, files.path_of(file), records[file], blocks)
+            with lock:
+                damaged[file] += found
+                if is_skipped:
+                    skipped[file] = min(blocks.start, skipped.get(file, blocks.start))
+                else:
+                    on_bytes(min(blocks.stop * BLOCK_BYTES, records[file].size) - blocks.start * BLOCK_BYTES)
 
-        def make_worker() -> Callable[[tuple[str, range]], None]:
-            reader = make_reader()
-            return lambda span: self._compare(reader, *span)
+        return compare
 
-        in_threads(spans, max(1, min(THREADS, len(spans))), make_worker)
-        return [finding for file in self._records for finding in self._findings(file)]
-
-    def _compare(self, reader: ReadsBlocks, file: str, span: range) -> None:
-        record = self._records[file]
-        if len(self._damaged[file]) < MOST_DAMAGED_BLOCKS:
-            damaged = _damaged(reader, self._files.path_of(file), record, span)
-            with self._lock:
-                self._damaged[file] += damaged
-                self._on_bytes(min(span.stop * BLOCK_BYTES, record.size) - span.start * BLOCK_BYTES)
-        else:
-            with self._lock:
-                self._skipped[file] = min(span.start, self._skipped.get(file, span.start))
-
-    def _findings(self, file: str) -> list[Finding]:
-        size, findings = self._records[file].size, []
-        for first, last in _consecutive_runs(sorted(self._damaged[file])):
-            begin, end = first * BLOCK_BYTES, min((last + 1) * BLOCK_BYTES, size)
-            text = f"bytes {begin} to {end} are not what was saved: another digest"
-            findings.append(Finding(file, text, self._keys(file, begin, end)))
-        if file in self._skipped:
-            begin = self._skipped[file] * BLOCK_BYTES
-            text = f"the bytes from {begin} on were not read after so much damage"
-            findings.append(Finding(file, text, self._keys(file, begin, math.inf)))
-        return findings
-
-    def _keys(self, file: str, begin: int, end: float) -> tuple[str, ...]:
-        return () if self._contents is None else tuple(self._contents.keys_in(file, begin, end))
+    in_threads(spans, max(1, min(THREADS, len(spans))), make_worker)
+    findings = []
+    for file in sorted(records):
+        for first, last in _consecutive_runs(sorted(damaged[file])):
+            begin, end = first * BLOCK_BYTES, min((last + 1) * BLOCK_BYTES, records[file].size)
+            keys = () if contents is None else tuple(contents.keys_in(file, begin, end))
+            findings.append(Finding(file, f"bytes {begin} to {end} are not what was saved: another digest", keys))
+        if file in skipped:
+            begin = skipped[file] * BLOCK_BYTES
+            keys = () if contents is None else tuple(contents.keys_in(file, begin, math.inf))
+            findings.append(Finding(file, f"the bytes from {begin} on were not read after so much damage", keys))
+    return findings
 
 
 def verify_file(reader: ReadsBlocks, path: Path, record: FileRecord, on_bytes: Callable[[int], object]) -> None:

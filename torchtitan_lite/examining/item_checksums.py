@@ -22,6 +22,7 @@ from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.untrusted.inert_pickle import AnyName, InertPickleError, parse_pickle
 from torchtitan_lite.checkpoint.untrusted.stock_item import Read, StockEntry, directory, item_reader, locate
 from torchtitan_lite.disk.threads import in_threads
+from torchtitan_lite.examining.file_digests import Finding
 from torchtitan_lite.examining.presence import reading
 from torchtitan_lite.store.place import Place
 
@@ -58,13 +59,16 @@ class PlacedItem(NamedTuple):
 
 
 @dataclass
-class CheckedItems:
-    """What `check_items` found."""
+class Checked:
+    """What reading every byte of a checkpoint found."""
 
-    damaged: list[tuple[PlacedItem, str]] = field(default_factory=list)
+    findings: tuple[Finding, ...] = ()
+    num_items: int = 0
+    """Items that were checked one by one, because their file has no digests."""
     num_without_checksum: int = 0
-    with_nan: set[str] = field(default_factory=set)
-    """The keys of tensors in which `finder` found NaN."""
+    """Those of them that have no checksum for their data."""
+    nan_in: list[str] = field(default_factory=list)
+    """The tensors with NaN, among those whose files have no digests: a manifest says it of the others."""
 
 
 Finder = Callable[[str], Callable[[bytes], bool]]
@@ -82,12 +86,13 @@ class _Wrong(ValueError):
 
 def check_items(
     folder: Place, items: Sequence[PlacedItem], on_bytes: Callable[[int], None], finder: Finder = find_nothing
-) -> CheckedItems:
-    """Read all of each of `items`; return which of them are damaged, in their order, and how many have no checksum.
+) -> Checked:
+    """Read all of each of `items`; return what is wrong with them, in their order, and how many have no checksum.
 
     `on_bytes` receives the length of each item. Raises `CheckpointUnreadable` for an error of the machine.
     """
-    checked, lock, files = CheckedItems(), threading.Lock(), files_of(folder)
+    checked, lock, files = Checked(num_items=len(items)), threading.Lock(), files_of(folder)
+    damaged: list[tuple[Item, Finding]] = []
     # One file at a time: a checkpoint may have more of them than a process may open.
     for file, of_file in groupby(sorted(items, key=lambda place: place.item), key=lambda place: place.item.file):
         places = list(of_file)
@@ -99,14 +104,13 @@ def check_items(
                 text, has_checksum = _item_finding(read, place, elements)
                 with lock:
                     checked.num_without_checksum += not has_checksum
-                    if elements.is_found:
-                        checked.with_nan.add(place.key)
+                    checked.nan_in += [place.key] * elements.is_found
                     if text:
-                        checked.damaged.append((place, text))
+                        damaged.append((place.item, Finding(place.item.file, text, (place.key,))))
                     on_bytes(place.item.length)
 
             in_threads(places, min(THREADS, len(places)), lambda check=check: check)  # type: ignore[misc]  # of a default
-    checked.damaged.sort(key=lambda found: found[0].item)
+    checked.findings = tuple(finding for _, finding in sorted(damaged, key=lambda found: found[0]))
     return checked
 
 

@@ -64,27 +64,21 @@ def refuse_if_gone(folder: Place, identity: Identity | None) -> None:
 
 
 @contextmanager
-def reporting_removal(*folders: Place) -> Iterator[None]:
-    """In place of an error of reading, raise `CheckpointNotFound` if one of `folders` was removed or replaced."""
-    before = {folder: checkpoint_identity(folder) for folder in folders}
+def reporting_removal(*folders: Place, always: bool = False) -> Iterator[None]:
+    """In place of an error of reading, raise `CheckpointNotFound` if one of `folders` was removed or replaced.
+
+    `always`: also where nothing failed, because parts of two checkpoints may have been read.
+    """
+    before = {folder: identity for folder in folders if (identity := checkpoint_identity(folder)) is not None}
+
+    def refuse() -> None:
+        for folder, identity in before.items():
+            refuse_if_gone(folder, identity)
+
     try:
         yield
     except (CheckpointDamaged, CheckpointUnreadable, CheckpointUnsafe, FileNotFoundError):
-        _refuse_gone(before)
+        refuse()
         raise
-
-
-@contextmanager
-def present(*folders: Place) -> Iterator[None]:
-    """Raise `CheckpointNotFound` if one of `folders` was removed or replaced, also where nothing failed meanwhile."""
-    before = {folder: checkpoint_identity(folder) for folder in folders}
-    with reporting_removal(*folders):
-        yield
-    # Parts of two checkpoints may have been read.
-    _refuse_gone(before)
-
-
-def _refuse_gone(before: dict[Place, Identity | None]) -> None:
-    for folder, identity in before.items():
-        if identity is not None:
-            refuse_if_gone(folder, identity)
+    if always:
+        refuse()

@@ -26,8 +26,8 @@ from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.read_requests import ReadsBlocks
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnreadable, CheckpointUnsafe
-from torchtitan_lite.examining.file_digests import FileDigests, Finding, OnBytes
-from torchtitan_lite.examining.item_checksums import CheckedItems, PlacedItem, check_items
+from torchtitan_lite.examining.file_digests import Finding, OnBytes, compare_digests
+from torchtitan_lite.examining.item_checksums import Checked, PlacedItem, check_items
 from torchtitan_lite.examining.opened import absence
 from torchtitan_lite.examining.other_libraries import contents_in, contents_of, description_of
 from torchtitan_lite.examining.presence import checkpoint_identity, reading, refuse_if_gone
@@ -88,19 +88,6 @@ class Looked:
         return described.files if described is not None else {}
 
 
-@dataclass(frozen=True)
-class Read:
-    """What reading every byte of a checkpoint found."""
-
-    findings: tuple[Finding, ...]
-    num_items: int = 0
-    """Items that were checked one by one, because their file has no digests."""
-    num_without_checksum: int = 0
-    """Those of them that have no checksum for their data."""
-    nan_in: tuple[str, ...] = ()
-    """The tensors with NaN, among those whose files have no digests: a manifest says it of the others."""
-
-
 def look_at(folder: Place, record: Path | None = None) -> Looked:
     """Check the checkpoint in `folder`: its manifest, names, sizes, and that chunks cover each tensor exactly once.
 
@@ -123,52 +110,44 @@ def look_at(folder: Place, record: Path | None = None) -> Looked:
 
 def read_through(
     looked: Looked, on_bytes: OnBytes = lambda count: None, make_reader: Callable[[], ReadsBlocks] | None = None
-) -> Read:
+) -> Checked:
     """Read every byte of the files in `looked.sizes` and compare it. Raises as `look_at` does."""
     files, records = files_of(looked.folder), looked.records
     with_digests = {file: records[file] for file in looked.sizes if file in records and records[file].blocks}
     items = list(_placed_items(looked, looked.sizes.keys() - with_digests.keys()))
     try:
-        digests = FileDigests(files, with_digests, looked.contents, on_bytes)
-        findings = digests.compare(make_reader or files.thread_reader)
-        read = _without_digests(looked, items, on_bytes)
+        make_reader = make_reader or files.thread_reader
+        findings = compare_digests(files, with_digests, looked.contents, on_bytes, make_reader)
+        checked = _without_digests(looked, items, on_bytes)
     except CheckpointUnreadable:
         refuse_if_gone(looked.path, looked.identity)
         raise
-    findings += read.findings
+    checked.findings = (*findings, *checked.findings)
     if looked.manifest is not None and DCP_METADATA in looked.manifest.extra and looked.path.is_dir():
-        findings += _of_added_metadata(on_disk(looked.path))
-    if findings:
+        checked.findings += tuple(_of_added_metadata(on_disk(looked.path)))
+    if checked.findings:
         refuse_if_gone(looked.path, looked.identity)
-    return dataclasses.replace(read, findings=tuple(findings))
+    return checked
 
 
-def _without_digests(looked: Looked, items: Sequence[PlacedItem], on_bytes: OnBytes) -> Read:
+def _without_digests(looked: Looked, items: Sequence[PlacedItem], on_bytes: OnBytes) -> Checked:
     """Read `items`, and the tensors that are none; each tensor with NaN is named if no file has digests."""
     contents = looked.contents
     if contents is None or looked.has_digests:
-        checked = check_items(looked.folder, items, on_bytes)
-        return Read(_findings_of(checked), len(items), checked.num_without_checksum)
+        return check_items(looked.folder, items, on_bytes)
     from torchtitan_lite.examining.bare_tensors import finder, nan_in  # numpy, which is seldom needed.
 
-    findings: tuple[Finding, ...] = ()
-    with_nan: set[str] = set()
+    checked = check_items(looked.folder, items, on_bytes, finder)
     try:
         if looked.num_bare and not looked.findings:
-            with_nan = {*nan_in(looked.folder, contents, on_bytes)}
+            checked.nan_in += nan_in(looked.folder, contents, on_bytes)
     except CheckpointDamaged as error:
-        findings = (finding_of(looked.folder, error),)
-    checked = check_items(looked.folder, items, on_bytes, finder)
-    return Read(
-        (*findings, *_findings_of(checked)),
-        len(items) + looked.num_bare,
-        checked.num_without_checksum + looked.num_bare,
-        tuple(key for key in contents.tensors if key in with_nan | checked.with_nan),
-    )
-
-
-def _findings_of(checked: CheckedItems) -> tuple[Finding, ...]:
-    return tuple(Finding(place.item.file, text, (place.key,)) for place, text in checked.damaged)
+        checked.findings = (finding_of(looked.folder, error), *checked.findings)
+    checked.num_items += looked.num_bare
+    checked.num_without_checksum += looked.num_bare
+    found = {*checked.nan_in}
+    checked.nan_in = [key for key in contents.tensors if key in found]
+    return checked
 
 
 def _looked(looked: Looked, record: Path | None) -> Looked:

@@ -19,8 +19,7 @@ import numpy.typing as npt
 
 from torchtitan_lite.checkpoint.format.contents import Contents, Shape
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.examining.cut import Cut, cuts_of
-from torchtitan_lite.examining.tensor_stream import TensorStream
+from torchtitan_lite.examining.tensor_stream import Cut, TensorStream, cuts_of
 from torchtitan_lite.store.place import Place
 
 Order = Literal["halves", "pairs"]

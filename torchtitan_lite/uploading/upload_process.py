@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from torchtitan_lite import faults, log
 from torchtitan_lite.disk.helper import Helper, Line
@@ -161,14 +162,11 @@ class _Reporter:
 
     def __call__(self, state: State) -> None:
         now = time.monotonic()
-        is_more = _without_bytes(state) != _without_bytes(self._last)
+        last = replace(self._last, sent_bytes=state.sent_bytes, new_bytes=state.new_bytes)
+        is_more = replace(last, missing_bytes=state.missing_bytes) != state
         if is_more or now - self._at >= _REPORT_SECONDS:
             self._line.send(state)
             self._last, self._at = state, now
-
-
-def _without_bytes(state: State) -> tuple[object, ...]:
-    return state.stored, state.uploading, state.waiting, state.problem, state.is_refused, state.is_lasting, state.tried
 
 
 def serve(job: tuple[UploadJob, str], lines: Sequence[Line], fds: Sequence[int]) -> None:

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from torchtitan_lite import faults
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
-from torchtitan_lite.disk.block_writer import aligned
+from torchtitan_lite.disk.block_writer import Bounced
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, num_blocks
 from torchtitan_lite.disk.plain_file import sizes_of
 from torchtitan_lite.disk.rate import Rate
-from torchtitan_lite.disk.read_requests import Piece, request_memory
+from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, CheckpointUnreadable, SaveFailed, UploadRefused
 from torchtitan_lite.events import Emit, Event, Uploaded, UploadFailed, ignore
 from torchtitan_lite.log import logger, readable_bytes
@@ -355,7 +355,7 @@ def upload_all(job: UploadJob, report: Callable[[State], None]) -> int:
     return count
 
 
-class StoredFile:
+class StoredFile(Bounced):
     """The contents of the file `path`, whose `record` is known; `wait_for` is called with the bytes of each read.
 
     Each block is verified before it is sent. Reading raises CheckpointDamaged for a block that has another digest, and
@@ -366,28 +366,14 @@ class StoredFile:
     threads = 1
 
     def __init__(self, path: Path, record: FileRecord, wait_for: Callable[[int], None]) -> None:
-        self.num_bytes = record.size
-        self.record: FileRecord | None = record
+        super().__init__(record.size, self._fill_verified)
+        self.record = record
         self._path, self._wait_for, self._reader = path, wait_for, BlockReader(threads=1)
 
-    def reader(self, request_bytes: int) -> Callable[[int, int], memoryview]:
-        buffer = request_memory(request_bytes)
-
-        def read(begin: int, end: int) -> memoryview:
-            self._read(buffer[: end - begin], begin)
-            return buffer[: aligned(end - begin)]
-
-        return read
-
-    def kept(self, begin: int, end: int) -> memoryview:
-        memory = memoryview(bytearray(end - begin))
-        self._read(memory, begin)
-        return memory
-
-    def _read(self, into: memoryview, begin: int) -> None:
-        self._wait_for(len(into))
+    def _fill_verified(self, buffer: memoryview, begin: int, end: int) -> None:
+        self._wait_for(end - begin)
         try:
-            self._reader.read(self._path, self.record, [Piece(begin, into)])
+            self._reader.read(self._path, self.record, [Piece(begin, buffer[: end - begin])])
         except (DamagedRange, CheckpointUnreadable) as error:
             finding = error.finding if isinstance(error, DamagedRange) else error.cause
             raise CheckpointDamaged(str(self._path.parent), f"{self._path.name}: {finding}") from None

@@ -253,7 +253,7 @@ def test_cut_anywhere_the_checkpoint_is_as_before_and_the_next_call_finishes(ste
     for at in range(1, 9):
         folder = Path(shutil.copytree(step, tmp_path / "cut" / "step-4"))
         try:
-            add_metadata(folder, CutWrites(at))
+            add_metadata(folder, Cut(at))
         except Crash:
             after = contents(folder)
             assert {key: after[key] for key in before} == before
@@ -267,20 +267,11 @@ def test_cut_anywhere_the_checkpoint_is_as_before_and_the_next_call_finishes(ste
     assert 4 < at < 8, "each operation was cut once, and then none"
 
 
-class CutWrites(Cut):
-    """Stops at a write, too, of which half is done."""
-
-    def write_at(self, fd: int, data: memoryview, offset: int) -> int:
-        half = super().write_at(fd, data[: len(data) // 2 or 1], offset)
-        if offset == 0:
-            self._operation()
-        return half
-
-
 def test_a_full_disk_leaves_nothing_and_names_the_folder(step: Path) -> None:
     class Full(Cut):
-        def write_at(self, fd: int, data: memoryview, offset: int) -> int:
-            raise OSError(28, "No space left on device")
+        def write_file(self, path: Path, data: bytes) -> None:
+            path.write_bytes(data[:100])
+            raise OSError(28, "No space left on device", str(path))
 
     before = contents(step)
     with pytest.raises(OSError, match=f"No space left on device: '{step}/"):
@@ -293,9 +284,10 @@ def test_a_job_that_replaces_the_step_meanwhile_keeps_what_it_wrote(step: Path, 
     expected = contents(other)
 
     class Replacing(Cut):
-        def fsync_file(self, fd: int) -> None:
+        def replace(self, src: Path, dst: Path) -> None:
             step.rename(step.with_name("before"))
             other.rename(step)
+            super().replace(src, dst)
 
     with pytest.raises(CheckpointNotFound, match="was removed or replaced meanwhile"):
         add_metadata(step, Replacing())
@@ -306,9 +298,10 @@ def test_of_two_that_add_it_one_is_refused(step: Path) -> None:
     may_end, has_begun = threading.Event(), threading.Event()
 
     class Slow(Cut):
-        def fsync_file(self, fd: int) -> None:
+        def write_file(self, path: Path, data: bytes) -> None:
             has_begun.set()
             may_end.wait()
+            super().write_file(path, data)
 
     thread = threading.Thread(target=add_metadata, args=(step, Slow()))
     thread.start()

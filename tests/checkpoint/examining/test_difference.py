@@ -22,7 +22,7 @@ from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnreadable
 from torchtitan_lite.examining.difference import Difference, ValuesByDigest, compare_checkpoints, digest_of
 from torchtitan_lite.examining.opened import OpenedCheckpoint, open_checkpoint
-from torchtitan_lite.examining.presence import present
+from torchtitan_lite.examining.presence import reporting_removal
 from torchtitan_lite.examining.value_difference import EQUAL, ValueDifference, compare_values
 from torchtitan_lite.store.manifest import Table
 
@@ -284,13 +284,13 @@ def test_a_tensor_of_many_slices_in_another_cut(tmp_path: Path) -> None:
 def test_a_checkpoint_that_is_removed_or_replaced_meanwhile_is_no_damage(tmp_path: Path) -> None:
     a, b = plain(tmp_path / "a", t=torch.rand(9)), plain(tmp_path / "b", t=torch.rand(9))
     gone = "it was removed or replaced while it was read"
-    with pytest.raises(CheckpointNotFound, match=gone), present(a.folder, b.folder):
+    with pytest.raises(CheckpointNotFound, match=gone), reporting_removal(a.folder, b.folder, always=True):
         (b.folder / ".metadata").unlink()
         shutil.copy(a.folder / ".metadata", b.folder / ".metadata")
-    with pytest.raises(CheckpointNotFound, match=gone), present(a.folder, b.folder):
+    with pytest.raises(CheckpointNotFound, match=gone), reporting_removal(a.folder, b.folder, always=True):
         shutil.rmtree(b.folder)
         list(compare_values(a, b, ["t"]))
-    with pytest.raises(CheckpointUnreadable), present(a.folder, b.folder):
+    with pytest.raises(CheckpointUnreadable), reporting_removal(a.folder, b.folder, always=True):
         list(compare_values(a, b, ["t"]))
 
 

@@ -23,8 +23,7 @@ from tests.store.filled import flip
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
 from torchtitan_lite.examining import tensor_stream
-from torchtitan_lite.examining.cut import cuts
-from torchtitan_lite.examining.tensor_stream import TensorStream
+from torchtitan_lite.examining.tensor_stream import TensorStream, cuts
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.checkpoint.reading.foreign_folders import save_plain
-from torchtitan_lite.examining.cut import Cut
 from torchtitan_lite.examining.opened import OpenedCheckpoint, open_checkpoint
-from torchtitan_lite.examining.tensor_stream import TensorStream
+from torchtitan_lite.examining.tensor_stream import Cut, TensorStream
 from torchtitan_lite.hugging_face.rotary_rows import Order, ReorderedStream, rows_in_order
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
