@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from torchtitan_lite.bucket.head import Entry, Head, Status
 from torchtitan_lite.bucket.head_file import HeadFile
 from torchtitan_lite.bucket.head_lease import BucketLease, HeldHead, delete_attempt
-from torchtitan_lite.bucket.identity import id_of, make_id, probe
+from torchtitan_lite.bucket.identity import folder_id, probe
 from torchtitan_lite.bucket.manifests import AttemptManifests, read_manifest, size_findings
 from torchtitan_lite.bucket.naming import AttemptObjects, attempts_in, beat_key, parse_beat
 from torchtitan_lite.bucket.object_upload import PART_BYTES, ObjectToUpload
@@ -136,7 +136,7 @@ class BucketStore(StoresCheckpoints):
             return HolderSeen(holder, math.inf)
 
     def folder_id(self, *, make: bool) -> str:
-        return make_id(self._objects, self._probe) if make else id_of(self._objects)
+        return folder_id(self._objects, self._probe, make=make)
 
     def head(self) -> Head:
         """Return the head; where it is lost or damaged, what the next start makes of the manifests."""

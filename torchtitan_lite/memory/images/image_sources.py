@@ -32,7 +32,7 @@ from torchtitan_lite.log import counted, logger
 from torchtitan_lite.memory.images.card import Commit, ImageKey, commit_of, commits_in, rests_in, same_contents
 from torchtitan_lite.memory.images.held_images import Complete, HeldImages
 from torchtitan_lite.memory.images.mapped_reader import FilesInMemory
-from torchtitan_lite.memory.images.snapshot_match import ChosenOnDisk, OnDisk, why_not
+from torchtitan_lite.memory.images.snapshot_match import OnDisk, why_not
 from torchtitan_lite.memory.images.tier import TakenOver, Tier
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
@@ -325,9 +325,6 @@ def _state_on_disk(
     store: StoresCheckpoints, chosen: LoadSource | None, wanted: int, config: Checkpoint, *, is_exact: bool
 ) -> OnDisk:
     latest, start = _latest_commit(store)
-    on_disk = None
-    if chosen is not None and not chosen.initial:
-        on_disk = ChosenOnDisk(step=chosen.step, lineage=chosen.lineage, begins_branch=chosen.is_explicit)
     return OnDisk(
         folder_id=store.folder_id(make=False),
         latest=latest,
@@ -337,7 +334,7 @@ def _state_on_disk(
         wanted=wanted,
         is_exact=is_exact,
         new_branch=config.new_branch,
-        chosen=on_disk,
+        chosen=None if chosen is None or chosen.initial else chosen,
     )
 
 

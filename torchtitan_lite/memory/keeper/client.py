@@ -160,14 +160,12 @@ class Keeper:
             self._ask({"what": "keep", "name": name, "start": self._start_id}, fds, may_free=True)
 
     def drop(self, names: Sequence[str]) -> None:
-        """Let the keeper close what it holds under `names`; return when it has. Unknown names are no error.
+        """Let the keeper close what it holds under `names`, some of its own; return when it has. None need be there.
 
         Raises `KeeperUnavailable`.
         """
         with self._as_unavailable(), suppress(NoKeeper, HungUp):
-            for first in range(0, len(names), messages.MAX_ENTRIES):
-                some = list(names[first : first + messages.MAX_ENTRIES])
-                self._ask({"what": "drop", "names": some}, may_free=True)
+            self._ask({"what": "drop", "names": list(names)}, may_free=True)
 
     def held(self, start_id: str | None = None) -> list[HeldMemory]:
         """Return what the keeper holds, with new descriptors; nothing if there is no keeper.
