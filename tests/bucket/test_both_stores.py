@@ -14,7 +14,7 @@ import pytest
 from tests.disk.sources import bounced
 from tests.store.filled import manifest_of
 from torchtitan_lite.bucket.bucket_store import BucketStore
-from torchtitan_lite.bucket.obstore_objects import connect
+from torchtitan_lite.bucket.objects import connect
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.read_requests import Piece

@@ -25,8 +25,7 @@ from torchtitan_lite.bucket.identity import folder_id, probe
 from torchtitan_lite.bucket.manifests import AttemptManifests, read_manifest, size_findings
 from torchtitan_lite.bucket.naming import AttemptObjects, attempts_in, beat_key, parse_beat
 from torchtitan_lite.bucket.object_upload import PART_BYTES, ObjectToUpload
-from torchtitan_lite.bucket.objects import Objects
-from torchtitan_lite.bucket.obstore_objects import connect
+from torchtitan_lite.bucket.objects import Objects, connect
 from torchtitan_lite.bucket.recovery import rebuilt
 from torchtitan_lite.bucket.s3_parts import S3Parts, s3_parts_at
 from torchtitan_lite.bucket.saves import BucketSaves

@@ -11,16 +11,20 @@ import os
 import shlex
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
-from torchtitan_lite.checkpoint.staging.arena import StagingArena
 from torchtitan_lite.disk.threads import end_at_exit, is_finished
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.log import logger
 from torchtitan_lite.memory.images.card import MOST_COMMITS, Commit, commit_of
 from torchtitan_lite.memory.keeper.client import Keeper
 from torchtitan_lite.store.manifest import CheckpointInfo
+
+if TYPE_CHECKING:
+    from torchtitan_lite.checkpoint.staging.arena import (
+        StagingArena,  # It loads torch, which a look at images needs not.
+    )
 
 MOST_KEEPERS = 4
 """Of one start of a job. More would hardly live longer than these did."""
