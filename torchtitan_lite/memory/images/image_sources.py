@@ -303,12 +303,12 @@ def prefer_memory(
         return chosen
     disk = _state_on_disk(store, chosen, wanted, config, is_exact=is_exact)
     for each in images.complete:
-        if each.key in images.left_out:
+        if each.image.key in images.left_out:
             continue
         reason = why_not(each.image, disk) or _difference_from_disk(each, chosen)
         if not reason:
             return _memory_source(each, store, chosen, config)
-        logger.info("The in-memory snapshot of step %d is not used: %s", each.key.step, reason)
+        logger.info("The in-memory snapshot of step %d is not used: %s", each.image.key.step, reason)
     return chosen
 
 
@@ -353,13 +353,13 @@ def _difference_from_disk(each: Complete, chosen: LoadSource | None) -> str:
 
 def _is_copy_of_disk(each: Complete, chosen: LoadSource) -> bool:
     """Return whether the images should be a copy of `chosen`: of the same step, unless the run counts again."""
-    return not chosen.initial and not chosen.lineage.counts_again and chosen.step == each.key.step
+    return not chosen.initial and not chosen.lineage.counts_again and chosen.step == each.image.key.step
 
 
 def _memory_source(
     each: Complete, store: StoresCheckpoints, chosen: LoadSource | None, config: Checkpoint
 ) -> LoadSource:
-    manifest, key = each.manifest, each.key
+    manifest, key = each.manifest, each.image.key
     has_other = chosen is not None and not chosen.model_only and not chosen.initial
     # Next to a run that counts again the disk would not restore all that a load changes.
     counts_again = chosen is not None and not chosen.initial and chosen.lineage.counts_again
