@@ -251,11 +251,7 @@ class KeptImages(FoundImages):
 
     def finished(self, run_id: str) -> None:
         super().finished(run_id)
-        # The keeper holds nothing any more, so `close` of the stager frees the memory.
-        for slot in self.stager.pool.slots:
-            if slot.arena is not None:
-                slot.arena.is_kept = False
-        self._former.forget_keeper()
+        self._former.close()
 
     def close(self) -> None:
         self.marker.close(CLOSE_SECONDS)

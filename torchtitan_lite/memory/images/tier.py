@@ -166,6 +166,9 @@ class Tier:
                     pid,
                 )
             self.is_off = True
+            # So that whoever has an arena frees its memory with it.
+            for arena in self._names:
+                arena.is_kept = False
         self._forget_kept()
 
     def _join(self) -> bool:
