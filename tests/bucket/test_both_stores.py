@@ -37,8 +37,8 @@ from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.stores import open_store
 
 DATA = layout.data_file(0, 0)
-ONCE = {"identity", "committed", "latest", "damaged", "unreadable"}
-"""What both stores have from their base class."""
+ONCE = {"identity", "committed", "latest", "damaged", "unreadable", "listed", "unmanaged", "send"}
+"""What the base class does, for both stores or for one of them."""
 
 
 @pytest.mark.parametrize("kind", [CheckpointStore, BucketStore])

@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 
 from torchtitan_lite import faults
-from torchtitan_lite.disk.block_writer import LOOK_SECONDS, FileSource, NewFileOnDisk
+from torchtitan_lite.disk.block_writer import LOOK_SECONDS, NewFileOnDisk
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import DISK, Durable, naming
 from torchtitan_lite.disk.plain_file import read_plain, sizes_of
@@ -76,6 +76,7 @@ class CheckpointStore(StoresCheckpoints):
     ) -> None:
         # A save in a thread must survive a change of the working directory.
         self.root: Path = Path(root).absolute()
+        self.address = str(self.root)
         self.durable = durable
         self._look_seconds = look_seconds
         self._exclusive = process_lock(self.address)
@@ -87,10 +88,6 @@ class CheckpointStore(StoresCheckpoints):
         self._lease: FolderLease | None = None
         self._manifests = KnownManifests(self.root, now_ns)
         self._retired = RetiredCheckpoints(self.root, durable, self._manifests)
-
-    @property
-    def address(self) -> str:
-        return str(self.root)
 
     def place_of(self, name: str) -> Path:
         return self.root / name
@@ -175,9 +172,6 @@ class CheckpointStore(StoresCheckpoints):
     def new_file(self, place: str, name: str) -> NewFileOnDisk:
         look_seconds = 0.0 if place == self._begun else self._look_seconds
         return NewFileOnDisk(self.root / place / name, look_seconds, self.durable)
-
-    def send(self, place: str, name: str, source: FileSource) -> None:
-        self.new_file(place, name).write(source)
 
     def remove_cut(self, kept: str) -> None:
         """Do nothing: what was cut is in the folder of its save."""
