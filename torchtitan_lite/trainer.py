@@ -35,7 +35,7 @@ from torchtitan_lite.distributed.groups import counts_of
 from torchtitan_lite.distributed.host_mismatch import HostView, alike, versions_and_config
 from torchtitan_lite.distributed.peers import build_peers
 from torchtitan_lite.distributed.process_group import World, shorten_timeouts
-from torchtitan_lite.distributed.reduce import broadcast_from_first, max_over_ranks, mean_over_ranks
+from torchtitan_lite.distributed.reduce import max_over_ranks, mean_over_ranks
 from torchtitan_lite.divergence import DivergenceCheck
 from torchtitan_lite.dry_run import as_built, report_start
 from torchtitan_lite.errors import TrainingDiverged
@@ -76,11 +76,11 @@ class Trainer:
     def __init__(self, config: JobConfig, world: World, *, began: float | None = None) -> None:
         self.config, self.world = config, world
         self.dump_folder = Path(config.job.dump_folder).absolute()
-        seed = config.training.seed if config.training.seed is not None else random.SystemRandom().randrange(2**31)
-        self.seed = broadcast_from_first(seed, world.device)
         self.peers = build_peers(config, simulated=world.is_simulated)
         # Before any exchange that not all ranks would come to, with another configuration or version.
         alike(lambda: versions_and_config(config), HostView, self.peers)
+        seed = config.training.seed
+        self.seed = self.peers.on_coordinator(lambda: random.SystemRandom().randrange(2**31) if seed is None else seed)
         self.tokenizer = self.peers.together(lambda: build_tokenizer(config.model.tokenizer_path))
         self.args = build_model_args(
             config.model, vocab_size=self.tokenizer.vocab_size, seq_len=config.training.seq_len
