@@ -375,7 +375,8 @@ class StoredFile(Bounced):
         try:
             self._reader.read(self._path, self.record, [Piece(begin, buffer[: end - begin])])
         except (DamagedRange, CheckpointUnreadable) as error:
-            finding = error.finding if isinstance(error, DamagedRange) else error.cause
+            where = f"bytes {error.begin} to {error.end}: " if isinstance(error, DamagedRange) else ""
+            finding = where + (error.finding if isinstance(error, DamagedRange) else error.cause)
             raise CheckpointDamaged(str(self._path.parent), f"{self._path.name}: {finding}") from None
 
 
