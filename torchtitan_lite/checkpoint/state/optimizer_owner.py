@@ -48,9 +48,6 @@ without parameters, and a complete state dict."""
 class Owner:
     """Reads and replaces the state of one `optimizer`."""
 
-    reads_in_place = False
-    """Whether the tensors that `read` returns are the optimizer's own, so that a load may read into them."""
-
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
@@ -59,7 +56,10 @@ class Owner:
         return {}
 
     def read(self) -> OptimizerState:
-        """Return the current state. Its tensors are live where the optimizer's own state dict has live ones."""
+        """Return the current state: live tensors where the optimizer's own state dict has such, else copies.
+
+        A load may read into either, because `take` gets what was read.
+        """
         raise NotImplementedError
 
     def make_first_states(self) -> None:
@@ -85,8 +85,6 @@ class Owner:
 
 class PlainOwner(Owner):
     """An optimizer whose state dict has `state`, by the parameter's number, and `param_groups`."""
-
-    reads_in_place = True
 
     def __init__(self, optimizer: Any, names: Mapping[torch.Tensor, Sequence[str]]) -> None:
         super().__init__(optimizer)

@@ -304,13 +304,12 @@ class OptimizerWrapper:
             state, likes, first = owner.read(), owner.likes(), owner.first_states()
             for at, group in enumerate(state.groups):
                 for name in group.names:
-                    live = state.states.get(name, {}) if owner.reads_in_place else {}
                     slots[name] = ParameterSlot(
                         aliases.get(name, (name,)),
                         (number, at),
                         likes[name],
                         group.settings,
-                        live,
+                        state.states.get(name, {}),
                         first.get(name, {}),
                         owner_of(self._state_owner, name, world_size()),
                     )
