@@ -61,6 +61,10 @@ class Chunk(NamedTuple):
         """The number of its elements."""
         return math.prod(self.sizes)
 
+    def place(self, itemsize: int) -> Item:
+        """Return the bytes of its file that have to be read for its elements, of `itemsize` bytes each."""
+        return self.item or Item(self.file, self.at or 0, self.numel * itemsize)
+
 
 _INT64 = 1 << 63
 _MOST_CORNERS = 1 << 24

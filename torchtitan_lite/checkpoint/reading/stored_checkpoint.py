@@ -173,8 +173,8 @@ class StoredCheckpoint:
         """Return the nested state `name` as it was saved; sharded tensors are read into those of `own`. **Collective**.
 
         Top-level entries for whose name `leave_out` returns True are not read. On every rank, raises
-        `CheckpointMismatch` if the checkpoint has no such state, or one with other sharded tensors, or if it is older
-        than format 3 and neither it nor `own` shows the type of a key.
+        `CheckpointMismatch` if the checkpoint has no such state, or one with other sharded tensors, or if it is of
+        plain DCP and neither it nor `own` shows the type of a key.
         """
         prefix = f"{name}."
         sharded = self._peers.together(lambda: self._sharded(name, own))
