@@ -7,7 +7,7 @@ it.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,6 @@ from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
 from torchtitan_lite.examining.opened import open_checkpoint
 from torchtitan_lite.examining.tensor_stream import TensorStream
-from torchtitan_lite.importing.wanted import Weight
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table
 
@@ -46,9 +45,9 @@ class Form(NamedTuple):
 
 
 def write_seed(
-    out: Path, weights: Sequence[Weight], stream: TensorStream, form: Form, progress: Progress, extra: dict[str, Any]
+    out: Path, weights: Mapping[str, str], stream: TensorStream, form: Form, progress: Progress, extra: dict[str, Any]
 ) -> NewOutput:
-    """Write `weights`, read from `stream`, as a seed checkpoint to the new folder `out`.
+    """Write `weights`, by name that in `stream`, as a seed checkpoint to the new folder `out`.
 
     `extra` goes into its manifest. Raises ConfigError before anything is written, what the stream raises, and OSError;
     whatever it raises, `out` is not there then.
@@ -77,14 +76,14 @@ def refuse_out(out: Path) -> None:
         raise ConfigError(f"{out} is the name of step {step}, and imported weights are step 0: name OUT step-0")
 
 
-def _state(weights: Sequence[Weight], stream: TensorStream, dtype: str) -> NewState:
+def _state(weights: Mapping[str, str], stream: TensorStream, dtype: str) -> NewState:
     tensors = {}
-    for name, source in weights:
+    for name, source in weights.items():
         before = dtype_name(stream.contents.tensors[source].dtype)
         if before not in DTYPES:
             raise ConfigError(f"{source} is {before}, which PyTorch {torch.__version__} does not have")
         tensors[f"{_MODEL}.{name}"] = NewTensor.of(stream.contents, source, dtype)
-    return NewState(tensors, {}, {f"{_MODEL}.{name}": (_MODEL, name) for name, _ in weights})
+    return NewState(tensors, {}, {f"{_MODEL}.{name}": (_MODEL, name) for name in weights})
 
 
 def _seed_manifest(state: NewState, written: Written, extra: dict[str, Any]) -> Manifest:

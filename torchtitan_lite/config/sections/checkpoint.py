@@ -21,9 +21,6 @@ from torchtitan_lite.config.sections.training import DtypeName
 from torchtitan_lite.errors import ConfigError
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
-IntervalType = Literal["steps", "seconds", "auto", "none"]
-VerifyOnLoad = Literal["off", "size", "full", "full_alone"]
-WhenBusy = Literal["wait", "skip"]
 DcpMetadata = Literal["auto", "always", "never"]
 DigestTime = Literal["save", "load", "staging", "ranks"]
 Strictness = Literal["error", "warn", "ignore"]
@@ -119,7 +116,7 @@ class _Written:
 class _Times:
     """When a run saves."""
 
-    interval_type: IntervalType = "steps"
+    interval_type: Literal["steps", "seconds", "auto", "none"] = "steps"
     """When to save. "steps" and "seconds": every `interval` of them. "auto": so that the time lost to saves and to
     failures is least, as measured. "none": only for at_steps, or_every_seconds, save(now=True) and the last step.
     Seconds count from the start of the training loop and then from each save; all ranks save at the same step.
@@ -314,7 +311,7 @@ class _Loaded:
     """What a missing, unexpected or mismatched tensor causes: an error, a warning or nothing. With the last two the
     other tensors are loaded."""
 
-    verify_on_load: VerifyOnLoad = "full"
+    verify_on_load: Literal["off", "size", "full", "full_alone"] = "full"
     """What a load checks before it uses a checkpoint. "full": every byte that it reads, in the same pass, against the
     digests taken at the save; "full_alone": the same, and no rank takes bytes that another one has read; "size": the
     manifest and the sizes of files; "off": only the manifest."""
@@ -358,7 +355,7 @@ class Checkpoint(_Loaded, _Start, _Kept, _Copies, _Times, _Written):
     timeout_seconds: AtLeastOne = 1800
     """Longest wait, in seconds, for a save or a load, its collectives included."""
 
-    when_busy: WhenBusy = "wait"
+    when_busy: Literal["wait", "skip"] = "wait"
     """What to do if a save is due and the last one is not durable yet: "wait" for the last one, or "skip" this one. In
     both cases at most one save is in flight, so there is at most one copy in memory."""
 
