@@ -146,7 +146,7 @@ def _client(address: str, num_bytes: int) -> dict[str, float]:
     import numpy
     import obstore
 
-    from torchtitan_lite.bucket.obstore_objects import connect
+    from torchtitan_lite.bucket.objects import connect
     from torchtitan_lite.config.address import parse_address
 
     objects: Any = connect(parse_address(address))

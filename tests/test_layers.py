@@ -340,7 +340,7 @@ def _choices_decided_by(node: ast.AST) -> list[str]:
     ("part", "packages"),
     [
         ("metrics", TENSORBOARD),
-        ("bucket.obstore_objects", ("obstore",)),
+        ("bucket.objects", ("obstore",)),
         ("bucket.s3_parts", ("boto3", "botocore")),
     ],
 )

@@ -229,7 +229,7 @@ def test_the_loop_of_the_readme_resumes_with_the_installed_package(installed: Pa
 
 def test_the_wheel_is_small_and_has_the_files_of_the_package_and_no_others(wheel: Path) -> None:
     about = f"torchtitan_lite-{__version__}.dist-info"
-    kinds = ("**/*.py", "py.typed", "report/page.*", "train_configs/*.toml")
+    kinds = ("**/*.py", "py.typed", "report/*.html", "report/*.css", "train_configs/*.toml")
     package = ROOT / "torchtitan_lite"
     expected = {f"torchtitan_lite/{path.relative_to(package)}" for kind in kinds for path in package.glob(kind)}
     expected |= {f"{about}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "top_level.txt")}

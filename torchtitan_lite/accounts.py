@@ -7,7 +7,6 @@ to the last beat. `ledger` writes the lines; docs/watching.md describes the part
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.events import Committed, Finished, Loaded, Preempted, is_figure
+from torchtitan_lite.json_lines import object_in
 
 LEDGER_FILE = "ledger.jsonl"
 LATEST_BEAT_FILE = "ledger.now"
@@ -181,7 +181,8 @@ def read_accounts(dump_folder: Path) -> Accounts:
             lines += (dump_folder / name).read_bytes().splitlines()
         except FileNotFoundError:
             continue
-    return accounts(_records(lines))
+    found = (object_in(line) for line in lines)
+    return accounts(record for record in found if record is not None and _is_complete_record(record))
 
 
 def accounts(records: Iterable[Mapping[str, Any]]) -> Accounts:
@@ -228,16 +229,6 @@ def _durable(record: Mapping[str, Any]) -> dict[str, Any]:
     step, seconds = record.get("durable_step"), record.get("at_risk_seconds")
     said = {"durable_step": step} if isinstance(step, int) else {}
     return said | ({"at_risk_seconds": seconds} if is_figure(seconds) else {})
-
-
-def _records(lines: Iterable[bytes]) -> Iterable[dict[str, Any]]:
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict) and _is_complete_record(record):
-            yield record
 
 
 def _is_complete_record(record: Mapping[str, Any]) -> bool:

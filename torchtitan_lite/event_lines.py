@@ -50,10 +50,6 @@ def _field_value(field: Field[Any], value: object) -> Any:
     return kind.unknown if field.default is MISSING else field.default
 
 
-def _is_list_of_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
-
-
 class _Kind(NamedTuple):
     """A type of figures: which values of JSON fit, what makes one of them, what stands for one that is not known."""
 
@@ -66,6 +62,8 @@ _KINDS = {
     "int": _Kind(lambda value: isinstance(value, int) and is_figure(value), int, 0),
     "float": _Kind(is_figure, float, math.nan),
     "str": _Kind(lambda value: isinstance(value, str), str, ""),
-    "tuple[str, ...]": _Kind(_is_list_of_texts, tuple, ()),
+    "tuple[str, ...]": _Kind(
+        lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value), tuple, ()
+    ),
     "Mapping[str, float]": _Kind(lambda value: isinstance(value, dict), dict, {}),
 }

@@ -87,12 +87,21 @@ def start_history(path: Path, loaded_step: int) -> None:
         logger.warning("%s still has the lines of an earlier run: %s. Training continues", path, error)
 
 
+def object_in(text: bytes) -> dict[str, Any] | None:
+    """Return the JSON object in `text`; None if it is none, or damaged."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def whole_lines(data: bytes) -> list[tuple[bytes, dict[str, Any]]]:
     """Return the lines of `data` that are whole JSON objects, each with its newline, and the parsed object."""
     return [
         (line, record)
         for line in data.splitlines(keepends=True)
-        if line.endswith(b"\n") and (record := _object_in_line(line)) is not None
+        if line.endswith(b"\n") and (record := object_in(line)) is not None
     ]
 
 
@@ -117,11 +126,3 @@ def _move_aside(path: Path) -> None:
     free = next(name for number in itertools.count(1) if not (name := path.with_name(f"{path.name}.{number}")).exists())
     DISK.rename(path, free)
     logger.info("Moved %s of an earlier run to %s", path, free.name)
-
-
-def _object_in_line(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None

@@ -35,7 +35,7 @@ from torchtitan_lite.distributed.groups import counts_of
 from torchtitan_lite.distributed.host_mismatch import HostView, alike, versions_and_config
 from torchtitan_lite.distributed.peers import build_peers
 from torchtitan_lite.distributed.process_group import World, shorten_timeouts
-from torchtitan_lite.distributed.reduce import broadcast_from_first, max_over_ranks, mean_over_ranks
+from torchtitan_lite.distributed.reduce import max_over_ranks, mean_over_ranks
 from torchtitan_lite.divergence import DivergenceCheck
 from torchtitan_lite.dry_run import as_built, report_start
 from torchtitan_lite.errors import TrainingDiverged
@@ -56,7 +56,7 @@ from torchtitan_lite.optim import (
     build_optimizers,
     clip_grad_norm_,
 )
-from torchtitan_lite.parallelisms.footprint import footprint
+from torchtitan_lite.parallelisms.footprint import footprint, held_parameters
 from torchtitan_lite.parallelisms.forward_backward import ForwardBackward, build_forward_backward
 from torchtitan_lite.parallelisms.parallelize_llama import parallelize_llama
 from torchtitan_lite.parallelisms.pipeline_llama import Stage, cut_to_stage
@@ -76,11 +76,11 @@ class Trainer:
     def __init__(self, config: JobConfig, world: World, *, began: float | None = None) -> None:
         self.config, self.world = config, world
         self.dump_folder = Path(config.job.dump_folder).absolute()
-        seed = config.training.seed if config.training.seed is not None else random.SystemRandom().randrange(2**31)
-        self.seed = broadcast_from_first(seed, world.device)
         self.peers = build_peers(config, simulated=world.is_simulated)
         # Before any exchange that not all ranks would come to, with another configuration or version.
         alike(lambda: versions_and_config(config), HostView, self.peers)
+        seed = config.training.seed
+        self.seed = self.peers.on_coordinator(lambda: random.SystemRandom().randrange(2**31) if seed is None else seed)
         self.tokenizer = self.peers.together(lambda: build_tokenizer(config.model.tokenizer_path))
         self.args = build_model_args(
             config.model, vocab_size=self.tokenizer.vocab_size, seq_len=config.training.seq_len
@@ -92,10 +92,8 @@ class Trainer:
         self.mesh = self.plan.dims.build_mesh(world.device.type)
         self.num_params = num_params(self._on_meta())
         if config.checkpoint.dry_run:  # Before the data are opened, which this machine may not have.
-            logger.info(
-                "%s",
-                footprint(self.plan, self._build_part, config.training, self.global_batch_size, self.num_params),
-            )
+            held = held_parameters(self.plan, self._build_part)
+            logger.info("%s", footprint(self.plan, held, config.training, self.global_batch_size, self.num_params))
         self.loader = self._build_loader()
         # No other rank compares the stages that a simulated one leaves out.
         stages = self.plan.stages if world.is_simulated else self.plan.stages_of(world.rank)
@@ -165,9 +163,9 @@ class Trainer:
         if not self.config.checkpoint.initial_load_in_hf:
             return None
         # Imported only where it is used: no other start waits for it.
-        from torchtitan_lite.models.llama.imported import import_llama
+        from torchtitan_lite.models.llama.imported import open_expected, write_llama
 
-        return lambda path, out: import_llama(path, out, expected=self.args).notes
+        return lambda path, out: write_llama(open_expected(path, self.args), out).notes
 
     def _check_weights(self, source: Path) -> None:
         from torchtitan_lite.models.llama.imported import open_expected

@@ -30,7 +30,8 @@ FLATS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     # What may accompany a run, and what reads or makes checkpoints without one.
     "extras": (
-        ("accounts", "event_lines", "json_lines"),
+        ("json_lines",),
+        ("accounts", "event_lines"),
         ("memory", "memory.keeper", "uploading", "examining", "hangs"),
         ("converting",),
         ("uploads", "hugging_face", "importing", "memory.images"),

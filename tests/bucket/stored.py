@@ -10,7 +10,7 @@ from typing import Any
 from tests.cli.folders import GOLDEN
 from tests.disk.sources import bounced
 from torchtitan_lite.bucket.bucket_store import BucketStore, open_bucket
-from torchtitan_lite.bucket.obstore_objects import connect
+from torchtitan_lite.bucket.objects import connect
 from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest

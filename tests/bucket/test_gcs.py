@@ -16,12 +16,11 @@ from typing import NamedTuple
 import pytest
 
 from tests.http_server import serving
-from torchtitan_lite.bucket.objects import Condition, ConditionFailed
+from torchtitan_lite.bucket.objects import Condition, ConditionFailed, Objects
 from torchtitan_lite.config.address import parse_address
 
 pytest.importorskip("obstore")
 
-from torchtitan_lite.bucket.obstore_objects import ObstoreObjects  # after the skip
 
 XML = {"Content-Type": "application/xml; charset=UTF-8"}
 NAMESPACE = "xmlns='http://s3.amazonaws.com/doc/2006-03-01/'"
@@ -62,7 +61,7 @@ MISSING = error("NoSuchKey", "The specified key does not exist.")
 
 
 @contextmanager
-def replayed(exchanges: list[Exchange], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObstoreObjects]:
+def replayed(exchanges: list[Exchange], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Objects]:
     """Yield the objects of a server that takes each request of `exchanges` out of them, in any order; none is left."""
     left, unknown, lock = exchanges, list[str](), threading.Lock()
 
@@ -99,7 +98,7 @@ def replayed(exchanges: list[Exchange], folder: Path, monkeypatch: pytest.Monkey
         key.write_text(json.dumps(account | dict.fromkeys(("client_email", "private_key", "private_key_id"), "")))
         monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(key))
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        yield ObstoreObjects(parse_address("gs://bucket/run"), deadline_seconds=8.0, most_tries=1)
+        yield Objects(parse_address("gs://bucket/run"), deadline_seconds=8.0, most_tries=1)
         assert (unknown, left) == ([], [])
 
 

@@ -13,7 +13,7 @@ from tests.bucket.proxy import Proxy, answers, where
 from tests.bucket.stored import flip, held, write
 from tests.cli.command import command
 from tests.disk.sources import bounced
-from torchtitan_lite.bucket.obstore_objects import connect
+from torchtitan_lite.bucket.objects import connect
 from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.digest import BLOCK_BYTES
 from torchtitan_lite.disk.lock_file import locked

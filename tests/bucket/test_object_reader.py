@@ -15,8 +15,7 @@ from tests.bucket import proxy as proxies
 from tests.bucket.proxy import Proxy, where
 from tests.disk.pieces import SIZE, Room, dense, far, pieces_of, ranges
 from torchtitan_lite.bucket.object_reader import GAP_BYTES, ObjectReader
-from torchtitan_lite.bucket.objects import ObjectPath, Objects
-from torchtitan_lite.bucket.obstore_objects import ObstoreObjects, connect
+from torchtitan_lite.bucket.objects import ObjectPath, Objects, connect
 from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
@@ -41,9 +40,9 @@ def file(folder: str) -> Path:
 
 
 @pytest.fixture
-def proxied(objects: Objects, proxy: Proxy, folder: str) -> ObstoreObjects:
+def proxied(objects: Objects, proxy: Proxy, folder: str) -> Objects:
     """The same objects through the proxy."""
-    return ObstoreObjects(parse_address(folder), most_tries=3)
+    return Objects(parse_address(folder), most_tries=3)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
@@ -131,7 +130,7 @@ def test_an_object_that_shrinks_meanwhile_is_damage(objects: Objects, file: Path
 
 
 def test_a_missing_object_and_one_that_the_store_does_not_give_are_unreadable(
-    proxied: ObstoreObjects, proxy: Proxy, file: Path
+    proxied: Objects, proxy: Proxy, file: Path
 ) -> None:
     with pytest.raises(CheckpointUnreadable, match=r"step-5.*/missing could not be read: .*no such object"):
         ObjectReader(proxied, NAME).read(file.with_name("missing"), RECORD, [])
@@ -164,16 +163,14 @@ def test_an_unreadable_part_outweighs_damage(objects: Objects, file: Path) -> No
         ObjectReader(WrongAndRefused(), NAME, threads=2).read(file, RECORD, pieces_of([(0, SIZE)]))  # type: ignore[arg-type]
 
 
-def test_cut_answers_are_read_again(proxied: ObstoreObjects, proxy: Proxy, file: Path) -> None:
+def test_cut_answers_are_read_again(proxied: Objects, proxy: Proxy, file: Path) -> None:
     proxy.rules += [where(proxies.cuts(1000), "GET", times=2), where(proxies.resets, "GET", times=1)]
     pieces = pieces_of([(0, SIZE)])
     ObjectReader(proxied, NAME).read(file, RECORD, pieces)
     assert pieces[0].into == DATA
 
 
-def test_neighbours_are_fetched_together_and_wide_gaps_are_not(
-    proxied: ObstoreObjects, proxy: Proxy, file: Path
-) -> None:
+def test_neighbours_are_fetched_together_and_wide_gaps_are_not(proxied: Objects, proxy: Proxy, file: Path) -> None:
     def asked(*ranges: tuple[int, int]) -> list[str]:
         proxy.again()
         found: list[str] = []

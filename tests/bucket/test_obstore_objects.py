@@ -11,8 +11,7 @@ import pytest
 
 from tests.bucket import proxy as proxies
 from tests.bucket.proxy import Proxy, at, where
-from torchtitan_lite.bucket.objects import ConditionFailed, Objects, StoreUnavailable
-from torchtitan_lite.bucket.obstore_objects import ObstoreObjects, connect
+from torchtitan_lite.bucket.objects import ConditionFailed, Objects, StoreUnavailable, connect
 from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.digest import BLOCK_BYTES
 
@@ -23,8 +22,8 @@ def objects(folder: str) -> Objects:
 
 
 @pytest.fixture
-def proxied(proxy: Proxy, folder: str) -> ObstoreObjects:
-    return ObstoreObjects(parse_address(folder), most_tries=3)
+def proxied(proxy: Proxy, folder: str) -> Objects:
+    return Objects(parse_address(folder), most_tries=3)
 
 
 @pytest.mark.slow
@@ -138,7 +137,7 @@ def assert_aborted(proxy: Proxy) -> None:
     assert aborts == [204] or (aborts == [] and version("obstore").startswith("0.11."))
 
 
-def test_what_a_part_raises_is_raised_and_nothing_is_left(proxied: ObstoreObjects, proxy: Proxy) -> None:
+def test_what_a_part_raises_is_raised_and_nothing_is_left(proxied: Objects, proxy: Proxy) -> None:
     def parts():  # type: ignore[no-untyped-def]
         yield memoryview(bytes(PART))
         raise PermissionError(1, "the disk of the test", "path")
@@ -149,7 +148,7 @@ def test_what_a_part_raises_is_raised_and_nothing_is_left(proxied: ObstoreObject
     assert_aborted(proxy)
 
 
-def test_an_upload_whose_part_is_refused_is_aborted(proxied: ObstoreObjects, proxy: Proxy) -> None:
+def test_an_upload_whose_part_is_refused_is_aborted(proxied: Objects, proxy: Proxy) -> None:
     proxy.rules.append(where(proxies.answers(403, "AccessDenied"), "PUT", "*partNumber=2*"))
     with pytest.raises(PermissionError):
         proxied.upload("a", iter([memoryview(bytes(PART))] * 3), PART, 2)
@@ -157,7 +156,7 @@ def test_an_upload_whose_part_is_refused_is_aborted(proxied: ObstoreObjects, pro
     assert_aborted(proxy)
 
 
-def test_parts_that_a_busy_store_or_the_network_lost_are_sent_again(proxied: ObstoreObjects, proxy: Proxy) -> None:
+def test_parts_that_a_busy_store_or_the_network_lost_are_sent_again(proxied: Objects, proxy: Proxy) -> None:
     proxy.rules += [
         where(proxies.answers(503, "SlowDown"), "POST", "*uploads*", times=1),
         where(proxies.resets, "PUT", "*partNumber=1*", times=1),
@@ -172,14 +171,14 @@ def test_parts_that_a_busy_store_or_the_network_lost_are_sent_again(proxied: Obs
 
 @pytest.mark.parametrize("action", [proxies.cuts(30), proxies.loses_answer])
 def test_an_upload_that_is_complete_but_for_its_last_answer_is_no_failure(
-    proxied: ObstoreObjects, proxy: Proxy, action: proxies.Action
+    proxied: Objects, proxy: Proxy, action: proxies.Action
 ) -> None:
     proxy.rules.append(where(action, "POST", "*uploadId*", times=1))
     proxied.upload("a", iter([memoryview(bytes(PART))] * 2), PART, 2)
     assert proxied.head("a").size == 2 * PART
 
 
-def test_an_upload_that_the_store_has_lost_is_unavailable(proxied: ObstoreObjects, proxy: Proxy) -> None:
+def test_an_upload_that_the_store_has_lost_is_unavailable(proxied: Objects, proxy: Proxy) -> None:
     proxy.rules.append(where(proxies.answers(404, "NoSuchUpload"), "PUT", "*partNumber=2*"))
     with pytest.raises(StoreUnavailable, match="the upload was lost"):
         proxied.upload("a", iter([memoryview(bytes(PART))] * 2), PART, 2)
@@ -187,7 +186,7 @@ def test_an_upload_that_the_store_has_lost_is_unavailable(proxied: ObstoreObject
 
 
 @pytest.mark.slow
-def test_no_more_parts_are_taken_than_are_under_way(proxied: ObstoreObjects, proxy: Proxy) -> None:
+def test_no_more_parts_are_taken_than_are_under_way(proxied: Objects, proxy: Proxy) -> None:
     taken: list[int] = []
     event = threading.Event()
     proxy.rules.append(where(proxies.waits_for(event), "PUT"))
@@ -211,7 +210,7 @@ def test_no_more_parts_are_taken_than_are_under_way(proxied: ObstoreObjects, pro
 
 
 @pytest.mark.parametrize("action", [proxies.answers(503, "SlowDown"), proxies.answers(500, "InternalError")])
-def test_a_request_to_a_busy_store_is_sent_again(proxied: ObstoreObjects, proxy: Proxy, action: proxies.Action) -> None:
+def test_a_request_to_a_busy_store_is_sent_again(proxied: Objects, proxy: Proxy, action: proxies.Action) -> None:
     ways = [
         lambda: proxied.put("a", b"a"),
         lambda: proxied.get("a"),
@@ -228,14 +227,14 @@ def test_a_request_to_a_busy_store_is_sent_again(proxied: ObstoreObjects, proxy:
         assert [entry.status for entry in proxy.log][:2] != [200, 200]
 
 
-def test_a_store_that_stays_busy_gets_no_more_requests_than_wanted(proxied: ObstoreObjects, proxy: Proxy) -> None:
+def test_a_store_that_stays_busy_gets_no_more_requests_than_wanted(proxied: Objects, proxy: Proxy) -> None:
     proxy.again(where(proxies.answers(503, "SlowDown"), times=6))
     with pytest.raises(StoreUnavailable):
         proxied.get("a")
     assert [entry.status for entry in proxy.log] == [503] * 4
 
 
-def test_a_deletion_whose_answer_is_lost_is_made_again(proxied: ObstoreObjects, proxy: Proxy) -> None:
+def test_a_deletion_whose_answer_is_lost_is_made_again(proxied: Objects, proxy: Proxy) -> None:
     for action in (proxies.resets, proxies.loses_answer):
         proxied.put("a", b"a")
         proxy.again(at(1, action))
@@ -243,7 +242,7 @@ def test_a_deletion_whose_answer_is_lost_is_made_again(proxied: ObstoreObjects, 
         assert list(proxied.list("")) == []
 
 
-def test_a_read_whose_answer_is_cut_is_read_again(proxied: ObstoreObjects, proxy: Proxy) -> None:
+def test_a_read_whose_answer_is_cut_is_read_again(proxied: Objects, proxy: Proxy) -> None:
     data = os.urandom(300_000)
     proxied.put("a", data)
     for ask in (lambda: proxied.get("a")[0], lambda: bytes(proxied.get_range("a", 0, len(data)))):
@@ -252,7 +251,7 @@ def test_a_read_whose_answer_is_cut_is_read_again(proxied: ObstoreObjects, proxy
             assert ask() == data
 
 
-def test_a_conditional_write_whose_answer_is_lost_is_undecided(proxied: ObstoreObjects, proxy: Proxy) -> None:
+def test_a_conditional_write_whose_answer_is_lost_is_undecided(proxied: Objects, proxy: Proxy) -> None:
     proxy.again(at(1, proxies.loses_answer))
     with pytest.raises((StoreUnavailable, ConditionFailed)):
         proxied.put_if("a", b"first", None)
@@ -265,7 +264,7 @@ def test_a_conditional_write_whose_answer_is_lost_is_undecided(proxied: ObstoreO
 
 
 def test_a_conflict_of_conditional_writes_is_a_failed_condition(proxy: Proxy, folder: str) -> None:
-    proxied = ObstoreObjects(parse_address(folder), most_tries=2)
+    proxied = Objects(parse_address(folder), most_tries=2)
     condition = proxied.put_if("a", b"first", None)
     proxy.rules.append(where(proxies.answers(409, "ConditionalRequestConflict"), "PUT"))
     with pytest.raises(ConditionFailed, match="ConditionalRequestConflict"):

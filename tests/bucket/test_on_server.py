@@ -12,7 +12,7 @@ from tests.bucket.saving import FILE, manifest_of, set_aside_in
 from tests.clock import Clock
 from torchtitan_lite.bucket.bucket_store import BucketStore
 from torchtitan_lite.bucket.naming import HEAD
-from torchtitan_lite.bucket.obstore_objects import ObstoreObjects
+from torchtitan_lite.bucket.objects import Objects
 from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.block_writer import Bounced
 from torchtitan_lite.disk.digest import FileRecord
@@ -26,7 +26,7 @@ SECONDS = 8.0
 
 def opened(folder: str) -> BucketStore:
     """Return a store with a client of its own, whose requests end soon."""
-    return BucketStore(ObstoreObjects(parse_address(folder), deadline_seconds=SECONDS), clock=Clock().of_a_bucket)
+    return BucketStore(Objects(parse_address(folder), deadline_seconds=SECONDS), clock=Clock().of_a_bucket)
 
 
 @contextmanager

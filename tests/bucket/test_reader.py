@@ -10,8 +10,7 @@ from tests.bucket import proxy as proxies
 from tests.bucket.proxy import Proxy, where
 from tests.store.filled import manifest_of
 from torchtitan_lite.bucket.object_reader import ObjectFiles, files_at
-from torchtitan_lite.bucket.objects import ObjectPath, Objects
-from torchtitan_lite.bucket.obstore_objects import ObstoreObjects, connect
+from torchtitan_lite.bucket.objects import ObjectPath, Objects, connect
 from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.read_requests import Piece
@@ -92,7 +91,7 @@ def test_the_parts_of_all_ranks_are_all_names(place: ObjectPlace) -> None:
 
 
 def test_a_store_that_refuses_has_no_identity_that_matches(proxy: Proxy, place: ObjectPlace) -> None:
-    files = ObjectFiles(ObstoreObjects(parse_address(place.address)), place)
+    files = ObjectFiles(Objects(parse_address(place.address)), place)
     proxy.rules.append(where(proxies.answers(403, "AccessDenied")))
     assert files.identity() not in (None, ())
     with pytest.raises(PermissionError):

@@ -10,8 +10,7 @@ import pytest
 from tests.bucket import proxy as proxies
 from tests.bucket.proxy import PRIVATE_TEXT, Proxy, where
 from tests.bucket.server import Server
-from torchtitan_lite.bucket.objects import StoreUnavailable
-from torchtitan_lite.bucket.obstore_objects import ObstoreObjects, connect
+from torchtitan_lite.bucket.objects import Objects, StoreUnavailable, connect
 from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.digest import BLOCK_BYTES
 from torchtitan_lite.errors import ConfigError, ExtraMissing
@@ -36,7 +35,7 @@ REFUSALS = [
 def test_a_refusal_is_one_of_the_protocols_errors_without_a_secret(
     proxy: Proxy, folder: str, status: int, code: str, kind: type[OSError], words: str
 ) -> None:
-    objects = ObstoreObjects(parse_address(folder), most_tries=1)
+    objects = Objects(parse_address(folder), most_tries=1)
     proxy.rules.append(where(proxies.answers(status, code)))
     for ask in (
         lambda: objects.get("a"),
@@ -63,14 +62,14 @@ def check_shows_no_secret(error: OSError) -> None:
 
 def test_a_store_that_is_not_there_is_unavailable(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    objects = ObstoreObjects(parse_address(folder), most_tries=1)
+    objects = Objects(parse_address(folder), most_tries=1)
     with pytest.raises(StoreUnavailable, match="the server refuses connections") as caught:
         objects.get("a")
     check_shows_no_secret(caught.value)
 
 
 def test_a_store_that_hangs_is_unavailable_at_the_deadline(proxy: Proxy, folder: str) -> None:
-    objects = ObstoreObjects(parse_address(folder), deadline_seconds=0.5, bulk_seconds=0.5)
+    objects = Objects(parse_address(folder), deadline_seconds=0.5, bulk_seconds=0.5)
     proxy.rules.append(where(proxies.hangs))
     for ask in (
         lambda: objects.get("a"),
@@ -85,7 +84,7 @@ def test_a_store_that_hangs_is_unavailable_at_the_deadline(proxy: Proxy, folder:
 def test_http_has_to_be_allowed(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ALLOW_HTTP")
     with pytest.raises(PermissionError, match="set AWS_ALLOW_HTTP=true") as caught:
-        ObstoreObjects(parse_address(folder), most_tries=1).get("a")
+        Objects(parse_address(folder), most_tries=1).get("a")
     check_shows_no_secret(caught.value)
 
 
@@ -94,14 +93,14 @@ def test_missing_credentials_are_named(folder: str, monkeypatch: pytest.MonkeyPa
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     with pytest.raises(PermissionError, match="there are no credentials: set them, as AWS_ACCESS_KEY_ID") as caught:
-        ObstoreObjects(parse_address(folder), most_tries=1).get("a")
+        Objects(parse_address(folder), most_tries=1).get("a")
     check_shows_no_secret(caught.value)
 
 
 def test_conditional_writes_that_are_switched_off_are_named(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_CONDITIONAL_PUT", "disabled")
     with pytest.raises(PermissionError, match="conditional writes are switched off: unset AWS_CONDITIONAL_PUT"):
-        ObstoreObjects(parse_address(folder)).put_if("a", b"a", None)
+        Objects(parse_address(folder)).put_if("a", b"a", None)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +127,7 @@ def test_an_environment_that_leads_to_no_store_is_a_wrong_configuration(
 def test_without_its_package_the_extra_is_named(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(ExtraMissing, match=r"obstore is not installed. Install it with: pip install '.*\[cloud\]'"):
-        ObstoreObjects(parse_address(folder))
+        Objects(parse_address(folder))
 
 
 def test_a_bucket_that_does_not_exist_is_named(s3: Server, folder: str) -> None:

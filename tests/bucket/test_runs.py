@@ -22,7 +22,7 @@ from tests.cli.command import command
 from tests.examples import mostly_slow
 from torchtitan_lite.bucket.bucket_store import BucketStore, open_bucket
 from torchtitan_lite.bucket.head import Status
-from torchtitan_lite.bucket.obstore_objects import connect
+from torchtitan_lite.bucket.objects import connect
 from torchtitan_lite.checkpoint import load_model
 from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.config.address import parse_address

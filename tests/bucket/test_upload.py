@@ -16,8 +16,7 @@ from tests.disk.sources import bounced, in_place
 from torchtitan_lite import faults
 from torchtitan_lite.bucket.bucket_store import open_bucket
 from torchtitan_lite.bucket.object_upload import MOST_PARTS, PART_BYTES, ObjectToUpload, part_bytes_of, upload
-from torchtitan_lite.bucket.objects import StoreUnavailable
-from torchtitan_lite.bucket.obstore_objects import ObstoreObjects, connect
+from torchtitan_lite.bucket.objects import Objects, StoreUnavailable, connect
 from torchtitan_lite.bucket.s3_parts import S3Parts, s3_parts_at
 from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.block_writer import Bounced, FileSource
@@ -67,7 +66,7 @@ def test_parts_are_complete_blocks_and_no_more_than_a_store_takes(num_bytes: int
 
 @pytest.mark.slow
 def test_a_small_file_is_one_request_and_a_large_one_is_sent_in_parts(proxy: Proxy, folder: str) -> None:
-    objects = ObstoreObjects(parse_address(folder))
+    objects = Objects(parse_address(folder))
     upload(objects, "a", in_place(DATA[: PART_BYTES - 1]))
     assert [entry.method for entry in proxy.log] == ["PUT"]
     proxy.again()
@@ -97,7 +96,7 @@ def test_a_part_that_is_sent_again_has_the_same_bytes(proxy: Proxy, folder: str)
         where(proxies.loses_answer, "PUT", "*partNumber=1*", times=1),
         where(proxies.answers(503, "SlowDown"), "PUT", "*partNumber=2*", times=1),
     ]
-    objects = ObstoreObjects(parse_address(folder))
+    objects = Objects(parse_address(folder))
     assert upload(objects, "a", bounced(DATA)) == FileRecord.of(DATA)
     assert objects.get("a")[0] == DATA
 

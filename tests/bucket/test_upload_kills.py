@@ -14,7 +14,7 @@ from tests.bucket.stored_files import uploads_under_way, written
 from tests.forked import Forked, run_script
 from torchtitan_lite.bucket.bucket_store import open_bucket
 from torchtitan_lite.bucket.object_upload import PART_BYTES
-from torchtitan_lite.bucket.obstore_objects import connect
+from torchtitan_lite.bucket.objects import connect
 from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.place import ObjectPlace

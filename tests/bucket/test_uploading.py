@@ -17,7 +17,7 @@ from tests.checkpoint.small_run import SmallRun, same
 from tests.ranks import Ranks
 from torchtitan_lite.bucket.bucket_store import open_bucket
 from torchtitan_lite.bucket.object_upload import PART_BYTES
-from torchtitan_lite.bucket.obstore_objects import connect
+from torchtitan_lite.bucket.objects import connect
 from torchtitan_lite.bucket.s3_parts import AT_A_TIME, s3_parts_at
 from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.store import layout

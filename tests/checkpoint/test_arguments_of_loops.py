@@ -94,9 +94,9 @@ def test_a_plain_dict_is_a_state_and_is_restored_in_place(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (1e9, r"'best' is a float, .*Put it into a dict.*\{'best': \{'value': \.\.\.\}\}"),
-        (torch.zeros(2), r"'best' is a Tensor, .*Put it into a dict"),
-        (object(), r"'best' is an object, .*Put it into an object that has both"),
+        (1e9, r"'best' is a float, .*Put a value into a dict.*\{'best': \{'value': \.\.\.\}\}"),
+        (torch.zeros(2), r"'best' is a Tensor, .*Put a value into a dict"),
+        (object(), r"'best' is an object, which has no state_dict"),
         ({"ema": nn.Linear(1, 1)}, r"'best' is a dict with a Linear under 'ema', .*\{'best_ema': \.\.\.\}"),
     ],
     ids=["number", "tensor", "object", "dict"],

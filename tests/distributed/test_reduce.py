@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import on_two_ranks
-from torchtitan_lite.distributed.reduce import broadcast_from_first, max_over_ranks, mean_over_ranks, norm_over_group
+from torchtitan_lite.distributed.reduce import max_over_ranks, mean_over_ranks, norm_over_group
 
 
 @on_two_ranks
@@ -37,11 +37,5 @@ def test_the_norm_over_a_group_is_right_where_a_float32_square_overflows(rank: i
     assert math.isnan(norm_over_group(torch.tensor([math.nan, 1.0][rank]), dist.group.WORLD).item())
 
 
-@on_two_ranks
-def test_the_number_of_the_first_rank_reaches_all_ranks(rank: int) -> None:
-    assert broadcast_from_first(2**40 + rank, torch.device("cpu")) == 2**40
-
-
 def test_without_a_group_a_scalar_is_its_own_mean_and_maximum() -> None:
     assert mean_over_ranks(torch.tensor(3.0)).item() == max_over_ranks(torch.tensor(3.0)).item() == 3.0
-    assert broadcast_from_first(7, torch.device("cpu")) == 7

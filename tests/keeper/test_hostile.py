@@ -279,10 +279,7 @@ def test_without_memfd_or_pidfd_one_line_says_so(
 def test_hosts_that_share_a_folder_have_sockets_of_their_own(
     asking: Keeper, path: Path, runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "boot_id").write_bytes(b"another")
-    monkeypatch.setattr(client, "_BOOT_ID", tmp_path / "boot_id")
-    assert socket_path(tmp_path, runtime) != path
-    monkeypatch.setattr(client, "_BOOT_ID", tmp_path / "missing")
+    monkeypatch.setattr(client, "host_id", lambda: "another")
     assert socket_path(tmp_path, runtime) != path
 
 

@@ -93,7 +93,7 @@ def test_what_is_no_message_closes_the_descriptors_that_came_with_it(pair: Pair,
 
 
 def test_the_other_end_is_known_by_its_user_and_process(pair: Pair) -> None:
-    assert (messages.pid_of_peer(pair[0]), messages.user_of_peer(pair[0])) == (os.getpid(), os.geteuid())
+    assert messages.peer_of(pair[0]) == (os.getpid(), os.geteuid())
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def _metrics(folder: Path, *, rank: int = 0, load_only: bool = False, **metrics:
         metrics=Metrics(log_freq=2, **metrics),
         checkpoint=Checkpoint(enable_checkpoint=True, load_only=load_only),
     )
-    return RunMetrics(config, World(rank, 2, rank, torch.device("cpu")), flops_per_token=1.0)
+    return RunMetrics(config, World(rank, 2, torch.device("cpu")), flops_per_token=1.0)
 
 
 def _train(metrics: RunMetrics, first: int, losses: list[float]) -> None:

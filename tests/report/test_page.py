@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 from tests.cli.command import ROOT, command
 from tests.report.histories import BEGUN, CONFIG, copy_of, killed_and_resumed, long_run, metric, saved, write_lines
-from torchtitan_lite.report.curves import LOSS_HEIGHT, loss_figure, step_scale
+from torchtitan_lite.report.curves import LOSS_HEIGHT, step_scale
 from torchtitan_lite.report.page import render_page
 from torchtitan_lite.report.run import read_run
 from torchtitan_lite.report.scales import nice_scale
@@ -77,9 +78,7 @@ def test_the_numbers_are_those_of_the_files_in_full(folder: Path, page: str) -> 
 
 def test_the_curve_goes_through_the_logged_losses(folder: Path) -> None:
     run = read_run(str(folder))
-    figure = loss_figure([run])
-    assert figure is not None
-    (path,) = re.findall(r'<path d="([^"]+)" class="line run0"', figure.svg)
+    (path,) = re.findall(r'<path d="([^"]+)" class="line run0"', render_page([run]))
     points = [tuple(map(float, pair.split())) for pair in re.findall(r"[ML]([-\d.]+ [-\d.]+)", path)]
     x, y = step_scale([run]), nice_scale(min(run.logged.loss), max(run.logged.loss))
     steps = [x.low + (x.high - x.low) * left / 1000 for left, _ in points]
@@ -140,15 +139,15 @@ def test_two_runs_are_next_to_each_other(folder: Path, tmp_path: Path) -> None:
     assert differences is not None and "optimizer.lr" in differences[0] and "0.001" in differences[0]
 
 
-def test_a_thousand_ranks_are_a_grid(tmp_path: Path) -> None:
-    from torchtitan_lite.report.marks import shard_figure
+def test_a_thousand_ranks_are_a_grid(folder: Path) -> None:
     from torchtitan_lite.report.saved_steps import shard_map
 
     for num_ranks, num_cells in ((1000, 1000), (5000, 1667)):
         sizes = {f"__{rank}_0.distcp": 1000 + rank for rank in range(num_ranks)}
         shards = shard_map(1, sizes, {})
         assert shards is not None
-        assert shard_figure(shards).svg.count('class="cell"') == num_cells
+        run = dataclasses.replace(read_run(str(folder)), shards=shards)
+        assert render_page([run]).count('class="cell"') == num_cells
 
 
 def test_the_command_says_what_it_wrote_and_refuses_what_it_cannot(folder: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from tests.report.histories import (
     write_lines,
 )
 from torchtitan_lite.accounts import read_accounts
+from torchtitan_lite.config.drift import Rule
 from torchtitan_lite.errors import CheckpointError, CheckpointNotFound
 from torchtitan_lite.report.changes import differences, shown_on_page, without_secret_values
 from torchtitan_lite.report.curves import spans_of, stalls_by_line, time_ceiling
@@ -256,7 +257,7 @@ def test_what_changed_between_starts_is_known(folder: Path) -> None:
         (3, ["optimizer.lr"]),
     ]
     (change,) = changes[3]
-    assert (change.before, change.now, change.is_warned) == ("0.0008", "0.0004", True)
+    assert (change.before, change.now, change.rule) == ("0.0008", "0.0004", Rule.WARNED)
 
 
 def test_no_secret_of_a_configuration_is_shown() -> None:

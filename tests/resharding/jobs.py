@@ -115,7 +115,7 @@ def _trainer(
     dist.barrier()
     config = _config(folder, parallelism, steps=steps, dropout=dropout, digest_tensors=digest_tensors)
     try:
-        yield Trainer(config, World(rank, size, rank, torch.device("cpu")))
+        yield Trainer(config, World(rank, size, torch.device("cpu")))
         dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -21,12 +21,11 @@ from contextlib import contextmanager
 from torchtitan_lite.bucket.head import Entry, Head, Status
 from torchtitan_lite.bucket.head_file import HeadFile
 from torchtitan_lite.bucket.head_lease import BucketLease, HeldHead, delete_attempt
-from torchtitan_lite.bucket.identity import id_of, make_id, probe
+from torchtitan_lite.bucket.identity import folder_id, probe
 from torchtitan_lite.bucket.manifests import AttemptManifests, read_manifest, size_findings
 from torchtitan_lite.bucket.naming import AttemptObjects, attempts_in, beat_key, parse_beat
 from torchtitan_lite.bucket.object_upload import PART_BYTES, ObjectToUpload
-from torchtitan_lite.bucket.objects import Objects
-from torchtitan_lite.bucket.obstore_objects import connect
+from torchtitan_lite.bucket.objects import Objects, connect
 from torchtitan_lite.bucket.recovery import rebuilt
 from torchtitan_lite.bucket.s3_parts import S3Parts, s3_parts_at
 from torchtitan_lite.bucket.saves import BucketSaves
@@ -73,7 +72,8 @@ class BucketStore(StoresCheckpoints):
         clock: LeaseClock | None = None,
         probe: Callable[[Objects], None] = probe,
     ) -> None:
-        self._objects = objects
+        self.objects = objects
+        self.address = objects.address
         self._clock = clock or LeaseClock()
         self._probe = probe
         self._file = HeadFile(objects, self._clock)
@@ -83,19 +83,10 @@ class BucketStore(StoresCheckpoints):
 
     def __copy__(self) -> BucketStore:
         """Return a store of the same folder with a lease of its own."""
-        return BucketStore(self._objects, clock=self._clock, probe=self._probe)
-
-    @property
-    def address(self) -> str:
-        return self._objects.address
+        return BucketStore(self.objects, clock=self._clock, probe=self._probe)
 
     def place_of(self, name: str) -> ObjectPlace:
         return ObjectPlace(self.address, name)
-
-    @property
-    def objects(self) -> Objects:
-        """The objects of the folder."""
-        return self._objects
 
     @property
     def pins(self) -> BucketPins:
@@ -103,18 +94,18 @@ class BucketStore(StoresCheckpoints):
 
     @property
     def rollbacks(self) -> RollbackRecord:
-        write = functools.partial(self._objects.put, layout.ROLLBACKS)
+        write = functools.partial(self.objects.put, layout.ROLLBACKS)
         return RollbackRecord(
-            f"{self.address}/{layout.ROLLBACKS}", lambda: self._objects.get(layout.ROLLBACKS)[0], write
+            f"{self.address}/{layout.ROLLBACKS}", lambda: self.objects.get(layout.ROLLBACKS)[0], write
         )
 
     @property
     def shelf(self) -> BucketShelf:
-        return BucketShelf(self, self._objects, self._held)
+        return BucketShelf(self, self.objects, self._held)
 
     def lease(self, run_id: str, timeout_seconds: float) -> BucketLease:
         lease = BucketLease(
-            self._objects,
+            self.objects,
             self._file,
             run_id=run_id,
             timeout_seconds=timeout_seconds,
@@ -131,19 +122,16 @@ class BucketStore(StoresCheckpoints):
         if (holder := (head := self.head()).holder) is None:
             return None
         try:
-            return HolderSeen(holder, self._objects.head(beat_key(head.epoch)).modified)
+            return HolderSeen(holder, self.objects.head(beat_key(head.epoch)).modified)
         except FileNotFoundError:  # It was taken a moment ago.
             return HolderSeen(holder, math.inf)
 
     def folder_id(self, *, make: bool) -> str:
-        return make_id(self._objects, self._probe) if make else id_of(self._objects)
+        return folder_id(self.objects, self._probe, make=make)
 
     def head(self) -> Head:
         """Return the head; where it is lost or damaged, what the next start makes of the manifests."""
-        return self._file.look().head or rebuilt(self._objects)
-
-    def listed(self) -> list[CheckpointInfo]:
-        return self.intact()  # One head has all.
+        return self._file.look().head or rebuilt(self.objects)
 
     def intact(self) -> list[CheckpointInfo]:
         # What is abandoned loses its place with the commit that abandons it.
@@ -153,9 +141,6 @@ class BucketStore(StoresCheckpoints):
             # A manifest that is missing may be that of a checkpoint which was replaced since the head was read.
             if len(infos) == len(kept) or self.head().kept == kept:
                 return infos
-
-    def unmanaged(self) -> list[ObjectPlace]:
-        return []  # What has no entry in the head is no checkpoint.
 
     def get(self, step: int) -> CheckpointInfo:
         entry = self.head().kept_of(step)
@@ -175,7 +160,7 @@ class BucketStore(StoresCheckpoints):
             if (sizes := self._manifests.known_sizes(name)) is None:
                 self.get(info.step)
                 sizes = self._manifests.known_sizes(name)
-            found = {each.key.removeprefix(f"{name}/"): each.size for each in self._objects.list(f"{name}/")}
+            found = {each.key.removeprefix(f"{name}/"): each.size for each in self.objects.list(f"{name}/")}
         except (CheckpointDamaged, CheckpointNotFound) as error:
             return [error.finding or f"{layout.MANIFEST} is missing"]
         except OSError as error:
@@ -254,20 +239,20 @@ class BucketStore(StoresCheckpoints):
         logger.warning("Step %d is damaged and is quarantined as %s", step, place)
         text = json_bytes({"step": step, "findings": list(findings)}, indent=2)
         try:
-            self._objects.put(f"{place.name}/{layout.FINDINGS}", text)
+            self.objects.put(f"{place.name}/{layout.FINDINGS}", text)
         except OSError as error:
             logger.warning("Could not write %s/%s: %s", place, layout.FINDINGS, error)
         return place
 
     def recover(self) -> list[ObjectPlace]:
-        head, listed = self._held.read(), list(self._objects.list(""))
+        head, listed = self._held.read(), list(self.objects.list(""))
         attempts = attempts_in(listed)
         retired = [entry.name for entry in head.entries if entry.status is Status.RETIRED]
         leftovers = [*(name for name in retired if name in attempts), *self._strays(head, attempts)]
         removed = [name for name in leftovers if self._is_removed(name)]
         beats = {each.key: epoch for each in listed if (epoch := parse_beat(each.key)) is not None}
         try:
-            self._objects.delete([key for key, epoch in beats.items() if epoch < self._held.claim().epoch])
+            self.objects.delete([key for key, epoch in beats.items() if epoch < self._held.claim().epoch])
         except OSError as error:
             logger.warning("Could not remove the heartbeats of earlier jobs in %s: %s", self.address, error)
         # Also what people removed by hand.
@@ -294,7 +279,7 @@ class BucketStore(StoresCheckpoints):
     def _is_removed(self, name: str) -> bool:
         """Return whether the checkpoint `name`, which no reader sees, could be deleted; log a warning if not."""
         try:
-            delete_attempt(self._objects, name)
+            delete_attempt(self.objects, name)
         except OSError as error:  # A few objects more are no reason not to train.
             logger.warning("Could not remove %s/%s, which is no longer kept: %s", self.address, name, error)
             return False
@@ -311,8 +296,8 @@ class BucketStore(StoresCheckpoints):
         lease, claim = self._held.lease, self._held.claim()
         kept_seconds = KEPT_SECONDS if lease is None else max(KEPT_SECONDS, lease.timeout_seconds)
         # By the clock of the store: an object that is written now has its time.
-        self._objects.put(beat_key(claim.epoch), f"{claim.token} looks at the time\n".encode())
-        now = self._objects.head(beat_key(claim.epoch)).modified
+        self.objects.put(beat_key(claim.epoch), f"{claim.token} looks at the time\n".encode())
+        now = self.objects.head(beat_key(claim.epoch)).modified
         return [name for name in strays if attempts[name].modified < now - kept_seconds]
 
 

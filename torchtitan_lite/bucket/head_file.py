@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +26,7 @@ from torchtitan_lite.store.format_version import FORMAT, check_format, unknown_f
 from torchtitan_lite.store.holder import Holder
 from torchtitan_lite.store.lease import LeaseClock
 from torchtitan_lite.store.manifest import CheckpointKind, compact_json, seal
-from torchtitan_lite.store.manifest_fields import integer_field, json_object, value_of
+from torchtitan_lite.store.manifest_fields import integer_field, json_object, seconds, steps_field, value_of
 
 DEADLINE_SECONDS = 120.0
 """For one change with all its repetitions. Two deadlines of a request, so one that hung may be repeated."""
@@ -155,7 +154,7 @@ def parse_head(data: bytes, path: str) -> Head:
         change=integer_field(document, "change", 0),
         holder=_holder(document),
         beat_seconds=_beat_seconds(document),
-        pinned=frozenset(_pinned_steps(value_of(document, "pinned", list))),
+        pinned=steps_field(document, "pinned"),
         entries=tuple(_head_entry(each) for each in value_of(document, "checkpoints", list)),
         unknown=unknown_fields(document, _FIELDS),
     )
@@ -201,13 +200,6 @@ def _holder(document: dict[str, Any]) -> Holder | None:
 
 
 def _beat_seconds(document: dict[str, Any]) -> float:
-    found = value_of(document, "beat_seconds", float)
-    if not 0 <= found < math.inf:
+    if (found := seconds(document, "beat_seconds")) < 0:
         raise ValueError(f"beat_seconds: expected seconds, found {found}")
-    return found
-
-
-def _pinned_steps(found: list[Any]) -> list[int]:
-    if not all(type(step) is int and 0 <= step < 1 << 63 for step in found):
-        raise ValueError(f"pinned: expected steps, found {found!r:.40}")
     return found

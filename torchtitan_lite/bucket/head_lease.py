@@ -15,7 +15,7 @@ from torchtitan_lite import faults
 from torchtitan_lite.bucket import naming
 from torchtitan_lite.bucket.head import Entry, Head
 from torchtitan_lite.bucket.head_file import FoundHead, HeadFile
-from torchtitan_lite.bucket.identity import make_id, probe
+from torchtitan_lite.bucket.identity import folder_id, probe
 from torchtitan_lite.bucket.objects import Condition, ConditionFailed, Objects, StoreUnavailable
 from torchtitan_lite.bucket.recovery import highest_beat, rebuilt
 from torchtitan_lite.errors import CheckpointError, FolderInUse, LeaseLost
@@ -90,7 +90,7 @@ class BucketLease(Lease):
         held_head(self._file, self.claim, self._objects.address)
 
     def _prepare(self) -> None:
-        make_id(self._objects, self._probe)
+        folder_id(self._objects, self._probe, make=True)
 
     def _look(self) -> LockSeen:
         found = self._file.look()

@@ -20,18 +20,13 @@ from torchtitan_lite.store import layout
 _ID = re.compile(rb"([0-9a-f]{32})\n")
 
 
-def id_of(objects: Objects) -> str:
-    """Return the id of the folder; empty if it has none. Raises OSError."""
-    return _read_folder_id(objects)[0]
+def folder_id(objects: Objects, probe: Callable[[Objects], None], *, make: bool) -> str:
+    """Return the id of the folder; with `make` give it one if it has none, else return the empty string. **Any job**.
 
-
-def make_id(objects: Objects, probe: Callable[[Objects], None]) -> str:
-    """Return the id of the folder; give it one if it has none, after `probe` found that its store is fit. **Any job**.
-
-    Raises what `probe` raises, and OSError.
+    Before it makes one, `probe` finds that its store is fit. Raises what `probe` raises, and OSError.
     """
     found, condition = _read_folder_id(objects)
-    if found:
+    if found or not make:
         return found
     probe(objects)
     new = f"{secrets.token_hex(16)}\n".encode()

@@ -16,8 +16,7 @@ from typing import TypeVar
 from torchtitan_lite import faults
 from torchtitan_lite.bucket.bucket_store import open_bucket
 from torchtitan_lite.bucket.manifests import size_findings
-from torchtitan_lite.bucket.objects import ObjectPath, Objects
-from torchtitan_lite.bucket.obstore_objects import connect
+from torchtitan_lite.bucket.objects import ObjectPath, Objects, connect
 from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.block_reader import CheckedFile, DamagedRange, run
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torchtitan_lite import faults
-from torchtitan_lite.bucket.objects import ObjectPath, Objects
-from torchtitan_lite.bucket.obstore_objects import connect
+from torchtitan_lite.bucket.objects import ObjectPath, Objects, connect
 from torchtitan_lite.config.address import parse_address
 from torchtitan_lite.disk.block_writer import FileSource
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, digest_blocks

@@ -17,8 +17,7 @@ from typing import Any
 
 from torchtitan_lite.bucket import naming
 from torchtitan_lite.bucket.object_upload import part_bytes_of
-from torchtitan_lite.bucket.objects import StoreUnavailable
-from torchtitan_lite.bucket.refusals import meaning
+from torchtitan_lite.bucket.objects import StoreUnavailable, meaning
 from torchtitan_lite.config.address import Address, parse_address
 from torchtitan_lite.disk.block_writer import FileSource
 from torchtitan_lite.distributed.environment import variable_value

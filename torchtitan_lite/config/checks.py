@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -86,7 +85,7 @@ def check_types(section: object, name: str) -> None:
     """Convert the values of `section`, called `name`, then raise ConfigError if one is not as its field says."""
     for key, (kind, checks) in _kinds(type(section)).items():  # type: ignore[arg-type]  # mypy: a class is hashable
         value = getattr(section, key)
-        converted = _converted(value, kind)
+        converted = kind.converted(value)
         if converted is None and not (value is None and kind.optional):
             raise ConfigError(f"{name}.{key}: expected {kind.describe()}, found {_found_text(value, kind)}.")
         if converted is not value:
@@ -120,20 +119,6 @@ def _kinds(section: type) -> dict[str, tuple[ValueKind, tuple[Check, ...]]]:
 @cache
 def _hints(section: type) -> dict[str, Any]:
     return get_type_hints(section)
-
-
-def _converted(value: Any, kind: ValueKind) -> Any:
-    """Return `value` as the field holds it, or None if it is not of the kind."""
-    if kind.base is str and isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    if kind.choices:
-        return kind.spelled(value) if isinstance(value, str) else None
-    if kind.base is tuple:
-        fits = isinstance(value, tuple | list) and kind.holds(value)
-        return (value if isinstance(value, tuple) else tuple(value)) if fits else None
-    expected = (int, float) if kind.base is float else kind.base
-    is_of_kind = isinstance(value, expected) and (kind.base is bool or not isinstance(value, bool))
-    return value if is_of_kind or kind.is_word(value) else None
 
 
 def _found_text(value: Any, kind: ValueKind) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import get_type_hints
 
 from torchtitan_lite.config.job_config import JobConfig
@@ -19,36 +19,33 @@ from torchtitan_lite.errors import ConfigError
 
 # Other names for keys: those of torchtitan's versions of October 2024 to February 2026, its last one with TOMLs.
 #
-# An alias stands for one key. Where a switch became a choice, the alias also maps its values. Keys of [parallelism] are
-# also accepted in [training] and [experimental], their former sections.
+# Where a switch became a choice, the values under the other name are mapped, too. Keys of [parallelism] are also
+# accepted in [training] and [experimental], their former sections.
 
 
-@dataclass(frozen=True)
-class Alias:
-    """Another name for `key`. With `values` it is a switch whose "true" and "false" become these values of the key."""
-
-    key: str
-    values: Mapping[str, str] = field(default_factory=dict)
-
-
-ALIASES: Mapping[str, Alias] = {
-    "job.print_config": Alias("job.print_args"),
-    "metrics.save_for_all_ranks": Alias("metrics.rank_0_only", {"true": "false", "false": "true"}),
-    "model.hf_assets_path": Alias("model.tokenizer_path"),
-    "optimizer.fused": Alias("optimizer.implementation", {"true": "fused", "false": "foreach"}),
-    "lr_scheduler.lr_min": Alias("lr_scheduler.min_lr_factor"),
-    "training.warmup_steps": Alias("lr_scheduler.warmup_steps"),
-    "training.local_batch_size": Alias("training.batch_size"),
-    "compile.enable": Alias("training.compile"),
-    "debug.seed": Alias("training.seed"),
-    "debug.deterministic": Alias("training.deterministic"),
-    "checkpoint.enable": Alias("checkpoint.enable_checkpoint"),
-    "checkpoint.last_save_model_only": Alias("checkpoint.model_weights_only"),
-    "checkpoint.last_save_model_weights_only": Alias("checkpoint.model_weights_only"),
-    "checkpoint.last_save_in_safetensors_format": Alias("checkpoint.last_save_in_hf"),
-    "checkpoint.initial_load_model_weights_only": Alias("checkpoint.initial_load_model_only"),
+ALIASES: Mapping[str, str] = {
+    "job.print_config": "job.print_args",
+    "metrics.save_for_all_ranks": "metrics.rank_0_only",
+    "model.hf_assets_path": "model.tokenizer_path",
+    "optimizer.fused": "optimizer.implementation",
+    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
+    "training.warmup_steps": "lr_scheduler.warmup_steps",
+    "training.local_batch_size": "training.batch_size",
+    "compile.enable": "training.compile",
+    "debug.seed": "training.seed",
+    "debug.deterministic": "training.deterministic",
+    "checkpoint.enable": "checkpoint.enable_checkpoint",
+    "checkpoint.last_save_model_only": "checkpoint.model_weights_only",
+    "checkpoint.last_save_model_weights_only": "checkpoint.model_weights_only",
+    "checkpoint.last_save_in_safetensors_format": "checkpoint.last_save_in_hf",
+    "checkpoint.initial_load_model_weights_only": "checkpoint.initial_load_model_only",
 }
 
+FORMER_SWITCHES: Mapping[str, Mapping[str, str]] = {
+    "metrics.save_for_all_ranks": {"true": "false", "false": "true"},
+    "optimizer.fused": {"true": "fused", "false": "foreach"},
+}
+"""What "true" and "false" under some of these names mean for the key."""
 VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {
     "model.name": {"llama": "llama3"},
     "checkpoint.interval_type": {"step": "steps", "second": "seconds"},
@@ -57,12 +54,7 @@ VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {
 FORMER_SECTIONS_OF_PARALLELISM = ("training", "experimental")
 
 
-def _section_types() -> dict[str, type]:
-    hints = get_type_hints(JobConfig)
-    return {section.name: hints[section.name] for section in fields(JobConfig)}
-
-
-SECTIONS: Mapping[str, type] = _section_types()
+SECTIONS: Mapping[str, type] = get_type_hints(JobConfig)
 KEYS: Mapping[str, ValueKind] = {
     f"{section}.{name}": ValueKind.of(annotation)
     for section, cls in SECTIONS.items()
@@ -85,8 +77,8 @@ def meaning_of(name: str) -> Meaning | None:
     if name in KEYS:
         return Meaning(name, KEYS[name])
     if name in ALIASES:
-        alias = ALIASES[name]
-        return Meaning(alias.key, ValueKind(bool) if alias.values else KEYS[alias.key], alias.values)
+        key, values = ALIASES[name], FORMER_SWITCHES.get(name, {})
+        return Meaning(key, ValueKind(bool) if values else KEYS[key], values)
     if name in UNSUPPORTED:
         return Meaning(name, UNSUPPORTED[name].kind)
     section, _, key = name.partition(".")

@@ -27,7 +27,7 @@ from torchtitan_lite.config.keys import (
     unknown_key,
     unknown_section,
 )
-from torchtitan_lite.config.unsupported import UNSUPPORTED, refuse_unsupported_value
+from torchtitan_lite.config.unsupported import UNSUPPORTED
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import forget_stdout, logger
 
@@ -97,7 +97,6 @@ def _config_of(settings: Iterable[Setting]) -> JobConfig:
     for setting in settings:
         section, _, name = setting.key.partition(".")
         kind = KEYS[setting.key]
-        refuse_unsupported_value(setting.key, setting.text, setting.where)
         values[section][name] = kind.value(kind.checked(setting.text, setting.key, setting.where))
     return JobConfig(**{section: SECTIONS[section](**given) for section, given in values.items()})
 

@@ -11,7 +11,7 @@ from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.config.checks import refuse_unknown_address
 from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
 from torchtitan_lite.config.keys import KEYS, meaning_of, nearest_key
-from torchtitan_lite.config.unsupported import UNSUPPORTED, refuse_unsupported_value
+from torchtitan_lite.config.unsupported import UNSUPPORTED
 from torchtitan_lite.config.value_kinds import command_line_text
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
@@ -59,8 +59,6 @@ def loop_config(folder: str | os.PathLike[str], settings: Mapping[str, Any]) -> 
     keys = {_checkpoint_key(name): value for name, value in settings.items() if not _is_off(name, value)}
     if "folder" in keys:
         raise ConfigError("folder: given twice. Leave out checkpoint.folder.")
-    for key, value in keys.items():
-        refuse_unsupported_value(f"{_SECTION}.{key}", value, key)
     parent, name = _folder_parts(os.fspath(folder))
     section = Checkpoint(**{"enable_checkpoint": True, **keys, "folder": name})
     return JobConfig(job=Job(dump_folder=parent), checkpoint=section)

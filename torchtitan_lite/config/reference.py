@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Iterator
 
 from torchtitan_lite.config.argument_parser import doc_strings
-from torchtitan_lite.config.keys import ALIASES, KEYS, SECTIONS
+from torchtitan_lite.config.keys import ALIASES, FORMER_SWITCHES, KEYS, SECTIONS
 from torchtitan_lite.config.unsupported import UNSUPPORTED, Unsupported
 from torchtitan_lite.config.value_kinds import ValueKind
 
@@ -66,9 +66,9 @@ def _row(key: str, default: object, doc: str) -> str:
 
 
 def _other_names(key: str) -> Iterator[str]:
-    for name, alias in ALIASES.items():
-        if alias.key == key:
-            values = "; ".join(f"{given} = {becomes}" for given, becomes in alias.values.items())
+    for name, meant in ALIASES.items():
+        if meant == key:
+            values = "; ".join(f"{given} = {becomes}" for given, becomes in FORMER_SWITCHES.get(name, {}).items())
             yield f"{name} ({values})" if values else name
 
 

@@ -7,7 +7,6 @@ is off. When a feature is added, its keys become fields in `config/sections/` an
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -177,7 +176,6 @@ _FEATURES: Mapping[str, Mapping[str, object]] = {
     BEST_MODE: {"checkpoint.keep_best_mode": "min"},
     PEER_COPIES: {"checkpoint.memory_replicas": 0},
     RATE_OF_PEER_COPIES: {"checkpoint.memory_replica_max_mb_per_second": 0.0},
-    "a least time between continuous saves": {"checkpoint.continuous_floor_seconds": ANY},
 }
 _INSTEAD = {
     PEER_COPIES: "Set checkpoint.memory_peer_copies. ",
@@ -200,16 +198,3 @@ def _unsupported_feature(feature: str, off: object) -> Unsupported:
 UNSUPPORTED: Mapping[str, Unsupported] = {
     name: _unsupported_feature(feature, off) for feature, keys in _FEATURES.items() for name, off in keys.items()
 }
-_VALUES: Mapping[tuple[str, object], str] = {
-    ("checkpoint.interval_type", "continuous"): 'Set "auto", or "seconds" with checkpoint.interval, such as 30',
-    ("checkpoint.digest_tensors", "replicas"): 'Its name is "ranks" now',
-}
-"""Key and value to what serves in its place."""
-
-
-def refuse_unsupported_value(key: str, value: object, where: str) -> None:
-    """Raise ConfigError, with what replaces it, if `value` is one that `key` no longer has."""
-    parts = re.split(r"[\s,]+", value) if isinstance(value, str) else value if isinstance(value, list | tuple) else ()
-    for part in parts:
-        if instead := _VALUES.get((key, part)):
-            raise ConfigError(f"{where} = {part} is not supported. {instead}.")

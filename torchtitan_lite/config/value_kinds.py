@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 import types
 from collections.abc import Iterable, Sequence
@@ -24,13 +25,6 @@ _EXPECTED = {
     str: "a string",
     tuple: "a list of strings",
     object: "a value",
-}
-_TOML_TYPES: dict[type, tuple[type, ...]] = {
-    bool: (bool,),
-    int: (int,),
-    float: (float, int),
-    str: (str,),
-    tuple: (list,),
 }
 
 
@@ -69,20 +63,30 @@ class ValueKind:
 
     def text_of(self, value: object, where: str) -> str:
         """Return the text of a TOML value. Raise ConfigError if its type does not fit."""
-        fits = self.base is object or type(value) in _TOML_TYPES[self.base] or self.is_word(value)
-        if self.base is tuple and isinstance(value, list):
-            fits = self.holds(value)
-        if not fits:
+        is_text_of_choice = bool(self.choices) and isinstance(value, str)  # Of which one, `checked` says.
+        if self.base is not object and self.converted(value) is None and not is_text_of_choice:
             raise ConfigError(f"{where}: expected {self.describe()}, found {value_text(value, self.base)}.")
         return command_line_text(value)
+
+    def converted(self, value: Any) -> Any:
+        """Return a value of Python or TOML as a field of the kind holds it; None if it is not of the kind."""
+        if self.base is str and isinstance(value, os.PathLike):
+            value = os.fspath(value)
+        if self.choices:
+            return self.spelled(value) if isinstance(value, str) else None
+        if self.base is tuple:
+            fits = isinstance(value, tuple | list) and all(map(self._is_element, value))
+            return (value if isinstance(value, tuple) else tuple(value)) if fits else None
+        expected = (int, float) if self.base is float else self.base
+        is_of_kind = isinstance(value, expected) and (self.base is bool or not isinstance(value, bool))
+        return value if is_of_kind or self.is_word(value) else None
 
     def is_word(self, value: object) -> bool:
         """Return whether `value` is the word that stands in place of a number."""
         return bool(self.word) and value == self.word
 
-    def holds(self, elements: Iterable[object]) -> bool:
-        """Return whether a tuple of this kind may have these elements."""
-        return all(isinstance(element, self.element) and not isinstance(element, bool) for element in elements)
+    def _is_element(self, value: object) -> bool:
+        return isinstance(value, self.element) and not isinstance(value, bool)
 
     def text_of_words(self, words: Sequence[str], where: str) -> str:
         """Return the text of the words after a name on the command line. Raise ConfigError for too many or too few."""

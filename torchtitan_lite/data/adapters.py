@@ -24,7 +24,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.data.dataset_draws import DatasetDraws, bared_dataset
+from torchtitan_lite.data.dataset_draws import bared_dataset, draws_in_workers, set_states_of_dataset, states_of_dataset
 from torchtitan_lite.data.hugging_face_stream import BufferWatch, PositionedStream
 from torchtitan_lite.data.rank_state import RESTART_DATA, pack, unpack
 from torchtitan_lite.data.sampler_draws import replayed_sampler
@@ -59,7 +59,7 @@ class StatefulDataLoaderAdapter:
         self._loader, self._rank, self._num_ranks = loader, rank, num_ranks
         # The only hook that torch has: the workers of the next iteration start with it.
         loader.worker_init_fn = partial(begin_worker, tuple(preemption_signals), loader.worker_init_fn)
-        self._sampler, self._draws = replayed_sampler(loader), DatasetDraws(loader)
+        self._sampler = replayed_sampler(loader)
         self._buffer = BufferWatch(loader.dataset)
         self._still = _StillWatch(loader.dataset)
         refuse_stuck_stream("dataloader", loader.dataset)
@@ -83,7 +83,7 @@ class StatefulDataLoaderAdapter:
         self._buffer.on_save(in_epoch=not is_finished and state["loader"].get("_num_yielded", 0) > 0)
         if self._sampler is not None and (kept := self._sampler.kept(is_finished=is_finished)):
             state["sampler"] = kept
-        if draws := self._draws.state_dict():
+        if draws := states_of_dataset(self._loader):
             state["dataset"] = draws
         return pack(state, rank=self._rank, num_ranks=self._num_ranks)
 
@@ -110,12 +110,13 @@ class StatefulDataLoaderAdapter:
         if "generator" in state and self._loader.generator is not None:
             # To begin drew from it, too; an uninterrupted run did that before the save. torchdata does not undo it.
             self._loader.generator.set_state(state["generator"])
-        self._draws.load_state_dict(state.get("dataset", {}))  # Samples that were read again and dropped drew, too.
+        # Samples that were read again and dropped drew, too.
+        set_states_of_dataset(self._loader, state.get("dataset", {}))
 
     @contextmanager
     def _beginning(self) -> Iterator[None]:
         """Have the workers that an iteration begins in this block end with its iterator, and with this process."""
-        with _none_left_by_a_failure(), self._draws.in_workers():
+        with _none_left_by_a_failure(), draws_in_workers(self._loader):
             yield
         iterator = iterator_of(self._loader)
         workers = workers_of(iterator)

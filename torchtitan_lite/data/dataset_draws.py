@@ -1,7 +1,7 @@
 """The random numbers that a dataset draws for its samples: a resumed loader draws the same ones.
 
 In the process of the loader these come from the global generators, which a checkpoint of the run has, and from those
-in the attributes of the dataset and of `collate_fn`, which `DatasetDraws` has. A resume seeds workers as at the
+in the attributes of the dataset and of `collate_fn`, which the adapter's state has. A resume seeds workers as at the
 beginning of their epoch; so what stands for the dataset in them adds all generators to its state.
 
 An iterable dataset without a state can keep nothing in a worker, and needs it least: torchdata reads it from its
@@ -107,36 +107,32 @@ class _StatefulStream(_Stream):
         self.draws.load(state, self.dataset)
 
 
-class DatasetDraws:
-    """Keeps the random numbers that the dataset of a StatefulDataLoader draws."""
+def states_of_dataset(loader: Any) -> States:
+    """Return the states of the generators in this process that the dataset and `collate_fn` of `loader` have."""
+    return states_of(_own_generators(loader.dataset, loader.collate_fn))
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
 
-    def state_dict(self) -> States:
-        """Return the states of the generators in this process that the dataset and `collate_fn` have."""
-        return states_of(_own_generators(self._loader.dataset, self._loader.collate_fn))
+def set_states_of_dataset(loader: Any, states: States) -> None:
+    """Give these generators the states that `states_of_dataset` returned."""
+    _set_states(_own_generators(loader.dataset, loader.collate_fn), states)
 
-    def load_state_dict(self, states: States) -> None:
-        """Give these generators the states that `state_dict` returned."""
-        _set_states(_own_generators(self._loader.dataset, self._loader.collate_fn), states)
 
-    @contextmanager
-    def in_workers(self) -> Iterator[None]:
-        """Begin iterations in this block: their workers keep the draws, and streams of Hugging Face their positions.
+@contextmanager
+def draws_in_workers(loader: Any) -> Iterator[None]:
+    """Begin iterations in this block: their workers keep the draws, and streams of Hugging Face their positions.
 
-        Outside it the loader has its own dataset.
-        """
-        dataset = standing = self._loader.dataset
-        if is_hugging_face_stream(dataset):
-            standing = PositionedStream(dataset)
-        if self._loader.num_workers and not isinstance(dataset, IterDataPipe | MapDataPipe):  # torch changes pipes.
-            standing = _standing(standing, WorkerDraws(dataset, self._loader.collate_fn))
-        object.__setattr__(self._loader, "dataset", standing)  # It refuses setattr.
-        try:
-            yield
-        finally:
-            object.__setattr__(self._loader, "dataset", dataset)
+    Outside it the loader has its own dataset.
+    """
+    dataset = standing = loader.dataset
+    if is_hugging_face_stream(dataset):
+        standing = PositionedStream(dataset)
+    if loader.num_workers and not isinstance(dataset, IterDataPipe | MapDataPipe):  # torch changes pipes.
+        standing = _standing(standing, WorkerDraws(dataset, loader.collate_fn))
+    object.__setattr__(loader, "dataset", standing)  # It refuses setattr.
+    try:
+        yield
+    finally:
+        object.__setattr__(loader, "dataset", dataset)
 
 
 def bared_dataset() -> WorkerDraws | None:

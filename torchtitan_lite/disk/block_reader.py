@@ -162,10 +162,12 @@ class BlockReader(ReadsBlocks):
             again = self._open_direct(path, stack)
             direct = again if self.direct else None
             cached = stack.enter_context(look_into_cache(fd, size)) if direct is not None else None
-            ahead = _do_nothing if self.direct else _fetching(fd)
-            yield _OpenFile(
-                checked, fd, direct if cached is not None else None, again, cached, ahead, reopened, self.pause
-            )
+            if not self.direct:
+                # The kernel's guess of what comes next, from the requests of several threads, made a read take 1.5
+                # times as long. So it is told, part by part.
+                _advise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+            direct = direct if cached is not None else None
+            yield _OpenFile(checked, fd, direct, again, cached, not self.direct, reopened, self.pause)
 
     def _open_direct(self, path: Path, stack: ExitStack) -> int | None:
         try:
@@ -203,8 +205,8 @@ class _OpenFile:
     again: int | None
     """For a second read, past the page cache; None where the system refuses that."""
     cached: Callable[[int, int], bool] | None
-    ahead: Callable[[int, int], object]
-    """Called with the begin and the size of what is read next through the page cache."""
+    fetches: bool
+    """Whether the kernel is to fetch what is read next through the page cache."""
     reopened: Callable[[], int]
     """Returns another descriptor of the file, which is closed with this one."""
     pause: Callable[[float], None]
@@ -220,7 +222,8 @@ class _OpenFile:
         if self.direct is not None and self.cached is not None and not self.cached(segment.begin, segment.end):
             self._read_through_bounce(segment, buffers, self.direct)
             return
-        self.ahead(segment.begin, segment.end - segment.begin)
+        if self.fetches:
+            _advise(self.fd, segment.begin, segment.end - segment.begin, os.POSIX_FADV_WILLNEED)
         for part in by_block(segment):
             pieces = pieces_in_order(part)
             if pieces is None:
@@ -315,22 +318,9 @@ class _OpenFile:
         self.direct = self.again = None
 
 
-def _do_nothing(begin: int, num_bytes: int) -> None:
-    """Do nothing."""
-
-
-def _fetching(fd: int) -> Callable[[int, int], object]:
-    """Return what has the kernel fetch a range of the file `fd`, and keep it from guessing what comes next.
-
-    Its guess, from the requests of several threads, made a read take 1.5 times as long.
-    """
-
-    def ahead(begin: int, num_bytes: int, advice: int = os.POSIX_FADV_WILLNEED) -> None:
-        with suppress(OSError):  # Some file systems take no advice.
-            os.posix_fadvise(fd, begin, num_bytes, advice)
-
-    ahead(0, 0, os.POSIX_FADV_RANDOM)
-    return ahead
+def _advise(fd: int, begin: int, num_bytes: int, advice: int) -> None:
+    with suppress(OSError):  # Some file systems take no advice.
+        os.posix_fadvise(fd, begin, num_bytes, advice)
 
 
 def _with_retries(

@@ -141,9 +141,7 @@ def write_blocks(
     Any thread. Raises the OSError of the system, with `path` in it; the file is useless then.
     """
     with naming(path), closing(_WrittenFile(path, look_seconds, durable)) as file:
-        file.open(direct)
-        if source.num_bytes:
-            file.allocate(source.num_bytes)
+        file.open(direct, source.num_bytes)
         digests = _write_all(file, source, *file.requests(source, threads))
         file.finish(source.num_bytes)
     return source.record or FileRecord(source.num_bytes, b"".join(digests))
@@ -182,8 +180,8 @@ class _WrittenFile:
         self._fd = self._created(time.monotonic() + look_seconds)
         self._direct = False
 
-    def open(self, direct: bool) -> None:
-        """Have requests bypass the page cache if `direct`, and if the system does not refuse that."""
+    def open(self, direct: bool, num_bytes: int) -> None:
+        """Have requests bypass the page cache if `direct` and the system does not refuse that; allocate `num_bytes`."""
         try:
             faults.point("open", path=self._path)
             if direct:
@@ -193,15 +191,14 @@ class _WrittenFile:
             if not direct or error.errno not in NO_DIRECT_IO:
                 raise
             self._log_refusal(error)
+        if num_bytes:
+            self._durable.allocate(self._fd, num_bytes)
 
     def requests(self, source: FileSource, threads: int) -> tuple[int, int]:
         """Return the bytes of a request, and how many are under way: `threads`, or as many as suit if that is 0."""
         if is_fuse(os.fstat(self._fd).st_dev):
             return max(source.request_bytes, FUSE_REQUEST_BYTES), threads or min(source.threads, FUSE_THREADS)
         return source.request_bytes, threads or source.threads
-
-    def allocate(self, num_bytes: int) -> None:
-        self._durable.allocate(self._fd, num_bytes)
 
     def write(self, data: memoryview, offset: int, num_bytes: int) -> None:
         """Write the first `num_bytes` of `data`, which is padded, at `offset`."""

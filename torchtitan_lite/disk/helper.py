@@ -270,11 +270,18 @@ def begin(trainer_pid: int, ignored: Sequence[int], line_fds: Sequence[int]) -> 
 
 def is_stopped(pid: int) -> bool:
     """Return whether a signal or a debugger has stopped the process; False if that cannot be known."""
+    return state_and_start(pid)[0] in ("T", "t")
+
+
+def state_and_start(pid: int) -> tuple[str, int]:
+    """Return the state and the start time of the process `pid`; ("", 0) where the system does not say."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
-    except (OSError, IndexError):
-        return False
-    return state in (b"T", b"t")
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "", 0
+    # The second field is the name, in brackets, and may contain spaces and brackets.
+    fields = stat.rpartition(")")[2].split()
+    return (fields[0], int(fields[19])) if len(fields) > 19 else ("", 0)
 
 
 def _spawn(module: str, call: str, descriptors: Sequence[int], ignored: Sequence[int]) -> subprocess.Popen[bytes]:

@@ -32,11 +32,10 @@ DESTROY_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class World:
-    """The place of this rank: `rank` of `world_size`, `local_rank` on its host, and its `device`."""
+    """The place of this rank: `rank` of `world_size`, and its `device`."""
 
     rank: int
     world_size: int
-    local_rank: int
     device: torch.device
     is_simulated: bool = False
     """Whether the other ranks do not exist (`comm.simulated_ranks`)."""
@@ -94,7 +93,7 @@ def _open_world(config: Comm) -> World:
         world_size=place.world_size,
         store=_meeting_place(place),
     )
-    return World(place.rank, place.world_size, place.local_rank, device)
+    return World(place.rank, place.world_size, device)
 
 
 def _open_simulated(num_ranks: int, place: Launched) -> World:
@@ -104,7 +103,7 @@ def _open_simulated(num_ranks: int, place: Launched) -> World:
             "Run python train.py without torchrun; the process acts as rank 0."
         )
     init_simulated_ranks(num_ranks)
-    return World(0, num_ranks, 0, torch.device("cpu"), is_simulated=True)
+    return World(0, num_ranks, torch.device("cpu"), is_simulated=True)
 
 
 def init_simulated_ranks(num_ranks: int) -> None:

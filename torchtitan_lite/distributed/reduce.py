@@ -38,14 +38,6 @@ def norm_over_group(norm: Tensor, group: dist.ProcessGroup) -> Tensor:
     return squares.sqrt().to(norm.dtype)
 
 
-def broadcast_from_first(value: int, device: torch.device) -> int:
-    """Return rank 0's `value` on every rank."""
-    tensor = torch.tensor(value, dtype=torch.int64, device=device)
-    if world_size() > 1:
-        dist.broadcast(tensor, src=0)
-    return int(tensor.item())
-
-
 def _reduce(values: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
     if world_size() > 1:
         dist.all_reduce(values, op=op)

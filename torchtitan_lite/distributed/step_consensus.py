@@ -39,7 +39,10 @@ class StepConsensus:
         self._in_flight: tuple[dist.Work | None, torch.Tensor] | None = None
 
     def receive(self) -> StepFlags:
-        """Return the agreed flags of the last `send`; no flags before the first one."""
+        """Return the agreed flags of the last `send`; no flags before the first one.
+
+        Call it before any rank destroys the group, too: an exchange may be in flight.
+        """
         if self._in_flight is None:
             return StepFlags()
         work, values = self._in_flight
@@ -63,12 +66,8 @@ class StepConsensus:
         )
         self._in_flight = (work, values)
 
-    def drain(self) -> None:
-        """Wait for an exchange in flight. Call it before any rank destroys the group."""
-        self.receive()
-
     def close(self) -> None:
-        """Destroy the group, after `drain`; the next `send` creates another one. Idempotent; waits for no rank."""
+        """Destroy the group, after `receive`; the next `send` creates another one. Idempotent; waits for no rank."""
         destroy(self.__dict__.pop("_group", None))
 
     @cached_property

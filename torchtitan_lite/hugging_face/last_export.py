@@ -26,6 +26,7 @@ from torchtitan_lite.events import WeightsExported
 from torchtitan_lite.examining.opened import OpenedCheckpoint, open_checkpoint
 from torchtitan_lite.hugging_face.model_files import DescribedModel
 from torchtitan_lite.hugging_face.writing import PlannedExport, plan, write_rest, write_shards
+from torchtitan_lite.json_lines import object_in
 from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointInfo
@@ -197,10 +198,9 @@ def share_of(files: Sequence[str], rank: int, num_ranks: int) -> list[str]:
 def _export_record(folder: Path) -> dict[str, Any]:
     """Return the record in `folder`; empty if there is none that can be read."""
     try:
-        record = json.loads((folder / RECORD).read_bytes())
-    except (OSError, ValueError):
+        return object_in((folder / RECORD).read_bytes()) or {}
+    except OSError:
         return {}
-    return record if isinstance(record, dict) else {}
 
 
 def _size_or_none(path: Path) -> int | None:

@@ -37,7 +37,7 @@ from torchtitan_lite.accounts import (
     read_accounts,
 )
 from torchtitan_lite.events import CleanEnd, Committed, Event, Loaded, Preempted, Resumed, SaveStarted
-from torchtitan_lite.json_lines import JsonLines
+from torchtitan_lite.json_lines import JsonLines, object_in
 from torchtitan_lite.log import counted, logger
 
 _BEAT_BYTES = 1024
@@ -291,11 +291,9 @@ class _LatestBeat:
 
     def read(self) -> dict[str, Any] | None:
         """Return the record; None if there is none."""
-        try:
-            record = json.loads(self._path.read_bytes())
-        except (OSError, ValueError):
-            return None
-        return record if isinstance(record, dict) else None
+        with suppress(OSError):
+            return object_in(self._path.read_bytes())
+        return None
 
     def close(self) -> None:
         """Close the file. Idempotent."""

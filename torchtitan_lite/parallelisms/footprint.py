@@ -7,8 +7,7 @@ moments are float32 (`parallelize_llama`). Activations, gathered blocks and buff
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -23,51 +22,37 @@ _MOMENTS = 2
 """Tensors of the shape of a parameter that Adam keeps for it."""
 
 
-@dataclass(frozen=True)
-class Footprint:
-    """What all ranks together hold and take in a step, and what the largest one of each pipeline rank holds."""
+def footprint(plan: Plan, held: Sequence[int], training: Training, global_batch_size: int, num_params: int) -> str:
+    """Return what all ranks together hold and take in a step, and what the largest one of each pipeline rank holds.
 
-    plan: Plan
-    num_params: int
-    held: tuple[int, ...]
-    """Parameters, by pipeline rank."""
-    training: Training
-    global_batch_size: int
-
-    def __str__(self) -> str:
-        dims, batch_size, seq_len = self.plan.dims, self.training.batch_size, self.training.seq_len
-        ranks = counted(dims.world_size, "rank") + (f" ({dims})" if dims.world_size > 1 else "")
-        accumulation = self.global_batch_size // (batch_size * dims.dp_degree)
-        parts = [f"{counted(dims.dp_degree, 'share')} of {batch_size}"]
-        parts += [f"accumulated {accumulation} times"] if accumulation > 1 else []
-        parts += ["in " + counted(self.plan.num_microbatches, "micro-batch")] if dims.pp > 1 else []
-        params = readable_bytes(self.num_params * _BYTES)
-        checkpoint = readable_bytes(self.num_params * _BYTES * (1 + _MOMENTS))
-        lines = [
-            f"The plan fits {ranks}:",
-            f"  step: {counted(self.global_batch_size, 'sequence')} of {counted(seq_len, 'token')}: {', '.join(parts)}",
-            f"  tokens in a step: {self.global_batch_size * seq_len:,}",
-            f"  model: {self.num_params:,} parameters, {params}; a full checkpoint: {checkpoint}",
-            f"  largest rank: {_held(max(self.held))}",
-            "    with gradients and Adam's moments in float32, without activations",
-        ]
-        if dims.pp > 1:
-            for rank, (stages, held) in enumerate(zip(_stages_by_pp_rank(self.plan), self.held, strict=True)):
-                layers = " and ".join(f"{stage.layers[0]}-{stage.layers[-1]}" for stage in stages)
-                lines.append(f"  pp rank {rank}: layers {layers}: {_held(held)}")
-        return "\n".join(lines)
+    `held` are the parameters by pipeline rank.
+    """
+    dims, batch_size, seq_len = plan.dims, training.batch_size, training.seq_len
+    ranks = counted(dims.world_size, "rank") + (f" ({dims})" if dims.world_size > 1 else "")
+    accumulation = global_batch_size // (batch_size * dims.dp_degree)
+    parts = [f"{counted(dims.dp_degree, 'share')} of {batch_size}"]
+    parts += [f"accumulated {accumulation} times"] if accumulation > 1 else []
+    parts += ["in " + counted(plan.num_microbatches, "micro-batch")] if dims.pp > 1 else []
+    params = readable_bytes(num_params * _BYTES)
+    checkpoint = readable_bytes(num_params * _BYTES * (1 + _MOMENTS))
+    lines = [
+        f"The plan fits {ranks}:",
+        f"  step: {counted(global_batch_size, 'sequence')} of {counted(seq_len, 'token')}: {', '.join(parts)}",
+        f"  tokens in a step: {global_batch_size * seq_len:,}",
+        f"  model: {num_params:,} parameters, {params}; a full checkpoint: {checkpoint}",
+        f"  largest rank: {_held(max(held))}",
+        "    with gradients and Adam's moments in float32, without activations",
+    ]
+    if dims.pp > 1:
+        for rank, (stages, number) in enumerate(zip(_stages_by_pp_rank(plan), held, strict=True)):
+            layers = " and ".join(f"{stage.layers[0]}-{stage.layers[-1]}" for stage in stages)
+            lines.append(f"  pp rank {rank}: layers {layers}: {_held(number)}")
+    return "\n".join(lines)
 
 
-def footprint(
-    plan: Plan,
-    build_part: Callable[[Stage], nn.Module],
-    training: Training,
-    global_batch_size: int,
-    num_params: int,
-) -> Footprint:
-    """Return what `plan` puts on the ranks; `build_part` returns a stage, sharded, on the meta device. Any rank."""
-    held = tuple(num_local_params(map(build_part, stages)) for stages in _stages_by_pp_rank(plan))
-    return Footprint(plan, num_params, held, training, global_batch_size)
+def held_parameters(plan: Plan, build_part: Callable[[Stage], nn.Module]) -> list[int]:
+    """Return how many parameters rank 0 of each pipeline rank holds; `build_part` returns a sharded stage. Any rank."""
+    return [num_local_params(map(build_part, stages)) for stages in _stages_by_pp_rank(plan)]
 
 
 def _stages_by_pp_rank(plan: Plan) -> list[tuple[Stage, ...]]:

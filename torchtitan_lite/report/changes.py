@@ -10,10 +10,9 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_lite.config.drift import Rule, rule_of
+from torchtitan_lite.config.drift import Change, rule_of
 from torchtitan_lite.config.job_config import flat_config
 from torchtitan_lite.report.lines import number_or_nan
 from torchtitan_lite.report.starts import ReportedStart
@@ -31,22 +30,9 @@ Config = Mapping[str, Any]
 """Values by section.key."""
 
 
-@dataclass(frozen=True)
-class KeyChange:
-    """One key with another value than at the start before."""
-
-    key: str
-    before: str
-    now: str
-    is_warned: bool
-    """Whether a resume warns of it: the run is then another than without the change."""
-
-
 def without_secret_values(config: object) -> dict[str, Any]:
-    """Return the values of a configuration by `section.key` of today, secrets hidden; none of what is not one."""
-    if not isinstance(config, dict):
-        return {}
-    values = flat_config(config)
+    """Return the values of a configuration by `section.key`, secrets hidden; none of what is not one."""
+    values = flat_config(config) if isinstance(config, dict) else {}
     return {key: HIDDEN if _SECRET_KEY.search(key) and value else value for key, value in values.items()}
 
 
@@ -80,17 +66,17 @@ def configs_of(starts: Sequence[ReportedStart], lines: Iterable[Mapping[str, Any
     return found
 
 
-def changes_by_start(configs: Mapping[int, Config]) -> dict[int, list[KeyChange]]:
+def changes_by_start(configs: Mapping[int, Config]) -> dict[int, list[Change]]:
     """Return what changed at each start whose configuration is known, against the one known before it."""
     numbers = sorted(configs)
     pairs = itertools.pairwise(numbers)
     return {now: differences(configs[before], configs[now]) for before, now in pairs}
 
 
-def differences(before: Config, now: Config) -> list[KeyChange]:
+def differences(before: Config, now: Config) -> list[Change]:
     """Return the keys whose values differ, in the order of `now`; a key that one of them lacks is not compared."""
     return [
-        KeyChange(key, shown_on_page(before[key]), shown_on_page(value), rule_of(key) in (Rule.WARNED, Rule.REFUSED))
+        Change(key, shown_on_page(before[key]), shown_on_page(value), rule_of(key))
         for key, value in now.items()
         if key in before and shown_on_page(before[key]) != shown_on_page(value)
     ]

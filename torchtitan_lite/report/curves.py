@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from torchtitan_lite.log import counted
-from torchtitan_lite.report import svg
-from torchtitan_lite.report.run import Run
-from torchtitan_lite.report.scales import Scale, exact_scale, nice_scale, seconds_text
-from torchtitan_lite.report.svg import Figure
+from torchtitan_lite.report.run import Run, steps_per_line
+from torchtitan_lite.report.scales import Scale, area_path, exact_scale, line_path, nice_scale, seconds_text
+from torchtitan_lite.report.starts import ReportedStart
 
 LOSS_HEIGHT, TIME_HEIGHT = 260, 200
+CURVE_WIDTH = 1000
+"""Units of the paths of a curve."""
+BADGE_ROWS = 3
+_BADGE_SHARE = 0.055
+"""Of the width that a badge needs on a narrow screen."""
 MAX_POINTS = 900
 MAX_SPANS = 420
 MAX_HITS = 180
@@ -29,78 +34,87 @@ def step_scale(runs: Sequence[Run]) -> Scale:
     return exact_scale(0 if first < 0.1 * last else first, last, 8)
 
 
-def loss_figure(runs: Sequence[Run]) -> Figure | None:
+class Badge(NamedTuple):
+    """The mark of a start that resumed, at a share of the width; its badge is in a row above the drawing, from 0 up."""
+
+    share: float
+    row: int
+    kind: str
+    start: ReportedStart
+
+
+class Curve(NamedTuple):
+    """The losses of one run: paths of their means and of the range around these, if there are any."""
+
+    points: list[Bucket]
+    line: str
+    band: str
+    lost: list[int]
+    """Steps whose loss is not finite."""
+
+
+@dataclass(frozen=True)
+class LossFigure:
+    """The losses of all runs."""
+
+    x: Scale
+    y: Scale
+    curves: list[Curve]
+    badges: list[Badge]
+    hits: list[tuple[float, float, str]]
+    """Parts of the width, and the text that the page shows over each."""
+    is_merged: bool
+    """Whether a point may stand for several steps."""
+    note: str
+
+
+def loss_figure(runs: Sequence[Run]) -> LossFigure | None:
     """Return the losses of all `runs` in one drawing; None if no run has any."""
-    curves = [buckets(run.logged.steps, run.logged.loss, MAX_POINTS) for run in runs]
-    if not any(curves):
+    points_of = [buckets(run.logged.steps, run.logged.loss, MAX_POINTS) for run in runs]
+    if not any(points_of):
         return None
     x = step_scale(runs)
-    ranges = [usual_range(points) for points in curves if points]
+    ranges = [usual_range(points) for points in points_of if points]
     y = nice_scale(min(low for low, _ in ranges), max(high for _, high in ranges))
-    resumes = [mark for index, run in enumerate(runs) for mark in _resumes(run, x, f"run{index}")]
-    paths, marks = [], [*svg.badges(LOSS_HEIGHT, resumes)]
-    for index, (run, points) in enumerate(zip(runs, curves, strict=True)):
-        paths += [*_band(points, x, y, f"run{index}"), _line(points, x, y, f"run{index}")]
-        marks += [
-            _overflow_mark(x.at(each.middle), f"{_steps_text(each)}: {_values_text(each)}")
-            for each in points
-            if each.high > y.high
-        ]
-        marks += _not_finite(run, x)
-    parts = [*svg.frame(LOSS_HEIGHT, x, y), svg.curve(LOSS_HEIGHT, *paths), *marks]
-    parts += svg.hits(LOSS_HEIGHT, _loss_columns(runs, x))
-    legend = [(f"line run{index}", run.name) for index, run in enumerate(runs)] if len(runs) > 1 else []
-    if any(run.logged for run, points in zip(runs, curves, strict=True) if len(run.logged) > len(points)):
-        legend.append(("band run0", "lowest to highest"))
-    if any(point.high > y.high for points in curves for point in points):
-        legend.append(("cut", "higher than the drawing"))
-    if resumes:
-        legend.append(("mark", "resumed here; the number is that of the start"))
-    svg_text = svg.drawing(LOSS_HEIGHT, "Loss by step", parts)
-    rows = 1 + max(svg.badge_rows(resumes), default=-1)
-    return Figure(svg_text, tuple(legend), _note_of_lost(runs), top=8 + 21 * rows)
+    return LossFigure(
+        x,
+        y,
+        [_curve(run, points, x, y) for run, points in zip(runs, points_of, strict=True)],
+        _badges(runs, x),
+        list(_loss_hits(runs, x)),
+        any(len(run.logged) > len(points) for run, points in zip(runs, points_of, strict=True)),
+        _note_of_lost(runs),
+    )
 
 
-def _band(points: Sequence[Bucket], x: Scale, y: Scale, kind: str) -> Iterator[str]:
-    if any(point.count > 1 for point in points):
-        upper = [_point_at(point.middle, point.high, x, y, LOSS_HEIGHT) for point in points]
-        lower = [_point_at(point.middle, point.low, x, y, LOSS_HEIGHT) for point in points]
-        yield svg.element("path", d=svg.area_path(upper, lower), class_=f"band {kind}")
+def _curve(run: Run, points: list[Bucket], x: Scale, y: Scale) -> Curve:
+    def path(values: Iterable[float]) -> list[tuple[float, float]]:
+        pairs = zip(points, values, strict=True)
+        return [_point_at(point.middle, value, x, y, LOSS_HEIGHT) for point, value in pairs]
 
-
-def _line(points: Sequence[Bucket], x: Scale, y: Scale, kind: str) -> str:
-    path = svg.line_path(_point_at(point.middle, point.mean, x, y, LOSS_HEIGHT) for point in points)
-    return svg.element("path", d=path, class_=f"line {kind}")
-
-
-def _overflow_mark(share: float, label: str) -> str:
-    """Return the mark of a value that is higher than the drawing."""
-    return svg.at(share, 2, svg.element("path", svg.title(label), d="M-5 7L0 -1L5 7Z"), class_="cut")
+    line = line_path(path(point.mean for point in points))
+    band = area_path(path(point.high for point in points), path(point.low for point in points))
+    lost = [step for step, loss in zip(run.logged.steps, run.logged.loss, strict=True) if not math.isfinite(loss)]
+    return Curve(points, line, band if any(point.count > 1 for point in points) else "", lost[:_MOST_NOT_FINITE])
 
 
 def _point_at(step: float, level: float, x: Scale, y: Scale, height: int) -> tuple[float, float]:
-    return svg.CURVE_WIDTH * x.at(step), height * (1 - y.at(level))
+    return CURVE_WIDTH * x.at(step), height * (1 - y.at(level))
 
 
-def _resumes(run: Run, x: Scale, kind: str) -> list[svg.AxisBadge]:
-    resumed = [start for start in run.starts if start.loaded.is_resumed and x.low <= start.loaded.step <= x.high]
-    every = math.ceil(len(resumed) / MAX_BADGES) or 1
-    return [
-        svg.AxisBadge(
-            x.at(start.loaded.step),
-            str(start.number),
-            f"Start {start.number} resumed from step {start.loaded.step:,}",
-            kind,
-        )
-        for start in resumed[::every]
-    ]
-
-
-def _not_finite(run: Run, x: Scale) -> Iterator[str]:
-    steps = [step for step, loss in zip(run.logged.steps, run.logged.loss, strict=True) if not math.isfinite(loss)]
-    for step in steps[:_MOST_NOT_FINITE]:
-        shape = svg.element("path", svg.title(f"Step {step:,}: the loss is not finite"), d="M-4 -4l8 8m0 -8l-8 8")
-        yield svg.at(x.at(step), LOSS_HEIGHT - 6, shape, class_="not-finite")
+def _badges(runs: Sequence[Run], x: Scale) -> list[Badge]:
+    """Return the badges of the resumes in order, each in the lowest row where it covers no other."""
+    marks: list[tuple[float, str, ReportedStart]] = []
+    for index, run in enumerate(runs):
+        resumed = [start for start in run.starts if start.loaded.is_resumed and x.low <= start.loaded.step <= x.high]
+        every = math.ceil(len(resumed) / MAX_BADGES) or 1
+        marks += [(x.at(start.loaded.step), f"run{index}", start) for start in resumed[::every]]
+    ends, badges = [-1.0] * BADGE_ROWS, []
+    for share, kind, start in sorted(marks, key=lambda mark: mark[0]):
+        row = next((index for index, end in enumerate(ends) if share - end >= _BADGE_SHARE), 0)
+        ends[row] = share
+        badges.append(Badge(share, row, kind, start))
+    return badges
 
 
 def _note_of_lost(runs: Sequence[Run]) -> str:
@@ -109,7 +123,7 @@ def _note_of_lost(runs: Sequence[Run]) -> str:
     return f"{counted(num, 'logged step')} {have} a loss that is not finite (a cross at the bottom)." if num else ""
 
 
-def _loss_columns(runs: Sequence[Run], x: Scale) -> Iterator[tuple[float, float, str]]:
+def _loss_hits(runs: Sequence[Run], x: Scale) -> Iterator[tuple[float, float, str]]:
     """Yield what the page shows over each part of the curve: with two runs, the values of both."""
     for index, run in enumerate(runs):
         if index and len(runs[0].logged):
@@ -117,10 +131,10 @@ def _loss_columns(runs: Sequence[Run], x: Scale) -> Iterator[tuple[float, float,
         points = buckets(run.logged.steps, run.logged.loss, MAX_HITS)
         others = [buckets(other.logged.steps, other.logged.loss, MAX_HITS) for other in runs[index + 1 :]]
         for (begin, end), point in zip(_columns([point.middle for point in points], x), points, strict=True):
-            label = f"{_steps_text(point)}: loss {_values_text(point)}" + (f" ({run.name})" if others else "")
+            label = f"{point.steps}: loss {point.values}" + (f" ({run.name})" if others else "")
             for other, found in zip(runs[index + 1 :], others, strict=True):
                 near = [each for each in found if each.first <= point.last and each.last >= point.first]
-                label += f"\n{_steps_text(near[0])}: loss {_values_text(near[0])} ({other.name})" if near else ""
+                label += f"\n{near[0].steps}: loss {near[0].values} ({other.name})" if near else ""
             yield begin, end, label
 
 
@@ -128,15 +142,6 @@ def _columns(middles: Sequence[float], x: Scale) -> Iterator[tuple[float, float]
     """Yield the share of the width that is nearest to each of `middles`."""
     borders = [x.low, *((left + right) / 2 for left, right in pairwise(middles)), x.high]
     yield from ((x.at(left), x.at(right)) for left, right in pairwise(borders[: len(middles) + 1]))
-
-
-def _steps_text(point: Bucket) -> str:
-    return f"step {point.first:,.0f}" + (f" to {point.last:,.0f}" if point.last > point.first else "")
-
-
-def _values_text(point: Bucket) -> str:
-    written = f"{point.mean:.4f}"
-    return written if point.count == 1 else f"{written} on average, {point.low:.4f} to {point.high:.4f}"
 
 
 @dataclass(frozen=True)
@@ -149,10 +154,20 @@ class Span:
     stall_seconds: float
     highest: float
 
+    @property
+    def label(self) -> str:
+        """What the page says of it."""
+        single = self.last - self.first == 1
+        label = f"step {self.last:,}" if single else f"steps {self.first + 1:,} to {self.last:,}"
+        label += f": {seconds_text(self.seconds)}" + ("" if single else " a step")
+        if self.highest > self.seconds * 1.001:
+            label += f", up to {seconds_text(self.highest)}"
+        return label + (f"\nblocked by saves: {seconds_text(self.stall_seconds)} of it" if self.stall_seconds else "")
+
 
 def spans_of(run: Run, limit: int = MAX_SPANS) -> list[Span]:
     """Return the time of a step over the run, in at most `limit` spans; a stall is in the line that is logged next."""
-    logged, counts = run.logged, run.steps_per_line
+    logged, counts = run.logged, steps_per_line(run.logged.steps, [start.loaded.step for start in run.starts])
     stalls = stalls_by_line(logged.steps, _stalls(run))
     size = max(1, math.ceil(len(logged) / limit))
     found = []
@@ -199,55 +214,30 @@ def time_ceiling(spans: Sequence[Span]) -> float:
     return 1.5 * usual if high > 2.5 * usual else high
 
 
-def step_time_figure(run: Run, x: Scale, ceiling: float) -> Figure | None:
+@dataclass(frozen=True)
+class StepTimeFigure:
+    """The time of each step, and what saves took of it."""
+
+    x: Scale
+    y: Scale
+    spans: list[Span]
+    line: str
+    ground: str
+    """The area below the line."""
+    per_point: int
+    """The most logged lines that one point is the mean of."""
+
+
+def step_time_figure(run: Run, x: Scale, ceiling: float) -> StepTimeFigure | None:
     """Return the time of each step up to `ceiling` seconds; None if it is not logged."""
     spans = spans_of(run)
     if not spans:
         return None
     y = nice_scale(0.0, ceiling, 4)
-    stalled = [span for span in spans if span.stall_seconds > 0]
-    corners = [
-        _point_at(step, span.seconds, x, y, TIME_HEIGHT)
-        for span in spans
-        for step in (float(span.first), float(span.last))
-    ]
+    corners = [_point_at(step, span.seconds, x, y, TIME_HEIGHT) for span in spans for step in (span.first, span.last)]
     ground = [(corners[0][0], float(TIME_HEIGHT)), (corners[-1][0], float(TIME_HEIGHT))]
-    area = svg.element("path", d=svg.area_path(corners, ground), class_="ground")
-    parts = [*svg.frame(TIME_HEIGHT, x, y)]
-    if 3 * len(stalled) <= len(spans):
-        parts += [_rect(span, x, 0, TIME_HEIGHT, "stall-band") for span in stalled]
-    line = svg.element("path", d=svg.line_path(corners), class_="line thin")
-    parts += [svg.curve(TIME_HEIGHT, area, line)]
-    for span in stalled:
-        top, bottom = y.at(span.seconds), y.at(span.seconds - span.stall_seconds)
-        parts.append(_rect(span, x, TIME_HEIGHT * (1 - top), TIME_HEIGHT * (top - bottom), "stall"))
-    parts += [
-        _overflow_mark(x.at((span.first + span.last) / 2), _span_label(span)) for span in spans if span.seconds > y.high
-    ]
-    parts += svg.hits(TIME_HEIGHT, ((x.at(span.first), x.at(span.last), _span_label(span)) for span in spans))
-    legend = [("line", "one step, seconds"), ("stall", "of it blocked by a save")]
-    if any(span.seconds > y.high for span in spans):
-        legend.append(("cut", "longer than the drawing is high"))
-    note = (
-        f"Each point is the mean of up to {math.ceil(len(run.logged) / MAX_SPANS):,} logged lines."
-        if (len(run.logged) > MAX_SPANS)
-        else ""
-    )
-    return Figure(svg.drawing(TIME_HEIGHT, "Time of a step", parts), tuple(legend), note)
-
-
-def _rect(span: Span, x: Scale, top: float, height: float, kind: str) -> str:
-    begin, end = x.at(span.first), x.at(span.last)
-    return svg.rect(begin, end - begin, float(top), max(1.0, height), kind)
-
-
-def _span_label(span: Span) -> str:
-    single = span.last - span.first == 1
-    steps = f"step {span.last:,}" if single else f"steps {span.first + 1:,} to {span.last:,}"
-    label = f"{steps}: {seconds_text(span.seconds)}" + ("" if single else " a step")
-    if span.highest > span.seconds * 1.001:
-        label += f", up to {seconds_text(span.highest)}"
-    return label + (f"\nblocked by saves: {seconds_text(span.stall_seconds)} of it" if span.stall_seconds else "")
+    per_point = math.ceil(len(run.logged) / MAX_SPANS)
+    return StepTimeFigure(x, y, spans, line_path(corners), area_path(corners, ground), per_point)
 
 
 # Fewer points that show the same curve: each bucket keeps its lowest, its highest and its mean value.
@@ -270,6 +260,17 @@ class Bucket:
     def middle(self) -> float:
         """The x at which the bucket is drawn."""
         return (self.first + self.last) / 2
+
+    @property
+    def steps(self) -> str:
+        """Its steps, in words."""
+        return f"step {self.first:,.0f}" + (f" to {self.last:,.0f}" if self.last > self.first else "")
+
+    @property
+    def values(self) -> str:
+        """Its values, in words."""
+        written = f"{self.mean:.4f}"
+        return written if self.count == 1 else f"{written} on average, {self.low:.4f} to {self.high:.4f}"
 
 
 def buckets(xs: Sequence[float], ys: Sequence[float], limit: int) -> list[Bucket]:

@@ -6,7 +6,6 @@ columns that the report draws are kept, so a million steps fit in 50 MB of memor
 
 from __future__ import annotations
 
-import json
 import math
 from array import array
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import Any
 
 from torchtitan_lite.event_lines import Recorded, parse_record
 from torchtitan_lite.events import is_figure
+from torchtitan_lite.json_lines import object_in
 
 LOSS = "loss_metrics/global_avg_loss"
 STEP_SECONDS = "time_metrics/end_to_end(s)"
@@ -64,11 +64,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     try:
         with path.open("rb") as lines:
             for line in lines:
-                try:
-                    record = json.loads(line)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(record, dict):
+                if (record := object_in(line)) is not None:
                     yield record
     except FileNotFoundError:
         return

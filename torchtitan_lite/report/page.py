@@ -16,12 +16,16 @@ from torchtitan_lite.report import curves, marks
 from torchtitan_lite.report.changes import differences, shown_on_page
 from torchtitan_lite.report.lines import TOKENS_PER_SECOND, number_or_nan
 from torchtitan_lite.report.run import LABELS, Run
+from torchtitan_lite.report.saved_steps import Fate
 from torchtitan_lite.report.scales import (
     moment_text,
     number_text,
+    percent,
+    pixels,
     rate_text,
     seconds_text,
     share_text,
+    short_step,
 )
 
 MAX_TABLE_ROWS = 200
@@ -50,6 +54,10 @@ def render_page(runs: Sequence[Run]) -> str:
         "moment": moment_text,
         "share": share_text,
         "shown": shown_on_page,
+        "grouped": "{:,}".format,
+        "step": short_step,
+        "percent": percent,
+        "pixels": pixels,
     }
     text = environment.get_template("page.html").render(page(runs))
     return text.encode(errors="replace").decode()  # The name of a folder need not be UTF-8.
@@ -67,8 +75,10 @@ def page(runs: Sequence[Run]) -> dict[str, Any]:
         "runs": [_run_values(index, run, x, ceiling, best) for index, run in enumerate(runs)],
         "loss": curves.loss_figure(runs),
         "differences": differences(first.config, second.config) if second is not None else None,
-        "fate_sample": marks.fate_sample,
         "labels": LABELS,
+        "x": x,
+        "heights": {"loss": curves.LOSS_HEIGHT, "time": curves.TIME_HEIGHT},
+        "curve_width": curves.CURVE_WIDTH,
         "begun_from": defaultdict(lambda: "fresh", BEGUN_FROM),
         "version": __version__,
         "read_at": max(run.read_at for run in runs),
@@ -83,13 +93,12 @@ def _run_values(index: int, run: Run, x: Any, ceiling: float, best: float) -> di
         "about": _about(run),
         "status": (run.status, STATUS[run.status]),
         "tiles": _tiles(run),
-        "time": marks.time_figure(run.parts),
         "step_time": curves.step_time_figure(run, x, ceiling),
-        "timeline": marks.timeline_figure(run, x),
+        "lanes": marks.lanes_of(run, x),
         "fates": marks.fate_counts(run.saves),
-        "rates": marks.rate_figure(run, best),
+        "rates": marks.rates_of(run, best),
         "impossible_rates": marks.impossible_rates(run),
-        "shards": marks.shard_figure(run.shards) if run.shards is not None else None,
+        "cells": marks.cells_of(run.shards) if run.shards is not None else [],
         "starts": run.starts[-MAX_START_ROWS:],
         "saves": run.saves[-MAX_TABLE_ROWS:],
         "changed": [start for start in run.starts if start.number in changed],
@@ -148,8 +157,8 @@ def _tiles(run: Run) -> list[dict[str, Any]]:
         note = f"{ended} killed or failed" if ended else "none killed"
         tiles.append(_tile("Starts", f"{len(starts):,}", len(starts), note))
     if run.saves:
-        kept = sum(save.fate.value == "kept" for save in run.saves)
-        tiles.append(_tile("Checkpoints", f"{kept:,}", kept, f"{readable_bytes(run.kept_bytes)} on disk"))
+        kept = [save.nbytes or 0 for save in run.saves if save.fate is Fate.KEPT]
+        tiles.append(_tile("Checkpoints", f"{len(kept):,}", len(kept), f"{readable_bytes(sum(kept))} on disk"))
     if run.uploaded is not None:
         step, ago = run.uploaded.event.step, seconds_text(max(0.0, run.read_at - run.uploaded.time))
         tiles.append(_tile("Uploaded", f"{step:,}", step, f"the last step, {ago} ago"))

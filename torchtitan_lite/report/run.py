@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import time
@@ -13,14 +12,16 @@ from typing import Any
 
 from torchtitan_lite.accounts import CLEAN_ENDS, FAILED, read_accounts
 from torchtitan_lite.config.address import is_in_object_store
+from torchtitan_lite.config.drift import Change
 from torchtitan_lite.errors import CheckpointError, CheckpointNotFound, TorchtitanLiteError
 from torchtitan_lite.event_lines import Recorded
 from torchtitan_lite.events import Uploaded
 from torchtitan_lite.examining.inventory import USABLE, ListedCheckpoint, inventory
+from torchtitan_lite.json_lines import object_in
 from torchtitan_lite.log import logger
-from torchtitan_lite.report.changes import KeyChange, changes_by_start, configs_of, without_secret_values
+from torchtitan_lite.report.changes import changes_by_start, configs_of, without_secret_values
 from torchtitan_lite.report.lines import Logged, read_events, read_logged, read_records
-from torchtitan_lite.report.saved_steps import Fate, Save, ShardMap, read_shards, saves_of
+from torchtitan_lite.report.saved_steps import Save, ShardMap, read_shards, saves_of
 from torchtitan_lite.report.starts import CUT, UNKNOWN, ReportedStart, starts_of
 from torchtitan_lite.store.holder import HolderSeen
 from torchtitan_lite.store.place import Place
@@ -46,17 +47,13 @@ class Run:
     shards: ShardMap | None
     config: Mapping[str, Any]
     """The last known one, by section.key."""
-    changes: Mapping[int, list[KeyChange]]
+    changes: Mapping[int, list[Change]]
     """By the number of the start that made them."""
     status: str
     """running, finished, preempted, failed, killed or unknown."""
     read_at: float
     uploaded: Recorded | None = None
     """The last upload into a second folder."""
-
-    @property
-    def steps_per_line(self) -> list[int]:
-        return steps_per_line(self.logged.steps, [start.loaded.step for start in self.starts])
 
     @property
     def goodput(self) -> float:
@@ -85,11 +82,6 @@ class Run:
         """The highest bandwidth of any save, in bytes a second; NaN without one."""
         return max((save.bytes_per_second for save in self.saves if save.bytes_per_second), default=math.nan)
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of the checkpoints that can be loaded now."""
-        return sum(save.nbytes or 0 for save in self.saves if save.fate is Fate.KEPT)
-
 
 def read_run(spelling: str, *, now: float | None = None) -> Run:
     """Return the run in the dump folder `spelling`. Raises CheckpointError if there is no run in it, and OSError."""
@@ -107,7 +99,8 @@ def read_run(spelling: str, *, now: float | None = None) -> Run:
         )
     ledger = read_accounts(folder)
     starts = starts_of(events, ledger, logged.steps[-1] if len(logged) else 0)
-    exports = _exports(folder, config)
+    export_folder = config.get("checkpoint.export_folder")  # Of weights alone, in a folder of their own.
+    exports = SeenFolder.of(folder, str(export_folder)) if export_folder else SeenFolder()
     are_seen = checkpoints.was_read and exports.was_read
     saves = saves_of(starts, [*entries, *exports.entries], are_seen=are_seen)
     known = configs_of(starts, read_records(folder / CONFIGS), config)
@@ -130,15 +123,9 @@ def read_run(spelling: str, *, now: float | None = None) -> Run:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        return without_secret_values(json.loads(path.read_bytes()))
-    except (FileNotFoundError, ValueError, RecursionError):
+        return without_secret_values(object_in(path.read_bytes()) or {})
+    except FileNotFoundError:
         return {}
-
-
-def _exports(folder: Path, config: Mapping[str, Any]) -> SeenFolder:
-    """Return the folder of weights that the run exported into a folder of their own."""
-    export_folder = config.get("checkpoint.export_folder")
-    return SeenFolder.of(folder, str(export_folder)) if export_folder else SeenFolder()
 
 
 def _shards(checkpoints: SeenFolder) -> ShardMap | None:

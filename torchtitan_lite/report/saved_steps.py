@@ -44,6 +44,11 @@ class Fate(enum.Enum):
     UNSEEN = "not looked at"
     """Its folder could not be read."""
 
+    @property
+    def word(self) -> str:
+        """Its class in the page."""
+        return self.name.lower().replace("_", "-")
+
 
 _FATE_OF_STATE = {
     FolderState.COMMITTED: Fate.KEPT,

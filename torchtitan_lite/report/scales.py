@@ -1,9 +1,10 @@
-"""Axes, and numbers as a person reads them. Pure."""
+"""Axes, and numbers as a person, or SVG, reads them. Pure."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -103,3 +104,24 @@ def share_text(share: float) -> str:
     """Return a share of 1 in percent: "97.3 %", "0.04 %"."""
     percent = 100 * share
     return f"{percent:.1f} %" if percent >= 1 or percent == 0 else f"{percent:.2g} %"
+
+
+def percent(share: float) -> str:
+    """Return a share of the width as SVG writes it."""
+    return f"{pixels(100 * share)}%"
+
+
+def pixels(value: float, digits: int = 2) -> str:
+    """Return a number as short as SVG may have it."""
+    written = f"{value:.{digits}f}"
+    return written.rstrip("0").rstrip(".")
+
+
+def line_path(points: Iterable[tuple[float, float]]) -> str:
+    """Return the path through `points`."""
+    return "".join(f"{'L' if at else 'M'}{pixels(x, 1)} {pixels(y, 1)}" for at, (x, y) in enumerate(points))
+
+
+def area_path(upper: Sequence[tuple[float, float]], lower: Sequence[tuple[float, float]]) -> str:
+    """Return the area between two lines."""
+    return line_path([*upper, *reversed(lower)]) + "Z" if upper else ""

@@ -18,6 +18,9 @@ import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtitan_lite.disk.helper import state_and_start
+from torchtitan_lite.host_memory import host_id
+
 _LATEST = 253402300800
 """Unix seconds of the year 10000, from which on there is no date."""
 
@@ -40,7 +43,7 @@ class Holder:
     def this_process(cls, run_id: str, since: float) -> Holder:
         """Return this process as a holder, with a new token."""
         pid = os.getpid()
-        return cls(uuid.uuid4().hex, run_id, platform.node(), _space(), pid, _state_and_start(pid)[1], int(since))
+        return cls(uuid.uuid4().hex, run_id, platform.node(), _space(), pid, state_and_start(pid)[1], int(since))
 
     @classmethod
     def parse(cls, data: bytes) -> Holder | None:
@@ -96,8 +99,7 @@ class HolderSeen:
 def _space() -> str:
     """Return the space in which a pid names one process at a time."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+        return f"{host_id()} {Path('/proc/self/ns/pid').readlink()}"
     except (OSError, ValueError):
         return platform.node()
 
@@ -110,17 +112,6 @@ def _is_running(pid: int, started: int) -> bool:
         return False
     except PermissionError:
         pass  # Another user's process. It exists, although /proc may hide it.
-    state, start = _state_and_start(pid)
+    state, start = state_and_start(pid)
     # A zombie (Z, X), killed and not waited for yet, counts as gone: it runs nothing any more.
     return state not in ("Z", "X") and (0 in (start, started) or start == started)
-
-
-def _state_and_start(pid: int) -> tuple[str, int]:
-    """Return the state and the start time of the process `pid`; ("", 0) where the system does not say."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "", 0
-    # The second field is the name, in brackets, and may contain spaces and brackets.
-    fields = stat.rpartition(")")[2].split()
-    return (fields[0], int(fields[19])) if len(fields) > 19 else ("", 0)

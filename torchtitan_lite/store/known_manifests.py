@@ -147,7 +147,7 @@ class KnownManifests(Manifests):
         looked_at = [self.find_intact(step, listing.places_of(step)) for step in steps]
         known |= {on_disk(info.path).name: info for info in looked_at if info is not None}
         # What was replaced, and is all there is of a step, has its name for a moment only.
-        self._listed = known if self._is_writer and not listing.has_replaced() else None
+        self._listed = known if self._is_writer and not any(map(layout.parse_replaced, listing.names)) else None
         self._forget_purged(listing)
         return sorted(known.values(), key=attrgetter("step"))
 
@@ -257,15 +257,23 @@ def _as_written(folder: Path, known: _Known, now_ns: int) -> _Known | None:
 def _look_into(folder: Path, step: int, identity: Identity, now_ns: int) -> _Known | None:
     settled = _is_settled(identity, now_ns)
     try:
-        manifest = Manifest.of_folder(folder)
+        manifest = manifest_in(folder, step)
     except CheckpointDamaged as error:
         return _Known(identity, settled, error, {})
-    except CheckpointUnsafe as error:
-        return _Known(identity, settled, damage_in(folder, error), {})
     if manifest is None:
         return None
-    if manifest.step != step:
-        found = CheckpointDamaged(str(folder), f"{layout.MANIFEST}: it is the manifest of step {manifest.step}")
-        return _Known(identity, settled, found, {})
-    sizes = recorded_sizes(manifest.files)
-    return _Known(identity, settled, checkpoint_info(folder, manifest), sizes)
+    return _Known(identity, settled, checkpoint_info(folder, manifest), recorded_sizes(manifest.files))
+
+
+def manifest_in(folder: Path, step: int) -> Manifest | None:
+    """Return the manifest of `step` in `folder`; None if there is none. Raise `CheckpointDamaged` for another one.
+
+    Raises as `Manifest.of_folder` else.
+    """
+    try:
+        manifest = Manifest.of_folder(folder)
+    except CheckpointUnsafe as error:
+        raise damage_in(folder, error) from error
+    if manifest is not None and manifest.step != step:
+        raise CheckpointDamaged(str(folder), f"{layout.MANIFEST}: it is the manifest of step {manifest.step}")
+    return manifest

@@ -205,10 +205,6 @@ class Listing:
         own = {step for name in names if (step := parse_step(name)) is not None}
         return sorted(own.union(step for step, _ in self._numbered(parse_replaced)))
 
-    def has_replaced(self) -> bool:
-        """Return whether there are replaced checkpoints."""
-        return bool(self._numbered(parse_replaced))
-
     def under_any_name(self, steps: Collection[int]) -> dict[int, list[Path]]:
         """Return the paths of each of `steps` that is there: of a checkpoint, staging folders, replaced ones."""
         found = {step: [self.root / step_dir(step)] for step in sorted(self.steps().intersection(steps))}

@@ -82,6 +82,14 @@ def seconds(document: dict[str, Any], name: str) -> float:
     return value
 
 
+def steps_field(document: dict[str, Any], name: str) -> frozenset[int]:
+    """Return the field `name`, a list of steps."""
+    steps = value_of(document, name, list)
+    if not all(type(step) is int and 0 <= step < _INT64 for step in steps):
+        raise ValueError(f"{name}: expected a list of steps, found {steps!r:.40}")
+    return frozenset(steps)
+
+
 def json_object(data: bytes) -> dict[str, Any]:
     """Return the JSON object in `data`. Raise ValueError for anything else, and for NaN and the infinities in it."""
     document = json.loads(data, parse_constant=refuse_constant)

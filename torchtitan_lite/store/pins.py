@@ -17,11 +17,10 @@ from torchtitan_lite.disk.lock_file import locked
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.errors import CheckpointUnsafe, PinsUnreadable
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.manifest_fields import json_bytes, json_object
+from torchtitan_lite.store.manifest_fields import json_bytes, json_object, steps_field
 
 VERSION = 1
 _LIMIT_BYTES = 1 << 20
-_STEPS = range(1 << 63)
 # A `pin` that is stopped must not stop training.
 _A_JOB_WAITS_SECONDS = 0.5
 """For `pin`, which takes milliseconds. A job that does not get the lock removes the checkpoint after its next save."""
@@ -76,7 +75,4 @@ def _parse_pins(data: bytes) -> frozenset[int]:
     document = json_object(data)
     if document.get("version") != VERSION:
         raise ValueError(f'expected a JSON object with "version": {VERSION}')
-    steps = document.get("pinned")
-    if not isinstance(steps, list) or not all(type(step) is int and step in _STEPS for step in steps):
-        raise ValueError('expected a list of steps as "pinned"')
-    return frozenset(steps)
+    return steps_field(document, "pinned")

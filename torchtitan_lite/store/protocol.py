@@ -82,11 +82,8 @@ class StoresCheckpoints(Protocol):
 
     There a file of a save that is cut is there in part; an object appears complete or not at all.
     """
-
-    @property
-    def address(self) -> str:
-        """The folder as people write it."""
-        ...
+    address: str
+    """The folder as people write it."""
 
     @property
     def identity(self) -> str:
@@ -140,7 +137,7 @@ class StoresCheckpoints(Protocol):
 
         No other job has renamed anything since.
         """
-        ...
+        return self.intact()
 
     def intact(self) -> list[CheckpointInfo]:
         """Return the same as `committed`, plus abandoned checkpoints that could not be renamed yet."""
@@ -148,7 +145,7 @@ class StoresCheckpoints(Protocol):
 
     def unmanaged(self) -> Sequence[Place]:
         """Return the places of checkpoints that have no manifest of ours, as torchtitan's own, by ascending step."""
-        ...
+        return []
 
     def latest(self, kind: CheckpointKind = CheckpointKind.FULL) -> CheckpointInfo | None:
         """Return the committed checkpoint of `kind` with the highest step; None if there is none.
@@ -215,6 +212,7 @@ class StoresCheckpoints(Protocol):
 
         Raises as `NewFile.write`. No other process writes that file.
         """
+        self.new_file(place, name).write(source)
 
     def remove_cut(self, kept: str) -> None:
         """Remove the parts of files that `send` left outside of any save, but those of the save `kept`; "" for none."""

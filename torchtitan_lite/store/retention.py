@@ -172,11 +172,6 @@ class Verdict:
         return not self.kept_by
 
 
-def presumed_sound(info: CheckpointInfo) -> bool:
-    """Return True: a checkpoint with a manifest counts as undamaged."""
-    return True
-
-
 def judge_checkpoints(
     policy: RetentionPolicy,
     committed: Sequence[CheckpointInfo],
@@ -186,15 +181,15 @@ def judge_checkpoints(
     pinned: AbstractSet[int] = frozenset(),
     now: float = 0.0,
     missing_bytes: int = 0,
-    is_sound: Callable[[CheckpointInfo], bool] = presumed_sound,
+    is_sound: Callable[[CheckpointInfo], bool] = lambda info: True,
 ) -> list[Verdict]:
     """Return what happens to each checkpoint of `committed`, lowest step first. Raises ConfigError for a failing rule.
 
     None goes that is in `protected` or `pinned`, weights-only, the latest full one, the latest full one of the steps in
     `known_good`, the latest full one without NaN, or the latest full one with nothing against it. `missing_bytes` is
     how much free space the disk lacks: while what goes is less than that, the oldest goes that nothing but `KeepLatest`
-    keeps, or no rule at all. `is_sound` is called for full checkpoints only, and only if one would go; a checkpoint
-    that is not sound counts as absent, and stays.
+    keeps, or no rule at all. `is_sound` is called for full checkpoints only, and only if one would go; by default all
+    are. A checkpoint that is not sound counts as absent, and stays.
     """
     full = sorted((info for info in committed if info.kind is CheckpointKind.FULL), key=_STEP)
     protections = [(PINNED, pinned), (PROTECTED, protected)]

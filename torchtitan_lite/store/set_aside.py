@@ -13,12 +13,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from torchtitan_lite.disk.durable import Durable
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, CheckpointUnsafe
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.known_manifests import damage_in
+from torchtitan_lite.store.known_manifests import manifest_in
 from torchtitan_lite.store.layout import Listing, is_folder
 from torchtitan_lite.store.lease import process_lock
-from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
+from torchtitan_lite.store.manifest import CheckpointInfo
 from torchtitan_lite.store.place import Place, on_disk
 from torchtitan_lite.store.protocol import ABANDONED, CORRUPT, SetAside, StoresCheckpoints
 
@@ -40,16 +40,9 @@ class ShelfOnDisk:
             there = ", ".join(names_of(self._root)) or "no damaged or abandoned step"
             finding = "it is neither step-N.corrupt nor step-N.abandoned-RUN" if why is None else "it does not exist"
             raise CheckpointNotFound(str(folder), None, finding=f"{finding} ({self._root} has {there})")
-        try:
-            manifest = Manifest.of_folder(folder)
-        except CheckpointUnsafe as error:
-            raise damage_in(folder, error) from error
-        if manifest is None:
+        if (manifest := manifest_in(folder, why[0])) is None:
             raise CheckpointDamaged(str(folder), f"{layout.MANIFEST} is missing, so nothing says what it was")
-        step = why[0]
-        if manifest.step != step:
-            raise CheckpointDamaged(str(folder), f"{layout.MANIFEST}: it is the manifest of step {manifest.step}")
-        return SetAside(folder, step, why[1], manifest)
+        return SetAside(folder, *why, manifest)
 
     def in_the_way(self, aside: SetAside) -> Path | None:
         final = self._root / layout.step_dir(aside.step)

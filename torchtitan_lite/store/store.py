@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 
 from torchtitan_lite import faults
-from torchtitan_lite.disk.block_writer import LOOK_SECONDS, FileSource, NewFileOnDisk
+from torchtitan_lite.disk.block_writer import LOOK_SECONDS, NewFileOnDisk
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.durable import DISK, Durable, naming
 from torchtitan_lite.disk.plain_file import read_plain, sizes_of
@@ -76,7 +76,8 @@ class CheckpointStore(StoresCheckpoints):
     ) -> None:
         # A save in a thread must survive a change of the working directory.
         self.root: Path = Path(root).absolute()
-        self._durable = durable
+        self.address = str(self.root)
+        self.durable = durable
         self._look_seconds = look_seconds
         self._exclusive = process_lock(self.address)
         """Orders commits of this process and removals in the background."""
@@ -88,15 +89,6 @@ class CheckpointStore(StoresCheckpoints):
         self._manifests = KnownManifests(self.root, now_ns)
         self._retired = RetiredCheckpoints(self.root, durable, self._manifests)
 
-    @property
-    def durable(self) -> Durable:
-        """Return the disk operations that the files of this store are written with."""
-        return self._durable
-
-    @property
-    def address(self) -> str:
-        return str(self.root)
-
     def place_of(self, name: str) -> Path:
         return self.root / name
 
@@ -106,13 +98,13 @@ class CheckpointStore(StoresCheckpoints):
 
     @property
     def rollbacks(self) -> RollbackRecord:
-        return RollbackRecord.in_folder(self.root, self._durable)
+        return RollbackRecord.in_folder(self.root, self.durable)
 
     @property
     def shelf(self) -> Shelf:
         from torchtitan_lite.store.set_aside import ShelfOnDisk  # No run needs it.
 
-        return ShelfOnDisk(self, self.root, self._durable)
+        return ShelfOnDisk(self, self.root, self.durable)
 
     def lease(self, run_id: str, timeout_seconds: float) -> FolderLease:
         self._lease = FolderLease(
@@ -135,7 +127,7 @@ class CheckpointStore(StoresCheckpoints):
             return None
 
     def folder_id(self, *, make: bool) -> str:
-        return folder_id(self.root, self._durable, make=make)
+        return folder_id(self.root, self.durable, make=make)
 
     def listed(self) -> list[CheckpointInfo]:
         with self._exclusive:  # A commit meanwhile would be forgotten.
@@ -167,7 +159,7 @@ class CheckpointStore(StoresCheckpoints):
         # Never a name that was used: the client of a network file system may still lead it to the folder that had it,
         # which is a committed checkpoint by now.
         place = layout.staging_dir(step, secrets.token_hex(4))
-        self._durable.make_dir(self.root / place)
+        self.durable.make_dir(self.root / place)
         self._begun = place
         return place
 
@@ -179,16 +171,13 @@ class CheckpointStore(StoresCheckpoints):
 
     def new_file(self, place: str, name: str) -> NewFileOnDisk:
         look_seconds = 0.0 if place == self._begun else self._look_seconds
-        return NewFileOnDisk(self.root / place / name, look_seconds, self._durable)
-
-    def send(self, place: str, name: str, source: FileSource) -> None:
-        self.new_file(place, name).write(source)
+        return NewFileOnDisk(self.root / place / name, look_seconds, self.durable)
 
     def remove_cut(self, kept: str) -> None:
         """Do nothing: what was cut is in the folder of its save."""
 
     def add_metadata(self, place: str, data: bytes) -> None:
-        self._durable.write_file(self.root / place / layout.METADATA, data)
+        self.durable.write_file(self.root / place / layout.METADATA, data)
 
     def remove_staging(self, step: int, place: str) -> None:
         staging = self.root / place
@@ -198,7 +187,7 @@ class CheckpointStore(StoresCheckpoints):
         with self._exclusive:
             # A commit that failed after its exchange left the old checkpoint here, or under another name. The new one
             # must be durable before the old one goes; and if the new one abandons it, it is renamed and stays.
-            self._durable.fsync_dir(self.root)
+            self.durable.fsync_dir(self.root)
             self._retired.rename_abandoned()
             self._retired.remove_superseded(step)
         if os.path.lexists(staging):
@@ -211,12 +200,12 @@ class CheckpointStore(StoresCheckpoints):
         self.check_lease()
         staging = self.root / place
         sealed, text = self._seal(step, manifest, staging)
-        self._durable.fsync_dir(self.root)
+        self.durable.fsync_dir(self.root)
         faults.point("commit", step=step, path=self._final(step))
         with self._exclusive:
             replaced = self._put_in_place(sealed, staging)
             faults.point("committed", step=step, path=self._final(step))
-            self._durable.fsync_dir(self.root)
+            self.durable.fsync_dir(self.root)
             info = self._manifests.note_commit(self._final(step), sealed, text)
             # Only now, after the sync: until then a power cut may undo the rename, and what it replaced is all there
             # is.
@@ -267,13 +256,13 @@ class CheckpointStore(StoresCheckpoints):
             self._retired.remove(staging / name)
         if layout.METADATA in sealed.files:
             with naming(staging / layout.METADATA), (staging / layout.METADATA).open("rb") as file:
-                self._durable.fsync_file(file.fileno())
+                self.durable.fsync_file(file.fileno())
         faults.point("manifest", step=step, path=staging / layout.MANIFEST)
         # The manifest comes last: a folder that has one holds all files that it lists.
         text = sealed.to_readable_json()
-        self._durable.write_file(staging / layout.MANIFEST, text)
+        self.durable.write_file(staging / layout.MANIFEST, text)
         faults.point("seal", step=step, path=staging)
-        self._durable.fsync_dir(staging)
+        self.durable.fsync_dir(staging)
         return sealed, text
 
     def _put_in_place(self, sealed: Manifest, staging: Path) -> list[Path]:
@@ -289,17 +278,17 @@ class CheckpointStore(StoresCheckpoints):
         self.check_lease()
         # One system call, so `step-N` exists at every moment. Where the system has no such call there are two renames,
         # and `recover` undoes the first one if a crash comes between them.
-        if there is not None and not keeps_weights and self._durable.exchange(staging, final):
+        if there is not None and not keeps_weights and self.durable.exchange(staging, final):
             return [staging, *Listing(self.root).replaced(step)]
         if is_there:
             if there is not None:
-                self._durable.rename(final, Listing(self.root).free_replaced(step))
+                self.durable.rename(final, Listing(self.root).free_replaced(step))
             else:
                 self._retired.move_aside(step)
             # Without this sync a power cut may keep the second rename and lose the first.
-            self._durable.fsync_dir(self.root)
+            self.durable.fsync_dir(self.root)
             self.check_lease()
-        self._durable.rename(staging, final)
+        self.durable.rename(staging, final)
         return Listing(self.root).replaced(step) if is_there else []
 
     def _final(self, step: int) -> Path:

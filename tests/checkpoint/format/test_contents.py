@@ -178,10 +178,3 @@ def test_contents_without_torch_are_the_same_but_for_the_dtypes(tmp_path: Path) 
         for key, tensor in plain.tensors.items():
             assert of_torch.tensors[key] == tensor._replace(dtype=DTYPES[tensor.dtype.name])
             assert of_torch.tensors[key].nbytes == tensor.nbytes
-
-
-def test_keys_are_found_by_the_number_of_containers_around_them() -> None:
-    paths = {"a": ("a",), "m.b": ("m", "b"), "m.c.0": ("m", "c", 0)}
-    contents = Contents("c", {}, {}, paths)
-    found = [sorted(contents.keys_within(depth)) for depth in range(4)]
-    assert found == [["a", "m.b", "m.c.0"], ["m.b", "m.c.0"], ["m.c.0"], []]

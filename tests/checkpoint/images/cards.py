@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.memory.images.card import Card, CardRun, CardTables, Commit, ImageKey
 from torchtitan_lite.store.lineage import Lineage
@@ -43,3 +45,8 @@ def changed(card: Card, **changes: Any) -> Card:
     key, tables = card.key._replace(**taken(card.key)), card.tables._replace(**taken(card.tables))
     run = dataclasses.replace(card.run, **taken(card.run))
     return dataclasses.replace(card, key=key, run=run, tables=tables, **changes)
+
+
+def a_source(step: int, lineage: Lineage, *, is_explicit: bool = False) -> LoadSource:
+    """Return the checkpoint of `step` on disk, as a load chooses it for the run of `lineage`."""
+    return LoadSource(Path(f"step-{step}"), step, model_only=False, lineage=lineage, is_explicit=is_explicit)

@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint.images.cards import a_source
 from torchtitan_lite.memory.images.card import Commit
-from torchtitan_lite.memory.images.snapshot_match import ChosenOnDisk, ImageFacts, OnDisk, why_not
+from torchtitan_lite.memory.images.snapshot_match import ImageFacts, OnDisk, why_not
 from torchtitan_lite.store.lineage import Lineage
 
 TEN, TWENTY, FIFTEEN = Commit(10, "a" * 32), Commit(20, "b" * 32), Commit(15, "c" * 32)
 IMAGE = ImageFacts(0, 1, step=12, start="s1", folder_id="f", run_id="r1", branch_point=None, latest=TEN)
 LEFT = Lineage("r2", ancestors=((10, "r1"),))
-BRANCH = ChosenOnDisk(step=10, lineage=Lineage("new"), begins_branch=True)
-DISK = OnDisk(folder_id="f", latest=TEN, latest_start="s0", chosen=ChosenOnDisk(step=10, lineage=Lineage("r1")))
+BRANCH = a_source(10, Lineage("new"), is_explicit=True)
+DISK = OnDisk(folder_id="f", latest=TEN, latest_start="s0", chosen=a_source(10, Lineage("r1")))
 FRESH = OnDisk(folder_id="f")
 
 
@@ -32,13 +33,13 @@ ON_BRANCH = image(run_id="r2", branch_point=10, latest=TWENTY, step=12)
 ROLLS_BACK = disk(latest=TWENTY, wanted=10, chosen=BRANCH, abandoned=frozenset())
 OF_BRANCH = Commit(10, "d" * 32, run_id="r2")
 BRANCH_COMMITTED = disk(
-    latest=FIFTEEN, latest_start="s1", chosen=ChosenOnDisk(step=15, lineage=Lineage("r2")), abandoned=frozenset({20})
+    latest=FIFTEEN, latest_start="s1", chosen=a_source(15, Lineage("r2")), abandoned=frozenset({20})
 )
 
 ROLLED_BACK = disk(
     latest=FIFTEEN,
     latest_start="s1",
-    chosen=ChosenOnDisk(step=10, lineage=LEFT),
+    chosen=a_source(10, LEFT),
     abandoned=frozenset(),
 )
 """Of a run r2 with which r1, of which a step 15 is there still, rolled back to step 10."""
@@ -47,12 +48,12 @@ COUNT = {
     "the commit that it knows is still the latest": (image(), disk()),
     "its start has committed since": (
         image(step=17),
-        disk(latest=FIFTEEN, latest_start="s1", chosen=ChosenOnDisk(step=15, lineage=Lineage("r1"))),
+        disk(latest=FIFTEEN, latest_start="s1", chosen=a_source(15, Lineage("r1"))),
     ),
     "the first commit of all was by its start": (image(latest=None, step=17), disk(latest=FIFTEEN, latest_start="s1")),
     "the step was committed by its start and is chosen": (
         image(step=20),
-        disk(latest=TWENTY, latest_start="s1", chosen=ChosenOnDisk(step=20, lineage=Lineage("r1"))),
+        disk(latest=TWENTY, latest_start="s1", chosen=a_source(20, Lineage("r1"))),
     ),
     "nothing is committed and the folder is the same": (image(latest=None), FRESH),
     "a branch continues that has committed nothing": (ON_BRANCH, ROLLS_BACK),
@@ -67,11 +68,11 @@ COUNT = {
     ),
     "the disk falls back from a damaged step of its branch to the run that it left": (
         image(run_id="r2", branch_point=2, step=12, latest=OF_BRANCH),
-        disk(latest=OF_BRANCH, chosen=ChosenOnDisk(step=2, lineage=Lineage("r1"))),
+        disk(latest=OF_BRANCH, chosen=a_source(2, Lineage("r1"))),
     ),
     "its start has committed a step of its branch, which is damaged": (
         image(run_id="r2", branch_point=2, step=12, latest=Commit(2, "f" * 32, run_id="r1")),
-        disk(latest=OF_BRANCH, latest_start="s1", chosen=ChosenOnDisk(step=2, lineage=Lineage("r1"))),
+        disk(latest=OF_BRANCH, latest_start="s1", chosen=a_source(2, Lineage("r1"))),
     ),
     "the very step is wanted": (
         image(step=10),
@@ -87,7 +88,7 @@ COUNT = {
 REFUSED = {
     "lease lost: another start has committed": (
         image(),
-        disk(latest=TWENTY, latest_start="s2", chosen=ChosenOnDisk(step=10, lineage=Lineage("r1"))),
+        disk(latest=TWENTY, latest_start="s2", chosen=a_source(10, Lineage("r1"))),
         "another start",
     ),
     "lease lost: a start has committed where there was nothing": (
@@ -108,12 +109,12 @@ REFUSED = {
     "it is of another run": (image(run_id="r9"), disk(), "run r1 is resumed"),
     "a branch that committed nothing does not win over its run": (
         ON_BRANCH,
-        disk(latest=TWENTY, chosen=ChosenOnDisk(step=20, lineage=Lineage("r1"))),
+        disk(latest=TWENTY, chosen=a_source(20, Lineage("r1"))),
         "step 20 is on disk",
     ),
     "nor when it is further": (
         dataclasses.replace(ON_BRANCH, step=25),
-        disk(latest=TWENTY, chosen=ChosenOnDisk(step=20, lineage=Lineage("r1"))),
+        disk(latest=TWENTY, chosen=a_source(20, Lineage("r1"))),
         "run r1 is resumed",
     ),
     "the user rolls back further": (
@@ -134,7 +135,7 @@ REFUSED = {
     ),
     "the run counts again": (
         image(),
-        disk(chosen=ChosenOnDisk(step=10, lineage=Lineage("r1", counts_again=True))),
+        disk(chosen=a_source(10, Lineage("r1", counts_again=True))),
         "counts its steps",
     ),
     "it is of a step that the run left when it rolled back": (
@@ -144,7 +145,7 @@ REFUSED = {
     ),
     "nor once the branch has a checkpoint of its own": (
         image(latest=TEN, step=17),
-        disk(latest=TEN, latest_start="s1", chosen=ChosenOnDisk(step=12, lineage=LEFT)),
+        disk(latest=TEN, latest_start="s1", chosen=a_source(12, LEFT)),
         "the run rolled back to step 10",
     ),
     "a branch without anything on disk": (image(latest=None, branch_point=3), FRESH, "a branch from step 3"),

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.images.cards import CARD, changed
+from tests.checkpoint.images.cards import CARD, a_source, changed
 from torchtitan_lite.memory.images.card import Commit
-from torchtitan_lite.memory.images.snapshot_match import ChosenOnDisk, ImageFacts, OnDisk, why_not
+from torchtitan_lite.memory.images.snapshot_match import ImageFacts, OnDisk, why_not
 from torchtitan_lite.store.lineage import Lineage
 
 TEN, TWENTY, THIRTY = Commit(10, "a" * 32), Commit(20, "b" * 32), Commit(30, "c" * 32)
 IMAGE = ImageFacts(0, 1, step=20, start="s1", folder_id="f", run_id="r1", branch_point=None, latest=TEN)
-DISK = OnDisk(folder_id="f", latest=TWENTY, latest_start="s1", chosen=ChosenOnDisk(step=20, lineage=Lineage("r1")))
+DISK = OnDisk(folder_id="f", latest=TWENTY, latest_start="s1", chosen=a_source(20, Lineage("r1")))
 
 
 def finding(image: dict[str, Any], disk: dict[str, Any]) -> str:
@@ -74,7 +74,7 @@ def test_a_new_branch_needs_the_step_where_it_begins() -> None:
         assert finding(beyond, {"new_branch": True, "wanted": step}) == "a new branch is wanted"
 
 
-AGAIN = {"chosen": ChosenOnDisk(step=20, lineage=Lineage("new", branch_point=3, counts_again=True))}
+AGAIN = {"chosen": a_source(20, Lineage("new", branch_point=3, counts_again=True))}
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_once_the_keeper_has_ended_the_memory_is_free(tier: Tier) -> None:
     former, (arena, memory) = FormerImages(tier), kept(tier, 7)
     former.hold([arena])
     tier.finish()
-    former.forget_keeper()
+    former.close()
     assert is_freed(memory) and arena.fd == -1
     os.close(memory)
 

@@ -46,7 +46,7 @@ def images(*cards: Card) -> HeldImages:
     """Return what a look finds, of images with these cards."""
     found = HeldImages(None, "now", Peers(timedelta(seconds=60)))
     for each in sorted(cards, key=lambda each: -each.key.step):
-        found.complete.append(Complete(each.key, ImageFacts.of_card(each), assembled_manifest([each]), is_spread=False))
+        found.complete.append(Complete(ImageFacts.of_card(each), assembled_manifest([each]), is_spread=False))
     return found
 
 

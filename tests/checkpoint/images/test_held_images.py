@@ -78,7 +78,7 @@ def look(keeper: Keeper | None, topology: str = "2 ranks", peers: Peers | None =
 
 
 def keys(found: HeldImages) -> list[ImageKey]:
-    return [each.key for each in found.complete]
+    return [each.image.key for each in found.complete]
 
 
 @contextmanager
@@ -102,7 +102,7 @@ def test_the_images_of_all_steps_are_complete_and_the_latest_one_is_first(keeper
     assert found.are_any
     best = found.complete[0]
     assert (best.image.step, best.manifest.step, best.is_spread) == (7, 7, False)
-    files = found.files(best.key, best.manifest, is_spread=False)
+    files = found.files(best.image.key, best.manifest, is_spread=False)
     assert files.sizes_of(["__0_0.distcp", "unknown"]) == {"__0_0.distcp": 3}
     assert files.share(["a", "b", "c"], 1, 2) == ["b"]
     with files.opened("__0_0.distcp") as fd:

@@ -128,7 +128,7 @@ def test_all_small_tensors_and_objects_of_the_own_file_are_lent_verified(
 ) -> None:
     each = held.complete[0]
     source = _source(each)
-    files = held.files(each.key, each.manifest, is_spread=True)
+    files = held.files(each.image.key, each.manifest, is_spread=True)
     ((name, parts),) = lent_parts(source, files).items()
     sizes = sorted(map(len, parts.values()))
     with files.opened(name) as fd:
@@ -154,7 +154,7 @@ def test_all_small_tensors_and_objects_of_the_own_file_are_lent_verified(
 def test_damage_of_an_image_is_damage_of_its_source_with_the_place(held: HeldImages) -> None:
     each = held.complete[0]
     source = _source(each)
-    files = held.files(each.key, each.manifest, is_spread=True)
+    files = held.files(each.image.key, each.manifest, is_spread=True)
     verify_images(source, files, 0, 1)
     ((name, parts),) = lent_parts(source, files).items()
     with files.opened(name) as fd:
@@ -166,4 +166,4 @@ def test_damage_of_an_image_is_damage_of_its_source_with_the_place(held: HeldIma
 
 
 def _source(each: Complete) -> LoadSource:
-    return LoadSource(Path("step-2"), each.key.step, model_only=False, lineage=each.manifest.lineage)
+    return LoadSource(Path("step-2"), each.image.key.step, model_only=False, lineage=each.manifest.lineage)

@@ -134,6 +134,6 @@ def test_what_was_kept_while_a_start_waited_is_among_what_it_finds(tmp_path: Pat
     open_before = len([*Path("/proc/self/fd").iterdir()])
     images.look(topology="")
     assert "zz" in images._own_host
-    assert [each.key.step for each in images.complete] == before[::-1]
+    assert [each.image.key.step for each in images.complete] == before[::-1]
     images.close()
     assert len([*Path("/proc/self/fd").iterdir()]) == open_before

@@ -26,15 +26,22 @@ from tests.checkpoint.importing.sources import (
 )
 from torchtitan_lite.checkpoint.resume.evaluation import load_model
 from torchtitan_lite.checkpoint.resume.load_source import is_seed
+from torchtitan_lite.converting.new_output import NewOutput
 from torchtitan_lite.errors import CheckpointDamaged, ConfigError
 from torchtitan_lite.examining.opened import open_checkpoint
 from torchtitan_lite.importing.seed import Form, write_seed
 from torchtitan_lite.importing.wanted import as_renamed
 from torchtitan_lite.importing.weights_source import open_source
-from torchtitan_lite.models.llama.args import RopeScaling
-from torchtitan_lite.models.llama.imported import import_llama, unseen
+from torchtitan_lite.models.llama.args import ModelArgs, RopeScaling
+from torchtitan_lite.models.llama.imported import FULL_FORM, open_expected, open_llama, unseen, write_llama
 from torchtitan_lite.models.llama.model import Transformer
 from torchtitan_lite.store.manifest import CheckpointKind
+
+
+def import_llama(path: Path, out: Path, *, form: Form = FULL_FORM, expected: ModelArgs | None = None) -> NewOutput:
+    """Import the Llama at `path` to `out`, as a run does if it must have the `expected` sizes."""
+    opened = open_llama(path) if expected is None else open_expected(path, expected)
+    return write_llama(opened, out, form)
 
 
 def imported(path: Path, out: Path, form: Form | None = None) -> State:

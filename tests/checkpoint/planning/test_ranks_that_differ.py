@@ -215,7 +215,7 @@ def test_each_rank_gets_back_what_it_saved(two_ranks: Ranks, tmp_path: Path) -> 
     assert two_ranks.run(load_per_rank, folder=tmp_path) == [(10, [0, 1, 2], []), (11, [0, 1, 2, 3], [])]
     position, seen, warned = load_per_rank(0, tmp_path)
     assert (position, seen) == (10, [0, 1, 2])
-    assert warned == ["Held of 2 ranks is loaded by 1: rank 1 is not loaded"]
+    assert warned == ["Held of 2 ranks is loaded by 1: those of ranks from 1 on are not loaded"]
 
 
 def dict_per_rank(rank: int, folder: Path) -> tuple[dict[str, int], bool]:
@@ -255,7 +255,7 @@ def refused_then_fresh(rank: int, folder: Path) -> tuple[str, int, list[str]]:
 def test_a_rank_that_saved_none_refuses_together_with_the_others(two_ranks: Ranks, tmp_path: Path) -> None:
     save_per_rank(0, tmp_path)
     assert two_ranks.run(refused_then_fresh, folder=tmp_path) == [
-        ("ConfigError", 10, ["Held of 1 rank is loaded by 2: rank 1 begins from scratch"]),
+        ("ConfigError", 10, ["Held of 1 rank is loaded by 2: those of ranks from 1 on begin from scratch"]),
         ("ConfigError", 5, []),
     ]
 

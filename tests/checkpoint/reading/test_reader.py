@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,7 @@ def test_a_model_that_does_not_fit_is_refused_before_a_byte_is_read(
     before = {name: tensor.clone() for name, tensor in live.items()}
     with pytest.raises(CheckpointMismatch, match=named):
         checkpoint.read_model(live, cast=False)
-    with pytest.raises(CheckpointMismatch, match=named):
-        checkpoint.check(live, {}, [])
+    assert re.search(named, str(checkpoint.report(live, {}, [])))
     assert same(live, before)
 
 
@@ -91,9 +91,8 @@ def test_cast_converts_weights_of_another_floating_dtype(tmp_path: Path) -> None
 def test_all_differences_are_in_one_report(tmp_path: Path) -> None:
     optimizer = {"a.weight": ParameterSlot(("a.weight",), (0, 0), torch.zeros(2, 2), {"lr": 0.1}, {})}
     checkpoint = stored(tmp_path, model=model(), optimizer={}, there={"n": 1})
-    with pytest.raises(CheckpointMismatch) as refusal:
-        checkpoint.check(model() | {"b": torch.ones(1)}, optimizer, ["there", "loader"])
-    first, *names = refusal.value.report.splitlines()
+    report = checkpoint.report(model() | {"b": torch.ones(1)}, optimizer, ["there", "loader"])
+    first, *names = str(report).splitlines()
     assert first == "  missing in the checkpoint (3):"
     assert set(names) == {"    b", "    optimizer.param_groups.a.weight", "    loader"}
 

@@ -156,7 +156,10 @@ class Sender:
             for rank in range(2)
         ]
         for process in self.processes:
-            assert process.start() and not process.start()
+            process.start()
+            pid = process.pid
+            process.start()
+            assert pid is not None and process.pid == pid, "it lives"
 
     def send(self, card: Card, data: bytes, keeps: ImageKey | None = None) -> Outcome:
         return self.begin(card, data, keeps)()
@@ -238,7 +241,7 @@ def test_a_process_that_dies_costs_a_replica_and_another_one_takes_over(sender: 
     os.kill(pid, 9)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert sender.send(image(4), DATA).finding
-    assert sender.processes[1].start(), "it listens at the same port"
+    sender.processes[1].start()  # It listens at the same port.
     assert sender.send(image(6), DATA, image(2).key).num_bytes == len(DATA)
     assert sender.replicas() == {2: DATA, 6: DATA}, "the new process found what the one before kept"
 
@@ -253,7 +256,7 @@ def test_a_process_that_is_stopped_can_be_ended_and_its_order_is_lost(sender: Se
     assert sending().finding == "the process that sends peer copies ended"
     sender.processes[1].end()
     for process in sender.processes:
-        assert process.start()
+        process.start()
     assert sender.send(image(4), DATA).num_bytes == len(DATA)
 
 

@@ -127,7 +127,7 @@ def test_an_object_that_changes_and_returns_nothing_is_named(tmp_path: Path) -> 
             state.value = grown(state.value)
 
         (line,) = warnings_of(tmp_path / kind, {"forgetful": state}, each_step=each_step)
-        assert line.startswith("The state_dict of forgetful is empty, and training changes its attributes")
+        assert line.startswith("Training changes forgetful.value, which no checkpoint has")
 
 
 def test_states_that_cannot_change_or_have_a_state_have_no_line(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from torchtitan_lite.checkpoint.state import rng
 from torchtitan_lite.checkpoint.state.rng import RngState
 
 
@@ -28,29 +29,42 @@ class Devices:
         return [float(torch.rand(1, generator=generator)) for generator in self.generators]
 
 
+def state_of(monkeypatch: pytest.MonkeyPatch, kind: str, devices: Devices | None) -> dict[str, torch.Tensor]:
+    """Return the state of the generators of this process and of `devices`."""
+    monkeypatch.setattr(rng, "accelerators", lambda: {} if devices is None else {kind: devices})
+    return RngState().state_dict()
+
+
+def load(monkeypatch: pytest.MonkeyPatch, kind: str, devices: Devices, state: dict[str, torch.Tensor]) -> None:
+    monkeypatch.setattr(rng, "accelerators", lambda: {kind: devices})
+    RngState().load_state_dict(state)
+
+
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("kind", ["cuda", "mps", "xpu"])
-def test_the_generators_of_all_devices_of_a_rank_continue(kind: str, count: int) -> None:
+def test_the_generators_of_all_devices_of_a_rank_continue(
+    kind: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     devices, again = Devices(count, count - 1), Devices(count, count - 1)
     devices.draw()
-    state = RngState({kind: devices}).state_dict()
-    RngState({kind: again}).load_state_dict(state)
+    state = state_of(monkeypatch, kind, devices)
+    load(monkeypatch, kind, again, state)
     assert again.draw() == devices.draw()
     assert (f"{kind}_devices" in state) == (count > 1)
 
 
-def test_a_rank_on_another_device_continues_its_own_generator() -> None:
+def test_a_rank_on_another_device_continues_its_own_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     devices, fewer = Devices(3, current=2), Devices(2, current=1)
-    state = RngState({"cuda": devices}).state_dict()
+    state = state_of(monkeypatch, "cuda", devices)
     before = fewer.generators[0].get_state()
-    RngState({"cuda": fewer}).load_state_dict(state)
+    load(monkeypatch, "cuda", fewer, state)
     assert torch.equal(fewer.generators[1].get_state(), devices.generators[2].get_state())
     assert torch.equal(fewer.generators[0].get_state(), before)
 
 
-def test_a_state_of_a_host_without_accelerators_loads_on_one_with_them() -> None:
+def test_a_state_of_a_host_without_accelerators_loads_on_one_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = Devices(2)
-    RngState({"cuda": devices}).load_state_dict(RngState({}).state_dict())
+    load(monkeypatch, "cuda", devices, state_of(monkeypatch, "cuda", None))
     assert devices.draw() == Devices(2).draw()
 
 

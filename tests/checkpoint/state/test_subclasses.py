@@ -201,8 +201,8 @@ def test_an_optimizer_that_could_not_make_its_states_again_is_refused_at_the_fir
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        (Settings(block=2), r"momentum: .*EightBits.*\"codes\":\[\"int8\",\[6,8\]\],\"scale\":\[\"float32\",\[12\]\]"),
-        (Settings(rounding=Rounding.DOWN), r"\[Settings\(block=4, rounding=Rounding.NEAREST\)\].* in the checkp"),
+        (Settings(block=2), r"state.0.weight.momentum: a .*EightBits of codes int8 \[6, 8\], scale float32 \[12\]"),
+        (Settings(rounding=Rounding.DOWN), r"context \[Settings\(block=4, rounding=Rounding.NEAREST\)\] in the checkp"),
     ],
 )
 def test_another_block_or_context_is_refused_before_anything_is_read(
@@ -222,10 +222,10 @@ def test_a_plain_state_and_one_of_8_bits_refuse_each_other(tmp_path: Path) -> No
     model, optimizer = trained(tmp_path / "bits", 2)
     with (
         CheckpointManager.for_loop(model=model, optimizer=optimizer, folder=tmp_path / "plain") as manager,
-        pytest.raises(CheckpointMismatch, match=r"momentum: a plain tensor in the checkpoint, .*EightBits"),
+        pytest.raises(CheckpointMismatch, match=r"momentum: a plain tensor in the checkpoint, a .*EightBits"),
     ):
         manager.load()
-    with pytest.raises(CheckpointMismatch, match=r"momentum: .*EightBits.* in the checkpoint, a plain tensor expec"):
+    with pytest.raises(CheckpointMismatch, match=r"momentum: a .*EightBits .* in the checkpoint, a plain tensor expec"):
         trained(tmp_path / "bits", 3, Plain)
 
 
@@ -235,7 +235,7 @@ def test_a_device_and_the_module_of_a_class_do_not_count() -> None:
     moved = type("EightBits", (EightBits,), {"__module__": "elsewhere", "__qualname__": "EightBits"})
     forms = [parts_of("t", each)[FORM] for each in (own, other, moved(own.codes, own.scale))]
     assert [form_difference(forms[0], each) for each in forms] == [""] * 3
-    assert form_difference("[", forms[0]).startswith("[ in the checkpoint, ")
+    assert "unreadable form" in form_difference("[", forms[0])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -292,8 +292,8 @@ def test_a_quantized_weight_and_a_plain_one_refuse_each_other(tmp_path: Path) ->
         with CheckpointManager.for_loop(model=model, folder=tmp_path / name) as manager:
             manager.save(1, now=True)
     for name, model, match in (
-        ("plain", quantized_model(), r"0.weight: a plain tensor in the checkpoint, .*EightBits.*codes"),
-        ("bits", model_of(), r"0.weight: .*EightBits.*codes.* in the checkpoint, a plain tensor expected"),
+        ("plain", quantized_model(), r"0.weight: a plain tensor in the checkpoint, a .*EightBits of codes"),
+        ("bits", model_of(), r"0.weight: a .*EightBits of codes .* in the checkpoint, a plain tensor expected"),
     ):
         with (
             CheckpointManager.for_loop(model=model, folder=tmp_path / name) as manager,
@@ -362,7 +362,7 @@ def test_the_context_of_a_shard_is_compared_with_its_own(rank: int, tmp_path: Pa
 
     saved = until(2)
     assert until(2) == saved
-    with pytest.raises(CheckpointMismatch, match=r"momentum: .*block.* in the checkpoint, .*context.* expected"):
+    with pytest.raises(CheckpointMismatch, match=r"momentum: context .*block.* in the checkpoint, context .* expected"):
         until(3, block=8)
 
 
@@ -370,7 +370,7 @@ def test_a_sharded_state_of_another_class_is_refused_on_another_sharding_before_
     two_ranks: Ranks, tmp_path: Path
 ) -> None:
     two_ranks.run(_on_two, folder=tmp_path / "two", kind="EightBits", steps=2)
-    sharding = r"sharding\":\"\[Shard\(dim=0\)\] on a mesh of \[2\]\"}"
+    sharding = r"sharded as \[Shard\(dim=0\)\] on a mesh of \[2\]"
     fits = "It fits 2 ranks, which saved it, and this run has 1"
     with pytest.raises(CheckpointMismatch, match=rf"momentum: .*{sharding} in the checkpoint, .*\. {fits}"):
         sharded(3, tmp_path / "two", EightBits, 1, 1)
@@ -386,7 +386,7 @@ def test_a_state_that_is_plain_on_another_number_of_ranks_is_refused_with_the_nu
     whole = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 16, bias=False))
     optimizer = Momentum8(whole.parameters(), kind=OptimState8bit, settings=Settings(block=4))
     continued(tmp_path, 2, whole, optimizer, lambda batch: whole(batch[:, :6]))
-    refusal = r"0.weight.momentum: .*OptimState8bit.* in the checkpoint, a plain tensor expected. It fits 1 rank"
+    refusal = r"0.weight.momentum: a .*OptimState8bit .* in the checkpoint, a plain tensor expected. It fits 1 rank"
     reports = two_ranks.reports(_refused_on_three_rows, folder=tmp_path, match=refusal)
     assert not [each.failure for each in reports if each.failure]
 

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from torchtitan_lite.store import layout
 
@@ -138,13 +138,7 @@ class ChunkRuns(Sequence[Chunk]):
     def __iter__(self) -> Iterator[Chunk]:
         return (run.chunk(number) for run in self.runs for number in range(run.num_chunks))
 
-    @overload
-    def __getitem__(self, number: int) -> Chunk: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[Chunk]: ...
-    def __getitem__(self, number: int | slice) -> Chunk | list[Chunk]:
-        if isinstance(number, slice):
-            return [self[each] for each in range(*number.indices(len(self)))]
+    def __getitem__(self, number: int) -> Chunk:  # type: ignore[override]  # no slice of them is needed
         place = range(len(self))[number]
         of_run = bisect_right(self._ends, place)
         return self.runs[of_run].chunk(place - (self._ends[of_run - 1] if of_run else 0))

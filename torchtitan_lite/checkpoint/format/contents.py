@@ -110,10 +110,6 @@ class Contents:
         """With these the keys of the parts of tensors begin that are made of others: they are none by themselves."""
         return tuple(key.removesuffix(FORM) for key in self.objects if key.endswith(f".{FORM}"))
 
-    def keys_within(self, depth: int) -> frozenset[str]:
-        """Return the keys that are in at least `depth` nested containers."""
-        return frozenset(key for key, path in self.paths.items() if len(path) > depth)
-
     @cached_property
     def files(self) -> frozenset[str]:
         """The names of all files that hold a tensor or an object."""

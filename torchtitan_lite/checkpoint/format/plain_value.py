@@ -56,11 +56,6 @@ def encode_value(value: object) -> Any:
     return encoded(value).document
 
 
-def decode_value(document: object) -> Any:
-    """Return the value that `encode_value` turned into `document`. Raise ValueError for any other document."""
-    return _decode(document, 0)
-
-
 class _Encoder:
     def __init__(self) -> None:
         self._parts = 0
@@ -122,13 +117,14 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, int], Any]] = {
 }
 
 
-def _decode(document: object, depth: int) -> Any:
+def decode_value(document: object, depth: int = 0) -> Any:
+    """Return the value that `encode_value` turned into `document`. Raise ValueError for any other document."""
     if depth > MAX_DEPTH + 1:
         raise ValueError("the value is nested too deeply")
     if document is None or isinstance(document, bool | int | float | str):
         return document
     if isinstance(document, list):
-        return [_decode(item, depth + 1) for item in document]
+        return [decode_value(item, depth + 1) for item in document]
     if not isinstance(document, dict):
         raise ValueError(f"a {type(document).__name__} is not a JSON value")
     if len(document) == 1:
@@ -137,18 +133,18 @@ def _decode(document: object, depth: int) -> Any:
             return _tagged(name, content, depth + 1)
     if any(name.startswith("$") for name in document):
         raise ValueError("expected a name that begins with $ alone, found others next to it")
-    return {name: _decode(item, depth + 1) for name, item in document.items()}
+    return {name: decode_value(item, depth + 1) for name, item in document.items()}
 
 
 def _tagged(name: str, content: object, depth: int) -> Any:
     if name == "$tuple" and isinstance(content, list):
-        return tuple(_decode(item, depth) for item in content)
+        return tuple(decode_value(item, depth) for item in content)
     if name == "$dict" and isinstance(content, list):
         return _decoded_pairs(content, depth)
     make = _MAKERS.get(name)
     if make is None or not isinstance(content, str | list):
         raise ValueError(f"{name[:20]!r} with a {type(content).__name__} is not a known tag")
-    parts = [content] if isinstance(content, str) else _decode(content, depth)
+    parts = [content] if isinstance(content, str) else decode_value(content, depth)
     try:
         return make(*parts)
     except (TypeError, OverflowError, KeyError, ValueError, struct.error) as error:
@@ -159,7 +155,7 @@ def _decoded_pairs(content: list[Any], depth: int) -> dict[Any, Any]:
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in content):
         raise ValueError("$dict: expected pairs of a key and a value")
     try:
-        return {_decode(key, depth): _decode(item, depth) for key, item in content}
+        return {decode_value(key, depth): decode_value(item, depth) for key, item in content}
     except TypeError as error:
         raise ValueError(f"$dict: {error}") from None
 

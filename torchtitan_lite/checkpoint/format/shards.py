@@ -153,6 +153,15 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local()
 
 
+def has_same_form(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether both have the same dtype, shape and device, and are sharded alike."""
+    if (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device) or isinstance(a, DTensor) != isinstance(b, DTensor):
+        return False
+    return not (isinstance(a, DTensor) and isinstance(b, DTensor)) or (
+        a.placements == b.placements and a.device_mesh == b.device_mesh
+    )
+
+
 def knows_its_parts(tensor: DTensor) -> bool:
     """Return whether the local tensor of `tensor` itself reports to DCP which parts it holds, maybe several."""
     return lists_its_chunks(local_of(tensor))

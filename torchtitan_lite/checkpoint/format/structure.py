@@ -233,18 +233,15 @@ class Containers:
         self._structure = structure
         self._children: dict[int, dict[str, Branch]] = {}
 
-    def find(self, name: str) -> Branch | None:
-        """Return the container with this flat name; None if there is none."""
-        return self._find(self._structure, name)
-
-    def _find(self, parent: Branch, name: str) -> Branch | None:
-        children = self._children_of(parent)
+    def find(self, name: str, parent: Branch | None = None) -> Branch | None:
+        """Return the container with this flat name, within `parent`; None if there is none."""
+        children = self._children_of(parent or self._structure)
         if (child := children.get(name)) is not None:
             return child
         at = name.find(".")
         while at >= 0:
             child = children.get(name[:at])
-            if child is not None and (found := self._find(child, name[at + 1 :])) is not None:
+            if child is not None and (found := self.find(name[at + 1 :], child)) is not None:
                 return found
             at = name.find(".", at + 1)
         return None

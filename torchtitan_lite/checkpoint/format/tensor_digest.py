@@ -39,6 +39,7 @@ import numpy.typing as npt
 import torch
 
 from torchtitan_lite.checkpoint.format.chunk_runs import is_inside
+from torchtitan_lite.checkpoint.format.file_data import row_major_pieces
 
 BLOCK_WORDS = 8192
 """Part of the definition. At this size both tables stay in the second-level cache, and each numpy call pays off."""
@@ -47,7 +48,7 @@ _BLOCK_BYTES = BLOCK_WORDS * _WORD_BYTES
 _SCRATCH_WORDS = 4 * BLOCK_WORDS
 """How many words are widened at a time: few enough for the second-level cache."""
 _COPY_BYTES = 8 << 20
-"""How much of a tensor that is not contiguous is copied at a time."""
+"""How much of a tensor is digested at a time, which is copied if it is not contiguous."""
 _MOST_ROWS = 1 << 16
 """How many runs are processed at a time. A multiple of every period, because a period divides `_BLOCK_BYTES`."""
 _ENOUGH_BYTES = 16 << 10
@@ -94,8 +95,9 @@ def digest_chunk(local: torch.Tensor, *, global_shape: Sequence[int], offsets: S
         raise ValueError(f"a chunk of {list(local.shape)} at {list(offsets)} is not inside a tensor of {whole}")
     sums = np.zeros(2, np.uint64)
     if local.numel():
-        for piece, piece_offsets in _contiguous_pieces(local.detach(), tuple(offsets)):
-            sums += _box_lanes(piece, global_shape, piece_offsets)
+        for piece, at in row_major_pieces(local.detach(), 0, local.nbytes, _COPY_BYTES):
+            inside = np.unravel_index(at // local.itemsize, local.shape)
+            sums += _box_lanes(piece, global_shape, [a + int(b) for a, b in zip(offsets, inside, strict=True)])
     return TensorDigest(*map(int, sums))
 
 
@@ -107,20 +109,6 @@ def finish(digest: TensorDigest, dtype: torch.dtype, shape: Sequence[int]) -> Te
     text = f"{str(dtype).removeprefix('torch.')}{[int(size) for size in shape]}"
     key = hashlib.blake2b(text.encode(), digest_size=16).digest()
     return digest + TensorDigest(int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little"))
-
-
-def _contiguous_pieces(local: torch.Tensor, offsets: tuple[int, ...]) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
-    """Yield the box as contiguous boxes: itself, or copies of its slices of at most `_COPY_BYTES` each."""
-    num_bytes = local.numel() * local.element_size()
-    if local.is_contiguous() or num_bytes <= _COPY_BYTES:
-        yield local.contiguous().resolve_conj().resolve_neg(), offsets
-        return
-    dim = next(d for d, size in enumerate(local.shape) if size > 1)
-    step = max(1, local.shape[dim] * _COPY_BYTES // num_bytes)
-    for start in range(0, local.shape[dim], step):
-        moved = (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :])
-        part = local.narrow(dim, start, min(step, local.shape[dim] - start))
-        yield from _contiguous_pieces(part, moved)
 
 
 def _box_lanes(local: torch.Tensor, global_shape: Sequence[int], offsets: Sequence[int]) -> _Words:
@@ -207,29 +195,13 @@ def _mixed_runs(runs: _Bytes, starts: _Index) -> _Words:
         part, where = runs[row : row + some_rows], starts[row : row + some_rows]
         for lead in np.unique(where % _WORD_BYTES).tolist():
             same = np.flatnonzero(where % _WORD_BYTES == lead)
-            sums += _gathered(_grid_words(part[same], lead).astype(np.uint64), where[same] // _WORD_BYTES)
-    return sums
-
-
-def _gathered(words: _Words, starts: _Index) -> _Words:
-    """Return the two lanes of runs [rows, words] of at most a block that start at these words. Overwrites `words`."""
-    blocks, phases = np.divmod(starts, BLOCK_WORDS)
-    crossing = np.flatnonzero(phases > BLOCK_WORDS - words.shape[1])
-    sums = np.zeros(2, np.uint64)
-    if len(crossing):  # the part beyond the border becomes a run of its own, with zeros before it
-        cut = phases[crossing]
-        beyond = words[crossing] * (np.arange(words.shape[1]) >= BLOCK_WORDS - cut[:, None])
-        words[crossing] -= beyond
-        sums += _weighted_sums(_inner_sums(beyond, cut), blocks[crossing] + 1)
-    return sums + _weighted_sums(_inner_sums(words, phases), blocks)
-
-
-def _inner_sums(words: _Words, phases: _Index) -> _Words:
-    """Return, for both lanes, the sum of each row's words times the table from its phase on, [2, rows]."""
-    sums = np.empty((2, len(words)), np.uint64)
-    for lane in (0, 1):
-        table = np.lib.stride_tricks.sliding_window_view(_tables()[lane], words.shape[1])
-        np.einsum("rw,rw->r", words, table[phases], out=sums[lane])
+            words = _grid_words(part[same], lead).astype(np.uint64)
+            blocks, phases = np.divmod(where[same] // _WORD_BYTES, BLOCK_WORDS)
+            tables = np.lib.stride_tricks.sliding_window_view(_tables(), words.shape[1], axis=1)[:, phases]
+            beyond = np.arange(words.shape[1]) >= BLOCK_WORDS - phases[:, None]  # a run crosses at most one border
+            for block, inside in ((blocks, ~beyond), (blocks + 1, beyond)):
+                if inside.any():
+                    sums += _weighted_sums(np.einsum("rw,lrw->lr", words * inside, tables), block)
     return sums
 
 
@@ -257,10 +229,7 @@ def _weighted_sums(within: _Words, blocks: _Index) -> _Words:
 @cache
 def _tables() -> _Words:
     """Return both lanes' tables, [2, 2 * BLOCK_WORDS]: each twice, so that a window that wraps around is a slice."""
-    once = _coefficients(_SEEDS["table"], np.arange(BLOCK_WORDS, dtype=np.int64))
-    twice = np.concatenate([once, once], axis=1)
-    twice.flags.writeable = False
-    return twice
+    return np.tile(_coefficients(_SEEDS["table"], np.arange(BLOCK_WORDS, dtype=np.int64)), 2)
 
 
 def _coefficients(seeds: tuple[int, int], positions: _Index) -> _Words:

@@ -114,7 +114,11 @@ class CheckpointFolder:
             raise CheckpointUnreadable(str(self.path), _os_error_text(error)) from error
         if self.verify != "off":
             for name in share:
-                self._check_size(name, recorded[name], found.get(name))
+                if name not in found:
+                    raise CheckpointDamaged(str(self.path), f"{name} is missing")
+                if found[name] != recorded[name]:
+                    finding = f"{name}: expected {recorded[name]} bytes, found {found[name]}"
+                    raise CheckpointDamaged(str(self.path), finding)
         sizes = recorded | found
         for name in share - found.keys():
             del sizes[name]
@@ -132,12 +136,6 @@ class CheckpointFolder:
         if self.manifest is None:
             return read_metadata(on_disk(self.path), self._dtypes)
         return Contents.of_manifest(self.manifest, str(self.path), self._dtypes)
-
-    def _check_size(self, name: str, expected: int, found: int | None) -> None:
-        if found is None:
-            raise CheckpointDamaged(str(self.path), f"{name} is missing")
-        if found != expected:
-            raise CheckpointDamaged(str(self.path), f"{name}: expected {expected} bytes, found {found}")
 
 
 def _dtypes_of_torch() -> Mapping[str, Any]:

@@ -127,15 +127,8 @@ class StoredCheckpoint:
         self._fitting = None if report else (model, slots, cast)
         return report
 
-    def check(self, model: Mapping[str, Any], slots: Mapping[str, ParameterSlot], states: Sequence[str] = ()) -> None:
-        """Apply the strictness to the `report` of all of these. **Collective**.
-
-        By default a difference raises `CheckpointMismatch` on every rank; a missing state always does.
-        """
-        self._apply_strictness(self.report(model, slots, states), states)
-
-    def _apply_strictness(self, report: KeyReport, states: Sequence[str] = ()) -> None:
-        if report and (self._rules.strictness == "error" or report.lost_states(states)):
+    def _apply_strictness(self, report: KeyReport) -> None:
+        if report and self._rules.strictness == "error":
             raise CheckpointMismatch(str(self.path), str(report))
         if report and self._rules.strictness == "warn":
             logger.warning("%s does not fit this run in all parts; what fits is loaded:\n%s", self.path, report)

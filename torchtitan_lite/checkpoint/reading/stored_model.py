@@ -112,7 +112,9 @@ class StoredModel:
         for fqn, stored in self._wanted(model, prefix).items() if extras else ():
             if stored in extras and is_extra(fqn, model[fqn]):
                 extra = assembled_entry(self._contents, prefix + stored, extras[stored], read)
-                whole[fqn] = _on_device_of(extra, model[fqn])
+                own = model[fqn]
+                is_moved = isinstance(extra, torch.Tensor) and isinstance(own, torch.Tensor)
+                whole[fqn] = extra.to(own.device) if is_moved else extra
         return whole
 
     def _wanted(self, model: Mapping[str, Any], prefix: str) -> dict[str, str]:
@@ -140,19 +142,11 @@ class StoredModel:
     def _extras(self, prefix: str) -> dict[str, list[Leaf]]:
         """Return all other entries below `prefix`."""
         if prefix not in self._extras_under:
-            contents, depth = self._contents, 2 if prefix else 1
-            deep = contents.keys_within(depth)
-            inner = [key for key in contents.tensors if EXTRA_STATE in key or key in deep]
+            contents, paths, depth = self._contents, self._contents.paths, 2 if prefix else 1
+            inner = [key for key in contents.tensors if EXTRA_STATE in key or len(paths.get(key, ())) > depth]
             self._extras_under[prefix] = {
                 name: leaves
                 for name, leaves in entries(contents, prefix, [*inner, *contents.objects]).items()
                 if is_extra_name(name) or any(leaf.path or leaf.key in contents.objects for leaf in leaves)
             }
         return self._extras_under[prefix]
-
-
-def _on_device_of(value: Any, own: Any) -> Any:
-    """Return `value`, extra state, on the device of the model's `own` if both are tensors."""
-    if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor):
-        return value.to(own.device)
-    return value

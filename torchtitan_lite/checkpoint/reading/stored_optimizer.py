@@ -134,7 +134,7 @@ class StoredOptimizer:
                 for leaf in leaves:
                     tensor = self._contents.tensors.get(leaf.key)
                     live = at_path(slot.state.get(key, slot.first.get(key)), leaf.path)
-                    dtype = self._dtype(slot, leaf.key, tensor) if tensor and _form_leaf(leaves) is None else None
+                    dtype = self._dtype(slot, tensor) if tensor and _form_leaf(leaves) is None else None
                     targets[leaf.key] = tensor and slot.empty(
                         key, torch.Size(tensor.shape), dtype or tensor.dtype, live, layout, leaf.path
                     )
@@ -234,10 +234,14 @@ class StoredOptimizer:
     def _without_owners(self, slot: ParameterSlot, stored: str, state: Mapping[str, list[Leaf]]) -> dict[str, str]:
         """Return the keys of `state` that only some ranks had, if it is not known which ranks have them now."""
         owners = {key: self._owners_of(stored, key) for key in state} if self._owners else {}
+        like = slot.like
+        sharding = sharding_text(like.device_mesh.shape, like.placements) if isinstance(like, DTensor) else ""
         return {
-            f"optimizer.{STATE}.{stored}.{key}": _without_owners_text(each, self._num_ranks)
+            f"optimizer.{STATE}.{stored}.{key}": f"only ranks {each} had it, and this run has {self._num_ranks}: "
+            f"resume on {each.num_ranks} in the same shards, give the CheckpointManager a state_owner, which says on "
+            "which rank each state is, or leave it out with exclude_from_loading=optimizer"
             for key, each in owners.items()
-            if each is not None and not each.are_known(self._num_ranks, slot.owner, _sharding_of(slot.like))
+            if each is not None and not each.are_known(self._num_ranks, slot.owner, sharding)
         }
 
     def _owners_of(self, stored: str, key: Any) -> OwnerRanks | None:
@@ -320,7 +324,7 @@ class StoredOptimizer:
         stored = self._contents.objects.get(leaf.key)
         return _UNKNOWN if stored is None or stored.item is not None or leaf.path else stored.value
 
-    def _dtype(self, slot: ParameterSlot, key: str, tensor: StoredTensor) -> torch.dtype:
+    def _dtype(self, slot: ParameterSlot, tensor: StoredTensor) -> torch.dtype:
         """Return the dtype to load a state tensor with: the stored one, unless the rules cast its parameter.
 
         A tensor (not a scalar) that was stored with the dtype of its parameter then gets the parameter's new dtype.
@@ -358,24 +362,6 @@ def _sort_in(found: Entries, rest: str, leaves: list[Leaf], known: set[str], con
     # If torch flattened nested containers, their keys are part of the entry's name.
     for leaf in leaves:
         found[name][head].append(Leaf(leaf.key, (*inner, *leaf.path)))
-
-
-def _sharding_of(like: torch.Tensor) -> str:
-    return sharding_text(like.device_mesh.shape, like.placements) if isinstance(like, DTensor) else ""
-
-
-def _without_owners_text(owners: OwnerRanks, num_ranks: int) -> str:
-    if not owners.ranks:
-        return "the checkpoint does not say readably which ranks had it: load it with exclude_from_loading=optimizer"
-    had, saved = ", ".join(map(str, owners.ranks)), owners.num_ranks
-    which = f"only {'rank' if len(owners.ranks) == 1 else 'ranks'} {had} of {saved} had it"
-    if owners.sharding:
-        return f"{which}, in shards ({owners.sharding}): resume with the same shards"
-    again = f"{saved} or on one" if saved != 1 else "one"
-    return (
-        f"{which}, and this run has {num_ranks}: resume on {again}, or give the CheckpointManager a state_owner, which "
-        "says on which rank each state is"
-    )
 
 
 def _form_leaf(leaves: Sequence[Leaf]) -> Leaf | None:

@@ -29,7 +29,8 @@ _LISTS = {"log_steps": torch.int64, "global_avg_losses": torch.float64, "global_
 
 def why_it_begins_fresh(name: str, state: Stateful, contents: Contents) -> str:
     """Return why a load of the complete checkpoint does not restore `state`; the empty string if it does."""
-    if name == _LOADER and _is_of_torchtitan(contents) and not _has_positions(state.state_dict()):
+    has_own = name == _LOADER and any(str(key).startswith(_LOADER_OF_RANK) for key in state.state_dict())
+    if name == _LOADER and not has_own and any(_positions(contents)):
         return "dataloader: its state is torchtitan's, and not read: the data begin from their start"
     if any(key.startswith(f"{name}.") for key in contents):
         return ""
@@ -87,13 +88,5 @@ def _saved_numbers(key: str, held: Any, stored: StoredCheckpoint) -> list[Any]:
     return numbers
 
 
-def _is_of_torchtitan(contents: Contents) -> bool:
-    return any(True for _ in _positions(contents))
-
-
 def _positions(contents: Contents) -> Iterable[str]:
     return (key for key in contents.objects if key.startswith(f"{_LOADER}.{_LOADER_OF_RANK}"))
-
-
-def _has_positions(state: State) -> bool:
-    return any(str(key).startswith(_LOADER_OF_RANK) for key in state)

@@ -139,7 +139,7 @@ class SaveDecider:
 
     def drain(self) -> None:
         """Wait for the exchange under way, if there is one. **Collective**."""
-        self._consensus.drain()
+        self._consensus.receive()
 
     def _note_left(self, received: int) -> None:
         """Warn, once, of a loop that trains on although `save` has set `preempted_by`."""

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-import numpy as np
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -28,7 +26,6 @@ from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
 
 _IN_ANOTHER_PLACE = (nn.Module, Optimizer, LRScheduler, JobConfig)
-_VALUES = (bool, int, float, complex, str, bytes, list, tuple, set, torch.Tensor, np.ndarray, np.generic, type(None))
 _METHODS = ("state_dict", "load_state_dict")
 
 
@@ -78,29 +75,25 @@ def checked_step(call: str, given: object, least: int = 0) -> int:
 
     A folder of another name would be no checkpoint to any later start.
     """
-    step = _whole_number(given, least - 1)
-    if step < least:
-        raise ConfigError(f"{call}: expected a step, a whole number from {least}, found {given!r:.100}.")
-    return step
+    return _whole_number(f"{call}: expected a step, a", given, least)
 
 
 def checked_rollback(reason: object, most: object, num_steps: object) -> tuple[int, int]:
     """Return the two limits that `roll_back` was given; raise ConfigError unless they and the `reason` are of use."""
     if not isinstance(reason, str):
         raise ConfigError(f"roll_back: reason: expected a text, such as 'loss is nan', found {reason!r:.100}.")
-    limits = []
-    for name, given in (("max_rollbacks", most), ("within_steps", num_steps)):
-        limits.append(_whole_number(given, 0))
-        if limits[-1] < 1:
-            raise ConfigError(f"roll_back: {name}: expected a whole number from 1, found {given!r:.100}.")
-    return limits[0], limits[1]
+    most_rollbacks = _whole_number("roll_back: max_rollbacks: expected a", most, 1)
+    return most_rollbacks, _whole_number("roll_back: within_steps: expected a", num_steps, 1)
 
 
-def _whole_number(given: object, otherwise: int) -> int:
+def _whole_number(expected: str, given: Any, least: int) -> int:
     try:
-        return otherwise if isinstance(given, bool) else operator.index(given)  # type: ignore[arg-type]  # it raises
+        number = least - 1 if isinstance(given, bool) else operator.index(given)
     except TypeError:
-        return otherwise
+        number = least - 1
+    if number < least:
+        raise ConfigError(f"{expected} whole number from {least}, found {given!r:.100}.")
+    return number
 
 
 def model_parts(given: object) -> list[nn.Module]:
@@ -187,10 +180,9 @@ def _refuse_states(states: Any) -> None:
                         f"saved. Give it as a state of its own: {{{f'{name}_{key}'!r}: ...}}."
                     )
         elif not _has_state_methods(state):
-            fix = f"a dict, which is saved and restored in place: {{{name!r}: {{'value': ...}}}}"
             raise ConfigError(
-                f"states: {name!r} is {_typed(state)}, which has no state_dict and load_state_dict. "
-                f"Put it into {fix if isinstance(state, _VALUES) else 'an object that has both'}."
+                f"states: {name!r} is {_typed(state)}, which has no state_dict and load_state_dict. Put a value into a "
+                f"dict, which is saved and restored in place: {{{name!r}: {{'value': ...}}}}."
             )
 
 

@@ -78,20 +78,15 @@ def refuse_without_first_step(optimizer: Optimizer) -> None:
         probe = _with_one(optimizer, parameter)
         made = next(iter(first_states(probe).values()), {})
         for key, value in state.items():
-            if is_made_of_others(value) and not _is_alike(made.get(key), value):
+            if is_made_of_others(value) and class_name(made.get(key)) != class_name(value):
                 raise _no_first_step(optimizer, f"it makes no {class_name(value)} for {key!r}")
-
-
-def _is_alike(made: object, value: torch.Tensor) -> bool:
-    return isinstance(made, torch.Tensor) and class_name(made) == class_name(value)
 
 
 def _no_first_step(optimizer: Optimizer, why: str) -> ConfigError:
     return ConfigError(
         f"{type(optimizer).__name__} has states of a tensor subclass, which a later start could not make: a first "
         f"step with gradients of 0 and a learning rate of 0 should make them, and {why}. Use an optimizer whose "
-        "step() makes "
-        "its states without a closure, or return plain tensors from its state_dict."
+        "step() makes its states without a closure, or return plain tensors from its state_dict."
     )
 
 

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from torchtitan_lite.checkpoint.format.shards import local_of
+from torchtitan_lite.checkpoint.format.shards import has_same_form, local_of
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.torch_private import (
     COMPILED,
@@ -139,11 +138,19 @@ def _wrapper_attribute(module: Any) -> str:
 def no_mixing(root: nn.Module) -> Iterator[None]:
     """Within this context, keep `root.load_state_dict` from copying one live tensor into another while both change."""
     rewriting = {id(each): each for each in root.modules() if loads_in_its_own_way(each) or has_load_hooks(each)}
-    live = _Live(root) if rewriting else None
+    named = chain(root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False))
+    live = dict(named) if rewriting else {}
+    storages = {storage_of(tensor) for tensor in live.values()} - {0}
+
+    def clone_strays(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Clone the entries that are live memory of another name. Runs as the last load hook of `module`."""
+        for key, value in state_dict.items():
+            if isinstance(value, torch.Tensor) and key.startswith(prefix) and storage_of(value) in storages:
+                state_dict[key] = value if _is_same_view(value, live.get(key)) else value.clone()
+
     handles = [
-        module.register_load_state_dict_pre_hook(live.clone_strays)  # type: ignore[no-untyped-call]  # torch's is not typed
+        module.register_load_state_dict_pre_hook(clone_strays)  # type: ignore[no-untyped-call]  # torch's is not typed
         for module in rewriting.values()
-        if live is not None
     ]
     try:
         yield
@@ -152,31 +159,11 @@ def no_mixing(root: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-class _Live:
-    """The parameters and buffers of a module, by raw name."""
-
-    def __init__(self, root: nn.Module) -> None:
-        named = chain(root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False))
-        self._tensors = dict(named)
-        self._storages = {storage_of(tensor) for tensor in self._tensors.values()} - {0}
-
-    def clone_strays(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Clone the entries that are live memory of another name. Runs as the last load hook of `module`."""
-        for key, value in state_dict.items():
-            if not isinstance(value, torch.Tensor) or not key.startswith(prefix):
-                continue
-            if storage_of(value) in self._storages and not _is_same_view(value, self._tensors.get(key)):
-                state_dict[key] = value.clone()
-
-
 def _is_same_view(a: torch.Tensor, b: torch.Tensor | None) -> bool:
-    if b is None or isinstance(a, DTensor) != isinstance(b, DTensor):
+    if b is None or not has_same_form(a, b):
         return False
-    if isinstance(a, DTensor) and isinstance(b, DTensor):
-        if a.placements != b.placements or a.shape != b.shape:
-            return False
-        a, b = local_of(a), local_of(b)
-    return (a.dtype, a.shape, a.stride(), a.data_ptr()) == (b.dtype, b.shape, b.stride(), b.data_ptr())
+    a, b = local_of(a), local_of(b)
+    return (a.stride(), a.data_ptr()) == (b.stride(), b.data_ptr())
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -171,12 +171,10 @@ class PlainOwner(Owner):
         self._put_in(wholes)
 
     def make_first_states(self) -> None:
-        """Make the states that the optimizer's first step would, for `first_states` and `take`. Any rank."""
         made = first_states(self.optimizer)
         self._first = {self._names[parameter][0]: state for parameter, state in made.items()}
 
     def first_states(self) -> dict[str, Mapping[Any, Any]]:
-        """Return what `make_first_states` made, as `read` returns states; none if it was not called since `take`."""
         return {name: with_parts(f"optimizer.{STATE}.{name}", state) for name, state in self._first.items()}
 
     def _wholes(self, name: str, state: Mapping[Any, Any], own: Mapping[Any, Any]) -> dict[Any, torch.Tensor]:

@@ -41,11 +41,11 @@ class PerRank:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state under the rank's number."""
         rank, num_ranks = _rank_and_world_size()
-        return {_RANKS: num_ranks, _rank_name(rank): self._state.state_dict()}
+        return {_RANKS: num_ranks, f"rank{rank}": self._state.state_dict()}
 
     def is_of_another_rank(self, key: str) -> bool:
         """Return whether this rank need not read the saved entry `key`."""
-        return key.partition(".")[0] not in (_RANKS, _rank_name(_rank_and_world_size()[0]))
+        return key.partition(".")[0] not in (_RANKS, f"rank{_rank_and_world_size()[0]}")
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
         """Raise what `load_state_dict` would raise: ConfigError, or the refusal of `state`. Changes nothing."""
@@ -79,26 +79,20 @@ class PerRank:
 
     def _warn_of_other_ranks(self, saved: int) -> None:
         rank, num_ranks = _rank_and_world_size()
-        if rank > 0 or saved == num_ranks:
-            return
-        what = f"{self._kind} of {counted(saved, 'rank')} is loaded by {num_ranks}"
-        if saved > num_ranks:
-            logger.warning("%s: %s not loaded", what, _those_from(num_ranks, saved, "is", "are"))
-        elif self._is_fresh_allowed:
-            logger.warning("%s: %s from scratch", what, _those_from(saved, num_ranks, "begins", "begin"))
+        if rank == 0 and (saved > num_ranks or (saved < num_ranks and self._is_fresh_allowed)):
+            logger.warning(
+                "%s of %s is loaded by %d: those of ranks from %d on %s",
+                self._kind,
+                counted(saved, "rank"),
+                num_ranks,
+                min(saved, num_ranks),
+                "are not loaded" if saved > num_ranks else "begin from scratch",
+            )
 
 
 def _own_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     # A checkpoint stores nothing of an empty mapping.
-    return dict(state_dict.get(_rank_name(_rank_and_world_size()[0]), {}))
-
-
-def _those_from(first: int, end: int, does: str, do: str) -> str:
-    return f"rank {first} {does}" if end - first == 1 else f"ranks {first} to {end - 1} {do}"
-
-
-def _rank_name(rank: int) -> str:
-    return f"rank{rank}"
+    return dict(state_dict.get(f"rank{_rank_and_world_size()[0]}", {}))
 
 
 def _rank_and_world_size() -> tuple[int, int]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,21 +21,8 @@ RNG = "rng"
 _MASK_63 = 2**63 - 1
 
 
-class Devices(Protocol):
-    """Accelerators of one kind: a module such as `torch.cuda`. Without an index, functions mean the current device."""
-
-    def device_count(self) -> int: ...
-
-    def get_rng_state(self, *device: int) -> torch.Tensor: ...
-
-    def set_rng_state(self, new_state: torch.Tensor, *device: int) -> None: ...
-
-
 class RngState:
     """The generators of this rank as a `Stateful`, saved under a key with the rank in it."""
-
-    def __init__(self, accelerators: Mapping[str, Devices] | None = None) -> None:
-        self._accelerators = _accelerators() if accelerators is None else accelerators
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         version, internal, gauss = random.getstate()
@@ -47,7 +33,7 @@ class RngState:
             **_numpy_state(),
             "torch": torch.get_rng_state(),
         }
-        for kind, devices in self._accelerators.items():
+        for kind, devices in accelerators().items():
             state[kind] = devices.get_rng_state()
             # A model may be spread over them.
             if (count := devices.device_count()) > 1:
@@ -59,7 +45,7 @@ class RngState:
         random.setstate((3, tuple(state_dict["python"].tolist()), gauss[0] if gauss else None))
         _set_numpy_state(state_dict)
         torch.set_rng_state(state_dict["torch"].cpu())
-        for kind, devices in self._accelerators.items():
+        for kind, devices in accelerators().items():
             every = state_dict.get(f"{kind}_devices", ())
             if len(every) == devices.device_count():
                 for index, state in enumerate(every):
@@ -81,7 +67,11 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _accelerators() -> dict[str, Devices]:
+def accelerators() -> dict[str, Any]:
+    """Return the module of the accelerators of this host, such as `torch.cuda`, by its name; empty without any.
+
+    Without an index, its functions mean the device that this rank uses.
+    """
     found = torch.accelerator.current_accelerator(check_available=True)
     return {} if found is None else {found.type: torch.get_device_module(found)}
 

@@ -36,7 +36,7 @@ from torchtitan_lite.checkpoint.state.stateful import (
     as_stateful,
 )
 from torchtitan_lite.checkpoint.state.subclasses import inner_tensors, is_made_of_others
-from torchtitan_lite.checkpoint.state.unsaved import ForgottenWatch, UnsavedWatch
+from torchtitan_lite.checkpoint.state.unsaved import MetricsWatch, UnsavedWatch
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import logger
 from torchtitan_lite.torch_private import holds_unsharded_gradients, loader_iterators, num_yielded, seeds_of
@@ -66,24 +66,21 @@ class RunState:
         self.small = _named_states(dataloader, arguments.lr_schedulers(lr_schedulers), further, self.optimizer)
         self._modules = modules
         watched = {"model": parts} | {name: [module] for name, module in modules.items()}
-        self._further = frozenset(further)
-        self._empty: list[str] = []
-        """The further states whose last state dict was empty."""
         self.gradients = GradientWatch(self.model.parts)
-        self._unsaved = UnsavedWatch(watched, self.optimizers, self.model.left_out_tensors)
-        self._forgotten = ForgottenWatch(further, watched)
+        self._unsaved = UnsavedWatch(watched, further, self.optimizers, self.model.left_out_tensors)
+        self._metrics = MetricsWatch(watched, further)
         self.late_seed = LateSeedWatch()
 
     def at_step(self, step: int) -> None:
         """Note what `step` trained, and which metrics count, whether or not it is saved. Any rank."""
         self.late_seed.at_step(step)
         self.model.note_trainable()
-        self._forgotten.look_at_counts()
+        self._metrics.look_at_counts()
 
     def after_save(self, step: int) -> None:
         """Look at what the save of `step`, which was just made or refused, could not have. On one rank."""
         self.gradients.after_save(step)
-        self._forgotten.look(self._empty)
+        self._metrics.look()
 
     def before_step(self, optimizer: Any) -> None:
         """Note what the step of `optimizer` trains, and which gradients it uses. Any rank."""
@@ -95,13 +92,10 @@ class RunState:
         """Return the full state of this `rank`. Raises what a state raises. **Collective** with FSDP1."""
         self._note_trained()
         small = {name: state.state_dict() for name, state in self.small.items()}
-        self._empty = [name for name, state in small.items() if not state and name in self._further]
         # Each rank has its own key: no two ranks share their generators.
         rng = {f"rank{rank}": RngState().state_dict()}
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), **small, RNG: rng}
-        self._unsaved.refuse(state)
-        if rank == 0:
-            self._unsaved.look(state)
+        self._unsaved.look(state, rank)
         return state
 
     @property

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.flattening import named_tensors
-from torchtitan_lite.checkpoint.format.shards import local_of
+from torchtitan_lite.checkpoint.format.shards import has_same_form, local_of
 
 SHARED = "shared"
 """The kind of the keys."""
@@ -90,7 +90,7 @@ def join_targets(targets: dict[str, Any], pairs: object) -> None:
         if not (isinstance(pair, tuple) and len(pair) == 2):
             continue
         key, first = (targets.get(f"optimizer.{name}") for name in pair)
-        if isinstance(key, torch.Tensor) and isinstance(first, torch.Tensor) and _has_same_form(key, first):
+        if isinstance(key, torch.Tensor) and isinstance(first, torch.Tensor) and has_same_form(key, first):
             targets[f"optimizer.{pair[0]}"] = first
 
 
@@ -127,19 +127,10 @@ def _memory_range(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 def _has_same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if not _has_same_form(a, b):
+    if not has_same_form(a, b):
         return False
-    if isinstance(a, DTensor) and isinstance(b, DTensor):
-        a, b = local_of(a), local_of(b)
+    a, b = local_of(a), local_of(b)
     return a.stride() == b.stride() and a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg()
-
-
-def _has_same_form(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device) or isinstance(a, DTensor) != isinstance(b, DTensor):
-        return False
-    return not (isinstance(a, DTensor) and isinstance(b, DTensor)) or (
-        a.placements == b.placements and a.device_mesh == b.device_mesh
-    )
 
 
 def _overlap(key: str, other: str) -> TypeError:

@@ -419,11 +419,9 @@ def _refuse_unknown_parameters(optimizers: Sequence[Optimizer], names: Mapping[t
         strangers = [at for at, parameter in enumerate(parameters) if parameter not in names]
         if strangers:
             shape = list(parameters[strangers[0]].shape)
-            what = "none of its parameters belongs" if len(strangers) == len(parameters) else (
-                f"{len(strangers)} of its {len(parameters)} parameters (the first has shape {shape}) do not belong"
-            )  # fmt: skip
             raise ConfigError(
-                f"{which}: {what} to the model, so their values would not be saved. If it was made before the model "
+                f"{which}: {len(strangers)} of its {len(parameters)} parameters (the first has shape {shape}) do not "
+                "belong to the model, so their values would not be saved. If it was made before the model "
                 "was sharded, wrapped or moved, make it afterwards; pass a module of its own, such as a loss with "
                 "parameters, among the states: {'loss': loss}."
             )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import re
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -31,8 +31,6 @@ _USUAL = frozenset({*_TORCHS_OWN, int, float, bool, str, type(None), list, tuple
 _LEFT_OUT = ("device", "stride", "strides", "requires_grad")
 """Of a context: they may differ from run to run. What has no name is left out by its type."""
 _BELOW = f".{FORM}"
-_MODULE = re.compile(r'("class":")[^"]*\.')
-"""The name of a class in a form, up to that of its module."""
 LIKE, ROWS, EQUAL = "like the outer tensor", "its rows in parts of equal length", "equal on all ranks"
 _RULES: Mapping[str, Mapping[str, str]] = {
     "OptimState8bit": {"codes": LIKE, "scale": ROWS, "qmap": EQUAL},
@@ -173,10 +171,10 @@ def forms_in(entries: Mapping[str, Any]) -> dict[str, Any]:
     return {key.removesuffix(_BELOW): form for key, form in entries.items() if key.endswith(_BELOW)}
 
 
-def class_name(tensor: torch.Tensor) -> str:
-    """Return the full name of the class of `tensor`, or of what a DTensor has of it here."""
-    tensor = local_of(tensor)
-    return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+def class_name(value: Any) -> str:
+    """Return the full name of the class of `value`, or of what a DTensor has of it here."""
+    kind = type(local_of(value))
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def form_difference(stored: object, own: object) -> str:
@@ -184,9 +182,9 @@ def form_difference(stored: object, own: object) -> str:
 
     The module of a class may have another name in another version of its library.
     """
-    there, here = (f"{form or 'a plain tensor'}" for form in (stored, own))
-    is_same = _MODULE.sub(r"\1", there) == _MODULE.sub(r"\1", here)
-    return "" if is_same else f"{there} in the checkpoint, {here} expected"
+    there, here = _parsed(stored), _parsed(own)
+    is_same = there == here or {**there, "class": _short_name(there)} == {**here, "class": _short_name(here)}
+    return "" if is_same else f"{_form_text(there)} in the checkpoint, {_form_text(here)} expected"
 
 
 def fill(tensor: torch.Tensor, parts: Mapping[str, Any], name: str) -> None:
@@ -267,3 +265,26 @@ def _fields(value: Any) -> dict[str, Any] | None:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return {name: getattr(value, name) for name in value._fields}
     return None
+
+
+def _parsed(form: object) -> dict[str, Any]:
+    """Return the form in a text that may be anything; an empty one for a plain tensor."""
+    try:
+        parsed = json.loads(form) if isinstance(form, str) else {}
+    except (ValueError, RecursionError):
+        parsed = {"class": "unreadable form"}
+    return parsed if isinstance(parsed, dict) else {"class": "unreadable form"}
+
+
+def _short_name(form: Mapping[str, Any]) -> str:
+    return f"{form.get('class')}".rpartition(".")[2]
+
+
+def _form_text(form: Mapping[str, Any]) -> str:
+    if not form:
+        return "a plain tensor"
+    inner = form.get("inner")
+    tensors = [f"{key} {' '.join(map(str, kind))}" for key, kind in inner.items()] if isinstance(inner, dict) else []
+    of_class = f"a {form.get('class')} of {', '.join(tensors)}, " if "class" in form else ""
+    sharding = f"sharded as {form['sharding']}" if "sharding" in form else f"context {form.get('context')}"
+    return of_class + sharding

@@ -28,42 +28,34 @@ _GENERATORS = frozenset({torch.Generator, random.Random, np.random.Generator, np
 
 
 class UnsavedWatch:
-    """Watches `modules`, by name of their state, `optimizers`, and the parameters that checkpoints leave out."""
+    """Watches `modules` and `states`, by name, `optimizers`, and the parameters that checkpoints leave out."""
 
     def __init__(
         self,
         modules: Mapping[str, Sequence[nn.Module]],
+        states: Mapping[str, Any],
         optimizers: Sequence[Any],
-        left_out: Callable[[], Mapping[str, torch.Tensor]] = dict,
+        left_out: Callable[[], Mapping[str, torch.Tensor]],
     ) -> None:
         self._modules = modules
+        self._states = states
         self._optimizers = list(optimizers)
         self._left_out = left_out
         self._before: dict[str, Any] | None = None
         self._is_done = self._is_tried = False
 
-    def refuse(self, state: State) -> None:
-        """Raise TypeError for a tensor of a class of its own with tensors in attributes that `state` lacks. Any rank.
+    def look(self, state: State, rank: int) -> None:
+        """Note what is unsaved of all but `state`, the full state of this `rank`. Raises as `check_attributes`.
 
-        Looks until the first save that has none.
+        The first call on rank 0 logs what that finds; the second one a warning that names what has changed since.
         """
         if not self._is_tried:
-            refuse_attributes(self._modules, state, self._names_left_out())
+            check_attributes(self._modules, state, {f"model.{name}" for name in self._left_out()}, warns=rank == 0)
             self._is_tried = True
-
-    def _names_left_out(self) -> set[str]:
-        return {f"model.{name}" for name in self._left_out()}
-
-    def look(self, state: State) -> None:
-        """Note what is unsaved of all but `state`, the full state.
-
-        The first call logs what `warn_of_attributes` finds; the second one a warning that names what has changed since.
-        """
-        if self._is_done:
+        if self._is_done or rank > 0:
             return
         now = dict(self._samples(state))
         if self._before is None:
-            warn_of_attributes(self._modules, state, self._names_left_out())
             self._before, self._is_done = now, not now
             return
         self._is_done = True
@@ -71,8 +63,8 @@ class UnsavedWatch:
         if changed:
             logger.warning(
                 "Training changes %s, which no checkpoint has: a resumed run begins with the initial value. If the "
-                "run depends on it, register the buffer with persistent=True, or give the generator, or the module of "
-                "the frozen parameter (save_trained_only), as one of the states",
+                "run depends on it, register the buffer with persistent=True, give the generator, or the module of "
+                "the frozen parameter (save_trained_only), as one of the states, or return it from state_dict",
                 listed(changed, most=SHOWN),
             )
 
@@ -98,6 +90,9 @@ class UnsavedWatch:
                     yield from _of_generators(name, module)
         for number, optimizer in enumerate(self._optimizers):
             yield from _of_generators(f"optimizers[{number}]", optimizer)
+        for name, own in self._states.items():
+            if not state[name] and not _is_metric(own):
+                yield from _of_attributes(name, own)
 
 
 def _of_buffers(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -130,8 +125,7 @@ def _of_generators(name: str, owner: Any) -> Iterator[tuple[str, Any]]:
         elif isinstance(value, np.random.Generator):
             yield f"{name}.{key}", repr(value.bit_generator.state)
         elif isinstance(value, np.random.RandomState):
-            legacy: Any = value.get_state()
-            yield f"{name}.{key}", (legacy[1].tolist(), legacy[2:])
+            yield f"{name}.{key}", repr(value.get_state(legacy=False))
 
 
 def _tensors_of_optimizer(name: str, optimizer: Any) -> dict[str, torch.Tensor]:
@@ -167,32 +161,27 @@ _MAX_PARTS = 1000
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
-class ForgottenWatch:
-    """Watches `states`, and the metrics within `modules`, both by name of their state."""
+class MetricsWatch:
+    """Watches the metrics within `modules`, by name of their state: the model's, or one of `states`."""
 
-    def __init__(self, states: Mapping[str, Any], modules: Mapping[str, Sequence[nn.Module]]) -> None:
-        self._states = states
+    def __init__(self, modules: Mapping[str, Sequence[nn.Module]], states: Collection[str]) -> None:
         self._modules = modules
-        self._attributes: dict[str, dict[str, list[Any]]] = {}
+        self._states = states
         self._counting: list[tuple[str, Any, int]] = []
         """Metrics within modules that the last save found counting, each with its number of updates."""
-        self._has_named_metrics = self._has_named_empty = False
+        self._is_done = False
 
-    def look(self, empty: Collection[str]) -> None:
-        """Look at a save, in which the state dicts of `empty`, some of the states, have no entry."""
-        if not self._has_named_metrics:
-            self._warn_of_metrics([name for name, metric in self._metrics() if name.partition(".")[0] in self._states])
+    def look(self) -> None:
+        """Look at a save."""
+        if not self._is_done:
+            self._warn([name for name, metric in self._metrics() if name.partition(".")[0] in self._states])
             of_model = [(name, each) for name, each in self._metrics() if name.partition(".")[0] not in self._states]
             self._counting = [(name, each, num) for name, each in of_model if (num := each._update_count) > 0]
-        if not self._has_named_empty:
-            before, self._attributes = self._attributes, {name: _attributes(self._states[name]) for name in empty}
-            changed = [name for name, now in self._attributes.items() if name in before and before[name] != now]
-            self._warn_of_empty([name for name in changed if not _is_metric(self._states[name])])
 
     def look_at_counts(self) -> None:
         """Look, at any step, whether metrics within the model have counted on since the last save."""
         counted = [name for name, metric, number in self._counting if metric._update_count > number]
-        self._warn_of_metrics(counted)
+        self._warn(counted)
         self._counting = [each for each in self._counting if each[1]._update_count == each[2]] if not counted else []
 
     def _metrics(self) -> Iterator[tuple[str, Any]]:
@@ -202,21 +191,12 @@ class ForgottenWatch:
                     if _is_metric(module) and not all(module._persistent.get(key) for key in module._defaults):
                         yield f"{state}.{path}" if path else state, module
 
-    def _warn_of_metrics(self, names: Sequence[str]) -> None:
+    def _warn(self, names: Sequence[str]) -> None:
         if names:
-            self._has_named_metrics = True
+            self._is_done = True
             logger.warning(
                 "%s: a metric leaves values that are not persistent out of its state_dict, so no checkpoint has them, "
                 "and a resumed run counts from the start. Call persistent(True) where the metric is made",
-                listed(names, most=SHOWN),
-            )
-
-    def _warn_of_empty(self, names: Sequence[str]) -> None:
-        if names:
-            self._has_named_empty = True
-            logger.warning(
-                "The state_dict of %s is empty, and training changes its attributes: no checkpoint has them, and a "
-                "resumed run begins with the initial ones. Return them from state_dict, or leave it out of the states",
                 listed(names, most=SHOWN),
             )
 
@@ -231,15 +211,16 @@ def _is_metric(value: Any) -> bool:
     )
 
 
-def _attributes(state: Any) -> dict[str, list[Any]]:
-    """Return what can be compared of the attributes of `state`: plain values, containers of them, arrays and tensors.
+def _of_attributes(name: str, state: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what can be compared of the attributes of `state`: plain values, containers of them, arrays and tensors.
 
     Other objects, and parameters, may be saved elsewhere; so are the tensors of a module, whose mode is no state.
     """
     own = getattr(state, "__dict__", {}).items()
     if isinstance(state, nn.Module):
         own = [(key, value) for key, value in own if not key.startswith("_") and key != "training"]
-    return {key: _watched_values(value) for key, value in own}
+    for key, value in own:
+        yield f"{name}.{key}", _watched_values(value)
 
 
 def _watched_values(attribute: Any) -> list[Any]:
@@ -285,30 +266,29 @@ def tensors_in_attributes(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return found
 
 
-def refuse_attributes(modules: Mapping[str, Sequence[nn.Module]], state: State, left_out: Collection[str]) -> None:
-    """Raise TypeError for a tensor as `warn_of_attributes` names it, if it is of a class of its own."""
-    own = [(name, tensor) for name, tensor in _saved(modules, state, left_out) if not is_plain(local_of(tensor))]
-    if lost := _lost_attributes(own, state):
+def check_attributes(
+    modules: Mapping[str, Sequence[nn.Module]], state: State, left_out: Collection[str], *, warns: bool
+) -> None:
+    """Log what of the tensors of `modules`, by name of their state, no load of `state`, the full one, brings back.
+
+    Those of `left_out`, by the same names, are in no checkpoint anyway. Logs only if it `warns`. Raises TypeError for
+    lost attributes of a tensor of a class of its own.
+    """
+    named = _saved(modules, state, left_out)
+    if lost := _lost_attributes([each for each in named if not is_plain(local_of(each[1]))], state):
         raise TypeError(
             f"no checkpoint would have {listed(lost, most=SHOWN)}, which are attributes of tensors of a subclass: a "
             "resumed run would have those that its model is built with. Give the class torch's __tensor_flatten__ and "
             "__tensor_unflatten__, register the tensors as buffers, or return them from get_extra_state"
         )
-
-
-def warn_of_attributes(modules: Mapping[str, Sequence[nn.Module]], state: State, left_out: Collection[str]) -> None:
-    """Log what of the tensors of `modules`, by name of their state, no load of `state`, the full one, brings back.
-
-    Those of `left_out`, by the same names, are in no checkpoint anyway.
-    """
-    named = _saved(modules, state, left_out)
-    if lost := _lost_attributes(named, state):
+    if warns and (lost := _lost_attributes(named, state)):
         logger.warning(
             "No checkpoint has tensors in attributes of parameters and buffers: %s. A resumed run has those with which "
             "its model is built. If they may differ, register them as buffers, or return them from get_extra_state",
             listed(lost, most=SHOWN),
         )
-    if rounded := [f"{name} ({type(local_of(tensor)).__name__})" for name, tensor in named if _is_rounded(tensor)]:
+    rounded = [f"{name} ({type(local_of(each)).__name__})" for name, each in named if warns and _is_rounded(each)]
+    if rounded:
         logger.warning(
             "A load does not bring back the values of %s: it copies into the tensor, and copy_ of its class changes "
             "what it is given. Have copy_ keep the values, or keep to those that it keeps",
@@ -339,8 +319,7 @@ def _lost_attributes(named: Sequence[tuple[str, torch.Tensor]], state: State) ->
 
 def _extra_state_of(name: str) -> str:
     """Return the key of the extra state of a tensor's module, which may have what the tensor has in attributes."""
-    path = name.rpartition(".")[0]
-    return f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE
+    return ".".join([*name.split(".")[:-1], EXTRA_STATE])
 
 
 def _not_in(state: State, attributes: Mapping[str, torch.Tensor]) -> list[str]:

@@ -98,7 +98,9 @@ def _storage(described: Mapping[Any, Any], path: str) -> dict[tuple[str, tuple[i
         if (type(file), type(offset), type(length)) != (str, int, int):
             raise InertPickleError("a place is not a file, an offset and a length")
         offsets = where.get("offset")
-        places[_key_text(where["fqn"]), None if offsets is None else _torch_size(offsets)] = Item(file, offset, length)
+        if type(where["fqn"]) is not str:
+            raise InertPickleError("a key is not a string")
+        places[where["fqn"], None if offsets is None else _torch_size(offsets)] = Item(file, offset, length)
     return places
 
 
@@ -161,9 +163,3 @@ def _torch_size(value: Any) -> tuple[int, ...]:
     if type(sizes) not in (tuple, list) or not {*map(type, sizes)} <= {int}:
         raise InertPickleError("a size is not made of whole numbers")
     return tuple(sizes)
-
-
-def _key_text(value: Any) -> str:
-    if type(value) is not str:
-        raise InertPickleError("a key is not a string")
-    return value

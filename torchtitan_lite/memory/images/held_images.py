@@ -65,7 +65,6 @@ class _Local:
 class Complete:
     """Images of all ranks: the coordinator's view."""
 
-    key: ImageKey
     image: ImageFacts
     """Rank 0's."""
     manifest: Manifest
@@ -100,7 +99,7 @@ class HeldImages:
         host = tuple(sorted(each.name for each in self._held))
         self._looks = self.peers.gather(Look(host, [each.image for each in self._local.values()]))
         visible = [{(i.key, i.rank): i for i in look.images} for look in self._looks]
-        whole: list[tuple[ImageKey, ImageFacts, bool]] = []
+        whole: list[tuple[ImageFacts, bool]] = []
         for key in sorted({key for images in visible for key, _ in images}, reverse=True):
             image = next((images[key, 0] for images in visible if (key, 0) in images), None)
             if image is None:
@@ -109,9 +108,9 @@ class HeldImages:
             if not all(any(part in images for images in visible) for part in parts):
                 continue
             is_spread = not all(part in images for images in visible for part in parts)
-            if is_spread and not self._fits(key, image, topology):
+            if is_spread and not self._fits(image, topology):
                 continue
-            whole.append((key, image, is_spread))
+            whole.append((image, is_spread))
         cards = self._cards_for_coordinator(whole, visible)
         if self.peers.is_coordinator:
             self.complete = [each for each in (self._put_together(*found, cards) for found in whole) if each]
@@ -273,29 +272,27 @@ class HeldImages:
                 each.close()
         return list(first.values())
 
-    def _fits(self, key: ImageKey, image: ImageFacts, topology: str) -> bool:
+    def _fits(self, image: ImageFacts, topology: str) -> bool:
         """Return whether each rank needs its own image alone, as it can be had where they are on several hosts."""
         if image.world_size == self.peers.world_size and image.topology == topology:
             return True
         if self.peers.is_coordinator:
             logger.warning(
                 "The in-memory snapshots of step %d are on several hosts, and not of the topology of this run "
-                "but of %s: "
-                "they are not used",
-                key.step,
+                "but of %s: they are not used",
+                image.step,
                 image.topology,
             )
         return False
 
     def _cards_for_coordinator(
         self,
-        whole: Sequence[tuple[ImageKey, ImageFacts, bool]],
+        whole: Sequence[tuple[ImageFacts, bool]],
         visible: Sequence[dict[tuple[ImageKey, int], ImageFacts]],
     ) -> dict[tuple[ImageKey, int], bytes]:
         """Return the cards that the coordinator lacks, from the first rank that has them. **Collective**."""
-        wanted = [
-            (key, rank) for key, image, _ in whole for rank in range(image.world_size) if (key, rank) not in visible[0]
-        ]
+        parts = ((image.key, rank) for image, _ in whole for rank in range(image.world_size))
+        wanted = [part for part in parts if part not in visible[0]]
         if not wanted:
             return {}
         first = {each: next(rank for rank, images in enumerate(visible) if each in images) for each in wanted}
@@ -303,8 +300,9 @@ class HeldImages:
         return {each: card for sent in self.peers.gather(mine) for each, card in sent.items()}
 
     def _put_together(
-        self, key: ImageKey, image: ImageFacts, is_spread: bool, cards: dict[tuple[ImageKey, int], bytes]
+        self, image: ImageFacts, is_spread: bool, cards: dict[tuple[ImageKey, int], bytes]
     ) -> Complete | None:
+        key = image.key
         try:
             manifest = assembled_manifest(
                 [
@@ -316,7 +314,7 @@ class HeldImages:
             # A card may hold anything: whatever is wrong with it, the next source is tried.
             logger.warning("The in-memory snapshots of step %d are ignored: %s", key.step, error)
             return None
-        return Complete(key, image, manifest, is_spread)
+        return Complete(image, manifest, is_spread)
 
 
 def _read_held(held: HeldMemory) -> _Local | None:

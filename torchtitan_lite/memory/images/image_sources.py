@@ -32,7 +32,7 @@ from torchtitan_lite.log import counted, logger
 from torchtitan_lite.memory.images.card import Commit, ImageKey, commit_of, commits_in, rests_in, same_contents
 from torchtitan_lite.memory.images.held_images import Complete, HeldImages
 from torchtitan_lite.memory.images.mapped_reader import FilesInMemory
-from torchtitan_lite.memory.images.snapshot_match import ChosenOnDisk, OnDisk, why_not
+from torchtitan_lite.memory.images.snapshot_match import OnDisk, why_not
 from torchtitan_lite.memory.images.tier import TakenOver, Tier
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
@@ -303,12 +303,12 @@ def prefer_memory(
         return chosen
     disk = _state_on_disk(store, chosen, wanted, config, is_exact=is_exact)
     for each in images.complete:
-        if each.key in images.left_out:
+        if each.image.key in images.left_out:
             continue
         reason = why_not(each.image, disk) or _difference_from_disk(each, chosen)
         if not reason:
             return _memory_source(each, store, chosen, config)
-        logger.info("The in-memory snapshot of step %d is not used: %s", each.key.step, reason)
+        logger.info("The in-memory snapshot of step %d is not used: %s", each.image.key.step, reason)
     return chosen
 
 
@@ -325,9 +325,6 @@ def _state_on_disk(
     store: StoresCheckpoints, chosen: LoadSource | None, wanted: int, config: Checkpoint, *, is_exact: bool
 ) -> OnDisk:
     latest, start = _latest_commit(store)
-    on_disk = None
-    if chosen is not None and not chosen.initial:
-        on_disk = ChosenOnDisk(step=chosen.step, lineage=chosen.lineage, begins_branch=chosen.is_explicit)
     return OnDisk(
         folder_id=store.folder_id(make=False),
         latest=latest,
@@ -337,7 +334,7 @@ def _state_on_disk(
         wanted=wanted,
         is_exact=is_exact,
         new_branch=config.new_branch,
-        chosen=on_disk,
+        chosen=None if chosen is None or chosen.initial else chosen,
     )
 
 
@@ -356,13 +353,13 @@ def _difference_from_disk(each: Complete, chosen: LoadSource | None) -> str:
 
 def _is_copy_of_disk(each: Complete, chosen: LoadSource) -> bool:
     """Return whether the images should be a copy of `chosen`: of the same step, unless the run counts again."""
-    return not chosen.initial and not chosen.lineage.counts_again and chosen.step == each.key.step
+    return not chosen.initial and not chosen.lineage.counts_again and chosen.step == each.image.key.step
 
 
 def _memory_source(
     each: Complete, store: StoresCheckpoints, chosen: LoadSource | None, config: Checkpoint
 ) -> LoadSource:
-    manifest, key = each.manifest, each.key
+    manifest, key = each.manifest, each.image.key
     has_other = chosen is not None and not chosen.model_only and not chosen.initial
     # Next to a run that counts again the disk would not restore all that a load changes.
     counts_again = chosen is not None and not chosen.initial and chosen.lineage.counts_again

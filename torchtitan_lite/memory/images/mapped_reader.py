@@ -17,7 +17,9 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from torchtitan_lite.disk.block_reader import CheckedFile, DamagedRange
 from torchtitan_lite.disk.digest import BlockDigest, FileRecord, block_digest, num_blocks
@@ -64,10 +66,9 @@ class MappedReader(ReadsBlocks):
             _fill_from(self.borrowed[path.name], path, pieces, table)
             return
         mapping = self._mapping(path, record)
-        checked = CheckedFile(path, record, mapping.size if record is None else record.size)
+        checked = CheckedFile(path, record, len(mapping.view) if record is None else record.size)
         requests = list(checked.requests(pieces, table))
-        copy = _Copy(mapping, checked)
-        in_threads(requests, max(1, min(self._threads, len(requests))), lambda: copy.fill)
+        in_threads(requests, max(1, min(self._threads, len(requests))), lambda: partial(_fill, mapping, checked))
 
     def close(self) -> None:
         """Unmap all files. Idempotent; no thread may be reading."""
@@ -81,7 +82,8 @@ class MappedReader(ReadsBlocks):
             size = os.fstat(self._images[name]).st_size
             if size < expected:
                 raise DamagedRange(path, size, expected, f"its memory has {size} bytes")
-            self._mapped[name] = _Mapping(self._images[name], size)
+            memory = map_shared(self._images[name], size)
+            self._mapped[name] = _Mapping(memory, address_of(memory), memory.toreadonly())
         return self._mapped[name]
 
 
@@ -102,54 +104,46 @@ def _fill_from(parts: Mapping[int, bytes], path: Path, pieces: Sequence[Piece], 
             scatter(Segment.of(piece), piece.at, memoryview(bytes_at(piece.at, len(piece.into))))
 
 
-class _Mapping:
+class _Mapping(NamedTuple):
     """The mapped memory of one descriptor."""
 
-    def __init__(self, fd: int, size: int) -> None:
-        self.size = size
-        # The pages are shared with the one who wrote them: no code here writes to this memory.
-        self.memory = map_shared(fd, size)
-        self.address = address_of(self.memory)
-        self.view = self.memory.toreadonly()
+    memory: memoryview
+    address: int
+    view: memoryview
+    """The same, read-only: its pages are shared with the one who wrote them, and no code here writes to them."""
 
 
-class _Copy:
-    """Copies parts of a mapped file, with its digests in `checked`."""
+def _fill(mapping: _Mapping, checked: CheckedFile, segment: Segment) -> None:
+    """Fill the pieces of `segment` from a mapped file with the digests in `checked`. Any thread."""
+    if segment.end > checked.size:
+        raise DamagedRange(checked.path, checked.size, segment.end, f"the file ends after {checked.size} bytes")
+    for part in by_block(segment):
+        pieces = pieces_in_order(part)
+        if pieces is not None and checked.blocks:
+            checked.check(part.begin, part.end, _copied_and_digested(mapping, part, pieces))
+            continue
+        if checked.blocks:
+            checked.check(part.begin, part.end, block_digest(mapping.view[part.begin : part.end]))
+        scatter(part, 0, mapping.memory, mapping.address)
 
-    def __init__(self, mapping: _Mapping, checked: CheckedFile) -> None:
-        self._mapping, self._checked = mapping, checked
 
-    def fill(self, segment: Segment) -> None:
-        """Fill the pieces of `segment`. Any thread."""
-        checked, mapping = self._checked, self._mapping
-        if segment.end > checked.size:
-            raise DamagedRange(checked.path, checked.size, segment.end, f"the file ends after {checked.size} bytes")
-        for part in by_block(segment):
-            pieces = pieces_in_order(part)
-            if pieces is not None and checked.blocks:
-                checked.check(part.begin, part.end, self._copied_and_digested(part, pieces))
-                continue
-            if checked.blocks:
-                checked.check(part.begin, part.end, block_digest(mapping.view[part.begin : part.end]))
-            scatter(part, 0, mapping.memory, mapping.address)
-
-    def _copied_and_digested(self, part: Segment, pieces: Sequence[tuple[int, memoryview]]) -> bytes:
-        """Fill `pieces`, which are in order, and return the digest of all bytes of `part`."""
-        digest, view, address = BlockDigest(), self._mapping.view, self._mapping.address
-        done = part.begin
-        for at, into in pieces:
-            if at > done:
-                digest.update(view[done:at])
-            count = len(into)
-            target = ctypes.addressof(ctypes.c_char.from_buffer(into))
-            for begin in range(0, count, _PORTION_BYTES):
-                end = min(begin + _PORTION_BYTES, count)
-                copy_memory(target + begin, address + at + begin, end - begin)
-                digest.update(into[begin:end])
-            done = at + count
-        if done < part.end:
-            digest.update(view[done : part.end])
-        return digest.digest()
+def _copied_and_digested(mapping: _Mapping, part: Segment, pieces: Sequence[tuple[int, memoryview]]) -> bytes:
+    """Fill `pieces`, which are in order, and return the digest of all bytes of `part`."""
+    digest, view = BlockDigest(), mapping.view
+    done = part.begin
+    for at, into in pieces:
+        if at > done:
+            digest.update(view[done:at])
+        count = len(into)
+        target = ctypes.addressof(ctypes.c_char.from_buffer(into))
+        for begin in range(0, count, _PORTION_BYTES):
+            end = min(begin + _PORTION_BYTES, count)
+            copy_memory(target + begin, mapping.address + at + begin, end - begin)
+            digest.update(into[begin:end])
+        done = at + count
+    if done < part.end:
+        digest.update(view[done : part.end])
+    return digest.digest()
 
 
 class FilesInMemory:

@@ -227,13 +227,6 @@ class FormerImages:
                 arena.close()
             self._arenas = []
 
-    def forget_keeper(self) -> None:
-        """Free them: the keeper holds nothing any more."""
-        with self._lock:
-            for arena in self._arenas:
-                arena.is_kept = False
-        self.close()
-
 
 def step_in(mark_fd: int) -> int:
     """Return the step of the valid image that the mark describes; `NO_STEP` for none."""

@@ -75,14 +75,12 @@ class ReplicaProcess(Helper):
         super().__init__("Replica", __name__, signals)
         self._job, self._listening, self._note = job, listener, note
 
-    def start(self) -> bool:
-        """Start the process unless it lives; return whether it was started. Main thread only. Raises OSError."""
-        if self.pid is not None:
-            return False
-        self.end()
-        self._start(self._job, [self._listening.fileno()])
-        self._listen()
-        return True
+    def start(self) -> None:
+        """Start the process unless it lives. Main thread only. Raises OSError."""
+        if self.pid is None:
+            self.end()
+            self._start(self._job, [self._listening.fileno()])
+            self._listen()
 
     def send(self, keeps: ImageKey | None, fds: tuple[int, int]) -> None:
         """Have the process send the image in `fds` (memory, mark); both may be closed on return. Any thread.

@@ -138,7 +138,10 @@ class KeptImages(FoundImages):
         if self._has_adopted:
             self._former.take_from(self.stager.pool, num_bytes, self._peers)
         if self._interval:
-            self._start_process_early()
+            try:
+                self.marker.start_process()
+            except Exception as error:
+                self.marker.note_failed(0, error)  # The first image tries again.
         elif not self._former.are_any:
             return
         found = self._found(num_bytes)
@@ -245,11 +248,7 @@ class KeptImages(FoundImages):
 
     def finished(self, run_id: str) -> None:
         super().finished(run_id)
-        # The keeper holds nothing any more, so `close` of the stager frees the memory.
-        for slot in self.stager.pool.slots:
-            if slot.arena is not None:
-                slot.arena.is_kept = False
-        self._former.forget_keeper()
+        self._former.close()
 
     def close(self) -> None:
         self.marker.close(CLOSE_SECONDS)
@@ -315,12 +314,6 @@ class KeptImages(FoundImages):
     def _have_slots(self, number: int) -> None:
         self.stager.pool.resize(number)
         self.stager.shrink(number, self._timeout_seconds)
-
-    def _start_process_early(self) -> None:
-        try:
-            self.marker.start_process()
-        except Exception as error:
-            self.marker.note_failed(0, error)  # The first image tries again.
 
     def _found(self, num_bytes: int) -> list[Room]:
         """Return what `num_arenas` needs to know of all ranks. **Collective**."""

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.memory.images.card import Card, Commit, ImageKey
-from torchtitan_lite.store.lineage import Lineage
 
 _REPLICA = ".replica."
 
@@ -60,17 +60,6 @@ class ImageFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChosenOnDisk:
-    """The checkpoint on disk that a load would take."""
-
-    step: int
-    lineage: Lineage
-    """Of the run that the load would begin or continue."""
-    begins_branch: bool = False
-    """Whether the load would begin a branch there, because the user named the step."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class OnDisk:
     """What the folder of checkpoints and the configuration say, and what a load would take from disk."""
 
@@ -89,8 +78,8 @@ class OnDisk:
     is_exact: bool = False
     """Whether that very step is wanted, whatever came after it."""
     new_branch: bool = False
-    chosen: ChosenOnDisk | None = None
-    """None if a load would find nothing of this run on disk."""
+    chosen: LoadSource | None = None
+    """What a load would take from disk of this run; None for nothing."""
 
 
 def why_not(image: ImageFacts, disk: OnDisk) -> str:
@@ -147,7 +136,7 @@ def _why_not_chosen(image: ImageFacts, disk: OnDisk) -> str:
         return f"the run rolled back to step {kept[0]}"
     if disk.new_branch and disk.wanted != -1:
         return "a new branch is wanted"
-    if chosen.begins_branch:
+    if chosen.is_explicit:
         return "" if image.branch_point == disk.wanted else f"it is of no branch from step {disk.wanted}"
     if image.run_id == chosen.lineage.run_id or _has_saved(image, disk):
         return ""
@@ -159,7 +148,7 @@ def _has_saved(image: ImageFacts, disk: OnDisk) -> bool:
     return any(commit is not None and commit.run_id == image.run_id for commit in (image.latest, disk.latest))
 
 
-def _why_not_again(image: ImageFacts, chosen: ChosenOnDisk, disk: OnDisk) -> str:
+def _why_not_again(image: ImageFacts, chosen: LoadSource, disk: OnDisk) -> str:
     """Return why `image` is not of the run that counts its steps again and has saved nothing yet."""
     if disk.new_branch:
         return "a new branch is wanted"

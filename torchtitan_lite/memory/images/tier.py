@@ -11,16 +11,20 @@ import os
 import shlex
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
-from torchtitan_lite.checkpoint.staging.mark import Mark
 from torchtitan_lite.disk.threads import end_at_exit, is_finished
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.log import logger
 from torchtitan_lite.memory.images.card import MOST_COMMITS, Commit, commit_of
 from torchtitan_lite.memory.keeper.client import Keeper
 from torchtitan_lite.store.manifest import CheckpointInfo
+
+if TYPE_CHECKING:
+    from torchtitan_lite.checkpoint.staging.arena import (
+        StagingArena,  # It loads torch, which a look at images needs not.
+    )
 
 MOST_KEEPERS = 4
 """Of one start of a job. More would hardly live longer than these did."""
@@ -39,15 +43,6 @@ class TakenOver(NamedTuple):
     """Of the replicas that stay as they are at the keeper of this host."""
 
 
-class Kept(Protocol):
-    """Memory of an image that a keeper may hold."""
-
-    fd: int
-    mark: Mark | None
-    is_kept: bool
-    is_closed: bool
-
-
 class Tier:
     """The images of this process, at `keeper`."""
 
@@ -64,7 +59,7 @@ class Tier:
         self.is_off = False
         """Whether this process keeps no images any more."""
         self.rank = rank
-        self._names: WeakKeyDictionary[Kept, str] = WeakKeyDictionary()
+        self._names: WeakKeyDictionary[StagingArena, str] = WeakKeyDictionary()
         self._num_named = 0
         self._kept: set[str] = set()
         """The names that the keeper holds for this process."""
@@ -95,7 +90,7 @@ class Tier:
         """Let the keeper know that other helpers live now. Any thread."""
         self._try(lambda: self.keeper.join(self.start, also))
 
-    def keep(self, arena: Kept) -> bool:
+    def keep(self, arena: StagingArena) -> bool:
         """Have the keeper hold `arena`, unless it does; return whether it does. Any thread; waits for its start."""
         if self._starting is not None:
             self._starting.join()
@@ -117,7 +112,7 @@ class Tier:
         if names:
             self._try(lambda: self.keeper.drop(names))
 
-    def give_up(self, arena: Kept) -> None:
+    def give_up(self, arena: StagingArena) -> None:
         """Have the keeper let go of `arena`, whose image is of no use any more. Any thread."""
         if arena.mark is not None:
             arena.mark.clear()
@@ -171,6 +166,9 @@ class Tier:
                     pid,
                 )
             self.is_off = True
+            # So that whoever has an arena frees its memory with it.
+            for arena in self._names:
+                arena.is_kept = False
         self._forget_kept()
 
     def _join(self) -> bool:
@@ -200,7 +198,7 @@ class Tier:
             for arena in arenas:
                 self._hold(arena)
 
-    def _hold(self, arena: Kept) -> None:
+    def _hold(self, arena: StagingArena) -> None:
         mark = arena.mark
         if mark is not None and not arena.is_closed:
             arena.is_kept = self._try(lambda: self.keeper.keep(self._names[arena], (arena.fd, mark.fd)))

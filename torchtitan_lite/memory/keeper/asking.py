@@ -71,7 +71,7 @@ class Ask:
         poll.register(self._connection, select.POLLIN)
         while not poll.poll(1000 * min(_left(self._deadline), _LOOK_SECONDS)):
             is_late = time.monotonic() - began >= STOPPED_SECONDS
-            if is_late and self._hurries() and is_stopped(messages.pid_of_peer(self._connection)):
+            if is_late and self._hurries() and is_stopped(messages.peer_of(self._connection)[0]):
                 raise TimeoutError
 
     def open_peer(self) -> int:
@@ -79,7 +79,7 @@ class Ask:
 
         Raises as a call does, and OSError.
         """
-        pid = messages.pid_of_peer(self._connection)
+        pid, _ = messages.peer_of(self._connection)
         if not pid:
             return -1
         pidfd = os.pidfd_open(pid)
@@ -103,12 +103,12 @@ def connected(path: Path, seconds: float, hurries: Callable[[], bool] = bool) ->
         deadline = time.monotonic() + seconds
         try:
             _connect(connection, path, deadline)
-            user = messages.user_of_peer(connection)
+            _, user = messages.peer_of(connection)
             if user != os.geteuid():
                 raise KeeperUnavailable(f"user {user} answers in place of the keeper: expected {os.geteuid()}")
             yield Ask(connection, deadline, hurries)
         except TimeoutError:
-            pid = messages.pid_of_peer(connection)
+            pid, _ = messages.peer_of(connection)
             keeper = f"the keeper (process {pid})" if pid else "the keeper"
             if time.monotonic() < deadline:
                 raise KeeperUnavailable(f"{keeper} is stopped") from None

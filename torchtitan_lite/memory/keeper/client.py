@@ -27,6 +27,7 @@ import xxhash
 from torchtitan_lite.disk.forks import forget_in_children
 from torchtitan_lite.disk.lock_file import locked
 from torchtitan_lite.errors import KeeperUnavailable
+from torchtitan_lite.host_memory import host_id
 from torchtitan_lite.memory.keeper import messages
 from torchtitan_lite.memory.keeper.asking import HungUp, NoKeeper, connected
 from torchtitan_lite.memory.keeper.starting import START_SECONDS, refuse_system, spawn
@@ -160,14 +161,12 @@ class Keeper:
             self._ask({"what": "keep", "name": name, "start": self._start_id}, fds, may_free=True)
 
     def drop(self, names: Sequence[str]) -> None:
-        """Let the keeper close what it holds under `names`; return when it has. Unknown names are no error.
+        """Let the keeper close what it holds under `names`, some of its own; return when it has. None need be there.
 
         Raises `KeeperUnavailable`.
         """
         with self._as_unavailable(), suppress(NoKeeper, HungUp):
-            for first in range(0, len(names), messages.MAX_ENTRIES):
-                some = list(names[first : first + messages.MAX_ENTRIES])
-                self._ask({"what": "drop", "names": some}, may_free=True)
+            self._ask({"what": "drop", "names": list(names)}, may_free=True)
 
     def held(self, start_id: str | None = None) -> list[HeldMemory]:
         """Return what the keeper holds, with new descriptors; nothing if there is no keeper.
@@ -335,7 +334,6 @@ def _wait_for_end(fds: Sequence[int]) -> None:
 
 
 _NAME = "torchtitan_lite"
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ADDRESS_BYTES = 107
 """What fits into sun_path, without the zero at its end: the path of a socket is shorter."""
 
@@ -346,7 +344,7 @@ def socket_path(folder: Path, runtime: Path | None) -> Path:
     It is in `runtime`, the user's folder for such files, if that is one and short enough, else in the system's folder
     for temporary files. That may be on a disk that hosts share, so each start of each host has names of its own.
     """
-    name = xxhash.xxh3_128_hexdigest(os.fsencode(os.path.realpath(folder)) + b"\0" + _host())
+    name = xxhash.xxh3_128_hexdigest(os.fsencode(os.path.realpath(folder)) + b"\0" + host_id().encode())
     temporary = Path(tempfile.gettempdir()).absolute() / f"{_NAME}-{os.geteuid()}"
     candidates = [temporary / name]
     if runtime is not None and runtime.is_absolute() and _is_own(runtime):
@@ -382,14 +380,6 @@ def refuse_shared(folder: Path) -> None:
     if found.st_mode & 0o077:
         mode = stat.S_IMODE(found.st_mode)
         raise KeeperUnavailable(f"other users can use {folder} (mode {mode:o}): expected 700; remove it")
-
-
-def _host() -> bytes:
-    """Return what this start of this host has to itself."""
-    try:
-        return _BOOT_ID.read_bytes()
-    except OSError:
-        return os.fsencode(os.uname().nodename)
 
 
 def _is_own(folder: Path) -> bool:

@@ -42,14 +42,13 @@ def new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-def user_of_peer(connection: socket.socket) -> int:
-    """Return the user id of the process at the other end, as it was when it connected or listened."""
-    return _credentials(connection)[1]
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return the process id here and the user id of the other end, as they were when it connected or listened.
 
-
-def pid_of_peer(connection: socket.socket) -> int:
-    """Return the process id here of the other end, likewise; 0 if it is in a PID namespace that this one cannot see."""
-    return _credentials(connection)[0]
+    The first is 0 if the process is in a PID namespace that this one cannot see.
+    """
+    pid, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, user
 
 
 def send(connection: socket.socket, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
@@ -80,12 +79,6 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     except BaseException:
         close_all(fds)
         raise
-
-
-def _credentials(connection: socket.socket) -> tuple[int, int, int]:
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, user, group = _CREDENTIALS.unpack(found)
-    return pid, user, group
 
 
 def _receive_packet(connection: socket.socket) -> tuple[bytes, list[int], int]:

@@ -148,7 +148,7 @@ class Server:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._close_oldest()
             return
-        if messages.user_of_peer(connection) != os.geteuid():
+        if messages.peer_of(connection)[1] != os.geteuid():
             connection.close()
             return
         connection.setblocking(False)

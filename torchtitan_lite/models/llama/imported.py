@@ -56,25 +56,8 @@ def unseen(label: str, total_bytes: int) -> Iterator[Advance]:
     yield lambda num_bytes: None
 
 
-def import_llama(
-    path: Path,
-    out: Path,
-    *,
-    form: Form = FULL_FORM,
-    expected: ModelArgs | None = None,
-) -> NewOutput:
-    """Write the Llama at `path` as a seed checkpoint to the new folder `out`. **Coordinator only**.
-
-    `path` is a folder of Hugging Face's or in Meta's layout, or a file in one. `expected` are the sizes that it must
-    have; its own settings, such as those of the rotary embedding, must then be the same too. Raises ConfigError before
-    anything is written if it is no such Llama, and as `open_source` and `write_seed` do.
-    """
-    opened = open_llama(path) if expected is None else open_expected(path, expected)
-    return write_llama(opened, out, form, unseen)
-
-
 def open_expected(path: Path, expected: ModelArgs) -> OpenedLlama:
-    """Return the Llama at `path`, of the `expected` sizes. Raises as `import_llama` does; reads no tensor."""
+    """Return the Llama at `path`, which must have the `expected` sizes and settings. Raises as `open_llama` does."""
     opened, names = open_llama(path), (*SETTINGS, "rope_scaling", TIED)
     pairs = {name: (getattr(opened.args, name), getattr(expected, name)) for name in names}
     if other := [f"{name} {its} instead of {ours}" for name, (its, ours) in pairs.items() if its != ours]:
@@ -84,8 +67,11 @@ def open_expected(path: Path, expected: ModelArgs) -> OpenedLlama:
     return opened
 
 
-def write_llama(opened: OpenedLlama, out: Path, form: Form, progress: Progress) -> NewOutput:
-    """Write an opened Llama as `import_llama` does."""
+def write_llama(opened: OpenedLlama, out: Path, form: Form = FULL_FORM, progress: Progress = unseen) -> NewOutput:
+    """Write an opened Llama as a seed checkpoint to the new folder `out`. **Coordinator only**.
+
+    Raises ConfigError, before anything is written, if its embeddings are not tied as it says, and as `write_seed` does.
+    """
     _refuse_wrong_tying(opened)
     model = settings_of(opened.args) | {"max_seq_len": opened.args.max_seq_len}
     extra = {"imported_from": str(opened.source.path), "model": model}
@@ -94,7 +80,10 @@ def write_llama(opened: OpenedLlama, out: Path, form: Form, progress: Progress) 
 
 
 def open_llama(path: Path) -> OpenedLlama:
-    """Return the Llama at `path`. Raises ConfigError if it is none that ours can be, and as `open_source` does."""
+    """Return the Llama at `path`: a folder of Hugging Face's or in Meta's layout, or a file in one. Reads no tensor.
+
+    Raises ConfigError if it is none that ours can be, and as `open_source` does.
+    """
     if meta_folder.is_meta_folder(path):
         return _of_meta(path)
     source = open_source(path)
