@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torchtitan_lite.checkpoint.resume.wrong_folder import last_step
 from torchtitan_lite.cli.named_checkpoint import (
     IN_DUMP_FOLDER,
     folder_of_checkpoints,
@@ -25,7 +26,7 @@ from torchtitan_lite.examining.inventory import FolderState, inventory
 from torchtitan_lite.examining.opened import WrittenBy
 from torchtitan_lite.log import listed
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.layout import Listing, is_checkpoint
+from torchtitan_lite.store.layout import is_checkpoint
 from torchtitan_lite.store.lease import Lease, LeaseClock
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.store import CheckpointStore
@@ -115,22 +116,17 @@ def new_place(spelling: str, *, is_step: bool) -> Path:
     if is_address(spelling):
         raise ConfigError(f"OUT {spelling}: expected a folder on disk, found an address")
     out = Path(spelling)
-    there = [f"checkpoints in {folder}" for folder in (out, out / IN_DUMP_FOLDER) if _has_steps(folder)]
+    folders = (folder for folder in (out, out / IN_DUMP_FOLDER) if folder.is_dir())
+    there = [f"checkpoints in {folder}" for folder in folders if last_step(folder)]
     if there or (out.is_dir() and is_checkpoint(out)):
         found = there[0] if there else "a checkpoint"
         raise ConfigError(f"OUT {out}: expected a new folder, found {found}: name a folder that does not exist yet")
     parent = out.absolute().parent
     if parent.is_dir() and is_checkpoint(parent):
         raise ConfigError(f"OUT {out}: expected a place outside of checkpoints, found the checkpoint {out.parent}")
-    if not is_step and layout.parse_step(out.name) is not None and _has_steps(parent):
+    if not is_step and layout.parse_step(out.name) is not None and parent.is_dir() and last_step(parent):
         raise ConfigError(
             f"OUT {out}: {out.parent} has checkpoints, and a job there would take {out.name} for one: name OUT in "
             "another folder"
         )
     return out
-
-
-def _has_steps(folder: Path) -> bool:
-    """Return whether there are checkpoints of steps in `folder`, complete or not."""
-    places = Listing(folder).places().values() if folder.is_dir() else ()
-    return any(paths[0].is_dir() and is_checkpoint(paths[0]) for paths in places)

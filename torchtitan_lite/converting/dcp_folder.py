@@ -37,17 +37,14 @@ class NewObject(NamedTuple):
 
     item: bytes
     """It as `torch.save` writes it."""
-    plain: Any = None
-    """It in the form that our manifest holds; None if JSON cannot hold it, or if the object is None."""
-    is_plain: bool = True
-    is_typed: bool = False
-    """Whether the item holds the document of `plain_value` in place of the object."""
+    entry: Mapping[str, Any]
+    """What our manifest has of it: its value, or whether the item holds a document of `plain_value` in its place."""
 
     @classmethod
     def of(cls, value: Any) -> NewObject:
         """Return `value`, of the types that `plain_value` encodes, as an object."""
         document, is_typed = plain_value.encoded(value)
-        return cls(object_item(document if is_typed else value), document)
+        return cls(object_item(document if is_typed else value), {"value": document})
 
 
 class NewState(NamedTuple):
@@ -160,8 +157,8 @@ def _file_parts(
     at = layout_of_file.end
     for key, stored in objects.items():
         placed.append((key, name, at, len(stored.item)))
-        of_item = {"item": [name, at, len(stored.item)]} | ({"typed": True} if stored.is_typed else {})
-        written.objects[key] = {"value": stored.plain} if stored.is_plain else of_item
+        of_item = {} if "value" in stored.entry else {"item": [name, at, len(stored.item)]}
+        written.objects[key] = {**of_item, **stored.entry}
         item = stored.item + bytes(-len(stored.item) % OBJECT_GRAIN)
         parts.append(item)
         at += len(item)

@@ -42,11 +42,11 @@ class Reader:
         data = self.stream.read_item(stored.item)
         value = self._loaded(key, data, stored)
         if stored.is_typed:
-            return NewObject(data, is_plain=False, is_typed=True)
+            return NewObject(data, {"typed": True})
         try:
-            return NewObject(data, plain_value.encode_value(value))
+            return NewObject(data, {"value": plain_value.encode_value(value)})
         except plain_value.NotPlain:
-            return NewObject(data, is_plain=False)
+            return NewObject(data, {})
 
     def elements(self, key: str) -> bytes:
         """Return the elements of the small tensor under `key`."""
@@ -230,7 +230,7 @@ def with_flat_groups(state: NewState, reader: Reader) -> NewState:
     objects, tensors, paths = dict(state.objects), dict(state.tensors), dict(state.paths)
     for key, number in numbers.items():
         prefix = f"{_GROUPS}.{number}."
-        names = plain_value.decode_value(objects[key].plain)
+        names = plain_value.decode_value(objects[key].entry.get("value"))
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise CheckpointMismatch(
                 reader.contents.path, f"  {key}: expected the names of parameters, found {names!r:.80}"
@@ -314,4 +314,4 @@ def _content(state: NewState, reader: Reader, key: str) -> Any:
         tensor = state.tensors[key]
         return [str(tensor.dtype), tensor.shape, reader.elements(tensor.source).hex()]
     held = state.objects[key]
-    return held.plain if held.is_plain else held.item.hex()
+    return held.entry.get("value", held.item.hex())

@@ -8,11 +8,11 @@ that a model whose own names begin with `model.` keeps them.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.structure import Path
+from torchtitan_lite.checkpoint.reading.load_rules import LoadRules, unmatched_globs
 from torchtitan_lite.errors import CheckpointNotFound, ConfigError
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 
@@ -26,10 +26,13 @@ class ModelKey(NamedTuple):
 
     key: str
     """In the checkpoint."""
-    name: str
-    """The model's own, flat."""
     path: Path
     """In the model's state dict: the name alone, or the place in a nested extra state."""
+
+    @property
+    def name(self) -> str:
+        """The model's own, flat."""
+        return ".".join(map(str, self.path))
 
 
 def model_keys(contents: Contents, manifest: Manifest | None) -> list[ModelKey]:
@@ -40,14 +43,14 @@ def model_keys(contents: Contents, manifest: Manifest | None) -> list[ModelKey]:
         path = contents.paths.get(key, (key,))
         if prefix:
             if path[: len(prefix)] == prefix and len(path) > len(prefix):
-                found.append(_model_key(key, path[len(prefix) :]))
+                found.append(ModelKey(key, path[len(prefix) :]))
             elif len(path) == 1 and key.startswith(f"{MODEL}."):
                 # Saved as a flat state.
-                found.append(_model_key(key, (key.removeprefix(f"{MODEL}."),)))
+                found.append(ModelKey(key, (key.removeprefix(f"{MODEL}."),)))
         elif key not in contents.paths and key.startswith(_OTHER_STATES):
             continue
         elif len(path) == 1 or str(path[0]).rpartition(".")[2] == _EXTRA_STATE:
-            found.append(_model_key(key, path))
+            found.append(ModelKey(key, path))
     if not found:
         states = sorted({str(contents.paths.get(key, (key,))[0]) for key in contents})
         there = ", ".join(states[:8]) + (" ..." if len(states) > 8 else "")
@@ -64,17 +67,11 @@ def chosen(keys: Iterable[ModelKey], include: str, exclude: str) -> list[ModelKe
     Commas separate globs. Raises ConfigError for a glob that matches no name, and if no name remains.
     """
     keys = list(keys)
-    wanted, unwanted = _globs(include), _globs(exclude)
-    for option, globs in (("--include", wanted), ("--exclude", unwanted)):
-        for glob in globs:
-            if not any(fnmatchcase(each.name, glob) for each in keys):
-                raise ConfigError(f"{option} {glob!r} matches no tensor of the model, such as {keys[0].name}")
-    kept = [
-        each
-        for each in keys
-        if (not wanted or any(fnmatchcase(each.name, glob) for glob in wanted))
-        and not any(fnmatchcase(each.name, glob) for glob in unwanted)
-    ]
+    rules = LoadRules(include=_globs(include), exclude=_globs(exclude))
+    if odd := unmatched_globs(rules, [each.name for each in keys]):
+        option = "--include" if odd[0] in rules.include else "--exclude"
+        raise ConfigError(f"{option} {odd[0]!r} matches no tensor of the model, such as {keys[0].name}")
+    kept = [each for each in keys if rules.wants(each.name)]
     if not kept:
         raise ConfigError("--include and --exclude leave nothing of the model to write")
     return kept
@@ -93,9 +90,5 @@ def _prefix(contents: Contents, manifest: Manifest | None) -> Path:
     return (MODEL,) if has_others and any(key.startswith(f"{MODEL}.") for key in contents) else ()
 
 
-def _model_key(key: str, path: Path) -> ModelKey:
-    return ModelKey(key, ".".join(map(str, path)), path)
-
-
-def _globs(text: str) -> list[str]:
-    return [glob for part in text.split(",") if (glob := part.strip())]
+def _globs(text: str) -> tuple[str, ...]:
+    return tuple(glob for part in text.split(",") if (glob := part.strip()))

@@ -248,7 +248,7 @@ def add_metadata(folder: Path, durable: Durable = DISK) -> int:
     """
     # A job may put another checkpoint into the place of this one, which must not get its file.
     with held(folder) as same:
-        data = b"".join(metadata_of(CheckpointFolder(folder, "size")))
+        data = metadata_of(CheckpointFolder(folder, "size"))
         _refuse_if_gone(same)
         try:
             with locked(same.path, wait_seconds=0):

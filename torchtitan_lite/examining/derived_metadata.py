@@ -1,4 +1,4 @@
-"""DCP's `.metadata` of a checkpoint that was saved without: made from the tables of its manifest, part by part.
+"""DCP's `.metadata` of a checkpoint that was saved without: made from the tables of its manifest.
 
 It is what the save would have written, to the byte. The manifest does not change: it has no record of this file, which
 only DCP's readers use.
@@ -6,14 +6,9 @@ only DCP's readers use.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from pathlib import Path
-
 from torchtitan_lite.checkpoint.format.metadata_file import PlacedItem, metadata_head, metadata_tail
 from torchtitan_lite.checkpoint.format.structure import paths_of
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
-from torchtitan_lite.disk.plain_file import opened_plain_file
 from torchtitan_lite.errors import CheckpointDamaged
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest_fields import DCP_METADATA
@@ -25,8 +20,8 @@ def lacks_metadata(folder: CheckpointFolder) -> bool:
     return manifest is not None and DCP_METADATA in manifest.extra
 
 
-def metadata_of(folder: CheckpointFolder) -> Iterator[bytes]:
-    """Yield the parts of the `.metadata` of such a checkpoint; `folder` has the dtypes of torch.
+def metadata_of(folder: CheckpointFolder) -> bytes:
+    """Return the `.metadata` of such a checkpoint; `folder` has the dtypes of torch.
 
     Raises as `folder.contents_alone`.
     """
@@ -40,16 +35,4 @@ def metadata_of(folder: CheckpointFolder) -> Iterator[bytes]:
         file, at, num_bytes = entry["item"]
         placed.append((key, file, at, num_bytes))
     paths = paths_of(contents.structure, tensors=contents.tensors)
-    yield from metadata_head(contents.tensors, contents.objects, paths)
-    yield from metadata_tail(placed)
-
-
-def is_as_it_should_be(folder: CheckpointFolder, path: Path) -> bool:
-    """Return whether the file `path` is the `.metadata` of the checkpoint in `folder`, which was saved without.
-
-    Raises CheckpointUnsafe for what is no regular file, and OSError.
-    """
-    with opened_plain_file(path) as fd, os.fdopen(fd, "rb", closefd=False) as file:
-        if any(file.read(len(part)) != part for part in metadata_of(folder)):
-            return False
-        return not file.read(1)
+    return b"".join([*metadata_head(contents.tensors, contents.objects, paths), *metadata_tail(placed)])

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torchtitan_lite.checkpoint.format.contents import Item, Shape
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.untrusted.inert_pickle import AnyName, InertPickleError, parse_pickle
-from torchtitan_lite.checkpoint.untrusted.stock_item import Read, StockEntry, directory, item_reader, locate
+from torchtitan_lite.checkpoint.untrusted.stock_item import Read, content_start, directory, item_reader, locate
 from torchtitan_lite.disk.threads import in_threads
 from torchtitan_lite.examining.file_digests import Finding
 from torchtitan_lite.examining.presence import reading
@@ -33,18 +33,7 @@ _PICKLE_BYTES = 4 << 20
 """The largest pickle that is parsed, because that takes up to 72 times its size; larger ones have their checksum."""
 _DIRECTORY_BYTES = 16 << 20
 """The largest directory; torch.save makes an entry of 60 bytes for each tensor in an object, or in a complete file."""
-_LOCAL = struct.Struct("<4s5H3L2H")
 _SIGNATURE = b"PK\x03\x04"
-_ENTRY = struct.Struct("<4s6H3L5H2L")
-_END = struct.Struct("<4s4H2LH")
-_END64 = struct.Struct("<4sQ2H2L4Q")
-_LOCATOR64 = struct.Struct("<4sLQL")
-_FLAGS = 0x0808
-"""Those that torch sets: sizes follow the content too, and names are UTF-8."""
-_TOO_NEW = 0xC0
-"""In the version of the format that an entry needs: torch's have 4.5 at most, written as 45."""
-_FOLDER = 0x10
-"""The external attribute of a folder."""
 
 
 class PlacedItem(NamedTuple):
@@ -145,17 +134,16 @@ def _item_finding(read: Read, place: PlacedItem, elements: _Elements) -> tuple[s
     try:
         if place.is_file and read(0, len(_SIGNATURE)) != _SIGNATURE:
             return "", False  # Another form than torch's archives.
-        checksums = _checksums(read, place.item.length)
         entries = directory(read, place.item.length, _DIRECTORY_BYTES)
         if sum(entry.num_bytes for entry in entries.values()) > place.item.length:
             raise _Wrong("its entries are larger than it is")
         has_checksum = True
-        for (name, entry), expected in zip(entries.items(), checksums, strict=True):
-            begin = _begin_of(read, name, entry)
+        for name, entry in entries.items():
+            begin = content_start(read, entry)
             found = _crc_of(read, begin, begin + entry.num_bytes, elements)
-            if expected == 0 and found != 0:
+            if entry.crc == 0 and found != 0:
                 has_checksum = False
-            elif found != expected:
+            elif found != entry.crc:
                 raise _Wrong(f"{name.partition('/')[2] or name} in it has another checksum")
             if name.endswith(".pkl") and not place.is_file and entry.num_bytes <= _PICKLE_BYTES:
                 parse_pickle(read(begin, entry.num_bytes), AnyName())
@@ -169,43 +157,6 @@ def _item_finding(read: Read, place: PlacedItem, elements: _Elements) -> tuple[s
     except (ValueError, struct.error) as error:
         finding = f"it is not as torch.save writes it: {error!s:.200}"
     return f"bytes {place.item.offset} to {place.item.offset + place.item.length}: {finding}", True
-
-
-def _checksums(read: Read, length: int) -> list[int]:
-    """Return the checksum of each entry, in their order, by the directory.
-
-    Raise `_Wrong` unless the archive ends as torch.save ends it: `directory` accepts more than torch does.
-    """
-    at = length - _END.size
-    end = _END.unpack(read(at, _END.size))
-    signature, *disks, num_here, num_entries, num_bytes, offset, comment = end
-    small = (num_entries, num_bytes, offset)
-    if read(at - _LOCATOR64.size, 4) == b"PK\x06\x07":
-        _, disk, at, num_disks = _LOCATOR64.unpack(read(at - _LOCATOR64.size, _LOCATOR64.size))
-        signature64, size, *_, disk64, of_directory, num_here64, num_entries, num_bytes, offset = _END64.unpack(
-            read(at, _END64.size)
-        )
-        disks += [disk, num_disks - 1, size - 44, disk64, of_directory, num_here64 - num_entries]
-        wide = (num_entries, num_bytes, offset)
-        if signature64 != b"PK\x06\x06" or any(
-            a not in (b, 0xFFFF, 0xFFFFFFFF) for a, b in zip(small, wide, strict=True)
-        ):
-            raise _Wrong("the two ends of its directory differ")
-    is_right = (signature, num_here, comment) == (b"PK\x05\x06", end[4], 0)
-    if not is_right or any(disks) or offset + num_bytes != at or num_bytes > _DIRECTORY_BYTES:
-        raise _Wrong("the end of its directory is damaged")
-    data, at, found = read(offset, num_bytes), 0, []
-    while at < num_bytes:
-        fields = _ENTRY.unpack_from(data, at)
-        at += _ENTRY.size
-        if fields[2] & _TOO_NEW or fields[3] & ~_FLAGS or fields[13] or fields[15] & _FOLDER:
-            name = data[at : at + fields[10]].decode(errors="replace")
-            raise _Wrong(f"the entry of {name} in its directory is damaged")
-        found.append(fields[7])
-        at += sum(fields[10:13])
-    if (at, len(found)) != (num_bytes, num_entries):
-        raise _Wrong("its directory is damaged")
-    return found
 
 
 def _check_tensor(read: Read, place: PlacedItem, shape: Shape) -> None:
@@ -225,14 +176,3 @@ def _crc_of(read: Read, at: int, end: int, elements: _Elements) -> int:
         elements.look_at(at, data)
         at += len(data)
     return crc
-
-
-def _begin_of(read: Read, name: str, entry: StockEntry) -> int:
-    """Return the byte of the item where the content of the entry `name` begins."""
-    if entry.method:
-        raise _Wrong(f"{name} in it is compressed")
-    fields = _LOCAL.unpack(read(entry.header, _LOCAL.size))
-    begin = entry.header + _LOCAL.size
-    if fields[0] != _SIGNATURE or read(begin, fields[9]).decode(errors="replace") != name:
-        raise _Wrong(f"the header of {name} in it is damaged")
-    return int(begin + fields[9] + fields[10])

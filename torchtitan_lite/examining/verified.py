@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def content_identity(folder: Path) -> str | None:
     for name in (layout.MANIFEST, layout.METADATA):
         try:
             with opened_plain_file(folder / name) as fd:
-                return last_digest(fd) or text_digest(_file_pieces(fd))
+                return last_digest(fd) or text_digest(iter(partial(os.read, fd, _READ_BYTES), b""))
         except (FileNotFoundError, NotADirectoryError):
             continue
     return None
@@ -127,10 +127,3 @@ def _verified_entry(document: dict[str, Any]) -> Verified:
     if entry.depth not in _DEPTHS or not math.isfinite(entry.verified_at):
         raise ValueError("expected a known depth")
     return entry
-
-
-def _file_pieces(fd: int) -> Iterator[bytes]:
-    at = 0
-    while part := os.pread(fd, _READ_BYTES, at):
-        yield part
-        at += len(part)

@@ -57,8 +57,14 @@ _END64_LOCATOR = struct.Struct("<4sLQL")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _ENTRY = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
+_TAIL_BYTES = _END64.size + _END64_LOCATOR.size + _END.size
 _MAX_32 = 0xFFFFFFFF
-_ENCRYPTED = 1
+_FLAGS = 0x0808
+"""Those that torch sets: sizes follow the content too, and names are UTF-8."""
+_TOO_NEW = 0xC0
+"""In the version of the format that an entry needs: torch's have 4.5 at most, written as 45."""
+_FOLDER = 0x10
+"""The external attribute of a folder."""
 
 _STORAGES = {
     **{"FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16"},
@@ -79,8 +85,9 @@ TABLE: dict[tuple[str, str], object] = {
 
 
 class StockEntry(NamedTuple):
+    name: bytes
     method: int
-    flags: int
+    crc: int
     num_bytes: int
     header: int
     """The byte of the item where its local header starts."""
@@ -117,28 +124,22 @@ def _locate(read: Read, num_bytes: int, dtypes: Mapping[str, Any]) -> Layout | N
 
 
 def directory(read: Read, num_bytes: int, most_bytes: int = _MAX_DIRECTORY_BYTES) -> dict[str, StockEntry]:
-    """Return the archive's entries by name. Raises ValueError or struct.error if it is no archive of `torch.save`."""
-    end = _END.unpack(read(num_bytes - _END.size, _END.size))
-    if end[0] != b"PK\x05\x06" or end[7] != 0:
-        raise ValueError("the archive does not end as torch.save ends it")
-    length, offset, count = end[5], end[6], end[4]
-    if _MAX_32 in (length, offset) or count == 0xFFFF:
-        signature, _, at, _ = _END64_LOCATOR.unpack(
-            read(num_bytes - _END.size - _END64_LOCATOR.size, _END64_LOCATOR.size)
-        )
-        end64 = _END64.unpack(read(at, _END64.size))
-        if signature != b"PK\x06\x07" or end64[0] != b"PK\x06\x06":
-            raise ValueError("the archive does not end as torch.save ends it")
-        length, offset = end64[8], end64[9]
+    """Return the archive's entries by name, as strictly as torch reads them.
+
+    Raises ValueError or struct.error if it is no archive of `torch.save`.
+    """
+    begin = max(0, num_bytes - _TAIL_BYTES)
+    offset, length, count = _place_of_directory(read(begin, num_bytes - begin), num_bytes)
     if length > most_bytes:
         raise ValueError("the archive has too many entries")
     directory = read(offset, length)
     entries: dict[str, StockEntry] = {}
     at = 0
-    while at < len(directory):
+    while at < length:
         fields = _ENTRY.unpack_from(directory, at)
-        if fields[0] != b"PK\x01\x02":
-            raise ValueError("an entry of the directory does not begin with its signature")
+        odd = (fields[2] & _TOO_NEW, fields[3] & ~_FLAGS, fields[13], fields[15] & _FOLDER)
+        if fields[0] != b"PK\x01\x02" or any(odd):
+            raise ValueError("an entry of its directory is not as torch.save writes it")
         begin = at + _ENTRY.size
         name_end = begin + fields[10]
         extra_end = name_end + fields[11]
@@ -146,12 +147,30 @@ def directory(read: Read, num_bytes: int, most_bytes: int = _MAX_DIRECTORY_BYTES
         # Two readers could take different ones of them.
         if name in entries:
             raise ValueError("two entries have the same name")
-        entries[name] = _archive_entry(fields, directory[name_end:extra_end])
+        entries[name] = _archive_entry(directory[begin:name_end], fields, directory[name_end:extra_end])
         at = extra_end + fields[12]
+    if (at, len(entries)) != (length, count):
+        raise ValueError("its directory has another length, or another number of entries")
     return entries
 
 
-def _archive_entry(fields: tuple[Any, ...], extra: bytes) -> StockEntry:
+def _place_of_directory(tail: bytes, num_bytes: int) -> tuple[int, int, int]:
+    """Return where the directory of the archive that ends with `tail` begins, its length, and its entries."""
+    at = num_bytes - _END.size
+    signature, *disks, num_here, count, length, offset, comment = end = _END.unpack_from(tail, len(tail) - _END.size)
+    is_right = (signature, num_here, comment) == (b"PK\x05\x06", count, 0)
+    if len(tail) == _TAIL_BYTES and tail[_END64.size :].startswith(b"PK\x06\x07"):
+        _, disk, at, num_disks = _END64_LOCATOR.unpack_from(tail, _END64.size)
+        signature64, size, *_, disk64, of_directory, num_here64, count, length, offset = _END64.unpack_from(tail)
+        disks += [disk, num_disks - 1, size - 44, disk64, of_directory, num_here64 - count]
+        is_same = all(a in (b, 0xFFFF, _MAX_32) for a, b in zip(end[4:7], (count, length, offset), strict=True))
+        is_right = is_right and is_same and (signature64, at) == (b"PK\x06\x06", num_bytes - _TAIL_BYTES)
+    if not is_right or any(disks) or offset + length != at:
+        raise ValueError("the archive does not end as torch.save ends it")
+    return offset, length, count
+
+
+def _archive_entry(name: bytes, fields: tuple[Any, ...], extra: bytes) -> StockEntry:
     packed, unpacked, header = fields[8], fields[9], fields[16]
     wide = _zip64_field(extra)
     # The zip64 field has only those values that do not fit into 32 bits, in this order.
@@ -164,7 +183,7 @@ def _archive_entry(fields: tuple[Any, ...], extra: bytes) -> StockEntry:
     header = int.from_bytes(wide[:8], "little") if header == _MAX_32 else header
     if packed != unpacked:
         raise ValueError("an entry is compressed")
-    return StockEntry(fields[4], fields[3], unpacked, header)
+    return StockEntry(name, fields[4], fields[7], unpacked, header)
 
 
 def _zip64_field(extra: bytes) -> bytes:
@@ -180,10 +199,12 @@ def _zip64_field(extra: bytes) -> bytes:
 
 def content_start(read: Read, entry: StockEntry) -> int:
     """Return the byte of the item where the content of `entry` starts."""
-    fields = _LOCAL.unpack(read(entry.header, _LOCAL.size))
-    if fields[0] != b"PK\x03\x04" or entry.method != 0 or entry.flags & _ENCRYPTED:
-        raise ValueError("an entry is compressed or encrypted, or its header is damaged")
-    return int(entry.header + _LOCAL.size + fields[9] + fields[10])
+    header = read(entry.header, _LOCAL.size + len(entry.name))
+    fields = _LOCAL.unpack_from(header)
+    is_its = (fields[0], fields[9]) == (b"PK\x03\x04", len(entry.name)) and header[_LOCAL.size :] == entry.name
+    if entry.method != 0 or not is_its:
+        raise ValueError(f"{entry.name.decode()} in it is compressed, or its header is damaged")
+    return int(entry.header + len(header) + fields[10])
 
 
 def content(read: Read, entry: StockEntry, most_bytes: int = _MAX_DIRECTORY_BYTES) -> bytes:
