@@ -68,8 +68,6 @@ class BucketLease(Lease):
         self._file = file
         self._probe = probe
         self._epoch = 0
-        self.not_renewed = f"Could not show in {objects.address} that this job lives"
-        self.not_released = f"Could not give {file.path} up"
 
     @property
     def claim(self) -> Claim | None:
