@@ -130,7 +130,8 @@ class StoredOptimizer:
         for name, _, state, settings, layouts in self._fitting:
             slot = self.slots[name]
             for key, leaves in state.items():
-                layout = self._layout(layouts.get(str(key), []))
+                found = next((self._plain(leaf) for leaf in layouts.get(str(key), ())), "")
+                layout = found if isinstance(found, str) else ""
                 for leaf in leaves:
                     tensor = self._contents.tensors.get(leaf.key)
                     live = at_path(slot.state.get(key, slot.first.get(key)), leaf.path)
@@ -334,10 +335,6 @@ class StoredOptimizer:
             return slot.like.dtype
         stored: torch.dtype = tensor.dtype
         return stored
-
-    def _layout(self, leaves: list[Leaf]) -> str:
-        values = [self._plain(leaf) for leaf in leaves]
-        return values[0] if values and isinstance(values[0], str) else ""
 
     def _is_wanted(self, key: str) -> bool:
         stored, _ = split_state_key(key.removeprefix(f"optimizer.{STATE}."), set(self._names.values()))
