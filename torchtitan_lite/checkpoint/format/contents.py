@@ -200,6 +200,18 @@ class Contents:
         return None if self.structure is None else Containers(self.structure)
 
 
+CLOCKS = ("run_seconds", "productive_seconds")
+"""Fields of a `TrainState` that no training depends on: they differ between two runs that are the same otherwise."""
+_COUNTERS = ("step", "n_tokens_seen", "log_steps")
+"""Fields of a `TrainState` of every version: a user's state may have a `run_seconds` of its own."""
+
+
+def is_clock(key: str, keys: Collection[str]) -> bool:
+    """Return whether `key`, one of the `keys` of a checkpoint, is a clock of its run, whatever its state is called."""
+    state, dot, name = key.rpartition(".")
+    return name in CLOCKS and all(f"{state}{dot}{field}" in keys for field in _COUNTERS)
+
+
 def _stored_object(entry: Mapping[str, Any]) -> StoredObject:
     if "value" in entry or "item" not in entry:
         return StoredObject(plain_value.decode_value(entry["value"]))

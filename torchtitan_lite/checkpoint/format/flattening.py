@@ -150,13 +150,7 @@ def _holder(prefix: str) -> str:
 
 
 def _is_encodable(key: str) -> bool:
-    if key.isascii():
-        return True
-    try:
-        key.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return key.isascii() or key.encode("utf-8", "ignore").decode() == key
 
 
 def _would_not_come_back(remedy: str) -> str:
@@ -190,7 +184,8 @@ def difference(expected: Any, found: Any, name: str = "") -> str:
         pairs = enumerate(zip(expected, found, strict=True))
         return next((finding for i, pair in pairs if (finding := difference(*pair, f"{name}[{i}]"))), "")
     if isinstance(expected, Set):
-        return "" if expected == found and _reprs(expected) == _reprs(found) else f"{name}: its members change"
+        is_same = expected == found and sorted(map(repr, expected)) == sorted(map(repr, found))
+        return "" if is_same else f"{name}: its members change"
     if isinstance(expected, torch.Tensor) and (expected.dtype, expected.shape) != (found.dtype, found.shape):
         return f"{name}: a tensor of {expected.dtype} {[*expected.shape]} becomes {found.dtype} {[*found.shape]}"
     return ""
@@ -203,10 +198,6 @@ def _of_mappings(expected: Mapping[Any, Any], found: Mapping[Any, Any], name: st
         return f"{name}: its default changes"
     pairs = zip(expected.items(), found.values(), strict=True)
     return next((finding for (key, a), b in pairs if (finding := difference(a, b, f"{name}[{key!r}]"))), "")
-
-
-def _reprs(members: Any) -> list[str]:
-    return sorted(map(repr, members))
 
 
 def is_plain(value: object) -> bool:

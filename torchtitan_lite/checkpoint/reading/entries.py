@@ -10,6 +10,8 @@ import ast
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.flattening import flatten
 from torchtitan_lite.checkpoint.format.structure import (
@@ -74,6 +76,12 @@ def assembled_entry(contents: Contents, name: str, leaves: Sequence[Leaf], value
     if container is not None:
         return rebuild(container, values, f"{name}.")
     return _nest([(leaf.path, values[leaf.key]) for leaf in leaves])
+
+
+def room_for(contents: Contents, key: str, device: str | torch.device = "cpu") -> torch.Tensor | None:
+    """Return new memory for the stored tensor `key`; None if that is an object."""
+    stored = contents.tensors.get(key)
+    return None if stored is None else torch.empty(stored.shape, dtype=stored.dtype, device=device)
 
 
 def at_path(nest: Any, path: Path) -> Any:

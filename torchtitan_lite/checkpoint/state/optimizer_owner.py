@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any
 
@@ -369,40 +369,31 @@ def exact_dtypes(optimizer: Any, state_dict: Mapping[str, Any] | None = None) ->
     `load_state_dict` does after that holds. A `load_state_dict` that never calls torch's may cast as torch does: then
     tensors whose dtype in the optimizer's new state dict is not that of `state_dict` are put back.
     """
-    held = [each for each in (optimizer, *vars(optimizer).values()) if isinstance(each, Optimizer)]
-    noted: list[dict[str, Any]] = []
-    with ExitStack() as stack:
-        for each in held:
-            # Some have no hooks: wrappers that do not call Optimizer.__init__.
-            with suppress(AttributeError):
-                noted.append(stack.enter_context(_exact_dtypes(each)))
-        yield
-    if state_dict is not None and isinstance(optimizer, Optimizer) and not any(noted):
-        _put_back(optimizer, state_dict)
+    given: dict[int, Mapping[str, Any]] = {}
 
-
-@contextmanager
-def _exact_dtypes(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
-    given: dict[str, Any] = {}
-
-    def note(_: Optimizer, state_dict: dict[str, Any]) -> None:
-        given.update(state_dict)
+    def note(loading: Optimizer, state_dict: dict[str, Any]) -> None:
+        given[id(loading)] = dict(state_dict)
 
     def restore(loaded: Optimizer) -> None:
-        for _, own, key, value in _loaded_entries(loaded, given):
+        for _, own, key, value in _loaded_entries(loaded, given[id(loaded)]):
             if key != "step":
                 own[key] = _with_dtypes_of(value, own[key])
 
-    # The first after the user's own pre-hooks, the second before the user's own post-hooks.
-    handles = (
-        optimizer.register_load_state_dict_pre_hook(note),
-        optimizer.register_load_state_dict_post_hook(restore, prepend=True),
-    )
+    handles = []
+    for each in (optimizer, *vars(optimizer).values()):
+        # Some have no hooks: wrappers that do not call Optimizer.__init__.
+        with suppress(AttributeError):
+            if isinstance(each, Optimizer):
+                # The first after the user's own pre-hooks, the second before the user's own post-hooks.
+                handles.append(each.register_load_state_dict_pre_hook(note))
+                handles.append(each.register_load_state_dict_post_hook(restore, prepend=True))
     try:
-        yield given
+        yield
     finally:
         for handle in handles:
             handle.remove()
+    if state_dict is not None and isinstance(optimizer, Optimizer) and not given:
+        _put_back(optimizer, state_dict)
 
 
 def _put_back(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
