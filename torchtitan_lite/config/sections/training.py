@@ -111,23 +111,16 @@ class Training:
         if self.global_batch_size != -1:
             at_least("training.global_batch_size (or -1)", self.global_batch_size, 1)
         if self.dataset != "stdlib" and not self.dataset_path:
-            needs, example = (
-                ("the name of a dataset, or a folder", "allenai/c4 --training.dataset_subset=en")
-                if self.dataset == "huggingface"
-                else ("a glob of files", f"'data/**/*.{_SUFFIXES[self.dataset]}'")
-            )
+            needs = "the name of a dataset, or a folder" if self.dataset == "huggingface" else "a glob of files"
             raise ConfigError(
-                f"training.dataset_path: dataset {self.dataset!r} needs {needs}, found none. "
-                f"Set --training.dataset_path={example}."
+                f"training.dataset_path: dataset {self.dataset!r} needs {needs}, found none. Set "
+                "--training.dataset_path, such as 'data/**/*' or allenai/c4."
             )
         if self.dataset == "huggingface" and self.max_epochs:
             raise ConfigError(
                 f"training.max_epochs: expected 0 with dataset 'huggingface', found {self.max_epochs}: the shares "
                 "of the ranks may end at different steps. Set --training.steps."
             )
-
-
-_SUFFIXES = {"text": "txt", "jsonl": "jsonl", "parquet": "parquet"}
 
 
 @dataclass(frozen=True, kw_only=True)
