@@ -111,7 +111,10 @@ def test_each_committed_step_of_a_folder_is_verified(root: Path, call: Said) -> 
     assert (code, err) == (0, ""), "no notes with --json"
     code, out, err = call(root)
     assert "step-9 has no digests: compared with the checksums that torch.save wrote." in out
-    assert err == "step-8.staging-0f3a: a save is under way or was cut off, so it is not verified\n"
+    assert err == (
+        "step-5: there is neither manifest.json nor .metadata in it, so it is not verified\n"
+        "step-8.staging-0f3a: a save into it is under way or was cut off, so it is not verified\n"
+    )
 
 
 def test_one_damaged_step_does_not_hide_the_others(root: Path, call: Said) -> None:

@@ -170,8 +170,7 @@ def _load(name: str) -> Any:
 
 
 def _unknown_verb(name: str) -> str:
-    verbs = f"expected one of {', '.join(VERBS)}; see {PROGRAM} --help"
-    if not name:
-        return f"no verb is given: {verbs}"
+    what = f"there is no verb {name!r}" if name else "no verb is given"
     near = difflib.get_close_matches(name, VERBS, n=1)
-    return f"there is no verb {name!r}" + (f", did you mean {near[0]}?" if near else f": {verbs}")
+    fix = f", did you mean {near[0]}?" if near else f": expected one of {', '.join(VERBS)}; see {PROGRAM} --help"
+    return what + fix

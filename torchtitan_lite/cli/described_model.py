@@ -213,35 +213,10 @@ def _other_tokenizer(opened: OpenedCheckpoint, tokenizer: Tokenizer) -> str:
 def _new_names(keys: list[ModelKey], names: NameMap) -> tuple[dict[str, str], list[str]]:
     """Return the new name of each of `keys` that is written, and the others. Raise ConfigError for holes in the map."""
     own = [each.name for each in keys]
-    renamed: dict[str, Any]
-    if callable(names):
-        renamed = {name: names(name) for name in own}
-        left_out = [name for name, new in renamed.items() if new is None]
-    elif names:
-        renamed, left_out = _by_table(own, names)
-    else:
-        renamed, left_out = {name: name for name in own}, []
-    return _checked_names(renamed, left_out), left_out
-
-
-def _by_table(own: list[str], names: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return what the table `names` has for the names in `own`, and what it leaves out, under ""."""
-    left_out = names.get("", [])
-    given = {name: new for name, new in names.items() if name}
-    if not isinstance(left_out, list):
-        raise ConfigError('the name map: expected a list of names under ""')
-    if unknown := [str(name) for name in (*given, *left_out) if name not in own]:
-        raise ConfigError(f"the name map names {listed(unknown)}, and the model has {listed(own)}")
-    if unnamed := [name for name in own if name not in given and name not in left_out]:
-        raise ConfigError(f'the name map has nothing for {listed(unnamed)}; list what to leave out under ""')
-    return given, left_out
-
-
-def _checked_names(renamed: Mapping[str, Any], left_out: list[str]) -> dict[str, str]:
-    """Return `renamed` without `left_out`. Raise ConfigError for what is no name, or the name of two tensors."""
+    renamed = {name: names(name) for name in own} if callable(names) else _by_table(own, names)
     taken: dict[str, str] = {}
     for name, new in renamed.items():
-        if name in left_out:
+        if new is None:
             continue
         if not isinstance(new, str) or not new:
             raise ConfigError(f"the name map gives {name} the name {new!r:.80}: expected text")
@@ -250,7 +225,22 @@ def _checked_names(renamed: Mapping[str, Any], left_out: list[str]) -> dict[str,
         taken[new] = name
     if not taken:
         raise ConfigError("the name map leaves out every tensor")
-    return {name: new for new, name in taken.items()}
+    return {name: new for new, name in taken.items()}, [name for name, new in renamed.items() if new is None]
+
+
+def _by_table(own: list[str], names: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the table `names` has for the names in `own`, None for what it leaves out; without one the same."""
+    if not names:
+        return {name: name for name in own}
+    left_out = names.get("", [])
+    given = {name: new for name, new in names.items() if name}
+    if not isinstance(left_out, list):
+        raise ConfigError('the name map: expected a list of names under ""')
+    if unknown := [str(name) for name in (*given, *left_out) if name not in own]:
+        raise ConfigError(f"the name map names {listed(unknown)}, and the model has {listed(own)}")
+    if unnamed := [name for name in own if name not in given and name not in left_out]:
+        raise ConfigError(f'the name map has nothing for {listed(unnamed)}; list what to leave out under ""')
+    return given | dict.fromkeys(left_out)
 
 
 def _refuse_other_llama(opened: OpenedCheckpoint, config: Mapping[str, Any], places: Mapping[str, Place]) -> None:

@@ -32,9 +32,10 @@ from torchtitan_lite.errors import (
     UnknownFormat,
 )
 from torchtitan_lite.examining.file_digests import Finding
+from torchtitan_lite.examining.inventory import USABLE, FolderState, inventory
 from torchtitan_lite.examining.item_checksums import Checked
 from torchtitan_lite.examining.listed_tree import FileState
-from torchtitan_lite.examining.opened import absence, kind_from_keys
+from torchtitan_lite.examining.opened import kind_from_keys
 from torchtitan_lite.examining.presence import checkpoint_identity
 from torchtitan_lite.examining.recorded_digests import (
     digests_path,
@@ -48,15 +49,15 @@ from torchtitan_lite.examining.verification import Looked, finding_of, look_at, 
 from torchtitan_lite.examining.verified import FULL, SIZES, Verified, content_identity, record
 from torchtitan_lite.log import counted, listed, readable_bytes
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.layout import Listing, is_checkpoint
 from torchtitan_lite.store.place import Place, on_disk
-from torchtitan_lite.store.store import CheckpointStore
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
 INTACT, DAMAGED, GONE, UNREADABLE, UNKNOWN = "intact", "damaged", "removed", "unreadable", "unknown format"
+_VERIFIED = (*USABLE, FolderState.DAMAGED, FolderState.UNREADABLE, FolderState.UNKNOWN_FORMAT)
+"""What is verified in a folder; of what was renamed, only a checkpoint that a cut save left without its name."""
 _SHOWN_FILES = 3
 _SHOWN_FINDINGS = 10
 _STYLES = {INTACT: "green", DAMAGED: "bold red", UNREADABLE: "bold red"}
@@ -186,31 +187,18 @@ def _folders(spelling: str, screen: Screen) -> tuple[Sequence[Place], bool]:
     if not path.is_dir() or is_one(path):
         return [resolve_any(spelling).folder], True
     root = folder_of_checkpoints(spelling)
-    store, listing = CheckpointStore(root), Listing(root)
-    abandoned: set[Place] = set()
-    with contextlib.suppress(UnknownFormat):  # It is reported where that checkpoint is verified.
-        abandoned = {info.path for info in store.intact()} - {info.path for info in store.committed()}
-    places = [(step, paths[0]) for step, paths in listing.places().items() if paths[0].is_dir()]
-    folders = [place for step, place in places if (store.root / place.name) not in abandoned and _is_one(place)]
-    for path in of_other_libraries(root):
-        if finding := _absence(path):
-            screen.note(f"{path.name}: {finding}, so it is not verified")
-        else:
+    others, entries, folders = of_other_libraries(root), inventory(root), []
+    steps = {entry.step for entry in entries if entry.has_name_of_step}
+    for entry in entries:
+        path, is_replaced = root / entry.name, entry.state is FolderState.BEING_REPLACED and entry.step not in steps
+        is_its = path in others or (path.is_dir() and (is_replaced or entry.has_name_of_step))
+        if entry.state is FolderState.HALF_WRITTEN:
+            screen.note(f"{entry.name}: {entry.finding}, so it is not verified")
+        elif is_its and (is_replaced or entry.state in _VERIFIED):
             folders.append(path)
-    for path in listing.leftovers():
-        if layout.parse_staging(path.name) is not None:
-            screen.note(f"{path.name}: a save is under way or was cut off, so it is not verified")
     if not folders:
         raise none_in(root, "there is no complete checkpoint in it")
     return folders, False
-
-
-def _absence(path: Path) -> str:
-    """Return why `path` is no complete checkpoint; one that cannot be listed is reported where it is read."""
-    try:
-        return absence(path) if path.is_dir() else ""
-    except OSError:
-        return ""
 
 
 def _kept_places(address: SpeltAddress) -> list[Place]:
@@ -221,16 +209,6 @@ def _kept_places(address: SpeltAddress) -> list[Place]:
     if not (kept := store.head().kept):
         raise CheckpointNotFound(store.address, None, finding="there is no complete checkpoint in it")
     return [store.place_of(entry.name) for entry in kept]
-
-
-def _is_one(folder: Path) -> bool:
-    """Return whether `folder` has files of a checkpoint; one that cannot be listed is reported where it is read."""
-    try:
-        return is_checkpoint(folder)
-    except FileNotFoundError:
-        return False  # A job has removed it.
-    except OSError:
-        return True
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -35,6 +35,7 @@ from torchtitan_lite.examining.derived_metadata import metadata_of
 from torchtitan_lite.examining.file_digests import are_sound, block_ranges
 from torchtitan_lite.examining.listed_tree import HeldFolder, held
 from torchtitan_lite.examining.opened import OpenedCheckpoint, WrittenBy, open_checkpoint
+from torchtitan_lite.examining.tensor_stream import TensorStream
 from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest, Table
@@ -66,16 +67,15 @@ def convert(opened: OpenedCheckpoint, out: Path, to: Layout, progress: Progress,
     num_files = sum(map(layout.is_data_file, opened.sizes))
     num_files = max(1, min(num_files, most_files(relaid.state.tensors)))
     manifest = _new_manifest(opened, relaid, out, reader) if to == "ours" else None
-    return _write_rewritten(reader, out, relaid, num_files, manifest, progress)
+    return write_new_checkpoint(out, relaid.state, num_files, reader.stream, progress, manifest, relaid.left_out)
 
 
 def reshard_checkpoint(opened: OpenedCheckpoint, out: Path, num_files: int, progress: Progress) -> NewOutput:
     """Write the same content to `num_files` files in the new folder `out`. Raises as `export` does."""
     reader = Reader(opened)
-    relaid = as_stored(reader)
     if opened.manifest is not None:
         _check_step(opened.manifest.step, out)
-    return _write_rewritten(reader, out, relaid, num_files, opened.manifest, progress)
+    return write_new_checkpoint(out, as_stored(reader).state, num_files, reader.stream, progress, opened.manifest)
 
 
 def _mirrored(opened: OpenedCheckpoint, manifest: Manifest, out: Path, progress: Progress) -> NewOutput:
@@ -103,27 +103,32 @@ def _keeping_what_is_right(folder: Path) -> Iterator[None]:
         raise
 
 
-def _write_rewritten(
-    reader: Reader, out: Path, relaid: Relaid, num_files: int, manifest: Manifest | None, progress: Progress
+def write_new_checkpoint(
+    out: Path,
+    state: NewState,
+    num_files: int,
+    stream: TensorStream,
+    progress: Progress,
+    manifest: Manifest | None,
+    left_out: Sequence[str] = (),
 ) -> NewOutput:
-    state = relaid.state
+    """Write `state`, read from `stream`, to the new folder `out`, with `manifest`, which has no files and tables yet.
+
+    Raises ConfigError before anything is written, what the stream raises, and OSError; `out` is not there then.
+    """
     total = sum(tensor.num_bytes for tensor in state.tensors.values())
     with new_output.new_folder(out) as folder, progress(f"Writing {out.name}", 2 * total) as advance:
-        written = write_checkpoint(folder, state, num_files, reader.stream, advance)
+        written = write_checkpoint(folder, state, num_files, stream, advance)
         if manifest is not None:
             data = _of_files(manifest, written, state).to_readable_json()
             DISK.write_file(folder / layout.MANIFEST, data)
-        _check_rewritten(folder, state)
+        # By the reader that a run uses, before the folder has its name.
+        found = open_checkpoint(folder).contents
+        if found.tensors.keys() != state.tensors.keys() or found.objects.keys() != state.objects.keys():
+            raise TorchtitanLiteError(f"{out.name} was written, but other entries are found in it")
     size = sum(record.size for record in written.files.values())
     names = [*written.files, *([layout.MANIFEST] if manifest is not None else [])]
-    return NewOutput(names, len(state.tensors), size, relaid.left_out)
-
-
-def _check_rewritten(folder: Path, state: NewState) -> None:
-    """Raise unless our own reader finds the complete tables of the new checkpoint, and the same keys in them."""
-    found = open_checkpoint(folder).contents
-    if found.tensors.keys() != state.tensors.keys() or found.objects.keys() != state.objects.keys():
-        raise TorchtitanLiteError(f"{folder.name} was written, but other entries are found in it")
+    return NewOutput(names, len(state.tensors), size, left_out)
 
 
 def _of_files(manifest: Manifest, written: Written, state: NewState) -> Manifest:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,27 +75,18 @@ def write_new(path: Path, parts: Sequence[Part], stream: TensorStream, advance: 
     contents = _InOrder(_cast_pieces(parts, stream, advance))
     num_bytes = sum(len(part) if isinstance(part, bytes) else part.num_bytes for part in parts)
     source = Bounced(num_bytes, contents.fill)
-    written: list[FileRecord] = []
-    failures: list[BaseException] = []
-
-    def write() -> None:
-        try:
-            written.append(write_blocks(path, source, threads=_THREADS))
-        except BaseException as error:
-            failures.append(error)
-
     # In a thread of its own: an interrupt of the main thread could hit a worker before its turn, and the others would
     # wait for it.
-    thread = threading.Thread(target=write, daemon=True)
-    thread.start()
-    try:
-        thread.join()
-    except BaseException:
-        contents.stop()
-        raise
-    if failures:
-        raise contents.failure or failures[0]
-    return written[0]
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(write_blocks, path, source, threads=_THREADS)
+        try:
+            failure = written.exception()
+        except BaseException:
+            contents.stop()
+            raise
+    if failure is not None:
+        raise contents.failure or failure
+    return written.result()
 
 
 def read_back(path: Path, record: FileRecord, reader: BlockReader, advance: Advance) -> None:

@@ -13,7 +13,7 @@ it follows from the names of its entries, its folder and its files; what does no
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,64 +123,46 @@ def open_checkpoint(folder: Place) -> OpenedCheckpoint:
     Raises CheckpointNotFound if there is none or only a part of one, CheckpointDamaged, CheckpointUnsafe,
     CheckpointUnreadable or FormatTooNew.
     """
-    if folder.is_file() and is_lightning_file(path := on_disk(folder)):
-        return _opened_of_other_library(path, WrittenBy.LIGHTNING, path, contents_of, lightning_step_of)
-    if finding := absence(folder):
+    is_file = folder.is_file() and is_lightning_file(on_disk(folder))
+    if not is_file and (finding := absence(folder)):
         raise CheckpointNotFound(str(folder), None, finding=finding)
-    if folder.is_dir() and (description := description_of(path := on_disk(folder))) is not None:
-        return _opened_of_other_library(path, origin_by(description), description, contents_in, transformers_step_of)
-    opened = CheckpointFolder(folder, "size", DTYPES)
-    manifest = opened.manifest
-    if manifest is None and not folder.is_dir():  # It was removed meanwhile.
-        raise CheckpointNotFound(str(folder), None, finding=absence(folder))
-    contents = opened.contents
-    with reading(folder):
-        names = {*contents.files, layout.METADATA} if manifest is None else {*manifest.files}
-        sizes = dict(sorted(opened.files.sizes_of(names).items()))
-        created_at = (on_disk(folder) / layout.METADATA).lstat().st_mtime if manifest is None else manifest.created_at
-    origin = WrittenBy.OURS
-    if manifest is None and is_lightning_folder(on_disk(folder)):
-        origin = WrittenBy.LIGHTNING
-    elif manifest is None:
+    description = on_disk(folder) if is_file else description_of(on_disk(folder)) if folder.is_dir() else None
+    if description is not None:
+        with reading(folder):
+            contents = contents_of(description) if is_file else contents_in(on_disk(folder))
+            contents.check_names()
+            sizes = files_of(Path(contents.path)).sizes_of(contents.files)
+        contents.check(sizes)
+        origin = WrittenBy.LIGHTNING if is_file else origin_by(description)
+        parse_step = lightning_step_of if is_file else transformers_step_of
+    else:
+        opened = CheckpointFolder(folder, "size", DTYPES)
+        manifest = opened.manifest
+        if manifest is None and not folder.is_dir():  # It was removed meanwhile.
+            raise CheckpointNotFound(str(folder), None, finding=absence(folder))
+        contents = opened.contents
+        with reading(folder):
+            names = {*contents.files, layout.METADATA} if manifest is None else {*manifest.files}
+            sizes = opened.files.sizes_of(names)
+        if manifest is not None:
+            what = manifest.kind, manifest.step, SavingJob.of(manifest), manifest.created_at
+            return OpenedCheckpoint(folder, WrittenBy.OURS, contents, manifest, dict(sorted(sizes.items())), *what)
+        description, parse_step = on_disk(folder) / layout.METADATA, layout.parse_step
         is_torchtitan = any(key.startswith(POSITIONS_OF_TORCHTITAN) for key in contents.objects)
         origin = WrittenBy.TORCHTITAN if is_torchtitan else WrittenBy.DCP
-    parse_step = lightning_step_of if origin is WrittenBy.LIGHTNING else layout.parse_step
-    return OpenedCheckpoint(
-        folder,
-        origin,
-        contents,
-        manifest,
-        sizes,
-        kind=kind_from_keys(contents) if manifest is None else manifest.kind,
-        step=parse_step(on_disk(folder).absolute().name) if manifest is None else manifest.step,
-        saved_by=SavingJob(num_writers(sizes) or None) if manifest is None else SavingJob.of(manifest),
-        created_at=created_at,
-    )
-
-
-def _opened_of_other_library(
-    folder: Path,
-    origin: WrittenBy,
-    description: Path,
-    contents_in: Callable[[Path], Contents],
-    step_of: Callable[[str], int | None],
-) -> OpenedCheckpoint:
+        if is_lightning_folder(on_disk(folder)):
+            origin, parse_step = WrittenBy.LIGHTNING, lightning_step_of
     with reading(folder):
-        contents = contents_in(folder)
-        contents.check_names()
-        sizes = dict(sorted(files_of(Path(contents.path)).sizes_of(contents.files).items()))
         created_at = description.lstat().st_mtime
-    contents.check(sizes)
-    is_full = origin is WrittenBy.LIGHTNING or any(key.startswith("optimizer") for key in contents)
     return OpenedCheckpoint(
         folder,
         origin,
         contents,
         manifest=None,
-        sizes=sizes,
-        kind=CheckpointKind.FULL if is_full else CheckpointKind.WEIGHTS_ONLY,
-        step=step_of(folder.absolute().name),
-        saved_by=SavingJob(),
+        sizes=dict(sorted(sizes.items())),
+        kind=CheckpointKind.FULL if is_file else kind_from_keys(contents),
+        step=parse_step(on_disk(folder).absolute().name),
+        saved_by=SavingJob(num_writers(sizes) or None),
         created_at=created_at,
     )
 

@@ -10,18 +10,18 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from torchtitan_lite.examining.opened import OpenedCheckpoint
-from torchtitan_lite.examining.tensor_stream import SLICE_BYTES, TensorStream
+from torchtitan_lite.examining.tensor_stream import TensorStream
 
 if TYPE_CHECKING:
     import torch
 
-_PART_ELEMENTS = 1 << 20
-"""Converted to float64 at a time."""
+_SLICE_ELEMENTS = 2 << 20
+"""Read, and if they differ converted to float64, at a time."""
 _FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _WIDE = ("int64", "uint64")
 """Dtypes with values that float64 does not have."""
@@ -60,28 +60,12 @@ def compare_values(
     stream_a, stream_b = (TensorStream(each.folder, each.contents, each.records) for each in (a, b))
     for key in keys:
         dtype_a, dtype_b = a.contents.tensors[key].dtype, b.contents.tensors[key].dtype
-        most = max(1, SLICE_BYTES // max(dtype_a.itemsize, dtype_b.itemsize))
         found = ValueDifference(str(dtype_a) == str(dtype_b))
-        pairs = zip(stream_a.slices(key, most), stream_b.slices(key, most), strict=True)
+        pairs = zip(stream_a.slices(key, _SLICE_ELEMENTS), stream_b.slices(key, _SLICE_ELEMENTS), strict=True)
         for data_a, data_b in pairs:
-            found += _of_slices(data_a, data_b, dtype_a, dtype_b)
+            found += _of_elements(data_a, data_b, str(dtype_a), str(dtype_b))
             on_bytes(len(data_a) + len(data_b))
         yield key, found
-
-
-def _of_slices(a: memoryview, b: memoryview, dtype_a: Any, dtype_b: Any) -> ValueDifference:
-    if str(dtype_a) == str(dtype_b) and np.array_equal(np.frombuffer(a, np.uint8), np.frombuffer(b, np.uint8)):
-        return EQUAL
-    found = EQUAL
-    for begin in range(0, len(a) // dtype_a.itemsize, _PART_ELEMENTS):
-        part_a = _part(a, begin, dtype_a.itemsize)
-        part_b = _part(b, begin, dtype_b.itemsize)
-        found += _of_elements(part_a, part_b, str(dtype_a), str(dtype_b))
-    return found
-
-
-def _part(data: memoryview, begin: int, itemsize: int) -> memoryview:
-    return data[begin * itemsize : (begin + _PART_ELEMENTS) * itemsize]
 
 
 def _of_elements(a: memoryview, b: memoryview, dtype_a: str, dtype_b: str) -> ValueDifference:

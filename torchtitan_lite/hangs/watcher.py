@@ -187,7 +187,7 @@ class Follower:
     def __init__(self, rank: OwnRank, orders: Orders) -> None:
         self._rank = rank
         self._orders = orders
-        self._link = _judge_link(orders)
+        self._link = _judge_link(orders, CONNECT_SECONDS, says_why=True)
         self._next_try = math.inf
         """When to join the judge again, after its link was lost: it may have been started again."""
         self._waits_since: float | None = None
@@ -213,9 +213,8 @@ class Follower:
     def _join_again(self, now: float) -> None:
         if self._link is None and now >= self._next_try:
             self._next_try = now + PATIENCE_SECONDS
-            with suppress(OSError, ValueError):
-                self._link = _connect_to_judge(self._orders, SILENCE_SECONDS)
-                self._send("here")
+            self._link = _judge_link(self._orders, SILENCE_SECONDS)
+            self._send("here")
 
     def _alarm(self, now: float) -> None:
         """Call the judge, each second; without an answer of it, name this rank."""
@@ -265,16 +264,13 @@ def _link(connection: socket.socket, orders: Orders, seconds: float, *, is_calle
     return link
 
 
-def _connect_to_judge(orders: Orders, seconds: float) -> JobLink:
-    connection = socket.create_connection((orders.address, orders.port), seconds)
-    return _link(connection, orders, seconds, is_caller=True)
-
-
-def _judge_link(orders: Orders) -> JobLink | None:
+def _judge_link(orders: Orders, seconds: float, *, says_why: bool = False) -> JobLink | None:
     try:
-        return _connect_to_judge(orders, CONNECT_SECONDS)
+        connection = socket.create_connection((orders.address, orders.port), seconds)
+        return _link(connection, orders, seconds, is_caller=True)
     except (OSError, ValueError) as error:
-        log.logger.warning(
+        says = log.logger.warning if says_why else log.logger.debug
+        says(
             "The watcher of rank %d cannot reach the one of rank 0 at %s, port %d: %s. If this rank hangs, or waits "
             "for one that does, this rank is reported as hanging",
             orders.rank,

@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,14 +19,12 @@ from torchtitan_lite.checkpoint.format.dtypes import dtype_name
 from torchtitan_lite.checkpoint.format.structure import branch_of, encode_structure
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 from torchtitan_lite.checkpoint.resume.load_source import new_run
-from torchtitan_lite.converting import new_output
-from torchtitan_lite.converting.dcp_folder import NewState, Written, cut_into_files, write_checkpoint
+from torchtitan_lite.converting.dcp_folder import NewState
 from torchtitan_lite.converting.exporting import Progress
 from torchtitan_lite.converting.new_output import NewOutput
+from torchtitan_lite.converting.rewriting import write_new_checkpoint
 from torchtitan_lite.converting.streamed_file import NewTensor
-from torchtitan_lite.disk.durable import DISK
-from torchtitan_lite.errors import ConfigError, TorchtitanLiteError
-from torchtitan_lite.examining.opened import open_checkpoint
+from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.examining.tensor_stream import TensorStream
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table
@@ -58,15 +57,8 @@ def write_seed(
     if form.num_files is not None and form.num_files < 1:
         raise ConfigError(f"--files {form.num_files}: expected at least 1")
     num_files = form.num_files or max(1, -(-total // _FILE_BYTES))
-    cut_into_files(state.tensors, num_files)
-    with new_output.new_folder(out) as folder, progress(f"Importing to {out.name}", 2 * total) as advance:
-        written = write_checkpoint(folder, state, num_files, stream, advance)
-        DISK.write_file(folder / layout.MANIFEST, _seed_manifest(state, written, extra).to_readable_json())
-        # By the reader that a run uses, before the folder has its name.
-        found = open_checkpoint(folder)
-        if found.contents.tensors.keys() != state.tensors.keys() or found.kind is not CheckpointKind.FULL:
-            raise TorchtitanLiteError(f"{out.name} was written, but other entries are found in it")
-    return NewOutput([*written.files, layout.MANIFEST], len(state.tensors), total)
+    done = write_new_checkpoint(out, state, num_files, stream, progress, _seed_manifest(state, extra))
+    return dataclasses.replace(done, num_bytes=total)
 
 
 def refuse_out(out: Path) -> None:
@@ -86,7 +78,7 @@ def _state(weights: Mapping[str, str], stream: TensorStream, dtype: str) -> NewS
     return NewState(tensors, {}, {f"{_MODEL}.{name}": (_MODEL, name) for name in weights})
 
 
-def _seed_manifest(state: NewState, written: Written, extra: dict[str, Any]) -> Manifest:
+def _seed_manifest(state: NewState, extra: dict[str, Any]) -> Manifest:
     names = [str(path[1]) for path in state.paths.values()]
     model = branch_of("dict", names, [None] * len(names))
     return Manifest(
@@ -95,9 +87,8 @@ def _seed_manifest(state: NewState, written: Written, extra: dict[str, Any]) -> 
         created_at=time.time(),
         world_size=1,
         versions={"torchtitan_lite": __version__, "torch": torch.__version__},
-        files=written.files,
+        files={},
         lineage=new_run(),
-        tensors=Table(written.tensors),
         structure=Table({"root": encode_structure(branch_of("dict", [_MODEL], [model]))}),
         extra=extra,
     )
