@@ -40,7 +40,7 @@ from torchtitan_lite.store.manifest import Manifest
 from torchtitan_lite.store.manifest_fields import DCP_METADATA
 from torchtitan_lite.store.place import Place, home_of, on_disk
 from torchtitan_lite.store.protocol import CORRUPT, SetAside
-from torchtitan_lite.store.rank_records import RecordedFiles, RecordsOfRanks
+from torchtitan_lite.store.rank_records import RecordsOfRanks
 
 
 @dataclass(frozen=True)
@@ -319,7 +319,7 @@ def check_set_aside(aside: SetAside, advance: Callable[[int], object]) -> None:
         reader = files.reader()
         # They have these sizes.
         records = RecordsOfRanks(manifest, str(place), reader, files.path_of, lambda names: sizes)
-        for name, record in sorted(RecordedFiles(manifest, records).items()):
+        for name, record in sorted(records.items()):
             _raise_first_finding(aside, [_digest_finding(reader, files.path_of(name), record, advance)])
 
 
