@@ -28,7 +28,7 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.housekeeping import Housekeeping
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
 from torchtitan_lite.store.place import on_disk
-from torchtitan_lite.store.rank_records import RecordedFiles, RecordsOfRanks
+from torchtitan_lite.store.rank_records import RecordsOfRanks
 from torchtitan_lite.store.retention import KeepAll, RetentionPolicy
 from torchtitan_lite.store.rollbacks import joint_rollbacks
 from torchtitan_lite.store.store import CheckpointStore, recover_with_log
@@ -387,4 +387,4 @@ def committed_files(folder: Path) -> tuple[Manifest, Mapping[str, FileRecord]]:
     records = RecordsOfRanks(
         manifest, str(folder), BlockReader(), lambda name: folder / name, lambda names: sizes_of(folder, names)
     )
-    return manifest, RecordedFiles(manifest, records)
+    return manifest, records
