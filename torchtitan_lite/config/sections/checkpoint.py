@@ -82,29 +82,19 @@ class _Written:
         for name in ("folder", "export_folder", "upload_folder"):
             refuse_unknown_address(f"checkpoint.{name}", getattr(self, name))
         refuse_address("checkpoint.hf_folder", self.hf_folder, "Name a folder inside job.dump_folder.")
-        if not self.folder:
-            raise ConfigError("checkpoint.folder: expected the name of a folder, found an empty string.")
-        if self.export_folder and PurePath(self.export_folder) == PurePath(self.folder):
-            raise ConfigError(
-                f"checkpoint.export_folder: {self.export_folder!r} is checkpoint.folder too, where the export would "
-                "take the place of the last full checkpoint. Name another folder."
-            )
         if self.upload_folder and is_in_object_store(self.folder):
             raise ConfigError(
                 f"checkpoint.upload_folder: found {self.upload_folder!r} with a folder in an object store, where saves "
                 "go at once. Name a folder on disk as checkpoint.folder, or leave upload_folder out."
             )
-        taken = {PurePath(name) for name in (self.folder, self.export_folder) if name}
-        if self.upload_folder and PurePath(self.upload_folder) in {*taken, PurePath(self.hf_folder or self.folder)}:
-            raise ConfigError(
-                f"checkpoint.upload_folder: {self.upload_folder!r} is already another folder of this run. Name a "
-                "separate one."
-            )
-        if self.last_save_in_hf and (not self.hf_folder or PurePath(self.hf_folder) in taken):
-            raise ConfigError(
-                f"checkpoint.hf_folder: expected a folder of its own, found {self.hf_folder!r}. Name one that is "
-                "neither checkpoint.folder nor checkpoint.export_folder, such as 'hf'."
-            )
+        used = [name for name in ("export_folder", "upload_folder") if getattr(self, name)]
+        taken: dict[PurePath, str] = {}
+        for name in ("folder", *used, *(("hf_folder",) if self.last_save_in_hf else ())):
+            value = getattr(self, name)
+            other = taken.setdefault(PurePath(value), name)
+            if not value or other != name:
+                found = f"{value!r}, which is checkpoint.{other} too" if other != name else "an empty string"
+                raise ConfigError(f"checkpoint.{name}: expected a folder of its own, found {found}. Name another one.")
         if self.last_save_in_hf and self.save_trained_only:
             raise ConfigError(
                 "checkpoint.last_save_in_hf: with save_trained_only a checkpoint lacks the frozen parameters. Leave "
