@@ -96,10 +96,9 @@ class Export(_Weights):
             return self._adapter(opened, out, screen)
         if self.format == "hf":
             return self._model(opened, out, most, screen)
-        from torchtitan_lite.converting.exporting import ExportRequest, export
+        from torchtitan_lite.converting.exporting import export
 
-        wanted = ExportRequest(self.format, self.dtype, most, self.include, self.exclude)
-        return export(opened, out, wanted, screen.progress)
+        return export(opened, out, screen.progress, self.format, self.dtype, most, self.include, self.exclude)
 
     def _model(self, opened: OpenedCheckpoint, out: Path, most: int | None, screen: Screen) -> NewOutput:
         from torchtitan_lite.cli.described_model import described_checkpoint

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,43 +29,40 @@ Progress = Callable[[str, int], AbstractContextManager[Advance]]
 """Begins to show progress: called with what is done, and the bytes to do."""
 
 
-@dataclass(frozen=True)
-class ExportRequest:
-    """What is exported, and how."""
+def export(
+    opened: OpenedCheckpoint,
+    out: Path,
+    progress: Progress,
+    format: Format,
+    dtype: str = "",
+    max_shard_bytes: int | None = None,
+    include: str = "",
+    exclude: str = "",
+) -> NewOutput:
+    """Write the weights of `opened` to `out`, which must not exist; floating tensors as `dtype`, "" as each is.
 
-    format: Format = "safetensors"
-    dtype: str = ""
-    """Of floating tensors; "" leaves each as it is."""
-    max_shard_bytes: int | None = None
-    include: str = ""
-    exclude: str = ""
-
-
-def export(opened: OpenedCheckpoint, out: Path, wanted: ExportRequest, progress: Progress) -> NewOutput:
-    """Write the weights of `opened` to `out`, which must not exist.
-
-    Raises ConfigError before anything is written if `wanted` does not fit the checkpoint, what the stream raises for a
+    Raises ConfigError before anything is written if this does not fit the checkpoint, what the stream raises for a
     checkpoint that is damaged or cannot be read, and OSError. Whatever it raises, `out` is not there then.
     """
     contents = opened.contents
-    keys = chosen(model_keys(contents, opened.manifest), wanted.include, wanted.exclude)
+    keys = chosen(model_keys(contents, opened.manifest), include, exclude)
     tensors = [each for each in keys if each.key in contents.tensors]
-    total = sum(NewTensor.of(contents, each.key, wanted.dtype).num_bytes for each in tensors)
+    total = sum(NewTensor.of(contents, each.key, dtype).num_bytes for each in tensors)
     label = f"Exporting to {out.name}"
-    if wanted.format == "safetensors":
+    if format == "safetensors":
         stream = TensorStream(opened.folder, contents, opened.records)
         with progress(label, 2 * total) as advance:
-            return NewOutput(_to_safetensors(keys, out, wanted, stream, advance), len(tensors), total)
+            return NewOutput(_to_safetensors(keys, out, dtype, max_shard_bytes, stream, advance), len(tensors), total)
     # It imports torch, which takes seconds, which are not to be seen as slow progress.
     from torchtitan_lite.converting.layouts import Reader
 
-    write, reader = _to_torch if wanted.format == "torch" else _to_dcp, Reader(opened)
+    write, reader = _to_torch if format == "torch" else _to_dcp, Reader(opened)
     with progress(label, 2 * total) as advance:
-        return NewOutput(write(reader, keys, out, wanted, advance), len(tensors), total)
+        return NewOutput(write(reader, keys, out, dtype, max_shard_bytes, advance), len(tensors), total)
 
 
 def _to_safetensors(
-    keys: Sequence[ModelKey], out: Path, wanted: ExportRequest, stream: TensorStream, advance: Advance
+    keys: Sequence[ModelKey], out: Path, dtype: str, most_bytes: int | None, stream: TensorStream, advance: Advance
 ) -> list[str]:
     safetensors_files.require_library()
     contents = stream.contents
@@ -78,32 +74,32 @@ def _to_safetensors(
             f"out with --exclude {objects[0]!r}"
         )
     names = {each.key: each.name for each in keys if each.key in contents.tensors}
-    tensors = new_tensors(contents, names, wanted.dtype)
+    tensors = new_tensors(contents, names, dtype)
     if out.suffix == safetensors_files.SUFFIX:
-        if wanted.max_shard_bytes is not None:
+        if most_bytes is not None:
             raise ConfigError(f"{out} is one file, and --max-shard-size makes several: name a folder as OUT")
         with new_output.new_file(out) as path:
             safetensors_files.write_file(path, tensors, stream, advance, forms)
         return [out.name]
-    most = wanted.max_shard_bytes or safetensors_files.SHARD_BYTES
+    most = most_bytes or safetensors_files.SHARD_BYTES
     with new_output.new_folder(out) as folder:
         return safetensors_files.write_folder(folder, tensors, most, stream, advance, forms)
 
 
 def _to_torch(
-    reader: Reader, keys: Sequence[ModelKey], out: Path, wanted: ExportRequest, advance: Advance
+    reader: Reader, keys: Sequence[ModelKey], out: Path, dtype: str, most_bytes: int | None, advance: Advance
 ) -> list[str]:
     from torchtitan_lite.checkpoint.reading.entries import Leaf
     from torchtitan_lite.converting.torch_file import write_state
 
-    if wanted.max_shard_bytes is not None:
+    if most_bytes is not None:
         raise ConfigError("--max-shard-size is for safetensors and dcp: torch.save makes one file")
     contents = reader.contents
     values: dict[str, Any] = {}
     leaves: dict[str, list[Leaf]] = {}
     for each in keys:
         if each.key in contents.tensors:
-            values[each.key] = NewTensor.of(contents, each.key, wanted.dtype)
+            values[each.key] = NewTensor.of(contents, each.key, dtype)
         else:
             values[each.key] = reader.value(each.key)
         leaves.setdefault(str(each.path[0]), []).append(Leaf(each.key, each.path[1:]))
@@ -125,13 +121,15 @@ def _model_entry(contents: Contents, name: str, leaves: Sequence[Leaf], values: 
         raise ConfigError(f"--include and --exclude take a part of {name}: take all of it, or nothing") from None
 
 
-def _to_dcp(reader: Reader, keys: Sequence[ModelKey], out: Path, wanted: ExportRequest, advance: Advance) -> list[str]:
+def _to_dcp(
+    reader: Reader, keys: Sequence[ModelKey], out: Path, dtype: str, most_bytes: int | None, advance: Advance
+) -> list[str]:
     from torchtitan_lite.converting.dcp_folder import write_checkpoint
     from torchtitan_lite.converting.layouts import as_weights
 
-    state = as_weights(reader, keys, wanted.dtype)
+    state = as_weights(reader, keys, dtype)
     total = sum(tensor.num_bytes for tensor in state.tensors.values())
-    num_files = -(-total // wanted.max_shard_bytes) if wanted.max_shard_bytes else 1
+    num_files = -(-total // most_bytes) if most_bytes else 1
     with new_output.new_folder(out) as folder:
         written = write_checkpoint(folder, state, max(num_files, 1), reader.stream, advance)
     return [*written.files]

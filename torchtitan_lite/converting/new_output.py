@@ -16,7 +16,8 @@ from typing import Any
 
 from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.disk.lock_file import locked
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.errors import CheckpointDamaged, ConfigError
+from torchtitan_lite.log import logger
 
 
 @dataclass(frozen=True)
@@ -48,17 +49,21 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 @contextmanager
 def continued_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder that becomes `out` if the block ends without an error; else it stays, if the block leaves it.
+    """Yield a folder that becomes `out` if the block ends without an error; else it stays, to be continued.
 
-    It has what earlier calls and killed processes left. Raises ConfigError as `new_folder`; if `out` has appeared
-    meanwhile, nothing stays.
+    It has what earlier calls and killed processes left. Raises ConfigError as `new_folder`. Nothing stays if `out` has
+    appeared meanwhile, or if what is copied is damaged or gone.
     """
     with _locked(out, may_be_empty_folder=True) as folder:
-        yield folder
         try:
+            yield folder
             _appear(folder, out)
-        except ConfigError:
-            DISK.remove_tree(folder)
+        except BaseException as error:
+            was_removed = isinstance(error.__cause__ or error, FileNotFoundError)
+            if isinstance(error, CheckpointDamaged | ConfigError) or was_removed:
+                DISK.remove_tree(folder)
+            else:
+                logger.warning("What was copied stays in %s: run the same command again to continue", folder)
             raise
 
 

@@ -36,7 +36,6 @@ from torchtitan_lite.examining.file_digests import are_sound, block_ranges
 from torchtitan_lite.examining.listed_tree import HeldFolder, held
 from torchtitan_lite.examining.opened import OpenedCheckpoint, WrittenBy, open_checkpoint
 from torchtitan_lite.examining.tensor_stream import TensorStream
-from torchtitan_lite.log import logger
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import Manifest, Table
 from torchtitan_lite.store.manifest_fields import DCP_METADATA
@@ -83,24 +82,9 @@ def _mirrored(opened: OpenedCheckpoint, manifest: Manifest, out: Path, progress:
     with (
         new_output.continued_folder(out) as folder,
         progress(f"Writing {out.name}", 2 * opened.nbytes) as advance,
-        _keeping_what_is_right(folder),
     ):
         mirror(opened, manifest, folder, advance)
     return NewOutput([*manifest.files, layout.MANIFEST], len(manifest.tensors), opened.nbytes)
-
-
-@contextmanager
-def _keeping_what_is_right(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        was_removed = isinstance(error.__cause__ or error, FileNotFoundError)
-        if isinstance(error, CheckpointDamaged) or was_removed:
-            # There is nothing to continue from.
-            DISK.remove_tree(folder)
-        else:
-            logger.warning("What was copied stays in %s: run the same command again to continue", folder)
-        raise
 
 
 def write_new_checkpoint(

@@ -34,6 +34,8 @@ SLICE_BYTES = 8 << 20
 """The largest slice, unless the caller wants another size; a slice has at least one element."""
 _SPAN_BYTES = 4 << 20
 """The largest range of a file that is read for elements that are not in a row there."""
+KEPT_BLOCKS = 32
+"""Blocks in memory at a time, and so the number of chunks side by side in a tensor's rows that are read only once."""
 _LONG_STEP_BYTES = 32 << 10
 """Rows so far apart in a file are read one by one."""
 
@@ -75,10 +77,11 @@ class TensorStream:
         """`strides` has those, in elements, of the tensors of one chunk at a known byte that is not row-major there."""
         self._folder, self._strides = folder, strides or {}
         self.contents = contents
-        self._files = EachBlockOnce(folder, records)
-        direct = self._files.direct
-        self.reader = direct if isinstance(direct, BlockReader) else BlockReader()
+        self._files, self._records = files_of(folder), records
+        self._direct, self._cached = self._files.reader(), self._files.reader(cached=True)
+        self.reader = self._direct if isinstance(self._direct, BlockReader) else BlockReader()
         """For reads from a disk while this stream lives: it keeps memory for its requests."""
+        self._kept: OrderedDict[tuple[str, int], bytearray] = OrderedDict()
         self._scratch = memoryview(b"")
         self._key: str | None = None
         self._parts: list[_Part] = []
@@ -193,8 +196,7 @@ class TensorStream:
         """Return the part of a chunk whose elements only parsing its item finds."""
         item = chunk.item
         assert item is not None
-        path = self._files.files.path_of(item.file)
-        with reading(path), self._files.files.opened(item.file) as fd:
+        with reading(self._files.path_of(item.file)), self._files.opened(item.file) as fd:
             layout = locate(item_reader(fd, item), item.length)
         if layout is None:
             return _Part(chunk, begin, end, item.file, item.offset, held=self._held(key, chunk, item))
@@ -227,11 +229,47 @@ class TensorStream:
 
     def _fill(self, file: str, pieces: Sequence[Piece], *, chunks: int = 1, again: bool = False) -> None:
         try:
-            self._files.read(file, pieces, chunks=chunks, again=again)
+            self._read_once(file, pieces, chunks, again)
         except DamagedRange as damage:
             finding = f"bytes {damage.begin} to {damage.end} of {file}: {damage.finding}"
             keys = self.contents.keys_in(file, damage.begin, damage.end)
             raise CheckpointDamaged(str(self._folder), finding, keys) from None
+
+    # A block with a digest can only be verified as a whole, but the slices of a tensor begin and end within blocks:
+    # without memory, a block would be read for each slice that touches it. So the blocks in which pieces begin and end
+    # are kept, a few for each chunk that is being read, and up to `KEPT_BLOCKS`. All others are read straight into
+    # their place.
+
+    def _read_once(self, file: str, pieces: Sequence[Piece], chunks: int, again: bool) -> None:
+        """Fill `pieces` with their bytes of `file`. Raises as `BlockReader.read` does.
+
+        `chunks` is how many are read in turn, piece by piece, in all files. `again` reads through the page cache: for
+        bytes that are probably read several times.
+        """
+        path, record = self._files.path_of(file), self._records.get(file)
+        blocks = self._cached if again else self._direct
+        if record is None or not record.blocks:
+            blocks.read(path, record, pieces)
+            return
+        straight: list[Piece] = []
+        edges: list[tuple[int, Piece]] = []
+        for piece in pieces:
+            _split_by_block(piece, record.size, straight, edges)
+        missing = {number for number, _ in edges} - {number for name, number in self._kept if name == file}
+        sizes = {number: min(BLOCK_BYTES, record.size - number * BLOCK_BYTES) for number in sorted(missing)}
+        fresh = {number: bytearray(size) for number, size in sizes.items()}
+        straight += [Piece(number * BLOCK_BYTES, memoryview(room)) for number, room in fresh.items()]
+        if straight:
+            blocks.read(path, record, straight)
+        for number, piece in edges:
+            block = fresh.get(number) or self._kept[file, number]
+            scatter(Segment.of(piece), number * BLOCK_BYTES, memoryview(block))
+        for number, _ in edges:
+            if number in fresh:
+                self._kept[file, number] = fresh[number]
+            self._kept.move_to_end((file, number))
+        while len(self._kept) > min(2 * chunks + 2, KEPT_BLOCKS):
+            self._kept.popitem(last=False)
 
 
 def _new_buffer(num_bytes: int) -> memoryview:
@@ -245,64 +283,6 @@ def _minus(a: Shape, b: Shape) -> Shape:
 def _box_index(offsets: Shape, sizes: Shape) -> tuple[Any, ...]:
     """Return the index of a box; with an ellipsis, because numpy returns no view of a scalar without one."""
     return (..., *(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)))
-
-
-# Ranges of files that are read piece by piece, each block of a file once.
-#
-# A block with a digest can only be verified as a whole, but the slices of a tensor begin and end within blocks: without
-# memory, a block would be read for each slice that touches it. So the blocks in which pieces begin and end are kept, a
-# few for each chunk that is being read, and up to `KEPT_BLOCKS`. All others are read straight into their place.
-
-
-KEPT_BLOCKS = 32
-"""Blocks in memory at a time, and so the number of chunks side by side in a tensor's rows that are read only once."""
-
-
-class EachBlockOnce:
-    """Reads files of `folder`, verified where `records` has digests. Not for several threads at a time."""
-
-    def __init__(self, folder: Place, records: Mapping[str, FileRecord]) -> None:
-        self.files, self._records = files_of(folder), records
-        self.direct = self.files.reader()
-        """For other reads meanwhile too: it keeps memory for its requests."""
-        self._cached = self.files.reader(cached=True)
-        self._kept: OrderedDict[tuple[str, int], bytearray] = OrderedDict()
-
-    def read(self, file: str, pieces: Sequence[Piece], *, chunks: int = 1, again: bool = False) -> None:
-        """Fill `pieces` with their bytes of `file`. Raises as `BlockReader.read` does.
-
-        `chunks` is how many are read in turn, piece by piece, in all files. `again` reads through the page cache: for
-        bytes that are probably read several times.
-        """
-        path, record = self.files.path_of(file), self._records.get(file)
-        blocks = self._cached if again else self.direct
-        if record is None or not record.blocks:
-            blocks.read(path, record, pieces)
-            return
-        straight: list[Piece] = []
-        edges: list[tuple[int, Piece]] = []
-        for piece in pieces:
-            _split_by_block(piece, record.size, straight, edges)
-        missing = {number for number, _ in edges} - {number for name, number in self._kept if name == file}
-        fresh = {number: self._room(number, record.size) for number in sorted(missing)}
-        straight += [Piece(number * BLOCK_BYTES, memoryview(room)) for number, room in fresh.items()]
-        if straight:
-            blocks.read(path, record, straight)
-        for number, piece in edges:
-            block = fresh.get(number) or self._kept[file, number]
-            scatter(Segment.of(piece), number * BLOCK_BYTES, memoryview(block))
-        self._keep(file, edges, fresh, min(2 * chunks + 2, KEPT_BLOCKS))
-
-    def _room(self, number: int, size: int) -> bytearray:
-        return bytearray(min(BLOCK_BYTES, size - number * BLOCK_BYTES))
-
-    def _keep(self, file: str, edges: Sequence[tuple[int, Piece]], fresh: Mapping[int, bytearray], most: int) -> None:
-        for number, _ in edges:
-            if number in fresh:
-                self._kept[file, number] = fresh[number]
-            self._kept.move_to_end((file, number))
-        while len(self._kept) > most:
-            self._kept.popitem(last=False)
 
 
 def _split_by_block(piece: Piece, size: int, straight: list[Piece], edges: list[tuple[int, Piece]]) -> None:
