@@ -19,8 +19,8 @@ from torchtitan_lite import faults
 from torchtitan_lite.disk.block_reader import BlockReader
 from torchtitan_lite.disk.block_writer import aligned
 from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES, FileRecord, block_digest
+from torchtitan_lite.disk.helper import Rate
 from torchtitan_lite.disk.plain_file import opened_plain_file, sizes_of
-from torchtitan_lite.disk.rate import Rate
 from torchtitan_lite.disk.read_requests import request_memory
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, SaveFailed, UploadRefused
 from torchtitan_lite.events import Emit, Event, Uploaded, UploadFailed, ignore
