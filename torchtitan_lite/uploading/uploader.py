@@ -18,8 +18,8 @@ from torchtitan_lite import faults
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.block_writer import Bounced
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, num_blocks
+from torchtitan_lite.disk.helper import Rate
 from torchtitan_lite.disk.plain_file import sizes_of
-from torchtitan_lite.disk.rate import Rate
 from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, CheckpointUnreadable, SaveFailed, UploadRefused
 from torchtitan_lite.events import Emit, Event, Uploaded, UploadFailed, ignore

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 from torchtitan_lite import log
 from torchtitan_lite.checkpoint.staging.mark import CARD_MOST_BYTES, Mark, Marked, read_mark
 from torchtitan_lite.disk.digest import digest_blocks
-from torchtitan_lite.disk.helper import Helper, Line
-from torchtitan_lite.disk.rate import Rate
+from torchtitan_lite.disk.helper import Helper, Line, Rate
 from torchtitan_lite.disk.shared_memory import map_shared
 from torchtitan_lite.disk.threads import give_way
 from torchtitan_lite.distributed.job_link import JobLink

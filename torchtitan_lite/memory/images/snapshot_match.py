@@ -93,7 +93,8 @@ def _why_stale(image: ImageFacts, disk: OnDisk) -> str:
         return ""
     if known == latest or (latest.step == image.key.step and disk.latest_start == image.key.start):
         return ""
-    if disk.latest_start == image.key.start and _is_after(latest, known, disk):
+    is_after = known is None or latest.step > known.step or known.step in disk.abandoned  # Or on a branch.
+    if disk.latest_start == image.key.start and is_after:
         return ""
     if known is not None and latest in image.before and _is_damaged_commit(known, disk):
         return ""  # Only damage makes it the latest: nothing was committed since.
@@ -104,11 +105,6 @@ def _why_stale(image: ImageFacts, disk: OnDisk) -> str:
 def _is_damaged_commit(known: Commit, disk: OnDisk) -> bool:
     """Return whether `known` is on disk, damaged. Its owner has not deleted it, so no rollback was wanted."""
     return any(rest.is_rest_of(known) for rest in disk.rests)
-
-
-def _is_after(latest: Commit, known: Commit | None, disk: OnDisk) -> bool:
-    """Return whether `latest` may have been committed by a start that knew `known`: after it, or on a branch."""
-    return known is None or latest.step > known.step or known.step in disk.abandoned
 
 
 def _why_not_chosen(image: ImageFacts, disk: OnDisk) -> str:
