@@ -15,7 +15,7 @@ import pytest
 from tests.events import an_event
 from tests.logged import logged_warnings
 from torchtitan_lite import events
-from torchtitan_lite.event_lines import Recorded, parse_event, parse_record
+from torchtitan_lite.event_lines import Recorded, parse_record
 from torchtitan_lite.events import EVENTS, LARGEST, Committed, Fallback, Finished, Preempted, emit_to, is_figure
 
 ROOT = Path(__file__).parents[1]
@@ -119,7 +119,10 @@ def test_a_line_of_an_older_version_or_with_broken_figures_is_read_as_far_as_it_
     recorded = parse_record(older | {"kind": "full", "seconds": 0.5, "of_a_later_version": 3})
     assert recorded == (1.0, Committed(5, kind="full", bytes=7, seconds=0.5, stall_seconds=1.0))
     for broken in (None, "7", [7], {}, True, float("nan"), 10**400, -1e300):
-        event = parse_event("committed", 5, dict.fromkeys(NAMES["committed"], broken) | {"kind": broken})
+        figures = dict.fromkeys(NAMES["committed"], broken) | {"kind": broken}
+        recorded = parse_record(figures | {"event": "committed", "step": 5, "time": 1})
+        assert recorded is not None
+        event = recorded.event
         assert isinstance(event, Committed) and (event.bytes, event.slowest_rank, event.slowest_seconds) == (
             0,
             None,
@@ -127,7 +130,8 @@ def test_a_line_of_an_older_version_or_with_broken_figures_is_read_as_far_as_it_
         )
         assert math.isnan(event.seconds) and math.isnan(event.stall_seconds)
         assert event.kind == (broken if isinstance(broken, str) else "")
-    assert parse_event("fallback", 5, {"keys": [1]}) == Fallback(5, damaged_step=0, finding="", keys=())
+    recorded = parse_record({"event": "fallback", "step": 5, "time": 1, "keys": [1]})
+    assert recorded == (1.0, Fallback(5, damaged_step=0, finding="", keys=()))
 
 
 def test_a_number_counts_up_to_the_largest() -> None:

@@ -223,7 +223,7 @@ def test_a_write_meets_every_kind_of_fault() -> None:
 def test_slow_waits_for_its_seconds_and_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     monkeypatch.setattr("time.sleep", waited.append)
-    faults.install("slow@fsync:seconds=0.25,times=2;slow@open", rank=0)
+    faults.install("slow@fsync:seconds=25e-2,times=2;slow@open", rank=0)
     assert not fired(passing("fsync"), 3)
     assert not fired(passing("open"), 1)
     assert waited == [0.25, 0.25, 1.0]
@@ -282,6 +282,7 @@ def test_a_fault_is_logged_when_it_is_installed_and_when_it_happens(caplog: pyte
         ("kill@write:times=0", ["times: expected a number from 1, or always, found '0'"]),
         ("kill@write:after=", ["after: expected a number from 0, found ''"]),
         ("kill@write:path=", ["path: expected a glob"]),
+        ("slow@write:seconds=.", ["found '.'"]),
         ("slow@write:seconds=nan", ["seconds: expected a number of seconds, found 'nan'"]),
         ("slow@write:seconds=-1", ["found '-1'"]),
         ("EIO@write:seconds=1", ["expected seconds with slow only"]),

@@ -42,7 +42,7 @@ WITHOUT_TORCH = (
         "memory.keeper",
     ),
     *("bucket", "stores", "checkpoint.run_folders", "uploading"),
-    *(f"checkpoint.format.{name}" for name in ("clocks", "contents", "dtypes", "plain_value", "structure")),
+    *(f"checkpoint.format.{name}" for name in ("contents", "dtypes", "plain_value", "structure")),
     *(f"checkpoint.untrusted.{name}" for name in ("inert_pickle", "safe_metadata", "saved_file", "stock_item")),
     *("checkpoint.untrusted.safetensors_header", "checkpoint.reading.files"),
     "checkpoint.reading.folder",

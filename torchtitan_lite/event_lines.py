@@ -25,21 +25,19 @@ class Recorded(NamedTuple):
 
 
 def parse_record(record: Mapping[str, Any]) -> Recorded | None:
-    """Return the event in `record`, the object of a line; None for another program's, or a later version's."""
-    time, event = record.get("time"), parse_event(record.get("event"), record.get("step"), record)
-    return Recorded(float(time), event) if event is not None and is_figure(time) else None
+    """Return the event in `record`, the object of a line; None for another program's, or a later version's.
 
-
-def parse_event(name: object, step: object, figures: Mapping[str, Any]) -> Event | None:
-    """Return the event of this name and step; None if there is none of the name, or the step is no whole number.
-
-    Figures that it does not have are skipped. One that is missing, as older versions wrote fewer, or of another type,
-    is its default, else NaN for a float, 0 for an int, and empty.
+    Figures that the event does not have are skipped. One that is missing, as older versions wrote fewer, or of another
+    type, is its default, else NaN for a float, 0 for an int, and empty.
     """
+    time, name, step = record.get("time"), record.get("event"), record.get("step")
     kind = EVENTS.get(name) if isinstance(name, str) else None
     if kind is None or not isinstance(step, int) or isinstance(step, bool) or abs(step) > _LARGEST_STEP:
         return None
-    return kind(step, **{field.name: _field_value(field, figures.get(field.name)) for field in figures_of(kind)})
+    if not is_figure(time):
+        return None
+    figures = {field.name: _field_value(field, record.get(field.name)) for field in figures_of(kind)}
+    return Recorded(float(time), kind(step, **figures))
 
 
 def _field_value(field: Field[Any], value: object) -> Any:

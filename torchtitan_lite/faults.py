@@ -260,7 +260,7 @@ _VALUES: Mapping[str, tuple[str, str]] = {
     "path": (".+", "a glob, such as *.distcp"),
     "after": _NUMBER,
     "times": ("0*[1-9][0-9]*|always", "a number from 1, or always"),
-    "seconds": (r"[0-9]+(\.[0-9]*)?", "a number of seconds"),
+    "seconds": (r"([0-9]+\.?[0-9]*|\.[0-9]+)(e-?[0-9]+)?", "a number of seconds"),
 }
 """The pattern of each condition's value, and what it is."""
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.optim.lr_scheduler import LambdaLR
 
-from torchtitan_lite.config.job_config import DecayType, LRScheduler, Optimizer
+from torchtitan_lite.config.job_config import LRScheduler, Optimizer
+from torchtitan_lite.config.sections.training import DecayType
 from torchtitan_lite.distributed.reduce import norm_over_group
 from torchtitan_lite.log import counted, logger
 from torchtitan_lite.torch_private import set_last_lr

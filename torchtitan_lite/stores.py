@@ -46,11 +46,6 @@ _IT_FAILED = "The cause is its file system, not a permission: start the same com
 """For EIO, ESTALE, ENOLCK, ENOTEMPTY, ETIMEDOUT and the like: there are many, and each file system has its own."""
 
 
-def _fix_of(error: OSError) -> str:
-    """Return what helps against an `error` in a folder on disk; empty where the system has given no code."""
-    return next((fix for fix, codes in _FIXES.items() if error.errno in codes), _IT_FAILED if error.errno else "")
-
-
 @contextmanager
 def usable(folder: Path | str, key: str = "") -> Iterator[None]:
     """Raise `FolderUnusable` for an OSError in the block; errors of this package pass unchanged.
@@ -62,5 +57,7 @@ def usable(folder: Path | str, key: str = "") -> Iterator[None]:
     except TorchtitanLiteError:
         raise
     except OSError as error:
-        fix = "" if is_in_object_store(str(folder)) else _fix_of(error)
+        fix = ""
+        if error.errno and not is_in_object_store(str(folder)):
+            fix = next((fix for fix, codes in _FIXES.items() if error.errno in codes), _IT_FAILED)
         raise FolderUnusable(str(folder), str(error), key, fix) from error

@@ -37,7 +37,6 @@ from torchtitan_lite.distributed.peers import build_peers
 from torchtitan_lite.distributed.process_group import World, shorten_timeouts
 from torchtitan_lite.distributed.reduce import max_over_ranks, mean_over_ranks
 from torchtitan_lite.divergence import DivergenceCheck
-from torchtitan_lite.dry_run import as_built, report_start
 from torchtitan_lite.errors import TrainingDiverged
 from torchtitan_lite.events import Diverged, Finished, Resumed
 from torchtitan_lite.hugging_face.known_model import HuggingFaceModel
@@ -99,7 +98,7 @@ class Trainer:
         stages = self.plan.stages if world.is_simulated else self.plan.stages_of(world.rank)
         parts = {stage: self._build_part(stage) for stage in stages}
         self.model_parts = list(parts.values())
-        self.optimizers = build_optimizers(self.model_parts, as_built(config).optimizer)
+        self.optimizers = build_optimizers(self.model_parts, _as_built(config).optimizer)
         self.lr_schedulers = build_lr_schedulers(self.optimizers, config.lr_scheduler, config.training.steps)
         self.scaler = torch.amp.GradScaler(
             world.device.type, enabled=config.training.mixed_precision_param == "float16"
@@ -132,7 +131,7 @@ class Trainer:
             only_loads=self._only_loads,
         )
         if self.config.checkpoint.dry_run:
-            return report_start(self.checkpointer, self.config, self._check_weights)
+            return self._report_start()
         self.checkpointer.open()  # Takes the lease, before any write into the folder: another job may be using it.
         if not self._only_loads:
             self.peers.on_coordinator(lambda: write_config(self.dump_folder, self.config))
@@ -167,10 +166,27 @@ class Trainer:
 
         return lambda path, out: write_llama(open_expected(path, self.args), out).notes
 
-    def _check_weights(self, source: Path) -> None:
-        from torchtitan_lite.models.llama.imported import open_expected
+    def _report_start(self) -> int:
+        """Log whether the run would end, resume, import weights or start from scratch; return the exit code."""
+        manager, steps = self.checkpointer, self.config.training.steps
+        if ended := manager.ended():
+            logger.info("It would end at once. Training completed: %s", ended.summary(steps))
+            return 0
+        if manager.lacks_only_hugging_face():
+            logger.info("Nothing is left to train, but the weights would be written in Hugging Face's format")
+            return 0
+        if source := manager.would_import():
+            from torchtitan_lite.models.llama.imported import open_expected
 
-        self.peers.on_coordinator(lambda: open_expected(source, self.args).chosen.notes)
+            self.peers.on_coordinator(lambda: open_expected(source, self.args).chosen.notes)
+            logger.info("It would import %s as step 0 into %s, and start from there", source, self.dump_folder)
+            return 0
+        report = manager.dry_run()
+        logger.info("%s", report or f"No checkpoint in {self.dump_folder}: it would be a fresh start")
+        if report is not None and report.step >= steps and not report.refusals:
+            export = ", but its weights would be exported" if self.config.checkpoint.export_folder else ""
+            logger.info("Nothing is left to train after step %d%s", report.step, export)
+        return 1 if report is not None and report.refusals else 0
 
     def _resume(self) -> None:
         state = self.train_state
@@ -430,7 +446,7 @@ class Trainer:
         return [watch]
 
     def _build_part(self, stage: Stage) -> Transformer:
-        config = as_built(self.config)
+        config = _as_built(self.config)
         model = self._on_meta()
         cut_to_stage(model, stage)
         parallelize_llama(model, self.mesh, self.plan.dims, config)
@@ -443,3 +459,15 @@ class Trainer:
     def _on_meta(self) -> Transformer:
         with torch.device("meta"):
             return Transformer(self.args)
+
+
+def _as_built(config: JobConfig) -> JobConfig:
+    """Return `config`; of a dry run, without compilation, fused kernels and, with simulated ranks, CPU offload."""
+    if not config.checkpoint.dry_run:
+        return config
+    # Offloading needs an accelerator, which the machine of simulated ranks may lack and those of real ones must have.
+    offloads = config.training.enable_cpu_offload and not config.comm.simulated_ranks
+    training = dataclasses.replace(config.training, compile=False, enable_cpu_offload=offloads)
+    # Not fused: torch has no fused kernels for the meta device.
+    optimizer = dataclasses.replace(config.optimizer, implementation="foreach")
+    return dataclasses.replace(config, training=training, optimizer=optimizer)

@@ -23,7 +23,8 @@ from torchtitan_lite.checkpoint.saving.target import Origin, SaveTarget
 from torchtitan_lite.checkpoint.seams import Seams
 from torchtitan_lite.checkpoint.state.optimizer_state import ParameterSlot, by_name
 from torchtitan_lite.collection import no_collection
-from torchtitan_lite.config.job_config import AsyncMode, Checkpoint, Job, JobConfig
+from torchtitan_lite.config.job_config import Checkpoint, Job, JobConfig
+from torchtitan_lite.config.sections.checkpoint import AsyncMode
 from torchtitan_lite.disk import block_writer
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.models.llama.model import Transformer

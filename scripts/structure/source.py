@@ -40,7 +40,7 @@ FLATS: dict[str, tuple[tuple[str, ...], ...]] = {
     # Loops that train: ours, and those of other libraries.
     "trainer": (
         ("models",),
-        ("data", "divergence", "optim", "metrics", "parallelisms", "dry_run"),
+        ("data", "divergence", "optim", "metrics", "parallelisms"),
         ("preflight",),
         ("trainer", "integrations"),
         ("train",),

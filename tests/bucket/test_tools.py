@@ -67,7 +67,7 @@ def test_a_folder_without_full_steps_is_its_latest_weights_and_a_damaged_one_is_
         (":8", 1, "step 8 is not in FOLDER (it has 7)"),
         ("/step-8", 1, "step 8 is not in FOLDER (it has 7)"),
         ("/step-8.0123456789abcdef", 1, "FOLDER/step-8.0123456789abcdef holds no checkpoint: there is no manifest"),
-        (":seven", 2, "'FOLDER:seven' has ':' in the name of a folder"),
+        (":seven", 2, "'FOLDER:seven' is not the address of a folder"),
         ("/none", 1, "FOLDER/none holds no checkpoint: there is no complete checkpoint in it"),
         ("/none:7", 1, "step 7 is not in FOLDER/none (it has no checkpoint)"),
     ],
@@ -396,7 +396,13 @@ def test_prune_refuses_a_folder_whose_job_lives(folder: str) -> None:
             ["prune", "FOLDER", "--min-free-disk-gb", "1"],
             "--min-free-disk-gb: FOLDER is in an object store, which always has room",
         ),
-        (["ls", "s3://bucket"], "'s3://bucket' is a complete bucket: name a folder in it, as in s3://bucket/run"),
+        (
+            ["ls", "s3://bucket"],
+            "'s3://bucket' is not the address of a folder in an object store: expected s3:// (Amazon S3 and "
+            "compatible stores), gs:// (Google Cloud Storage), az:// (Azure Blob Storage), then a bucket of letters, "
+            "digits, '.', '_' and '-', then a folder, whose names may also have !,'()=+@. Write a kind of store, a "
+            "bucket and a folder in it, as in s3://bucket/run",
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
@@ -14,8 +16,8 @@ from tests.checkpoint.savers import Lent
 from tests.checkpoint.small_run import SmallRun
 from tests.clock import Clock
 from tests.examples import mostly_slow
+from torchtitan_lite.checkpoint.saving.in_flight import InFlightSave
 from torchtitan_lite.checkpoint.saving.savers import ProcessSaver
-from torchtitan_lite.disk import threads
 from torchtitan_lite.distributed.peers import Peers
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
@@ -26,7 +28,10 @@ StartRun = Callable[..., SmallRun]
 def _saves_that_are_left_behind() -> Iterator[None]:
     """Let the test process exit without waiting for saves that some tests leave unfinished for ever."""
     yield
-    threads._UNFINISHED.clear()
+    gc.unfreeze()  # Objects that are frozen are not listed.
+    for each in gc.get_objects():
+        if type(each) is InFlightSave:
+            atexit.unregister(each.end_at_exit)
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 
 import pytest
 from hypothesis import given
@@ -33,31 +34,19 @@ def test_only_what_begins_with_a_scheme_is_meant_as_an_address() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "finding"),
+    "text",
     [
-        ("http://host/run", r"'http://host/run' is not the address .* expected s3:// \(Amazon S3"),
-        ("file:///data/run", "is not the address"),
-        ("hdfs://host/run", "is not the address"),
-        ("S3://bucket/run", "is not the address"),
-        ("outputs/checkpoint", "is not the address"),
-        ("s3://", "has no bucket: expected a bucket of letters"),
-        ("s3:///run", "has no bucket"),
-        ("s3://bücket/run", "has no bucket: .* found 'bücket'"),
-        ("s3://bucket", "is a complete bucket: name a folder in it, as in s3://bucket/run"),
-        ("s3://bucket/", "is a complete bucket: name a folder in it, as in s3://bucket/run"),
-        ("s3://bucket/run/../other", r"has the folder '\.\.' in it"),
-        ("s3://bucket/./run", r"has the folder '\.' in it"),
-        ("s3://bucket//run", "has the folder '' in it"),
-        ("s3://bucket/run//", "has the folder '' in it"),
-        ("s3://bucket/my run", "has ' ' in the name of a folder: expected letters"),
-        ("s3://bucket/run%2F", "has '%' in the name"),
-        ("s3://bucket/run\n", r"has '\\n' in the name"),
-        ("s3://bucket/run?versionId=1", r"^'s3://bucket/run' is followed by '\?' or '#'"),
-        ("s3://bucket/run#1", "^'s3://bucket/run' is followed by"),
+        *("http://host/run", "file:///data/run", "hdfs://host/run", "S3://bucket/run", "outputs/checkpoint"),
+        *("s3://", "s3:///run", "s3://bücket/run", "s3://bucket", "s3://bucket/"),
+        *("s3://bucket/run/../other", "s3://bucket/./run", "s3://bucket//run", "s3://bucket/run//"),
+        *("s3://bucket/my run", "s3://bucket/run%2F", "s3://bucket/run\n"),
     ],
 )
-def test_what_is_no_address_is_refused_in_one_sentence(text: str, finding: str) -> None:
-    with pytest.raises(ConfigError, match=finding):
+def test_what_is_no_address_is_refused_in_one_sentence(text: str) -> None:
+    expected = (
+        r"is not the address of a folder .* expected s3:// \(Amazon S3 .* a bucket of letters, .* s3://bucket/run\.$"
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(repr(text))} {expected}"):
         parse_address(text)
 
 

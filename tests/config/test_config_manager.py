@@ -219,7 +219,7 @@ def test_an_error_on_the_command_line_is_named_with_its_fix(words, expected):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("--checkpoint.folder=", "checkpoint.folder: expected the name of a folder"),
+        ("--checkpoint.folder=", "checkpoint.folder: expected a folder of its own, found an empty string"),
         ("--checkpoint.interval 0", "checkpoint.interval: expected at least 1, found 0"),
         ("--checkpoint.keep_latest_k -1", "checkpoint.keep_latest_k: expected at least 0, found -1"),
         ("--checkpoint.load_step -2", "checkpoint.load_step: expected at least -1, found -2"),

@@ -78,7 +78,8 @@ def test_its_view_names_the_data_the_tokenizer_and_the_file_of_tokens(tmp_path: 
         views.append(build_dataloader(config, tokenizer, seed=0, rank=0, num_ranks=1).view())
     first, second, only_loads = views
     assert first == second
-    tokens = (Kind.TOKENS, "the file of tokens")
+    (tokens,) = (fact for fact in first.facts if fact[0] is Kind.TOKENS)
+    assert tokens[1].startswith(f"the file of tokens {tmp_path / 't'}/")
     assert first.facts == {**only_loads.facts, tokens: first.facts[tokens]} and tokens not in only_loads.facts
     assert int(first.facts[tokens].split()[1]) in {path.stat().st_ino for path in (tmp_path / "t").rglob("*")}
     in_bytes = build_dataloader(JobConfig(training=training), ByteTokenizer(), seed=0, rank=0, num_ranks=1).view()

@@ -400,7 +400,8 @@ def test_a_full_disk_names_the_folder_and_the_key(tmp_path: Path) -> None:
     with small_disk(tmp_path / "kept"), pytest.raises(TokensNotWritten) as raised:
         corpus(tmp_path, texts).read(0, 1)
     assert not isinstance(raised.value, ConfigError), "the exit code is 1"
-    message = r"the tokens of the corpus could not be written in \S+/kept/[0-9a-f]+: No space left on device\. "
+    message = r"the tokens of the corpus could not be written in \S+/kept/[0-9a-f]+: No space left on device, "
+    message += r"\S+ \S+ are free\. "
     message += r"Make room there, or set --training\.tokens_folder to a folder on .*"
     assert re.fullmatch(message, str(raised.value))
     with small_disk(tmp_path / "other"), pytest.raises(ConfigError, match="a folder that this user may write"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,7 +83,8 @@ def test_a_folder_is_made_private_and_stays_as_it_was(short: Path) -> None:
 def test_a_folder_that_others_can_use_is_refused(short: Path, mode: int) -> None:
     (short / "open").mkdir()
     (short / "open").chmod(mode)
-    with pytest.raises(KeeperUnavailable, match=f"other users can use .*mode {mode:o}.: expected 700"):
+    found = re.escape(stat.filemode(stat.S_IFDIR | mode))
+    with pytest.raises(KeeperUnavailable, match=f"expected a drwx------ of user .*, found {found} of user"):
         make_private(short / "open")
 
 
@@ -89,8 +92,8 @@ def test_a_link_and_a_file_are_refused_by_what_they_are(short: Path) -> None:
     (short / "file").touch(mode=0o600)
     (short / "folder").mkdir(mode=0o700)
     (short / "link").symlink_to("folder")
-    for name, what in (("file", "no folder"), ("link", "a symbolic link")):
-        with pytest.raises(KeeperUnavailable, match=f"{name} is {what}: expected a folder"):
+    for name, mode in (("file", "-rw-------"), ("link", "lrwxrwxrwx")):
+        with pytest.raises(KeeperUnavailable, match=f"{name}: expected a drwx------ of user .*, found {mode} of user"):
             refuse_shared(short / name)
 
 
@@ -98,6 +101,6 @@ def test_a_link_and_a_file_are_refused_by_what_they_are(short: Path) -> None:
 def test_a_folder_of_another_user_is_refused_and_not_used(short: Path) -> None:
     (short / "other").mkdir(mode=0o700)
     os.chown(short / "other", 65534, -1)
-    with pytest.raises(KeeperUnavailable, match=f"belongs to user 65534: expected {os.geteuid()}"):
+    with pytest.raises(KeeperUnavailable, match=f"of user {os.geteuid()}, found drwx------ of user 65534"):
         refuse_shared(short / "other")
     assert socket_path(short, short / "other").parent.parent == Path(tempfile.gettempdir())

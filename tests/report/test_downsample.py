@@ -7,7 +7,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_lite.report.curves import buckets, quantile, usual_range
+from torchtitan_lite.report.curves import buckets, usual_range
 from torchtitan_lite.report.scales import exact_scale, nice_scale, seconds_text, short_step
 
 VALUES = st.lists(st.one_of(st.floats(-1e6, 1e6), st.just(math.nan)), min_size=1, max_size=80)
@@ -55,11 +55,6 @@ def test_an_axis_of_steps_ends_where_the_run_ends() -> None:
 def test_durations_have_the_units_of_a_person() -> None:
     texts = [seconds_text(seconds) for seconds in (0.0521, 5.678, 45.61, 200, 3 * 3600 + 300, 200_000)]
     assert texts == ["0.052 s", "5.68 s", "45.6 s", "3 min 20 s", "3 h 5 min", "2 d 7 h"]
-
-
-def test_a_quantile_skips_what_is_not_finite() -> None:
-    assert quantile([3.0, math.nan, 1.0, 2.0], 0.5) == 2.0
-    assert math.isnan(quantile([], 0.5))
 
 
 def test_a_lone_spike_does_not_flatten_the_curve_and_a_steep_beginning_is_drawn_in_full() -> None:

@@ -226,7 +226,7 @@ def test_a_run_that_has_lost_its_ledger_is_one_start_of_unknown_time(folder: Pat
     assert [(start.last_step, start.end) for start in found.starts] == [(60, "finished")]
     assert found.parts == {} and math.isnan(found.goodput)
     assert [save.fate.value for save in found.saves] == [save.fate.value for save in read_run(str(folder)).saves]
-    assert "it has no ledger" in render_page([found])
+    assert "is not there" in render_page([found])
 
 
 def test_a_logged_line_covers_the_steps_since_the_last_one_or_the_load() -> None:

@@ -493,7 +493,7 @@ def test_a_lock_file_that_cannot_be_removed_is_a_warning(
     (root / "writer.lock").unlink()
     (root / "writer.lock").mkdir()
     lease.release()
-    assert "Could not remove" in caplog.text
+    assert "Could not give" in caplog.text
 
 
 class Looks:

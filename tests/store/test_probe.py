@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,16 @@ def test_a_lack_of_what_is_needed_refuses_each_start(tmp_path: Path, monkeypatch
         with pytest.raises(FolderUnusable, match=RENAMES):
             log_lacks(tmp_path, 60)
     assert tried == [tmp_path] * 2, "each start tries it again"
+
+
+def test_of_two_folders_of_one_file_system_each_is_refused_by_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial: Future[list[str]] = Future()
+    trial.set_exception(FolderUnusable("another folder", "it renames nothing", fix="Mount one that does"))
+    monkeypatch.setattr(module, "_TRIED", {tmp_path.stat().st_dev: trial})
+    with pytest.raises(FolderUnusable, match=rf"^{tmp_path} .*it renames nothing\. Mount one that does"):
+        log_lacks(tmp_path, 60)
 
 
 def test_the_page_on_file_systems_has_what_is_tried_and_what_follows() -> None:

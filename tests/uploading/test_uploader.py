@@ -15,7 +15,7 @@ from tests.checkpoint.small_run import SmallRun
 from tests.disks import fill, make_read_only, small_disk
 from tests.store.filled import flip
 from tests.uploading.runs import run_of, steps_in
-from torchtitan_lite.disk.rate import Rate
+from torchtitan_lite.disk.helper import Rate
 from torchtitan_lite.errors import CheckpointError, FolderInUse, UploadRefused
 from torchtitan_lite.events import Event
 from torchtitan_lite.store import layout

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from torchtitan_lite.bucket.head import Entry, Head, Status
+from torchtitan_lite.bucket.head import Head, Status
 from torchtitan_lite.bucket.head_file import HeadFile
 from torchtitan_lite.bucket.head_lease import BucketLease, HeldHead, delete_attempt
 from torchtitan_lite.bucket.identity import folder_id, probe
@@ -265,16 +265,15 @@ class BucketStore(StoresCheckpoints):
     def errors_by_step(self, above: int = -1) -> dict[int, CheckpointDamaged | CheckpointUnreadable]:
         while True:
             kept = self.head().kept
-            errors = {each.step: error for each in kept if each.step > above and (error := self._error_of(each))}
+            errors: dict[int, CheckpointDamaged | CheckpointUnreadable] = {}
+            for each in kept:
+                try:
+                    if each.step > above:
+                        self._manifests.find(each)
+                except (CheckpointDamaged, CheckpointUnreadable) as error:
+                    errors[each.step] = error
             if not errors or self.head().kept == kept:
                 return errors
-
-    def _error_of(self, entry: Entry) -> CheckpointDamaged | CheckpointUnreadable | None:
-        try:
-            self._manifests.find(entry)
-        except (CheckpointDamaged, CheckpointUnreadable) as error:
-            return error
-        return None
 
     def _is_removed(self, name: str) -> bool:
         """Return whether the checkpoint `name`, which no reader sees, could be deleted; log a warning if not."""

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from torchtitan_lite import faults
 from torchtitan_lite.bucket import naming
-from torchtitan_lite.bucket.head import Entry, Head
+from torchtitan_lite.bucket.head import Head
 from torchtitan_lite.bucket.head_file import FoundHead, HeadFile
 from torchtitan_lite.bucket.identity import folder_id, probe
-from torchtitan_lite.bucket.objects import Condition, ConditionFailed, Objects, StoreUnavailable
+from torchtitan_lite.bucket.objects import ConditionFailed, Objects, StoreUnavailable
 from torchtitan_lite.bucket.recovery import highest_beat, rebuilt
 from torchtitan_lite.errors import CheckpointError, FolderInUse, LeaseLost
 from torchtitan_lite.log import logger
@@ -40,15 +40,6 @@ class Claim(NamedTuple):
     token: str
 
 
-class Sign(NamedTuple):
-    """What changes while a holder lives. Pins are not in it: any process may change those."""
-
-    epoch: int
-    token: str
-    beat: Condition | None
-    entries: tuple[Entry, ...]
-
-
 class BucketLease(Lease):
     """The lease of the folder of `objects`, in whose head `file` the holder stands."""
 
@@ -68,8 +59,6 @@ class BucketLease(Lease):
         self._file = file
         self._probe = probe
         self._epoch = 0
-        self.not_renewed = f"Could not show in {objects.address} that this job lives"
-        self.not_released = f"Could not give {file.path} up"
 
     @property
     def claim(self) -> Claim | None:
@@ -96,12 +85,13 @@ class BucketLease(Lease):
         found = self._file.look()
         if (head := found.head) is None:
             epoch, beat = highest_beat(self._objects)
-            return LockSeen(found, None, "an unknown job", Sign(epoch, "", beat, ()), is_free=beat is None)
+            return LockSeen(found, None, "an unknown job", (epoch, "", beat, ()), is_free=beat is None)
         holder, beat = head.holder, None
         if holder is not None:
             with suppress(FileNotFoundError):
                 beat = self._objects.head(naming.beat_key(head.epoch)).condition
-        sign = Sign(head.epoch, "" if holder is None else holder.token, beat, head.entries)
+        # Pins are not in it: any process may change those.
+        sign = (head.epoch, "" if holder is None else holder.token, beat, head.entries)
         # By its own beats or by ours, whichever is slower: the two jobs may have different settings.
         silence_seconds = BEATS_OF_SILENCE * head.beat_seconds
         return LockSeen(found, holder, head.holder_name, sign, holder is None, silence_seconds)

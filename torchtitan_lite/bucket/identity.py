@@ -83,10 +83,7 @@ def _written(objects: Objects, key: str, data: bytes, condition: Condition | Non
             found, version = objects.get(key)
             if found == data:
                 return version
-    finding = (
-        "does not carry out conditional writes, so two jobs could write the folder. Use one that does, as Amazon S3"
-    )
-    raise FolderUnusable(objects.address, f"the store {finding}")
+    raise _unfit(objects)
 
 
 def _refuse_unless_refused(objects: Objects, key: str, data: bytes, condition: Condition | None) -> None:
@@ -94,8 +91,12 @@ def _refuse_unless_refused(objects: Objects, key: str, data: bytes, condition: C
         objects.put_if(key, data, condition)
     except ConditionFailed:
         return
-    finding = "ignores conditional writes, so two jobs would both write the folder"
-    raise FolderUnusable(objects.address, f"the store {finding}. Use a store that carries them out, as Amazon S3 does")
+    raise _unfit(objects)
+
+
+def _unfit(objects: Objects) -> FolderUnusable:
+    finding = "the store does not carry out conditional writes, so two jobs could write the folder"
+    return FolderUnusable(objects.address, f"{finding}. Use one that does, as Amazon S3")
 
 
 def _delete(objects: Objects, key: str) -> None:

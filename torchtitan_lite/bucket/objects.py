@@ -145,7 +145,21 @@ class Objects:
 
     def upload(self, key: str, parts: Iterator[memoryview], part_bytes: int, at_a_time: int) -> None:
         """Write the object `key` from `parts`, each of `part_bytes` but the last, in several requests at a time."""
-        source = _PartsToSend(parts)
+        num_bytes, is_over = 0, False
+        failure: BaseException | None = None  # The client replaces it by one of its own.
+
+        def to_send() -> Iterator[memoryview]:
+            nonlocal num_bytes, is_over, failure
+            try:
+                for part in parts:
+                    num_bytes += len(part)
+                    yield part
+            except BaseException as error:
+                failure = error
+                raise
+            is_over = True
+
+        source = to_send()
         first = next(source, memoryview(b""))
         try:
             with self._translated(key):
@@ -156,19 +170,18 @@ class Objects:
                     several = {"use_multipart": True, "chunk_size": part_bytes, "max_concurrency": at_a_time}
                     self._client.put(self._bulk, key, chain([first], source), **several)
         except OSError as error:
-            if source.failure is not None:
-                raise source.failure from None
-            if self._is_complete(key, source):
-                return
+            if failure is not None:
+                raise failure from None
+            if is_over and self._has(key, num_bytes):
+                return  # The answer that says so was lost.
             if not is_missing_object(error):
                 raise
             finding = "no usable answer from the store (the upload was lost)"
             raise StoreUnavailable(errno.ETIMEDOUT, finding, error.filename) from None
 
-    def _is_complete(self, key: str, source: _PartsToSend) -> bool:
-        """Return whether the new object `key` is there, though the answer that says so was lost."""
+    def _has(self, key: str, num_bytes: int) -> bool:
         try:
-            return source.is_over and self.head(key).size == source.num_bytes
+            return self.head(key).size == num_bytes
         except OSError:
             return False
 
@@ -228,31 +241,6 @@ class Objects:
             if type(error).__name__ != "PanicException":
                 raise
             raise OSError(errno.EIO, "the client of the store failed; its message is above", key) from None
-
-
-class _PartsToSend:
-    """The parts of an object, and the exception that ended them: the client replaces it by one of its own."""
-
-    def __init__(self, parts: Iterator[memoryview]) -> None:
-        self._parts = parts
-        self.num_bytes = 0
-        self.is_over = False
-        self.failure: BaseException | None = None
-
-    def __iter__(self) -> Iterator[memoryview]:
-        return self
-
-    def __next__(self) -> memoryview:
-        try:
-            part = next(self._parts)
-        except StopIteration:
-            self.is_over = True
-            raise
-        except BaseException as error:
-            self.failure = error
-            raise
-        self.num_bytes += len(part)
-        return part
 
 
 def _client() -> Any:

@@ -20,7 +20,7 @@ from torchtitan_lite.bucket.objects import Condition, Objects
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, FolderUnusable
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import recorded_sizes
-from torchtitan_lite.store.manifest import UNKNOWN, CheckpointKind, Manifest
+from torchtitan_lite.store.manifest import UNKNOWN, CheckpointKind
 from torchtitan_lite.store.place import ObjectPlace
 
 ATTEMPT = "attempt"
@@ -85,15 +85,10 @@ def _found_commit(objects: Objects, name: str, sizes: Mapping[str, int]) -> Foun
     except CheckpointDamaged as error:
         entry = Entry(step, attempt, CheckpointKind.FULL, UNKNOWN.run_id, "").damaged([error.finding])
         return FoundCommit(entry)
-    entry = Entry(
-        step, attempt, manifest.kind, manifest.lineage.run_id, digest, findings=_commit_findings(manifest, sizes)
-    )
+    findings = size_findings(recorded_sizes(manifest.files), sizes)
+    if layout.FINDINGS in sizes:
+        findings = [f"it was set aside; {layout.FINDINGS} says why"]
+    entry = Entry(step, attempt, manifest.kind, manifest.lineage.run_id, digest, findings=tuple(findings))
     epoch = manifest.extra.get(EPOCH)
     epoch = epoch if type(epoch) is int and epoch >= 0 else 0
     return FoundCommit(entry, epoch, manifest.created_at, manifest.lineage.abandons)
-
-
-def _commit_findings(manifest: Manifest, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    if layout.FINDINGS in sizes:
-        return (f"it was set aside; {layout.FINDINGS} says why",)
-    return tuple(size_findings(recorded_sizes(manifest.files), sizes))

@@ -14,7 +14,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NoReturn, get_args, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 from torchtitan_lite.config.value_kinds import ValueKind
 from torchtitan_lite.errors import ConfigError
@@ -54,11 +54,9 @@ class Parser(argparse.ArgumentParser):
         """Add an argument for each field of `cls` to `group`, which is this parser or a group in it."""
         docs, types = doc_strings(cls), get_type_hints(cls, include_extras=True)
         for field in dataclasses.fields(cls):
-            annotation, place = types[field.name], None
-            if hasattr(annotation, "__metadata__"):
-                annotation, place = get_args(annotation)
-                place = place if isinstance(place, Option | Positional) else None
-            kind = ValueKind.of(annotation)
+            noted = getattr(types[field.name], "__metadata__", ())
+            place = next((each for each in noted if isinstance(each, Option | Positional)), None)
+            kind = ValueKind.of(types[field.name])
             help_text = f"{docs[field.name]} {hint(field.default)}".strip().replace("%", "%%")
             option = f"--{section}.{field.name}" if section else f"--{field.name.replace('_', '-')}"
             options: dict[str, Any] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from functools import cache, partial
 from typing import Annotated, Any, get_type_hints
 
@@ -96,7 +95,7 @@ def check_types(section: object, name: str) -> None:
 
 def check_sections(config: object) -> None:
     """Raise ConfigError unless every field of `config` is an instance of its section's class."""
-    for name, expected in _hints(type(config)).items():  # type: ignore[arg-type]  # the same
+    for name, expected in get_type_hints(type(config)).items():
         value = getattr(config, name)
         if not isinstance(value, expected):
             found = "a dict" if isinstance(value, Mapping) else f"{type(value).__name__}"
@@ -109,16 +108,8 @@ def check_sections(config: object) -> None:
 @cache
 def _kinds(section: type) -> dict[str, tuple[ValueKind, tuple[Check, ...]]]:
     """Return the kind of each field, and the checks in its annotation."""
-    hints, annotated = _hints(section), get_type_hints(section, include_extras=True)
-    return {
-        each.name: (ValueKind.of(hints[each.name]), getattr(annotated[each.name], "__metadata__", ()))
-        for each in fields(section)
-    }
-
-
-@cache
-def _hints(section: type) -> dict[str, Any]:
-    return get_type_hints(section)
+    annotations = get_type_hints(section, include_extras=True)
+    return {name: (ValueKind.of(each), getattr(each, "__metadata__", ())) for name, each in annotations.items()}
 
 
 def _found_text(value: Any, kind: ValueKind) -> str:

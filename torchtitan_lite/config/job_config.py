@@ -15,27 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.config.checks import check_sections
-from torchtitan_lite.config.sections.checkpoint import (
-    AsyncMode,
-    Checkpoint,
-    IntervalType,
-    Strictness,
-    VerifyOnLoad,
-    WhenBusy,
-)
+from torchtitan_lite.config.sections.checkpoint import Checkpoint
 from torchtitan_lite.config.sections.job import Comm, Job, Metrics, Profiling
 from torchtitan_lite.config.sections.training import (
     ActivationCheckpoint,
-    ActivationCheckpointMode,
-    DecayType,
-    DtypeName,
     LRScheduler,
     Model,
     Optimizer,
-    OptimizerImplementation,
-    OptimizerName,
     Parallelism,
-    PipelineSchedule,
     Training,
 )
 from torchtitan_lite.errors import ConfigError
@@ -43,28 +30,17 @@ from torchtitan_lite.log import counted
 
 __all__ = [
     "ActivationCheckpoint",
-    "ActivationCheckpointMode",
-    "AsyncMode",
     "Checkpoint",
     "Comm",
-    "DecayType",
-    "DtypeName",
-    "IntervalType",
     "Job",
     "JobConfig",
     "LRScheduler",
     "Metrics",
     "Model",
     "Optimizer",
-    "OptimizerImplementation",
-    "OptimizerName",
     "Parallelism",
-    "PipelineSchedule",
     "Profiling",
-    "Strictness",
     "Training",
-    "VerifyOnLoad",
-    "WhenBusy",
 ]
 
 CONFIG_FILE = "config.json"

@@ -14,7 +14,7 @@ import re
 import types
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from torchtitan_lite.errors import ConfigError
 
@@ -43,6 +43,8 @@ class ValueKind:
     @classmethod
     def of(cls, annotation: Any) -> ValueKind:
         """Return the kind of a field with this (resolved) annotation."""
+        if get_origin(annotation) is Annotated:
+            return cls.of(get_args(annotation)[0])
         if get_origin(annotation) in (Union, types.UnionType):
             inner, *word = [arm for arm in get_args(annotation) if arm is not type(None)]
             if word:  # int | Literal["auto"]

@@ -136,7 +136,14 @@ def _to_dcp(
 
 
 def new_tensors(contents: Contents, names: Mapping[str, str], dtype: str) -> dict[str, NewTensor]:
-    """Return the tensors to write: of each key in `names`, under its name. Raise ConfigError for an odd dtype."""
+    """Return the tensors to write: of each key in `names`, under its name.
+
+    Raises ConfigError for an odd dtype, and for two of one name.
+    """
+    by_name = {name: key for key, name in names.items()}
+    if twice := [(key, name) for key, name in names.items() if by_name[name] != key]:
+        key, name = twice[0]
+        raise ConfigError(f"{key} and {by_name[name]} would both be {name}: give each a name of its own there")
     tensors = {name: NewTensor.of(contents, key, dtype) for key, name in names.items()}
     safetensors_files.refuse_dtypes(tensors)
     return tensors

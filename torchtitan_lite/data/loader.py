@@ -128,7 +128,7 @@ class TokenLoader:
         """Return what of the data must be the same on all hosts. After `prepare`."""
         found, path = self._corpus.fingerprint, self._corpus.tokens_file
         data = f"{found.kind}, {counted(found.files, 'file')}, {counted(found.bytes, 'byte')}, digest {found.digest}"
-        tokens = {} if path is None else {(Kind.TOKENS, "the file of tokens"): _identity_of(path)}
+        tokens = {} if path is None else {(Kind.TOKENS, f"the file of tokens {path}"): _identity_of(path)}
         return HostView({(Kind.DATA, "the data"): data, (Kind.DATA, "the tokenizer"): self._corpus.tokenizer, **tokens})
 
     @property

@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import socket
 import struct
 import tempfile
@@ -268,7 +269,10 @@ class TokenCorpus:
                     f"training.tokens_folder: the tokens could not be written in {folder}: {error}. "
                     "Set --training.tokens_folder to a folder that this user may write."
                 ) from error
-            raise TokensNotWritten(str(folder), error.strerror or str(error)) from error
+            cause = error.strerror or str(error)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                cause += f", {readable_bytes(shutil.disk_usage(folder).free)} are free"
+            raise TokensNotWritten(str(folder), cause) from error
 
 
 def _document_batches(pieces: Iterator[DocumentPiece]) -> Iterator[list[DocumentPiece]]:

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -309,3 +309,30 @@ def _search_path() -> list[str]:
     # The trainer may have found the package through sys.path, which a new interpreter does not share.
     root = str(Path(__file__).resolve().parents[2])
     return list(dict.fromkeys([*standard, root, *(path for path in sys.path if Path(path).is_absolute())]))
+
+
+class Rate:
+    """Lets `bytes_per_second` of what a helper sends pass on average, without a burst after a pause; 0: any number.
+
+    One thread at a time.
+    """
+
+    def __init__(
+        self,
+        bytes_per_second: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._bytes_per_second = bytes_per_second
+        self._clock, self._sleep = clock, sleep
+        self._free_at = clock()
+
+    def wait_for(self, num_bytes: int) -> None:
+        """Return when `num_bytes` more may be sent."""
+        if not self._bytes_per_second:
+            return
+        now = self._clock()
+        begin = max(now, self._free_at)
+        self._free_at = begin + num_bytes / self._bytes_per_second
+        if begin > now:
+            self._sleep(begin - now)

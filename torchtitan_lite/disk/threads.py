@@ -1,4 +1,4 @@
-"""Threads next to the training: work in the background, work that several share, and what an exit waits for.
+"""Threads next to the training: work in the background, and work that several share.
 
 A thread of the training process never gets a lower CPU priority: with all cores busy the kernel would not schedule it
 while it holds the GIL, and training waits for the GIL. Only its I/O gives way (`lower_io`); a process of its own gives
@@ -8,13 +8,12 @@ after another, in a daemon thread, so it never keeps the process alive.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import platform
 import threading
 from collections.abc import Callable, Hashable, Iterable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from torchtitan_lite.disk.shared_memory import libc
 from torchtitan_lite.log import in_one_line, logger
@@ -91,44 +90,6 @@ class Background:
             self._is_running = False
             self._changed.notify_all()
             return None
-
-
-# Work to finish before the interpreter exits where no code closed it: sys.exit, an exception, the end of main.
-#
-# The threads that save are daemon threads, so one that hangs cannot keep the process alive. Saves under way are waited
-# for here instead, each for a bounded time. The list holds strong references: the loop may have dropped its manager.
-
-
-class Unfinished(Protocol):
-    """Work under way."""
-
-    def end_at_exit(self) -> None:
-        """Wait for the work, for a bounded time. Not collective: peers may be gone."""
-
-
-_UNFINISHED: list[Unfinished] = []
-
-
-def end_at_exit(unfinished: Unfinished) -> None:
-    """Call `unfinished.end_at_exit()` at the interpreter's exit, unless `is_finished` is called first."""
-    if not _UNFINISHED:
-        # Register now, not at import: atexit calls the last one first, while the process groups still exist.
-        atexit.unregister(_end_all)
-        atexit.register(_end_all)
-    _UNFINISHED.append(unfinished)
-
-
-def is_finished(unfinished: Unfinished) -> None:
-    """Drop `unfinished` from the list. Any thread; idempotent."""
-    _UNFINISHED[:] = [each for each in _UNFINISHED if each is not unfinished]
-
-
-def _end_all() -> None:
-    for each in list(_UNFINISHED):
-        try:
-            each.end_at_exit()
-        except Exception as error:
-            logger.warning("Could not finish a save at the exit of the interpreter: %s", error)
 
 
 # Work that several threads share.

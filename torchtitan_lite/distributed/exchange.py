@@ -90,13 +90,10 @@ class Exchange:
         """Return what the coordinator gives."""
         if self.size == 1:
             return cast(T, value)
-        data = pickle.dumps(value) if self.rank == 0 else b""
-        size = torch.tensor([len(data)], device="cpu")
+        given = [value]
         with naming_lost_peers():
-            dist.broadcast(size, src=0, group=self.group)
-            message = _bytes_tensor(data) if data else torch.empty(int(size), dtype=torch.uint8, device="cpu")
-            dist.broadcast(message, src=0, group=self.group)
-        return cast(T, value if data else pickle.loads(message.numpy().tobytes()))
+            dist.broadcast_object_list(given, src=0, group=self.group, device=torch.device("cpu"))
+        return cast(T, given[0])
 
     def decide(self, make: Callable[[], T], choose: Callable[[list[T]], U]) -> U:
         """Return on every rank what `choose` returns on the coordinator, of what `make` returns on each rank.
@@ -170,7 +167,7 @@ class Exchange:
     def _send(self, data: bytes, rank: int) -> None:
         with naming_lost_peers():
             dist.send(torch.tensor([len(data)], device="cpu"), dst=rank, group=self.group)
-            dist.send(_bytes_tensor(data), dst=rank, group=self.group)
+            dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst=rank, group=self.group)
 
     def _received(self, ranks: Sequence[int]) -> list[bytes]:
         """Return what each of `ranks` sends; they send at the same time."""
@@ -188,10 +185,6 @@ class Exchange:
                     work.wait()
 
 
-def _bytes_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
 def portable(error: E | None) -> E | RuntimeError | None:
     """Return `error`; in its place a RuntimeError with its text, if pickle cannot carry it.
 
@@ -206,10 +199,9 @@ def portable(error: E | None) -> E | RuntimeError | None:
 
 def failures_text(failures: Mapping[int, BaseException]) -> str:
     """Return `failures` in words: of three ranks, and the number of the rest."""
-    causes = [f"rank {rank}: {_cause_text(cause)}" for rank, cause in sorted(failures.items())]
+    # Of a failed save only why, because the error that it goes into says the rest.
+    causes = [
+        f"rank {rank}: {cause.cause if isinstance(cause, SaveFailed) else f'{type(cause).__name__}: {cause}'}"
+        for rank, cause in sorted(failures.items())
+    ]
     return "; ".join(causes[:3]) + (f"; and {counted(len(causes) - 3, 'more rank')}" if len(causes) > 3 else "")
-
-
-def _cause_text(cause: BaseException) -> str:
-    """Return `cause` with its kind; of a failed save only why, because the error that it goes into says the rest."""
-    return cause.cause if isinstance(cause, SaveFailed) else f"{type(cause).__name__}: {cause}"

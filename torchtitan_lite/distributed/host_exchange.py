@@ -14,8 +14,8 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Protocol
 
 import xxhash
@@ -86,16 +86,19 @@ class Ring:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
-        self._map = mmap.mmap(fd, _HEADER_BYTES + SLOTS * SLOT_BYTES)
+        try:
+            self._map = mmap.mmap(fd, _HEADER_BYTES + SLOTS * SLOT_BYTES)
+        except BaseException:
+            os.close(fd)
+            raise
         self._bytes = memoryview(self._map)
         self.words = self._bytes[:_HEADER_BYTES].cast("Q")
 
     @classmethod
     def make(cls) -> Ring:
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-        with _closing_after_an_error(fd):
-            os.ftruncate(fd, _HEADER_BYTES + SLOTS * SLOT_BYTES)
-            ring = cls(fd)
+        os.ftruncate(fd, _HEADER_BYTES + SLOTS * SLOT_BYTES)
+        ring = cls(fd)
         ring.words[0] = secrets.randbits(_MAGIC_BITS)
         return ring
 
@@ -113,9 +116,7 @@ class Ring:
         # Where processes are numbered otherwise there, this is a file of another one, which is not even opened.
         if _NAME not in os.readlink(path):  # noqa: PTH115  # a name, not a path
             raise ValueError("the shared memory is not the one that this rank announced")
-        opened_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        with _closing_after_an_error(opened_fd):
-            ring = cls(opened_fd)
+        ring = cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
         if ring.words[0] != magic:
             ring.close()
             raise ValueError("the shared memory is not the one that this rank announced")
@@ -266,15 +267,6 @@ def opened_rings(mine: Ring, numbers: Sequence[int], position: int) -> list[Ring
         for ring in {id(ring): ring for ring in (mine, *rings)}.values():
             ring.close()
         return None
-
-
-@contextmanager
-def _closing_after_an_error(fd: int) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        os.close(fd)
-        raise
 
 
 def _hashed(key: str) -> int:

@@ -30,11 +30,12 @@ class Peers:
     """All ranks of the job, for checkpoint code. `timeout` bounds each collective.
 
     It has two groups: that of `saves` is for the thread that saves; the collectives of the main thread go through the
-    other one.
+    other one. `is_alone`: whether no other rank agrees on anything, although the default process group has more: those
+    of a dry run do not exist.
     """
 
-    def __init__(self, timeout: timedelta) -> None:
-        self._timeout = timeout
+    def __init__(self, timeout: timedelta, *, is_alone: bool = False) -> None:
+        self._timeout, self._is_alone = timeout, is_alone
         self._saves: Exchange | None = None
         self._control: Exchange | None = None
         self.is_group_in_doubt = False
@@ -43,12 +44,12 @@ class Peers:
     @property
     def rank(self) -> int:
         """Return this rank; 0 without a process group. Not collective."""
-        return dist.get_rank() if world_size() > 1 else 0
+        return dist.get_rank() if self.world_size > 1 else 0
 
     @property
     def world_size(self) -> int:
         """Return the number of ranks. Not collective."""
-        return world_size()
+        return 1 if self._is_alone else world_size()
 
     @property
     def is_coordinator(self) -> bool:
@@ -190,24 +191,10 @@ class Peers:
         return found if error is None else found | {self.rank: error}
 
 
-class OnlyRank(Peers):
-    """The only rank that agrees on anything, although the default process group has more: those of a dry run."""
-
-    @property
-    def rank(self) -> int:
-        """Return 0."""
-        return 0
-
-    @property
-    def world_size(self) -> int:
-        """Return 1."""
-        return 1
-
-
 def build_peers(config: JobConfig, *, simulated: bool) -> Peers:
     """Return how the ranks of this job agree, within `checkpoint.timeout_seconds`."""
     timeout = timedelta(seconds=config.checkpoint.timeout_seconds)
-    return OnlyRank(timeout) if simulated else Peers(timeout)
+    return Peers(timeout, is_alone=simulated)
 
 
 def _finish(sending: dist.Work) -> None:

@@ -111,7 +111,7 @@ def init_simulated_ranks(num_ranks: int) -> None:
 
     torch's fake process group carries no data: a mesh over it has all ranks, and modules are sharded over it as they
     would be, but whatever a collective returns is arbitrary. So nothing may depend on a result of one: checkpoint code
-    agrees through `OnlyRank`, and a dry run computes nothing.
+    agrees through `Peers` that are alone, and a dry run computes nothing.
     """
     register_fake_backend()
     dist.init_process_group(backend="fake", rank=0, world_size=num_ranks, store=HashStore())

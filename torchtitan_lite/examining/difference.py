@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan_lite.checkpoint.format.clocks import is_clock
-from torchtitan_lite.checkpoint.format.contents import Item, StoredObject, StoredTensor
+from torchtitan_lite.checkpoint.format.contents import Item, StoredObject, StoredTensor, is_clock
 from torchtitan_lite.checkpoint.format.plain_value import decode_value, encoded
 from torchtitan_lite.checkpoint.format.structure import Branch
 from torchtitan_lite.checkpoint.reading.files import files_of

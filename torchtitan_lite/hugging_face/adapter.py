@@ -7,7 +7,7 @@ whether the checkpoint has it or not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torchtitan_lite.checkpoint.format.contents import Contents
@@ -19,6 +19,7 @@ from torchtitan_lite.examining.opened import OpenedCheckpoint
 from torchtitan_lite.examining.tensor_stream import TensorStream
 from torchtitan_lite.hugging_face.model_card import adapter_card
 from torchtitan_lite.hugging_face.writing import CARD, PlannedExport, tensor_summary
+from torchtitan_lite.log import listed
 from torchtitan_lite.store.manifest_fields import json_bytes
 
 CONFIG = "adapter_config.json"
@@ -46,9 +47,7 @@ def plan_adapter(
     keys = [each for each in model_keys(contents, opened.manifest) if each.key in contents.tensors]
     names = {each.name: saved for each in keys if (saved := saved_name(each.name, adapter, config.get("bias", "none")))}
     if not any(_is_of_adapter(each, adapter) for each in names):
-        raise ConfigError(
-            f"{opened.folder} has no tensor of the adapter {adapter!r}: name another one of its adapters with --adapter"
-        )
+        raise ConfigError(f"{opened.folder} has no tensor of the adapter {adapter!r}{_other_adapters(keys)}")
     if odd := [each for each in names if not each.startswith(_PREFIX)]:
         raise ConfigError(
             f"{odd[0]}: expected a name that begins with {_PREFIX}: give the manager the model that get_peft_model "
@@ -95,6 +94,18 @@ def _is_of_adapter(name: str, adapter: str) -> bool:
         at = path.index(_SAVED_MODULE)
         return path[at + 1 : at + 2] == [adapter] and len(path) > at + 2
     return path[-1] == adapter or (len(path) > 2 and path[-2] == adapter)
+
+
+def _other_adapters(keys: Iterable[ModelKey]) -> str:
+    """Return what adapters there seem to be, as a part of a sentence."""
+    paths = [each.name.split(".") for each in keys]
+    found = {
+        path[at + 1]
+        for path in paths
+        for at, part in enumerate(path[:-1])
+        if part.startswith("lora_") or part == _SAVED_MODULE
+    }
+    return f": name another one of its adapters with --adapter ({listed(sorted(found))})" if found else ""
 
 
 def _other_rank(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,6 @@ from torchtitan_lite.converting.rewriting import write_new_checkpoint
 from torchtitan_lite.converting.streamed_file import NewTensor
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.examining.tensor_stream import TensorStream
-from torchtitan_lite.importing.wanted import Weight
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest, Table
 
@@ -45,9 +44,9 @@ class Form(NamedTuple):
 
 
 def write_seed(
-    out: Path, weights: Sequence[Weight], stream: TensorStream, form: Form, progress: Progress, extra: dict[str, Any]
+    out: Path, weights: Mapping[str, str], stream: TensorStream, form: Form, progress: Progress, extra: dict[str, Any]
 ) -> NewOutput:
-    """Write `weights`, read from `stream`, as a seed checkpoint to the new folder `out`.
+    """Write `weights`, by name that in `stream`, as a seed checkpoint to the new folder `out`.
 
     `extra` goes into its manifest. Raises ConfigError before anything is written, what the stream raises, and OSError;
     whatever it raises, `out` is not there then.
@@ -69,14 +68,14 @@ def refuse_out(out: Path) -> None:
         raise ConfigError(f"{out} is the name of step {step}, and imported weights are step 0: name OUT step-0")
 
 
-def _state(weights: Sequence[Weight], stream: TensorStream, dtype: str) -> NewState:
+def _state(weights: Mapping[str, str], stream: TensorStream, dtype: str) -> NewState:
     tensors = {}
-    for name, source in weights:
+    for name, source in weights.items():
         before = dtype_name(stream.contents.tensors[source].dtype)
         if before not in DTYPES:
             raise ConfigError(f"{source} is {before}, which PyTorch {torch.__version__} does not have")
         tensors[f"{_MODEL}.{name}"] = NewTensor.of(stream.contents, source, dtype)
-    return NewState(tensors, {}, {f"{_MODEL}.{name}": (_MODEL, name) for name, _ in weights})
+    return NewState(tensors, {}, {f"{_MODEL}.{name}": (_MODEL, name) for name in weights})
 
 
 def _seed_manifest(state: NewState, extra: dict[str, Any]) -> Manifest:

@@ -18,17 +18,11 @@ _EMBEDDINGS = (".wte.weight", ".embed_tokens.weight", ".word_embeddings.weight",
 """Ends of the names of embeddings in models of transformers that have a head next to them."""
 
 
-class Weight(NamedTuple):
-    """A tensor of the model, and the one in the source that it comes from."""
-
-    name: str
-    source: str
-
-
 class ChosenWeights(NamedTuple):
-    """The weights to write, in order, and what was decided about others, in lines for the user."""
+    """The weights to write, and what was decided about others, in lines for the user."""
 
-    weights: list[Weight]
+    weights: dict[str, str]
+    """By the name in the model, in order, the one in the source."""
     notes: list[str]
 
 
@@ -43,7 +37,8 @@ def as_model(contents: Contents, places: Mapping[str, tuple[str, Shape]], copies
     another shape or is no floating-point tensor, or if the source has others than those that a model computes.
     """
     tensors = contents.tensors
-    weights, missing, odd = [], [], []
+    weights: dict[str, str] = {}
+    missing, odd = [], []
     for name, (source, shape) in places.items():
         if source not in tensors:
             missing.append(source)
@@ -53,8 +48,8 @@ def as_model(contents: Contents, places: Mapping[str, tuple[str, Shape]], copies
             odd.append(f"{source} has shape {list(found.shape)}, expected {list(shape)}")
         elif dtype_name(found.dtype) not in _WEIGHTS:
             odd.append(f"{source} is {dtype_name(found.dtype)}, and only floating-point weights can be read")
-        weights.append(Weight(name, source))
-    unexpected, notes = _other_tensors(contents, {*copies, *(weight.source for weight in weights)})
+        weights[name] = source
+    unexpected, notes = _other_tensors(contents, {*copies, *weights.values()})
     findings = [f"missing: {listed(missing)}"] if missing else []
     findings += [f"unexpected: {listed(unexpected)}"] if unexpected else []
     findings += [listed(odd, "; ")] if odd else []
@@ -86,7 +81,7 @@ def as_renamed(contents: Contents, rename: Rename, *, is_tied: bool) -> ChosenWe
         notes.append(f"tied embeddings: {_HEAD} is a copy of {embeddings[0]}")
     if not weights:
         raise ConfigError(f"{contents.path}: the name map leaves out every tensor")
-    return ChosenWeights([Weight(name, source) for name, source in weights.items()], notes)
+    return ChosenWeights(weights, notes)
 
 
 def as_mapped(contents: Contents, names: Mapping[str, Any]) -> ChosenWeights:
@@ -105,7 +100,7 @@ def as_mapped(contents: Contents, names: Mapping[str, Any]) -> ChosenWeights:
         raise ConfigError(
             f'the name map has nothing for {listed(unexpected)} of {contents.path}; list what to leave out under ""'
         )
-    return ChosenWeights([Weight(name, source) for name, source in pairs.items()], notes)
+    return ChosenWeights(pairs, notes)
 
 
 def is_computed(name: str, tensor: StoredTensor) -> bool:

@@ -93,12 +93,8 @@ def _source_of_file(path: Path) -> WeightsSource:
         return _joined_source(path, "a safetensors file", [path])
     if path.suffix in SAVED:
         return _joined_source(path, "a file of torch.save", [path])
-    if path.suffix == ".json":
-        raise ConfigError(f"{path} holds no weights: name the folder that it is in, {path.parent}")
-    if path.suffix == ".gguf":
-        raise ConfigError(f"{path} is of llama.cpp, quantized for inference: import the weights that it was made from")
     expected = ", ".join((SAFETENSORS, *SAVED))
-    raise ConfigError(f"{path} is no file of weights that is known: expected a folder, or one of {expected}")
+    raise ConfigError(f"{path} is no file of weights that is known: expected a folder with them, or one of {expected}")
 
 
 def _source_of_folder(path: Path) -> WeightsSource:
@@ -118,12 +114,11 @@ def _source_of_folder(path: Path) -> WeightsSource:
     if len(files) == 1:
         return _joined_source(path, "a folder of weights", [path / files[0]])
     if files:
-        there = ", ".join(files[:4]) + (" ..." if len(files) > 4 else "")
-        raise ConfigError(f"{path} holds several files of weights and no index of them ({there}): name one of them")
+        raise ConfigError(f"{path} holds several files of weights and no index ({listed(files)}): name one of them")
     steps = {step: name for name in names if (step := layout.parse_step(name)) is not None}
     if steps:
         raise ConfigError(f"{path} holds checkpoints: {_name_the_checkpoint(path / steps[max(steps)])}")
-    there = f"it has {', '.join(names[:4])}" + (" ..." if len(names) > 4 else "") if names else "it is empty"
+    there = f"it has {listed(names)}" if names else "it is empty"
     raise CheckpointNotFound(
         str(path), None, finding=f"there are no weights in it: expected {', '.join(_SINGLE)} or an index; {there}"
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -151,14 +151,6 @@ def _refuse_prefetching(fetcher: Any) -> None:
         )
 
 
-class _HasState(Protocol):
-    """As callbacks, plugins and datamodules are."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-
 class PartsState:
     """What is saved of Lightning, the same on all ranks."""
 
@@ -180,9 +172,9 @@ class PartsState:
         for owner, arguments in self._hooks("on_load_checkpoint"):
             owner.on_load_checkpoint(*arguments, dict(state_dict.get("added", {})))
 
-    def _parts(self) -> dict[str, _HasState]:
+    def _parts(self) -> dict[str, Any]:
         trainer = self._trainer
-        parts: dict[str, _HasState] = {each.state_key: each for each in trainer.callbacks}
+        parts: dict[str, Any] = {each.state_key: each for each in trainer.callbacks}
         parts["precision plugin"] = trainer.precision_plugin
         if trainer.datamodule is not None:
             parts["datamodule"] = trainer.datamodule

@@ -9,6 +9,7 @@ With both off, `step` does nothing.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -89,14 +90,7 @@ class Profiler:
         if self._trace is None:
             return  # At exit torch calls this for the step that did not finish.
         path = self._traces / f"iteration_{self._step}" / f"rank{self._rank}_trace.json"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            trace.export_chrome_trace(str(path))
-        except (OSError, RuntimeError) as error:
-            # An exception that leaves this call would make torch's profiler crash the process when it is stopped.
-            logger.warning("Could not write the trace of step %d to %s: %s", self._step, path, error)
-        else:
-            logger.info("Wrote a trace of step %d to %s", self._step, path)
+        self._write("trace", path, lambda: trace.export_chrome_trace(str(path)))
 
     def _start_memory_history(self) -> None:
         if not torch.cuda.is_available():
@@ -108,14 +102,17 @@ class Profiler:
 
     def _write_snapshot(self, name: str) -> None:
         path = self._snapshots / name / f"rank{self._rank}_memory_snapshot.pickle"
+        self._write("memory snapshot", path, lambda: path.write_bytes(pickle.dumps(memory_snapshot())))
+
+    def _write(self, what: str, path: Path, write: Callable[[], object]) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as file:
-                pickle.dump(memory_snapshot(), file)
-        except OSError as error:
-            logger.warning("Could not write the memory snapshot of step %d to %s: %s", self._step, path, error)
+            write()
+        except (OSError, RuntimeError) as error:
+            # An exception that leaves this call would make torch's profiler crash the process when it is stopped.
+            logger.warning("Could not write the %s of step %d to %s: %s", what, self._step, path, error)
         else:
-            logger.info("Wrote a memory snapshot of step %d to %s", self._step, path)
+            logger.info("Wrote a %s of step %d to %s", what, self._step, path)
 
 
 def _action(num_left: int, config: Profiling) -> ProfilerAction:

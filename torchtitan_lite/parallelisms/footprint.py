@@ -7,7 +7,7 @@ moments are float32 (`parallelize_llama`). Activations, gathered blocks and buff
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -52,7 +52,11 @@ def footprint(plan: Plan, held: Sequence[int], training: Training, global_batch_
 
 def held_parameters(plan: Plan, build_part: Callable[[Stage], nn.Module]) -> list[int]:
     """Return how many parameters rank 0 of each pipeline rank holds; `build_part` returns a sharded stage. Any rank."""
-    return [num_local_params(map(build_part, stages)) for stages in _stages_by_pp_rank(plan)]
+    held = []
+    for stages in _stages_by_pp_rank(plan):
+        parameters = [parameter for stage in stages for parameter in build_part(stage).parameters()]
+        held.append(sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters))
+    return held
 
 
 def _stages_by_pp_rank(plan: Plan) -> list[tuple[Stage, ...]]:
@@ -62,9 +66,3 @@ def _stages_by_pp_rank(plan: Plan) -> list[tuple[Stage, ...]]:
 def _held(num_params: int) -> str:
     """Return this number of parameters, with the bytes of these, of their gradients and of Adam's moments."""
     return f"{num_params:,} parameters, {readable_bytes(num_params * _BYTES * (2 + _MOMENTS))}"
-
-
-def num_local_params(parts: Iterable[nn.Module]) -> int:
-    """Return the elements of this rank's shards of all parameters."""
-    parameters = (parameter for part in parts for parameter in part.parameters())
-    return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)

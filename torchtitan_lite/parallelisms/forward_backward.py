@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.models.llama.args import ModelArgs
-from torchtitan_lite.parallelisms.pipeline_llama import INTERLEAVED, Stage
+from torchtitan_lite.parallelisms.pipeline_llama import INTERLEAVED
 from torchtitan_lite.parallelisms.plan import Plan
 
 if TYPE_CHECKING:
@@ -43,25 +43,6 @@ def build_forward_backward(
     if plan.dims.pp == 1:
         return Accumulating(parts[0], scaler, timer)
     stages = plan.stages_of(rank)
-    num_losses = plan.num_microbatches * accumulation
-    schedule = _build_schedule(config, plan, sizes, parts, stages, mesh["pp"], num_losses, device)
-    return Pipelined(schedule, timer, has_first=stages[0].is_first, has_last=stages[-1].is_last)
-
-
-def _build_schedule(
-    config: JobConfig,
-    plan: Plan,
-    sizes: ModelArgs,
-    parts: Sequence[nn.Module],
-    stages: Sequence[Stage],
-    mesh: DeviceMesh,
-    num_losses: int,
-    device: torch.device,
-) -> PipelineScheduleSingle | PipelineScheduleMulti:
-    """Return the schedule that runs this rank's `parts`, the modules of `stages`, over their micro-batches.
-
-    Backward differentiates the sum of all losses, not their mean.
-    """
     # Imported only here: it takes a quarter of a second, and most runs have no pipeline.
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
@@ -74,16 +55,20 @@ def _build_schedule(
     built: list[Any] = []  # torch asks for a list of a private class.
     for part, stage in zip(parts, stages, strict=True):
         ends = tokens if stage.is_first else hidden, logits if stage.is_last else hidden
-        built.append(PipelineStage(part, stage.index, stage.num_stages, device, *ends, group=mesh.get_group()))
+        built.append(PipelineStage(part, stage.index, stage.num_stages, device, *ends, group=mesh["pp"].get_group()))
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
-        return next_token_loss(logits, targets) / num_losses
+        # Backward differentiates the sum of all losses of a step, not their mean.
+        return next_token_loss(logits, targets) / (plan.num_microbatches * accumulation)
 
-    schedule = config.parallelism.pipeline_parallel_schedule
-    if schedule == INTERLEAVED:
-        return ScheduleInterleaved1F1B(built, plan.num_microbatches, loss_fn=loss, scale_grads=False)
-    kind = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}[schedule]
-    return kind(built[0], plan.num_microbatches, loss_fn=loss, scale_grads=False)
+    options: dict[str, Any] = {"n_microbatches": plan.num_microbatches, "loss_fn": loss, "scale_grads": False}
+    schedule: PipelineScheduleSingle | PipelineScheduleMulti
+    if config.parallelism.pipeline_parallel_schedule == INTERLEAVED:
+        schedule = ScheduleInterleaved1F1B(built, **options)
+    else:
+        kind = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}[config.parallelism.pipeline_parallel_schedule]
+        schedule = kind(built[0], **options)
+    return Pipelined(schedule, timer, has_first=stages[0].is_first, has_last=stages[-1].is_last)
 
 
 class Accumulating:

@@ -210,7 +210,8 @@ def _stalls(run: Run) -> list[tuple[int, float, int | None]]:
 
 def time_ceiling(spans: Sequence[Span]) -> float:
     """Return the highest time of a step that is drawn: a rare step that is far longer is cut, and marked."""
-    high, usual = max(span.seconds for span in spans), quantile([span.seconds for span in spans], 0.97)
+    ordered = sorted(span.seconds for span in spans)
+    high, usual = ordered[-1], ordered[min(len(ordered) - 1, int(0.97 * len(ordered)))]
     return 1.5 * usual if high > 2.5 * usual else high
 
 
@@ -314,9 +315,3 @@ def usual_range(points: Sequence[Bucket]) -> tuple[float, float]:
 def _medians(values: Sequence[float]) -> list[float]:
     windows = (values[max(0, index - 2) : index + 3] for index in range(len(values)))
     return [sorted(window)[len(window) // 2] for window in windows]
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return the value below which `share` of the finite `values` are; NaN if there is none."""
-    ordered = sorted(value for value in values if math.isfinite(value))
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else math.nan

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torchtitan_lite.errors import TorchtitanLiteError
 from torchtitan_lite.events import Committed, Event, Purged, Quarantined, SaveFailure, SaveStarted
@@ -107,19 +105,25 @@ def saves_of(
     `are_seen`: whether what has no entry is gone; else its folder could not be read.
     """
     saves = [save for start in starts for save in _of_start(start, is_last=start is starts[-1])]
-    removed, times = _removals(starts), _times_by_step(saves)
-    found, unknown = _matched_entries(saves, entries)
-    result = []
+    by_step: dict[int, list[int]] = {}
     for index, save in enumerate(saves):
-        changes: dict[str, Any] = {}
+        by_step.setdefault(save.step, []).append(index)
+    for time, event in (recorded for start in starts for recorded in start.events):
+        # What is removed is the last save of the step before that.
+        earlier = [index for index in by_step.get(event.step, ()) if saves[index].time <= time]
+        if type(event) in _FATE_OF_EVENT and earlier:
+            last = max(earlier, key=lambda index: saves[index].time)
+            if saves[last].fate is Fate.GONE:
+                saves[last] = dataclasses.replace(saves[last], fate=_FATE_OF_EVENT[type(event)])
+    found, unknown = _matched_entries(saves, by_step, entries)
+    for index, save in enumerate(saves):
         if index in found:
             entry = found[index]
-            changes = {"fate": _FATE_OF_STATE.get(entry.state, save.fate), "note": entry.finding}
-        elif save.fate is Fate.GONE:
-            fate = _removal(save, times[save.step], removed)
-            changes = {"fate": fate if are_seen or fate is not Fate.GONE else Fate.UNSEEN}
-        result.append(dataclasses.replace(save, **changes))
-    return [*result, *(_of_entry(entry) for entry in unknown)]
+            fate = _FATE_OF_STATE.get(entry.state, save.fate)
+            saves[index] = dataclasses.replace(save, fate=fate, note=entry.finding)
+        elif save.fate is Fate.GONE and not are_seen:
+            saves[index] = dataclasses.replace(save, fate=Fate.UNSEEN)
+    return [*saves, *(_of_entry(entry) for entry in unknown)]
 
 
 def _of_start(start: ReportedStart, *, is_last: bool) -> list[Save]:
@@ -154,12 +158,9 @@ def _of_start(start: ReportedStart, *, is_last: bool) -> list[Save]:
 
 
 def _matched_entries(
-    saves: Sequence[Save], entries: Sequence[ListedCheckpoint]
+    saves: Sequence[Save], by_step: Mapping[int, Sequence[int]], entries: Sequence[ListedCheckpoint]
 ) -> tuple[dict[int, ListedCheckpoint], list[ListedCheckpoint]]:
     """Return the entry of each save that is still in the folder, by its index, and the entries of no save."""
-    by_step: dict[int, list[int]] = {}
-    for index, save in enumerate(saves):
-        by_step.setdefault(save.step, []).append(index)
     found: dict[int, ListedCheckpoint] = {}
     unknown = []
     for entry in entries:
@@ -177,31 +178,6 @@ def _matched_entries(
 def _distance(save: Save, entry: ListedCheckpoint) -> tuple[bool, float]:
     """Return how far `entry` is from what `save` wrote: first whether it is of another kind, then in seconds."""
     return entry.kind is not None and entry.kind.value != save.kind, abs(save.time - entry.created_at)
-
-
-def _removals(starts: Sequence[ReportedStart]) -> dict[int, list[tuple[float, Fate]]]:
-    """Return when a checkpoint of each step was purged or quarantined."""
-    removed: dict[int, list[tuple[float, Fate]]] = {}
-    for start in starts:
-        for time, event in start.events:
-            if (fate := _FATE_OF_EVENT.get(type(event))) is not None:
-                removed.setdefault(event.step, []).append((time, fate))
-    return removed
-
-
-def _times_by_step(saves: Sequence[Save]) -> dict[int, list[float]]:
-    """Return the times of the saves of each step."""
-    times: dict[int, list[float]] = {}
-    for save in saves:
-        times.setdefault(save.step, []).append(save.time)
-    return times
-
-
-def _removal(save: Save, times: Sequence[float], removed: Mapping[int, Sequence[tuple[float, Fate]]]) -> Fate:
-    """Return what removed `save` before the next save of its step, of those at `times`."""
-    until = min((time for time in times if time > save.time), default=math.inf)
-    fates = [fate for time, fate in removed.get(save.step, ()) if save.time <= time <= until]
-    return fates[-1] if fates else Fate.GONE
 
 
 def _slowest(event: Committed) -> str:

@@ -89,11 +89,6 @@ class Lease(ABC):
     several times `beat_seconds`.
     """
 
-    not_renewed: str
-    """What is logged for a beat that failed, before its error."""
-    not_released: str
-    """The same for a lock that stays."""
-
     def __init__(
         self, address: str, run_id: str, timeout_seconds: float, beat_seconds: float, clock: LeaseClock | None
     ) -> None:
@@ -155,7 +150,7 @@ class Lease(ABC):
         try:
             self._give_up(heart.holder)
         except (OSError, CheckpointError) as error:
-            logger.warning("%s: %s; the next job sees that this one ended", self.not_released, error)
+            logger.warning("Could not give %s up: %s; the next job sees that this one ended", self._address, error)
 
     def _contend(self, mine: Holder) -> None:
         """Make the lock ours. Raises FolderInUse."""
@@ -198,7 +193,7 @@ class Lease(ABC):
                 # One failed beat does not lose the folder: another start waits for several, and `check` or a swap
                 # decides.
                 if not is_failing:
-                    logger.warning("%s: %s", self.not_renewed, error)
+                    logger.warning("Could not show that this job has %s: %s; trying again", self._address, error)
                 is_failing = True
             if self._clock.wait(stopped, self._beat_seconds):
                 return
@@ -251,8 +246,6 @@ class FolderLease(Lease):
         # A file, not a kernel lock: that ends with its process, but other hosts of a network file system may not see
         # it. A file works everywhere and needs no common clock, because a job only watches whether it changes.
         self._file = LockFile(self._path, durable, make_room)
-        self.not_renewed = f"Could not renew {self._path}; trying again"
-        self.not_released = f"Could not remove {self._path}"
 
     def is_visible(self, token: str) -> bool:
         try:

@@ -274,10 +274,12 @@ class Manifest:
         Raises CheckpointDamaged, FormatTooNew or FormatTooOld, with `path` and what is wrong.
         """
         try:
-            sealed = _is_sealed(data)
+            digest = last_digest_of(data)
+            if digest and not has_digest(data, digest):
+                raise ValueError(f"its own digest is not the {digest} of its last line")
             document, tables = _fields_and_tables(data, path)
             check_format(document, path)  # First: version 1 had no digest.
-            if not sealed:
+            if not digest:
                 raise ValueError("its last line is not its digest")
             return _manifest_from_json(document, tables, name_of)
         except (ValueError, RecursionError) as error:
@@ -309,14 +311,6 @@ def has_digest(data: bytes, digest: str) -> bool:
 def seal(text: bytes) -> bytes:
     """Return `text`, the manifest without its last line, with its digest as the last line."""
     return text + b',\n"digest": "' + text_digest([text]).encode() + b'"\n}\n'
-
-
-def _is_sealed(data: bytes) -> bool:
-    """Return whether the last line of `data` is its digest. Raise ValueError if the digest is wrong."""
-    digest = last_digest_of(data)
-    if digest and not has_digest(data, digest):
-        raise ValueError(f"its own digest is not the {digest} of its last line")
-    return bool(digest)
 
 
 def compact_json(value: Any) -> str:

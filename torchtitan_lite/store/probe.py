@@ -208,9 +208,9 @@ def log_lacks(root: Path, limit_seconds: float = LIMIT_SECONDS) -> None:
     if not wait([found], limit_seconds).done:
         logger.warning("%s is slow: its file system was not checked within %g s", root, limit_seconds)
     elif (error := found.exception()) is not None:
-        del _TRIED[device]  # A full disk, for instance: the next start tries again.
-        if isinstance(error, FolderUnusable):
-            raise error
+        _TRIED.pop(device, None)  # A full disk, for instance: the next start tries again.
+        if isinstance(error, FolderUnusable):  # Of the folder that was tried first, maybe.
+            raise FolderUnusable(f"{root} ({mount_of(root)})", error.cause, fix=error.fix) from error
         logger.info("%s: what its file system lacks could not be tried: %s", root, error)
     elif found.result():
         text = "; ".join(f"no {want}: {WANTS[want]}" for want in found.result())

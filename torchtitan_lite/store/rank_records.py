@@ -58,9 +58,10 @@ class RankRecord:
         return cls(bytes.fromhex(value_of(document, "blocks", str)), *tables)
 
 
-class RecordsOfRanks:
+class RecordsOfRanks(Mapping[str, FileRecord]):
     """The records of the ranks that wrote the checkpoint `folder`, which `manifest` describes; each is read once.
 
+    As a mapping, the size and the digests of each file of the checkpoint, where these are in a record read as needed.
     `reader` reads the files that `path_of` gives for their names; `sizes_of` returns the sizes of those that exist. Any
     thread.
     """
@@ -71,6 +72,18 @@ class RecordsOfRanks:
         self._manifest, self._folder = manifest, folder
         self._reader, self._path_of, self._sizes_of = reader, path_of, sizes_of
         self._read: dict[str, RankRecord] = {}
+
+    def __getitem__(self, name: str) -> FileRecord:
+        known = self._manifest.files[name]
+        if known.blocks or not self.has(name):
+            return known
+        return FileRecord(known.size, self.of(name).blocks)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._manifest.files)
+
+    def __len__(self) -> int:
+        return len(self._manifest.files)
 
     @property
     def files(self) -> list[str]:
@@ -120,22 +133,3 @@ def _check_keys(record: RankRecord, rank: int) -> None:
     for key in (*record.tensors, *record.objects):
         if f".rank{rank}." not in f"{key}.":
             raise ValueError(f"{bare(key)} is no entry of rank {rank} alone")
-
-
-class RecordedFiles(Mapping[str, FileRecord]):
-    """The size and the digests of each file in `manifest`, where these are in `records` read as they are needed."""
-
-    def __init__(self, manifest: Manifest, records: RecordsOfRanks) -> None:
-        self._files, self._records = manifest.files, records
-
-    def __getitem__(self, name: str) -> FileRecord:
-        known = self._files[name]
-        if known.blocks or not self._records.has(name):
-            return known
-        return FileRecord(known.size, self._records.of(name).blocks)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)

@@ -18,8 +18,8 @@ from torchtitan_lite import faults
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.block_writer import Bounced
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord, num_blocks
+from torchtitan_lite.disk.helper import Rate
 from torchtitan_lite.disk.plain_file import sizes_of
-from torchtitan_lite.disk.rate import Rate
 from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, CheckpointUnreadable, SaveFailed, UploadRefused
 from torchtitan_lite.events import Emit, Event, Uploaded, UploadFailed, ignore
@@ -28,7 +28,7 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.housekeeping import Housekeeping
 from torchtitan_lite.store.manifest import CheckpointInfo, Manifest
 from torchtitan_lite.store.place import on_disk
-from torchtitan_lite.store.rank_records import RecordedFiles, RecordsOfRanks
+from torchtitan_lite.store.rank_records import RecordsOfRanks
 from torchtitan_lite.store.retention import KeepAll, RetentionPolicy
 from torchtitan_lite.store.rollbacks import joint_rollbacks
 from torchtitan_lite.store.store import CheckpointStore, recover_with_log
@@ -375,7 +375,8 @@ class StoredFile(Bounced):
         try:
             self._reader.read(self._path, self.record, [Piece(begin, buffer[: end - begin])])
         except (DamagedRange, CheckpointUnreadable) as error:
-            finding = error.finding if isinstance(error, DamagedRange) else error.cause
+            where = f"bytes {error.begin} to {error.end}: " if isinstance(error, DamagedRange) else ""
+            finding = where + (error.finding if isinstance(error, DamagedRange) else error.cause)
             raise CheckpointDamaged(str(self._path.parent), f"{self._path.name}: {finding}") from None
 
 
@@ -386,4 +387,4 @@ def committed_files(folder: Path) -> tuple[Manifest, Mapping[str, FileRecord]]:
     records = RecordsOfRanks(
         manifest, str(folder), BlockReader(), lambda name: folder / name, lambda names: sizes_of(folder, names)
     )
-    return manifest, RecordedFiles(manifest, records)
+    return manifest, records

@@ -59,7 +59,7 @@ def by_definition(tensor: torch.Tensor) -> TensorDigest:
 
 def sum_over_boxes(tensor: torch.Tensor, cuts: list[list[int]], *, copy: bool) -> TensorDigest:
     """Return the sum over the grid of boxes between these cuts of each dim; a repeated cut makes empty boxes."""
-    total = TensorDigest.zero()
+    total = TensorDigest()
     for box in itertools.product(*[list(itertools.pairwise(dim_cuts)) for dim_cuts in cuts]):
         local = tensor[tuple(slice(begin, end) for begin, end in box)]
         local = local.clone(memory_format=torch.contiguous_format) if copy else local
@@ -230,7 +230,7 @@ def test_many_threads_digest_at_once() -> None:
 
 
 def test_a_tensor_without_elements_digests_to_zero() -> None:
-    assert whole(torch.empty(0, 5)) == TensorDigest.zero()
+    assert whole(torch.empty(0, 5)) == TensorDigest()
 
 
 @given(st.integers(0, MOD - 1), st.integers(0, MOD - 1))

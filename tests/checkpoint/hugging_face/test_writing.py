@@ -123,6 +123,13 @@ def test_a_model_that_does_not_fit_is_refused_by_name(
     with pytest.raises(ConfigError) as raised:
         write_model(opened, dataclasses.replace(MODEL, places=places), tmp_path / "out", silent)
     assert str(raised.value).endswith(f"does not have the weights of the model that is described: {finding}")
+
+
+def test_two_tensors_of_one_name_are_refused_and_nothing_is_written(opened: OpenedCheckpoint, tmp_path: Path) -> None:
+    places = {**MODEL.places, "wo": Place("q_proj.weight", (4, 8))}
+    with pytest.raises(ConfigError, match=r"model\.w[oq] and model\.w[oq] would both be q_proj\.weight"):
+        write_model(opened, dataclasses.replace(MODEL, places=places), tmp_path / "out", silent)
+    assert not (tmp_path / "out").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
 
 

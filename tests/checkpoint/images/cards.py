@@ -9,6 +9,7 @@ from typing import Any
 from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.memory.images.card import Card, CardRun, CardTables, Commit, ImageKey
+from torchtitan_lite.memory.images.snapshot_match import ImageFacts
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import Table
 
@@ -50,3 +51,9 @@ def changed(card: Card, **changes: Any) -> Card:
 def a_source(step: int, lineage: Lineage, *, is_explicit: bool = False) -> LoadSource:
     """Return the checkpoint of `step` on disk, as a load chooses it for the run of `lineage`."""
     return LoadSource(Path(f"step-{step}"), step, model_only=False, lineage=lineage, is_explicit=is_explicit)
+
+
+def changed_facts(image: ImageFacts, **changes: Any) -> ImageFacts:
+    """Return `image` with `changes`, a step among them or not."""
+    key = image.key._replace(step=changes.pop("step", image.key.step))
+    return dataclasses.replace(image, key=key, **changes)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.images.cards import a_source
-from torchtitan_lite.memory.images.card import Commit
+from tests.checkpoint.images.cards import a_source, changed_facts
+from torchtitan_lite.memory.images.card import Commit, ImageKey
 from torchtitan_lite.memory.images.snapshot_match import ImageFacts, OnDisk, why_not
 from torchtitan_lite.store.lineage import Lineage
 
 TEN, TWENTY, FIFTEEN = Commit(10, "a" * 32), Commit(20, "b" * 32), Commit(15, "c" * 32)
-IMAGE = ImageFacts(0, 1, step=12, start="s1", folder_id="f", run_id="r1", branch_point=None, latest=TEN)
+IMAGE = ImageFacts(ImageKey(12, "s1", 0), 0, 1, folder_id="f", run_id="r1", branch_point=None, latest=TEN)
 LEFT = Lineage("r2", ancestors=((10, "r1"),))
 BRANCH = a_source(10, Lineage("new"), is_explicit=True)
 DISK = OnDisk(folder_id="f", latest=TEN, latest_start="s0", chosen=a_source(10, Lineage("r1")))
@@ -21,7 +21,7 @@ FRESH = OnDisk(folder_id="f")
 
 
 def image(**changes: Any) -> ImageFacts:
-    return dataclasses.replace(IMAGE, **changes)
+    return changed_facts(IMAGE, **changes)
 
 
 def disk(before: OnDisk = DISK, **changes: Any) -> OnDisk:
@@ -58,10 +58,10 @@ COUNT = {
     "nothing is committed and the folder is the same": (image(latest=None), FRESH),
     "a branch continues that has committed nothing": (ON_BRANCH, ROLLS_BACK),
     "a branch continues whose start has committed": (
-        dataclasses.replace(ON_BRANCH, step=17),
+        changed_facts(ON_BRANCH, step=17),
         disk(BRANCH_COMMITTED, wanted=10),
     ),
-    "a branch continues without its load_step": (dataclasses.replace(ON_BRANCH, step=17), BRANCH_COMMITTED),
+    "a branch continues without its load_step": (changed_facts(ON_BRANCH, step=17), BRANCH_COMMITTED),
     "the disk has only the damaged step of its branch": (
         image(run_id="r2", branch_point=2, step=12, latest=OF_BRANCH),
         disk(latest=OF_BRANCH, chosen=None),
@@ -113,7 +113,7 @@ REFUSED = {
         "step 20 is on disk",
     ),
     "nor when it is further": (
-        dataclasses.replace(ON_BRANCH, step=25),
+        changed_facts(ON_BRANCH, step=25),
         disk(latest=TWENTY, chosen=a_source(20, Lineage("r1"))),
         "run r1 is resumed",
     ),
@@ -123,7 +123,7 @@ REFUSED = {
         "no branch from step 10",
     ),
     "a branch from another step": (
-        dataclasses.replace(ON_BRANCH, branch_point=5),
+        changed_facts(ON_BRANCH, branch_point=5),
         ROLLS_BACK,
         "no branch from step 10",
     ),

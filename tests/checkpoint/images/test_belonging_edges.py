@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.images.cards import CARD, a_source, changed
-from torchtitan_lite.memory.images.card import Commit
+from tests.checkpoint.images.cards import CARD, a_source, changed, changed_facts
+from torchtitan_lite.memory.images.card import Commit, ImageKey
 from torchtitan_lite.memory.images.snapshot_match import ImageFacts, OnDisk, why_not
 from torchtitan_lite.store.lineage import Lineage
 
 TEN, TWENTY, THIRTY = Commit(10, "a" * 32), Commit(20, "b" * 32), Commit(30, "c" * 32)
-IMAGE = ImageFacts(0, 1, step=20, start="s1", folder_id="f", run_id="r1", branch_point=None, latest=TEN)
+IMAGE = ImageFacts(ImageKey(20, "s1", 0), 0, 1, folder_id="f", run_id="r1", branch_point=None, latest=TEN)
 DISK = OnDisk(folder_id="f", latest=TWENTY, latest_start="s1", chosen=a_source(20, Lineage("r1")))
 
 
 def finding(image: dict[str, Any], disk: dict[str, Any]) -> str:
-    return why_not(dataclasses.replace(IMAGE, **image), dataclasses.replace(DISK, **disk))
+    return why_not(changed_facts(IMAGE, **image), dataclasses.replace(DISK, **disk))
 
 
 def test_the_step_on_disk_is_that_of_the_image_only_if_its_start_committed_it() -> None:
@@ -114,10 +114,9 @@ def test_the_rule_gets_all_that_it_needs_of_a_card(config: dict[str, Any], count
     commits = (Commit(2, "2" * 32), *CARD.commits)
     card = changed(CARD, commits=commits, config=config, lineage=Lineage("r1", branch_point=4))
     assert ImageFacts.of_card(card) == ImageFacts(
+        ImageKey(7, "a1", 0),
         rank=1,
         world_size=2,
-        step=7,
-        start="a1",
         folder_id="f1",
         run_id="r1",
         branch_point=4,

@@ -101,7 +101,7 @@ def test_the_images_of_all_steps_are_complete_and_the_latest_one_is_first(keeper
     assert keys(found) == [ImageKey(7, "a1", 0), ImageKey(6, "a1", 0), ImageKey(5, "a1", 0)]
     assert found.are_any
     best = found.complete[0]
-    assert (best.image.step, best.manifest.step, best.is_spread) == (7, 7, False)
+    assert (best.image.key.step, best.manifest.step, best.is_spread) == (7, 7, False)
     files = found.files(best.image.key, best.manifest, is_spread=False)
     assert files.sizes_of(["__0_0.distcp", "unknown"]) == {"__0_0.distcp": 3}
     assert files.share(["a", "b", "c"], 1, 2) == ["b"]

@@ -62,7 +62,7 @@ def tensors_of(path: Path, out: Path) -> State:
     stored = source.contents.tensors
     state = {
         f"model.{name}": torch.empty(stored[name].shape, dtype=getattr(torch, str(stored[name].dtype)))
-        for name, _ in chosen.weights
+        for name in chosen.weights
     }
     dcp_load(state, checkpoint_id=out, no_dist=True)
     return {name.removeprefix("model."): tensor for name, tensor in state.items()}

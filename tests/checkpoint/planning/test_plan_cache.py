@@ -97,7 +97,7 @@ def test_a_tensor_that_cannot_be_written_as_it_lies_is_refused_by_name(tensor: t
 
 def test_a_plan_that_fails_is_raised_and_not_kept() -> None:
     plans = PlanCache(PEERS)
-    with pytest.raises(ValueError, match=r"'a\.b' and another entry of the state are both called 'a\.b'"):
+    with pytest.raises(ValueError, match=r"two entries of the state are both called 'a\.b'"):
         plans.plan({"a": {"b": 1}, "a.b": 2})
     plans.plan(state(w=torch.zeros(3)))
 

@@ -38,21 +38,21 @@ def run_folder(tmp_path: Path) -> Path:
     [
         (
             lambda at: file(at / "model.pt"),
-            r"a file of torch\.save\. .*import-weights .*model\.pt OUT --names same;.*the weights alone",
+            r"a file of weights\. .*import-weights .*model\.pt OUT --names same;.*the weights alone",
         ),
-        (lambda at: file(at / "model.safetensors"), r"a file of safetensors\. .*model\.safetensors OUT --names same;"),
-        (lambda at: file(at / "hf" / "a.safetensors").parent, r"a folder of safetensors.*/hf OUT --names same;"),
+        (lambda at: file(at / "model.safetensors"), r"a file of weights\. .*model\.safetensors OUT --names same;"),
+        (lambda at: file(at / "hf" / "a.safetensors").parent, r"a folder of weights.*/hf OUT --names same;"),
         (
             lambda at: file(file(at / "hf" / "a.safetensors").parent / "config.json").parent,
-            r"a folder of safetensors\. .*: torchtitan-lite import-weights .*/hf OUT; then name OUT here",
+            r"a folder of weights\. .*: torchtitan-lite import-weights .*/hf OUT; then name OUT here",
         ),
         (
             lambda at: file(at / "hf" / "pytorch_model.bin").parent,
-            r"a folder of weights as torch\.save.*/hf OUT --names",
+            r"a folder of weights.*/hf OUT --names",
         ),
         (
             lambda at: file(file(at / "meta" / "consolidated.00.pth").parent / "params.json").parent,
-            r"a Llama in Meta's layout\. .*import-weights .*/meta OUT; then",
+            r"a folder of weights\. .*import-weights .*/meta OUT; then",
         ),
         (run_folder, r"the dump folder of a run\. Name one of its steps, such as .*run/checkpoint/step-10"),
         (lambda at: run_folder(at) / "checkpoint", r"the folder above the steps\. Name one .*checkpoint/step-10"),

@@ -10,7 +10,7 @@ import torch
 from tests.checkpoint.small_run import Tiny, same
 from torchtitan_lite.checkpoint.state.model_wrapper import EXPORT_DTYPES, weights_only
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper
-from torchtitan_lite.config.job_config import DtypeName
+from torchtitan_lite.config.sections.training import DtypeName
 
 
 @pytest.mark.parametrize("dtype", EXPORT_DTYPES.values(), ids=EXPORT_DTYPES)

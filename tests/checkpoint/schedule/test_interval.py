@@ -11,7 +11,6 @@ from torchtitan_lite.checkpoint.schedule.interval import (
     AtStep,
     EverySeconds,
     EverySteps,
-    Never,
     SavePolicy,
     Tick,
     build_save_policy,
@@ -58,17 +57,17 @@ def test_the_first_step_is_due_with_an_interval_of_seconds() -> None:
 def test_a_run_that_only_loads_is_never_due() -> None:
     policy = built(interval=1, load_only=True, enable_first_step_checkpoint=True)
     assert due_steps(policy) == []
-    assert policy == Never()
+    assert policy == AnyOf(())
 
 
 def test_only_clocks_need_consensus() -> None:
     assert EverySeconds(1).needs_consensus
-    assert not any(policy.needs_consensus for policy in (EverySteps(1), AtStep(1), Never()))
+    assert not any(policy.needs_consensus for policy in (EverySteps(1), AtStep(1), AnyOf(())))
     assert AnyOf((AtStep(1), EverySeconds(1))).needs_consensus
     assert not AnyOf((AtStep(1), EverySteps(2))).needs_consensus
 
 
-@pytest.mark.parametrize("policy", [EverySteps(2), EverySeconds(5), Never(), AnyOf((AtStep(1), EverySeconds(5)))])
+@pytest.mark.parametrize("policy", [EverySteps(2), EverySeconds(5), AnyOf(()), AnyOf((AtStep(1), EverySeconds(5)))])
 def test_a_split_policy_is_due_when_either_part_is(policy: SavePolicy) -> None:
     at_once, after_consensus = policy.split()
     assert not at_once.needs_consensus
@@ -126,7 +125,7 @@ def test_what_was_loaded_from_memory_is_overdue_if_a_save_since_the_disks_step_i
 
 
 def test_a_run_that_only_loads_saves_at_no_listed_step_either() -> None:
-    assert built(load_only=True, at_steps=(1, 2), or_every_seconds=1, interval_type="auto") == Never()
+    assert built(load_only=True, at_steps=(1, 2), or_every_seconds=1, interval_type="auto") == AnyOf(())
 
 
 @pytest.mark.parametrize(

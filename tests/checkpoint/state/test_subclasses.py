@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import json
 import math
 import re
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -235,7 +237,10 @@ def test_a_device_and_the_module_of_a_class_do_not_count() -> None:
     moved = type("EightBits", (EightBits,), {"__module__": "elsewhere", "__qualname__": "EightBits"})
     forms = [parts_of("t", each)[FORM] for each in (own, other, moved(own.codes, own.scale))]
     assert [form_difference(forms[0], each) for each in forms] == [""] * 3
+    in_another_order = dict(reversed(json.loads(forms[0]).items()))
+    assert form_difference(json.dumps(in_another_order), forms[0]) == ""
     assert "unreadable form" in form_difference("[", forms[0])
+    assert form_difference(numpy.ones(2), forms[0]).startswith("a plain tensor in the checkpoint")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -61,6 +61,10 @@ class Chunk(NamedTuple):
         """The number of its elements."""
         return math.prod(self.sizes)
 
+    def place(self, itemsize: int) -> Item:
+        """Return the bytes of its file that have to be read for its elements, of `itemsize` bytes each."""
+        return self.item or Item(self.file, self.at or 0, self.numel * itemsize)
+
 
 _INT64 = 1 << 63
 _MOST_CORNERS = 1 << 24
@@ -166,10 +170,6 @@ class ChunkRuns(Sequence[Chunk]):
         """Return what depends on how the tensor is cut, and not on where its chunks lie."""
         return tuple((run.num_chunks, run.dim, run.offsets, run.sizes) for run in self.runs)
 
-    def boxes(self) -> list[Chunk]:
-        """Return the runs as one chunk each, which cover the same elements as often."""
-        return [run.box() for run in self.runs]
-
 
 class StoredTensor(NamedTuple):
     """A whole tensor, stored in chunks."""
@@ -201,7 +201,8 @@ class StoredTensor(NamedTuple):
 def chunk_mismatch(tensor: StoredTensor) -> str:
     """Return why the chunks of `tensor` do not make up the tensor; the empty string if they do."""
     shape = tensor.shape
-    chunks = tensor.chunks if tensor.runs is None else tensor.runs.boxes()
+    # The box of a run covers the same elements as often as its chunks.
+    chunks = tensor.chunks if tensor.runs is None else [run.box() for run in tensor.runs.runs]
     # torch computes the strides of an empty tensor from its other sizes, so these must not overflow either.
     if not _is_possible_shape(shape, tensor.dtype.itemsize):
         return "its shape is not possible for a tensor"

@@ -8,7 +8,6 @@ no larger than these files.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -119,7 +118,7 @@ class Contents:
     def _named_files(self) -> frozenset[str]:
         """Those that stand in the contents; the others follow from the runs."""
         listed = (tensor.chunks for tensor in self.table.others.values() if tensor.runs is None)
-        in_tensors = {chunk.file if chunk.item is None else chunk.item.file for chunks in listed for chunk in chunks}
+        in_tensors = {chunk.file for chunks in listed for chunk in chunks}
         in_tensors |= {kind.file for kind in self.table.places_by_kind}
         in_objects = {stored.item.file for stored in self.objects.values() if stored.item is not None}
         return frozenset(in_tensors | in_objects)
@@ -191,10 +190,7 @@ class Contents:
         for key, tensor in tensors.items():
             itemsize = tensor.dtype.itemsize
             for chunk in chunks_of(tensor):
-                if chunk.item is not None:
-                    yield *chunk.item, key
-                elif chunk.at is not None:
-                    yield chunk.file, chunk.at, math.prod(chunk.sizes) * itemsize, key
+                yield *chunk.place(itemsize), key
         for key, stored in self.objects.items():
             if stored.item is not None:
                 yield *stored.item, key
@@ -202,6 +198,18 @@ class Contents:
     @cached_property
     def _containers(self) -> Containers | None:
         return None if self.structure is None else Containers(self.structure)
+
+
+CLOCKS = ("run_seconds", "productive_seconds")
+"""Fields of a `TrainState` that no training depends on: they differ between two runs that are the same otherwise."""
+_COUNTERS = ("step", "n_tokens_seen", "log_steps")
+"""Fields of a `TrainState` of every version: a user's state may have a `run_seconds` of its own."""
+
+
+def is_clock(key: str, keys: Collection[str]) -> bool:
+    """Return whether `key`, one of the `keys` of a checkpoint, is a clock of its run, whatever its state is called."""
+    state, dot, name = key.rpartition(".")
+    return name in CLOCKS and all(f"{state}{dot}{field}" in keys for field in _COUNTERS)
 
 
 def _stored_object(entry: Mapping[str, Any]) -> StoredObject:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from torchtitan_lite.log import counted
 State = dict[str, Any]
 
 _SUPPORTED = "dict, OrderedDict, Counter, defaultdict of a built-in type, list"
-_MODEL = "model"
-"""The state whose tensors a load copies into live ones, which keep their class."""
+_MODEL = "model."
+"""Before the names of the state whose tensors a load copies into live ones, which keep their class."""
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None), tuple})
 _ENTRIES = _PLAIN | {*PLAIN_TENSORS, DTensor}
 """Types known not to be containers, so that their bases need no check."""
@@ -34,7 +34,7 @@ def flatten(state: Mapping[str, Any]) -> tuple[State, Branch]:
     the same name and for a state that is nested too deeply or contains itself. Every error names the place.
     """
     walk = _Walk()
-    return walk.flat, walk.mapping(state, "")
+    return walk.flat, walk.mapping(state, "", 0)
 
 
 def flat_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -69,102 +69,88 @@ class _Walk:
 
     def __init__(self) -> None:
         self.flat: State = {}
-        self._path: list[Any] = []
 
-    def mapping(self, value: Mapping[Any, Any], prefix: str) -> Branch:
-        kind = self._kind(value)
-        keys = tuple(value)
-        is_text = {*map(type, keys)} <= {str} and _is_encodable("".join(keys))
-        names = keys if is_text else [self._text(key) for key in keys]
-        children = tuple(
-            [self._child(key, item, prefix + name) for (key, item), name in zip(value.items(), names, strict=True)]
-        )
-        return Branch(kind, keys, () if is_text else tuple(map(repr, keys)), children)
-
-    def _list(self, value: list[Any], prefix: str) -> Branch:
-        if type(value) is not list:
-            raise TypeError(f"{self._here()} is a {type_name(value)}, {_would_not_come_back('list(...)')}")
-        children = tuple([self._child(number, item, f"{prefix}{number}") for number, item in enumerate(value)])
-        return Branch(LIST, range(len(value)), (), children)
-
-    def _child(self, key: Any, value: Any, name: str) -> Branch | None:
-        if type(value) not in _ENTRIES:
-            if isinstance(value, Mapping):
-                return self._within(key, self.mapping, value, name)
-            if isinstance(value, list) and not self._is_entry(value, 0):
-                return self._within(key, self._list, value, name)
-            if isinstance(value, torch.Tensor) and self._path and self._path[0] != _MODEL:
-                raise TypeError(
-                    f"{_expression([*self._path, key])} is a {type_name(value)}, which would come back from a "
-                    "checkpoint as a plain tensor, without its class and attributes. Return plain tensors from "
-                    "state_dict, and what else it has next to them"
-                )
-        if name in self.flat:
-            raise ValueError(
-                f"{_expression([*self._path, key])} and another entry of the state are both called {name!r} in a "
-                "checkpoint, and one of them would be lost. Give them keys that differ when joined by dots"
-            )
-        if type(value) is DTensor and any(placement.is_partial() for placement in value.placements):
-            raise TypeError(
-                f"{_expression([*self._path, key])} is a DTensor of partial sums: no rank has its values. "
-                "Redistribute it first"
-            )
-        self.flat[name] = value
-        return None
-
-    def _within(self, key: Any, walk: Callable[[Any, str], Branch], value: Any, name: str) -> Branch:
-        self._path.append(key)
-        if len(self._path) >= MAX_DEPTH:
-            raise ValueError(f"{self._here()[:200]} ... is nested more than {MAX_DEPTH} deep, or contains itself")
-        branch = walk(value, f"{name}.")
-        self._path.pop()
-        return branch
-
-    def _is_entry(self, value: list[Any], depth: int) -> bool:
-        """Return whether DCP stores the list as one object: no tensor or mapping is in it or in its nested lists."""
-        if depth > MAX_DEPTH:
-            raise ValueError(f"{self._here()}: a list is nested more than {MAX_DEPTH} deep, or contains itself")
-        kinds = {*map(type, value)} - _PLAIN
-        if any(issubclass(kind, Mapping | torch.Tensor) for kind in kinds):
-            return False
-        if not any(issubclass(kind, list) for kind in kinds):
-            return True
-        return all(self._is_entry(item, depth + 1) for item in value if isinstance(item, list))
-
-    def _kind(self, value: Mapping[Any, Any]) -> str:
+    def mapping(self, value: Mapping[Any, Any], prefix: str, depth: int) -> Branch:
         kind = container_kind(value)
         if kind is None:
             what = f"defaultdict of {value.default_factory!r}" if type(value) is defaultdict else type_name(value)
-            raise TypeError(f"{self._here()} is a {what}, {_would_not_come_back('dict(...)')}")
-        return kind
+            raise TypeError(f"{_holder(prefix)} is a {what}, {_would_not_come_back('dict(...)')}")
+        keys = tuple(value)
+        is_text = {*map(type, keys)} <= {str} and _is_encodable("".join(keys))
+        names = keys if is_text else [_key_text(key, prefix) for key in keys]
+        children = tuple(
+            [self._child(item, prefix + name, depth) for item, name in zip(value.values(), names, strict=True)]
+        )
+        return Branch(kind, keys, () if is_text else tuple(map(repr, keys)), children)
 
-    def _text(self, key: Any) -> str:
-        """Return `key` as a part of a name."""
-        try:
-            plain_value.encode_value(key)
-            text = str(key)
-            # Half a surrogate pair cannot be encoded, so it cannot be part of a name.
-            text.encode()
-            return text
-        except ValueError:
-            raise TypeError(
-                f"{self._here()} has the key {_shown_key(key)}, a {type_name(key)}, which would not come back from a "
-                "checkpoint as it is. Supported keys are strings, numbers, booleans, None, bytes and tuples of these: "
-                "return such keys from state_dict"
-            ) from None
+    def _list(self, value: list[Any], prefix: str, depth: int) -> Branch:
+        if type(value) is not list:
+            raise TypeError(f"{_holder(prefix)} is a {type_name(value)}, {_would_not_come_back('list(...)')}")
+        children = tuple([self._child(item, f"{prefix}{number}", depth) for number, item in enumerate(value)])
+        return Branch(LIST, range(len(value)), (), children)
 
-    def _here(self) -> str:
-        return _expression(self._path) if self._path else "the state"
+    def _child(self, value: Any, name: str, depth: int) -> Branch | None:
+        if type(value) not in _ENTRIES:
+            is_mapping = isinstance(value, Mapping)
+            if is_mapping or (isinstance(value, list) and not _is_entry(value, name, 0)):
+                if depth + 1 >= MAX_DEPTH:
+                    raise _too_deep(name)
+                return (self.mapping if is_mapping else self._list)(value, f"{name}.", depth + 1)
+            if isinstance(value, torch.Tensor) and depth and not name.startswith(_MODEL):
+                raise TypeError(
+                    f"{name} is a {type_name(value)}, which would come back from a checkpoint as a plain tensor, "
+                    "without its class and attributes. Return plain tensors from state_dict, and what else it has next "
+                    "to them"
+                )
+        if name in self.flat:
+            raise ValueError(
+                f"two entries of the state are both called {name!r} in a checkpoint, and one of them would be lost. "
+                "Give them keys that differ when joined by dots"
+            )
+        if type(value) is DTensor and any(placement.is_partial() for placement in value.placements):
+            raise TypeError(f"{name} is a DTensor of partial sums: no rank has its values. Redistribute it first")
+        self.flat[name] = value
+        return None
+
+
+def _is_entry(value: list[Any], name: str, depth: int) -> bool:
+    """Return whether DCP stores the list as one object: no tensor or mapping is in it or in its nested lists."""
+    if depth > MAX_DEPTH:
+        raise _too_deep(name)
+    kinds = {*map(type, value)} - _PLAIN
+    if any(issubclass(kind, Mapping | torch.Tensor) for kind in kinds):
+        return False
+    if not any(issubclass(kind, list) for kind in kinds):
+        return True
+    return all(_is_entry(item, name, depth + 1) for item in value if isinstance(item, list))
+
+
+def _too_deep(name: str) -> ValueError:
+    return ValueError(f"{name[:200]} is nested more than {MAX_DEPTH} deep, or contains itself")
+
+
+def _key_text(key: Any, prefix: str) -> str:
+    """Return `key` as a part of a name."""
+    try:
+        plain_value.encode_value(key)
+        text = str(key)
+        # Half a surrogate pair cannot be encoded, so it cannot be part of a name.
+        text.encode()
+        return text
+    except ValueError:
+        shown = f"{key!r:.100}" if type(key) is str else f"a {type_name(key)}"
+        raise TypeError(
+            f"{_holder(prefix)} has {shown} as a key, which would not come back from a checkpoint as it is. Supported "
+            "keys are strings, numbers, booleans, None, bytes and tuples of these: return such keys from state_dict"
+        ) from None
+
+
+def _holder(prefix: str) -> str:
+    return prefix.removesuffix(".") or "the state"
 
 
 def _is_encodable(key: str) -> bool:
-    if key.isascii():
-        return True
-    try:
-        key.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return key.isascii() or key.encode("utf-8", "ignore").decode() == key
 
 
 def _would_not_come_back(remedy: str) -> str:
@@ -172,19 +158,6 @@ def _would_not_come_back(remedy: str) -> str:
         f"which would not come back from a checkpoint as it is. Supported containers are {_SUPPORTED}: "
         f"return {remedy} of it from state_dict, and convert it back in load_state_dict"
     )
-
-
-def _expression(path: Sequence[Any]) -> str:
-    """Return `path` as a Python expression: `loader['seen'][0]`."""
-    first, *rest = path
-    return (repr(first) if "." in f"{first}" else f"{first}") + "".join(f"[{_shown_key(key)}]" for key in rest)
-
-
-def _shown_key(key: object) -> str:
-    try:
-        return f"{key!r:.100}"
-    except ValueError:  # A number of thousands of digits.
-        return "of thousands of digits"
 
 
 # Compare how two values are made, without the values of their numbers and strings.
@@ -211,7 +184,8 @@ def difference(expected: Any, found: Any, name: str = "") -> str:
         pairs = enumerate(zip(expected, found, strict=True))
         return next((finding for i, pair in pairs if (finding := difference(*pair, f"{name}[{i}]"))), "")
     if isinstance(expected, Set):
-        return "" if expected == found and _reprs(expected) == _reprs(found) else f"{name}: its members change"
+        is_same = expected == found and sorted(map(repr, expected)) == sorted(map(repr, found))
+        return "" if is_same else f"{name}: its members change"
     if isinstance(expected, torch.Tensor) and (expected.dtype, expected.shape) != (found.dtype, found.shape):
         return f"{name}: a tensor of {expected.dtype} {[*expected.shape]} becomes {found.dtype} {[*found.shape]}"
     return ""
@@ -224,10 +198,6 @@ def _of_mappings(expected: Mapping[Any, Any], found: Mapping[Any, Any], name: st
         return f"{name}: its default changes"
     pairs = zip(expected.items(), found.values(), strict=True)
     return next((finding for (key, a), b in pairs if (finding := difference(a, b, f"{name}[{key!r}]"))), "")
-
-
-def _reprs(members: Any) -> list[str]:
-    return sorted(map(repr, members))
 
 
 def is_plain(value: object) -> bool:

@@ -30,6 +30,32 @@ class _Rows:
     adjoins: npt.NDArray[np.bool_]
     """For each box but the last whether the next one has the same sizes and adjoins it."""
 
+    def links(self, ranks: Numbers, at: Numbers) -> tuple[Numbers, npt.NDArray[np.bool_]]:
+        """Return the step of the rank from each box but the last to the next one, and whether one run could join them.
+
+        There are at least as many runs as boxes that are not joined, and one more. To find them takes longer.
+        """
+        if self.order is not None:
+            ranks, at = ranks[self.order], at[self.order]
+        steps: Numbers = ranks[1:] - ranks[:-1]
+        return steps, self.adjoins & (at[1:] == at[:-1]) & (steps > 0)
+
+    def runs(self, steps: Numbers, joins: npt.NDArray[np.bool_]) -> list[tuple[int, int, int, int]]:
+        """Return count, number of the first chunk, step of the rank and dimension of each run."""
+        continues = joins[1:] & joins[:-1] & (steps[1:] == steps[:-1])
+        ends = np.append(np.flatnonzero(~continues), len(joins) - 1)
+        """The last of each row of neighbours with one step."""
+        found, first = [], 0
+        while first <= len(joins):
+            last = first
+            if first < len(joins) and joins[first]:
+                last = int(ends[np.searchsorted(ends, first)]) + 1
+            number = first if self.order is None else int(self.order[first])
+            is_run = last > first
+            found.append((last - first + 1, number, int(steps[first]) if is_run else 1, self.dim if is_run else 0))
+            first = last + 1
+        return found
+
 
 @dataclass(frozen=True, eq=False)
 class Boxes:
@@ -45,11 +71,12 @@ class Boxes:
         """
         if len(ranks) < LEAST_CHUNKS:
             return None
-        along = sorted((_Links(rows, ranks, at) for rows in self._rows), key=lambda links: links.least_runs)
-        found = along[0].runs() if along else []
-        for links in along[1:]:
-            if links.least_runs < len(found):
-                found = min(found, links.runs(), key=len)
+        along = [(rows, *rows.links(ranks, at)) for rows in self._rows]
+        found: list[tuple[int, int, int, int]] = []
+        for rows, steps, joins in sorted(along, key=lambda each: -int(each[2].sum())):
+            if not found or len(joins) - joins.sum() + 1 < len(found):
+                runs = rows.runs(steps, joins)
+                found = min(found or runs, runs, key=len)
         if not found or sum(count for count, _, _, _ in found) == len(found):
             return None
         offsets, sizes = self.offsets, self.sizes
@@ -101,33 +128,3 @@ def encode_runs(chunks: Sequence[Sequence[Any]]) -> list[list[Any]] | None:
 def _with_runs(entry: dict[str, Any]) -> dict[str, Any]:
     runs = encode_runs(entry["chunks"])
     return entry if runs is None else {name: of for name, of in entry.items() if name != "chunks"} | {"runs": runs}
-
-
-class _Links:
-    """The chunks along `rows`, and which of them one run could join with the next."""
-
-    def __init__(self, rows: _Rows, ranks: Numbers, at: Numbers) -> None:
-        if rows.order is not None:
-            ranks, at = ranks[rows.order], at[rows.order]
-        self._rows = rows
-        self._steps: Numbers = ranks[1:] - ranks[:-1]
-        self._joins = rows.adjoins & (at[1:] == at[:-1]) & (self._steps > 0)
-        self.least_runs = 1 + int((~self._joins).sum())
-        """There are at least as many runs. To find them takes longer."""
-
-    def runs(self) -> list[tuple[int, int, int, int]]:
-        """Return count, number of the first chunk, step of the rank and dimension of each run."""
-        rows, steps, joins = self._rows, self._steps, self._joins
-        continues = joins[1:] & joins[:-1] & (steps[1:] == steps[:-1])
-        ends = np.append(np.flatnonzero(~continues), len(joins) - 1)
-        """The last of each row of neighbours with one step."""
-        found, first = [], 0
-        while first <= len(joins):
-            last = first
-            if first < len(joins) and joins[first]:
-                last = int(ends[np.searchsorted(ends, first)]) + 1
-            number = first if rows.order is None else int(rows.order[first])
-            is_run = last > first
-            found.append((last - first + 1, number, int(steps[first]) if is_run else 1, rows.dim if is_run else 0))
-            first = last + 1
-        return found

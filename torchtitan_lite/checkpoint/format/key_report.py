@@ -33,10 +33,6 @@ class KeyReport:
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.mismatched)
 
-    def lost_states(self, states: Sequence[str]) -> bool:
-        """Return whether one of `states` is missing as a whole: an error whatever `checkpoint.load_strictness` says."""
-        return any(name in self.missing for name in states)
-
     def __str__(self) -> str:
         mismatched = [f"{key}: {what}" for key, what in self.mismatched.items()]
         return "\n".join(

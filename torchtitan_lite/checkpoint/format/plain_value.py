@@ -142,9 +142,9 @@ def _tagged(name: str, content: object, depth: int) -> Any:
     if name == "$dict" and isinstance(content, list):
         return _decoded_pairs(content, depth)
     make = _MAKERS.get(name)
-    if make is None or not isinstance(content, str | list):
+    if make is None or type(content) is not (str if name in _OF_TEXT else list):
         raise ValueError(f"{name[:20]!r} with a {type(content).__name__} is not a known tag")
-    parts = [content] if isinstance(content, str) else decode_value(content, depth)
+    parts = [content] if name in _OF_TEXT else decode_value(content, depth)
     try:
         return make(*parts)
     except (TypeError, OverflowError, KeyError, ValueError, struct.error) as error:
@@ -238,6 +238,7 @@ def _made_time(name: str, *fields: Any) -> Any:
     return kind(**given)
 
 
+_OF_TEXT = frozenset({"$int", "$float", "$text", "$bytes"})
 _MAKERS: dict[str, Callable[..., Any]] = {
     "$int": lambda text: int(text, 16),
     "$float": lambda text: struct.unpack(">d", bytes.fromhex(text))[0],

@@ -66,15 +66,13 @@ _Index = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TensorDigest:
-    """Two unsigned 64-bit lanes; digests of disjoint chunks add up to the digest of their union."""
+    """Two unsigned 64-bit lanes; digests of disjoint chunks add up to the digest of their union.
 
-    lane0: int
-    lane1: int
+    The default is that of no bytes, the start of a sum.
+    """
 
-    @classmethod
-    def zero(cls) -> TensorDigest:
-        """Return the digest of no bytes: the start of a sum."""
-        return cls(0, 0)
+    lane0: int = 0
+    lane1: int = 0
 
     def to_hex(self) -> str:
         """Return 32 lower-case hexadecimal digits, lane 0 first."""

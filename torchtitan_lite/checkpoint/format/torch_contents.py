@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchtitan_lite.checkpoint.format import dtypes
-from torchtitan_lite.checkpoint.format.contents import Contents, Item
+from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.torch_private import storage_info
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in dtypes.DTYPES if hasattr(torch, name)}
@@ -34,7 +34,5 @@ def to_metadata(contents: Contents) -> Metadata:
         chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in tensor.chunks]
         described[key] = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)
         for index, chunk in enumerate(tensor.chunks):
-            nbytes = chunk.numel * tensor.dtype.itemsize
-            place = chunk.item or Item(chunk.file, chunk.at or 0, nbytes)
-            where[MetadataIndex(key, chunk.offsets, index)] = of_item(*place)
+            where[MetadataIndex(key, chunk.offsets, index)] = of_item(*chunk.place(tensor.dtype.itemsize))
     return Metadata(described, planner_data=dict(contents.paths), storage_data=where, storage_meta=StorageMeta())

@@ -10,6 +10,8 @@ import ast
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.flattening import flatten
 from torchtitan_lite.checkpoint.format.structure import (
@@ -52,18 +54,18 @@ def entries(contents: Contents, prefix: str, keys: Iterable[str] | None = None) 
         else:
             found.setdefault(key.removeprefix(prefix), []).append(Leaf(key, ()))
     parent = contents.container(prefix[:-1]) if prefix else contents.structure
+    ordered: dict[str, list[Leaf]] = {}
     for key, child in zip(parent.keys, parent.children, strict=True) if parent else ():
-        if child is not None:
-            found.setdefault(str(key), [])  # A container may be empty.
-    order = [str(key) for key in parent.keys] if parent else ()
-    return {key: found[key] for key in order if key in found} | found
+        if str(key) in found or child is not None:
+            ordered[str(key)] = found.get(str(key), [])  # A container may be empty.
+    return ordered | found
 
 
 def assembled_entry(contents: Contents, name: str, leaves: Sequence[Leaf], values: Mapping[str, Any]) -> Any:
     """Return the entry with the flat name `name`, made of `leaves`, whose values are in `values` by flat key.
 
-    A checkpoint before format 3 does not store the types of containers: those with numbered keys become lists, all
-    others dicts.
+    A checkpoint of plain DCP does not store the types of containers: those with numbered keys become lists, all others
+    dicts.
     """
     if len(leaves) == 1 and not leaves[0].path:
         return values[leaves[0].key]
@@ -74,6 +76,12 @@ def assembled_entry(contents: Contents, name: str, leaves: Sequence[Leaf], value
     if container is not None:
         return rebuild(container, values, f"{name}.")
     return _nest([(leaf.path, values[leaf.key]) for leaf in leaves])
+
+
+def room_for(contents: Contents, key: str, device: str | torch.device = "cpu") -> torch.Tensor | None:
+    """Return new memory for the stored tensor `key`; None if that is an object."""
+    stored = contents.tensors.get(key)
+    return None if stored is None else torch.empty(stored.shape, dtype=stored.dtype, device=device)
 
 
 def at_path(nest: Any, path: Path) -> Any:

@@ -23,7 +23,7 @@ from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import recorded_sizes
 from torchtitan_lite.store.manifest import Manifest, Table
 from torchtitan_lite.store.place import Place, on_disk
-from torchtitan_lite.store.rank_records import RankRecord, RecordedFiles, RecordsOfRanks
+from torchtitan_lite.store.rank_records import RankRecord, RecordsOfRanks
 
 Verify = Literal["off", "size", "full", "full_alone"]
 """What a load compares with the manifest: nothing; the files' sizes; these and every byte that it reads. `full_alone`:
@@ -128,9 +128,9 @@ class CheckpointFolder:
     @cached_property
     def records(self) -> Mapping[str, FileRecord]:
         """The recorded size and digests of each file; empty unless every byte is verified."""
-        if self.verify in ("off", "size") or self.manifest is None or self._rank_records is None:
+        if self.verify in ("off", "size") or self._rank_records is None:
             return {}
-        return RecordedFiles(self.manifest, self._rank_records)
+        return self._rank_records
 
     def _contents(self) -> Contents:
         if self.manifest is None:

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from torchtitan_lite.config.job_config import Checkpoint, Strictness
+from torchtitan_lite.config.job_config import Checkpoint
+from torchtitan_lite.config.sections.checkpoint import Strictness
 from torchtitan_lite.errors import ConfigError
 
 T = TypeVar("T")

@@ -139,8 +139,10 @@ class CheckpointReader(StorageReader):
                 if piece is not None:
                     pieces.setdefault(chunk.file, []).append(piece)
                     continue
-            if not is_inside(region.offsets, tuple(region.target.shape), region.chunk.sizes):
-                raise _outside(self._folder.path, region)
+            if not is_inside(region.offsets, tuple(region.target.shape), chunk.sizes):
+                box = f"{list(region.target.shape)} at {list(region.offsets)}"
+                finding = f"  {region.key}: {box} is not inside a chunk of {list(chunk.sizes)}"
+                raise CheckpointMismatch(str(self._folder.path), finding)
             others.append(region)
         parts: list[BufferedPart] = []
         for source, target in self._sources(others):
@@ -271,7 +273,7 @@ class CheckpointReader(StorageReader):
         }
         for tensor in table.others.values():
             for chunk in tensor.chunks_in(file):
-                begin, num_bytes = _extent(chunk, tensor.dtype)
+                _, begin, num_bytes = chunk.place(tensor.dtype.itemsize)
                 if num_bytes:
                     extents.add((begin // BLOCK_BYTES, -(-(begin + num_bytes) // BLOCK_BYTES)))
         free = bytearray(b"\1") * num_blocks
@@ -291,13 +293,6 @@ def _findings(folder: CheckpointFolder, file: str) -> Iterator[None]:
         raise CheckpointDamaged(str(folder.path), finding, keys) from None
 
 
-def _extent(chunk: Chunk, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the first byte of `chunk` in its file and its number of bytes."""
-    if chunk.item is not None:
-        return chunk.item.offset, chunk.item.length
-    return chunk.at or 0, chunk.numel * dtype.itemsize
-
-
 def _handing_bytes_to(planner: LoadPlanner, item: ReadItem) -> Callable[[Any], None]:
     """Return a function that gives `planner` an object as a pickle of our own, because DCP's planners unpickle it."""
 
@@ -313,11 +308,6 @@ def _handing_bytes_to(planner: LoadPlanner, item: ReadItem) -> Callable[[Any], N
 def _of_another_shape(path: Place, region: Region, found: Any) -> CheckpointDamaged:
     finding = f"{region.key}: the metadata says {list(region.chunk.sizes)}, its item {found}"
     return CheckpointDamaged(str(path), finding, [region.key])
-
-
-def _outside(path: Place, region: Region) -> CheckpointMismatch:
-    box = f"{list(region.target.shape)} at {list(region.offsets)}"
-    return CheckpointMismatch(str(path), f"  {region.key}: {box} is not inside a chunk of {list(region.chunk.sizes)}")
 
 
 def _read_batches(parts: Sequence[T], num_bytes: Callable[[T], int]) -> Iterator[list[T]]:

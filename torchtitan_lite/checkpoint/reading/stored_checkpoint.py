@@ -14,15 +14,14 @@ from functools import cached_property
 from itertools import chain
 from typing import Any
 
-import torch
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.flattening import State, flat_tensors, refuse_piece
 from torchtitan_lite.checkpoint.format.key_report import KeyReport, compare_tensors, merged
-from torchtitan_lite.checkpoint.format.shards import local_shards
-from torchtitan_lite.checkpoint.format.structure import rebuild, without
-from torchtitan_lite.checkpoint.reading.entries import Untyped, retyped
+from torchtitan_lite.checkpoint.format.shards import PLAIN_TENSORS, local_shards
+from torchtitan_lite.checkpoint.format.structure import Path, rebuild, without
+from torchtitan_lite.checkpoint.reading.entries import Untyped, retyped, room_for
 from torchtitan_lite.checkpoint.reading.files import Files
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, Verify
 from torchtitan_lite.checkpoint.reading.load_rules import EVERYTHING, LoadRules
@@ -115,8 +114,7 @@ class StoredCheckpoint:
         optimizer = self._optimizer_for(slots)
 
         def own() -> KeyReport:
-            if error := _placement_error(str(self.path), model, slots):
-                raise error
+            _check_placements(str(self.path), model, slots)
             reports = [
                 self._model.report(model, cast=cast),
                 KeyReport(missing=[name for name in states if not self.has_state(name)]),
@@ -173,13 +171,13 @@ class StoredCheckpoint:
         """Return the nested state `name` as it was saved; sharded tensors are read into those of `own`. **Collective**.
 
         Top-level entries for whose name `leave_out` returns True are not read. On every rank, raises
-        `CheckpointMismatch` if the checkpoint has no such state, or one with other sharded tensors, or if it is older
-        than format 3 and neither it nor `own` shows the type of a key.
+        `CheckpointMismatch` if the checkpoint has no such state, or one with other sharded tensors, or if it is of
+        plain DCP and neither it nor `own` shows the type of a key.
         """
         prefix = f"{name}."
         sharded = self._peers.together(lambda: self._sharded(name, own))
         wanted = [key for key in self.keys(prefix) if not leave_out(key.removeprefix(prefix).partition(".")[0])]
-        target = self._read(lambda: {key: sharded.get(key, self._placeholder(key)) for key in wanted})
+        target = self._read(lambda: {key: sharded.get(key, room_for(self.contents, key)) for key in wanted})
         if self.contents.structure is None:
             return self._peers.together(lambda: self._retyped(name, target, own))
         branch = self.contents.container(name)
@@ -203,9 +201,14 @@ class StoredCheckpoint:
 
     def _retyped(self, name: str, flat: State, own: State) -> State:
         """Return the nested state `name` made of `flat`, from a checkpoint that does not store the types of keys."""
-        paths = self.contents.paths
+        entries: dict[Path, Any] = {}
+        for key, value in flat.items():
+            path = self.contents.paths.get(key, ())
+            depths = (at for at in range(1, len(path)) if ".".join(map(str, path[:at])) == name)
+            depth = next(depths, None)
+            entries[path[depth:] if depth else (key.removeprefix(f"{name}."),)] = value
         try:
-            return retyped(name, {_path_below(name, paths.get(key), key): value for key, value in flat.items()}, own)
+            return retyped(name, entries, own)
         except Untyped as found:
             raise CheckpointMismatch(str(self.path), str(found)) from None
         except ValueError as found:
@@ -287,31 +290,13 @@ class StoredCheckpoint:
         own = self._folder.own_keys
         return list(dict.fromkeys([*(key for key in self.contents if key not in own), *self._model.names("model.")]))
 
-    def _placeholder(self, key: str) -> Any:
-        stored = self.contents.tensors.get(key)
-        return torch.empty(stored.shape, dtype=stored.dtype, device="cpu") if stored is not None else None
 
-
-def _path_below(name: str, path: Sequence[str | int] | None, key: str) -> tuple[str | int, ...]:
-    """Return the part of `path`, the path of `key`, below the container with the flat name `name`."""
-    for depth in range(1, len(path or ())):
-        if path is not None and ".".join(map(str, path[:depth])) == name:
-            return tuple(path[depth:])
-    return (key.removeprefix(f"{name}."),)
-
-
-def _placement_error(
-    path: str, model: Mapping[str, Any], slots: Mapping[str, ParameterSlot]
-) -> CheckpointMismatch | None:
-    """Return the error for the first tensor whose memory does not have the shape that its placements give it."""
+def _check_placements(path: str, model: Mapping[str, Any], slots: Mapping[str, ParameterSlot]) -> None:
+    """Raise `CheckpointMismatch` for the first tensor whose memory does not have the shape that its placements give."""
     states = ((f"{name}.{key}", value) for name, slot in slots.items() for key, value in slot.state.items())
-    for key, value in chain(model.items(), ((name, slot.like) for name, slot in slots.items()), states):
-        if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
-            continue
-        for tensor in nested_tensors(value):
-            if isinstance(tensor, DTensor):
-                try:
-                    list(local_shards(key, tensor))
-                except ValueError as error:
-                    return CheckpointMismatch(path, f"  {error}")
-    return None
+    try:
+        for key, value in chain(model.items(), ((name, slot.like) for name, slot in slots.items()), states):
+            for tensor in nested_tensors(value) if type(value) not in PLAIN_TENSORS else ():
+                list(local_shards(key, tensor))
+    except ValueError as error:
+        raise CheckpointMismatch(path, f"  {error}") from None

@@ -15,7 +15,7 @@ import torch
 
 from torchtitan_lite.checkpoint.format.contents import Contents
 from torchtitan_lite.checkpoint.format.key_report import KeyReport, TensorLike, compare_tensors, merged
-from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled_entry, entries
+from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled_entry, entries, room_for
 from torchtitan_lite.checkpoint.reading.load_rules import LoadRules
 from torchtitan_lite.checkpoint.state.model_wrapper import is_extra, tensors_of
 from torchtitan_lite.checkpoint.state.names import EXTRA_STATE, is_extra_name
@@ -100,8 +100,7 @@ class StoredModel:
                     targets[prefix + stored] = own[fqn]
                 continue
             for leaf in self._extras(prefix).get(stored, ()):
-                tensor = self._contents.tensors.get(leaf.key)
-                targets[leaf.key] = tensor and torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                targets[leaf.key] = room_for(self._contents, leaf.key)
         return targets
 
     def assembled(self, model: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torchtitan_lite.checkpoint.format.contents import Contents, StoredTensor
 from torchtitan_lite.checkpoint.format.key_report import KeyReport
 from torchtitan_lite.checkpoint.format.shards import sharding_text
 from torchtitan_lite.checkpoint.format.structure import FORM, Branch, are_pieces
-from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled_entry, at_path, entries
+from torchtitan_lite.checkpoint.reading.entries import Leaf, assembled_entry, at_path, entries, room_for
 from torchtitan_lite.checkpoint.reading.load_rules import LoadRules
 from torchtitan_lite.checkpoint.state.optimizer_state import (
     LAYOUTS,
@@ -130,7 +130,8 @@ class StoredOptimizer:
         for name, _, state, settings, layouts in self._fitting:
             slot = self.slots[name]
             for key, leaves in state.items():
-                layout = self._layout(layouts.get(str(key), []))
+                found = next((self._plain(leaf) for leaf in layouts.get(str(key), ())), "")
+                layout = found if isinstance(found, str) else ""
                 for leaf in leaves:
                     tensor = self._contents.tensors.get(leaf.key)
                     live = at_path(slot.state.get(key, slot.first.get(key)), leaf.path)
@@ -140,10 +141,9 @@ class StoredOptimizer:
                     )
             for key, leaves in settings.items():
                 for leaf in leaves:
-                    tensor = self._contents.tensors.get(leaf.key)
                     live = slot.settings.get(key)
-                    device = live.device if isinstance(live, torch.Tensor) else torch.device("cpu")
-                    targets[leaf.key] = tensor and torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                    device = live.device if isinstance(live, torch.Tensor) else "cpu"
+                    targets[leaf.key] = room_for(self._contents, leaf.key, device)
         for entry, leaves in self._entries.items():
             if entry.startswith(f"{SHARED}.") and leaves:
                 join_targets(targets, self._plain(leaves[0]))
@@ -334,10 +334,6 @@ class StoredOptimizer:
             return slot.like.dtype
         stored: torch.dtype = tensor.dtype
         return stored
-
-    def _layout(self, leaves: list[Leaf]) -> str:
-        values = [self._plain(leaf) for leaf in leaves]
-        return values[0] if values and isinstance(values[0], str) else ""
 
     def _is_wanted(self, key: str) -> bool:
         stored, _ = split_state_key(key.removeprefix(f"optimizer.{STATE}."), set(self._names.values()))

@@ -276,7 +276,8 @@ class Restore:
 
     def _report(self, keys: KeyReport, refused_states: Sequence[str]) -> ResumeReport:
         everything = not self._source.model_only
-        strict = self._config.checkpoint.load_strictness == "error" or keys.lost_states(list(self._loaded))
+        # A state that is missing as a whole is an error whatever the strictness.
+        strict = self._config.checkpoint.load_strictness == "error" or not {*keys.missing}.isdisjoint(self._loaded)
         names = self._stored.model_names(self._model_state) if keys.missing else {}
         frozen, own = self._model.frozen_names(), tensors_of(self._model_state)
         left_out_there = self._source.recorded.config.get("checkpoint", {}).get("save_trained_only", False)
@@ -416,4 +417,4 @@ def _add_up(per_rank: list[dict[str, dict[Shape, TensorDigest]]]) -> dict[str, T
             for offsets, digest in shares.items():
                 if known.setdefault(offsets, digest) != digest:
                     differing.add(key)
-    return {key: None if key in differing else sum(known.values(), TensorDigest.zero()) for key, known in parts.items()}
+    return {key: None if key in differing else sum(known.values(), TensorDigest()) for key, known in parts.items()}

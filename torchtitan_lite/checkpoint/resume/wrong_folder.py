@@ -26,11 +26,9 @@ from torchtitan_lite.stores import open_store, usable
 _SCHEME = re.compile(r"[A-Za-z][\w+.-]*://")
 _NAME_ON_A_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 _NAME_A_STEP = "Name the folder of one step, such as outputs/checkpoint/step-500"
-_SAFETENSORS = ".safetensors"
 _PICKLED = (".pt", ".pth", ".bin", ".ckpt")
-_META = re.compile(r"consolidated\.\d+\.pth")
-_PARAMS = "params.json"
-_CONFIG = "config.json"
+_WEIGHTS = (".safetensors", *_PICKLED)
+_DESCRIPTIONS = ("config.json", "params.json")
 _IMPORT = "Make a checkpoint out of it with: torchtitan-lite import-weights {source} OUT{names}; then name OUT here"
 _WEIGHTS_ALONE = "OUT has the weights alone; docs/moving.md says how an optimizer in the file comes along"
 _SAME_NAMES = " --names same"
@@ -92,10 +90,9 @@ def _place_finding(given: str, path: Path) -> str:
 
 
 def _file_finding(path: Path) -> str:
-    if path.suffix == _SAFETENSORS:
-        return f"it is a file of safetensors. {_import_command(path, path.parent)}"
-    if path.suffix in _PICKLED:
-        return f"it is a file of torch.save. {_import_command(path, path.parent)}. {_WEIGHTS_ALONE}"
+    if path.suffix in _WEIGHTS:
+        alone = f". {_WEIGHTS_ALONE}" if path.suffix in _PICKLED else ""
+        return f"it is a file of weights. {_import_command(path, path.parent)}{alone}"
     if layout.is_data_file(path.name) or path.name in (layout.METADATA, layout.MANIFEST):
         return f"it is one of a checkpoint's files. Name their folder, {path.parent}"
     return f"it is a file, not a folder. {_NAME_A_STEP}"
@@ -108,12 +105,8 @@ def _folder_finding(path: Path) -> str:
         if folder.is_dir() and (found := last_step(folder)):
             return f"it is the dump folder of a run. Name one of its steps, such as {found}"
     names = sorted(entry.name for entry in path.iterdir())
-    if _PARAMS in names and any(map(_META.fullmatch, names)):
-        return f"it is a Llama in Meta's layout. {_import_command(path, path)}"
-    if any(name.endswith(_SAFETENSORS) for name in names):
-        return f"it is a folder of safetensors. {_import_command(path, path)}"
-    if any(name.endswith(_PICKLED) for name in names):
-        return f"it is a folder of weights as torch.save writes them. {_import_command(path, path)}"
+    if any(name.endswith(_WEIGHTS) for name in names):
+        return f"it is a folder of weights. {_import_command(path, path)}"
     if any(layout.is_data_file(name) for name in names):
         return f"it has a checkpoint's data but no {layout.METADATA}: its save did not end. Name another checkpoint"
     return f"there is no {layout.METADATA} file in it" + ("" if names else ", it is empty") + f". {_NAME_A_STEP}"
@@ -121,7 +114,7 @@ def _folder_finding(path: Path) -> str:
 
 def _import_command(source: Path, folder: Path) -> str:
     """Return the command that makes a checkpoint out of `source`, whose model is described in `folder` or nowhere."""
-    is_described = any((folder / name).is_file() for name in (_CONFIG, _PARAMS))
+    is_described = any((folder / name).is_file() for name in _DESCRIPTIONS)
     return _IMPORT.format(source=shlex.quote(str(source)), names="" if is_described else _SAME_NAMES)
 
 

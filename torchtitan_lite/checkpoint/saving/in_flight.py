@@ -10,6 +10,7 @@ for it, from the loop, with that wait.
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -23,7 +24,6 @@ from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.saving.savers import PendingSave
 from torchtitan_lite.checkpoint.saving.target import Origin, SaveTarget
 from torchtitan_lite.disk.forks import forget_in_children
-from torchtitan_lite.disk.threads import end_at_exit, is_finished
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import LeaseLost, RanksDiffer, SaveFailed
 from torchtitan_lite.events import Committed, Emit, SaveFailure, SaveStaged, SaveStarted
@@ -134,7 +134,9 @@ class InFlightSave:
         save.stall_seconds = self._clock() - began
         self._save = save
         if not save.over.done():
-            end_at_exit(self)
+            # The threads that save are daemon threads, so one that hangs cannot keep the process alive. Registered now,
+            # not at import: what is registered last is called first, while the process groups still exist.
+            atexit.register(self.end_at_exit)
         self._emit(SaveStaged(step, stall_seconds=save.stall_seconds))
         save.pending.durable.add_done_callback(lambda durable: self._emit_at_once(save, durable))
 
@@ -145,7 +147,7 @@ class InFlightSave:
     def forget(self) -> None:
         """Drop the save in flight, in a child that was just forked: the thread that saves belongs to its parent."""
         self._save = None
-        is_finished(self)
+        atexit.unregister(self.end_at_exit)
 
     def end_at_exit(self) -> None:
         """Wait for the save in flight at the interpreter's exit, and log how it ended. Any rank."""
@@ -214,7 +216,7 @@ class InFlightSave:
             save.pending.durable.exception(self._seconds_for(save))
             wait_for([save.over], self._timeout_seconds)
         self._save = None
-        is_finished(self)
+        atexit.unregister(self.end_at_exit)
         failure = _outcome(save.pending, self._timeout_seconds)
         if not save.pending.durable.done():
             # The save's thread may hang in a collective of the group.

@@ -304,7 +304,7 @@ def _tensor_digests(shares: Sequence[Mapping[str, TensorDigest]], description: D
     total: dict[str, TensorDigest] = {}
     for share in shares:
         for key, digest in share.items():
-            total[key] = total.get(key, TensorDigest.zero()) + digest
+            total[key] = total.get(key, TensorDigest()) + digest
     found: dict[str, str] = {}
     for key, digest in total.items():
         entry = description.tensors[key]
@@ -317,7 +317,7 @@ def _written_shares(plan: RankPlan, written: Sequence[torch.Tensor]) -> dict[str
     for part, tensor in zip(plan.parts, written, strict=True):
         if plan.own is None or part.key not in plan.own.tensors:
             digest = digest_chunk(tensor.detach().cpu(), global_shape=part.shape, offsets=part.offsets)
-            shares[part.key] = shares.get(part.key, TensorDigest.zero()) + digest
+            shares[part.key] = shares.get(part.key, TensorDigest()) + digest
     return shares
 
 

@@ -74,7 +74,7 @@ class SavePolicy(ABC):
 
     def split(self) -> tuple[SavePolicy, SavePolicy]:
         """Return this policy in two parts: one that every rank answers alike, and one that needs consensus."""
-        return (Never(), self) if self.needs_consensus else (self, Never())
+        return (AnyOf(()), self) if self.needs_consensus else (self, AnyOf(()))
 
     def missed_step(self, after: int, before: int) -> int | None:
         """Return the first step between `after` and `before`, without these, that is due by its number; None for none.
@@ -158,18 +158,8 @@ class AtStep(SavePolicy):
 
 
 @dataclass(frozen=True)
-class Never(SavePolicy):
-    """Never due."""
-
-    needs_consensus = False
-
-    def due(self, now: Tick, last_save: Tick) -> bool:
-        return False
-
-
-@dataclass(frozen=True)
 class AnyOf(SavePolicy):
-    """Due when at least one of `policies` is due."""
+    """Due when at least one of `policies` is due; of none, never."""
 
     policies: tuple[SavePolicy, ...]
 
@@ -232,7 +222,7 @@ _ANSWERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 def build_save_policy(config: Checkpoint, own: SavePolicy | None = None) -> SavePolicy:
     """Return the save policy that `config` describes, or the caller's `own`; one that is never due for `load_only`."""
     if config.load_only:
-        return Never()
+        return AnyOf(())
     if own is not None:
         return own
     policies: list[SavePolicy] = [_build_every(config)]
@@ -248,7 +238,7 @@ def _build_every(config: Checkpoint) -> SavePolicy:
         return EverySteps(config.interval)
     if config.interval_type == "seconds":
         return EverySeconds(config.interval)
-    return EveryAutoSeconds() if config.interval_type == "auto" else Never()
+    return EveryAutoSeconds() if config.interval_type == "auto" else AnyOf(())
 
 
 def build_skips_when_busy(config: Checkpoint) -> bool:

@@ -32,7 +32,7 @@ _METHODS = ("state_dict", "load_state_dict")
 def check_arguments(dataloader: Any, states: Any, job_config: Any) -> None:
     """Raise ConfigError if one of these is not what its parameter takes."""
     if not isinstance(job_config, JobConfig):
-        raise ConfigError(f"job_config: expected a JobConfig, found {_typed(job_config)}.")
+        raise ConfigError(f"job_config: expected a JobConfig, found {_typed(job_config)}. Name the arguments.")
     _refuse_dataloader(dataloader)
     _refuse_states(states)
     for name, each in {"dataloader": dataloader, **(states or {})}.items():
@@ -101,6 +101,11 @@ def model_parts(given: object) -> list[nn.Module]:
 
     Also for FSDP1 without a mesh, and for parameters that are pieces of larger tensors.
     """
+    if isinstance(given, Mapping) and not isinstance(given, nn.Module):
+        raise ConfigError(
+            f"model: expected a module or a list of modules, found {_typed(given)}. Put several models into an "
+            "nn.ModuleDict, and give their optimizers as a list."
+        )
     parts: list[nn.Module] = _listed("model", "a module", given, lambda each: isinstance(each, nn.Module))
     if not parts:
         raise ConfigError("model: expected a module or a list of them, found none.")

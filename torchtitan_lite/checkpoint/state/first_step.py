@@ -47,8 +47,10 @@ def first_states(optimizer: Optimizer) -> States:
         except Exception as error:
             raise _no_first_step(optimizer, f"its step() raises {type(error).__name__}: {error}") from error
         finally:
-            is_changed = not all(map(_is_equal, memory, before))
+            is_changed = False
             for part, kept in zip(memory, before, strict=True):
+                now, then = wide_float(part), wide_float(kept)
+                is_changed = is_changed or not torch.allclose(now, then, rtol=0.0, atol=0.0, equal_nan=True)
                 part.copy_(kept)
         if is_changed:
             raise _no_first_step(optimizer, "it changes parameters, although the learning rate and gradients are 0")
@@ -124,7 +126,3 @@ def _memory(parameter: torch.Tensor) -> list[torch.Tensor]:
     if is_made_of_others(parameter):
         return [local_of(each) for each in inner_tensors("a parameter", parameter).values()]
     return [local_of(parameter).detach()]
-
-
-def _is_equal(tensor: torch.Tensor, before: torch.Tensor) -> bool:
-    return bool(torch.allclose(wide_float(tensor), wide_float(before), rtol=0.0, atol=0.0, equal_nan=True))

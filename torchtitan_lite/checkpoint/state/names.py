@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -33,12 +33,18 @@ from torchtitan_lite.torch_private import (
 EXTRA_STATE = "_extra_state"
 """Last component of the key under which `get_extra_state` of a module is saved."""
 SHOWN = 4
+T = TypeVar("T")
 
 
 def clean_names(module: nn.Module, raw_names: Iterable[str]) -> dict[str, str]:
     """Return the plain name of each of `raw_names`, which are keys of `module`'s state dict or names of parameters."""
     known: dict[str, tuple[list[str], Any]] = {"": ([], module)}
     return {raw: ".".join(_walked(raw.replace(WRAPPED_FOR_RECOMPUTING, ""), known)[0]) for raw in raw_names}
+
+
+def with_clean_names(module: nn.Module, raw: Mapping[str, T]) -> dict[str, T]:
+    """Return the entries of `raw`, which has such names, by plain name."""
+    return dict(zip(clean_names(module, raw).values(), raw.values(), strict=True))
 
 
 def is_extra_name(name: str) -> bool:
@@ -54,8 +60,7 @@ def named_parameters(parts: Sequence[nn.Module]) -> dict[torch.Tensor, tuple[str
     names: dict[torch.Tensor, tuple[str, ...]] = {}
     per_part: list[dict[str, Any]] = []
     for part in parts:
-        raw = dict(part.named_parameters(remove_duplicate=False))
-        own = dict(zip(clean_names(part, raw).values(), raw.values(), strict=True))
+        own = with_clean_names(part, dict(part.named_parameters(remove_duplicate=False)))
         per_part.append(own)
         for name, parameter in own.items():
             names[parameter] = (*names.get(parameter, ()), name)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torchtitan_lite.checkpoint.format.structure import FORM, are_pieces
 from torchtitan_lite.checkpoint.state import fsdp1
 from torchtitan_lite.checkpoint.state.first_step import first_states
-from torchtitan_lite.checkpoint.state.names import clean_names
+from torchtitan_lite.checkpoint.state.names import clean_names, with_clean_names
 from torchtitan_lite.checkpoint.state.optimizer_state import (
     OF_OPTIMIZERS,
     SETTINGS,
@@ -48,9 +48,6 @@ without parameters, and a complete state dict."""
 class Owner:
     """Reads and replaces the state of one `optimizer`."""
 
-    reads_in_place = False
-    """Whether the tensors that `read` returns are the optimizer's own, so that a load may read into them."""
-
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
@@ -59,7 +56,10 @@ class Owner:
         return {}
 
     def read(self) -> OptimizerState:
-        """Return the current state. Its tensors are live where the optimizer's own state dict has live ones."""
+        """Return the current state: live tensors where the optimizer's own state dict has such, else copies.
+
+        A load may read into either, because `take` gets what was read.
+        """
         raise NotImplementedError
 
     def make_first_states(self) -> None:
@@ -85,8 +85,6 @@ class Owner:
 
 class PlainOwner(Owner):
     """An optimizer whose state dict has `state`, by the parameter's number, and `param_groups`."""
-
-    reads_in_place = True
 
     def __init__(self, optimizer: Any, names: Mapping[torch.Tensor, Sequence[str]]) -> None:
         super().__init__(optimizer)
@@ -235,12 +233,13 @@ class Fsdp1Owner(Owner):
     def likes(self) -> dict[str, torch.Tensor]:
         with fsdp1.sharded_state_dicts(self._module):
             named = self._module.state_dict().items()
-            return self._cleaned({name: value for name, value in named if isinstance(value, torch.Tensor)})
+            tensors = {name: value for name, value in named if isinstance(value, torch.Tensor)}
+        return with_clean_names(self._module, tensors)
 
     def read(self) -> OptimizerState:
         with fsdp1.sharded_state_dicts(self._module):
             own = self._own()
-        states = self._cleaned(own["state"])
+        states = with_clean_names(self._module, own["state"])
         not_contiguous = [name for name, is_contiguous in fsdp1.flat_names(self._module).items() if not is_contiguous]
         in_another_order = set(clean_names(self._module, not_contiguous).values())
         for name, state in states.items():
@@ -285,10 +284,6 @@ class Fsdp1Owner(Owner):
                 f"trained parameter of a wrapped module, but {error} Use one optimizer for each wrapped module, "
                 "with state for each parameter, or fully_shard."
             ) from error
-
-    def _cleaned(self, by_raw_name: Mapping[str, Any]) -> dict[str, Any]:
-        names = clean_names(self._module, by_raw_name)
-        return {names[raw]: value for raw, value in by_raw_name.items()}
 
 
 class WholeOwner(Owner):
@@ -374,40 +369,31 @@ def exact_dtypes(optimizer: Any, state_dict: Mapping[str, Any] | None = None) ->
     `load_state_dict` does after that holds. A `load_state_dict` that never calls torch's may cast as torch does: then
     tensors whose dtype in the optimizer's new state dict is not that of `state_dict` are put back.
     """
-    held = [each for each in (optimizer, *vars(optimizer).values()) if isinstance(each, Optimizer)]
-    noted: list[dict[str, Any]] = []
-    with ExitStack() as stack:
-        for each in held:
-            # Some have no hooks: wrappers that do not call Optimizer.__init__.
-            with suppress(AttributeError):
-                noted.append(stack.enter_context(_exact_dtypes(each)))
-        yield
-    if state_dict is not None and isinstance(optimizer, Optimizer) and not any(noted):
-        _put_back(optimizer, state_dict)
+    given: dict[int, Mapping[str, Any]] = {}
 
-
-@contextmanager
-def _exact_dtypes(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
-    given: dict[str, Any] = {}
-
-    def note(_: Optimizer, state_dict: dict[str, Any]) -> None:
-        given.update(state_dict)
+    def note(loading: Optimizer, state_dict: dict[str, Any]) -> None:
+        given[id(loading)] = dict(state_dict)
 
     def restore(loaded: Optimizer) -> None:
-        for _, own, key, value in _loaded_entries(loaded, given):
+        for _, own, key, value in _loaded_entries(loaded, given[id(loaded)]):
             if key != "step":
                 own[key] = _with_dtypes_of(value, own[key])
 
-    # The first after the user's own pre-hooks, the second before the user's own post-hooks.
-    handles = (
-        optimizer.register_load_state_dict_pre_hook(note),
-        optimizer.register_load_state_dict_post_hook(restore, prepend=True),
-    )
+    handles = []
+    for each in (optimizer, *vars(optimizer).values()):
+        # Some have no hooks: wrappers that do not call Optimizer.__init__.
+        with suppress(AttributeError):
+            if isinstance(each, Optimizer):
+                # The first after the user's own pre-hooks, the second before the user's own post-hooks.
+                handles.append(each.register_load_state_dict_pre_hook(note))
+                handles.append(each.register_load_state_dict_post_hook(restore, prepend=True))
     try:
-        yield given
+        yield
     finally:
         for handle in handles:
             handle.remove()
+    if state_dict is not None and isinstance(optimizer, Optimizer) and not given:
+        _put_back(optimizer, state_dict)
 
 
 def _put_back(optimizer: Optimizer, given: Mapping[str, Any]) -> None:

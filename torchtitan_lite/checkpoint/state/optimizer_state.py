@@ -130,7 +130,8 @@ def flat_layouts(state: OptimizerState, like: Mapping[str, torch.Tensor]) -> Ite
                         "optimizer whose state holds tensors directly, unlike LBFGS, or train without fully_shard."
                     )
             if isinstance(value, DTensor) and value.shape != like[name].shape:
-                yield f"{LAYOUTS}.{name}.{key}", ",".join(map(_spelt, value.placements))
+                words = [f"shard{each.dim}" if isinstance(each, Shard) else "replicate" for each in value.placements]
+                yield f"{LAYOUTS}.{name}.{key}", ",".join(words)
             elif orders := orders_in(value, like[name]):
                 yield f"{LAYOUTS}.{name}.{key}", orders
     for group in state.groups:
@@ -212,10 +213,6 @@ def _refuse_local(where: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
             f"{where} is a plain tensor of shape {list(tensor.shape)} while its parameter is sharded, so it differs "
             "between ranks and nothing says which part of the whole it is. Make it with torch.zeros_like(parameter)."
         )
-
-
-def _spelt(placement: Placement) -> str:
-    return f"shard{placement.dim}" if isinstance(placement, Shard) else "replicate"
 
 
 def _empty_sharded(shape: torch.Size, dtype: torch.dtype, like: DTensor, layout: str) -> DTensor:

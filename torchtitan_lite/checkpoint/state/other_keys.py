@@ -18,7 +18,7 @@ from torchtitan_lite.checkpoint.format.file_data import elements_digest
 from torchtitan_lite.checkpoint.format.flattening import is_plain
 from torchtitan_lite.checkpoint.format.shards import local_of
 from torchtitan_lite.checkpoint.state import fsdp1
-from torchtitan_lite.checkpoint.state.names import SHOWN, clean_names, is_extra_name
+from torchtitan_lite.checkpoint.state.names import SHOWN, clean_names, is_extra_name, with_clean_names
 from torchtitan_lite.checkpoint.state.rng import RngState
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import listed
@@ -30,8 +30,7 @@ def saved_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     modules = module.named_modules(remove_duplicate=False)
     unsaved = {f"{path}.{key}" if path else key for path, each in modules for key in non_persistent_buffers(each)}
     buffers = (each for each in module.named_buffers(remove_duplicate=False) if each[0] not in unsaved)
-    raw = dict(chain(module.named_parameters(remove_duplicate=False), buffers))
-    return dict(zip(clean_names(module, raw).values(), raw.values(), strict=True))
+    return with_clean_names(module, dict(chain(module.named_parameters(remove_duplicate=False), buffers)))
 
 
 def other_names(module: nn.Module, entries: Iterable[object]) -> list[str]:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torchtitan_lite.checkpoint.state.first_step import refuse_without_first_step, states_of_others
 from torchtitan_lite.checkpoint.state.fsdp1 import is_fsdp1
 from torchtitan_lite.checkpoint.state.model_wrapper import ModelWrapper
-from torchtitan_lite.checkpoint.state.names import clean_names, named_parameters, reshard_modules
+from torchtitan_lite.checkpoint.state.names import named_parameters, reshard_modules, with_clean_names
 from torchtitan_lite.checkpoint.state.optimizer_owner import (
     Fsdp1Owner,
     Owner,
@@ -304,13 +304,12 @@ class OptimizerWrapper:
             state, likes, first = owner.read(), owner.likes(), owner.first_states()
             for at, group in enumerate(state.groups):
                 for name in group.names:
-                    live = state.states.get(name, {}) if owner.reads_in_place else {}
                     slots[name] = ParameterSlot(
                         aliases.get(name, (name,)),
                         (number, at),
                         likes[name],
                         group.settings,
-                        live,
+                        state.states.get(name, {}),
                         first.get(name, {}),
                         owner_of(self._state_owner, name, world_size()),
                     )
@@ -384,8 +383,7 @@ class OptimizerWrapper:
         of_model = {name for names in self._names.values() for name in names} if self._modules else set()
         held = {parameter for each in self._optimizers for parameter in parameters_of(each)}
         for state, module in self._modules.items():
-            raw = dict(module.named_parameters())
-            for name, parameter in zip(clean_names(module, raw).values(), raw.values(), strict=True):
+            for name, parameter in with_clean_names(module, dict(module.named_parameters())).items():
                 own = f"{state}.{name}"
                 if own in of_model and parameter not in self._names and parameter in held:
                     raise ConfigError(

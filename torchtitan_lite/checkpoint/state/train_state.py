@@ -14,7 +14,7 @@ from typing import Any, ClassVar, SupportsFloat, TypeVar
 
 import torch
 
-from torchtitan_lite.checkpoint.format.clocks import CLOCKS
+from torchtitan_lite.checkpoint.format.contents import CLOCKS
 from torchtitan_lite.errors import ConfigError
 
 T = TypeVar("T")

@@ -43,7 +43,9 @@ def load_item(data: bytes, *, is_typed: bool = False) -> Any:
     except UnsafeItem:
         raise
     except pickle.UnpicklingError as error:
-        raise UnsafeItem(_reason_from_torch(error)) from None
+        lines = str(error).splitlines()
+        reasons = [line.strip() for line in lines if "Unsupported" in line or "not an allowed" in line]
+        raise UnsafeItem((reasons or lines or [type(error).__name__])[0]) from None
     except MemoryError:
         raise
     except Exception as error:
@@ -79,8 +81,3 @@ def _judge(kind: PickledName, args: tuple[Any, ...]) -> None:
     makes_room = kind.name in ("builtins.bytearray", "__builtin__.bytearray") and any(type(arg) is int for arg in args)
     if makes_room or (kind.name.startswith("torch.") and kind.name.endswith(("Tensor", "Storage"))):
         raise InertPickleError(f"it allocates a {kind.name} of any size")
-
-
-def _reason_from_torch(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if "Unsupported" in line or "not an allowed" in line]
-    return (lines or str(error).splitlines() or [type(error).__name__])[0]

@@ -21,9 +21,6 @@ from torchtitan_lite.config.sections.training import DtypeName
 from torchtitan_lite.errors import ConfigError
 
 AsyncMode = Literal["disabled", "async", "async_with_pinned_mem"]
-IntervalType = Literal["steps", "seconds", "auto", "none"]
-VerifyOnLoad = Literal["off", "size", "full", "full_alone"]
-WhenBusy = Literal["wait", "skip"]
 DcpMetadata = Literal["auto", "always", "never"]
 DigestTime = Literal["save", "load", "staging", "ranks"]
 Strictness = Literal["error", "warn", "ignore"]
@@ -85,29 +82,19 @@ class _Written:
         for name in ("folder", "export_folder", "upload_folder"):
             refuse_unknown_address(f"checkpoint.{name}", getattr(self, name))
         refuse_address("checkpoint.hf_folder", self.hf_folder, "Name a folder inside job.dump_folder.")
-        if not self.folder:
-            raise ConfigError("checkpoint.folder: expected the name of a folder, found an empty string.")
-        if self.export_folder and PurePath(self.export_folder) == PurePath(self.folder):
-            raise ConfigError(
-                f"checkpoint.export_folder: {self.export_folder!r} is checkpoint.folder too, where the export would "
-                "take the place of the last full checkpoint. Name another folder."
-            )
         if self.upload_folder and is_in_object_store(self.folder):
             raise ConfigError(
                 f"checkpoint.upload_folder: found {self.upload_folder!r} with a folder in an object store, where saves "
                 "go at once. Name a folder on disk as checkpoint.folder, or leave upload_folder out."
             )
-        taken = {PurePath(name) for name in (self.folder, self.export_folder) if name}
-        if self.upload_folder and PurePath(self.upload_folder) in {*taken, PurePath(self.hf_folder or self.folder)}:
-            raise ConfigError(
-                f"checkpoint.upload_folder: {self.upload_folder!r} is already another folder of this run. Name a "
-                "separate one."
-            )
-        if self.last_save_in_hf and (not self.hf_folder or PurePath(self.hf_folder) in taken):
-            raise ConfigError(
-                f"checkpoint.hf_folder: expected a folder of its own, found {self.hf_folder!r}. Name one that is "
-                "neither checkpoint.folder nor checkpoint.export_folder, such as 'hf'."
-            )
+        used = [name for name in ("export_folder", "upload_folder") if getattr(self, name)]
+        taken: dict[PurePath, str] = {}
+        for name in ("folder", *used, *(("hf_folder",) if self.last_save_in_hf else ())):
+            value = getattr(self, name)
+            other = taken.setdefault(PurePath(value), name)
+            if not value or other != name:
+                found = f"{value!r}, which is checkpoint.{other} too" if other != name else "an empty string"
+                raise ConfigError(f"checkpoint.{name}: expected a folder of its own, found {found}. Name another one.")
         if self.last_save_in_hf and self.save_trained_only:
             raise ConfigError(
                 "checkpoint.last_save_in_hf: with save_trained_only a checkpoint lacks the frozen parameters. Leave "
@@ -119,7 +106,7 @@ class _Written:
 class _Times:
     """When a run saves."""
 
-    interval_type: IntervalType = "steps"
+    interval_type: Literal["steps", "seconds", "auto", "none"] = "steps"
     """When to save. "steps" and "seconds": every `interval` of them. "auto": so that the time lost to saves and to
     failures is least, as measured. "none": only for at_steps, or_every_seconds, save(now=True) and the last step.
     Seconds count from the start of the training loop and then from each save; all ranks save at the same step.
@@ -314,7 +301,7 @@ class _Loaded:
     """What a missing, unexpected or mismatched tensor causes: an error, a warning or nothing. With the last two the
     other tensors are loaded."""
 
-    verify_on_load: VerifyOnLoad = "full"
+    verify_on_load: Literal["off", "size", "full", "full_alone"] = "full"
     """What a load checks before it uses a checkpoint. "full": every byte that it reads, in the same pass, against the
     digests taken at the save; "full_alone": the same, and no rank takes bytes that another one has read; "size": the
     manifest and the sizes of files; "off": only the manifest."""
@@ -358,7 +345,7 @@ class Checkpoint(_Loaded, _Start, _Kept, _Copies, _Times, _Written):
     timeout_seconds: AtLeastOne = 1800
     """Longest wait, in seconds, for a save or a load, its collectives included."""
 
-    when_busy: WhenBusy = "wait"
+    when_busy: Literal["wait", "skip"] = "wait"
     """What to do if a save is due and the last one is not durable yet: "wait" for the last one, or "skip" this one. In
     both cases at most one save is in flight, so there is at most one copy in memory."""
 

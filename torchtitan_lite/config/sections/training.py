@@ -11,15 +11,13 @@ from torchtitan_lite.config.checks import AtLeastOne, AtLeastZero, Positive, at_
 from torchtitan_lite.errors import ConfigError
 
 DtypeName = Literal["float32", "float16", "bfloat16"]
-OnDivergence = Literal["off", "stop", "rollback"]
-DatasetKind = Literal["stdlib", "text", "jsonl", "parquet", "huggingface"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """Data, batch sizes, precision and length of a run."""
 
-    dataset: DatasetKind = "stdlib"
+    dataset: Literal["stdlib", "text", "jsonl", "parquet", "huggingface"] = "stdlib"
     """Corpus. "stdlib": the sources of the running Python's standard library; "text", "jsonl" or "parquet": your own
     files; "huggingface": a dataset that the library datasets reads as a stream."""
 
@@ -72,7 +70,7 @@ class Training:
     max_skipped_steps: AtLeastOne = 20
     """Steps in a row skipped by the gradient scaler (float16) that end the run."""
 
-    on_divergence: OnDivergence = "stop"
+    on_divergence: Literal["off", "stop", "rollback"] = "stop"
     """At a loss or gradient norm that is not finite, or a spike: "stop"; "rollback" to the latest good checkpoint, and
     skip the batch; "off": train on."""
 
@@ -113,23 +111,16 @@ class Training:
         if self.global_batch_size != -1:
             at_least("training.global_batch_size (or -1)", self.global_batch_size, 1)
         if self.dataset != "stdlib" and not self.dataset_path:
-            needs, example = (
-                ("the name of a dataset, or a folder", "allenai/c4 --training.dataset_subset=en")
-                if self.dataset == "huggingface"
-                else ("a glob of files", f"'data/**/*.{_SUFFIXES[self.dataset]}'")
-            )
+            needs = "the name of a dataset, or a folder" if self.dataset == "huggingface" else "a glob of files"
             raise ConfigError(
-                f"training.dataset_path: dataset {self.dataset!r} needs {needs}, found none. "
-                f"Set --training.dataset_path={example}."
+                f"training.dataset_path: dataset {self.dataset!r} needs {needs}, found none. Set "
+                "--training.dataset_path, such as 'data/**/*' or allenai/c4."
             )
         if self.dataset == "huggingface" and self.max_epochs:
             raise ConfigError(
                 f"training.max_epochs: expected 0 with dataset 'huggingface', found {self.max_epochs}: the shares "
                 "of the ranks may end at different steps. Set --training.steps."
             )
-
-
-_SUFFIXES = {"text": "txt", "jsonl": "jsonl", "parquet": "parquet"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,15 +155,11 @@ class Model:
             raise ConfigError(f"model.dropout: expected a probability in [0, 1), found {self.dropout}.")
 
 
-OptimizerName = Literal["AdamW", "Adam"]
-OptimizerImplementation = Literal["fused", "foreach", "for-loop"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """The optimizer and its hyperparameters."""
 
-    name: OptimizerName = "AdamW"
+    name: Literal["AdamW", "Adam"] = "AdamW"
     """Algorithm."""
 
     lr: Positive = 8e-4
@@ -190,7 +177,7 @@ class Optimizer:
     weight_decay: float = 0.1
     """Weight decay: decoupled in AdamW, an L2 penalty in Adam."""
 
-    implementation: OptimizerImplementation = "fused"
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """Kernel. "fused" falls back to "foreach" on a device that has no fused kernel."""
 
     def __post_init__(self) -> None:
@@ -223,9 +210,6 @@ class LRScheduler:
                 raise ConfigError(f"lr_scheduler.{name}: expected a number in [0, 1], found {value}.")
 
 
-PipelineSchedule = Literal["1F1B", "GPipe", "Interleaved1F1B"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
     """How ranks share the model and the data. The product of the degrees is the number of processes."""
@@ -244,7 +228,7 @@ class Parallelism:
     pipeline_parallel_degree: AtLeastOne = 1
     """Ranks that each hold some of the layers, as stages of a pipeline."""
 
-    pipeline_parallel_schedule: PipelineSchedule = "1F1B"
+    pipeline_parallel_schedule: Literal["1F1B", "GPipe", "Interleaved1F1B"] = "1F1B"
     """Order of the micro-batches. "1F1B" and "GPipe" have one stage a rank, "Interleaved1F1B" two, or as many as the
     split points make."""
 
@@ -264,14 +248,11 @@ class Parallelism:
             at_least("parallelism.data_parallel_shard_degree (or -1)", self.data_parallel_shard_degree, 1)
 
 
-ActivationCheckpointMode = Literal["none", "selective", "full"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpoint:
     """Which activations backward recomputes instead of keeping."""
 
-    mode: ActivationCheckpointMode = "selective"
+    mode: Literal["none", "selective", "full"] = "selective"
     """Blocks to recompute: "none"; "full", every block; or "selective", those of selective_ac_option."""
 
     selective_ac_option: str = "2"

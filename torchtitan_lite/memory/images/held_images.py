@@ -280,7 +280,7 @@ class HeldImages:
             logger.warning(
                 "The in-memory snapshots of step %d are on several hosts, and not of the topology of this run "
                 "but of %s: they are not used",
-                image.step,
+                image.key.step,
                 image.topology,
             )
         return False

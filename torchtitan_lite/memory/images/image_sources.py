@@ -29,7 +29,7 @@ from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from torchtitan_lite.events import ImageSkipped
 from torchtitan_lite.log import counted, logger
-from torchtitan_lite.memory.images.card import Commit, ImageKey, commit_of, commits_in, rests_in, same_contents
+from torchtitan_lite.memory.images.card import ImageKey, commit_of, commits_in, rests_in, same_contents
 from torchtitan_lite.memory.images.held_images import Complete, HeldImages
 from torchtitan_lite.memory.images.mapped_reader import FilesInMemory
 from torchtitan_lite.memory.images.snapshot_match import OnDisk, why_not
@@ -312,23 +312,15 @@ def prefer_memory(
     return chosen
 
 
-def _latest_commit(store: StoresCheckpoints) -> tuple[Commit | None, str]:
-    """Return the full checkpoint of `store` with the highest step and the start that made it; None without one."""
-    full = [info for info in store.committed() if info.kind is CheckpointKind.FULL]
-    if not full:
-        return None, ""
-    manifest = files_of(full[-1].path).manifest()
-    return commit_of(full[-1]), manifest.extra.get(START, "") if manifest is not None else ""
-
-
 def _state_on_disk(
     store: StoresCheckpoints, chosen: LoadSource | None, wanted: int, config: Checkpoint, *, is_exact: bool
 ) -> OnDisk:
-    latest, start = _latest_commit(store)
+    latest = next((info for info in reversed(store.committed()) if info.kind is CheckpointKind.FULL), None)
+    manifest = None if latest is None else files_of(latest.path).manifest()
     return OnDisk(
         folder_id=store.folder_id(make=False),
-        latest=latest,
-        latest_start=start,
+        latest=None if latest is None else commit_of(latest),
+        latest_start="" if manifest is None else manifest.extra.get(START, ""),
         rests=rests_in(store),
         abandoned=frozenset(step for info in store.intact() for step, _ in info.lineage.abandons),
         wanted=wanted,

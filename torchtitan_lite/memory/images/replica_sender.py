@@ -21,14 +21,13 @@ from typing import Any, NamedTuple
 from torchtitan_lite import log
 from torchtitan_lite.checkpoint.staging.mark import CARD_MOST_BYTES, Mark, Marked, read_mark
 from torchtitan_lite.disk.digest import digest_blocks
-from torchtitan_lite.disk.helper import Helper, Line
-from torchtitan_lite.disk.rate import Rate
+from torchtitan_lite.disk.helper import Helper, Line, Rate
 from torchtitan_lite.disk.shared_memory import map_shared
 from torchtitan_lite.disk.threads import give_way
 from torchtitan_lite.distributed.job_link import JobLink
 from torchtitan_lite.errors import KeeperUnavailable, UnknownFormat
 from torchtitan_lite.memory.images.card import Card, ImageKey
-from torchtitan_lite.memory.images.snapshot_match import ImageFacts, is_replica, replica_name
+from torchtitan_lite.memory.images.snapshot_match import is_replica, replica_name
 from torchtitan_lite.memory.keeper.client import HeldMemory, Keeper
 
 _MOST_LETTERS = 500
@@ -244,7 +243,7 @@ class ReplicaMemory:
         The caller releases it. All but the image `keeps` may be overwritten. Raises ValueError for one that is not
         expected here, `KeeperUnavailable`, and OSError.
         """
-        key = ImageFacts.of_card(card).key
+        key = card.key
         if card.rank not in self._places:
             raise ValueError(f"rank {card.rank} has its peer copies on another host")
         if not card.record.size <= num_bytes <= self._most_bytes:
@@ -306,8 +305,8 @@ class ReplicaMemory:
             marked = read_mark(held.mark_fd) if is_replica(held.name) else None
             card = None if marked is None else Card.parse(marked.card)
             if card is not None and card.rank in self._places:
-                size, key = os.fstat(held.arena_fd).st_size, ImageFacts.of_card(card).key
-                place = ReplicaPlace(held.name, held.arena_fd, Mark(held.mark_fd), size, key)
+                size = os.fstat(held.arena_fd).st_size
+                place = ReplicaPlace(held.name, held.arena_fd, Mark(held.mark_fd), size, card.key)
                 self._places[card.rank].append(place)
                 return
         except (UnknownFormat, ValueError, OSError):

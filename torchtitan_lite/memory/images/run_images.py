@@ -363,7 +363,8 @@ class KeptImages(FoundImages):
                     return self._end(f"{planned.differs}")
                 if not self._agree(planned.agreed):
                     # Skipped: a wait for an arena would stop training on all ranks.
-                    return self._note_missed(step, self._why_missed())
+                    reason = "its memory is being made" if self.stager.is_preparing else "earlier ones are being read"
+                    return self._note_missed(step, "no more are made" if self._is_off else reason)
                 self._note_staged(step)
                 file = planned.file()
                 check = self._watch(file.data, [part.key for part in file.plan.parts])
@@ -376,11 +377,6 @@ class KeptImages(FoundImages):
         self._last = Image(step, origin, file.plan, file.objects, staged, began, self._num_staged, check)
         self._last.stall_seconds = self._clock() - began
         self.marker.mark_later(self._last)
-
-    def _why_missed(self) -> str:
-        if self._is_off:
-            return "no more are made"
-        return "its memory is being made" if self.stager.is_preparing else "earlier ones are being read"
 
     def _note_missed(self, step: int, reason: str) -> None:
         logger.debug("Step %d gets no image: %s", step, reason)

@@ -22,33 +22,26 @@ _REPLICA = ".replica."
 class ImageFacts:
     """What matters of the card of one rank's image."""
 
+    key: ImageKey
+    """Of the copy that it is a part of."""
     rank: int
     world_size: int
-    step: int
-    start: str
     folder_id: str
     run_id: str
     branch_point: int | None
     latest: Commit | None
     before: tuple[Commit, ...] = ()
     topology: str = ""
-    copy: int = 0
-    """Which of the copies that its start made; the step may have several."""
     counts_again: bool = False
     """Whether its run began without the step counter of what it loaded (`exclude_from_loading`)."""
-
-    @property
-    def key(self) -> ImageKey:
-        """Return the key of the copy that it is a part of."""
-        return ImageKey(self.step, self.start, self.copy)
 
     @classmethod
     def of_card(cls, card: Card) -> ImageFacts:
         """Return what matters of `card`."""
         return cls(
-            **card.key._asdict(),
-            rank=card.rank,
-            world_size=card.world_size,
+            card.key,
+            card.rank,
+            card.world_size,
             folder_id=card.run.folder_id,
             run_id=card.run.lineage.run_id,
             branch_point=card.run.lineage.branch_point,
@@ -98,9 +91,10 @@ def _why_stale(image: ImageFacts, disk: OnDisk) -> str:
         if not disk.folder_id or image.folder_id != disk.folder_id:
             return "it is of another folder with this name"
         return ""
-    if known == latest or (latest.step == image.step and disk.latest_start == image.start):
+    if known == latest or (latest.step == image.key.step and disk.latest_start == image.key.start):
         return ""
-    if disk.latest_start == image.start and _is_after(latest, known, disk):
+    is_after = known is None or latest.step > known.step or known.step in disk.abandoned  # Or on a branch.
+    if disk.latest_start == image.key.start and is_after:
         return ""
     if known is not None and latest in image.before and _is_damaged_commit(known, disk):
         return ""  # Only damage makes it the latest: nothing was committed since.
@@ -113,14 +107,9 @@ def _is_damaged_commit(known: Commit, disk: OnDisk) -> bool:
     return any(rest.is_rest_of(known) for rest in disk.rests)
 
 
-def _is_after(latest: Commit, known: Commit | None, disk: OnDisk) -> bool:
-    """Return whether `latest` may have been committed by a start that knew `known`: after it, or on a branch."""
-    return known is None or latest.step > known.step or known.step in disk.abandoned
-
-
 def _why_not_chosen(image: ImageFacts, disk: OnDisk) -> str:
     chosen = disk.chosen
-    if disk.is_exact and (chosen is None or image.step != chosen.step):
+    if disk.is_exact and (chosen is None or image.key.step != chosen.step):
         return f"step {disk.wanted} is wanted"
     if chosen is None:
         counts = image.branch_point is None or _has_saved(image, disk)
@@ -128,11 +117,11 @@ def _why_not_chosen(image: ImageFacts, disk: OnDisk) -> str:
     # The steps of such a run do not compare with those on disk.
     if chosen.lineage.counts_again:
         return _why_not_again(image, chosen, disk)
-    if image.step < chosen.step:
+    if image.key.step < chosen.step:
         return f"step {chosen.step} is on disk"
-    if image.step == chosen.step:
+    if image.key.step == chosen.step:
         return ""
-    if kept := [step for step, run_id in chosen.lineage.ancestors if run_id == image.run_id and image.step > step]:
+    if kept := [step for step, run_id in chosen.lineage.ancestors if run_id == image.run_id and image.key.step > step]:
         return f"the run rolled back to step {kept[0]}"
     if disk.new_branch and disk.wanted != -1:
         return "a new branch is wanted"

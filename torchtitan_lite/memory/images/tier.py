@@ -7,6 +7,7 @@ killed, the next image starts another one, a few times.
 
 from __future__ import annotations
 
+import atexit
 import os
 import shlex
 import threading
@@ -14,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
-from torchtitan_lite.disk.threads import end_at_exit, is_finished
 from torchtitan_lite.errors import KeeperUnavailable
 from torchtitan_lite.log import logger
 from torchtitan_lite.memory.images.card import MOST_COMMITS, Commit, commit_of
@@ -204,12 +204,12 @@ class Tier:
             arena.is_kept = self._try(lambda: self.keeper.keep(self._names[arena], (arena.fd, mark.fd)))
             if arena.is_kept:
                 if not self._kept:
-                    end_at_exit(self)
+                    atexit.register(self.end_at_exit)
                 self._kept.add(self._names[arena])
 
     def _forget_kept(self) -> None:
         self._kept.clear()
-        is_finished(self)
+        atexit.unregister(self.end_at_exit)
 
     def _try(self, act: Callable[[], None]) -> bool:
         """Return whether `act` succeeded; turn the tier off if it did not, unless the keeper was killed meanwhile."""

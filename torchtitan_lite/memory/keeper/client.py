@@ -372,14 +372,9 @@ def refuse_shared(folder: Path) -> None:
         found = os.lstat(folder)
     except FileNotFoundError:
         return
-    if not stat.S_ISDIR(found.st_mode):
-        what = "a symbolic link" if stat.S_ISLNK(found.st_mode) else "no folder"
-        raise KeeperUnavailable(f"{folder} is {what}: expected a folder; remove it")
-    if found.st_uid != os.geteuid():
-        raise KeeperUnavailable(f"{folder} belongs to user {found.st_uid}: expected {os.geteuid()}; remove it")
-    if found.st_mode & 0o077:
-        mode = stat.S_IMODE(found.st_mode)
-        raise KeeperUnavailable(f"other users can use {folder} (mode {mode:o}): expected 700; remove it")
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        seen = f"{stat.filemode(found.st_mode)} of user {found.st_uid}"
+        raise KeeperUnavailable(f"{folder}: expected a drwx------ of user {os.geteuid()}, found {seen}; remove it")
 
 
 def _is_own(folder: Path) -> bool:
