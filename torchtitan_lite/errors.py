@@ -443,9 +443,6 @@ class TrainingDiverged(TorchtitanLiteError, ArithmeticError):
         if obstacle:
             text += f"The run does not roll back{' again' if tried else ''}: {_clause(obstacle)}. "
         if tried:
-            text += f"It rolled back {_times_text(len(tried))}: {'; '.join(tried)}. "
+            times = "once" if len(tried) == 1 else f"{len(tried)} times"
+            text += f"It rolled back {times}: {'; '.join(tried)}. "
         super().__init__(f"{text}Roll back with --checkpoint.load_step, and lower optimizer.lr or training.max_norm.")
-
-
-def _times_text(number: int) -> str:
-    return "once" if number == 1 else f"{number} times"

@@ -95,7 +95,9 @@ def _llama(opened: OpenedCheckpoint, keys: list[ModelKey], given: GivenModel) ->
     notes = []
     imported = _imported_args(opened)
     if not (given.config or opened.saved_by.config or imported):
-        raise ConfigError(f"{opened.folder} does not say which model is in it: {_HOW}{_source_of(opened)}")
+        source = opened.extra.get("imported_from")  # It has the files to give.
+        where = f" (the weights are those of {source})" if isinstance(source, str) else ""
+        raise ConfigError(f"{opened.folder} does not say which model is in it: {_HOW}{where}")
     tokenizer = _model_tokenizer(opened, given)
     if tokenizer is not None and (finding := _other_tokenizer(opened, tokenizer)):
         if not given.tokenizer:
@@ -153,17 +155,13 @@ def _is_possible_model(args: ModelArgs) -> bool:
     return min(sizes) > 0 and max(sizes) < _LARGEST_SIZE and args.n_layers <= MOST_LAYERS
 
 
-def _source_of(opened: OpenedCheckpoint) -> str:
-    """Return where the weights were imported from, which has the files to give; "" if that is not recorded."""
-    source = opened.extra.get("imported_from")
-    return f" (the weights are those of {source})" if isinstance(source, str) else ""
-
-
 def _recorded_args(opened: OpenedCheckpoint, keys: list[ModelKey]) -> ModelArgs:
     """Return the sizes of the recorded configuration."""
     model, training = (opened.saved_by.config.get(name, {}) for name in ("model", "training"))
     known = {field.name for field in dataclasses.fields(Model)}
-    tensors, settings = opened.contents.tensors, _model_settings(opened)
+    tensors, objects = opened.contents.tensors, opened.contents.objects
+    # Those that the run took from its model.config_path, if it had such a file.
+    settings = {key.removeprefix(_SETTINGS): objects[key].value for key in objects if key.startswith(_SETTINGS)}
     embedding = next((tensors[each.key].shape for each in keys if each.name == EMBEDDING and each.key in tensors), ())
     try:
         if settings:
@@ -173,12 +171,6 @@ def _recorded_args(opened: OpenedCheckpoint, keys: list[ModelKey]) -> ModelArgs:
         return build_model_args(section, vocab_size=embedding[0] if embedding else 1, seq_len=int(training["seq_len"]))
     except (ConfigError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{opened.folder}: the recorded configuration is not a model: {error}; {_HOW}") from None
-
-
-def _model_settings(opened: OpenedCheckpoint) -> dict[str, Any]:
-    """Return the settings of the model that the run took from its model.config_path; none if it had no such file."""
-    objects = opened.contents.objects
-    return {key.removeprefix(_SETTINGS): objects[key].value for key in objects if key.startswith(_SETTINGS)}
 
 
 def _model_tokenizer(opened: OpenedCheckpoint, given: GivenModel) -> Tokenizer | None:

@@ -246,10 +246,5 @@ def _diff_summary(result: _Result) -> list[str]:
             lines.append(f"Values of {counted(len(by_digest.unknown), 'tensor')} not compared: --values reads them.")
     if not found.has_common_names:
         lines.append("The two have no name in common.")
-    lines.append("The states differ." if result.is_different else _equal(result))
-    return lines
-
-
-def _equal(result: _Result) -> str:
-    compared_all = result.values is not None or not result.difference.by_digest.unknown
-    return "The states are equal." if compared_all else "Nothing else differs."
+    equal = "Nothing else differs." if result.values is None and by_digest.unknown else "The states are equal."
+    return [*lines, "The states differ." if result.is_different else equal]

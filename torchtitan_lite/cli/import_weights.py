@@ -67,7 +67,10 @@ class ImportWeights:
         if self.names == "same" or names is not None:
             done = _import_named(source, out, names, form, screen)
         else:
-            done, args = _import_llama(source, out, form, screen)
+            from torchtitan_lite.models.llama.imported import open_llama, write_llama
+
+            opened = open_llama(source)
+            done, args = write_llama(opened, out, form, screen.progress), opened.args
         data: dict[str, Any] = {
             "source": str(source),
             "out": str(out),
@@ -92,13 +95,6 @@ def _refuse_folder_of_a_run(out: Path) -> None:
             f"{out}: {out.parent} has step {steps[-1]} of a run, which would not start from the imported weights: name "
             "OUT in another folder"
         )
-
-
-def _import_llama(source: Path, out: Path, form: Form, screen: Screen) -> tuple[NewOutput, ModelArgs]:
-    from torchtitan_lite.models.llama.imported import open_llama, write_llama
-
-    opened = open_llama(source)
-    return write_llama(opened, out, form, screen.progress), opened.args
 
 
 def _import_named(source: Path, out: Path, names: Any, form: Form, screen: Screen) -> NewOutput:

@@ -29,7 +29,6 @@ from torchtitan_lite.examining.summary import (
 )
 from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.manifest import CheckpointKind
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -39,15 +38,6 @@ if TYPE_CHECKING:
 _MOST_ROWS = 40
 """Of tensors, unless --tensors names them."""
 _BAR_COLUMNS = 32
-_ORIGINS = {
-    WrittenBy.OURS: "",
-    WrittenBy.TORCHTITAN: ", by torchtitan, without a manifest",
-    WrittenBy.TRANSFORMERS: ", by transformers",
-    WrittenBy.ACCELERATE: ", by accelerate",
-    WrittenBy.LIGHTNING: ", by Lightning",
-    WrittenBy.DCP: ", by plain DCP, without a manifest",
-}
-_KINDS = {CheckpointKind.FULL: "full", CheckpointKind.WEIGHTS_ONLY: "weights-only"}
 
 
 @dataclass(frozen=True)
@@ -161,8 +151,10 @@ class _View:
         by = f" by {counted(job.world_size, 'rank')}" if job.world_size else ""
         mesh = f" ({job.topology})" if job.topology and job.world_size != 1 else ""
         of_step = f" of step {opened.step}" if opened.step is not None else ""
+        origin = "" if opened.origin is WrittenBy.OURS else f", by {opened.origin.library}"
+        origin += ", without a manifest" if opened.origin in (WrittenBy.TORCHTITAN, WrittenBy.DCP) else ""
         facts = {
-            "kind": f"{_KINDS[opened.kind]} checkpoint{of_step}{_ORIGINS[opened.origin]}",
+            "kind": f"{opened.kind.value.replace('_', '-')} checkpoint{of_step}{origin}",
             "size": f"{readable_bytes(opened.nbytes)} in {counted(len(opened.sizes), 'file')}",
             "saved": f"{saved}, {age(self.now - opened.created_at)} ago{by}{mesh}",
         }
@@ -200,12 +192,12 @@ class _View:
         table = plain_table("rank", "file", "size", "tensors", "")
         longest = max((sum(parts.values()) for parts in held.values()), default=0)
         for alike in _alike(sorted(held, key=lambda name: (layout.rank_of(name) or 0, name)), held, sizes):
-            first, last = alike[0], alike[-1]
+            first, ranks = alike[0], [layout.rank_of(name) for name in (alike[0], alike[-1])]
             parts = held[first]
             shown = [parts[name] for name in names[: len(fills()) - 1]] if by_part else []
             lengths = [*shown, sum(parts.values()) - sum(shown)]
             table.add_row(
-                _span(layout.rank_of(first), layout.rank_of(last)),
+                "" if None in ranks else " to ".join(map(str, dict.fromkeys(ranks))),
                 first if len(alike) == 1 else f"{counted(len(alike), 'file')} of each",
                 readable_bytes(sizes.get(first, 0)),
                 "not read" if first in self._unread else readable_bytes(sum(parts.values())),
@@ -266,12 +258,6 @@ def _alike(names: Sequence[str], held: Mapping[str, Counter[str]], sizes: Mappin
             yield alike
         else:
             yield from ([name] for name in alike)
-
-
-def _span(first: int | None, last: int | None) -> str:
-    if first is None or last is None:
-        return ""
-    return str(first) if first == last else f"{first} to {last}"
 
 
 def _pairs_table(facts: Mapping[str, str]) -> Table:

@@ -32,13 +32,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-_KINDS = {CheckpointKind.FULL: "full", CheckpointKind.WEIGHTS_ONLY: "weights"}
-_LIBRARIES: dict[WrittenBy | None, str] = {
-    WrittenBy.TORCHTITAN: "torchtitan",
-    WrittenBy.TRANSFORMERS: "transformers",
-    WrittenBy.ACCELERATE: "accelerate",
-    WrittenBy.LIGHTNING: "Lightning",
-}
 _COLUMNS = ("step", "kind", "size", "age", "ranks", "notes")
 _NUMBERS = ("step", "size", "age")
 _FOLDED = {"ranks": 16, "notes": 12}
@@ -148,7 +141,7 @@ class _Found:
     def _row(self, entry: ListedCheckpoint) -> tuple[str, ...]:
         return (
             entry.name if entry.step is None else str(entry.step),
-            _KINDS[entry.kind] if entry.kind else "",
+            entry.kind.value.partition("_")[0] if entry.kind else "",
             readable_bytes(entry.nbytes),
             age(self.now - entry.created_at),
             _ranks(entry.saved_by),
@@ -247,7 +240,7 @@ def _title(entry: ListedCheckpoint) -> str:
     if entry.lineage is None and entry.origin is WrittenBy.OURS:
         return "Copies under other names"
     if entry.lineage is None:
-        library = _LIBRARIES.get(entry.origin)
+        library = entry.origin.library if entry.origin and entry.origin is not WrittenBy.DCP else ""
         return f"Without a manifest: saved by {library}" if library else "Without a manifest"
     begun = entry.lineage.began_at
     return f"Run {entry.lineage.run_id}" + (f", rolled back to step {begun}" if begun is not None else "")

@@ -127,7 +127,10 @@ class _HeldHere:
         finally:
             for each in held:
                 each.close()
-        return cls(root, described, sorted(images, key=_listing_order), now)
+        images.sort(key=lambda image: image.name)
+        # The latest step first; without a card last.
+        images.sort(key=lambda image: (-image.card.key.step, image.card.rank) if image.card else (1, 0))
+        return cls(root, described, images, now)
 
     @property
     def memory_bytes(self) -> int:
@@ -192,11 +195,6 @@ def _root(spelling: str) -> Path:
         return folder_of_checkpoints(spelling)
     except CheckpointNotFound:
         return Path(spelling)
-
-
-def _listing_order(image: _Image) -> tuple[bool, int, int, str]:
-    card = image.card
-    return (card is None, -card.key.step, card.rank, image.name) if card else (True, 0, 0, image.name)
 
 
 def _processes(pids: Sequence[int]) -> str:

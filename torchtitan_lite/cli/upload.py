@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from torchtitan_lite.cli.named_checkpoint import folder_of_checkpoints, names_step
+from torchtitan_lite.cli.named_checkpoint import folder_of_checkpoints, local, refuse_step
 from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.config.address import is_address
 from torchtitan_lite.config.argument_parser import Option, Positional
 from torchtitan_lite.config.checks import not_negative
-from torchtitan_lite.errors import CheckpointNotFound, ConfigError
+from torchtitan_lite.errors import CheckpointNotFound
 from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.uploading.uploader import State, UploadJob, upload_all
@@ -36,10 +36,8 @@ class Upload:
 
     def run(self, screen: Screen) -> None:
         not_negative("--max-mb-per-second", self.max_mb_per_second)
-        if is_address(self.folder):
-            raise ConfigError(f"{self.folder} is an address, and uploads are from a folder on disk")
-        if names_step(self.folder):
-            raise ConfigError(f"{self.folder} is one checkpoint: name the folder of checkpoints")
+        local(self.folder, "upload")
+        refuse_step(self.folder)
         root = folder_of_checkpoints(self.folder)
         to = self.to if is_address(self.to) else os.fspath(Path(self.to).absolute())
         if not CheckpointStore(root).committed():

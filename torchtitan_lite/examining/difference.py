@@ -12,7 +12,7 @@ import io
 import reprlib
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,18 +139,17 @@ def _object_differences(a: OpenedCheckpoint, b: OpenedCheckpoint) -> Pairs:
     found = {}
     for key, stored in a.contents.objects.items():
         other = b.contents.objects.get(key)
-        if other is None or (stored.item is other.item is None and _is_certainly_equal(stored.value, other.value)):
+        if other is None:
+            continue
+        # Types within containers are left to the digests.
+        is_plain = type(stored.value) is type(other.value) and type(stored.value) in (int, bool, str, type(None))
+        if stored.item is other.item is None and is_plain and stored.value == other.value:
             continue
         digest_a, words_a = digest_of(a.home, key, stored)
         digest_b, words_b = digest_of(b.home, key, other)
         if digest_a != digest_b:
             found[key] = words_a, words_b
     return found
-
-
-def _is_certainly_equal(a: object, b: object) -> bool:
-    """Return whether two values are certainly the same: types within containers are left to the digests."""
-    return type(a) is type(b) and type(a) in (int, bool, str, type(None)) and a == b
 
 
 def _containers(a: Branch | None, b: Branch | None) -> Pairs:
@@ -255,13 +254,10 @@ def shown_object(value: Any) -> str:
             return _shortened_line(repr(_bytes_of(value)))
         is_tensor = value.kind.name.startswith(_TENSOR)
         return "a tensor" if is_tensor else f"a {value.kind.name.rpartition('.')[2]}"
-    if type(value) in (list, tuple, dict) and any(type(part) is Instance for part in _child_values(value)):
+    parts = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+    if any(type(part) is Instance for part in parts):
         return f"a {type(value).__name__} of {len(value)}"
     return _shortened_line(_short.repr(value))
-
-
-def _child_values(value: Any) -> Iterable[Any]:
-    return value.values() if type(value) is dict else value
 
 
 def _shortened_line(text: str) -> str:

@@ -13,7 +13,7 @@ import enum
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -200,7 +200,8 @@ def _step_entry(folder: Path, step: int) -> ListedCheckpoint:
             return _unusable_entry(
                 folder, FolderState.DAMAGED, step, f"{layout.MANIFEST}: it is the manifest of step {manifest.step}"
             )
-        finding = _sizes_finding(folder, manifest)
+        found = (size_finding(folder / name, record.size) for name, record in sorted(manifest.files.items()))
+        finding = in_short([each for each in found if each])
     except (UnknownFormat, CheckpointDamaged, CheckpointUnsafe, OSError) as error:
         state, finding = state_of_error(error)
         return _unusable_entry(folder, state, step, finding)
@@ -286,27 +287,24 @@ def _other_library_entry(folder: Path, origin: WrittenBy, description: Path, ste
 
 def _foreign(folder: Path, step: int | None) -> ListedCheckpoint:
     sizes = _file_sizes(folder)
-    is_copy = step is None and layout.MANIFEST in sizes
     try:
         text = read_description(folder / layout.METADATA, b".")
     except (CheckpointDamaged, CheckpointUnsafe) as error:
         return _unusable_entry(folder, FolderState.DAMAGED, step, error.finding)
+    origin = WrittenBy.TORCHTITAN if _POSITIONS.search(text) else WrittenBy.DCP
+    origin = WrittenBy.LIGHTNING if is_lightning_folder(folder) else origin
+    if step is None and layout.MANIFEST in sizes:
+        origin = WrittenBy.OURS  # A copy under another name.
     return ListedCheckpoint(
         name=folder.name,
         state=FolderState.FOREIGN,
         step=step,
         nbytes=sum(sizes.values()),
         created_at=(folder / layout.METADATA).lstat().st_mtime,
-        origin=WrittenBy.OURS if is_copy else _origin_of_folder(folder, text),
+        origin=origin,
         kind=CheckpointKind.FULL if _OPTIMIZER.search(text) else CheckpointKind.WEIGHTS_ONLY,
         saved_by=SavingJob(num_writers(sizes) or None),
     )
-
-
-def _origin_of_folder(folder: Path, description: bytes) -> WrittenBy:
-    if is_lightning_folder(folder):
-        return WrittenBy.LIGHTNING
-    return WrittenBy.TORCHTITAN if _POSITIONS.search(description) else WrittenBy.DCP
 
 
 def _unusable_entry(folder: Path, state: FolderState, step: int | None, finding: str) -> ListedCheckpoint:
@@ -342,11 +340,6 @@ def _file_sizes(folder: Path) -> dict[str, int]:
         return {}
 
 
-def _sizes_finding(folder: Path, manifest: Manifest) -> str:
-    findings = (size_finding(folder / name, record.size) for name, record in sorted(manifest.files.items()))
-    return in_short([finding for finding in findings if finding])
-
-
 def in_short(found: Sequence[str]) -> str:
     """Return the findings `found`, one for each file, in one line; the empty string if there are none."""
     return found[0] + (f", and {counted(len(found) - 1, 'more file')}" if len(found) > 1 else "") if found else ""
@@ -357,27 +350,18 @@ def with_abandoned(entries: Iterable[ListedCheckpoint]) -> list[ListedCheckpoint
     entries = list(entries)
     infos = [entry.committed for entry in entries if entry.committed is not None]
     kept = {info.path.name for info in without_abandoned(infos)}
-    reasons = {
-        pair: _abandon_reason(each.lineage) for each in entries if each.lineage for pair in each.lineage.abandons
-    }
-    return [
-        _abandoned(entry, reasons)
-        if entry.state is FolderState.ABANDONED or (entry.committed is not None and entry.name not in kept)
-        else entry
-        for entry in entries
-    ]
-
-
-def _abandoned(entry: ListedCheckpoint, reasons: Mapping[tuple[int, str], str]) -> ListedCheckpoint:
-    pair = (entry.step or 0, entry.lineage.run_id if entry.lineage else "")
-    # What abandoned it may be gone by now.
-    return dataclasses.replace(entry, state=FolderState.ABANDONED, finding=reasons.get(pair, _ROLLED_BACK))
-
-
-def _abandon_reason(abandoner: Lineage) -> str:
-    """Return why a checkpoint with this lineage abandons others."""
-    begun = abandoner.began_at
-    return "its run counts from step 1 again" if begun is None else f"rolled back to step {begun}"
+    reasons = {}
+    for each in entries:
+        for pair in each.lineage.abandons if each.lineage else ():
+            began = each.lineage.began_at if each.lineage else None
+            reasons[pair] = "its run counts from step 1 again" if began is None else f"rolled back to step {began}"
+    for number, entry in enumerate(entries):
+        if entry.state is FolderState.ABANDONED or (entry.committed is not None and entry.name not in kept):
+            pair = (entry.step or 0, entry.lineage.run_id if entry.lineage else "")
+            # What abandoned it may be gone by now.
+            finding = reasons.get(pair, _ROLLED_BACK)
+            entries[number] = dataclasses.replace(entry, state=FolderState.ABANDONED, finding=finding)
+    return entries
 
 
 # What the run that saved last would remove from its folder, by the `keep_` keys in its latest checkpoint.

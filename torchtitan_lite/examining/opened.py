@@ -59,6 +59,11 @@ class WrittenBy(enum.Enum):
     LIGHTNING = "lightning"
     """A file that is not read, or a folder of DCP."""
 
+    @property
+    def library(self) -> str:
+        """The name of the library for a person."""
+        return {"dcp": "plain DCP", "lightning": "Lightning"}.get(self.value, self.value)
+
 
 OF_HUGGING_FACE = (WrittenBy.TRANSFORMERS, WrittenBy.ACCELERATE)
 

@@ -95,14 +95,11 @@ def record(folder: Path, entry: Verified, durable: Durable = DISK) -> None:
     with locked(root, _WAIT_SECONDS):
         entries = {name: kept for name, kept in verified_in(root).items() if os.path.lexists(root / name)}
         before = entries.get(folder.name)
-        if before is not None and before.identity == entry.identity and before.depth == FULL and _is_light(entry):
+        is_light = entry.depth != FULL and not entry.num_findings
+        if before is not None and before.identity == entry.identity and before.depth == FULL and is_light:
             return
         entries[folder.name] = entry
         durable.write_atomically(root / layout.VERIFIED, _verified_text(entries))
-
-
-def _is_light(entry: Verified) -> bool:
-    return entry.depth != FULL and not entry.num_findings
 
 
 def _verified_text(entries: dict[str, Verified]) -> bytes:
