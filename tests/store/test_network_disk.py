@@ -297,7 +297,7 @@ def test_requests_that_were_carried_out_twice_are_done(
     store.quarantine(3, ["a finding"])
     store.recover()
     lease.release()
-    for client in (one, two):  # FUSE closes a file after the caller went on; who asks the same client comes after that.
+    for client in (one, two):  # FUSE closes a file after the caller continues; who asks the same client comes after that.
         there = [name for name in names(client.folder / name) if not name.startswith(layout.FOLDER_ID)]
         assert there == ["step-2", "step-3.corrupt"]
     assert (two.folder / name / "step-2" / DATA).read_bytes() == b"again"
