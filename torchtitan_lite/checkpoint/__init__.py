@@ -61,32 +61,22 @@ __all__ = [
     "load_model",
 ]
 
-_HOMES = {
-    "AnyOf": "torchtitan_lite.checkpoint.schedule.interval",
-    "AtStep": "torchtitan_lite.checkpoint.schedule.interval",
-    "CheckpointInfo": "torchtitan_lite.store.manifest",
-    "CheckpointManager": "torchtitan_lite.checkpoint.manager",
-    "CheckpointReader": "torchtitan_lite.checkpoint.reading.reader",
-    "EverySeconds": "torchtitan_lite.checkpoint.schedule.interval",
-    "EverySteps": "torchtitan_lite.checkpoint.schedule.interval",
-    "HuggingFaceModel": "torchtitan_lite.hugging_face.known_model",
-    "KeepAny": "torchtitan_lite.store.retention",
-    "KeepBest": "torchtitan_lite.store.retention",
-    "KeepEvery": "torchtitan_lite.store.retention",
-    "KeepFor": "torchtitan_lite.store.retention",
-    "KeepLatest": "torchtitan_lite.store.retention",
-    "Past": "torchtitan_lite.checkpoint.schedule.optimum",
-    "PerRank": "torchtitan_lite.checkpoint.state.per_rank",
-    "Place": "torchtitan_lite.hugging_face.model_files",
-    "RetentionPolicy": "torchtitan_lite.store.retention",
-    "Ruling": "torchtitan_lite.store.retention",
-    "SavePolicy": "torchtitan_lite.checkpoint.schedule.interval",
-    "Seams": "torchtitan_lite.checkpoint.seams",
-    "Stateful": "torchtitan_lite.checkpoint.state.stateful",
-    "Tick": "torchtitan_lite.checkpoint.schedule.interval",
-    "TrainState": "torchtitan_lite.checkpoint.state.train_state",
-    "load_model": "torchtitan_lite.checkpoint.resume.evaluation",
+_NAMES = {
+    "torchtitan_lite.checkpoint.manager": "CheckpointManager",
+    "torchtitan_lite.checkpoint.reading.reader": "CheckpointReader",
+    "torchtitan_lite.checkpoint.resume.evaluation": "load_model",
+    "torchtitan_lite.checkpoint.schedule.interval": "AnyOf AtStep EverySeconds EverySteps SavePolicy Tick",
+    "torchtitan_lite.checkpoint.schedule.optimum": "Past",
+    "torchtitan_lite.checkpoint.seams": "Seams",
+    "torchtitan_lite.checkpoint.state.per_rank": "PerRank",
+    "torchtitan_lite.checkpoint.state.stateful": "Stateful",
+    "torchtitan_lite.checkpoint.state.train_state": "TrainState",
+    "torchtitan_lite.hugging_face.known_model": "HuggingFaceModel",
+    "torchtitan_lite.hugging_face.model_files": "Place",
+    "torchtitan_lite.store.manifest": "CheckpointInfo",
+    "torchtitan_lite.store.retention": "KeepAny KeepBest KeepEvery KeepFor KeepLatest RetentionPolicy Ruling",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:
