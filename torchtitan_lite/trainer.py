@@ -352,15 +352,14 @@ class Trainer:
         if step == 1 or step % self.config.metrics.log_freq == 0:
             global_avg, global_max = average.item(), max_over_ranks(loss, self.world.device).item()
             self.train_state.record_loss(global_avg, global_max)
-            self.metrics.log(
-                step,
-                global_avg_loss=global_avg,
-                global_max_loss=global_max,
-                grad_norm=grad_norm.item(),
-                lr=lr,
-                n_tokens_seen=self.train_state.n_tokens_seen,
-                progress=self.loader.progress,
-            )
+            figures = {
+                "loss_metrics/global_avg_loss": global_avg,
+                "loss_metrics/global_max_loss": global_max,
+                "grad_norm": grad_norm.item(),
+                "lr": lr,
+                "n_tokens_seen": self.train_state.n_tokens_seen,
+            }
+            self.metrics.log(step, figures, self.loader.progress)
 
     def _next_batch(self) -> Tensor | None:
         with self.metrics.waiting_for_data():

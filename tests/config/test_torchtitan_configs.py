@@ -13,6 +13,7 @@ from torchtitan_lite.config.manager import parse_config
 from torchtitan_lite.config.own_loop import loop_config
 from torchtitan_lite.config.unsupported import UNSUPPORTED
 from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.preflight import check_files
 
 NOVEMBER_2024 = str(Path(__file__).with_name("torchtitan_debug_2024_11.toml"))
 FEBRUARY_2026 = str(Path(__file__).with_name("torchtitan_debug_2026_02.toml"))
@@ -91,7 +92,7 @@ def test_float8_is_an_error_that_says_that_it_is_not_supported(tmp_path, toml):
 
 def test_a_tokenizer_model_of_tiktoken_is_an_error_that_names_what_is_supported():
     with pytest.raises(ConfigError, match=r"model\.tokenizer_path: expected 'bytes', a tokenizer\.json or"):
-        parse_config(["--job.config_file", NOVEMBER_2024, "--training.dataset=stdlib"])
+        check_files(parse_config(["--job.config_file", NOVEMBER_2024, "--training.dataset=stdlib"]))
 
 
 def test_the_folder_that_torchtitan_downloads_a_tokenizer_into_is_accepted():

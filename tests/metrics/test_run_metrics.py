@@ -37,15 +37,9 @@ def _train(metrics: RunMetrics, first: int, losses: list[float]) -> None:
         with metrics.ledger.step(step):
             metrics.step_done(10.0, loss)
             if step % 2 == 0:
-                metrics.log(
-                    step,
-                    global_avg_loss=loss,
-                    global_max_loss=loss,
-                    grad_norm=1.0,
-                    lr=0.1,
-                    n_tokens_seen=10 * step,
-                    progress=(0, None),
-                )
+                figures = {f"loss_metrics/global_{kind}_loss": loss for kind in ("avg", "max")}
+                figures |= {"grad_norm": 1.0, "lr": 0.1, "n_tokens_seen": 10 * step}
+                metrics.log(step, figures, (0, None))
 
 
 def _killed(metrics: RunMetrics) -> None:

@@ -164,7 +164,7 @@ class BlockReader(ReadsBlocks):
             cached = stack.enter_context(look_into_cache(fd, size)) if direct is not None else None
             if not self.direct:
                 # The kernel's guess of what comes next, from the requests of several threads, made a read take 1.5
-                # times as long. So it is told, part by part.
+                # times as long. So each part is advised instead.
                 _advise(fd, 0, 0, os.POSIX_FADV_RANDOM)
             direct = direct if cached is not None else None
             yield _OpenFile(checked, fd, direct, again, cached, not self.direct, reopened, self.pause)

@@ -90,10 +90,14 @@ class Exchange:
         """Return what the coordinator gives."""
         if self.size == 1:
             return cast(T, value)
-        given = [value]
+        # Not broadcast_object_list, which takes twice as long.
+        data = pickle.dumps(value) if self.rank == 0 else b""
+        size = torch.tensor([len(data)], device="cpu")
         with naming_lost_peers():
-            dist.broadcast_object_list(given, src=0, group=self.group, device=torch.device("cpu"))
-        return cast(T, given[0])
+            dist.broadcast(size, src=0, group=self.group)
+            message = _bytes_tensor(data) if data else torch.empty(int(size), dtype=torch.uint8, device="cpu")
+            dist.broadcast(message, src=0, group=self.group)
+        return cast(T, value if data else pickle.loads(message.numpy().tobytes()))
 
     def decide(self, make: Callable[[], T], choose: Callable[[list[T]], U]) -> U:
         """Return on every rank what `choose` returns on the coordinator, of what `make` returns on each rank.
@@ -167,7 +171,7 @@ class Exchange:
     def _send(self, data: bytes, rank: int) -> None:
         with naming_lost_peers():
             dist.send(torch.tensor([len(data)], device="cpu"), dst=rank, group=self.group)
-            dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), dst=rank, group=self.group)
+            dist.send(_bytes_tensor(data), dst=rank, group=self.group)
 
     def _received(self, ranks: Sequence[int]) -> list[bytes]:
         """Return what each of `ranks` sends; they send at the same time."""
@@ -183,6 +187,10 @@ class Exchange:
             for work in works:
                 if work is not None:
                     work.wait()
+
+
+def _bytes_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def portable(error: E | None) -> E | RuntimeError | None:

@@ -83,9 +83,7 @@ def _open_world(config: Comm) -> World:
     device = torch.device("cuda", place.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # The name changed in torch 2.9.
-        for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
-            set_default(name, str(config.trace_buf_size))
+        set_default("TORCH_FR_BUFFER_SIZE", str(config.trace_buf_size))
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
         timeout=timedelta(seconds=config.init_timeout_seconds),

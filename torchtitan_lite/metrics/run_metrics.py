@@ -171,36 +171,21 @@ class RunMetrics:
             bar.step_done()
         self._losses += global_avg_loss
 
-    def log(
-        self,
-        step: int,
-        *,
-        global_avg_loss: float,
-        global_max_loss: float,
-        grad_norm: float,
-        lr: float,
-        n_tokens_seen: int,
-        progress: tuple[int, float | None],
-    ) -> None:
-        """Log the line of `step` and write its figures to the files. `progress` is the epoch and the part of it."""
+    def log(self, step: int, figures: Mapping[str, float], progress: tuple[int, float | None]) -> None:
+        """Log the line of `step` and write its figures to the files, those of the loop by TensorBoard tag.
+
+        `progress` is the epoch and the part of it.
+        """
         seconds = time.perf_counter() - self._since
         parts = self.timer.pop()
         speed = throughput_tags(self._tokens / seconds, self._flops_per_token, self._peak)
         with self._lock:
             event_tags, self._event_tags = self._event_tags, {}
-        tags = {
-            "loss_metrics/global_avg_loss": global_avg_loss,
-            "loss_metrics/global_max_loss": global_max_loss,
-            "loss_metrics/running_avg_loss": self._losses / max(1, self._steps),
-            "grad_norm": grad_norm,
-            "lr": lr,
-            "n_tokens_seen": n_tokens_seen,
-            **self.ledger.tags(),
-            **epoch_tags(*progress),
-        }
-        for bar in self._bars:
-            bar.logged(global_avg_loss, speed["throughput(tps)"])
+        mean_loss = {"loss_metrics/running_avg_loss": self._losses / max(1, self._steps)}
+        tags = {**figures, **mean_loss, **self.ledger.tags(), **epoch_tags(*progress)}
         tags |= speed | time_tags(seconds / max(1, self._steps), parts) | memory_tags(self._device) | event_tags
+        for bar in self._bars:
+            bar.logged(tags["loss_metrics/global_avg_loss"], tags["throughput(tps)"])
         self._files.log(step, tags)
         if self._prometheus is not None:
             self._prometheus.logged = tags

@@ -7,7 +7,6 @@ is not shown.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -64,13 +63,6 @@ def configs_of(starts: Sequence[ReportedStart], lines: Iterable[Mapping[str, Any
     if starts and last:
         found[starts[-1].number] = last
     return found
-
-
-def changes_by_start(configs: Mapping[int, Config]) -> dict[int, list[Change]]:
-    """Return what changed at each start whose configuration is known, against the one known before it."""
-    numbers = sorted(configs)
-    pairs = itertools.pairwise(numbers)
-    return {now: differences(configs[before], configs[now]) for before, now in pairs}
 
 
 def differences(before: Config, now: Config) -> list[Change]:

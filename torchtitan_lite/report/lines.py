@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.event_lines import Recorded, parse_record
 from torchtitan_lite.events import is_figure
 from torchtitan_lite.json_lines import object_in
 
@@ -68,11 +67,6 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
                     yield record
     except FileNotFoundError:
         return
-
-
-def read_events(path: Path) -> list[Recorded]:
-    """Return the events in the file at `path`; none without a file. Raises OSError."""
-    return [recorded for record in read_records(path) if (recorded := parse_record(record)) is not None]
 
 
 def number_or_nan(value: Any) -> float:

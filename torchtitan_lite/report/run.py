@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ from torchtitan_lite.accounts import CLEAN_ENDS, FAILED, read_accounts
 from torchtitan_lite.config.address import is_in_object_store
 from torchtitan_lite.config.drift import Change
 from torchtitan_lite.errors import CheckpointError, CheckpointNotFound, TorchtitanLiteError
-from torchtitan_lite.event_lines import Recorded
+from torchtitan_lite.event_lines import Recorded, parse_record
 from torchtitan_lite.events import Uploaded
 from torchtitan_lite.examining.inventory import USABLE, ListedCheckpoint, inventory
 from torchtitan_lite.json_lines import object_in
 from torchtitan_lite.log import logger
-from torchtitan_lite.report.changes import changes_by_start, configs_of, without_secret_values
-from torchtitan_lite.report.lines import Logged, read_events, read_logged, read_records
+from torchtitan_lite.report.changes import configs_of, differences, without_secret_values
+from torchtitan_lite.report.lines import Logged, read_logged, read_records
 from torchtitan_lite.report.saved_steps import Save, ShardMap, read_shards, saves_of
 from torchtitan_lite.report.starts import CUT, UNKNOWN, ReportedStart, starts_of
 from torchtitan_lite.store.holder import HolderSeen
@@ -48,7 +49,7 @@ class Run:
     config: Mapping[str, Any]
     """The last known one, by section.key."""
     changes: Mapping[int, list[Change]]
-    """By the number of the start that made them."""
+    """By the number of the start that made them, against the start before it whose configuration is known."""
     status: str
     """running, finished, preempted, failed, killed or unknown."""
     read_at: float
@@ -92,7 +93,8 @@ def read_run(spelling: str, *, now: float | None = None) -> Run:
     config = _config(folder / CONFIG)
     checkpoints = SeenFolder.of(folder, str(config.get("checkpoint.folder") or "checkpoint"))
     entries = checkpoints.entries
-    logged, events = read_logged(folder / METRICS), read_events(folder / EVENTS)
+    logged, parsed = read_logged(folder / METRICS), map(parse_record, read_records(folder / EVENTS))
+    events = [recorded for recorded in parsed if recorded is not None]
     if not (len(logged) or events or config or entries):
         raise CheckpointError(
             f"{folder} is not the dump folder of a run: it has none of {METRICS}, {EVENTS}, {CONFIG} and checkpoints"
@@ -114,7 +116,7 @@ def read_run(spelling: str, *, now: float | None = None) -> Run:
         parts={part: seconds[part] for part in LABELS if seconds[part] > 0},
         shards=_shards(checkpoints),
         config=config or (known[max(known)] if known else {}),
-        changes=changes_by_start(known),
+        changes={now: differences(known[before], known[now]) for before, now in pairwise(sorted(known))},
         status=_run_status(starts, checkpoints.lock, now),
         read_at=now,
         uploaded=next((each for each in reversed(events) if isinstance(each.event, Uploaded)), None),

@@ -45,7 +45,10 @@ class Pins:
         except OSError as error:
             raise PinsUnreadable(str(self.path), error.strerror or str(error)) from error
         try:
-            return _parse_pins(data)
+            document = json_object(data)
+            if document.get("version") != VERSION:
+                raise ValueError(f'expected a JSON object with "version": {VERSION}')
+            return steps_field(document, "pinned")
         except (ValueError, RecursionError) as error:
             raise PinsUnreadable(str(self.path), str(error)) from error
 
@@ -69,10 +72,3 @@ class Pins:
             if steps != before:
                 document = {"version": VERSION, "pinned": sorted(steps)}
                 self._durable.write_atomically(self.path, json_bytes(document))
-
-
-def _parse_pins(data: bytes) -> frozenset[int]:
-    document = json_object(data)
-    if document.get("version") != VERSION:
-        raise ValueError(f'expected a JSON object with "version": {VERSION}')
-    return steps_field(document, "pinned")

@@ -184,7 +184,7 @@ def test_a_list_with_other_entries_on_another_rank_is_still_refused(rank: int, t
 @pytest.mark.parametrize("text", ["", "1", "x of 2", "1 of", "1,,2 of 3", "-1 of 2", None, 3])
 def test_a_text_that_names_no_ranks_is_not_taken_for_some(text: object) -> None:
     owners = OwnerRanks.parse(text)
-    assert owners == OwnerRanks((), 0) and not owners.are_known(2, None, "")
+    assert owners == OwnerRanks((), 0) and owners.include(0, 2, None, "") is None
     for known in (OwnerRanks((0, 3), 4), OwnerRanks((1,), 2, "shard0 on 2")):
         assert OwnerRanks.parse(str(known)) == known
 

@@ -227,22 +227,24 @@ class StoredOptimizer:
         """Return what of `state` this rank has."""
         if not self._owners:
             return state
-        owners = {key: self._owners_of(stored, key) for key in state}
-        place = self._rank, self._num_ranks, slot.owner
-        return {key: state[key] for key, each in owners.items() if each is None or each.include(*place)}
+        return {key: state[key] for key in state if self._has(slot, self._owners_of(stored, key))}
 
     def _without_owners(self, slot: ParameterSlot, stored: str, state: Mapping[str, list[Leaf]]) -> dict[str, str]:
         """Return the keys of `state` that only some ranks had, if it is not known which ranks have them now."""
         owners = {key: self._owners_of(stored, key) for key in state} if self._owners else {}
-        like = slot.like
-        sharding = sharding_text(like.device_mesh.shape, like.placements) if isinstance(like, DTensor) else ""
         return {
             f"optimizer.{STATE}.{stored}.{key}": f"only ranks {each} had it, and this run has {self._num_ranks}: "
             f"resume on {each.num_ranks} in the same shards, give the CheckpointManager a state_owner, which says on "
             "which rank each state is, or leave it out with exclude_from_loading=optimizer"
             for key, each in owners.items()
-            if each is not None and not each.are_known(self._num_ranks, slot.owner, sharding)
+            if each is not None and self._has(slot, each) is None
         }
+
+    def _has(self, slot: ParameterSlot, owners: OwnerRanks | None) -> bool | None:
+        """Return whether this rank has a state of the parameter that `owners` had; None if that is not known."""
+        like = slot.like
+        sharding = sharding_text(like.device_mesh.shape, like.placements) if isinstance(like, DTensor) else ""
+        return owners is None or owners.include(self._rank, self._num_ranks, slot.owner, sharding)
 
     def _owners_of(self, stored: str, key: Any) -> OwnerRanks | None:
         """Return which ranks had the state `key`, or all state, of the parameter; None: all that had the parameter."""

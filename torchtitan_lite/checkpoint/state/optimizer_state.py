@@ -260,20 +260,16 @@ class OwnerRanks:
             return cls((), 0)
         return cls(tuple(map(int, numbers[:-1])), int(num_ranks), sharding)
 
-    def are_known(self, num_ranks: int, owner: int | None, sharding: str) -> bool:
-        """Return whether it is known which of `num_ranks` have the state now.
+    def include(self, rank: int, num_ranks: int, owner: int | None, sharding: str) -> bool | None:
+        """Return whether `rank` of `num_ranks` has the state now; None if that is not known.
 
         `owner` as `StateOwner` gives it; `sharding` is that of the parameter now.
         """
         if num_ranks == self.num_ranks:
-            return self.sharding in ("", sharding)
-        return num_ranks == 1 or (owner is not None and not self.sharding)
-
-    def include(self, rank: int, num_ranks: int, owner: int | None) -> bool:
-        """Return whether `rank` of `num_ranks` has the state now, if that is known."""
-        if num_ranks == self.num_ranks:
-            return rank in self.ranks
-        return num_ranks == 1 or rank == owner
+            return rank in self.ranks if self.sharding in ("", sharding) else None
+        if num_ranks == 1:
+            return True
+        return None if owner is None or self.sharding else rank == owner
 
 
 def owner_of(state_owner: StateOwner | None, name: str, num_ranks: int) -> int | None:

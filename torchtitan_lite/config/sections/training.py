@@ -145,12 +145,6 @@ class Model:
 
     def __post_init__(self) -> None:
         check_types(self, "model")
-        if not self.tokenizer_path or self.tokenizer_path.endswith(".model"):
-            raise ConfigError(
-                "model.tokenizer_path: expected 'bytes', a tokenizer.json or the folder that holds one, found "
-                f"{self.tokenizer_path!r}. Set --model.tokenizer_path=bytes, or save the same tokenizer with "
-                "transformers (save_pretrained), which writes a tokenizer.json."
-            )
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"model.dropout: expected a probability in [0, 1), found {self.dropout}.")
 
