@@ -15,7 +15,7 @@ from torchtitan_lite.cli.screen import Screen
 from torchtitan_lite.config.argument_parser import Positional
 from torchtitan_lite.errors import CheckpointError, CheckpointNotFound
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.protocol import KeepsPins, StoresCheckpoints
+from torchtitan_lite.store.protocol import KeepsPins
 from torchtitan_lite.stores import open_store
 
 Step = Annotated[str, Positional("STEP")]
@@ -32,7 +32,9 @@ class Pin:
         root, step = _folder_and_step(self.step)
         store = open_store(root)
         pins = store.pins
-        _refuse_without_manifest(store, step)
+        for folder in store.unmanaged():
+            if layout.parse_step(folder.name) == step:
+                raise CheckpointError(f"{folder} has no manifest, so no rule removes it and it needs no pin")
         with pins.changing() as pinned:
             store.get(step)
             was_pinned = step in pinned
@@ -76,12 +78,6 @@ def _folder_and_step(spelling: str) -> tuple[str, int]:
     if not target.root or target.step is None:
         raise CheckpointError(f"{target.folder} has not the name of a step, so no rule removes it and it needs no pin")
     return target.root, target.step
-
-
-def _refuse_without_manifest(store: StoresCheckpoints, step: int) -> None:
-    for folder in store.unmanaged():
-        if layout.parse_step(folder.name) == step:
-            raise CheckpointError(f"{folder} has no manifest, so no rule removes it and it needs no pin")
 
 
 def _pin_json(root: str, pins: KeepsPins, step: int, *, changed: bool) -> dict[str, Any]:

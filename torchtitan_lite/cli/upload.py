@@ -47,7 +47,8 @@ class Upload:
             shown = _Shown(screen, stack)
             count = upload_all(job, shown)
         data = {"folder": str(root), "to": to, "uploaded": count, "bytes": shown.sent_bytes}
-        screen.show(data, lambda: _uploaded_text(root, to, count, shown.sent_bytes))
+        text = f"Uploaded {counted(count, 'checkpoint')} of {root}\nto {to}: {readable_bytes(shown.sent_bytes)}"
+        screen.show(data, lambda: text if count else f"{to} has all checkpoints of {root}")
 
 
 class _Shown:
@@ -66,9 +67,3 @@ class _Shown:
             self._advance = self._stack.enter_context(progress)
         self._advance(state.sent_bytes - self.sent_bytes)
         self.sent_bytes = state.sent_bytes
-
-
-def _uploaded_text(root: Path, to: str, count: int, num_bytes: int) -> str:
-    if not count:
-        return f"{to} has all checkpoints of {root}"
-    return f"Uploaded {counted(count, 'checkpoint')} of {root}\nto {to}: {readable_bytes(num_bytes)}"

@@ -171,9 +171,13 @@ def weights_alone(opened: OpenedCheckpoint) -> OpenedCheckpoint:
         return _only(opened, below)
     if opened.origin in OF_HUGGING_FACE:
         bare = [key for key, tensor in contents.tensors.items() if not any(chunk.item for chunk in tensor.chunks)]
-        if not bare:
-            raise _elsewhere(opened)
-        return _only(opened, {key: (key,) for key in bare})
+        if bare:
+            return _only(opened, {key: (key,) for key in bare})
+        if folders := sorted({file.partition("/")[0] for file in contents.files if "/" in file}):
+            names = " and ".join(folders)
+            raise ConfigError(f"{folder} has its tensors in {names}: name the folder with the weights, as STEP")
+        pickled = sorted(filter(WEIGHTS.fullmatch, contents.files))
+        raise _in_pickle(opened, pickled[0] if pickled else "no safetensors file")
     return opened
 
 
@@ -186,15 +190,6 @@ def _only(opened: OpenedCheckpoint, paths: dict[str, KeyPath]) -> OpenedCheckpoi
         paths=paths,
     )
     return dataclasses.replace(opened, contents=contents)
-
-
-def _elsewhere(opened: OpenedCheckpoint) -> ConfigError:
-    folders = sorted({file.partition("/")[0] for file in opened.contents.files if "/" in file})
-    if folders:
-        names = " and ".join(folders)
-        return ConfigError(f"{opened.folder} has its tensors in {names}: name the folder with the weights, as STEP")
-    pickled = sorted(filter(WEIGHTS.fullmatch, opened.contents.files))
-    return _in_pickle(opened, pickled[0] if pickled else "no safetensors file")
 
 
 def _in_pickle(opened: OpenedCheckpoint, name: str) -> ConfigError:

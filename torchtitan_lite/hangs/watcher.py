@@ -207,14 +207,11 @@ class Follower:
                 self._alarm(time.monotonic())
             else:
                 self._waits_since = None
-                self._join_again(time.monotonic())
+                if self._link is None and time.monotonic() >= self._next_try:
+                    self._next_try = time.monotonic() + PATIENCE_SECONDS
+                    self._link = _judge_link(self._orders, SILENCE_SECONDS)
+                    self._send("here")
         self._send("ended")
-
-    def _join_again(self, now: float) -> None:
-        if self._link is None and now >= self._next_try:
-            self._next_try = now + PATIENCE_SECONDS
-            self._link = _judge_link(self._orders, SILENCE_SECONDS)
-            self._send("here")
 
     def _alarm(self, now: float) -> None:
         """Call the judge, each second; without an answer of it, name this rank."""
