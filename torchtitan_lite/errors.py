@@ -37,7 +37,8 @@ So the fields are exactly the arguments of the constructor, and the message is m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 __all__ = [
@@ -202,6 +203,17 @@ class CheckpointUnreadable(CheckpointError, RuntimeError):
         self.path, self.cause = path, cause
         again = "Start the same command again once it can be read; only if the step is lost, choose another with "
         self._say(f"{path} could not be read: {_clause(cause)}", f"{again}--checkpoint.load_step")
+
+
+@contextmanager
+def reading(place: object) -> Iterator[None]:
+    """Raise `CheckpointUnreadable`, about `place`, in place of an OSError of the system in the block."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, TorchtitanLiteError):
+            raise
+        raise CheckpointUnreadable(str(place), f"{type(error).__name__}: {error}") from error
 
 
 class PinsUnreadable(CheckpointError, RuntimeError):

@@ -14,7 +14,7 @@ from torchtitan_lite import faults
 from torchtitan_lite.bucket.head import Entry
 from torchtitan_lite.bucket.objects import Objects
 from torchtitan_lite.disk.threads import in_threads
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
+from torchtitan_lite.errors import CheckpointDamaged, reading
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import recorded_sizes
 from torchtitan_lite.store.known_manifests import Manifests, checkpoint_info
@@ -81,16 +81,15 @@ def read_manifest(objects: Objects, place: ObjectPlace, step: int, digest: str =
 
     Raises CheckpointDamaged, also where there is none, CheckpointUnreadable and FormatTooNew.
     """
-    try:
+    with reading(place):
         try:
-            return _parsed_manifest(objects, place, step, digest)
-        except CheckpointDamaged:
-            # Once more, because what was read may have been damaged on its way.
-            return _parsed_manifest(objects, place, step, digest)
-    except FileNotFoundError:
-        raise CheckpointDamaged(str(place), f"{layout.MANIFEST} is missing") from None
-    except OSError as error:
-        raise CheckpointUnreadable(str(place), f"{type(error).__name__}: {error}") from error
+            try:
+                return _parsed_manifest(objects, place, step, digest)
+            except CheckpointDamaged:
+                # Once more, because what was read may have been damaged on its way.
+                return _parsed_manifest(objects, place, step, digest)
+        except FileNotFoundError:
+            raise CheckpointDamaged(str(place), f"{layout.MANIFEST} is missing") from None
 
 
 def _known_manifest(place: ObjectPlace, manifest: Manifest) -> _ReadManifest:

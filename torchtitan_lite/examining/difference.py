@@ -32,9 +32,8 @@ from torchtitan_lite.config.job_config import flat_config
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import text_digest
 from torchtitan_lite.disk.read_requests import Piece
-from torchtitan_lite.errors import CheckpointDamaged
+from torchtitan_lite.errors import CheckpointDamaged, reading
 from torchtitan_lite.examining.opened import OpenedCheckpoint
-from torchtitan_lite.examining.presence import reading
 from torchtitan_lite.log import readable_bytes
 from torchtitan_lite.store.place import Place
 

@@ -22,8 +22,8 @@ from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.untrusted.inert_pickle import AnyName, InertPickleError, parse_pickle
 from torchtitan_lite.checkpoint.untrusted.stock_item import Read, content_start, directory, item_reader, locate
 from torchtitan_lite.disk.threads import in_threads
+from torchtitan_lite.errors import reading
 from torchtitan_lite.examining.file_digests import Finding
-from torchtitan_lite.examining.presence import reading
 from torchtitan_lite.store.place import Place
 
 THREADS = 3

@@ -23,7 +23,7 @@ from torchtitan_lite.checkpoint.format.dtypes import DTYPES
 from torchtitan_lite.checkpoint.reading.files import files_of
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.errors import CheckpointNotFound
+from torchtitan_lite.errors import CheckpointNotFound, reading
 from torchtitan_lite.examining.other_libraries import (
     GENERATORS,
     absence_in,
@@ -35,7 +35,6 @@ from torchtitan_lite.examining.other_libraries import (
     lightning_step_of,
     transformers_step_of,
 )
-from torchtitan_lite.examining.presence import reading
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
 from torchtitan_lite.store.place import Place, home_of, on_disk

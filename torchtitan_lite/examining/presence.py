@@ -16,7 +16,6 @@ from torchtitan_lite.errors import (
     CheckpointNotFound,
     CheckpointUnreadable,
     CheckpointUnsafe,
-    TorchtitanLiteError,
 )
 from torchtitan_lite.examining.other_libraries import description_of
 from torchtitan_lite.store import layout
@@ -44,17 +43,6 @@ def checkpoint_identity(folder: Place) -> Identity | None:
             return None if error.errno == errno.ESTALE else (error.errno or 0,)
         return found.st_dev, found.st_ino, found.st_mtime_ns
     return None
-
-
-@contextmanager
-def reading(place: Place) -> Iterator[None]:
-    """Raise `CheckpointUnreadable`, about `place`, in place of an OSError of the system in the block."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, TorchtitanLiteError):
-            raise
-        raise CheckpointUnreadable(str(place), f"{type(error).__name__}: {error}") from error
 
 
 def refuse_if_gone(folder: Place, identity: Identity | None) -> None:

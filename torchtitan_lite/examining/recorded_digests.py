@@ -17,11 +17,10 @@ from torchtitan_lite import __version__
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.durable import DISK, Durable, temporary_name
 from torchtitan_lite.disk.plain_file import read_plain
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, FolderUnusable
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, FolderUnusable, reading
 from torchtitan_lite.examining.file_digests import OnBytes, digests_of
 from torchtitan_lite.examining.listed_tree import FileState, regular_file_stat
 from torchtitan_lite.examining.other_libraries import transformers_step_of
-from torchtitan_lite.examining.presence import reading
 from torchtitan_lite.log import listed
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.described import allowed_description_bytes

@@ -26,8 +26,7 @@ from torchtitan_lite.checkpoint.untrusted.stock_item import item_reader, locate
 from torchtitan_lite.disk.block_reader import BlockReader, DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, FileRecord
 from torchtitan_lite.disk.read_requests import Piece, Segment, scatter
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe
-from torchtitan_lite.examining.presence import reading
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnsafe, reading
 from torchtitan_lite.store.place import Place
 
 SLICE_BYTES = 8 << 20

@@ -26,12 +26,18 @@ from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.disk.plain_file import read_plain
 from torchtitan_lite.disk.read_requests import ReadsBlocks
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnreadable, CheckpointUnsafe
+from torchtitan_lite.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    CheckpointUnreadable,
+    CheckpointUnsafe,
+    reading,
+)
 from torchtitan_lite.examining.file_digests import Finding, OnBytes, compare_digests
 from torchtitan_lite.examining.item_checksums import Checked, PlacedItem, check_items
 from torchtitan_lite.examining.opened import absence
 from torchtitan_lite.examining.other_libraries import contents_in, contents_of, description_of
-from torchtitan_lite.examining.presence import checkpoint_identity, reading, refuse_if_gone
+from torchtitan_lite.examining.presence import checkpoint_identity, refuse_if_gone
 from torchtitan_lite.examining.recorded_digests import read_record
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import recorded_sizes

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from torchtitan_lite.checkpoint.format.contents import Chunk, Contents, Shape, StoredTensor
 from torchtitan_lite.checkpoint.untrusted.stock_item import Layout
-from torchtitan_lite.errors import CheckpointDamaged, ConfigError
-from torchtitan_lite.examining.presence import reading
+from torchtitan_lite.errors import CheckpointDamaged, ConfigError, reading
 from torchtitan_lite.importing.weights_source import WeightsSource, is_strided, read_json, tensors_in_file
 from torchtitan_lite.log import counted
 

@@ -18,8 +18,7 @@ from torchtitan_lite.checkpoint.untrusted.safetensors_header import read_header
 from torchtitan_lite.checkpoint.untrusted.saved_file import SavedFile
 from torchtitan_lite.checkpoint.untrusted.stock_item import Layout
 from torchtitan_lite.disk.plain_file import is_plain_name, read_plain
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
-from torchtitan_lite.examining.presence import reading
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointNotFound, ConfigError, reading
 from torchtitan_lite.examining.tensor_stream import TensorStream, is_row_major
 from torchtitan_lite.log import listed
 from torchtitan_lite.store import layout

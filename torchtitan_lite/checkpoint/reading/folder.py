@@ -18,7 +18,7 @@ from torchtitan_lite.checkpoint.reading.files import Files, files_of
 from torchtitan_lite.checkpoint.untrusted.safe_metadata import read_metadata
 from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable
+from torchtitan_lite.errors import CheckpointDamaged, reading
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import recorded_sizes
 from torchtitan_lite.store.manifest import Manifest, Table
@@ -88,11 +88,8 @@ class CheckpointFolder:
     @cached_property
     def manifest_alone(self) -> Manifest | None:
         """The same without the records, which are not read."""
-        try:
-            with no_collection():
-                return self.files.manifest()
-        except OSError as error:
-            raise CheckpointUnreadable(f"{self.path}/{layout.MANIFEST}", _os_error_text(error)) from error
+        with no_collection(), reading(f"{self.path}/{layout.MANIFEST}"):
+            return self.files.manifest()
 
     @cached_property
     def contents_alone(self) -> Contents:
@@ -104,14 +101,12 @@ class CheckpointFolder:
     @no_collection()
     def contents(self) -> Contents:
         """The contents, after all checks. Raises `CheckpointDamaged` or `CheckpointUnsafe` if one of them fails."""
-        try:
+        with reading(self.path):
             contents = self._contents()
             contents.check_names()
             recorded = recorded_sizes(self.manifest.files) if self.manifest is not None else {}
             share = {*self.files.share(sorted(recorded), self._rank, self._world_size)}
             found = self.files.sizes_of(share | (contents.files - recorded.keys()))
-        except OSError as error:
-            raise CheckpointUnreadable(str(self.path), _os_error_text(error)) from error
         if self.verify != "off":
             for name in share:
                 if name not in found:
@@ -142,10 +137,6 @@ def _dtypes_of_torch() -> Mapping[str, Any]:
     from torchtitan_lite.checkpoint.format.torch_contents import DTYPES
 
     return DTYPES
-
-
-def _os_error_text(error: OSError) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 # The manifest of a checkpoint together with the records of its ranks, read from its files.

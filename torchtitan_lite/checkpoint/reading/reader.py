@@ -43,7 +43,12 @@ from torchtitan_lite.collection import no_collection
 from torchtitan_lite.disk.block_reader import DamagedRange
 from torchtitan_lite.disk.digest import BLOCK_BYTES, DIGEST_BYTES
 from torchtitan_lite.disk.read_requests import Piece, PieceTable, ReadsBlocks
-from torchtitan_lite.errors import CheckpointDamaged, CheckpointMismatch, CheckpointUnreadable, CheckpointUnsafe
+from torchtitan_lite.errors import (
+    CheckpointDamaged,
+    CheckpointMismatch,
+    CheckpointUnsafe,
+    reading,
+)
 from torchtitan_lite.store.place import Place
 
 BATCH_BYTES = 24 << 20
@@ -205,13 +210,9 @@ class CheckpointReader(StorageReader):
     def _layouts(self, items: Iterable[Item]) -> dict[Item, Layout | None]:
         layouts: dict[Item, Layout | None] = {}
         for file, of_file in groupby(sorted(items), key=lambda item: item.file):
-            path = self._folder.files.path_of(file)
-            try:
-                with self._folder.files.opened(file) as fd:
-                    for item in of_file:
-                        layouts[item] = locate(item_reader(fd, item), item.length, DTYPES)
-            except OSError as error:
-                raise CheckpointUnreadable(str(path), f"{type(error).__name__}: {error}") from error
+            with reading(self._folder.files.path_of(file)), self._folder.files.opened(file) as fd:
+                for item in of_file:
+                    layouts[item] = locate(item_reader(fd, item), item.length, DTYPES)
         return layouts
 
     def _read_whole(self, region: Region, item: Item) -> None:
