@@ -220,6 +220,7 @@ def test_a_map_of_names_in_a_file(small: tuple[Path, State], tmp_path: Path, cal
         ({"": []}, "the name map has nothing for my.extra"),
         ({"my.other": "x"}, "the name map names my.other, and the model has my.tok_embeddings.weight"),
         ({"my.norm.weight": "lm_head.weight"}, "the same name, lm_head.weight"),
+        ({"my.norm.weight": None}, "the name map gives my.norm.weight the name None: expected text"),
         ({"my.norm.weight": 3}, "the name map gives my.norm.weight the name 3: expected text"),
         ({"": "my.extra"}, 'the name map: expected a list of names under ""'),
     ):

@@ -64,6 +64,13 @@ def test_an_export_gets_no_name_that_a_job_takes_for_a_checkpoint(run: Path, for
     )
 
 
+def test_a_half_written_checkpoint_is_one_too(run: Path) -> None:
+    (run.parent / "other" / "step-3").mkdir(parents=True)
+    (run.parent / "other" / "step-3" / "__0_0.distcp").write_bytes(b"cut")
+    ended = command("export", "run:7", run.parent / "other" / "step-9", "--format", "safetensors")
+    assert ended.code == 2 and "has checkpoints, and a job there would take step-9 for one" in ended.err
+
+
 def test_next_to_checkpoints_and_in_a_new_folder_an_export_may_be(run: Path) -> None:
     for out in ("run/checkpoint/weights", "exports/step-7", "new"):
         assert command("export", "run:7", out).code == 0

@@ -50,6 +50,12 @@ def test_what_is_no_address_is_refused_in_one_sentence(text: str) -> None:
         parse_address(text)
 
 
+@pytest.mark.parametrize("end", ["?x=1", "#f"])
+def test_what_follows_an_address_is_said_and_not_shown(end: str) -> None:
+    with pytest.raises(ConfigError, match=r"^'s3://bucket/run' is followed by '\?' or '#', which no address"):
+        parse_address(f"s3://bucket/run{end}")
+
+
 @pytest.mark.parametrize(
     "text",
     [

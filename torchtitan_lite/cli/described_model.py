@@ -232,6 +232,8 @@ def _by_table(own: list[str], names: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"the name map names {listed(unknown)}, and the model has {listed(own)}")
     if unnamed := [name for name in own if name not in given and name not in left_out]:
         raise ConfigError(f'the name map has nothing for {listed(unnamed)}; list what to leave out under ""')
+    if odd := [name for name, new in given.items() if new is None]:
+        raise ConfigError(f"the name map gives {odd[0]} the name None: expected text")
     return given | dict.fromkeys(left_out)
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.resume.wrong_folder import last_step
 from torchtitan_lite.cli.named_checkpoint import (
     IN_DUMP_FOLDER,
     folder_of_checkpoints,
@@ -26,7 +25,7 @@ from torchtitan_lite.examining.inventory import FolderState, inventory
 from torchtitan_lite.examining.opened import WrittenBy
 from torchtitan_lite.log import listed
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.layout import is_checkpoint
+from torchtitan_lite.store.layout import Listing, is_checkpoint
 from torchtitan_lite.store.lease import Lease, LeaseClock
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.store import CheckpointStore
@@ -106,6 +105,11 @@ def _sleep(folder: str, screen: Screen, looks: int) -> Callable[[float], None]:
 # Where a verb may make something new: never in place of checkpoints, nor among their files.
 
 
+def _has_checkpoints(folder: Path) -> bool:
+    """Return whether there are any in `folder`, complete or not."""
+    return any(is_checkpoint(places[0]) for places in Listing(folder).places().values())
+
+
 def new_place(spelling: str, *, is_step: bool) -> Path:
     """Return `spelling`, the argument OUT, as a path.
 
@@ -117,14 +121,14 @@ def new_place(spelling: str, *, is_step: bool) -> Path:
         raise ConfigError(f"OUT {spelling}: expected a folder on disk, found an address")
     out = Path(spelling)
     folders = (folder for folder in (out, out / IN_DUMP_FOLDER) if folder.is_dir())
-    there = [f"checkpoints in {folder}" for folder in folders if last_step(folder)]
+    there = [f"checkpoints in {folder}" for folder in folders if _has_checkpoints(folder)]
     if there or (out.is_dir() and is_checkpoint(out)):
         found = there[0] if there else "a checkpoint"
         raise ConfigError(f"OUT {out}: expected a new folder, found {found}: name a folder that does not exist yet")
     parent = out.absolute().parent
     if parent.is_dir() and is_checkpoint(parent):
         raise ConfigError(f"OUT {out}: expected a place outside of checkpoints, found the checkpoint {out.parent}")
-    if not is_step and layout.parse_step(out.name) is not None and parent.is_dir() and last_step(parent):
+    if not is_step and layout.parse_step(out.name) is not None and parent.is_dir() and _has_checkpoints(parent):
         raise ConfigError(
             f"OUT {out}: {out.parent} has checkpoints, and a job there would take {out.name} for one: name OUT in "
             "another folder"

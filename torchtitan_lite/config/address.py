@@ -55,6 +55,8 @@ def is_address(text: str) -> bool:
 def parse_address(text: str) -> Address:
     """Return the address that `text` is. Raises ConfigError."""
     _refuse_secrets(text.partition("://")[2].partition("/")[0])
+    if printable(text) != text:
+        raise ConfigError(f"{printable(text)!r} is followed by '?' or '#', which no address of a folder has. {_FORM}.")
     found = _FOLDER.fullmatch(text)
     if found is None or {".", ".."} & {*found[3].split("/")}:
         known = ", ".join(f"{name}:// ({what})" for name, what in SCHEMES.items())

@@ -84,10 +84,13 @@ class ReadsAlike(Protocol):
 class Ring:
     """The memory of one rank, in the descriptor `fd`, which this object owns. Raises OSError and ValueError."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, *, is_new: bool = False) -> None:
         self.fd = fd
+        num_bytes = _HEADER_BYTES + SLOTS * SLOT_BYTES
         try:
-            self._map = mmap.mmap(fd, _HEADER_BYTES + SLOTS * SLOT_BYTES)
+            if is_new:
+                os.ftruncate(fd, num_bytes)
+            self._map = mmap.mmap(fd, num_bytes)
         except BaseException:
             os.close(fd)
             raise
@@ -96,9 +99,7 @@ class Ring:
 
     @classmethod
     def make(cls) -> Ring:
-        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-        os.ftruncate(fd, _HEADER_BYTES + SLOTS * SLOT_BYTES)
-        ring = cls(fd)
+        ring = cls(os.memfd_create(_NAME, os.MFD_CLOEXEC), is_new=True)
         ring.words[0] = secrets.randbits(_MAGIC_BITS)
         return ring
 

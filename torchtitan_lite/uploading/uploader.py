@@ -366,18 +366,19 @@ class StoredFile(Bounced):
     threads = 1
 
     def __init__(self, path: Path, record: FileRecord, wait_for: Callable[[int], None]) -> None:
-        super().__init__(record.size, self._fill_verified)
-        self.record = record
-        self._path, self._wait_for, self._reader = path, wait_for, BlockReader(threads=1)
+        reader = BlockReader(threads=1)
 
-    def _fill_verified(self, buffer: memoryview, begin: int, end: int) -> None:
-        self._wait_for(end - begin)
-        try:
-            self._reader.read(self._path, self.record, [Piece(begin, buffer[: end - begin])])
-        except (DamagedRange, CheckpointUnreadable) as error:
-            where = f"bytes {error.begin} to {error.end}: " if isinstance(error, DamagedRange) else ""
-            finding = where + (error.finding if isinstance(error, DamagedRange) else error.cause)
-            raise CheckpointDamaged(str(self._path.parent), f"{self._path.name}: {finding}") from None
+        def fill(buffer: memoryview, begin: int, end: int) -> None:
+            wait_for(end - begin)
+            try:
+                reader.read(path, record, [Piece(begin, buffer[: end - begin])])
+            except (DamagedRange, CheckpointUnreadable) as error:
+                where = f"bytes {error.begin} to {error.end}: " if isinstance(error, DamagedRange) else ""
+                finding = where + (error.finding if isinstance(error, DamagedRange) else error.cause)
+                raise CheckpointDamaged(str(path.parent), f"{path.name}: {finding}") from None
+
+        super().__init__(record.size, fill)
+        self.record = record
 
 
 def committed_files(folder: Path) -> tuple[Manifest, Mapping[str, FileRecord]]:

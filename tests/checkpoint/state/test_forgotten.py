@@ -130,6 +130,22 @@ def test_an_object_that_changes_and_returns_nothing_is_named(tmp_path: Path) -> 
         assert line.startswith("Training changes forgetful.value, which no checkpoint has")
 
 
+@pytest.mark.parametrize("first", [1, 5])
+def test_one_that_changes_late_or_is_made_late_is_named(first: int, tmp_path: Path) -> None:
+    changing, growing = Forgetful(value=0), Forgetful(fixed=1)
+
+    def each_step(step: int) -> None:
+        changing.value += step >= first
+        if step >= first:
+            growing.new = step
+
+    for name, state in (("changing", changing), ("growing", growing)):
+        (line,) = warnings_of(tmp_path / name, {name: state}, each_step=each_step)
+        assert line.startswith(f"Training changes {name}")
+        changing.value = 0
+        vars(growing).pop("new", None)
+
+
 def test_states_that_cannot_change_or_have_a_state_have_no_line(tmp_path: Path) -> None:
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     linear = nn.Linear(2, 2)

@@ -129,7 +129,7 @@ def test_one_rank_gets_all_and_others_only_where_the_hook_says(
     assert all(weights == of_rank for of_rank, _ in [*of_two, *on_four])
     # One rank alone knows it from the checkpoint, and its checkpoint says so again.
     _, momenta = in_lists(continued(tmp_path, 3))
-    refusal = "only ranks 0 of 1 had it, and this run has 2: resume on 1 in"
+    refusal = "only ranks 0 of 1 had it, and this run has 2: resume on one, or give"
     reports = two_ranks.reports(refused, folder=tmp_path, match=refusal)
     assert not [each.failure for each in reports if each.failure]
     again = two_ranks.run(on_ranks, folder=tmp_path, steps=3, state_owner=owner_of)

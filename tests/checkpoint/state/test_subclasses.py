@@ -239,8 +239,9 @@ def test_a_device_and_the_module_of_a_class_do_not_count() -> None:
     assert [form_difference(forms[0], each) for each in forms] == [""] * 3
     in_another_order = dict(reversed(json.loads(forms[0]).items()))
     assert form_difference(json.dumps(in_another_order), forms[0]) == ""
-    assert "unreadable form" in form_difference("[", forms[0])
-    assert form_difference(numpy.ones(2), forms[0]).startswith("a plain tensor in the checkpoint")
+    for odd in ("[", "{}", 5, [1], numpy.ones(2)):
+        assert "unreadable form" in form_difference(odd, forms[0])
+        assert form_difference(odd, None).endswith("a plain tensor expected")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -233,9 +233,7 @@ class StoredOptimizer:
         """Return the keys of `state` that only some ranks had, if it is not known which ranks have them now."""
         owners = {key: self._owners_of(stored, key) for key in state} if self._owners else {}
         return {
-            f"optimizer.{STATE}.{stored}.{key}": f"only ranks {each} had it, and this run has {self._num_ranks}: "
-            f"resume on {each.num_ranks} in the same shards, give the CheckpointManager a state_owner, which says on "
-            "which rank each state is, or leave it out with exclude_from_loading=optimizer"
+            f"optimizer.{STATE}.{stored}.{key}": _without_owners_text(each, self._num_ranks)
             for key, each in owners.items()
             if each is not None and self._has(slot, each) is None
         }
@@ -360,6 +358,18 @@ def _sort_in(found: Entries, rest: str, leaves: list[Leaf], known: set[str], con
     # If torch flattened nested containers, their keys are part of the entry's name.
     for leaf in leaves:
         found[name][head].append(Leaf(leaf.key, (*inner, *leaf.path)))
+
+
+def _without_owners_text(owners: OwnerRanks, num_ranks: int) -> str:
+    if not owners.ranks:
+        return "the checkpoint does not say readably which ranks had it: load it with exclude_from_loading=optimizer"
+    if owners.sharding:
+        return f"only ranks {owners} had it, and this run has others: resume on {owners.num_ranks} in the same shards"
+    again = "one" if owners.num_ranks == 1 else f"{owners.num_ranks} or on one"
+    return (
+        f"only ranks {owners} had it, and this run has {num_ranks}: resume on {again}, or give the CheckpointManager a "
+        "state_owner, which says on which rank each state is"
+    )
 
 
 def _form_leaf(leaves: Sequence[Leaf]) -> Leaf | None:

@@ -268,12 +268,14 @@ def _fields(value: Any) -> dict[str, Any] | None:
 
 
 def _parsed(form: object) -> dict[str, Any]:
-    """Return the form in a text that may be anything; an empty one for a plain tensor."""
+    """Return the form in a text that may be anything; an empty one for None, a plain tensor."""
+    if form is None:
+        return {}
     try:
-        parsed = json.loads(form) if isinstance(form, str) else {}
+        parsed = json.loads(form) if isinstance(form, str) else None
     except (ValueError, RecursionError):
-        parsed = {"class": "unreadable form"}
-    return parsed if isinstance(parsed, dict) else {"class": "unreadable form"}
+        parsed = None
+    return parsed if isinstance(parsed, dict) and parsed else {"class": "unreadable form"}
 
 
 def _short_name(form: Mapping[str, Any]) -> str:

@@ -42,25 +42,28 @@ class UnsavedWatch:
         self._optimizers = list(optimizers)
         self._left_out = left_out
         self._before: dict[str, Any] | None = None
-        self._is_done = self._is_tried = False
+        self._is_done = self._is_tried = self._has_named_attributes = False
 
     def look(self, state: State, rank: int) -> None:
         """Note what is unsaved of all but `state`, the full state of this `rank`. Raises as `check_attributes`.
 
-        The first call on rank 0 logs what that finds; the second one a warning that names what has changed since.
+        The first call on rank 0 logs what that finds; the second one a warning that names what has changed since, and
+        so does each later one for attributes of states with an empty `state_dict`, until it has named some.
         """
         if not self._is_tried:
             check_attributes(self._modules, state, {f"model.{name}" for name in self._left_out()}, warns=rank == 0)
             self._is_tried = True
-        if self._is_done or rank > 0:
+        if rank > 0:
             return
-        now = dict(self._samples(state))
-        if self._before is None:
-            self._before, self._is_done = now, not now
+        attributes = {} if self._has_named_attributes else self._attributes(state)
+        now = attributes if self._is_done else attributes | dict(self._samples(state))
+        before, self._before = self._before, now
+        if before is None:
             return
         self._is_done = True
-        changed = [name for name, value in now.items() if name in self._before and value != self._before[name]]
+        changed = [name for name, value in now.items() if name in before and value != before[name]]
         if changed:
+            self._has_named_attributes |= not attributes.keys().isdisjoint(changed)
             logger.warning(
                 "Training changes %s, which no checkpoint has: a resumed run begins with the initial value. If the "
                 "run depends on it, register the buffer with persistent=True, give the generator, or the module of "
@@ -90,9 +93,11 @@ class UnsavedWatch:
                     yield from _of_generators(name, module)
         for number, optimizer in enumerate(self._optimizers):
             yield from _of_generators(f"optimizers[{number}]", optimizer)
-        for name, own in self._states.items():
-            if not state[name] and not _is_metric(own):
-                yield from _of_attributes(name, own)
+
+    def _attributes(self, state: State) -> dict[str, Any]:
+        """Return what can be compared of the attributes of the states that give an empty dict."""
+        empty = [(name, own) for name, own in self._states.items() if not state[name] and not _is_metric(own)]
+        return {key: value for name, own in empty for key, value in _of_attributes(name, own)}
 
 
 def _of_buffers(name: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -214,11 +219,13 @@ def _is_metric(value: Any) -> bool:
 def _of_attributes(name: str, state: Any) -> Iterator[tuple[str, Any]]:
     """Yield what can be compared of the attributes of `state`: plain values, containers of them, arrays and tensors.
 
-    Other objects, and parameters, may be saved elsewhere; so are the tensors of a module, whose mode is no state.
+    And under its own name which there are. Other objects, and parameters, may be saved elsewhere; so are the tensors of
+    a module, whose mode is no state.
     """
     own = getattr(state, "__dict__", {}).items()
     if isinstance(state, nn.Module):
         own = [(key, value) for key, value in own if not key.startswith("_") and key != "training"]
+    yield name, sorted(key for key, _ in own)
     for key, value in own:
         yield f"{name}.{key}", _watched_values(value)
 

@@ -89,7 +89,7 @@ class _Written:
             )
         used = [name for name in ("export_folder", "upload_folder") if getattr(self, name)]
         taken: dict[PurePath, str] = {}
-        for name in ("folder", *used, *(("hf_folder",) if self.last_save_in_hf else ())):
+        for name in ("folder", *used, *(("hf_folder",) if self.last_save_in_hf or self.upload_folder else ())):
             value = getattr(self, name)
             other = taken.setdefault(PurePath(value), name)
             if not value or other != name:
