@@ -338,7 +338,7 @@ def test_a_sharded_model_is_saved_when_wanted_and_loaded_for_evaluation_by_all_r
 def test_load_model_of_a_file_says_what_it_is_and_what_makes_a_checkpoint_of_it(tmp_path: Path) -> None:
     model = a_model()
     torch.save({"model": model.state_dict(), "optimizer": {}, "epoch": 4}, tmp_path / "last.pt")
-    with pytest.raises(CheckpointNotFound, match=r"holds no checkpoint: it is a file of torch\.save\. .*import"):
+    with pytest.raises(CheckpointNotFound, match=r"holds no checkpoint: it is a file of weights\. .*import"):
         load_model(model, tmp_path / "last.pt")
     with pytest.raises(CheckpointNotFound, match="no such file or folder"):
         load_model(model, tmp_path / "nowhere")
