@@ -46,4 +46,5 @@ wait_for_step 183
 end -KILL $(pgrep -P "$job") "$job"
 start --checkpoint.load_step "$(checkpoints | tail -n 2 | head -n 1 | sed 's/.*step-//')"
 wait "$job"
-"$python" -m torchtitan_lite.cli report "$run" "$run.html" --png
+"$python" -m torchtitan_lite.cli report "$run" "$run.html"
+"$python" scripts/draw_report.py "$run.html"

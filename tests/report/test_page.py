@@ -183,15 +183,6 @@ def test_a_million_steps_are_a_small_page_that_still_shows_the_spike(tmp_path: P
     Checked(page)
 
 
-def test_pictures_without_a_browser_are_refused_before_anything_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", "")
-    ended = command("report", tmp_path, tmp_path / "r.html", "--png")
-    assert ended.code == 2
-    assert ended.err.startswith("error: --png needs a browser") and ended.err.count("\n") == 1
-
-
 @pytest.mark.parametrize(("nbytes", "seconds"), [(10**30, 1e-300), (10**30, 0.2), (10_000_000, 0), (-5, 0.2)])
 def test_a_save_with_impossible_figures_is_left_out_by_name(
     folder: Path, tmp_path: Path, nbytes: int, seconds: float

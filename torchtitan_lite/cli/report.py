@@ -13,7 +13,6 @@ from torchtitan_lite.disk.durable import DISK
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.log import counted, readable_bytes
 from torchtitan_lite.report.page import render_page
-from torchtitan_lite.report.picture import find_browser, pictures
 from torchtitan_lite.report.run import read_run
 
 
@@ -31,8 +30,6 @@ class Report:
     """The file to write; a page that is there is replaced."""
     compare_with: Annotated[str, Option("DUMP_FOLDER")] = ""
     """The dump folder of a second run, to show side by side."""
-    png: bool = False
-    """Also write OUT.light.png and OUT.dark.png, with chromium."""
 
     def run(self, screen: Screen) -> None:
         out = Path(self.out)
@@ -40,24 +37,16 @@ class Report:
             raise ConfigError(f"OUT {self.out}: expected a name that ends in .html; --compare-with names a second run")
         if not out.absolute().parent.is_dir():
             raise ConfigError(f"OUT {self.out}: there is no folder {out.parent}")
-        browser = find_browser() if self.png else ""
         runs = [read_run(str(local(folder, "report"))) for folder in (self.run_folder, self.compare_with) if folder]
-        text = render_page(runs)
-        page = text.encode()
+        page = render_page(runs).encode()
         DISK.write_atomically(out, page)
-        written = [out]
-        for scheme, picture in pictures(text, browser).items() if browser else ():
-            written.append(out.with_suffix(f".{scheme}.png"))
-            DISK.write_atomically(written[-1], picture)
         num_steps = sum(len(run.logged) for run in runs)
         document = {
             "out": str(out),
             "bytes": len(page),
-            "pictures": [str(path) for path in written[1:]],
             "runs": [
                 {"folder": str(run.folder), "status": run.status, "last_step": run.last_step, "starts": len(run.starts)}
                 for run in runs
             ],
         }
-        lines = [f"{out}: {readable_bytes(len(page))}, {counted(num_steps, 'logged step')}", *map(str, written[1:])]
-        screen.show(document, lambda: "\n".join(lines))
+        screen.show(document, lambda: f"{out}: {readable_bytes(len(page))}, {counted(num_steps, 'logged step')}")

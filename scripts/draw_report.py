@@ -1,4 +1,7 @@
-"""Pictures of a page, light and dark, taken by a browser without a screen."""
+"""Draw a page of `torchtitan-lite report` as PAGE.light.png and PAGE.dark.png, with a browser without a screen.
+
+python scripts/draw_report.py PAGE.html
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,9 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
-
-from torchtitan_lite.errors import ConfigError
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 SCHEMES = {"light": 1, "dark": 0}
@@ -20,15 +22,13 @@ _MAX_HEIGHT = 16_000
 _MEASURE = "<script>document.documentElement.dataset.height = document.documentElement.offsetHeight</script>"
 
 
-def find_browser() -> str:
-    """Return the path of the browser. Raises ConfigError if there is none."""
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
-        raise ConfigError(
-            f"--png needs a browser, and found none of {', '.join(BROWSERS)}: install one, on Debian with "
-            "apt-get install chromium, or leave --png out"
-        )
-    return found
+def main() -> None:
+    page = Path(sys.argv[1])
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        sys.exit(f"expected one of {', '.join(BROWSERS)}, found none. On Debian: apt-get install chromium")
+    for scheme, picture in pictures(page.read_text(encoding="utf-8"), browser).items():
+        page.with_suffix(f".{scheme}.png").write_bytes(picture)
 
 
 def pictures(page: str, browser: str) -> dict[str, bytes]:
@@ -52,14 +52,13 @@ def pictures(page: str, browser: str) -> dict[str, bytes]:
 
 
 def _run_browser(browser: str, folder: Path, page: Path, *options: str) -> str:
-    """Return what the browser prints. Raises ConfigError if it ends with an error or takes too long."""
+    """Return what the browser prints."""
     command = [browser, "--headless", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder / 'profile'}"]
     if os.geteuid() == 0:
         command.append("--no-sandbox")  # Chromium refuses to run as root with it. The page is our own.
-    try:
-        done = subprocess.run(
-            [*command, *options, page.as_uri()], capture_output=True, text=True, check=True, timeout=_MAX_SECONDS
-        )
-    except (subprocess.SubprocessError, OSError) as error:
-        raise ConfigError(f"--png: {browser} could not show the page: {error}; leave --png out") from error
-    return done.stdout
+    shown = [*command, *options, page.as_uri()]
+    return subprocess.run(shown, capture_output=True, text=True, check=True, timeout=_MAX_SECONDS).stdout
+
+
+if __name__ == "__main__":
+    main()
