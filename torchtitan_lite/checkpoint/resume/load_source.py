@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
-from torchtitan_lite.checkpoint.reading.source import LoadSource, RunFacts
+from torchtitan_lite.checkpoint.reading.source import LoadSource, RunFacts, Wanted
 from torchtitan_lite.checkpoint.resume.wrong_folder import checked_initial_path
 from torchtitan_lite.config.job_config import EXCLUDABLE_STATES, Checkpoint
 from torchtitan_lite.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, CheckpointUnreadable
@@ -39,37 +39,23 @@ def new_run() -> Lineage:
 
 
 def choose_source(
-    store: StoresCheckpoints,
-    step: int,
-    config: Checkpoint,
-    skipped: Collection[int] = (),
-    *,
-    is_exact: bool = False,
-    rollbacks: Sequence[Rollback] = (),
+    store: StoresCheckpoints, wanted: Wanted, skipped: Collection[int] = (), rollbacks: Sequence[Rollback] = ()
 ) -> LoadSource | None:
-    """Return what to load for `step` (-1: the latest); None for a fresh start. **Coordinator only**.
+    """Return what to load of what is `wanted`; None for a fresh start. **Coordinator only**.
 
-    Ignores the steps in `skipped`, unless `step` is one of them. With `is_exact`, `step` means that very step, not the
-    latest one of a branch that began there. `rollbacks` are those on record in another folder of the run, which count,
-    too. Raises `CheckpointNotFound`, and `CheckpointMismatch` for a `step` that holds only weights.
+    Ignores the steps in `skipped`, unless one of them is the step that is wanted. `rollbacks` are those on record in
+    another folder of the run, which count, too. Raises `CheckpointNotFound`, and `CheckpointMismatch` for a step that
+    holds only weights.
     """
     found = joint_rollbacks(rollbacks, store.rollbacks.read())
-    source = _chosen_source(store, step, config, skipped, is_exact, found)
-    return None if source is None else _complete_source(source, found, config)
-
-
-def choose_rollback(
-    store: StoresCheckpoints,
-    step: int,
-    config: Checkpoint,
-    skipped: Collection[int] = (),
-    *,
-    is_exact: bool = False,
-    rollbacks: Sequence[Rollback] = (),
-) -> LoadSource | None:
-    """Return what the last rollback on record goes to in `store`. Called, and raises, as `choose_source`."""
-    found = joint_rollbacks(rollbacks, store.rollbacks.read())
-    return _complete_source(_rolled_back(store, found[-1], skipped), found, config)
+    if wanted.rolls_back:
+        source: LoadSource | None = _rolled_back(store, found[-1], skipped)
+    else:
+        source = _chosen_source(store, wanted, skipped, found)
+    if source is None:
+        return None
+    source = with_exclusions(source, wanted.config)
+    return dataclasses.replace(source, rollbacks=of_run(found, source.lineage))
 
 
 def good_steps(store: StoresCheckpoints, rollback: Rollback, skipped: Collection[int] = ()) -> list[CheckpointInfo]:
@@ -80,11 +66,6 @@ def good_steps(store: StoresCheckpoints, rollback: Rollback, skipped: Collection
     before = [info for info in full if info.step <= rollback.last and not left.leaves(info.step, info.run_id)]
     # A folder that was named by mistake, such as that of uploads, may hold another run.
     return [info for info in before if info.is_good and left.is_of(info.run_id)]
-
-
-def _complete_source(source: LoadSource, found: Sequence[Rollback], config: Checkpoint) -> LoadSource:
-    source = with_exclusions(source, config)
-    return dataclasses.replace(source, rollbacks=of_run(found, source.lineage))
 
 
 def _rolled_back(store: StoresCheckpoints, rollback: Rollback, skipped: Collection[int]) -> LoadSource:
@@ -128,16 +109,12 @@ def is_branch_of(info: CheckpointInfo | None, step: int, config: Checkpoint) -> 
 
 
 def _chosen_source(
-    store: StoresCheckpoints,
-    step: int,
-    config: Checkpoint,
-    skipped: Collection[int],
-    is_exact: bool,
-    found: Sequence[Rollback],
+    store: StoresCheckpoints, wanted: Wanted, skipped: Collection[int], found: Sequence[Rollback]
 ) -> LoadSource | None:
+    step, config = wanted.step, wanted.config
     full = [info for info in store.committed() if info.kind is CheckpointKind.FULL and info.step not in skipped]
     latest = of_equal_ranks(full)[-1] if full else None
-    if step != -1 and (is_exact or not is_branch_of(latest, step, config)):
+    if step != -1 and (wanted.is_exact or not is_branch_of(latest, step, config)):
         return _explicit(store, step)
     if latest is not None and (rollback := unfinished(found, latest.run_id)) is not None:
         return _rolled_back(store, rollback, skipped)
