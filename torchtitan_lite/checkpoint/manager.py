@@ -44,8 +44,8 @@ from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.checkpoint.saving.auto_interval import build_auto_interval
 from torchtitan_lite.checkpoint.saving.companion import heard_by, protected_by, sources_of
 from torchtitan_lite.checkpoint.saving.decider import Departure, SaveDecider
-from torchtitan_lite.checkpoint.saving.in_flight import build_in_flight
-from torchtitan_lite.checkpoint.saving.maker import SaveMaker, Savers
+from torchtitan_lite.checkpoint.saving.in_flight import InFlightSave
+from torchtitan_lite.checkpoint.saving.maker import SaveMaker
 from torchtitan_lite.checkpoint.saving.savers import SyncSaver, build_saver
 from torchtitan_lite.checkpoint.saving.target import Origin, build_origin
 from torchtitan_lite.checkpoint.schedule.interval import SavePolicy, build_save_policy
@@ -167,8 +167,8 @@ class CheckpointManager:
         self._saver = seams.saver or build_saver(config, peers, plans, self._companions)
         protected = partial(protected_by, self._companions)
         self._housekeeping = build_housekeeping(config, rules, context.emit, protected)
-        self._in_flight = build_in_flight(self._housekeeping, context)
-        savers = Savers(self._saver, SyncSaver(peers, plans))
+        self._in_flight = InFlightSave(self._housekeeping, context)
+        savers = self._saver, SyncSaver(peers, plans)
         self._maker = SaveMaker(self._run, self._folders, self._in_flight, savers, origin, context, self._companions)
 
         self._preemption = seams.preemption or PreemptionWatch(
@@ -550,8 +550,7 @@ class CheckpointManager:
 
     def _continue_from(self, source: LoadSource) -> None:
         self._rollbacks = source.rollbacks
-        never_finite = None if source.model_only else source.recorded.never_finite
-        self._maker.continue_from(source.lineage, source.loaded, source.on_disk, source.memory_step, never_finite)
+        self._maker.continue_from(source)
         self._in_flight.forget_lineage()
         self.loaded_step = source.continues_at
         if source.is_proof:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -233,7 +233,7 @@ class SaveCosts:
             blocked_seconds=median(cost.blocked_seconds for cost in self._costs),
             slower_seconds=max(0.0, median(cost.slower_seconds for cost in self._costs)),
             save_seconds=median(cost.save_seconds for cost in self._costs),
-            step_seconds=_median_or_zero(self._quiet_steps),
+            step_seconds=median(self._quiet_steps or [0.0]),
         )
 
     def _settle(self) -> bool:
@@ -244,16 +244,7 @@ class SaveCosts:
         self._followed = None
         if done.last_durable != followed.step or done.last_seconds is None:
             return False
-        self._costs.append(SaveCost(followed.blocked_seconds, self._slower(followed), save_seconds=done.last_seconds))
+        # Negative if the steps during the save took less, so that the median has no bias.
+        slower = sum(each - median(self._quiet_steps) for each in followed.steps) if self._quiet_steps else 0.0
+        self._costs.append(SaveCost(followed.blocked_seconds, slower, save_seconds=done.last_seconds))
         return True
-
-    def _slower(self, followed: _Followed) -> float:
-        """Return what the steps during the save took longer; negative if less, so that the median has no bias."""
-        if not self._quiet_steps:
-            return 0.0
-        return sum(followed.steps) - len(followed.steps) * median(self._quiet_steps)
-
-
-def _median_or_zero(values: Iterable[float]) -> float:
-    found = list(values)
-    return median(found) if found else 0.0
