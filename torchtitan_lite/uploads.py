@@ -19,7 +19,7 @@ from pathlib import Path
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.reading.files import Files
 from torchtitan_lite.checkpoint.reading.source import LoadSource, Sources, Wanted
-from torchtitan_lite.checkpoint.resume.load_source import choose_source, good_steps, is_branch_of
+from torchtitan_lite.checkpoint.resume.load_source import choose_source, good_steps, has_full, is_branch_of
 from torchtitan_lite.checkpoint.saving.companion import Companion
 from torchtitan_lite.errors import (
     AllCheckpointsDamaged,
@@ -228,8 +228,7 @@ class UploadedSources(Sources):
 
     def has_checkpoint(self) -> bool:
         with usable(self._target.address, _KEY):
-            has_full = any(info.kind is CheckpointKind.FULL for info in self._target.committed())
-            return has_full or bool(self._target.damaged()) or bool(self._target.unreadable())
+            return has_full(self._target)
 
     def good_steps(self, rollback: Rollback) -> Sequence[CheckpointInfo]:
         try:

@@ -29,7 +29,7 @@ from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.open_managers import OneOpener, refuse_misfits
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.planning.rank_comparison import RankComparison
-from torchtitan_lite.checkpoint.planning.replicated import build_replicated
+from torchtitan_lite.checkpoint.planning.replicated import Replicated
 from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.checkpoint.resume.ending import Ended
 from torchtitan_lite.checkpoint.resume.initial_import import ImportWeights, InitialImport
@@ -125,7 +125,7 @@ class CheckpointManager:
 
         watches = "ranks" in config.digest_tensors
         self._comparison = RankComparison(peers, may_differ=ranks_may_differ, watches=watches)
-        replicated = build_replicated(run.model.parameter_names, run.small)
+        replicated = Replicated(run.model.parameter_names, run.small)
         of_ranks = run.states_of_ranks
         plans = PlanCache(peers, replicated, self._comparison, states_of_ranks=of_ranks, state_owner=state_owner)
 

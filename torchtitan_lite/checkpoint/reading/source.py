@@ -36,6 +36,18 @@ class Wanted:
     """Whether it wants what the last rollback on record goes to, and not a `step`."""
 
 
+def recorded_section(config: Any, name: str) -> dict[str, Any]:
+    """Return the section `name` of a `config` that a manifest records; empty without one. It may hold anything."""
+    section = config.get(name) if isinstance(config, dict) else None
+    return section if isinstance(section, dict) else {}
+
+
+def counts_again(config: Any) -> bool:
+    """Return whether the run with the recorded `config` began without the step counter of what it loaded."""
+    excluded = recorded_section(config, "checkpoint").get("exclude_from_loading")
+    return isinstance(excluded, list) and "train_state" in excluded
+
+
 @dataclass(frozen=True)
 class RunFacts:
     """What a manifest records of the run that saved a checkpoint; the defaults are of one without a manifest."""

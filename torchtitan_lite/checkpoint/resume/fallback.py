@@ -84,7 +84,8 @@ class Candidates:
                 if source.is_explicit or isinstance(error, CheckpointUnreadable):
                     self._report_failure(source.step, error)
                     raise
-                self.damaged[source.step] = damage = _as_damage(source, error)
+                damage = damage_in(source.path, error) if isinstance(error, CheckpointUnsafe) else error
+                self.damaged[source.step] = damage
                 if not source.model_only:
                     partly_loaded = damage
                 self._warn(_DAMAGED, source.step, damage.summary)
@@ -215,10 +216,6 @@ class Candidates:
             faults.point("quarantine", step=step)
             moved[step] = str(self.store.quarantine(step, [error.summary]))
         return moved
-
-
-def _as_damage(source: LoadSource, error: CheckpointDamaged | CheckpointUnsafe) -> CheckpointDamaged:
-    return damage_in(source.path, error) if isinstance(error, CheckpointUnsafe) else error
 
 
 def _only_in_a_new_process(damage: CheckpointDamaged, seed: LoadSource) -> CheckpointDamaged:

@@ -14,10 +14,9 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
-from torchtitan_lite.checkpoint.reading.source import LoadSource, RunFacts, Wanted
+from torchtitan_lite.checkpoint.reading.source import LoadSource, RunFacts, Wanted, counts_again
 from torchtitan_lite.checkpoint.resume.wrong_folder import checked_initial_path
 from torchtitan_lite.config.job_config import EXCLUDABLE_STATES, Checkpoint
 from torchtitan_lite.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, CheckpointUnreadable
@@ -29,8 +28,6 @@ from torchtitan_lite.store.place import Place, on_disk
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.rollbacks import Rollback, joint_rollbacks, of_run, unfinished
 from torchtitan_lite.stores import usable
-
-_TRAIN_STATE = "train_state"
 
 
 def new_run() -> Lineage:
@@ -103,6 +100,12 @@ def _has_recorded_sizes(info: CheckpointInfo, store: StoresCheckpoints) -> bool:
         return False  # If it matters, the load that follows raises it.
 
 
+def has_full(store: StoresCheckpoints) -> bool:
+    """Return whether `store` has a full checkpoint, or had one: damaged ones are no fresh start."""
+    has_undamaged = any(info.kind is CheckpointKind.FULL for info in store.committed())
+    return has_undamaged or bool(store.damaged()) or bool(store.unreadable())
+
+
 def is_branch_of(info: CheckpointInfo | None, step: int, config: Checkpoint) -> bool:
     """Return whether `info` is on a branch that began at `step`, and `config` does not ask for a new branch."""
     return info is not None and info.lineage.branch_point == step and not config.new_branch
@@ -135,9 +138,9 @@ def with_exclusions(source: LoadSource, config: Checkpoint) -> LoadSource:
     """
     if source.model_only:
         return source
-    if _TRAIN_STATE not in config.exclude_from_loading:
+    if "train_state" not in config.exclude_from_loading:
         return dataclasses.replace(source, excluded=config.exclude_from_loading)
-    is_its_own = not source.initial and _TRAIN_STATE in _exclusions_of(source.recorded.config)
+    is_its_own = not source.initial and counts_again(source.recorded.config)
     if is_its_own and not config.new_branch:
         return source
     # With the branch point, the same `load_step` continues this branch at the next start; that of an older branch is a
@@ -151,13 +154,6 @@ def with_exclusions(source: LoadSource, config: Checkpoint) -> LoadSource:
         ancestors=() if source.initial else source.lineage.branch(-1),
     )
     return dataclasses.replace(source, excluded=config.exclude_from_loading, lineage=lineage)
-
-
-def _exclusions_of(config: dict[str, Any]) -> Collection[str]:
-    """Return what the configuration in a manifest excluded from loading. The manifest may hold anything."""
-    section = config.get("checkpoint")
-    excluded = section.get("exclude_from_loading") if isinstance(section, dict) else None
-    return excluded if isinstance(excluded, list) else ()
 
 
 def _of_a_run_that_continues(source: LoadSource, store: StoresCheckpoints) -> LoadSource:

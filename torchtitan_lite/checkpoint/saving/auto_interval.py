@@ -17,8 +17,8 @@ from torchtitan_lite.checkpoint.saving.in_flight import InFlightSave
 from torchtitan_lite.checkpoint.schedule.optimum import (
     Caps,
     Choice,
-    Conflict,
     Past,
+    Reason,
     SaveCost,
     choose_interval,
     most_lost_seconds,
@@ -92,7 +92,7 @@ class AutoInterval:
 
     def _is_noticeable(self, choice: Choice) -> bool:
         before = self._logged
-        if before is None or (before.reason, before.conflict) != (choice.reason, choice.conflict):
+        if before is None or (before.reason, before.exceeds) != (choice.reason, choice.exceeds):
             return True
         return not before.seconds / NOTICEABLE < choice.seconds < before.seconds * NOTICEABLE
 
@@ -108,8 +108,9 @@ class AutoInterval:
             cost.save_seconds,
             hours,
         )
-        if choice.conflict is not None and (self._logged is None or self._logged.conflict is not choice.conflict):
-            logger.warning("%s", _conflict_text(choice, choice.conflict, cost, self._caps))
+        before = self._logged
+        if choice.exceeds and (before is None or (before.reason, before.exceeds) != (choice.reason, True)):
+            logger.warning("%s", _exceeding_text(choice, cost, self._caps))
 
 
 class FixedInterval:
@@ -161,8 +162,8 @@ def _known_past(past: Callable[[], Past]) -> Past:
     return Past()
 
 
-def _conflict_text(choice: Choice, conflict: Conflict, cost: SaveCost, caps: Caps) -> str:
-    if conflict is Conflict.OVERHEAD_EXCEEDED:
+def _exceeding_text(choice: Choice, cost: SaveCost, caps: Caps) -> str:
+    if choice.reason is Reason.MAX_LOST:
         return (
             f"checkpoint.max_lost_seconds = {caps.max_lost_seconds:g} takes precedence over checkpoint.max_overhead = "
             f"{caps.max_overhead:g}: saves cost {cost.seconds / choice.seconds:.3g} of the time between them"
