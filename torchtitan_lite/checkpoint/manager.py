@@ -266,7 +266,7 @@ class CheckpointManager:
             self._continue_from(source)
         for each in self._companions:
             each.loaded(source)
-        self._maker.restart_clock()
+        self._maker.trained.restart()
         self.preempted_by = self._departure.untrained(self.loaded_step or 0)
         return source is not None
 
@@ -294,7 +294,7 @@ class CheckpointManager:
         for each in self._companions:
             each.rolled_back(source.step)
         self._continue_from(source)
-        self._maker.restart_clock()
+        self._maker.trained.restart()
         self.preempted_by = self._departure.untrained(source.step)
         return source.step
 
@@ -372,7 +372,7 @@ class CheckpointManager:
             if not self._maker.is_from_memory:  # Else the arenas are there, and the rest can wait.
                 self._start_processes("reset")
                 self._maker.prepare(self.loaded_step or 0, now=False)
-        self._maker.restart_clock()
+        self._maker.trained.restart()
 
     def latest_step(self) -> int:
         """Wait for the save in flight; return the latest committed step of the run, full or weights only, -1 for none.

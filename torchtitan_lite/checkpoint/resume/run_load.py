@@ -52,6 +52,8 @@ class RunLoad:
         """
         config = self._config.checkpoint
         wanted = config.load_step if step == -1 else step
+        if wanted == -1:
+            self._peers.on_coordinator(usable(self._store.address)(self._warn_of_unmanaged))
         self.sources.look(self._topology)
         try:
             source = self._take(Wanted(wanted, config, is_exact=step != -1))
@@ -59,7 +61,6 @@ class RunLoad:
             self.sources.close()
             raise
         if source is None:
-            self._report_unmanaged(wanted)
             self._report_neighbour()
             logger.info("No checkpoint in %s: a fresh start", self._store.address)
         return source
@@ -118,7 +119,6 @@ class RunLoad:
         )
 
     def _report_choice(self, wanted: int, source: LoadSource) -> None:
-        self._report_unmanaged(wanted)
         self._report_skipped(source)
         if source.initial:
             logger.info("Starting from %s", source.path)
@@ -126,10 +126,6 @@ class RunLoad:
             logger.info("Rolled back to step %d before: resuming from step %d of that branch", wanted, source.step)
         if source.lineage.counts_again:
             logger.info("Counting steps from the start again; the first save sets the old run's checkpoints aside")
-
-    def _report_unmanaged(self, wanted: int) -> None:
-        if wanted == -1:
-            self._peers.on_coordinator(usable(self._store.address)(self._warn_of_unmanaged))
 
     def _warn_of_unmanaged(self) -> None:
         for path in self._store.unmanaged():

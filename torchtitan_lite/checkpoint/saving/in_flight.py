@@ -216,7 +216,9 @@ class InFlightSave:
             self._report_saved(save)
         else:
             self._failed_in_a_row += 1
-            self._report_failed(save, failure)
+            in_a_row, limit = self._failed_in_a_row, self._max_failed_saves
+            logger.error("%s (failed save %d of at most %d in a row)", failure, in_a_row, limit)
+            self._emit(SaveFailure(save.pending.step, reason=failure.cause, in_a_row=in_a_row))
         del save.pending  # Its callbacks have the save: only garbage collection, now and then, would free both.
         return failure
 
@@ -282,11 +284,6 @@ class InFlightSave:
                 slowest_seconds=slowest_seconds,
             )
         )
-
-    def _report_failed(self, save: _Save, failure: SaveFailed) -> None:
-        limit = self._max_failed_saves
-        logger.error("%s (failed save %d of at most %d in a row)", failure, self._failed_in_a_row, limit)
-        self._emit(SaveFailure(save.pending.step, reason=failure.cause, in_a_row=self._failed_in_a_row))
 
 
 def _has_failed(durable: Future[CheckpointInfo | None]) -> bool:

@@ -56,7 +56,7 @@ class SaveMaker:
         self._in_flight = in_flight
         self._saver, self._at_once = savers
         self._config, self._peers, self._emit = context.config, context.peers, context.emit
-        self._trained = TrainedClock(context.clock)
+        self.trained = TrainedClock(context.clock)
         self._is_prepared = self._is_compared = self._is_tried = False
         self._metrics: Metrics = {}
         self.origin = origin
@@ -73,7 +73,7 @@ class SaveMaker:
 
     def now(self, step: int) -> Tick:
         """Return the moment of `step`, which has just been trained. Any rank."""
-        return Tick(step, self._trained.seconds)
+        return Tick(step, self.trained.seconds)
 
     @property
     def is_from_memory(self) -> bool:
@@ -86,16 +86,8 @@ class SaveMaker:
         self.origin = dataclasses.replace(
             self.origin, lineage=source.lineage, memory_step=source.memory_step, never_finite=never_finite
         )
-        self._trained.continue_from(source.loaded.seconds)
+        self.trained.continue_from(source.loaded.seconds)
         self.last = self._begun = self._on_disk = source.on_disk
-
-    def restart_clock(self) -> None:
-        """Leave out of the seconds of training what has passed since the last step or load. Any rank."""
-        self._trained.restart()
-
-    def note_step(self) -> None:
-        """Note that a step was trained. Any rank."""
-        self._trained.note_step()
 
     def note_metrics(self, metrics: Metrics) -> None:
         """Record `metrics` in what is saved from now on: the loop measured them at this step. Any rank."""

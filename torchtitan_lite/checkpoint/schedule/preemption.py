@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
@@ -264,7 +264,11 @@ class SignalHub:
                         each.time_is_up()
             numbers = pipe.recv(64) if ready else b""
             self._write_to_previous(bytes(number for number in numbers if _WAKE_UP < number < _BY_HANDLER))
-            self._notify(number % _BY_HANDLER for number in numbers)
+            for number in numbers:
+                with self._lock:
+                    for each in self._listeners:
+                        if number % _BY_HANDLER in each.numbers:
+                            each.hear(number % _BY_HANDLER)
             if not self._listeners and _WAKE_UP in numbers:
                 return
 
@@ -272,13 +276,6 @@ class SignalHub:
         if numbers and self._wakeup_before != -1:
             with suppress(OSError):
                 os.write(self._wakeup_before, numbers)
-
-    def _notify(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            with self._lock:
-                for each in self._listeners:
-                    if number in each.numbers:
-                        each.hear(number)
 
 
 def _forward_to_hub(number: int, frame: FrameType | None) -> None:
