@@ -18,10 +18,9 @@ from pathlib import Path
 
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.reading.files import Files
-from torchtitan_lite.checkpoint.reading.source import Choose, LoadSource, Sources
-from torchtitan_lite.checkpoint.resume.load_source import good_steps, is_branch_of
+from torchtitan_lite.checkpoint.reading.source import LoadSource, Sources, Wanted
+from torchtitan_lite.checkpoint.resume.load_source import choose_source, good_steps, has_full, is_branch_of
 from torchtitan_lite.checkpoint.saving.companion import Companion
-from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import (
     AllCheckpointsDamaged,
     CheckpointDamaged,
@@ -186,20 +185,11 @@ class UploadedSources(Sources):
     def look(self, topology: str) -> None:
         self._inner.look(topology)
 
-    def preferred(
-        self,
-        chosen: LoadSource | None,
-        store: StoresCheckpoints,
-        wanted: int,
-        config: Checkpoint,
-        *,
-        is_exact: bool,
-        choose: Choose,
-    ) -> LoadSource | None:
+    def preferred(self, chosen: LoadSource | None, store: StoresCheckpoints, wanted: Wanted) -> LoadSource | None:
         uploaded = chosen
-        if not is_exact and (wanted == -1 or not config.new_branch):
-            uploaded = self._later(chosen, store, wanted, config, choose)
-        in_memory = self._inner.preferred(chosen, store, wanted, config, is_exact=is_exact, choose=choose)
+        if not wanted.is_exact and (wanted.step == -1 or not wanted.config.new_branch):
+            uploaded = self._later(chosen, store, wanted)
+        in_memory = self._inner.preferred(chosen, store, wanted)
         if uploaded is chosen or in_memory is None or in_memory is chosen or uploaded is None:
             return in_memory if uploaded is chosen else uploaded
         is_of_its_run = in_memory.lineage.run_id == uploaded.lineage.run_id
@@ -226,23 +216,19 @@ class UploadedSources(Sources):
     def close(self) -> None:
         self._inner.close()
 
-    def elsewhere(
-        self, store: StoresCheckpoints, wanted: int, config: Checkpoint, *, is_exact: bool, choose: Choose
-    ) -> LoadSource | None:
+    def elsewhere(self, store: StoresCheckpoints, wanted: Wanted) -> LoadSource | None:
         with usable(self._target.address, _KEY):
             if is_of_another_run(store.committed(), self._target.committed()):
                 return None
-            rollbacks = store.rollbacks.read()
             try:
-                source = choose(self._target, wanted, config, self._dropped, is_exact=is_exact, rollbacks=rollbacks)
+                source = choose_source(self._target, wanted, self._dropped, store.rollbacks.read())
             except CheckpointNotFound:
                 return None
         return None if source is None or source.initial else _in_upload_folder(source, is_all_there_is=True)
 
     def has_checkpoint(self) -> bool:
         with usable(self._target.address, _KEY):
-            has_full = any(info.kind is CheckpointKind.FULL for info in self._target.committed())
-            return has_full or bool(self._target.damaged()) or bool(self._target.unreadable())
+            return has_full(self._target)
 
     def good_steps(self, rollback: Rollback) -> Sequence[CheckpointInfo]:
         try:
@@ -252,9 +238,7 @@ class UploadedSources(Sources):
             logger.warning("What is in %s is not known: %s", self._target.address, error)
             return ()
 
-    def _later(
-        self, chosen: LoadSource | None, store: StoresCheckpoints, wanted: int, config: Checkpoint, choose: Choose
-    ) -> LoadSource | None:
+    def _later(self, chosen: LoadSource | None, store: StoresCheckpoints, wanted: Wanted) -> LoadSource | None:
         """Return the latest checkpoint of the target if the run continues from it; else `chosen`.
 
         Raises `FolderUnusable` where that cannot be known, and `AllCheckpointsDamaged` where there are only damaged
@@ -263,7 +247,7 @@ class UploadedSources(Sources):
         disk = None if chosen is None or chosen.initial else chosen
         try:
             with usable(self._target.address, _KEY):
-                found = self._latest(disk, store, wanted, config, choose)
+                found = self._latest(disk, store, wanted)
         except CheckpointError as error:
             if disk is None:
                 raise
@@ -276,9 +260,7 @@ class UploadedSources(Sources):
             raise AllCheckpointsDamaged(self._target.address, self._damaged, _KEY)
         return found or chosen
 
-    def _latest(
-        self, disk: LoadSource | None, store: StoresCheckpoints, wanted: int, config: Checkpoint, choose: Choose
-    ) -> LoadSource | None:
+    def _latest(self, disk: LoadSource | None, store: StoresCheckpoints, wanted: Wanted) -> LoadSource | None:
         """Return the latest checkpoint of the target that comes after the choice of the disk; None for none."""
         on_disk, there = store.committed(), self._target.committed()
         if is_of_another_run(on_disk, there):
@@ -286,18 +268,17 @@ class UploadedSources(Sources):
         latest = None if disk is None else next((info for info in on_disk if info.step == disk.step), None)
         full = [info for info in not_left(there, [*on_disk, *there]) if info.kind is CheckpointKind.FULL]
         full = [info for info in full if info.step not in self._dropped and not (disk and info.ranks_differ)]
-        if wanted != -1:
-            # The disk would begin another branch, or has not all of the one that began there.
-            begins = disk is not None and disk.is_explicit
-            full = [info for info in full if is_branch_of(info, wanted, config) and (begins or continues(latest, info))]
-        else:
+        if wanted.step != -1:
+            full = [info for info in full if is_branch_of(info, wanted.step, wanted.config)]
+        # Else the disk would begin another branch, or has not all of the one that began there.
+        if wanted.step == -1 or disk is None or not disk.is_explicit:
             full = [info for info in full if continues(latest, info)]
         kept = {info.step for info in full}
         skipped = self._dropped | {info.step for info in there if info.step not in kept}
-        own = dataclasses.replace(config, initial_load_path="")
+        own = dataclasses.replace(wanted, config=dataclasses.replace(wanted.config, initial_load_path=""))
         source = None
         with suppress(CheckpointNotFound):  # What is there is after the step that the run is not to keep.
-            source = choose(self._target, wanted, own, skipped, rollbacks=store.rollbacks.read()) if full else None
+            source = choose_source(self._target, own, skipped, store.rollbacks.read()) if full else None
         self._report_damaged(-1 if source is None else source.step, latest)
         return None if source is None else _in_upload_folder(source, is_all_there_is=latest is None)
 

@@ -166,7 +166,7 @@ class Killer(lightning.Callback):
         if is_last_rank and trainer.fit_loop.total_batch_idx + 1 == self.options.signal_at:
             os.kill(os.getpid(), signal.SIGTERM)
             deadline = time.monotonic() + 60
-            while not self.checkpoints.manager._departure.received:  # A thread hears of it: on a busy machine, later.
+            while not self.checkpoints.manager._preemption.received:  # A thread hears of it: on a busy machine, later.
                 assert time.monotonic() < deadline, "the signal was not heard"
                 time.sleep(0.001)
 

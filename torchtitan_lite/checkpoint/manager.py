@@ -29,7 +29,7 @@ from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.open_managers import OneOpener, refuse_misfits
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.planning.rank_comparison import RankComparison
-from torchtitan_lite.checkpoint.planning.replicated import build_replicated
+from torchtitan_lite.checkpoint.planning.replicated import Replicated
 from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.checkpoint.resume.ending import Ended
 from torchtitan_lite.checkpoint.resume.initial_import import ImportWeights, InitialImport
@@ -44,8 +44,8 @@ from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.checkpoint.saving.auto_interval import build_auto_interval
 from torchtitan_lite.checkpoint.saving.companion import heard_by, protected_by, sources_of
 from torchtitan_lite.checkpoint.saving.decider import Departure, SaveDecider
-from torchtitan_lite.checkpoint.saving.in_flight import build_in_flight
-from torchtitan_lite.checkpoint.saving.maker import SaveMaker, Savers
+from torchtitan_lite.checkpoint.saving.in_flight import InFlightSave
+from torchtitan_lite.checkpoint.saving.maker import SaveMaker
 from torchtitan_lite.checkpoint.saving.savers import SyncSaver, build_saver
 from torchtitan_lite.checkpoint.saving.target import Origin, build_origin
 from torchtitan_lite.checkpoint.schedule.interval import SavePolicy, build_save_policy
@@ -125,7 +125,7 @@ class CheckpointManager:
 
         watches = "ranks" in config.digest_tensors
         self._comparison = RankComparison(peers, may_differ=ranks_may_differ, watches=watches)
-        replicated = build_replicated(run.model.parameter_names, run.small)
+        replicated = Replicated(run.model.parameter_names, run.small)
         of_ranks = run.states_of_ranks
         plans = PlanCache(peers, replicated, self._comparison, states_of_ranks=of_ranks, state_owner=state_owner)
 
@@ -167,8 +167,8 @@ class CheckpointManager:
         self._saver = seams.saver or build_saver(config, peers, plans, self._companions)
         protected = partial(protected_by, self._companions)
         self._housekeeping = build_housekeeping(config, rules, context.emit, protected)
-        self._in_flight = build_in_flight(self._housekeeping, context)
-        savers = Savers(self._saver, SyncSaver(peers, plans))
+        self._in_flight = InFlightSave(self._housekeeping, context)
+        savers = self._saver, SyncSaver(peers, plans)
         self._maker = SaveMaker(self._run, self._folders, self._in_flight, savers, origin, context, self._companions)
 
         self._preemption = seams.preemption or PreemptionWatch(
@@ -266,7 +266,7 @@ class CheckpointManager:
             self._continue_from(source)
         for each in self._companions:
             each.loaded(source)
-        self._maker.restart_clock()
+        self._maker.trained.restart()
         self.preempted_by = self._departure.untrained(self.loaded_step or 0)
         return source is not None
 
@@ -294,7 +294,7 @@ class CheckpointManager:
         for each in self._companions:
             each.rolled_back(source.step)
         self._continue_from(source)
-        self._maker.restart_clock()
+        self._maker.trained.restart()
         self.preempted_by = self._departure.untrained(source.step)
         return source.step
 
@@ -372,7 +372,7 @@ class CheckpointManager:
             if not self._maker.is_from_memory:  # Else the arenas are there, and the rest can wait.
                 self._start_processes("reset")
                 self._maker.prepare(self.loaded_step or 0, now=False)
-        self._maker.restart_clock()
+        self._maker.trained.restart()
 
     def latest_step(self) -> int:
         """Wait for the save in flight; return the latest committed step of the run, full or weights only, -1 for none.
@@ -550,8 +550,7 @@ class CheckpointManager:
 
     def _continue_from(self, source: LoadSource) -> None:
         self._rollbacks = source.rollbacks
-        never_finite = None if source.model_only else source.recorded.never_finite
-        self._maker.continue_from(source.lineage, source.loaded, source.on_disk, source.memory_step, never_finite)
+        self._maker.continue_from(source)
         self._in_flight.forget_lineage()
         self.loaded_step = source.continues_at
         if source.is_proof:

@@ -105,33 +105,28 @@ os.register_at_fork(after_in_child=_OPEN.clear)  # A child has no manager open.
 _PAUSE_SECONDS = 0.5
 
 
-def seen_folders(folders: RunFolders, tokens: Sequence[str], *, timeout_seconds: float) -> list[SharedFolder]:
-    """Return how this rank sees `folders`, whose identities are the `tokens` of their locks. Any rank.
-
-    Raises `FolderUnusable` where one may not look: in an object store, for lack of credentials. Waits only where this
-    rank does not see a lock, for `look_seconds`.
-    """
-    unseen = find_unseen(lambda: folders.unseen(tokens), look_seconds(timeout_seconds))
-    return [
-        SharedFolder(address, mount, "" if number in unseen else token)
-        for number, (address, mount, token) in enumerate(zip(folders.addresses, folders.mounts, tokens, strict=False))
-    ]
-
-
 def refuse_misfits(
     folders: RunFolders, tokens: Sequence[str], config: JobConfig, clock: tuple[float, float], peers: Peers
 ) -> None:
     """Raise `FolderNotShared` or `HostsDiffer` on every rank for what does not fit together. **Collective**.
 
-    `tokens` as for `seen_folders`; `clock` is what `clock_around` returned.
+    `tokens` are those of the locks of `folders`; `clock` is what `clock_around` returned. Raises `FolderUnusable` where
+    a rank may not look: in an object store, for lack of credentials. Waits only where it does not see a lock.
     """
-    section = config.checkpoint
-    needs_clock = section.keep_for_hours > 0 or not folders.are_all_on_disk
+    needs_clock = config.checkpoint.keep_for_hours > 0 or not folders.are_all_on_disk
+
+    def seen() -> list[SharedFolder]:
+        unseen = find_unseen(lambda: folders.unseen(tokens), look_seconds(config.checkpoint.timeout_seconds))
+        there = zip(folders.addresses, folders.mounts, tokens, strict=False)
+        return [
+            SharedFolder(address, mount, "" if number in unseen else token)
+            for number, (address, mount, token) in enumerate(there)
+        ]
 
     def view(seen: Sequence[SharedFolder]) -> HostView:
         return HostView({**versions_and_config(config), **build_facts()}, seen, clock=clock, needs_clock=needs_clock)
 
-    alike(lambda: seen_folders(folders, tokens, timeout_seconds=section.timeout_seconds), view, peers)
+    alike(seen, view, peers)
 
 
 def find_unseen(

@@ -22,7 +22,7 @@ from typing import Any
 from torchtitan_lite.checkpoint import CheckpointManager, CheckpointReader
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
 from torchtitan_lite.checkpoint.reading.regions import RankReads
-from torchtitan_lite.checkpoint.reading.source import LoadSource
+from torchtitan_lite.checkpoint.reading.source import LoadSource, Wanted
 from torchtitan_lite.checkpoint.resume.fallback import Candidates
 from torchtitan_lite.checkpoint.state.rng import RngState
 from torchtitan_lite.config.own_loop import loop_config
@@ -120,7 +120,7 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]  # transformers need n
         if not config.enable_checkpoint:
             return None
         with closing(Peers(timedelta(seconds=config.timeout_seconds))) as peers:
-            source = Candidates(open_store(self._folder), config.load_step, config, peers, ignore).take(read)
+            source = Candidates(open_store(self._folder), Wanted(config.load_step, config), peers, ignore).take(read)
         if source is None or not state:
             return None
         self._begun_at = source.step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 
@@ -45,7 +46,7 @@ class LateLink:
 
         return unlock
 
-    def begin(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> LateCopy:
+    def begin(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
         with self._lock:
             number = self.num_calls
             self.num_calls += 1
@@ -59,7 +60,7 @@ class LateLink:
             self._waiting[number] = [(target, source, _digest(source)) for target, source in copies]
         if number in self.eager:
             self.make(number)
-        return LateCopy(self, number)
+        return partial(self.finish, number)
 
     def follow(self, devices: Iterable[torch.device]) -> None:
         self._followed |= {*devices}
@@ -90,14 +91,6 @@ class LateLink:
                     for target, source, digest in self._waiting.pop(each):
                         assert _digest(source) == digest, "the memory was used again before its copy had ended"
                         target.copy_(source)
-
-
-class LateCopy:
-    def __init__(self, link: LateLink, number: int) -> None:
-        self._link, self._number = link, number
-
-    def wait(self) -> None:
-        self._link.finish(self._number)
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

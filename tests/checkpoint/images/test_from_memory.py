@@ -11,7 +11,7 @@ import pytest
 
 from tests.checkpoint.images.cards import CARD, changed
 from tests.store import filled
-from torchtitan_lite.checkpoint.reading.source import LoadSource
+from torchtitan_lite.checkpoint.reading.source import LoadSource, Wanted
 from torchtitan_lite.checkpoint.resume.load_source import choose_source
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.digest import FileRecord
@@ -65,9 +65,8 @@ def commit(store: CheckpointStore, of: Card, *, data: bytes = b"abc", full: bool
 def preferred(
     found: HeldImages, store: CheckpointStore, step: int = -1, *, is_exact: bool = False, **config: Any
 ) -> LoadSource | None:
-    options = Checkpoint(**config)
-    chosen = choose_source(store, step, options, is_exact=is_exact)
-    return prefer_memory(found, store, chosen, step, options, is_exact=is_exact)
+    wanted = Wanted(step, Checkpoint(**config), is_exact=is_exact)
+    return prefer_memory(found, store, choose_source(store, wanted), wanted)
 
 
 def test_before_the_first_checkpoint_the_latest_image_is_the_last_resort(store: CheckpointStore) -> None:
@@ -125,10 +124,11 @@ def test_an_image_of_the_step_on_disk_counts_only_if_it_has_the_same_bytes(store
 def test_of_a_step_whose_manifest_is_unreadable_the_image_does_not_count(store: CheckpointStore) -> None:
     of = card(store, 7)
     latest = commit(store, of)
-    chosen = choose_source(store, -1, Checkpoint())
+    latest_wanted = Wanted(-1, Checkpoint())
+    chosen = choose_source(store, latest_wanted)
     (store.root / "step-7" / "manifest.json").write_bytes(b"{")
     found = images(changed(of, commits=(latest,)))
-    assert prefer_memory(found, store, chosen, -1, Checkpoint(), is_exact=False) is chosen
+    assert prefer_memory(found, store, chosen, latest_wanted) is chosen
 
 
 def test_weights_alone_on_disk_are_no_later_checkpoint(store: CheckpointStore) -> None:

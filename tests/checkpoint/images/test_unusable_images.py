@@ -17,7 +17,7 @@ from tests.checkpoint.small_run import Events
 from tests.logged import logged_warnings
 from torchtitan_lite.checkpoint import CheckpointManager
 from torchtitan_lite.checkpoint.context import RunContext
-from torchtitan_lite.checkpoint.reading.source import LoadSource
+from torchtitan_lite.checkpoint.reading.source import LoadSource, Wanted
 from torchtitan_lite.checkpoint.resume.fallback import Candidates
 from torchtitan_lite.checkpoint.schedule.interval import BEGINNING
 from torchtitan_lite.config.job_config import Checkpoint
@@ -120,7 +120,7 @@ def test_an_image_is_left_out_with_what_was_found(tmp_path: Path, kind: type[Che
     def load(source: LoadSource) -> None:
         raise kind(str(source.path), "its bytes are wrong")
 
-    candidates = Candidates(CheckpointStore(tmp_path), -1, Checkpoint(), peers, events.emit, sources=images)
+    candidates = Candidates(CheckpointStore(tmp_path), Wanted(-1, Checkpoint()), peers, events.emit, sources=images)
     candidates.choose = lambda *_, **__: None
     with logged_warnings() as warned:
         assert candidates.take(load) is None

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from torchtitan_lite.checkpoint.planning.rank_comparison import Holdings, disagreement
+from torchtitan_lite.checkpoint.planning.rank_comparison import Holdings, disagreements
 
 
 def held(host: str, **digests: int) -> Holdings:
     return host, {(0, at): (name, digest) for at, (name, digest) in enumerate(digests.items())}
+
+
+def disagreement(per_rank: list[Holdings]) -> str:
+    (text,) = {text for _, text in disagreements(per_rank)}
+    return text
 
 
 def test_of_three_holders_the_one_that_is_outvoted_is_named_with_its_host() -> None:
@@ -35,4 +40,9 @@ def test_many_tensors_are_counted_and_ranks_of_other_groups_are_left_alone() -> 
 
 
 def test_what_is_equal_is_no_disagreement() -> None:
-    assert disagreement([held("a", w=1), held("b", w=1)]) == disagreement([]) == ""
+    assert disagreement([held("a", w=1), held("b", w=1)]) == ""
+
+
+def test_each_rank_learns_which_of_its_own_differ() -> None:
+    found = disagreements([held("a", w=1, b=5), held("b", w=2, b=5), ("c", {(1, 0): ("w", 3)})])
+    assert [places for places, _ in found] == [[(0, 0)], [(0, 0)], []]

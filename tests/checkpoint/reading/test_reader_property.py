@@ -34,7 +34,7 @@ from tests.checkpoint.reading.stored_boxes import cut, numbers, write
 from tests.checkpoint.with_manifest import add_manifest
 from tests.examples import examples
 from tests.store.filled import flip
-from torchtitan_lite.checkpoint.devices.link import build_link
+from torchtitan_lite.checkpoint.devices.link import CudaLink
 from torchtitan_lite.checkpoint.reading import reader, regions
 from torchtitan_lite.checkpoint.reading.reader import CheckpointReader
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
@@ -118,7 +118,7 @@ def test_any_part_of_any_checkpoint_is_read_as_dcp_reads_it(data: st.DataObject)
             forget(folder)
         blocks = BlockReader(data.draw(st.integers(1, 3)), data.draw(st.booleans()))
         on_device = data.draw(st.none() | st.sets(st.integers(0, 30)))
-        make_link = build_link if on_device is None else partial(LateLink, on_device)
+        make_link = CudaLink if on_device is None else partial(LateLink, on_device)
         storage = CheckpointReader(folder, data.draw(st.sampled_from(["off", "size", "full"])), blocks, make_link)
         dcp_load({}, storage_reader=storage, planner=_Chunks(ours, wanted), no_dist=True)
         dcp_load({}, storage_reader=FileSystemReader(folder), planner=_Chunks(theirs, wanted), no_dist=True)

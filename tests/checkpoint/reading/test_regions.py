@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from torchtitan_lite.checkpoint.devices.buffer_ring import DeviceRing
-from torchtitan_lite.checkpoint.devices.link import build_link
+from torchtitan_lite.checkpoint.devices.link import CudaLink
 from torchtitan_lite.checkpoint.format.chunk_runs import row_major_strides
 from torchtitan_lite.checkpoint.format.contents import Chunk, Item
 from torchtitan_lite.checkpoint.reading import regions
 from torchtitan_lite.checkpoint.reading.regions import StoredBox, staged, straight, whole
 from torchtitan_lite.disk.read_requests import GAP_BYTES, Piece
 
-RING = DeviceRing(build_link())
+RING = DeviceRing(CudaLink())
 """For tensors in the memory of this host, which it leaves alone."""
 FLOAT = torch.float32
 LONG_RUN_BYTES = 16 << 10

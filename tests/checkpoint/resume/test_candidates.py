@@ -15,7 +15,7 @@ import pytest
 from tests.checkpoint.small_run import Events
 from tests.store import filled
 from torchtitan_lite import faults
-from torchtitan_lite.checkpoint.reading.source import LoadSource, Sources
+from torchtitan_lite.checkpoint.reading.source import LoadSource, Sources, Wanted
 from torchtitan_lite.checkpoint.resume.fallback import Candidates
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.peers import Peers
@@ -69,7 +69,7 @@ def damaged(store: CheckpointStore, *steps: int, keys: int = 0) -> dict[int, Exc
 
 def candidates(store: CheckpointStore, wanted: int = -1, **config: Any) -> tuple[Candidates, Events]:
     events = Events()
-    return Candidates(store, wanted, Checkpoint(**config), PEERS, events.emit), events
+    return Candidates(store, Wanted(wanted, Checkpoint(**config)), PEERS, events.emit), events
 
 
 def names(store: CheckpointStore) -> list[str]:
@@ -105,7 +105,7 @@ def test_what_memory_has_comes_with_the_rollbacks_of_its_run_that_the_folder_rec
     own = Rollback(run_id="run1", left=Lineage("run0"), **common)  # type: ignore[arg-type]  # the fields of `common`
     of_another = Rollback(run_id="run8", left=Lineage("run7"), **common)  # type: ignore[arg-type]  # as above
     store.rollbacks.write([own, of_another])
-    found = Candidates(store, -1, Checkpoint(), PEERS, Events().emit, sources=LaterInMemory())
+    found = Candidates(store, Wanted(-1, Checkpoint()), PEERS, Events().emit, sources=LaterInMemory())
     source = found.take(Load())
     assert source is not None
     assert (source.step, source.rollbacks) == (8, (own,))

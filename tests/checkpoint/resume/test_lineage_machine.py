@@ -25,7 +25,7 @@ from tests.examples import examples
 from tests.store import filled
 from tests.store.crashing import NEVER, Contents, Crash, Cut, contents, steps_of
 from tests.store.purges import to_purge
-from torchtitan_lite.checkpoint.reading.source import LoadSource
+from torchtitan_lite.checkpoint.reading.source import LoadSource, Wanted
 from torchtitan_lite.checkpoint.resume.load_source import choose_source, new_run
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.data.loader import TokenLoader
@@ -198,7 +198,7 @@ class OneFolder(RuleBasedStateMachine):
         self.lineage, self.step, self.positions = source.lineage, source.step, list(expected.positions)
 
     def _choose(self, command: Checkpoint) -> LoadSource | None:
-        return choose_source(CheckpointStore(self.root), command.load_step, command)
+        return choose_source(CheckpointStore(self.root), Wanted(command.load_step, command))
 
     def _rolls_back(self, command: Checkpoint) -> bool:
         on_its_branch = self._latest() is not None and self._latest().lineage.branch_point == command.load_step

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.store import filled
-from torchtitan_lite.checkpoint.reading.source import LoadSource, RunFacts
+from torchtitan_lite.checkpoint.reading.source import LoadSource, RunFacts, Wanted
 from torchtitan_lite.checkpoint.resume.load_source import choose_source, latest_step, new_run
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.errors import CheckpointMismatch, CheckpointNotFound
@@ -36,7 +36,7 @@ def plain_dcp(folder: Path) -> Path:
 
 
 def chosen(store: CheckpointStore, step: int = -1, **config: Any) -> LoadSource | None:
-    return choose_source(store, step, Checkpoint(**config))
+    return choose_source(store, Wanted(step, Checkpoint(**config)))
 
 
 def test_nothing_there_is_a_fresh_start(store: CheckpointStore) -> None:
@@ -166,7 +166,7 @@ def test_a_run_that_falls_back_behind_the_branch_which_abandoned_it_is_a_new_one
     branch = Lineage("branch", parent_step=2, branch_point=2, abandons=((4, "run1"),))
     of_branch(store, 3, branch)
     of_branch(store, 5, Lineage("branch", parent_step=3, branch_point=2))
-    source = choose_source(store, -1, Checkpoint(), skipped=(3, 5))
+    source = choose_source(store, Wanted(-1, Checkpoint()), skipped=(3, 5))
     assert source is not None
     assert source.step == 2
     assert source.lineage.run_id not in ("run1", "branch")
@@ -178,7 +178,7 @@ def test_a_run_that_falls_back_within_the_branch_stays_the_same_run(store: Check
     commit(store, 4)
     of_branch(store, 3, Lineage("branch", parent_step=2, branch_point=2, abandons=((4, "run1"),)))
     of_branch(store, 5, Lineage("branch", parent_step=3, branch_point=2))
-    source = choose_source(store, -1, Checkpoint(), skipped=(5,))
+    source = choose_source(store, Wanted(-1, Checkpoint()), skipped=(5,))
     assert source is not None
     assert (source.step, source.lineage) == (3, Lineage("branch", parent_step=3, branch_point=2))
 
@@ -186,7 +186,7 @@ def test_a_run_that_falls_back_within_the_branch_stays_the_same_run(store: Check
 def test_a_run_that_falls_back_where_nothing_was_abandoned_stays_the_same_run(store: CheckpointStore) -> None:
     commit(store, 2)
     commit(store, 4)
-    source = choose_source(store, -1, Checkpoint(), skipped=(4,))
+    source = choose_source(store, Wanted(-1, Checkpoint()), skipped=(4,))
     assert source is not None
     assert (source.step, source.lineage) == (2, Lineage("run1", parent_step=2))
 

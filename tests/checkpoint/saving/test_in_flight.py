@@ -17,10 +17,12 @@ import torch
 from tests.checkpoint.small_run import ORIGIN, Events
 from tests.clock import Clock
 from tests.disks import FailingDisk
+from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.saving.in_flight import InFlightSave
 from torchtitan_lite.checkpoint.saving.savers import PendingSave, SyncSaver
 from torchtitan_lite.checkpoint.saving.target import SaveTarget
+from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.durable import DISK, Durable
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import LeaseLost, SaveFailed
@@ -63,14 +65,8 @@ class Case:
 
     def __init__(self, root: Path, retention: RetentionPolicy | None = None, max_failed_saves: int = 3) -> None:
         self.root, self.events, self.clock, self.saver = root, Events(), Clock(), HeldSaver()
-        self.in_flight = InFlightSave(
-            PEERS,
-            Housekeeping(retention or KeepAll(), self.events.emit),
-            timeout_seconds=60,
-            max_failed_saves=max_failed_saves,
-            clock=self.clock,
-            emit=self.events.emit,
-        )
+        context = RunContext(Checkpoint(max_failed_saves=max_failed_saves), PEERS, self.clock, self.events.emit)
+        self.in_flight = InFlightSave(Housekeeping(retention or KeepAll(), self.events.emit), context)
 
     def begin(self, step: int, durable: Durable = DISK, kind: CheckpointKind = CheckpointKind.FULL) -> None:
         store = CheckpointStore(self.root, durable=durable)
@@ -191,26 +187,18 @@ def test_an_outcome_is_returned_however_many_failed_in_a_row(root: Path) -> None
 def test_a_save_that_is_not_durable_in_time_failed(root: Path) -> None:
     events = Events()
     housekeeping = Housekeeping(KeepAll(), events.emit)
-    in_flight = InFlightSave(
-        PEERS, housekeeping, timeout_seconds=0.0, max_failed_saves=3, clock=Clock(), emit=events.emit
-    )
+    in_flight = InFlightSave(housekeeping, RunContext(Checkpoint(timeout_seconds=1), PEERS, Clock(), events.emit))
     in_flight.begin(1, CheckpointKind.FULL, CheckpointStore(root), partial(HeldSaver().save, {}), ORIGIN)
     failure = in_flight.settle()
     assert failure is not None
-    assert "not durable after 0 s (checkpoint.timeout_seconds)" in failure.cause
+    assert "not durable after 1 s (checkpoint.timeout_seconds)" in failure.cause
 
 
 def test_a_copy_that_is_not_made_in_time_is_an_error(root: Path) -> None:
-    in_flight = InFlightSave(
-        PEERS,
-        Housekeeping(KeepAll(), ignore),
-        timeout_seconds=0.0,
-        max_failed_saves=3,
-        clock=Clock(),
-        emit=ignore,
-    )
+    context = RunContext(Checkpoint(timeout_seconds=1), PEERS, Clock(), ignore)
+    in_flight = InFlightSave(Housekeeping(KeepAll(), ignore), context)
     in_flight.begin(1, CheckpointKind.FULL, CheckpointStore(root), partial(HeldSaver().save, {}), ORIGIN)
-    with pytest.raises(SaveFailed, match=r"not staged after 0 s \(checkpoint.timeout_seconds\)"):
+    with pytest.raises(SaveFailed, match=r"not staged after 1 s \(checkpoint.timeout_seconds\)"):
         in_flight.wait_for_staging()
 
 
@@ -363,14 +351,8 @@ def test_a_lost_folder_is_no_failed_save_but_the_end_of_the_run(root: Path) -> N
 def test_the_group_of_saves_is_in_doubt_if_and_only_if_a_save_did_not_end_in_time(root: Path) -> None:
     peers, events = Peers(timedelta(seconds=60)), Events()
     for saver, is_in_doubt in ((SyncSaver(peers), False), (HeldSaver(), True)):
-        in_flight = InFlightSave(
-            peers,
-            Housekeeping(KeepAll(), events.emit),
-            timeout_seconds=0.0,
-            max_failed_saves=3,
-            clock=Clock(),
-            emit=events.emit,
-        )
+        context = RunContext(Checkpoint(timeout_seconds=1), peers, Clock(), events.emit)
+        in_flight = InFlightSave(Housekeeping(KeepAll(), events.emit), context)
         in_flight.begin(1, CheckpointKind.FULL, CheckpointStore(root), partial(saver.save, {}), ORIGIN)
         in_flight.settle()
         assert peers.is_group_in_doubt == is_in_doubt
@@ -421,9 +403,7 @@ def test_only_the_coordinator_cleans_the_folder_and_reports_a_save(
     events, saver = Events(), HeldSaver()
     housekeeping = Housekeeping(KeepLatest(1), events.emit)
     peers = SecondRank(timedelta(seconds=60))
-    in_flight = InFlightSave(
-        peers, housekeeping, timeout_seconds=60, max_failed_saves=3, clock=Clock(), emit=events.emit
-    )
+    in_flight = InFlightSave(housekeeping, RunContext(Checkpoint(), peers, Clock(), events.emit))
     store = CheckpointStore(root, free_bytes=lambda path: 0)
     caplog.clear()
     with caplog.at_level(logging.INFO, "torchtitan_lite"):
@@ -456,14 +436,7 @@ def test_only_the_coordinator_checks_for_room(root: Path) -> None:
             return pending
 
         saver.save = noted  # type: ignore[method-assign]  # to have the target
-        in_flight = InFlightSave(
-            peers,
-            Housekeeping(KeepAll(), ignore),
-            timeout_seconds=60,
-            max_failed_saves=3,
-            clock=Clock(),
-            emit=ignore,
-        )
+        in_flight = InFlightSave(Housekeeping(KeepAll(), ignore), RunContext(Checkpoint(), peers, Clock(), ignore))
         in_flight.begin(2, CheckpointKind.FULL, full, partial(saver.save, {}), ORIGIN)
         if is_refused:
             with pytest.raises(SaveFailed, match="room for"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoint.devices.late_link import LateLink
-from torchtitan_lite.checkpoint.devices.link import Link, build_link
+from torchtitan_lite.checkpoint.devices.link import CudaLink, Link
 from torchtitan_lite.checkpoint.format import file_data
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.saving.content import live_content
@@ -55,7 +55,7 @@ def far(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("eager", [range(0), range(0, 1000, 3), range(1000)], ids=["late", "some at once", "at once"])
 def test_the_file_has_the_bytes_of_the_tensors(eager: range, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    expected = write(tmp_path / "expected", build_link())
+    expected = write(tmp_path / "expected", CudaLink())
     request.getfixturevalue("far")
     link = LateLink(eager)
     assert write(tmp_path / "file", link) == expected
@@ -75,7 +75,7 @@ def test_a_copy_that_fails_fails_the_write(failing: int, tmp_path: Path) -> None
 
 @pytest.mark.cuda
 def test_the_file_of_a_gpu_is_that_of_the_host(tmp_path: Path) -> None:
-    expected = write(tmp_path / "expected", build_link())
+    expected = write(tmp_path / "expected", CudaLink())
     for number in range(10):
-        assert write(tmp_path / f"file-{number}", build_link(), "cuda") == expected
+        assert write(tmp_path / f"file-{number}", CudaLink(), "cuda") == expected
         assert (tmp_path / f"file-{number}").read_bytes() == (tmp_path / "expected").read_bytes()

@@ -254,11 +254,11 @@ REFUSED = {
     "a key of its own": ({torch.float32: 1}, r"s\.mine has a torch.dtype as a key"),
     "half a character": ({"\ud800": 1}, r"s\.mine has '.ud800' as a key"),
     "one name for two": ({1: 1, "1": 2}, r"two entries .* 's\.mine\.1'"),
-    "a namedtuple": (Pair(1, 2), r"s\.mine holds an object that .* Return tuple\(it\) for a Pair"),
-    "a frozenset": ((frozenset([1]),), r"s\.mine holds an object that .* Return set\(it\) for a frozenset"),
-    "an enum": (collections.deque([Color.RED]), r"s\.mine holds an object that .* make Color\(value\) of it"),
-    "a dataclass": ([1, Size(2)], r"s\.mine holds an object that .* make Size\(\*\*it\) in load_state_dict"),
-    "an array of objects": (np.array([None]), r"s\.mine holds an object that .* Return tolist\(\)"),
+    "a namedtuple": (Pair(1, 2), r"s\.mine holds an object that .* tuple\(it\) of a namedtuple"),
+    "a frozenset": ((frozenset([1]),), r"s\.mine holds an object that .* set\(it\) of a frozenset"),
+    "an enum": (collections.deque([Color.RED]), r"s\.mine holds an object that .* it\.value of an enum"),
+    "a dataclass": ([1, Size(2)], r"s\.mine holds an object that .* dataclasses\.asdict\(it\)"),
+    "an array of objects": (np.array([None]), r"s\.mine holds an object that .* it\.tolist\(\)"),
     "a long key": ({10**5000: 1}, r"s\.mine has a int as a key"),
 }
 

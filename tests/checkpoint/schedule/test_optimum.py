@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from torchtitan_lite.checkpoint.schedule.optimum import (
     Caps,
-    Conflict,
     Past,
     Reason,
     SaveCost,
@@ -89,9 +88,8 @@ def test_the_interval_is_never_below_the_time_that_a_save_takes(cost: SaveCost, 
 def test_no_more_is_lost_than_allowed_unless_a_save_takes_too_long(cost: SaveCost, mtbf: float, caps: Caps) -> None:
     choice = choose_interval(cost, mtbf, caps)
     holds = at_most(most_lost_seconds(choice.seconds, cost), caps.max_lost_seconds)
-    assert holds or choice.conflict is Conflict.LOST_EXCEEDED
-    assert holds or choice.reason is Reason.LEAST
-    if choice.conflict is Conflict.LOST_EXCEEDED:
+    assert holds or (choice.exceeds and choice.reason is Reason.LEAST)
+    if choice.exceeds and choice.reason is Reason.LEAST:
         assert choice.seconds == cost.least_interval
 
 
@@ -100,43 +98,43 @@ def test_no_more_is_lost_than_allowed_unless_a_save_takes_too_long(cost: SaveCos
 def test_saves_cost_no_more_than_allowed_unless_more_would_be_lost(cost: SaveCost, mtbf: float, caps: Caps) -> None:
     choice = choose_interval(cost, mtbf, caps)
     holds = at_most(cost.seconds / caps.max_overhead, choice.seconds)
-    assert holds or choice.conflict in (Conflict.OVERHEAD_EXCEEDED, Conflict.LOST_EXCEEDED)
+    assert holds or choice.exceeds
 
 
 @many
 @given(COSTS, MTBF, CAPS)
 def test_a_cap_changes_nothing_that_is_within_it(cost: SaveCost, mtbf: float, caps: Caps) -> None:
     free, choice = choose_interval(cost, mtbf, NO_CAPS), choose_interval(cost, mtbf, caps)
-    assert free.conflict is None
+    assert not free.exceeds
     within = most_lost_seconds(free.seconds, cost) <= caps.max_lost_seconds
     if within and cost.seconds <= caps.max_overhead * free.seconds * (1 - 1e-9):
         assert at_most(choice.seconds, free.seconds) and at_most(free.seconds, choice.seconds)
-        assert choice.conflict is None
+        assert not choice.exceeds
 
 
 SAVE = SaveCost(blocked_seconds=2.0, slower_seconds=1.0, save_seconds=10.0, step_seconds=0.5)
 
 
 @pytest.mark.parametrize(
-    ("caps", "seconds", "reason", "conflict"),
+    ("caps", "seconds", "reason", "exceeds"),
     [
-        (NO_CAPS, 733.0, Reason.OPTIMUM, None),
-        (Caps(max_overhead=0.01), 733.0, Reason.OPTIMUM, None),
-        (Caps(max_overhead=0.001), 3000.0, Reason.MAX_OVERHEAD, None),
-        (Caps(max_lost_seconds=900), 733.0, Reason.OPTIMUM, None),
-        (Caps(max_lost_seconds=113), 100.0, Reason.MAX_LOST, None),
-        (Caps(max_lost_seconds=113, max_overhead=0.05), 100.0, Reason.MAX_LOST, None),
-        (Caps(max_lost_seconds=113, max_overhead=0.02), 100.0, Reason.MAX_LOST, Conflict.OVERHEAD_EXCEEDED),
-        (Caps(max_lost_seconds=20, max_overhead=0.02), 10.0, Reason.LEAST, Conflict.LOST_EXCEEDED),
-        (Caps(max_lost_seconds=23), 10.0, Reason.MAX_LOST, None),
+        (NO_CAPS, 733.0, Reason.OPTIMUM, False),
+        (Caps(max_overhead=0.01), 733.0, Reason.OPTIMUM, False),
+        (Caps(max_overhead=0.001), 3000.0, Reason.MAX_OVERHEAD, False),
+        (Caps(max_lost_seconds=900), 733.0, Reason.OPTIMUM, False),
+        (Caps(max_lost_seconds=113), 100.0, Reason.MAX_LOST, False),
+        (Caps(max_lost_seconds=113, max_overhead=0.05), 100.0, Reason.MAX_LOST, False),
+        (Caps(max_lost_seconds=113, max_overhead=0.02), 100.0, Reason.MAX_LOST, True),
+        (Caps(max_lost_seconds=20, max_overhead=0.02), 10.0, Reason.LEAST, True),
+        (Caps(max_lost_seconds=23), 10.0, Reason.MAX_LOST, False),
     ],
 )
 def test_what_may_be_lost_comes_before_what_saves_may_cost(
-    caps: Caps, seconds: float, reason: Reason, conflict: Conflict | None
+    caps: Caps, seconds: float, reason: Reason, exceeds: bool
 ) -> None:
     choice = choose_interval(SAVE, 90_000.0, caps)
     assert choice.seconds == pytest.approx(seconds, rel=0.01)
-    assert (choice.reason, choice.conflict) == (reason, conflict)
+    assert (choice.reason, choice.exceeds) == (reason, exceeds)
 
 
 def test_a_run_of_which_nothing_is_known_fails_as_often_as_its_prior_says() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.checkpoint.devices.link import Copy, Link
+from torchtitan_lite.checkpoint.devices.link import Link, Wait
 from torchtitan_lite.disk.read_requests import request_memory
 
 SLOT_BYTES = 1 << 20
@@ -63,7 +63,7 @@ class DeviceRing:
         self._link = link
         self._num_slots = num_slots
         self._free: list[_Slot] = []
-        self._under_way: deque[tuple[_Slot, Copy]] = deque()
+        self._under_way: deque[tuple[_Slot, Wait]] = deque()
         self._changed = threading.Condition()
         self._devices: set[torch.device] = set()
         self._unlock: Callable[[], None] | None = None
@@ -106,12 +106,12 @@ class DeviceRing:
             slot = self._take()
             with self._giving_back_after_an_error(slot):
                 slot.fill(filling)
-                copy = self._link.begin([*slot.spans(filling)])
-            self._leave([(slot, copy)])
+                wait = self._link.begin([*slot.spans(filling)])
+            self._leave([(slot, wait)])
 
     def fetch(self, parts: Iterable[Part]) -> None:
         """Copy from each place its bytes; return once they are there. Any thread, several at a time."""
-        begun: deque[tuple[_Slot, Copy, Sequence[Part]]] = deque()
+        begun: deque[tuple[_Slot, Wait, Sequence[Part]]] = deque()
         try:
             for filling in _fillings(parts):
                 # Only a thread without a slot waits for one: the others will give theirs back.
@@ -121,18 +121,18 @@ class DeviceRing:
                     slot = self._take_now()
                 slot = slot or self._take()
                 with self._giving_back_after_an_error(slot):
-                    copy = self._link.begin([(room, place) for place, room in slot.spans(filling)])
-                begun.append((slot, copy, filling))
+                    wait = self._link.begin([(room, place) for place, room in slot.spans(filling)])
+                begun.append((slot, wait, filling))
                 if len(begun) == _FETCHED_AT_A_TIME:
                     self._finish(begun)
             while begun:
                 self._finish(begun)
         finally:
-            self._leave([(slot, copy) for slot, copy, _ in begun])
+            self._leave([(slot, wait) for slot, wait, _ in begun])
 
-    def _finish(self, begun: deque[tuple[_Slot, Copy, Sequence[Part]]]) -> None:
-        slot, copy, filling = begun[0]
-        copy.wait()
+    def _finish(self, begun: deque[tuple[_Slot, Wait, Sequence[Part]]]) -> None:
+        slot, wait, filling = begun[0]
+        wait()
         slot.empty(filling)
         begun.popleft()
         self._give_back(slot)
@@ -145,7 +145,7 @@ class DeviceRing:
             self._give_back(slot)
             raise
 
-    def _leave(self, copies: Iterable[tuple[_Slot, Copy]]) -> None:
+    def _leave(self, copies: Iterable[tuple[_Slot, Wait]]) -> None:
         """Leave it to who takes a slot next, or to the end, to wait for `copies`."""
         with self._changed:
             self._under_way.extend(copies)
@@ -169,12 +169,12 @@ class DeviceRing:
                 return self._free.pop()
             if not self._under_way:
                 return None
-            slot, copy = self._under_way.popleft()
+            slot, wait = self._under_way.popleft()
         try:
-            copy.wait()
+            wait()
         except BaseException:
             with self._changed:
-                self._under_way.appendleft((slot, copy))  # It may still be read or written.
+                self._under_way.appendleft((slot, wait))  # It may still be read or written.
                 self._changed.notify()
             raise
         return slot

@@ -15,12 +15,8 @@ import torch
 
 from torchtitan_lite.checkpoint.devices.page_lock import CudaPageLock, LockedPages
 
-
-class Copy(Protocol):
-    """Copies that were begun."""
-
-    def wait(self) -> None:
-        """Return once they have ended: the bytes are there, and the memory on both sides may change."""
+Wait = Callable[[], None]
+"""Returns once copies have ended: the bytes are there, and the memory on both sides may change."""
 
 
 class Link(Protocol):
@@ -34,7 +30,7 @@ class Link(Protocol):
         """Lock the pages of `memory` if that is possible; return what unlocks them."""
         ...
 
-    def begin(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Copy:
+    def begin(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Wait:
         """Begin to copy to each tensor of bytes those of the other; one of the two is on a device. Any thread."""
         ...
 
@@ -47,7 +43,7 @@ class Link(Protocol):
         ...
 
     def end(self, devices: Iterable[torch.device]) -> None:
-        """Return once all copies that were begun have ended, also those of which no `Copy` came back."""
+        """Return once all copies that were begun have ended, also those of which no `Wait` came back."""
         ...
 
 
@@ -77,7 +73,7 @@ class CudaLink:
                 return lambda: None
             return locking.result().unlock
 
-    def begin(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Copy:
+    def begin(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Wait:
         ends = [target.device if target.is_cuda else source.device for target, source in copies]
         streams = {device: self._streams[device] for device in ends}
         try:
@@ -87,7 +83,7 @@ class CudaLink:
                     # The device, too: a thread's own is device 0, which would get a context of this process.
                     with torch.cuda.device(device), torch.cuda.stream(streams[device]):
                         target.copy_(source, non_blocking=True)
-            return _CudaCopy([_recorded(stream) for stream in streams.values()])
+            return partial(_wait_for, [_recorded(stream) for stream in streams.values()])
         except BaseException:
             self.end(streams)
             raise
@@ -111,14 +107,10 @@ class CudaLink:
                     stack.callback(self._streams[device].synchronize)
 
 
-class _CudaCopy:
-    def __init__(self, events: Sequence[torch.cuda.Event]) -> None:
-        self._events = events
-
-    def wait(self) -> None:
-        for event in self._events:
-            with torch.cuda.device(event.device):
-                event.synchronize()
+def _wait_for(events: Sequence[torch.cuda.Event]) -> None:
+    for event in events:
+        with torch.cuda.device(event.device):
+            event.synchronize()
 
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -127,8 +119,3 @@ def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         event.record(stream)
     return event
-
-
-def build_link() -> Link:
-    """Return the link to the GPUs of this machine, of which it asks only for tensors that are there."""
-    return CudaLink()

@@ -18,7 +18,7 @@ from __future__ import annotations
 import platform
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -174,7 +174,7 @@ class RankComparison:
         self.corruption = ""
         differing = {at // 2 for at in range(0, len(highest), 2) if _NONE < highest[at] != -highest[at + 1]}
         if differing and self._is_complete and self._is_watching:
-            self.corruption = self._located(flat, differing)
+            _, self.corruption = self._compared(self._by_place(flat, only_samples=False))
             found = RanksDiffer(self.corruption, AFTER_CORRUPTION) if self.corruption else None
         elif differing:
             found = self._looked_at(flat)
@@ -204,29 +204,19 @@ class RankComparison:
         # Ranks that differ by rounding are never equal in each bit.
         return self._watches and not self._has_warned
 
-    def _located(self, flat: State, groups: Collection[int]) -> str:
-        """Return which ranks hold other values of what, of these `groups`; empty if none does. **Collective**."""
+    def _compared(self, tensors: Mapping[Place, tuple[str, torch.Tensor]]) -> tuple[list[Place], str]:
+        """Return which of this rank's `tensors` differ between ranks, and in words where. **Collective**."""
 
         def digests() -> Holdings:
-            found = {
-                (group.shared.group, at): (key, elements_digest(_local_memory(flat[key])))
-                for group in self._groups
-                if group.shared.group in groups
-                for at, key in enumerate(group.keys)
-            }
-            return platform.node(), found
+            return platform.node(), {at: (key, elements_digest(tensor)) for at, (key, tensor) in tensors.items()}
 
-        return self._peers.scatter_answers(self._peers.together(digests), lambda held: [disagreement(held)] * len(held))
+        return self._peers.scatter_answers(self._peers.together(digests), disagreements)
 
     def _looked_at(self, flat: State) -> RanksDiffer | None:
         """Find out which items differ, and how much. **Collective**."""
         only_samples = self._has_warned
         tensors = self._by_place(flat, only_samples=only_samples)
-        digests = self._peers.together(
-            lambda: {place: elements_digest(tensor) for place, (_, tensor) in tensors.items()}
-        )
-        suspicious = self._peers.scatter_answers(digests, _that_differ)
-        differing = {place: tensors[place] for place in sorted(suspicious)}
+        differing = {place: tensors[place] for place in sorted(self._compared(tensors)[0])}
         if not self._peers.max_over_ranks(len(differing))[0]:
             # Digests were of another moment: a loop changed the state meanwhile.
             return None
@@ -393,15 +383,6 @@ def _elements_digests(tensors: Sequence[torch.Tensor]) -> list[int]:
     return digests
 
 
-def _that_differ(per_rank: list[dict[tuple[int, int], int]]) -> list[list[tuple[int, int]]]:
-    """Return for each rank the places among its own where ranks have different digests."""
-    first: dict[tuple[int, int], int] = {}
-    differing = {
-        place for digests in per_rank for place, digest in digests.items() if first.setdefault(place, digest) != digest
-    }
-    return [[place for place in digests if place in differing] for digests in per_rank]
-
-
 # Which ranks hold other values than the rest: the minority of three holders or more, and of two both. Pure.
 
 
@@ -413,8 +394,11 @@ Holdings = tuple[str, Mapping[Place, tuple[str, int]]]
 _SHOWN = 3
 
 
-def disagreement(per_rank: Sequence[Holdings]) -> str:
-    """Return a text with the ranks, their hosts and what they hold otherwise; empty if all that is held is equal."""
+def disagreements(per_rank: Sequence[Holdings]) -> list[tuple[list[Place], str]]:
+    """Return for each rank the places among its own where ranks hold different things, and a text for all of them.
+
+    It has the ranks, their hosts and what they hold otherwise, and is empty if all that is held is equal.
+    """
     holders: dict[Place, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     names: dict[Place, str] = {}
     for rank, (_, held) in enumerate(per_rank):
@@ -422,10 +406,11 @@ def disagreement(per_rank: Sequence[Holdings]) -> str:
             names[place] = name
             holders[place][digest].append(rank)
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = defaultdict(list)
-    for place, by_digest in holders.items():
-        if len(by_digest) > 1:
-            found[_minority(list(by_digest.values()))].append(names[place])
-    return "; ".join(_disagreement_text(odd, rest, named, per_rank) for (odd, rest), named in sorted(found.items()))
+    differing = {place: by_digest for place, by_digest in holders.items() if len(by_digest) > 1}
+    for place, by_digest in differing.items():
+        found[_minority(list(by_digest.values()))].append(names[place])
+    text = "; ".join(_disagreement_text(odd, rest, named, per_rank) for (odd, rest), named in sorted(found.items()))
+    return [([place for place in held if place in differing], text) for _, held in per_rank]
 
 
 def _minority(alike: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -9,12 +9,9 @@ that are the same in every save: these are encoded and checked once.
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import io
 import json
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,42 +132,14 @@ def _saved_by_torch(key: str, value: Any) -> bytes:
 
 def _not_loadable(key: str, value: Any, reason: Exception | str) -> TypeError:
     first_line = (str(reason).splitlines() or [type(reason).__name__])[0].partition(". Please use")[0]
-    fix = next(filter(None, map(_fix_for, _parts(value))), _RETURN_OTHERS)
-    return TypeError(f"{key} holds an object that could not be loaded again ({first_line}). {fix}")
+    return TypeError(f"{key} holds an object that could not be loaded again ({first_line}). {_RETURN_OTHERS}")
 
 
 _RETURN_OTHERS = (
     "Return tensors, numbers, strings, bytes, paths, times, NumPy's arrays of these, and lists, tuples, deques, sets "
-    "and dicts from state_dict"
+    "and dicts from state_dict, and make the object of them in load_state_dict. Such are it.value of an enum, "
+    "tuple(it) of a namedtuple, set(it) of a frozenset, dataclasses.asdict(it), and it.tolist() of an array of objects"
 )
-
-
-def _parts(value: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield `value`, and what is in it if it is a container."""
-    yield value
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | deque) else ()
-    for part in inner if depth < _MOST_DEPTH else ():
-        yield from _parts(part, depth + 1)
-
-
-_MOST_DEPTH = 10
-"""Of a search for what to name in an error."""
-
-
-def _fix_for(value: Any) -> str:
-    """Return what to save in place of `value`, if it is of a class of the user's own of a common kind."""
-    kind = type(value).__qualname__
-    if isinstance(value, enum.Enum):
-        return f"Return the value of a {kind} from state_dict, and make {kind}(value) of it in load_state_dict"
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return f"Return dataclasses.asdict(it) for a {kind} from state_dict, and make {kind}(**it) in load_state_dict"
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return f"Return tuple(it) for a {kind} from state_dict, and make {kind}(*it) of it in load_state_dict"
-    if type(value).__module__.partition(".")[0] == "numpy":
-        return "Return tolist() of what NumPy has no plain numbers or text for, and make it again in load_state_dict"
-    if isinstance(value, frozenset):
-        return "Return set(it) for a frozenset from state_dict, and make a frozenset of it in load_state_dict"
-    return ""
 
 
 # What one rank writes: its part of the agreed plan, and the bytes of its file.

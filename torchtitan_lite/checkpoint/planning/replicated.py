@@ -41,11 +41,17 @@ _WEIGHTS = ""
 
 
 class Replicated:
-    """Compares values across ranks, except the model's `parameters` (FQNs) and the keys that `may_differ`."""
+    """Compares values across ranks, except the model's `parameters` (FQNs).
 
-    def __init__(self, parameters: Callable[[], Collection[str]] = tuple, may_differ: Collection[str] = ()) -> None:
+    Except also what one of the `states`, by name, has in `may_differ_between_ranks`.
+    """
+
+    def __init__(
+        self, parameters: Callable[[], Collection[str]] = tuple, states: Mapping[str, object] | None = None
+    ) -> None:
         self._parameters = parameters
-        self._may_differ = frozenset(may_differ)
+        named = (states or {}).items()
+        self._may_differ = {f"{name}.{key}" for name, s in named for key in getattr(s, "may_differ_between_ranks", ())}
         self._warned: set[str] = set()
 
     def compare(
@@ -121,12 +127,6 @@ class Replicated:
             key.startswith("optimizer.state.")
             or (key.startswith("model.") and key.removeprefix("model.") in parameters)
         )
-
-
-def build_replicated(parameters: Callable[[], Collection[str]], states: Mapping[str, object]) -> Replicated:
-    """Return the `Replicated` of a run. `states` may name entries in `may_differ_between_ranks`."""
-    may_differ = [f"{name}.{key}" for name, s in states.items() for key in getattr(s, "may_differ_between_ranks", ())]
-    return Replicated(parameters, may_differ)
 
 
 def _is_full(state: State) -> bool:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from torchtitan_lite.checkpoint.devices.buffer_ring import DeviceRing
-from torchtitan_lite.checkpoint.devices.link import Link, build_link
+from torchtitan_lite.checkpoint.devices.link import CudaLink, Link
 from torchtitan_lite.checkpoint.format.chunk_runs import is_inside, row_major_strides
 from torchtitan_lite.checkpoint.format.contents import Chunk, Item
 from torchtitan_lite.checkpoint.format.torch_contents import DTYPES, to_metadata
@@ -72,7 +72,7 @@ class CheckpointReader(StorageReader):
     ) -> None:
         self._folder = folder if isinstance(folder, CheckpointFolder) else CheckpointFolder(folder, verify)
         self._blocks = blocks or self._folder.files.reader()
-        self._make_link = make_link or build_link
+        self._make_link = make_link or CudaLink
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Do nothing: the constructor has the path."""

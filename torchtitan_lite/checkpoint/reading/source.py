@@ -6,7 +6,7 @@ the questions below in another way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,31 @@ from torchtitan_lite.store.manifest import CheckpointInfo
 from torchtitan_lite.store.place import Place
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.rollbacks import Rollback
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a load wants."""
+
+    step: int
+    """-1 for the latest."""
+    config: Checkpoint
+    is_exact: bool = False
+    """Whether `step` means that very step, not the latest one of a branch that began there."""
+    rolls_back: bool = False
+    """Whether it wants what the last rollback on record goes to, and not a `step`."""
+
+
+def recorded_section(config: Any, name: str) -> dict[str, Any]:
+    """Return the section `name` of a `config` that a manifest records; empty without one. It may hold anything."""
+    section = config.get(name) if isinstance(config, dict) else None
+    return section if isinstance(section, dict) else {}
+
+
+def counts_again(config: Any) -> bool:
+    """Return whether the run with the recorded `config` began without the step counter of what it loaded."""
+    excluded = recorded_section(config, "checkpoint").get("exclude_from_loading")
+    return isinstance(excluded, list) and "train_state" in excluded
 
 
 @dataclass(frozen=True)
@@ -120,35 +145,17 @@ class LoadSource:
         return config.verify_on_load if self.lineage.rolls_back_to is None else "full"
 
 
-Choose = Callable[..., LoadSource | None]
-"""Chooses what to load from one folder; called as `choose_source` is."""
-
-
 class Sources:
-    """What there is to load besides the checkpoints on disk: nothing.
-
-    What chooses on disk, `choose`, chooses elsewhere, too: a start and a run that rolls back look in the same places.
-    """
+    """What there is to load besides the checkpoints on disk: nothing."""
 
     def look(self, topology: str) -> None:
         """Find what a run of `topology` could load. Before a choice; **collective**."""
 
-    def preferred(
-        self,
-        chosen: LoadSource | None,
-        store: StoresCheckpoints,
-        wanted: int,
-        config: Checkpoint,
-        *,
-        is_exact: bool,
-        choose: Choose,
-    ) -> LoadSource | None:
+    def preferred(self, chosen: LoadSource | None, store: StoresCheckpoints, wanted: Wanted) -> LoadSource | None:
         """Return what goes before `chosen`, which `store` has for `wanted`; else `chosen`. **Coordinator only**."""
         return chosen
 
-    def elsewhere(
-        self, store: StoresCheckpoints, wanted: int, config: Checkpoint, *, is_exact: bool, choose: Choose
-    ) -> LoadSource | None:
+    def elsewhere(self, store: StoresCheckpoints, wanted: Wanted) -> LoadSource | None:
         """Return what `store` lacks for `wanted`; None if it is not here either. **Coordinator only**."""
         return None
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
+from torchtitan_lite.checkpoint.reading.source import recorded_section
 from torchtitan_lite.checkpoint.resume.load_source import checkpoints_of_run
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
@@ -103,6 +104,4 @@ def _was_ended_by_data(made_last: CheckpointInfo, config: JobConfig) -> bool:
 def _config_section(info: CheckpointInfo, name: str) -> dict[str, Any]:
     """Return the section `name` of the configuration in the manifest of `info`; empty if it has none."""
     manifest = CheckpointFolder(info.path).manifest_alone
-    config = manifest.extra.get("config") if manifest is not None else None
-    section = config.get(name) if isinstance(config, dict) else None
-    return section if isinstance(section, dict) else {}
+    return {} if manifest is None else recorded_section(manifest.extra.get("config"), name)

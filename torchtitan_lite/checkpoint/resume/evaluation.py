@@ -15,14 +15,13 @@ from typing import Any
 
 from torch import nn
 
-from torchtitan_lite.checkpoint.reading.source import LoadSource
+from torchtitan_lite.checkpoint.reading.source import LoadSource, Wanted
 from torchtitan_lite.checkpoint.resume.fallback import Candidates
 from torchtitan_lite.checkpoint.resume.load_source import new_run
 from torchtitan_lite.checkpoint.resume.restore import Owners, Restore
 from torchtitan_lite.checkpoint.resume.wrong_folder import checked_initial_path
 from torchtitan_lite.checkpoint.state import arguments, fsdp1
 from torchtitan_lite.checkpoint.state.stateful import ModelWrapper, OptimizerWrapper
-from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.config.own_loop import loop_config
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import CheckpointNotFound
@@ -54,18 +53,15 @@ def load_model(
     wrapper = ModelWrapper(parts, trained_only=config.checkpoint.save_trained_only)
     owners = Owners(wrapper, OptimizerWrapper(parts, [], {}))
     peers = Peers(timedelta(seconds=config.checkpoint.timeout_seconds))
-    candidates = Candidates(
-        open_store(str(folder)), step, config.checkpoint, peers, ignore, is_exact=step != -1, choose=_choose
-    )
+    wanted = Wanted(step, config.checkpoint, is_exact=step != -1)
+    candidates = Candidates(open_store(str(folder)), wanted, peers, ignore, choose=_choose)
     with closing(peers):
         source = candidates.take(lambda source: Restore(source, config, peers, owners, topology="").run())
     assert source is not None, "a folder without checkpoints is refused, and so is one in which all are damaged"
     return source.step
 
 
-def _choose(
-    store: StoresCheckpoints, step: int, config: Checkpoint, skipped: Collection[int] = (), *, is_exact: bool = False
-) -> LoadSource | None:
+def _choose(store: StoresCheckpoints, wanted: Wanted, skipped: Collection[int]) -> LoadSource | None:
     """Choose as `choose_source` does, among full and weights-only checkpoints; or `store` is one checkpoint itself.
 
     Return None if each one is in `skipped` or damaged. Raises `CheckpointNotFound`. Coordinator only.
@@ -77,11 +73,11 @@ def _choose(
         managed: dict[int, Place] = {info.step: info.path for info in committed}
         others = {number: path for path in store.unmanaged() if (number := layout.parse_step(path.name)) is not None}
         has_damaged = bool(store.damaged())
-    if is_exact:
+    if wanted.is_exact:
         paths = {**others, **managed}
-        if step not in paths:
-            raise CheckpointNotFound(store.address, step, sorted(paths))
-        return _evaluation_source(paths[step], step, is_explicit=True)
+        if wanted.step not in paths:
+            raise CheckpointNotFound(store.address, wanted.step, sorted(paths))
+        return _evaluation_source(paths[wanted.step], wanted.step, is_explicit=True)
     if left := of_equal_ranks([info for info in committed if info.step not in skipped]):
         return _evaluation_source(left[-1].path, left[-1].step, is_explicit=False)
     if managed or has_damaged:

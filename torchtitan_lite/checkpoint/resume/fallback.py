@@ -16,9 +16,8 @@ from pathlib import Path
 
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.reading.files import Identity, differs, files_of
-from torchtitan_lite.checkpoint.reading.source import Choose, LoadSource, Sources
+from torchtitan_lite.checkpoint.reading.source import LoadSource, Sources, Wanted
 from torchtitan_lite.checkpoint.resume.load_source import choose_source
-from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import (
     AllCheckpointsDamaged,
@@ -47,17 +46,14 @@ _DAMAGED = "Step %d is damaged: %s. Trying an older one"
 
 @dataclass
 class Candidates:
-    """The checkpoints of `store` that a load of step `wanted` (-1: the latest) may use, latest first."""
+    """The checkpoints of `store` that a load of what is `wanted` may use, latest first."""
 
     store: StoresCheckpoints
-    wanted: int
-    config: Checkpoint
+    wanted: Wanted
     peers: Peers
     emit: Emit
-    is_exact: bool = False
-    """Whether `wanted` means that very step, not the latest one of a branch that began there."""
-    choose: Choose = choose_source
-    """Chooses the next candidate."""
+    choose: Callable[[StoresCheckpoints, Wanted, Collection[int]], LoadSource | None] = choose_source
+    """Chooses the next candidate, none of the steps given last."""
     sources: Sources = field(default_factory=Sources)
     """What else there is to load; it goes before the disk."""
     damaged: dict[int, CheckpointDamaged] = field(default_factory=dict)
@@ -88,7 +84,8 @@ class Candidates:
                 if source.is_explicit or isinstance(error, CheckpointUnreadable):
                     self._report_failure(source.step, error)
                     raise
-                self.damaged[source.step] = damage = _as_damage(source, error)
+                damage = damage_in(source.path, error) if isinstance(error, CheckpointUnsafe) else error
+                self.damaged[source.step] = damage
                 if not source.model_only:
                     partly_loaded = damage
                 self._warn(_DAMAGED, source.step, damage.summary)
@@ -126,7 +123,7 @@ class Candidates:
                     logger.warning(_DAMAGED, step, damaged[step].summary)
             return source, damaged
         except (CheckpointDamaged, CheckpointUnsafe, CheckpointUnreadable) as error:
-            self._report_failure(layout.parse_step(Path(error.path).name) or max(self.wanted, 0), error)
+            self._report_failure(layout.parse_step(Path(error.path).name) or max(self.wanted.step, 0), error)
             raise
 
     def _choose(self) -> tuple[LoadSource | None, dict[int, CheckpointDamaged]]:
@@ -138,7 +135,7 @@ class Candidates:
             # What a load found wins over what the manifest shows, because it names the keys.
             damaged = newer | damaged
             self._refuse_what_may_be_newer(source)
-            if source is None or source.initial or self.config.verify_on_load == "off":
+            if source is None or source.initial or self.wanted.config.verify_on_load == "off":
                 break
             if not (findings := self._size_findings(source)):
                 break
@@ -149,13 +146,11 @@ class Candidates:
             if source.is_explicit:
                 raise error
             damaged[source.step] = error
-        if self.wanted == -1 and damaged and (source is None or source.initial):
+        if self.wanted.step == -1 and damaged and (source is None or source.initial):
             # A fresh start over damaged checkpoints would hide the damage.
             source = None
         self._chosen = None if source is None else files_of(source.path).identity()
-        preferred = self.sources.preferred(
-            source, self.store, self.wanted, self.config, is_exact=self.is_exact, choose=self.choose
-        )
+        preferred = self.sources.preferred(source, self.store, self.wanted)
         if preferred is not None and preferred is not source:
             found = joint_rollbacks(self.store.rollbacks.read(), preferred.rollbacks)
             preferred = dataclasses.replace(preferred, rollbacks=of_run(found, preferred.lineage))
@@ -163,12 +158,9 @@ class Candidates:
 
     def _chosen_of(self, damaged: Collection[int]) -> LoadSource | None:
         try:
-            return self.choose(self.store, self.wanted, self.config, damaged, is_exact=self.is_exact)
+            return self.choose(self.store, self.wanted, damaged)
         except CheckpointNotFound:
-            source = self.sources.elsewhere(
-                self.store, self.wanted, self.config, is_exact=self.is_exact, choose=self.choose
-            )
-            if source is None:
+            if (source := self.sources.elsewhere(self.store, self.wanted)) is None:
                 raise
             return source
 
@@ -180,9 +172,9 @@ class Candidates:
 
     def _is_newer(self, step: int, source: LoadSource | None) -> bool:
         if source is None or source.initial:
-            return self.wanted == -1
+            return self.wanted.step == -1
         # A step that the user named leaves all others alone; a branch that continues has its own latest step.
-        return step > source.step and (self.wanted == -1 or not source.is_explicit)
+        return step > source.step and (self.wanted.step == -1 or not source.is_explicit)
 
     def _size_findings(self, source: LoadSource) -> list[str]:
         info = next((info for info in self.store.committed() if info.path == source.path), None)
@@ -205,7 +197,7 @@ class Candidates:
             self._warn("Fell back from step %d to step %d", step, source.step)
             keys = tuple(error.keys[:_MOST_KEYS])
             self.emit(Fallback(source.step, damaged_step=step, finding=error.finding, keys=keys))
-        if not self.config.load_only:
+        if not self.wanted.config.load_only:
             for step, path in self.peers.on_coordinator(usable(self.store.address)(self._quarantine)).items():
                 self.emit(Quarantined(step, path=path))
 
@@ -224,10 +216,6 @@ class Candidates:
             faults.point("quarantine", step=step)
             moved[step] = str(self.store.quarantine(step, [error.summary]))
         return moved
-
-
-def _as_damage(source: LoadSource, error: CheckpointDamaged | CheckpointUnsafe) -> CheckpointDamaged:
-    return damage_in(source.path, error) if isinstance(error, CheckpointUnsafe) else error
 
 
 def _only_in_a_new_process(damage: CheckpointDamaged, seed: LoadSource) -> CheckpointDamaged:

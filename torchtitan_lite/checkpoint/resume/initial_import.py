@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchtitan_lite.checkpoint.context import RunContext
+from torchtitan_lite.checkpoint.resume.load_source import has_full
 from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.events import WeightsImported
 from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store import layout
-from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.stores import usable
 
@@ -60,7 +60,8 @@ class InitialImport:
         config = self._config
         if not config.initial_load_in_hf or config.load_step != -1:
             return None
-        return None if self._peers.on_coordinator(self._has_checkpoint) else Path(config.initial_load_path)
+        look = usable(self._store.address)(lambda: has_full(self._store) or self._is_elsewhere())
+        return None if self._peers.on_coordinator(look) else Path(config.initial_load_path)
 
     def run(self) -> None:
         """Import what is due; the other ranks wait at most `checkpoint.timeout_seconds`. **Collective**.
@@ -75,13 +76,6 @@ class InitialImport:
                 f"imports none into it. {_BY_COMMAND}"
             )
         self._peers.on_coordinator(lambda: self._import(source))
-
-    def _has_checkpoint(self) -> bool:
-        """Return whether there is a checkpoint, or was one: damaged ones are no fresh start."""
-        store = self._store
-        with usable(store.address):
-            has_full = any(info.kind is CheckpointKind.FULL for info in store.committed())
-            return has_full or bool(store.damaged()) or bool(store.unreadable()) or self._is_elsewhere()
 
     def _import(self, source: Path) -> None:
         assert self._import_weights is not None, "the constructor refuses that"

@@ -14,10 +14,9 @@ from __future__ import annotations
 import dataclasses
 import uuid
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder
-from torchtitan_lite.checkpoint.reading.source import LoadSource, RunFacts
+from torchtitan_lite.checkpoint.reading.source import LoadSource, RunFacts, Wanted, counts_again
 from torchtitan_lite.checkpoint.resume.wrong_folder import checked_initial_path
 from torchtitan_lite.config.job_config import EXCLUDABLE_STATES, Checkpoint
 from torchtitan_lite.errors import CheckpointError, CheckpointMismatch, CheckpointNotFound, CheckpointUnreadable
@@ -30,8 +29,6 @@ from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.rollbacks import Rollback, joint_rollbacks, of_run, unfinished
 from torchtitan_lite.stores import usable
 
-_TRAIN_STATE = "train_state"
-
 
 def new_run() -> Lineage:
     """Return the lineage of a new run."""
@@ -39,37 +36,23 @@ def new_run() -> Lineage:
 
 
 def choose_source(
-    store: StoresCheckpoints,
-    step: int,
-    config: Checkpoint,
-    skipped: Collection[int] = (),
-    *,
-    is_exact: bool = False,
-    rollbacks: Sequence[Rollback] = (),
+    store: StoresCheckpoints, wanted: Wanted, skipped: Collection[int] = (), rollbacks: Sequence[Rollback] = ()
 ) -> LoadSource | None:
-    """Return what to load for `step` (-1: the latest); None for a fresh start. **Coordinator only**.
+    """Return what to load of what is `wanted`; None for a fresh start. **Coordinator only**.
 
-    Ignores the steps in `skipped`, unless `step` is one of them. With `is_exact`, `step` means that very step, not the
-    latest one of a branch that began there. `rollbacks` are those on record in another folder of the run, which count,
-    too. Raises `CheckpointNotFound`, and `CheckpointMismatch` for a `step` that holds only weights.
+    Ignores the steps in `skipped`, unless one of them is the step that is wanted. `rollbacks` are those on record in
+    another folder of the run, which count, too. Raises `CheckpointNotFound`, and `CheckpointMismatch` for a step that
+    holds only weights.
     """
     found = joint_rollbacks(rollbacks, store.rollbacks.read())
-    source = _chosen_source(store, step, config, skipped, is_exact, found)
-    return None if source is None else _complete_source(source, found, config)
-
-
-def choose_rollback(
-    store: StoresCheckpoints,
-    step: int,
-    config: Checkpoint,
-    skipped: Collection[int] = (),
-    *,
-    is_exact: bool = False,
-    rollbacks: Sequence[Rollback] = (),
-) -> LoadSource | None:
-    """Return what the last rollback on record goes to in `store`. Called, and raises, as `choose_source`."""
-    found = joint_rollbacks(rollbacks, store.rollbacks.read())
-    return _complete_source(_rolled_back(store, found[-1], skipped), found, config)
+    if wanted.rolls_back:
+        source: LoadSource | None = _rolled_back(store, found[-1], skipped)
+    else:
+        source = _chosen_source(store, wanted, skipped, found)
+    if source is None:
+        return None
+    source = with_exclusions(source, wanted.config)
+    return dataclasses.replace(source, rollbacks=of_run(found, source.lineage))
 
 
 def good_steps(store: StoresCheckpoints, rollback: Rollback, skipped: Collection[int] = ()) -> list[CheckpointInfo]:
@@ -80,11 +63,6 @@ def good_steps(store: StoresCheckpoints, rollback: Rollback, skipped: Collection
     before = [info for info in full if info.step <= rollback.last and not left.leaves(info.step, info.run_id)]
     # A folder that was named by mistake, such as that of uploads, may hold another run.
     return [info for info in before if info.is_good and left.is_of(info.run_id)]
-
-
-def _complete_source(source: LoadSource, found: Sequence[Rollback], config: Checkpoint) -> LoadSource:
-    source = with_exclusions(source, config)
-    return dataclasses.replace(source, rollbacks=of_run(found, source.lineage))
 
 
 def _rolled_back(store: StoresCheckpoints, rollback: Rollback, skipped: Collection[int]) -> LoadSource:
@@ -122,22 +100,24 @@ def _has_recorded_sizes(info: CheckpointInfo, store: StoresCheckpoints) -> bool:
         return False  # If it matters, the load that follows raises it.
 
 
+def has_full(store: StoresCheckpoints) -> bool:
+    """Return whether `store` has a full checkpoint, or had one: damaged ones are no fresh start."""
+    has_undamaged = any(info.kind is CheckpointKind.FULL for info in store.committed())
+    return has_undamaged or bool(store.damaged()) or bool(store.unreadable())
+
+
 def is_branch_of(info: CheckpointInfo | None, step: int, config: Checkpoint) -> bool:
     """Return whether `info` is on a branch that began at `step`, and `config` does not ask for a new branch."""
     return info is not None and info.lineage.branch_point == step and not config.new_branch
 
 
 def _chosen_source(
-    store: StoresCheckpoints,
-    step: int,
-    config: Checkpoint,
-    skipped: Collection[int],
-    is_exact: bool,
-    found: Sequence[Rollback],
+    store: StoresCheckpoints, wanted: Wanted, skipped: Collection[int], found: Sequence[Rollback]
 ) -> LoadSource | None:
+    step, config = wanted.step, wanted.config
     full = [info for info in store.committed() if info.kind is CheckpointKind.FULL and info.step not in skipped]
     latest = of_equal_ranks(full)[-1] if full else None
-    if step != -1 and (is_exact or not is_branch_of(latest, step, config)):
+    if step != -1 and (wanted.is_exact or not is_branch_of(latest, step, config)):
         return _explicit(store, step)
     if latest is not None and (rollback := unfinished(found, latest.run_id)) is not None:
         return _rolled_back(store, rollback, skipped)
@@ -158,9 +138,9 @@ def with_exclusions(source: LoadSource, config: Checkpoint) -> LoadSource:
     """
     if source.model_only:
         return source
-    if _TRAIN_STATE not in config.exclude_from_loading:
+    if "train_state" not in config.exclude_from_loading:
         return dataclasses.replace(source, excluded=config.exclude_from_loading)
-    is_its_own = not source.initial and _TRAIN_STATE in _exclusions_of(source.recorded.config)
+    is_its_own = not source.initial and counts_again(source.recorded.config)
     if is_its_own and not config.new_branch:
         return source
     # With the branch point, the same `load_step` continues this branch at the next start; that of an older branch is a
@@ -174,13 +154,6 @@ def with_exclusions(source: LoadSource, config: Checkpoint) -> LoadSource:
         ancestors=() if source.initial else source.lineage.branch(-1),
     )
     return dataclasses.replace(source, excluded=config.exclude_from_loading, lineage=lineage)
-
-
-def _exclusions_of(config: dict[str, Any]) -> Collection[str]:
-    """Return what the configuration in a manifest excluded from loading. The manifest may hold anything."""
-    section = config.get("checkpoint")
-    excluded = section.get("exclude_from_loading") if isinstance(section, dict) else None
-    return excluded if isinstance(excluded, list) else ()
 
 
 def _of_a_run_that_continues(source: LoadSource, store: StoresCheckpoints) -> LoadSource:

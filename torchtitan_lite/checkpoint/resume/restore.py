@@ -25,7 +25,7 @@ from torchtitan_lite.checkpoint.format.shards import Shape, local_shards
 from torchtitan_lite.checkpoint.format.tensor_digest import TensorDigest, digest_chunk, finish
 from torchtitan_lite.checkpoint.reading.files import Files
 from torchtitan_lite.checkpoint.reading.load_rules import LoadRules, build_load_rules, unmatched_globs
-from torchtitan_lite.checkpoint.reading.source import LoadSource
+from torchtitan_lite.checkpoint.reading.source import LoadSource, Wanted, recorded_section
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.reading.torchtitan_states import as_own_state, why_it_begins_fresh
 from torchtitan_lite.checkpoint.resume.load_source import choose_source
@@ -69,7 +69,7 @@ def refuse_early(config: JobConfig, peers: Peers) -> None:
 
 def _usable_source(store: StoresCheckpoints, config: Checkpoint) -> LoadSource | None:
     with usable(store.address):
-        return choose_source(store, config.load_step, config)
+        return choose_source(store, Wanted(config.load_step, config))
 
 
 class Owners(NamedTuple):
@@ -280,7 +280,7 @@ class Restore:
         strict = self._config.checkpoint.load_strictness == "error" or not {*keys.missing}.isdisjoint(self._loaded)
         names = self._stored.model_names(self._model_state) if keys.missing else {}
         frozen, own = self._model.frozen_names(), tensors_of(self._model_state)
-        left_out_there = self._source.recorded.config.get("checkpoint", {}).get("save_trained_only", False)
+        left_out_there = recorded_section(self._source.recorded.config, "checkpoint").get("save_trained_only")
         trainable = self._model.parameter_names() - frozen if left_out_there else ()
         known = [
             *ways_out(keys.missing, own, names, list(self._loaded), frozen, trainable),

@@ -10,9 +10,8 @@ import gc
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.reading.files import Files
-from torchtitan_lite.checkpoint.reading.source import Choose, LoadSource, Sources
+from torchtitan_lite.checkpoint.reading.source import LoadSource, Sources, Wanted
 from torchtitan_lite.checkpoint.resume.fallback import Candidates
-from torchtitan_lite.checkpoint.resume.load_source import choose_rollback, choose_source
 from torchtitan_lite.checkpoint.resume.restore import Owners, Restore
 from torchtitan_lite.checkpoint.resume.resume_report import ResumeReport
 from torchtitan_lite.checkpoint.resume.wrong_folder import neighbour_with_steps, refuse_wrong_folders
@@ -51,25 +50,25 @@ class RunLoad:
         With -1, finishes an interrupted rollback. Raises `CheckpointNotFound`, `CheckpointMismatch`,
         `AllCheckpointsDamaged`, and the error of a state that refuses, on every rank.
         """
-        wanted = step if step != -1 else self._config.checkpoint.load_step
+        config = self._config.checkpoint
+        wanted = config.load_step if step == -1 else step
+        if wanted == -1:
+            self._peers.on_coordinator(usable(self._store.address)(self._warn_of_unmanaged))
         self.sources.look(self._topology)
-        candidates = self._candidates(wanted, self.sources, is_exact=step != -1)
         try:
-            source = candidates.take(lambda source: self._load(wanted, source, self.sources))
+            source = self._take(Wanted(wanted, config, is_exact=step != -1))
         except BaseException:
             self.sources.close()
             raise
         if source is None:
-            self._report_unmanaged(wanted)
             self._report_neighbour()
             logger.info("No checkpoint in %s: a fresh start", self._store.address)
         return source
 
     def load_back(self) -> LoadSource:
         """Load what the last rollback on record rolls back to. Raises as `load` does."""
-        candidates = self._candidates(-1, self.sources, choose=choose_rollback)
-        source = candidates.take(lambda source: self._load(-1, source, self.sources))
-        assert source is not None, "choose_rollback raises where there is none"
+        source = self._take(Wanted(-1, self._config.checkpoint, rolls_back=True))
+        assert source is not None, "choose_source raises where there is none"
         return source
 
     def report(self) -> ResumeReport | None:
@@ -77,42 +76,27 @@ class RunLoad:
 
         Raises ConfigError where the start would refuse the folder.
         """
-        self._peers.on_coordinator(lambda: refuse_wrong_folders(self._folders, self._config.checkpoint, -1))
-        source = self._candidates(self._config.checkpoint.load_step, Sources()).first()
+        config = self._config.checkpoint
+        self._peers.on_coordinator(lambda: refuse_wrong_folders(self._folders, config, -1))
+        source = Candidates(self._store, Wanted(config.load_step, config), self._peers, self._emit).first()
         if source is None:
             self._report_neighbour()
             return None
         self._report_skipped(source)
         return self._restore(source).report()
 
-    def _candidates(
-        self,
-        wanted: int,
-        sources: Sources,
-        *,
-        is_exact: bool = False,
-        choose: Choose = choose_source,
-    ) -> Candidates:
-        config = self._config.checkpoint
-        return Candidates(
-            self._store,
-            wanted,
-            config,
-            self._peers,
-            self._emit,
-            is_exact=is_exact,
-            choose=choose,
-            sources=sources,
-        )
+    def _take(self, wanted: Wanted) -> LoadSource | None:
+        candidates = Candidates(self._store, wanted, self._peers, self._emit, sources=self.sources)
+        return candidates.take(lambda source: self._load(wanted.step, source))
 
-    def _load(self, wanted: int, source: LoadSource, sources: Sources) -> None:
+    def _load(self, wanted: int, source: LoadSource) -> None:
         self._report_choice(wanted, source)
         began = self._clock()
         logger.info("Loading the checkpoint at step %d.", source.saved_at)
         self._emit(LoadStarted(source.step, path=str(source.path), origin=source.origin))
         faults.set_step(source.step)
         faults.point("load")
-        with sources.opened(source, self._store.address) as files:
+        with self.sources.opened(source, self._store.address) as files:
             restore = self._restore(source, files)
             restore.run()
         if restore.has_restored_rng and self._peers.is_coordinator:  # One rank warns for all.
@@ -135,7 +119,6 @@ class RunLoad:
         )
 
     def _report_choice(self, wanted: int, source: LoadSource) -> None:
-        self._report_unmanaged(wanted)
         self._report_skipped(source)
         if source.initial:
             logger.info("Starting from %s", source.path)
@@ -143,10 +126,6 @@ class RunLoad:
             logger.info("Rolled back to step %d before: resuming from step %d of that branch", wanted, source.step)
         if source.lineage.counts_again:
             logger.info("Counting steps from the start again; the first save sets the old run's checkpoints aside")
-
-    def _report_unmanaged(self, wanted: int) -> None:
-        if wanted == -1:
-            self._peers.on_coordinator(usable(self._store.address)(self._warn_of_unmanaged))
 
     def _warn_of_unmanaged(self) -> None:
         for path in self._store.unmanaged():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -17,8 +17,8 @@ from torchtitan_lite.checkpoint.saving.in_flight import InFlightSave
 from torchtitan_lite.checkpoint.schedule.optimum import (
     Caps,
     Choice,
-    Conflict,
     Past,
+    Reason,
     SaveCost,
     choose_interval,
     most_lost_seconds,
@@ -92,7 +92,7 @@ class AutoInterval:
 
     def _is_noticeable(self, choice: Choice) -> bool:
         before = self._logged
-        if before is None or (before.reason, before.conflict) != (choice.reason, choice.conflict):
+        if before is None or (before.reason, before.exceeds) != (choice.reason, choice.exceeds):
             return True
         return not before.seconds / NOTICEABLE < choice.seconds < before.seconds * NOTICEABLE
 
@@ -108,8 +108,9 @@ class AutoInterval:
             cost.save_seconds,
             hours,
         )
-        if choice.conflict is not None and (self._logged is None or self._logged.conflict is not choice.conflict):
-            logger.warning("%s", _conflict_text(choice, choice.conflict, cost, self._caps))
+        before = self._logged
+        if choice.exceeds and (before is None or (before.reason, before.exceeds) != (choice.reason, True)):
+            logger.warning("%s", _exceeding_text(choice, cost, self._caps))
 
 
 class FixedInterval:
@@ -161,8 +162,8 @@ def _known_past(past: Callable[[], Past]) -> Past:
     return Past()
 
 
-def _conflict_text(choice: Choice, conflict: Conflict, cost: SaveCost, caps: Caps) -> str:
-    if conflict is Conflict.OVERHEAD_EXCEEDED:
+def _exceeding_text(choice: Choice, cost: SaveCost, caps: Caps) -> str:
+    if choice.reason is Reason.MAX_LOST:
         return (
             f"checkpoint.max_lost_seconds = {caps.max_lost_seconds:g} takes precedence over checkpoint.max_overhead = "
             f"{caps.max_overhead:g}: saves cost {cost.seconds / choice.seconds:.3g} of the time between them"
@@ -233,7 +234,7 @@ class SaveCosts:
             blocked_seconds=median(cost.blocked_seconds for cost in self._costs),
             slower_seconds=max(0.0, median(cost.slower_seconds for cost in self._costs)),
             save_seconds=median(cost.save_seconds for cost in self._costs),
-            step_seconds=_median_or_zero(self._quiet_steps),
+            step_seconds=median(self._quiet_steps or [0.0]),
         )
 
     def _settle(self) -> bool:
@@ -244,16 +245,7 @@ class SaveCosts:
         self._followed = None
         if done.last_durable != followed.step or done.last_seconds is None:
             return False
-        self._costs.append(SaveCost(followed.blocked_seconds, self._slower(followed), save_seconds=done.last_seconds))
+        # Negative if the steps during the save took less, so that the median has no bias.
+        slower = sum(each - median(self._quiet_steps) for each in followed.steps) if self._quiet_steps else 0.0
+        self._costs.append(SaveCost(followed.blocked_seconds, slower, save_seconds=done.last_seconds))
         return True
-
-    def _slower(self, followed: _Followed) -> float:
-        """Return what the steps during the save took longer; negative if less, so that the median has no bias."""
-        if not self._quiet_steps:
-            return 0.0
-        return sum(followed.steps) - len(followed.steps) * median(self._quiet_steps)
-
-
-def _median_or_zero(values: Iterable[float]) -> float:
-    found = list(values)
-    return median(found) if found else 0.0

@@ -10,7 +10,7 @@ import torch
 
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.devices.buffer_ring import DeviceRing, Part
-from torchtitan_lite.checkpoint.devices.link import Link, build_link
+from torchtitan_lite.checkpoint.devices.link import CudaLink, Link
 from torchtitan_lite.checkpoint.format.file_data import FileData, TensorBytes, row_major_pieces
 from torchtitan_lite.checkpoint.planning.rank_file import RankFile
 from torchtitan_lite.checkpoint.saving.companion import Companion
@@ -24,7 +24,7 @@ WriteStaged = Callable[[NewFile, StagedCopy, SaveTarget], FileRecord]
 """Writes a file from a staged copy, durably."""
 
 
-def live_content(file: RankFile, make_link: Callable[[], Link] = build_link) -> RankContent:
+def live_content(file: RankFile, make_link: Callable[[], Link] = CudaLink) -> RankContent:
     """Return content that writes the live tensors of `file` through small buffers, without a copy.
 
     The state must not change until the file is written. Waits for the devices of the tensors.

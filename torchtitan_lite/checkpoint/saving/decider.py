@@ -86,7 +86,7 @@ class SaveDecider:
         """
         self._refuse_before_latest(step)
         reached, self._reached = self._reached, step
-        self._maker.note_step()
+        self._maker.trained.note_step()
         self._auto.enter()
         agreed = self._receive()
         leaving_for = 0 if last else agreed.signal
@@ -187,7 +187,7 @@ class SaveDecider:
         agreed = self._consensus.receive()
         if agreed.signal:
             # The save in flight is awaited, and looked at, before the ranks leave.
-            self._departure.leave()
+            self._departure.preemption.leave()
         elif agreed.save_failed:
             self._in_flight.settle()
         else:
@@ -237,7 +237,7 @@ class SaveDecider:
                 save_due=self._is_differing_due(step),
                 save_failed=self._in_flight.failed,
                 step_in_flight=-1 if self._in_flight.step is None else self._in_flight.step,
-                signal=self._departure.received,
+                signal=self._departure.preemption.received,
                 policy_failed=self._policy_failure is not None,
             )
         )
@@ -285,26 +285,17 @@ class Departure:
     def __init__(
         self, preemption: PreemptionWatch, maker: SaveMaker, in_flight: InFlightSave, context: RunContext
     ) -> None:
-        self._preemption = preemption
+        self.preemption = preemption
         self._maker = maker
         self._in_flight = in_flight
         self._peers = context.peers
         self._emit = context.emit
 
-    @property
-    def received(self) -> int:
-        """Return the signal that this rank received, 0 for none. Any rank."""
-        return self._preemption.received
-
-    def leave(self) -> None:
-        """Note that the ranks have agreed to leave: from now on the grace period counts for all. Any rank."""
-        self._preemption.leave()
-
     def untrained(self, step: int) -> int:
         """Return the signal for which the ranks leave before they train anything after `step`; 0 for none."""
-        received: int = max(self._peers.gather(self._preemption.received))
+        received: int = max(self._peers.gather(self.preemption.received))
         if received:
-            self._preemption.leave()
+            self.preemption.leave()
             logger.info("Trained nothing after step %d; leaving for %s", step, signal.Signals(received).name)
             self._emit(Preempted(step, signal=received, given_up_steps=0))
         return received
@@ -328,7 +319,7 @@ class Departure:
 
     def _how(self, step: int, awaited: int | None) -> Leaving:
         # Perhaps only one rank received the signal.
-        left = min(self._peers.gather(self._preemption.seconds_left()))
+        left = min(self._peers.gather(self.preemption.seconds_left()))
         done = self._in_flight
         return self._peers.on_coordinator(
             lambda: how_to_leave(

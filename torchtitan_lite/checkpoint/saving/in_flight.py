@@ -24,9 +24,8 @@ from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.saving.savers import PendingSave
 from torchtitan_lite.checkpoint.saving.target import Origin, SaveTarget
 from torchtitan_lite.disk.forks import forget_in_children
-from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import LeaseLost, RanksDiffer, SaveFailed
-from torchtitan_lite.events import Committed, Emit, SaveFailure, SaveStaged, SaveStarted
+from torchtitan_lite.events import Committed, SaveFailure, SaveStaged, SaveStarted
 from torchtitan_lite.log import logger, readable_bytes
 from torchtitan_lite.store.housekeeping import Housekeeping
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
@@ -54,26 +53,15 @@ class _Save:
 
 
 class InFlightSave:
-    """Waits for the save in flight, if any. `timeout_seconds` bounds each wait, `exit_seconds` the one at exit."""
+    """Waits for the save in flight, if any: at most `timeout_seconds` each time, at exit also at most the grace."""
 
-    def __init__(
-        self,
-        peers: Peers,
-        housekeeping: Housekeeping,
-        *,
-        timeout_seconds: float,
-        max_failed_saves: int,
-        clock: Callable[[], float],
-        emit: Emit,
-        exit_seconds: float | None = None,
-    ) -> None:
-        self._peers = peers
-        self._exit_seconds = timeout_seconds if exit_seconds is None else exit_seconds
+    def __init__(self, housekeeping: Housekeeping, context: RunContext) -> None:
+        config = context.config
         self._housekeeping = housekeeping
-        self._timeout_seconds = timeout_seconds
-        self._max_failed_saves = max_failed_saves
-        self._clock = clock
-        self._emit = emit
+        self._timeout_seconds = config.timeout_seconds
+        self._exit_seconds = min(config.preemption_grace_seconds, config.timeout_seconds)
+        self._max_failed_saves = config.max_failed_saves
+        self._peers, self._clock, self._emit = context.peers, context.clock, context.emit
         self._save: _Save | None = None
         self._emitting = threading.Lock()
         self._failed_in_a_row = 0
@@ -228,7 +216,9 @@ class InFlightSave:
             self._report_saved(save)
         else:
             self._failed_in_a_row += 1
-            self._report_failed(save, failure)
+            in_a_row, limit = self._failed_in_a_row, self._max_failed_saves
+            logger.error("%s (failed save %d of at most %d in a row)", failure, in_a_row, limit)
+            self._emit(SaveFailure(save.pending.step, reason=failure.cause, in_a_row=in_a_row))
         del save.pending  # Its callbacks have the save: only garbage collection, now and then, would free both.
         return failure
 
@@ -295,11 +285,6 @@ class InFlightSave:
             )
         )
 
-    def _report_failed(self, save: _Save, failure: SaveFailed) -> None:
-        limit = self._max_failed_saves
-        logger.error("%s (failed save %d of at most %d in a row)", failure, self._failed_in_a_row, limit)
-        self._emit(SaveFailure(save.pending.step, reason=failure.cause, in_a_row=self._failed_in_a_row))
-
 
 def _has_failed(durable: Future[CheckpointInfo | None]) -> bool:
     return durable.done() and durable.exception() is not None
@@ -318,17 +303,3 @@ def _outcome(pending: PendingSave, timeout_seconds: float) -> SaveFailed | None:
     if failure is None or isinstance(failure, SaveFailed):
         return failure
     return SaveFailed(pending.step, f"{type(failure).__name__}: {failure}")
-
-
-def build_in_flight(housekeeping: Housekeeping, context: RunContext) -> InFlightSave:
-    """Return the `InFlightSave` of a run."""
-    config = context.config
-    return InFlightSave(
-        context.peers,
-        housekeeping,
-        timeout_seconds=config.timeout_seconds,
-        max_failed_saves=config.max_failed_saves,
-        clock=context.clock,
-        emit=context.emit,
-        exit_seconds=min(config.preemption_grace_seconds, config.timeout_seconds),
-    )

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.format.flattening import State
+from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.checkpoint.saving.companion import Companion
 from torchtitan_lite.checkpoint.saving.in_flight import InFlightSave
@@ -26,7 +27,6 @@ from torchtitan_lite.distributed.groups import naming_missing_ranks
 from torchtitan_lite.errors import ConfigError, SaveFailed
 from torchtitan_lite.events import SaveSkipped
 from torchtitan_lite.log import logger
-from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.stores import usable
@@ -34,23 +34,18 @@ from torchtitan_lite.stores import usable
 T = TypeVar("T")
 
 
-class Savers(NamedTuple):
-    """The two ways in which a run saves."""
-
-    in_background: Saver
-    at_once: Saver
-    """For a save that the caller waits for."""
-
-
 class SaveMaker:
-    """Makes the states of `run` and saves them into `folders`; `in_flight` follows each save to its end."""
+    """Makes the states of `run` and saves them into `folders`; `in_flight` follows each save to its end.
+
+    Of the two `savers` the second is for a save that the caller waits for.
+    """
 
     def __init__(
         self,
         run: RunState,
         folders: RunFolders,
         in_flight: InFlightSave,
-        savers: Savers,
+        savers: tuple[Saver, Saver],
         origin: Origin,
         context: RunContext,
         companions: Sequence[Companion],
@@ -61,7 +56,7 @@ class SaveMaker:
         self._in_flight = in_flight
         self._saver, self._at_once = savers
         self._config, self._peers, self._emit = context.config, context.peers, context.emit
-        self._trained = TrainedClock(context.clock)
+        self.trained = TrainedClock(context.clock)
         self._is_prepared = self._is_compared = self._is_tried = False
         self._metrics: Metrics = {}
         self.origin = origin
@@ -78,33 +73,21 @@ class SaveMaker:
 
     def now(self, step: int) -> Tick:
         """Return the moment of `step`, which has just been trained. Any rank."""
-        return Tick(step, self._trained.seconds)
+        return Tick(step, self.trained.seconds)
 
     @property
     def is_from_memory(self) -> bool:
         """Return whether this start resumed from an image in memory. Any rank."""
         return self.origin.memory_step >= 0
 
-    def continue_from(
-        self, lineage: Lineage, loaded: Tick, on_disk: Tick, memory_step: int, never_finite: Sequence[str] | None
-    ) -> None:
-        """Record `lineage` in what is saved from now on: a state of it, of the moment `loaded`, was. Any rank.
-
-        `on_disk` is the latest moment that the disk has: what lies between is owed. The last two as in `Origin`.
-        """
+    def continue_from(self, source: LoadSource) -> None:
+        """Record in what is saved from now on that the state is that of `source`, which was loaded. Any rank."""
+        never_finite = None if source.model_only else source.recorded.never_finite
         self.origin = dataclasses.replace(
-            self.origin, lineage=lineage, memory_step=memory_step, never_finite=never_finite
+            self.origin, lineage=source.lineage, memory_step=source.memory_step, never_finite=never_finite
         )
-        self._trained.continue_from(loaded.seconds)
-        self.last = self._begun = self._on_disk = on_disk
-
-    def restart_clock(self) -> None:
-        """Leave out of the seconds of training what has passed since the last step or load. Any rank."""
-        self._trained.restart()
-
-    def note_step(self) -> None:
-        """Note that a step was trained. Any rank."""
-        self._trained.note_step()
+        self.trained.continue_from(source.loaded.seconds)
+        self.last = self._begun = self._on_disk = source.on_disk
 
     def note_metrics(self, metrics: Metrics) -> None:
         """Record `metrics` in what is saved from now on: the loop measured them at this step. Any rank."""

@@ -96,7 +96,11 @@ class Saver:
         Raises `RanksDiffer`, unless the target is written anyway, as no state of one rank alone is, and `PeerLost`.
         """
         content: RankContent | None = None
-        failure = self._refusal(target)
+        failure: Exception | None = None
+        try:
+            self._check(target)
+        except Exception as error:
+            failure = error  # The save fails on every rank then.
         numbers = [each.numbers() for each in self._companions]
         # What is made of thousands of tensors here is gone when this returns, unless a collection makes it grow old.
         with no_collection():
@@ -129,14 +133,6 @@ class Saver:
         staged: Future[None] = Future()
         durable = self._run(lambda: self._finish(content, failure, staged, target, exchange))
         return PendingSave(target.step, staged, durable, planned.differs)
-
-    def _refusal(self, target: SaveTarget) -> Exception | None:
-        """Return why the save cannot succeed, None if nothing is known: it fails on every rank then."""
-        try:
-            self._check(target)
-        except Exception as error:
-            return error
-        return None
 
     def _check(self, target: SaveTarget) -> None:
         """Raise for a save that cannot succeed."""

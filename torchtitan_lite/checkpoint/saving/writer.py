@@ -203,7 +203,8 @@ def commit(
     except RanksFailed as error:
         for cause in error.failures.values():
             # Ctrl-C is no failure of the save. Only the main thread receives it; the ranks agreed that one had it.
-            if isinstance(cause, LeaseLost) or (isinstance(cause, KeyboardInterrupt) and _is_main()):
+            is_main = threading.current_thread() is threading.main_thread()
+            if isinstance(cause, LeaseLost) or (isinstance(cause, KeyboardInterrupt) and is_main):
                 raise cause from error
         raise SaveFailed(target.step, str(error)) from error
     except Exception as error:
@@ -229,10 +230,6 @@ def _said_if_slow(file: str) -> Iterator[None]:
 def _raised(failure: Exception | None) -> None:
     if failure is not None:
         raise failure
-
-
-def _is_main() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def received(results: Sequence[Sequence[Any] | None]) -> dict[int, WrittenFile]:

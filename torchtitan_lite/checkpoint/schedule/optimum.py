@@ -59,22 +59,15 @@ class Reason(enum.Enum):
     LEAST = "the time that a save takes"
 
 
-class Conflict(enum.Enum):
-    """Which of the user's limits does not hold."""
-
-    OVERHEAD_EXCEEDED = enum.auto()
-    """`max_lost_seconds` needs more saves than `max_overhead` allows."""
-    LOST_EXCEEDED = enum.auto()
-    """Saves take too long for `max_lost_seconds`."""
-
-
 @dataclass(frozen=True)
 class Choice:
     """The interval, in seconds from the end of the blocking part of a save to the beginning of the next save."""
 
     seconds: float
     reason: Reason
-    conflict: Conflict | None = None
+    exceeds: bool = False
+    """Whether a limit of the user's does not hold: `max_lost_seconds` needs more saves than `max_overhead` allows, or,
+    with the reason `LEAST`, saves take too long for it."""
 
 
 def optimum_seconds(cost_seconds: float, mtbf_seconds: float) -> float:
@@ -92,18 +85,16 @@ def most_lost_seconds(interval: float, cost: SaveCost) -> float:
 
 def choose_interval(cost: SaveCost, mtbf_seconds: float, caps: Caps) -> Choice:
     """Return the interval for saves of this cost: the optimum within the caps, never below the time of a save."""
-    seconds, reason, conflict = optimum_seconds(cost.seconds, mtbf_seconds), Reason.OPTIMUM, None
+    seconds, reason, exceeds = optimum_seconds(cost.seconds, mtbf_seconds), Reason.OPTIMUM, False
     affordable = cost.seconds / caps.max_overhead
     if seconds < affordable:
         seconds, reason = affordable, Reason.MAX_OVERHEAD
     allowed = caps.max_lost_seconds - most_lost_seconds(0.0, cost)
     if seconds > allowed:
-        conflict = Conflict.OVERHEAD_EXCEEDED if affordable > allowed else None
-        seconds, reason = allowed, Reason.MAX_LOST
+        seconds, reason, exceeds = allowed, Reason.MAX_LOST, affordable > allowed
     if seconds < cost.least_interval:
-        conflict = Conflict.LOST_EXCEEDED if allowed < cost.least_interval else None
-        seconds, reason = cost.least_interval, Reason.LEAST
-    return Choice(seconds, reason, conflict)
+        seconds, reason, exceeds = cost.least_interval, Reason.LEAST, allowed < cost.least_interval
+    return Choice(seconds, reason, exceeds)
 
 
 # How often a run fails, estimated from its hours and its unclean ends. Pure functions.

@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
@@ -54,7 +54,8 @@ class PreemptionWatch:
         """
         if HUB.has(self):
             return
-        if signal.SIGINT in self.numbers and _is_interactive():
+        # A notebook's kernel, IPython, or Python at its prompt.
+        if signal.SIGINT in self.numbers and (hasattr(sys, "ps1") or sys.flags.interactive):
             self.numbers = [number for number in self.numbers if number != signal.SIGINT]
             logger.info("Ctrl-C interrupts this interactive session as usual, without a save")
         if not self.numbers:
@@ -89,7 +90,9 @@ class PreemptionWatch:
             ctypes.CDLL(None).signal(number, 0)
         if self._deadline is None:
             self._deadline = time.monotonic() + self._grace_seconds
-            self._note(number)
+            self._received = number
+            again = "; press Ctrl-C again to end at once" if number == signal.SIGINT else ""
+            logger.info("Received %s: all ranks save and leave after this step%s", signal.Signals(number).name, again)
 
     def time_is_up(self) -> None:
         """End the process, with exit code 1."""
@@ -100,16 +103,6 @@ class PreemptionWatch:
             self._grace_seconds,
         )
         os._exit(1)
-
-    def _note(self, number: int) -> None:
-        self._received = number
-        again = "; press Ctrl-C again to end at once" if number == signal.SIGINT else ""
-        logger.info("Received %s: all ranks save and leave after this step%s", signal.Signals(number).name, again)
-
-
-def _is_interactive() -> bool:
-    """Return whether this process is a notebook's kernel, IPython, or Python at its prompt."""
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 def _signal_number(name: str) -> int:
@@ -271,7 +264,11 @@ class SignalHub:
                         each.time_is_up()
             numbers = pipe.recv(64) if ready else b""
             self._write_to_previous(bytes(number for number in numbers if _WAKE_UP < number < _BY_HANDLER))
-            self._notify(number % _BY_HANDLER for number in numbers)
+            for number in numbers:
+                with self._lock:
+                    for each in self._listeners:
+                        if number % _BY_HANDLER in each.numbers:
+                            each.hear(number % _BY_HANDLER)
             if not self._listeners and _WAKE_UP in numbers:
                 return
 
@@ -279,13 +276,6 @@ class SignalHub:
         if numbers and self._wakeup_before != -1:
             with suppress(OSError):
                 os.write(self._wakeup_before, numbers)
-
-    def _notify(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            with self._lock:
-                for each in self._listeners:
-                    if number in each.numbers:
-                        each.hear(number)
 
 
 def _forward_to_hub(number: int, frame: FrameType | None) -> None:

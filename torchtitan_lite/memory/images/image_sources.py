@@ -19,7 +19,7 @@ from typing import Any
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.reading.files import Files, files_of
 from torchtitan_lite.checkpoint.reading.folder import CheckpointFolder, Verify, complete_manifest
-from torchtitan_lite.checkpoint.reading.source import Choose, LoadSource, RunFacts, Sources
+from torchtitan_lite.checkpoint.reading.source import LoadSource, RunFacts, Sources, Wanted
 from torchtitan_lite.checkpoint.resume.load_source import with_exclusions
 from torchtitan_lite.checkpoint.saving.companion import Companion
 from torchtitan_lite.checkpoint.saving.target import Origin
@@ -54,17 +54,8 @@ class ImageSources(Sources):
         self._held = HeldImages(keeper, self._tier.start, self._peers)
         self._held.look(topology=topology)
 
-    def preferred(
-        self,
-        chosen: LoadSource | None,
-        store: StoresCheckpoints,
-        wanted: int,
-        config: Checkpoint,
-        *,
-        is_exact: bool,
-        choose: Choose,
-    ) -> LoadSource | None:
-        return prefer_memory(self._held, store, chosen, wanted, config, is_exact=is_exact)
+    def preferred(self, chosen: LoadSource | None, store: StoresCheckpoints, wanted: Wanted) -> LoadSource | None:
+        return prefer_memory(self._held, store, chosen, wanted)
 
     def drop(self, source: LoadSource, error: CheckpointError) -> bool:
         if not isinstance(source, ImageSource):
@@ -290,31 +281,23 @@ class ImageSource(LoadSource):
 
 
 def prefer_memory(
-    images: HeldImages,
-    store: StoresCheckpoints,
-    chosen: LoadSource | None,
-    wanted: int,
-    config: Checkpoint,
-    *,
-    is_exact: bool,
+    images: HeldImages, store: StoresCheckpoints, chosen: LoadSource | None, wanted: Wanted
 ) -> LoadSource | None:
     """Return the source in memory that goes before `chosen`, which is what the disk has; else `chosen`."""
-    if config.load_only or not images.complete:
+    if wanted.config.load_only or not images.complete:
         return chosen
-    disk = _state_on_disk(store, chosen, wanted, config, is_exact=is_exact)
+    disk = _state_on_disk(store, chosen, wanted)
     for each in images.complete:
         if each.image.key in images.left_out:
             continue
         reason = why_not(each.image, disk) or _difference_from_disk(each, chosen)
         if not reason:
-            return _memory_source(each, store, chosen, config)
+            return _memory_source(each, store, chosen, wanted.config)
         logger.info("The in-memory snapshot of step %d is not used: %s", each.image.key.step, reason)
     return chosen
 
 
-def _state_on_disk(
-    store: StoresCheckpoints, chosen: LoadSource | None, wanted: int, config: Checkpoint, *, is_exact: bool
-) -> OnDisk:
+def _state_on_disk(store: StoresCheckpoints, chosen: LoadSource | None, wanted: Wanted) -> OnDisk:
     latest = next((info for info in reversed(store.committed()) if info.kind is CheckpointKind.FULL), None)
     manifest = None if latest is None else files_of(latest.path).manifest()
     return OnDisk(
@@ -323,9 +306,9 @@ def _state_on_disk(
         latest_start="" if manifest is None else manifest.extra.get(START, ""),
         rests=rests_in(store),
         abandoned=frozenset(step for info in store.intact() for step, _ in info.lineage.abandons),
-        wanted=wanted,
-        is_exact=is_exact,
-        new_branch=config.new_branch,
+        wanted=wanted.step,
+        is_exact=wanted.is_exact,
+        new_branch=wanted.config.new_branch,
         chosen=None if chosen is None or chosen.initial else chosen,
     )
 

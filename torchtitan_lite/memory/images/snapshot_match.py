@@ -8,11 +8,9 @@ caller has made sure that no process writes into the image any more.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from torchtitan_lite.checkpoint.reading.source import LoadSource
+from torchtitan_lite.checkpoint.reading.source import LoadSource, counts_again
 from torchtitan_lite.memory.images.card import Card, Commit, ImageKey
 
 _REPLICA = ".replica."
@@ -48,7 +46,7 @@ class ImageFacts:
             latest=card.commits[-1] if card.commits else None,
             before=card.commits[:-1],
             topology=card.run.topology,
-            counts_again=_excludes_step_counter(card.run.config),
+            counts_again=counts_again(card.run.config),
         )
 
 
@@ -145,12 +143,6 @@ def _why_not_again(image: ImageFacts, chosen: LoadSource, disk: OnDisk) -> str:
         return "the run counts its steps from the start again"
     is_same = image.branch_point == chosen.lineage.branch_point
     return "" if is_same else "it is of another branch that counts its steps again"
-
-
-def _excludes_step_counter(config: Mapping[str, Any]) -> bool:
-    section = config.get("checkpoint")
-    excluded = section.get("exclude_from_loading") if isinstance(section, dict) else None
-    return isinstance(excluded, list) and "train_state" in excluded
 
 
 def replica_name(start: str, rank: int) -> str:
