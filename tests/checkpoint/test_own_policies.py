@@ -364,7 +364,7 @@ def test_a_past_that_fails_is_a_warning_and_the_interval_counts_from_this_start(
         manager.reset()
         for step in (1, 2, 3, 4, 5):
             manager.save(step, now=step == 1)
-        assert manager._decider._auto.seconds > 0
+        assert manager._decider._auto[0].seconds > 0
     (warning,) = warnings
     wanted = f"past: expected a Past of numbers from 0, {found}. The interval does not count earlier starts"
     assert warning == wanted

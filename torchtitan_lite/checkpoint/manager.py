@@ -41,7 +41,7 @@ from torchtitan_lite.checkpoint.resume.run_load import RunLoad
 from torchtitan_lite.checkpoint.resume.wrong_folder import refuse_wrong_folders
 from torchtitan_lite.checkpoint.run_end import LastFormat, RunEnd, build_last_save
 from torchtitan_lite.checkpoint.run_folders import RunFolders
-from torchtitan_lite.checkpoint.saving.auto_interval import build_auto_interval
+from torchtitan_lite.checkpoint.saving.auto_interval import build_auto_intervals
 from torchtitan_lite.checkpoint.saving.companion import heard_by, protected_by, sources_of
 from torchtitan_lite.checkpoint.saving.decider import Departure, SaveDecider
 from torchtitan_lite.checkpoint.saving.in_flight import InFlightSave
@@ -176,7 +176,7 @@ class CheckpointManager:
         )
         self._departure = Departure(self._preemption, self._maker, self._in_flight, context)
         policy = build_save_policy(config, seams.save_policy)
-        auto = build_auto_interval(self._in_flight, seams.past or Past, context)
+        auto = build_auto_intervals(self._in_flight, seams.past or Past, context)
         self._decider = SaveDecider(policy, self._maker, self._in_flight, self._departure, consensus, auto, context)
 
     def _build_loads(self, topology: str, import_weights: ImportWeights | None, context: RunContext) -> None:

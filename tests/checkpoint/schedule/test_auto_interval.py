@@ -216,7 +216,7 @@ def test_a_forced_save_is_not_measured_and_ends_nothing(start_run: StartRun) -> 
     run.manager.reset()
     run.train(3)
     assert run.committed() == [3]
-    auto = run.manager._decider._auto
+    (auto,) = run.manager._decider._auto
     assert isinstance(auto, AutoInterval) and auto._costs.cost() is None
 
 

@@ -30,7 +30,7 @@ class Measured:
             self.run.step()
 
     def cost(self) -> SaveCost | None:
-        auto = self.run.manager._decider._auto
+        (auto,) = self.run.manager._decider._auto
         assert isinstance(auto, AutoInterval)
         return auto._costs.cost()
 
@@ -119,6 +119,6 @@ def test_a_save_that_blocks_until_it_is_durable_costs_that_time(start_run: Start
     for _ in range(3):
         run.clock.seconds += 1.0
         run.step()
-    auto = run.manager._decider._auto
+    (auto,) = run.manager._decider._auto
     assert isinstance(auto, AutoInterval)
     assert auto._costs.cost() == SaveCost(blocked_seconds=3.0, save_seconds=3.0, step_seconds=1.0)

@@ -113,26 +113,14 @@ class AutoInterval:
             logger.warning("%s", _exceeding_text(choice, cost, self._caps))
 
 
-class FixedInterval:
-    """Stands for an `AutoInterval` where the interval is configured: chooses and measures nothing."""
-
-    seconds = math.inf
-
-    def enter(self) -> None: ...
-
-    def leave(self, step: int, *, began: bool) -> None: ...
-
-
-def build_auto_interval(
-    in_flight: InFlightSave, past: Callable[[], Past], context: RunContext
-) -> AutoInterval | FixedInterval:
-    """Return what chooses the interval of a run. `past` is called once, on the coordinator."""
+def build_auto_intervals(in_flight: InFlightSave, past: Callable[[], Past], context: RunContext) -> list[AutoInterval]:
+    """Return what chooses the interval of a run; none if that is configured. `past`: once, on the coordinator."""
     config = context.config
     if config.interval_type != "auto":
-        return FixedInterval()
+        return []
     caps = Caps(config.max_lost_seconds or math.inf, config.max_overhead or math.inf)
     costs = SaveCosts(in_flight, context.clock)
-    return AutoInterval(costs, caps, _build_mtbf(config, context.peers, past), context)
+    return [AutoInterval(costs, caps, _build_mtbf(config, context.peers, past), context)]
 
 
 def _build_mtbf(config: Checkpoint, peers: Peers, past: Callable[[], Past]) -> Callable[[float], float]:

@@ -7,10 +7,12 @@ signal to leave comes before any policy.
 
 from __future__ import annotations
 
+import math
 import signal
+from collections.abc import Sequence
 
 from torchtitan_lite.checkpoint.context import RunContext
-from torchtitan_lite.checkpoint.saving.auto_interval import AutoInterval, FixedInterval
+from torchtitan_lite.checkpoint.saving.auto_interval import AutoInterval
 from torchtitan_lite.checkpoint.saving.in_flight import InFlightSave
 from torchtitan_lite.checkpoint.saving.maker import SaveMaker
 from torchtitan_lite.checkpoint.schedule.interval import (
@@ -41,7 +43,7 @@ class SaveDecider:
         in_flight: InFlightSave,
         departure: Departure,
         consensus: StepConsensus,
-        auto: AutoInterval | FixedInterval,
+        auto: Sequence[AutoInterval],
         context: RunContext,
     ) -> None:
         self._policy = policy
@@ -87,7 +89,8 @@ class SaveDecider:
         self._refuse_before_latest(step)
         reached, self._reached = self._reached, step
         self._maker.trained.note_step()
-        self._auto.enter()
+        for each in self._auto:
+            each.enter()
         agreed = self._receive()
         leaving_for = 0 if last else agreed.signal
         saved = not self._loads_only and self._save(step, last, now, agreed, leaving_for)
@@ -100,7 +103,8 @@ class SaveDecider:
         if not saved and not last and not leaving_for and not self._loads_only:
             self._maker.note_not_saved(step)
             self._maker.compare_alongside(step)
-        self._auto.leave(step, began=saved and not last and not leaving_for)
+        for each in self._auto:
+            each.leave(step, began=saved and not last and not leaving_for)
         if leaving_for:
             self._note_left(leaving_for)
         # After the save, not together with `receive`: flags from before it would say that a save by the clock is due,
@@ -271,7 +275,8 @@ class SaveDecider:
 
     def _tick(self, step: int) -> Tick:
         now = self._maker.now(step)
-        return Tick(step, now.seconds, self._in_flight.is_writing, self._auto.seconds)
+        auto_seconds = min((each.seconds for each in self._auto), default=math.inf)
+        return Tick(step, now.seconds, self._in_flight.is_writing, auto_seconds)
 
 
 # How the ranks leave after a scheduler's signal to one of them: what they save before, and what they report.
