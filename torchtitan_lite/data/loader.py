@@ -22,8 +22,7 @@ from torch import Tensor
 from torchtitan_lite.config.job_config import JobConfig, Training
 from torchtitan_lite.data.batch_size import global_batch_size
 from torchtitan_lite.data.documents import TextFiles, build_documents
-from torchtitan_lite.data.progress import EpochProgress, progress_at
-from torchtitan_lite.data.stream import StreamLoader, open_share
+from torchtitan_lite.data.stream import EpochProgress, StreamLoader, open_share
 from torchtitan_lite.data.token_corpus import TokenCorpus
 from torchtitan_lite.data.tokenizer import BOS, BYTES, EOS, Tokenizer
 from torchtitan_lite.distributed.host_mismatch import HostView, Kind
@@ -140,7 +139,10 @@ class TokenLoader:
     @property
     def progress(self) -> EpochProgress:
         """Return how far the run is in its data."""
-        return progress_at(self._next_position, self._num_windows)
+        if self._next_position == 0:
+            return EpochProgress(0, 0.0)
+        epoch, place = divmod(self._next_position - 1, self._num_windows)
+        return EpochProgress(epoch, (place + 1) / self._num_windows)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the run, as new ints and strings that are the same on every rank."""
