@@ -127,8 +127,11 @@ class TokenLoader:
         """Return what of the data must be the same on all hosts. After `prepare`."""
         found, path = self._corpus.fingerprint, self._corpus.tokens_file
         data = f"{found.kind}, {counted(found.files, 'file')}, {counted(found.bytes, 'byte')}, digest {found.digest}"
-        tokens = {} if path is None else {(Kind.TOKENS, f"the file of tokens {path}"): _identity_of(path)}
-        return HostView({(Kind.DATA, "the data"): data, (Kind.DATA, "the tokenizer"): self._corpus.tokenizer, **tokens})
+        view = {(Kind.DATA, "the data"): data, (Kind.DATA, "the tokenizer"): self._corpus.tokenizer}
+        if path is not None:
+            stat = path.stat()
+            view[Kind.TOKENS, f"the file of tokens {path}"] = f"inode {stat.st_ino} of {stat.st_mtime_ns} ns"
+        return HostView(view)
 
     @property
     def has_ended(self) -> bool:
@@ -213,11 +216,6 @@ class TokenLoader:
 
 
 Loader = TokenLoader | StreamLoader
-
-
-def _identity_of(path: Path) -> str:
-    stat = path.stat()
-    return f"inode {stat.st_ino} of {stat.st_mtime_ns} ns"
 
 
 # Shuffle without a list.
