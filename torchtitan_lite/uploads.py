@@ -224,7 +224,9 @@ class UploadedSources(Sources):
                 source = choose_source(self._target, wanted, self._dropped, store.rollbacks.read())
             except CheckpointNotFound:
                 return None
-        return None if source is None or source.initial else _in_upload_folder(source, is_all_there_is=True)
+        if source is None or source.initial:
+            return None
+        return InUploadFolder(**vars(source), is_all_there_is=True)
 
     def has_checkpoint(self) -> bool:
         with usable(self._target.address, _KEY):
@@ -280,7 +282,7 @@ class UploadedSources(Sources):
         with suppress(CheckpointNotFound):  # What is there is after the step that the run is not to keep.
             source = choose_source(self._target, own, skipped, store.rollbacks.read()) if full else None
         self._report_damaged(-1 if source is None else source.step, latest)
-        return None if source is None else _in_upload_folder(source, is_all_there_is=latest is None)
+        return None if source is None else InUploadFolder(**vars(source), is_all_there_is=latest is None)
 
     def _report_damaged(self, found: int, latest: CheckpointInfo | None) -> None:
         """Warn of damaged checkpoints after step `found`; raise for those of which nothing could be read."""
@@ -291,8 +293,3 @@ class UploadedSources(Sources):
                     raise error
                 self._damaged[step] = error.summary
                 logger.warning("Skipped step %d: %s", step, error)
-
-
-def _in_upload_folder(source: LoadSource, *, is_all_there_is: bool) -> InUploadFolder:
-    fields = {field.name: getattr(source, field.name) for field in dataclasses.fields(source)}
-    return InUploadFolder(**fields, is_all_there_is=is_all_there_is)

@@ -25,6 +25,7 @@ from torchtitan_lite.checkpoint import CheckpointManager, HuggingFaceModel, Plac
 from torchtitan_lite.checkpoint.context import RunContext
 from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.config.own_loop import loop_config
+from torchtitan_lite.converting import safetensors_files
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import ConfigError, SaveFailed
 from torchtitan_lite.events import ignore
@@ -139,7 +140,9 @@ def test_the_ranks_divide_the_shards_and_a_failure_of_one_is_a_failure_of_all(ra
         folders.take()
     dist.barrier()
     context = RunContext(config.checkpoint, peers, time.monotonic, ignore)
-    last_save = HuggingFaceExport(config, DESCRIBED, folders, context, max_shard_bytes=16)
+    last_save = HuggingFaceExport(config, DESCRIBED, folders, context)
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(safetensors_files, "SHARD_BYTES", 16)
     with (
         injected("ENOSPC@open:rank=1,path=*-00002-of-00004.safetensors", rank),
         pytest.raises(SaveFailed, match=r"step-2, in Hugging Face's format, was not written: .*No space left"),
@@ -150,6 +153,7 @@ def test_the_ranks_divide_the_shards_and_a_failure_of_one_is_a_failure_of_all(ra
     assert (tmp_path / "hf" / "step-2" / "model.safetensors").exists(), "the older export is as it was"
     dist.barrier()
     last_save.write(2)
+    monkeypatch.undo()
     dist.barrier()
     shards = sorted((tmp_path / "hf" / "step-2").glob("model-*-of-00004.safetensors"))
     again = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}

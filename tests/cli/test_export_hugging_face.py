@@ -22,7 +22,7 @@ from tests.e2e import jobs
 from tests.hugging_face import assert_same_function, our_model
 from tests.store.filled import flip
 from torchtitan_lite.cli.app import main
-from torchtitan_lite.data.tokenizer import byte_tokenizer_files
+from torchtitan_lite.data.tokenizer import ByteTokenizer
 from torchtitan_lite.models.llama.args import FLAVORS, ModelArgs, RopeScaling
 from torchtitan_lite.models.llama.hugging_face import describe
 from torchtitan_lite.models.llama.model import Transformer
@@ -104,7 +104,7 @@ def test_the_card_has_what_the_checkpoint_knows_and_no_path(trained: Path, tmp_p
 def test_other_tokenizers_and_none(trained: Path, tmp_path: Path, call: Said) -> None:
     folder = tmp_path / "tokenizer"
     folder.mkdir()
-    for name, content in byte_tokenizer_files().items():
+    for name, content in ByteTokenizer().files().items():
         (folder / name).write_bytes(content)
     assert call(trained, tmp_path / "a", "--format", "hf", "--tokenizer", folder)[0] == 0
     assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
@@ -166,7 +166,7 @@ def recorded(folder: Path, state: State, config: dict[str, Any]) -> None:
 
 
 def test_a_larger_tokenizer_than_the_model_is_refused(trained: Path, tmp_path: Path, call: Said) -> None:
-    tokenizer = json.loads(byte_tokenizer_files()["tokenizer.json"])
+    tokenizer = json.loads(ByteTokenizer().files()["tokenizer.json"])
     tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 258, "content": "<|more|>"})
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     code, _, err = call(trained, tmp_path / "out", "--format", "hf", "--tokenizer", tmp_path / "tokenizer.json")

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from torchtitan_lite.data.tokenizer import BOS, EOS, ByteTokenizer, byte_tokenizer_files
+from torchtitan_lite.data.tokenizer import BOS, EOS, ByteTokenizer
 
-FILES = byte_tokenizer_files()
+FILES = ByteTokenizer().files()
 TOKENIZER = Tokenizer.from_str(FILES["tokenizer.json"].decode())
 
 

@@ -13,8 +13,7 @@ import torch
 from tests.data.bpe import TEXTS, write_tokenizer
 from torchtitan_lite.config.job_config import Job, JobConfig, Training
 from torchtitan_lite.data.loader import build_dataloader
-from torchtitan_lite.data.progress import EpochProgress
-from torchtitan_lite.data.stream import StreamLoader
+from torchtitan_lite.data.stream import EpochProgress, StreamLoader
 from torchtitan_lite.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from torchtitan_lite.errors import ConfigError, CorpusChanged
 

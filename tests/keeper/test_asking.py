@@ -95,7 +95,7 @@ def test_nothing_has_to_be_dropped_left_or_finished_at_one_that_ends(asking: Kee
         assert asking.held() == []
     path.unlink()
     with ending_at(path, "other"):
-        assert asking.wait_until_unmapped(0.0)
+        assert asking.wait_until_unmapped(0.0, "")
     path.unlink()
     with ending_at(path, "hello"):
         assert asking.describe() is None

@@ -21,7 +21,7 @@ def test_without_a_keeper_there_is_nothing_and_nothing_to_end(runtime: Path, tmp
     keeper = Keeper(tmp_path, 600.0, runtime=runtime)
     assert keeper.held() == []
     assert keeper.describe() is None
-    assert keeper.wait_until_unmapped(0.0)
+    assert keeper.wait_until_unmapped(0.0, "")
     assert keeper.end() == ()
     keeper.drop(["a"])
     keeper.leave()
@@ -54,7 +54,7 @@ def test_a_process_is_mapped_by_another_start_until_it_has_left(keeper: Keeper, 
         (found,) = keeper.held(start)
         assert found.is_mapped == is_mapped
         found.close()
-    assert keeper.wait_until_unmapped(0.0)
+    assert keeper.wait_until_unmapped(0.0, "first")
     assert not keeper.wait_until_unmapped(0.0, "second")
     keeper.leave()
     assert keeper.wait_until_unmapped(0.0, "second")

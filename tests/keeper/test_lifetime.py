@@ -175,7 +175,7 @@ def test_a_process_that_comes_in_time_stops_the_clock(runtime: Path, tmp_path: P
     with Child(train):
         described = keeper.describe()
         assert described is not None and described.seconds_left is None
-    keeper.wait_until_unmapped(30.0)
+    keeper.wait_until_unmapped(30.0, "")
     described = keeper.describe()
     assert described is not None and described.seconds_left is not None and 500 < described.seconds_left <= 600
     again = Keeper(tmp_path, 700.0, runtime=runtime)

@@ -101,10 +101,10 @@ def test_the_timer_returns_means_over_steps_and_resets_them() -> None:
     ]  # data 1, forward 2, forward 4, optimizer 1; data 1, optimizer 1
     timer = StepTimer(clock_that_shows(*times))
     run_parts(timer, ["data", "forward", "forward", "optimizer", "data", "optimizer"])
-    assert timer.pop() == {"data": 1.0, "forward": 3.0, "optimizer": 1.0}
+    assert timer.pop(2) == {"data": 1.0, "forward": 3.0, "optimizer": 1.0}
     run_parts(timer, ["data"])
-    assert timer.pop() == {"data": 1.0}
-    assert timer.pop() == {}
+    assert timer.pop(1) == {"data": 1.0}
+    assert timer.pop(1) == {}
 
 
 def test_goodput_is_the_share_of_productive_seconds(tmp_path: Path) -> None:

@@ -286,7 +286,13 @@ def _opened_parquet(path: Path, key: str) -> Iterator[Any]:
         raise ExtraMissing.of(error, "parquet", "pyarrow") from error
     try:
         with parquet.ParquetFile(path) as file:
-            _raise_unless_text(arrow, file.schema_arrow, key, path)
+            schema = file.schema_arrow
+            texts = [field.name for field in schema if _is_text_column(arrow, field.type)]
+            if key not in texts:
+                raise ConfigError(
+                    f"{path}: expected a column of text {key!r}, found columns of text: {', '.join(texts) or 'none'} "
+                    f"(of {', '.join(schema.names) or 'no columns'}). Set --training.dataset_text_key."
+                )
             yield file
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno is not None:
@@ -295,15 +301,6 @@ def _opened_parquet(path: Path, key: str) -> Iterator[Any]:
             f"training.dataset_path: {path} is not a Parquet file that pyarrow {arrow.__version__} reads: {error}. "
             "Replace it, or leave it out."
         ) from error
-
-
-def _raise_unless_text(arrow: Any, schema: Any, key: str, path: Path) -> None:
-    texts = [field.name for field in schema if _is_text_column(arrow, field.type)]
-    if key not in texts:
-        raise ConfigError(
-            f"{path}: expected a column of text {key!r}, found columns of text: {', '.join(texts) or 'none'} "
-            f"(of {', '.join(schema.names) or 'no columns'}). Set --training.dataset_text_key."
-        )
 
 
 def _is_text_column(arrow: Any, kind: Any) -> bool:

@@ -22,8 +22,7 @@ from torch import Tensor
 from torchtitan_lite.config.job_config import JobConfig, Training
 from torchtitan_lite.data.batch_size import global_batch_size
 from torchtitan_lite.data.documents import TextFiles, build_documents
-from torchtitan_lite.data.progress import EpochProgress, progress_at
-from torchtitan_lite.data.stream import StreamLoader, open_share
+from torchtitan_lite.data.stream import EpochProgress, StreamLoader, open_share
 from torchtitan_lite.data.token_corpus import TokenCorpus
 from torchtitan_lite.data.tokenizer import BOS, BYTES, EOS, Tokenizer
 from torchtitan_lite.distributed.host_mismatch import HostView, Kind
@@ -128,8 +127,11 @@ class TokenLoader:
         """Return what of the data must be the same on all hosts. After `prepare`."""
         found, path = self._corpus.fingerprint, self._corpus.tokens_file
         data = f"{found.kind}, {counted(found.files, 'file')}, {counted(found.bytes, 'byte')}, digest {found.digest}"
-        tokens = {} if path is None else {(Kind.TOKENS, f"the file of tokens {path}"): _identity_of(path)}
-        return HostView({(Kind.DATA, "the data"): data, (Kind.DATA, "the tokenizer"): self._corpus.tokenizer, **tokens})
+        view = {(Kind.DATA, "the data"): data, (Kind.DATA, "the tokenizer"): self._corpus.tokenizer}
+        if path is not None:
+            stat = path.stat()
+            view[Kind.TOKENS, f"the file of tokens {path}"] = f"inode {stat.st_ino} of {stat.st_mtime_ns} ns"
+        return HostView(view)
 
     @property
     def has_ended(self) -> bool:
@@ -140,7 +142,10 @@ class TokenLoader:
     @property
     def progress(self) -> EpochProgress:
         """Return how far the run is in its data."""
-        return progress_at(self._next_position, self._num_windows)
+        if self._next_position == 0:
+            return EpochProgress(0, 0.0)
+        epoch, place = divmod(self._next_position - 1, self._num_windows)
+        return EpochProgress(epoch, (place + 1) / self._num_windows)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the run, as new ints and strings that are the same on every rank."""
@@ -211,11 +216,6 @@ class TokenLoader:
 
 
 Loader = TokenLoader | StreamLoader
-
-
-def _identity_of(path: Path) -> str:
-    stat = path.stat()
-    return f"inode {stat.st_ino} of {stat.st_mtime_ns} ns"
 
 
 # Shuffle without a list.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor
 from torchtitan_lite.config.job_config import Training
 from torchtitan_lite.data.adapters import HuggingFaceStreamAdapter
 from torchtitan_lite.data.documents import text_under
-from torchtitan_lite.data.progress import EpochProgress
 from torchtitan_lite.data.rank_state import pack, unpack
 from torchtitan_lite.data.tokenizer import Tokenizer, marks_of
 from torchtitan_lite.distributed.host_mismatch import HostView, Kind
@@ -51,6 +50,15 @@ def open_share(config: Training, *, rank: int, num_ranks: int) -> Any:
             f"{type(error).__name__}: {error}. Correct dataset_path, dataset_subset or dataset_split."
         ) from error
     return split_dataset_by_node(dataset, rank=rank, world_size=num_ranks)
+
+
+class EpochProgress(NamedTuple):
+    """The epoch of the last sample that was taken, and the part of that epoch that is taken, up to 1.0."""
+
+    epoch: int
+    """The first epoch is 0."""
+    fraction: float | None
+    """None where the length of an epoch is not known, as of a stream."""
 
 
 class StreamLoader:

@@ -309,7 +309,9 @@ def _making_lock(path: Path, sleep: Callable[[float], None]) -> Iterator[tuple[C
         waited = 0.0
         while (is_locked := _try_lock(file)) is False:
             if waited == 0 or waited % _LOG_SECONDS < _POLL_SECONDS:
-                logger.info("Waiting for %s, which tokenises the corpus", _note_in(file) or "another process")
+                file.seek(0)
+                holder = file.read(256).decode(errors="replace") or "another process"
+                logger.info("Waiting for %s, which tokenises the corpus", holder)
             sleep(_POLL_SECONDS)
             waited += _POLL_SECONDS
 
@@ -334,11 +336,6 @@ def _try_lock(file: BinaryIO) -> bool | None:
     except OSError:
         return None
     return True
-
-
-def _note_in(file: BinaryIO) -> str:
-    file.seek(0)
-    return file.read(256).decode(errors="replace")
 
 
 # A file that holds a stream of tokens.

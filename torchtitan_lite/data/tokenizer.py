@@ -49,7 +49,7 @@ class ByteTokenizer:
 
     def files(self) -> dict[str, bytes]:
         """Return the files of a tokenizer of transformers that gives the same tokens."""
-        return byte_tokenizer_files()
+        return {TOKENIZER_FILE: _json(_tokenizer_json()), CONFIG_FILE: _json(_tokenizer_config(_BOS_TEXT, _EOS_TEXT))}
 
 
 class FileTokenizer:
@@ -66,11 +66,9 @@ class FileTokenizer:
         if not vocabulary:
             raise ConfigError(f"model.tokenizer_path: {path} has no tokens. Train it first.")
         self.vocab_size = 1 + max(vocabulary.values())
-        self._named = _marks_named_next_to(path)
         special = [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
-        self._bos_name = self._name_of("bos_token", BOS_NAMES, special)
-        self._eos_name = self._name_of("eos_token", EOS_NAMES, special)
-        self.bos, self.eos = self._number_of("bos_token", vocabulary), self._number_of("eos_token", vocabulary)
+        self._bos_name, self.bos = self._mark("bos_token", BOS_NAMES, special, vocabulary)
+        self._eos_name, self.eos = self._mark("eos_token", EOS_NAMES, special, vocabulary)
         digest = hashlib.blake2b(self._data, digest_size=16)
         digest.update(f"\0{self.bos}\0{self.eos}".encode())
         self.fingerprint = digest.hexdigest()
@@ -87,27 +85,26 @@ class FileTokenizer:
         config = _tokenizer_config(self._bos_name, self._eos_name)
         return {TOKENIZER_FILE: self._data, CONFIG_FILE: json.dumps(config, indent=2).encode() + b"\n"} | found
 
-    def _name_of(self, key: str, known: Iterable[str], special: Sequence[str]) -> str | None:
-        if key in self._named:
-            return self._named[key]
-        found = [name for name in known if name in special]
+    def _mark(
+        self, key: str, known: Iterable[str], special: Sequence[str], vocabulary: Mapping[str, int]
+    ) -> tuple[str | None, int | None]:
+        """Return the text and the number of the token `key`; None for a tokenizer without one."""
+        named, config = _marks_named_next_to(self._path), self._path.with_name(CONFIG_FILE)
+        found = [named[key]] if key in named else [name for name in known if name in special]
         if len(found) > 1:
             raise ConfigError(
-                f"model.tokenizer_path: {self._path} has several tokens that may be the {key}: {', '.join(found)}. "
-                f'Name one in {self._path.with_name(CONFIG_FILE)}, as in {{"{key}": "{found[0]}"}}.'
+                f"model.tokenizer_path: {self._path} has several tokens that may be the {key}: "
+                f'{", ".join(map(str, found))}. Name one in {config}, as in {{"{key}": "{found[0]}"}}.'
             )
-        return found[0] if found else None
-
-    def _number_of(self, key: str, vocabulary: Mapping[str, int]) -> int | None:
-        name = self._bos_name if key == "bos_token" else self._eos_name
+        name = found[0] if found else None
         if name is None:
-            return None
+            return None, None
         if name not in vocabulary:
             raise ConfigError(
                 f"model.tokenizer_path: the {key} {name!r}, which a file next to {self._path} names, is not in the "
-                f"vocabulary. Correct it in {self._path.with_name(CONFIG_FILE)}; null is a tokenizer without one."
+                f"vocabulary. Correct it in {config}; null is a tokenizer without one."
             )
-        return vocabulary[name]
+        return name, vocabulary[name]
 
 
 Tokenizer = ByteTokenizer | FileTokenizer
@@ -196,11 +193,6 @@ def _sound(text: str) -> str:
 _BOS_TEXT, _EOS_TEXT = "<|begin_of_text|>", "<|end_of_text|>"
 _MARK = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-
-
-def byte_tokenizer_files() -> dict[str, bytes]:
-    """Return the contents of each file, by name."""
-    return {TOKENIZER_FILE: _json(_tokenizer_json()), CONFIG_FILE: _json(_tokenizer_config(_BOS_TEXT, _EOS_TEXT))}
 
 
 def _tokenizer_json() -> dict[str, Any]:

@@ -47,7 +47,6 @@ class HuggingFaceExport:
         model: DescribedModel,
         folders: RunFolders,
         context: RunContext,
-        max_shard_bytes: int = safetensors_files.SHARD_BYTES,
     ) -> None:
         safetensors_files.require_library()
         self.root = (Path(config.job.dump_folder) / config.checkpoint.hf_folder).absolute()
@@ -58,7 +57,6 @@ class HuggingFaceExport:
         self._model = model
         self._folders = folders
         self._peers, self._clock, self._emit = context.peers, context.clock, context.emit
-        self._max_shard_bytes = max_shard_bytes
 
     def refuse_foreign_folder(self) -> None:
         """Raise ConfigError if something that no run wrote has the place of the export at the last step. Any rank.
@@ -78,9 +76,12 @@ class HuggingFaceExport:
         if {key: record.get(key) for key in ("run_id", "dtype")} != self._identity(checkpoint):
             return False
         files = record.get("files")
-        return isinstance(files, dict) and all(
-            _size_or_none(folder / str(name)) == size for name, size in files.items()
-        )
+        try:
+            return isinstance(files, dict) and all(
+                (folder / str(name)).stat().st_size == size for name, size in files.items()
+            )
+        except OSError:
+            return False
 
     def write(self, step: int) -> None:
         """Write the export of the committed checkpoint of `step`, durable on return. **Collective**.
@@ -141,7 +142,6 @@ class HuggingFaceExport:
             self._model,
             name=name,
             dtype=self._dtype,
-            max_shard_bytes=self._max_shard_bytes,
             of_trainer=self._has_settings,
         )
         write_shards(planned, place, share_of([*planned.shards], self._peers.rank, self._peers.world_size))
@@ -201,10 +201,3 @@ def _export_record(folder: Path) -> dict[str, Any]:
         return object_in((folder / RECORD).read_bytes()) or {}
     except OSError:
         return {}
-
-
-def _size_or_none(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None

@@ -85,7 +85,11 @@ def plan(
     stream = stream_of(opened, model, keys)
     tensors = new_tensors(contents, {each.key: model.places[each.name].name for each in keys}, dtype)
     shards = safetensors_files.sharded(tensors, max_shard_bytes or safetensors_files.SHARD_BYTES)
-    main = _main_dtype(tensors.values())
+    sizes: Counter[str] = Counter()
+    for tensor in tensors.values():
+        sizes[tensor.dtype] += math.prod(tensor.shape)
+    # That of most elements: in it the libraries make the model.
+    main = sizes.most_common(1)[0][0]
     config = {key: value for key, value in model.config.items() if key not in _DTYPES}
     card = model_card(name, opened, stream, model, tensor_summary(contents, keys, tensors), of_trainer=of_trainer)
     files = {CONFIG: json_bytes({**config, **dict.fromkeys(_DTYPES, main)}, indent=2), **model.files, CARD: card}
@@ -155,11 +159,3 @@ def write_rest(planned: PlannedExport, folder: Path) -> None:
     """Write every file but those of weights into `folder`, synced. Raise OSError."""
     for name, content in planned.files.items():
         DISK.write_file(folder / name, content)
-
-
-def _main_dtype(tensors: Iterable[NewTensor]) -> str:
-    """Return the dtype of most elements: that in which the libraries make the model."""
-    sizes: Counter[str] = Counter()
-    for tensor in tensors:
-        sizes[tensor.dtype] += math.prod(tensor.shape)
-    return max(sizes, key=lambda dtype: sizes[dtype])

@@ -54,8 +54,6 @@ def write_seed(
     refuse_out(out)
     state = _state(weights, stream, form.dtype)
     total = sum(tensor.num_bytes for tensor in state.tensors.values())
-    if form.num_files is not None and form.num_files < 1:
-        raise ConfigError(f"--files {form.num_files}: expected at least 1")
     num_files = form.num_files or max(1, -(-total // _FILE_BYTES))
     done = write_new_checkpoint(out, state, num_files, stream, progress, _seed_manifest(state, extra))
     return dataclasses.replace(done, num_bytes=total)

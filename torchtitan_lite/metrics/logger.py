@@ -7,7 +7,8 @@ after the step that it loaded, and a fresh start moves an older history aside.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +92,7 @@ class WandbRun:
 
     def begin(self, run_id: str, config: Mapping[str, Any]) -> None:
         """Begin this start of the run `run_id`."""
-        try:
+        with self._unless_it_fails():
             self._run = self._wandb.init(
                 id=run_id,
                 resume="allow",
@@ -100,29 +101,28 @@ class WandbRun:
                 settings=self._wandb.Settings(console="off"),  # The log lines stay the process's own.
             )
             self._run.define_metric("*", step_metric="step")
-        except Exception as error:
-            self._give_up(error)
 
     def log(self, step: int, tags: Mapping[str, float]) -> None:
         """Log `tags` of `step`."""
         if self._run is not None:
-            try:
+            with self._unless_it_fails():
                 self._run.log({"step": step} | dict(tags))
-            except Exception as error:
-                self._give_up(error)
 
     def close(self, *, failed: bool) -> None:
         """Send what is left, and end this start of the run. Idempotent."""
         if self._run is not None:
-            run, self._run = self._run, None
-            try:
-                run.finish(exit_code=int(failed))
-            except Exception as error:
-                self._give_up(error)
+            with self._unless_it_fails():
+                self._run.finish(exit_code=int(failed))
+            self._run = None
 
-    def _give_up(self, error: Exception) -> None:
-        self._run = None
-        logger.warning("Weights & Biases: %s: %s. Training continues without it", type(error).__name__, error)
+    @contextmanager
+    def _unless_it_fails(self) -> Iterator[None]:
+        """Warn of an error in the block, and do without the service from then on."""
+        try:
+            yield
+        except Exception as error:
+            self._run = None
+            logger.warning("Weights & Biases: %s: %s. Training continues without it", type(error).__name__, error)
 
 
 # A text file for Prometheus' node exporter: what the ledger counts, and figures of the last logged step.

@@ -122,6 +122,7 @@ class RunMetrics:
 
     def _begin_figures(self) -> None:
         self._tokens, self._steps, self._losses = 0.0, 0, 0.0
+        self.timer.pop(1)  # After a rollback there is what steps took that count no more.
         self._since = time.perf_counter()
 
     def part(self, name: str) -> AbstractContextManager[None]:
@@ -177,13 +178,14 @@ class RunMetrics:
         `progress` is the epoch and the part of it.
         """
         seconds = time.perf_counter() - self._since
-        parts = self.timer.pop()
+        num_steps = max(1, self._steps)
+        parts = self.timer.pop(num_steps)
         speed = throughput_tags(self._tokens / seconds, self._flops_per_token, self._peak)
         with self._lock:
             event_tags, self._event_tags = self._event_tags, {}
-        mean_loss = {"loss_metrics/running_avg_loss": self._losses / max(1, self._steps)}
+        mean_loss = {"loss_metrics/running_avg_loss": self._losses / num_steps}
         tags = {**figures, **mean_loss, **self.ledger.tags(), **epoch_tags(*progress)}
-        tags |= speed | time_tags(seconds / max(1, self._steps), parts) | memory_tags(self._device) | event_tags
+        tags |= speed | time_tags(seconds / num_steps, parts) | memory_tags(self._device) | event_tags
         for bar in self._bars:
             bar.logged(tags["loss_metrics/global_avg_loss"], tags["throughput(tps)"])
         self._files.log(step, tags)
@@ -306,16 +308,12 @@ class Heartbeat:
 # the wait counts for the part that needs a result.
 
 
-LAST_PART = "optimizer"
-
-
 class StepTimer:
-    """Seconds by part: data, forward, backward, optimizer. A step ends with its `optimizer` part."""
+    """Seconds by part: data, forward, backward, optimizer."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._num_steps = 0
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
@@ -323,13 +321,11 @@ class StepTimer:
         start = self._clock()
         yield
         self._seconds[part] += self._clock() - start
-        self._num_steps += part == LAST_PART
 
-    def pop(self) -> dict[str, float]:
-        """Return the mean seconds per step since the last call, by part, and reset them."""
-        means = {part: seconds / max(1, self._num_steps) for part, seconds in self._seconds.items()}
+    def pop(self, num_steps: int) -> dict[str, float]:
+        """Return the mean seconds per step in the `num_steps` since the last call, by part, and reset them."""
+        means = {part: seconds / num_steps for part, seconds in self._seconds.items()}
         self._seconds.clear()
-        self._num_steps = 0
         return means
 
 

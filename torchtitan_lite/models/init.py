@@ -44,11 +44,8 @@ def init_parameters(model: nn.Module, seed: int, distribution: Callable[[str], N
     """Fill every parameter with the values of `seed`, from `distribution(fqn)`. **Any rank**, no communication."""
     for name, parameter in model.named_parameters():
         fqn = name.replace(WRAPPED_FOR_RECOMPUTING, "")
-        _fill(fqn, parameter, _random_key(seed, fqn), distribution(fqn))
-
-
-def _random_key(seed: int, fqn: str) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{fqn}".encode(), digest_size=8).digest(), "little")
+        digest = hashlib.blake2b(f"{seed}:{fqn}".encode(), digest_size=8).digest()
+        _fill(fqn, parameter, int.from_bytes(digest, "little"), distribution(fqn))
 
 
 def _fill(fqn: str, parameter: Tensor, key: int, normal: Normal) -> None:

@@ -36,16 +36,11 @@ def without_secret_values(config: object) -> dict[str, Any]:
 
 
 def shown_on_page(value: Any) -> str:
-    """Return `value` as the page shows it."""
+    """Return `value` as the page shows it, without the login and the signature of a URL in it."""
     if isinstance(value, list | tuple):
         value = ", ".join(map(str, value))
     text = "true" if value is True else "false" if value is False else "" if value is None else str(value)
-    return without_secrets(text) or "(none)"
-
-
-def without_secrets(text: str) -> str:
-    """Return `text` without the login and the signature of a URL in it."""
-    return _SECRET_IN_QUERY.sub(rf"\1{HIDDEN}", _LOGIN_IN_URL.sub(f"{HIDDEN}@", text))
+    return _SECRET_IN_QUERY.sub(rf"\1{HIDDEN}", _LOGIN_IN_URL.sub(f"{HIDDEN}@", text)) or "(none)"
 
 
 def configs_of(starts: Sequence[ReportedStart], lines: Iterable[Mapping[str, Any]], last: Config) -> dict[int, Config]:

@@ -76,6 +76,9 @@ def loss_figure(runs: Sequence[Run]) -> LossFigure | None:
     x = step_scale(runs)
     ranges = [usual_range(points) for points in points_of if points]
     y = nice_scale(min(low for low, _ in ranges), max(high for _, high in ranges))
+    num_lost = sum(not math.isfinite(loss) for run in runs for loss in run.logged.loss)
+    lost = f"{counted(num_lost, 'logged step')} {'has' if num_lost == 1 else 'have'} a loss that is not finite"
+    note = f"{lost} (a cross at the bottom)." if num_lost else ""
     return LossFigure(
         x,
         y,
@@ -83,7 +86,7 @@ def loss_figure(runs: Sequence[Run]) -> LossFigure | None:
         _badges(runs, x),
         list(_loss_hits(runs, x)),
         any(len(run.logged) > len(points) for run, points in zip(runs, points_of, strict=True)),
-        _note_of_lost(runs),
+        note,
     )
 
 
@@ -115,12 +118,6 @@ def _badges(runs: Sequence[Run], x: Scale) -> list[Badge]:
         ends[row] = share
         badges.append(Badge(share, row, kind, start))
     return badges
-
-
-def _note_of_lost(runs: Sequence[Run]) -> str:
-    num = sum(not math.isfinite(loss) for run in runs for loss in run.logged.loss)
-    have = "has" if num == 1 else "have"
-    return f"{counted(num, 'logged step')} {have} a loss that is not finite (a cross at the bottom)." if num else ""
 
 
 def _loss_hits(runs: Sequence[Run], x: Scale) -> Iterator[tuple[float, float, str]]:
@@ -229,9 +226,8 @@ class StepTimeFigure:
     """The most logged lines that one point is the mean of."""
 
 
-def step_time_figure(run: Run, x: Scale, ceiling: float) -> StepTimeFigure | None:
-    """Return the time of each step up to `ceiling` seconds; None if it is not logged."""
-    spans = spans_of(run)
+def step_time_figure(run: Run, spans: list[Span], x: Scale, ceiling: float) -> StepTimeFigure | None:
+    """Return the time of each step, the `spans` of `run`, up to `ceiling` seconds; None if it is not logged."""
     if not spans:
         return None
     y = nice_scale(0.0, ceiling, 4)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
+from torchtitan_lite.log import listed
 from torchtitan_lite.report.run import Run
 from torchtitan_lite.report.saved_steps import Fate, Save, ShardMap
 from torchtitan_lite.report.scales import Scale, nice_scale
@@ -21,7 +22,6 @@ MAX_MARKS = 240
 MAX_ROWS = 32
 """More ranks are cells of a grid."""
 MAX_CELLS = 2048
-_NAMED_STEPS = 8
 
 
 class Lane(NamedTuple):
@@ -90,9 +90,8 @@ def impossible_rates(run: Run) -> str:
     steps = [f"{save.step:,}" for save in run.saves if save.is_impossible]
     if not steps:
         return ""
-    more = f" and {len(steps) - _NAMED_STEPS:,} more" if len(steps) > _NAMED_STEPS else ""
-    named = f"step{'' if len(steps) == 1 else 's'} {', '.join(steps[:_NAMED_STEPS])}{more}"
-    return f"Left out, because no disk has that bandwidth: {named}."
+    plural = "" if len(steps) == 1 else "s"
+    return f"Left out, because no disk has that bandwidth: step{plural} {listed(steps, most=8)}."
 
 
 class Cell(NamedTuple):

@@ -72,7 +72,7 @@ def page(runs: Sequence[Run]) -> dict[str, Any]:
     first, second = runs[0], runs[1] if len(runs) > 1 else None
     return {
         "title": " and ".join(run.name for run in runs),
-        "runs": [_run_values(index, run, x, ceiling, best) for index, run in enumerate(runs)],
+        "runs": [_run_values(index, run, spans[index], x, ceiling, best) for index, run in enumerate(runs)],
         "loss": curves.loss_figure(runs),
         "differences": differences(first.config, second.config) if second is not None else None,
         "labels": LABELS,
@@ -85,7 +85,7 @@ def page(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _run_values(index: int, run: Run, x: Any, ceiling: float, best: float) -> dict[str, Any]:
+def _run_values(index: int, run: Run, spans: list[curves.Span], x: Any, ceiling: float, best: float) -> dict[str, Any]:
     changed = {number for number, changes in run.changes.items() if changes}
     return {
         "index": index,
@@ -93,7 +93,7 @@ def _run_values(index: int, run: Run, x: Any, ceiling: float, best: float) -> di
         "about": _about(run),
         "status": (run.status, STATUS[run.status]),
         "tiles": _tiles(run),
-        "step_time": curves.step_time_figure(run, x, ceiling),
+        "step_time": curves.step_time_figure(run, spans, x, ceiling),
         "lanes": marks.lanes_of(run, x),
         "fates": marks.fate_counts(run.saves),
         "rates": marks.rates_of(run, best),

@@ -79,7 +79,6 @@ class HeldImages:
     keeper: Keeper | None
     start: str
     peers: Peers
-    end_seconds: float = END_SECONDS
     complete: list[Complete] = field(default_factory=list, init=False)
     """By descending step; coordinator only."""
     left_out: set[ImageKey] = field(default_factory=set, init=False)
@@ -213,7 +212,7 @@ class HeldImages:
         try:
             held = keeper.held(self.start)
             is_mapped = any(each.is_mapped for each in held)
-            if is_mapped and keeper.wait_until_unmapped(self.end_seconds, self.start):
+            if is_mapped and keeper.wait_until_unmapped(END_SECONDS, self.start):
                 # Until it ended that process may have kept others, and all ranks must find the same.
                 while held:
                     held.pop().close()
@@ -374,13 +373,6 @@ class Move(NamedTuple):
     rank: int
 
 
-class _Announced(NamedTuple):
-    """What a rank is about to send."""
-
-    marked: Marked
-    arena_bytes: int
-
-
 def moves(where: Sequence[frozenset[int]]) -> list[Move]:
     """Return who sends what, if `where` has by rank the ranks whose images are on its host. The same on every rank.
 
@@ -406,14 +398,15 @@ def fetched(to_move: Sequence[Move], here: Mapping[int, HeldMemory], peers: Peer
     if not to_move:
         return None
     began = time.monotonic()
+    # Of each image its mark, and the bytes of its arena.
     mine = {move.rank: _announced(here[move.rank]) for move in to_move if move.source == peers.rank}
     announced = {rank: each for of_rank in peers.gather(mine) for rank, each in of_rank.items()}
     own = announced.get(peers.rank)
     # All ranks have theirs before the first byte is sent, or none sends any.
-    memory = peers.together(lambda: None if own is None else _staging_memory(own.arena_bytes))
+    memory = peers.together(lambda: None if own is None else _staging_memory(own[1]))
     waits: list[Callable[[], object]] = []
     for move in to_move:
-        num_bytes = announced[move.rank].marked.num_bytes
+        num_bytes = announced[move.rank][0].num_bytes
         if move.source == peers.rank:
             view = map_shared(here[move.rank].arena_fd, num_bytes)
             waits += [peers.relay(part, None, move.rank) for part in _memory_chunks(view)]
@@ -426,22 +419,23 @@ def fetched(to_move: Sequence[Move], here: Mapping[int, HeldMemory], peers: Peer
         logger.info(
             "The in-memory snapshots of %s (%s) came from other hosts in %.1f s",
             counted(len(to_move), "rank"),
-            readable_bytes(sum(each.marked.num_bytes for each in announced.values())),
+            readable_bytes(sum(marked.num_bytes for marked, _ in announced.values())),
             time.monotonic() - began,
         )
     if own is None or memory is None:
         return None
     mark = Mark()
-    mark.set(own.marked.step, own.marked.num_bytes, own.marked.card)
+    marked, _ = own
+    mark.set(marked.step, marked.num_bytes, marked.card)
     mark_fd = os.dup(mark.fd)
     mark.close()
     return HeldMemory("", memory, mark_fd, is_mapped=False)
 
 
-def _announced(image: HeldMemory) -> _Announced:
+def _announced(image: HeldMemory) -> tuple[Marked, int]:
     marked = read_mark(image.mark_fd)
     assert marked is not None, "it was valid when this start looked, and nothing writes into it"
-    return _Announced(marked, os.fstat(image.arena_fd).st_size)
+    return marked, os.fstat(image.arena_fd).st_size
 
 
 def _staging_memory(num_bytes: int) -> int:

@@ -25,7 +25,7 @@ from torchtitan_lite.checkpoint.staging.mark import read_mark
 from torchtitan_lite.distributed.environment import master_address, replica_interface, runtime_folder
 from torchtitan_lite.events import ReplicaMissed, ReplicaReady
 from torchtitan_lite.host_memory import host_id
-from torchtitan_lite.log import logger, readable_bytes
+from torchtitan_lite.log import listed, logger, readable_bytes
 from torchtitan_lite.memory.images.card import Card, ImageKey
 from torchtitan_lite.memory.images.memory_budget import Room, has_no_room_for_replicas
 from torchtitan_lite.memory.images.pool import Pool
@@ -260,7 +260,6 @@ class Turns:
 _SIOCGIFADDR = 0x8915
 _IFNAMSIZ = 16
 _ANY_PORT = 9
-_MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -300,8 +299,7 @@ def partners(hosts: Sequence[str]) -> list[int]:
 def ring_text(places: Sequence[ReplicaHost]) -> str:
     """Return the ring as people read it: host-1 -> host-2 -> host-1."""
     names = [*{place.host: place.name for place in places}.values()]
-    shown = names if len(names) <= _MOST_NAMED else [*names[: _MOST_NAMED - 1], f"{len(names) - _MOST_NAMED + 1} more"]
-    return " -> ".join([*shown, names[0]])
+    return f"{listed(names, ' -> ', most=8)} -> {names[0]}"
 
 
 def own_address(interface: str, master: str) -> str:
@@ -310,20 +308,15 @@ def own_address(interface: str, master: str) -> str:
     An address of the loopback is none that another host could reach.
     """
     try:
-        found = _interface_address(interface) if interface else _address_towards(master)
+        if interface:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                request = struct.pack("256s", interface.encode()[: _IFNAMSIZ - 1])
+                found = socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+        else:
+            family, kind, _, _, address = socket.getaddrinfo(master, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)  # Sends nothing, but chooses a route.
+                found = str(probe.getsockname()[0])
     except OSError:
         return ""
     return "" if ipaddress.ip_address(found.partition("%")[0]).is_loopback else found
-
-
-def _interface_address(interface: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("256s", interface.encode()[: _IFNAMSIZ - 1])
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
-
-
-def _address_towards(master: str) -> str:
-    family, kind, _, _, address = socket.getaddrinfo(master, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)  # Sends nothing, but chooses a route.
-        return str(probe.getsockname()[0])

@@ -346,8 +346,7 @@ def _memory_source(
         "durable": BEGINNING if chosen is None else chosen.loaded,
     }
     if chosen is not None and _is_copy_of_disk(each, chosen):
-        of_disk = {field.name: getattr(chosen, field.name) for field in dataclasses.fields(chosen)}
-        return ImageSource(**of_disk, **offered, is_copy=True)
+        return ImageSource(**vars(chosen), **offered, is_copy=True)
     # The run continues as the one that made the image; its latest ancestor on disk is what the disk's choice loads.
     parent = None if chosen is None else chosen.lineage.parent_step
     lineage = dataclasses.replace(

@@ -11,7 +11,6 @@ import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.context import RunContext
@@ -48,33 +47,8 @@ from torchtitan_lite.store.protocol import StoresCheckpoints
 
 CLOSE_SECONDS = 30.0
 """How long the digest under way may take when the manager is closed."""
-
-
-class Agreement(NamedTuple):
-    """What a rank reports about its images, and what all agree on: of each number the maximum over the ranks."""
-
-    is_off: int
-    """Whether no image can be made or kept any more."""
-    is_short: int
-    """Whether memory is short."""
-    lacks_replica: int
-    has_no_replica: int
-    """Whether the replica that is due will never be made."""
-    of_pool: tuple[int, ...] = ()
-    """As `Pool.report` has it; whether there is no arena to spare comes first."""
-
-    @classmethod
-    def of(cls, numbers: Sequence[int]) -> Agreement | None:
-        """Return what `numbers` say; None if there are none, in a run that makes no images between saves."""
-        if not numbers:
-            return None
-        is_off, is_short, lacks_replica, has_no_replica, *of_pool = numbers
-        return cls(is_off, is_short, lacks_replica, has_no_replica, tuple(of_pool))
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """Return the numbers as they travel."""
-        return *self[:4], *self.of_pool
+_OF_POOL = 4
+"""Where the numbers of `Pool.report` begin in those of a rank: the first one says that it may have none to spare."""
 
 
 class KeptImages(FoundImages):
@@ -168,7 +142,7 @@ class KeptImages(FoundImages):
         is_short_here = not self._is_off and is_short()
         # These numbers travel in the all-reduce of the plan, so an image costs no exchange of its own.
         is_off = self.marker.has_failed or self.tier.is_off
-        return Agreement(is_off, is_short_here, *self._replicas.numbers(), of_pool).numbers
+        return is_off, is_short_here, *self._replicas.numbers(), *of_pool
 
     def agreed(self, step: int, maxima: Sequence[int]) -> None:
         """Note that a save of `step` is about to stage it. **Collective**, main thread.
@@ -177,8 +151,7 @@ class KeptImages(FoundImages):
         all ranks have: what is then free may be the only image that is complete. A rank with one arena waits, too: a
         digest of the copy in it may be under way.
         """
-        found = Agreement.of(maxima)
-        if found is not None and any(found.of_pool[:1]):
+        if any(maxima[_OF_POOL : _OF_POOL + 1]):
             self.stager.pool.wait_until_unread(self._timeout_seconds)
             maxima = self._peers.max_over_ranks(*self.numbers())
         self._agree(maxima)
@@ -324,14 +297,14 @@ class KeptImages(FoundImages):
 
     def _agree(self, highest: Sequence[int]) -> bool:
         """Note the maximum over all ranks of their reports; return whether an image can be staged on all of them."""
-        agreed = Agreement.of(highest)
-        if agreed is None:
+        if not highest:
             return True
-        self._replicas.agree(agreed.lacks_replica, agreed.has_no_replica)
-        has_spare = self.stager.pool.agree(agreed.of_pool)
-        if agreed.is_off and not self._is_off:
+        is_off, lacks_memory, lacks_replica, has_no_replica, *of_pool = highest
+        self._replicas.agree(lacks_replica, has_no_replica)
+        has_spare = self.stager.pool.agree(of_pool)
+        if is_off and not self._is_off:
             self._end("a rank cannot make or keep them")
-        if agreed.is_short and not self._is_off:
+        if lacks_memory and not self._is_off:
             self._end("training needs their memory. Unset checkpoint.memory_interval, or give the job more")
             self._have_slots(1)
         if self.stager.pool.complete > self._former.step:

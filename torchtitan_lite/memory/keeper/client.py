@@ -177,7 +177,7 @@ class Keeper:
         found: list[HeldMemory] = []
         try:
             with self._as_unavailable(), suppress(NoKeeper, HungUp), connected(self._path(), ANSWER_SECONDS) as ask:
-                listed, _ = ask({"what": "list", "start": self._start_of(start_id)})
+                listed, _ = ask({"what": "list", "start": self._start_id if start_id is None else start_id})
                 for name in messages.names_in(listed):
                     answer, fds = ask({"what": "take", "name": name}, may_fail=True, wants_fds=True)
                     if "error" in answer:  # Dropped since it was listed.
@@ -192,7 +192,7 @@ class Keeper:
             raise
         return found
 
-    def wait_until_unmapped(self, seconds: float, start_id: str | None = None) -> bool:
+    def wait_until_unmapped(self, seconds: float, start_id: str) -> bool:
         """Wait until every process that joined under another start has ended; return whether that is so in `seconds`.
 
         False at once if this very process is one of them, as where a manager was not closed. Raises
@@ -201,7 +201,7 @@ class Keeper:
         deadline = time.monotonic() + seconds
         with self._as_unavailable(), suppress(NoKeeper, HungUp):
             while True:
-                _, fds = self._ask({"what": "other", "start": self._start_of(start_id)}, wants_fds=True)
+                _, fds = self._ask({"what": "other", "start": start_id}, wants_fds=True)
                 if not fds:
                     return True
                 try:
@@ -271,9 +271,6 @@ class Keeper:
             pidfd, self._pidfd = self._pidfd, pidfd
         if pidfd >= 0:
             os.close(pidfd)
-
-    def _start_of(self, start_id: str | None) -> str:
-        return self._start_id if start_id is None else start_id
 
     def _path(self) -> Path:
         if self._is_forked:
@@ -347,8 +344,11 @@ def socket_path(folder: Path, runtime: Path | None) -> Path:
     name = xxhash.xxh3_128_hexdigest(os.fsencode(os.path.realpath(folder)) + b"\0" + host_id().encode())
     temporary = Path(tempfile.gettempdir()).absolute() / f"{_NAME}-{os.geteuid()}"
     candidates = [temporary / name]
-    if runtime is not None and runtime.is_absolute() and _is_own(runtime):
-        candidates.insert(0, runtime / _NAME / name)
+    if runtime is not None and runtime.is_absolute():
+        with suppress(OSError):
+            found = runtime.stat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+                candidates.insert(0, runtime / _NAME / name)
     for path in candidates:
         if len(os.fsencode(path)) <= _ADDRESS_BYTES:
             return path
@@ -375,11 +375,3 @@ def refuse_shared(folder: Path) -> None:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         seen = f"{stat.filemode(found.st_mode)} of user {found.st_uid}"
         raise KeeperUnavailable(f"{folder}: expected a drwx------ of user {os.geteuid()}, found {seen}; remove it")
-
-
-def _is_own(folder: Path) -> bool:
-    try:
-        found = folder.stat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()

@@ -146,7 +146,7 @@ def args_of(config: Mapping[str, Any]) -> ModelArgs:
     if not isinstance(kind, str) or kind not in _DEFAULTS:
         raise ConfigError(f"config.json: model_type: expected llama, or mistral without a window, found {kind!r}")
     config = {**_DEFAULTS[kind], **config}
-    heads = count_in(config, "num_attention_heads")
+    heads, rope = count_in(config, "num_attention_heads"), _rope(config)
     dim = count_in(config, "hidden_size")
     kv_heads = count_in(config, "num_key_value_heads", heads)
     for is_odd, finding in (
@@ -156,7 +156,7 @@ def args_of(config: Mapping[str, Any]) -> ModelArgs:
         (config.get("sliding_window") is not None, "sliding_window"),
         (dim % heads != 0 or dim // heads % 2 != 0, f"hidden_size {dim} with num_attention_heads {heads}"),
         (config.get("head_dim") not in (None, dim // heads), f"head_dim {config.get('head_dim')!r}"),
-        (_rope(config).get("partial_rotary_factor", 1.0) != 1.0, "rotary embedding of a part of each head"),
+        (rope.get("partial_rotary_factor", 1.0) != 1.0, "rotary embedding of a part of each head"),
         (heads % kv_heads != 0, f"num_key_value_heads {kv_heads} with num_attention_heads {heads}"),
     ):
         if is_odd:
@@ -169,22 +169,15 @@ def args_of(config: Mapping[str, Any]) -> ModelArgs:
         vocab_size=count_in(config, "vocab_size"),
         ffn_dim=count_in(config, "intermediate_size"),
         norm_eps=positive_in(config, "rms_norm_eps", _NORM_EPS),
-        rope_theta=_rope_theta(config),
-        rope_scaling=_rope_scaling(config),
+        rope_theta=positive_in(rope if "rope_theta" in rope else config, "rope_theta", _ROPE_THETA),
+        rope_scaling=_rope_scaling(rope),
         tie_word_embeddings=bool(config.get(TIED)),
         max_seq_len=count_in(config, "max_position_embeddings", _LENGTH),
     )
 
 
-def _rope_theta(config: Mapping[str, Any]) -> float:
-    """Return the base of the rotary embedding."""
-    parameters = _rope(config)
-    return positive_in(parameters if "rope_theta" in parameters else config, "rope_theta", _ROPE_THETA)
-
-
-def _rope_scaling(config: Mapping[str, Any]) -> RopeScaling | None:
+def _rope_scaling(parameters: Mapping[str, Any]) -> RopeScaling | None:
     """Return how the rotary embedding is scaled; None if it is not. Raise ConfigError if it is in another way."""
-    parameters = _rope(config)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
         return None
