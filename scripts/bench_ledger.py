@@ -154,8 +154,8 @@ def report(coin: Coin, costs: dict[str, float], step_seconds: float) -> str:
         f"A step of the debug run takes {1000 * step_seconds:.0f} ms of CPU time (8 sequences of 256 tokens, one "
         f"process and thread, torch {torch.__version__.partition('+')[0]}, {platform.machine()}).\n"
         f"The ledger's calls take {1e6 * costs['step']:.0f} µs in each step, {1e6 * costs['logged']:.0f} µs in a "
-        f"logged one, of ten, to write its tags, and {1e6 * costs['beat']:.0f} µs for a beat with the file for "
-        f"Prometheus: together {of_step[0]:.3f} % of a step.\n"
+        f"logged one, of ten, to write its tags, and {1e6 * costs['beat']:.0f} µs for a beat: "
+        f"together {of_step[0]:.3f} % of a step.\n"
         f"Over {num_steps} short steps, with and without the ledger in turn, a step with it takes {1e6 * longer:+.0f} "
         f"µs longer (95 %: {1e6 * low:+.0f} to {1e6 * high:+.0f} µs), which is {of_step[1]:+.3f} % of a step of the "
         f"debug run (95 %: {of_step[2]:+.3f} % to {of_step[3]:+.3f} %).\n"
@@ -174,7 +174,6 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         shared = ["--job.config_file=llama_debug.toml", "--checkpoint.interval_type=none"]
-        shared += ["--metrics.prometheus_file=run.prom"]
         debug = [*shared, f"--job.dump_folder={folder}/debug", f"--training.steps={options.debug_steps}"]
         whole, _ = measure(debug, seed=0)
         short = [*shared, f"--job.dump_folder={folder}/short", f"--training.steps={options.steps}"]

@@ -40,15 +40,12 @@ def _build_optimizer(part: nn.Module, config: Optimizer) -> torch.optim.Optimize
         "weight_decay": config.weight_decay,
     }
     wanted = config.implementation
-    if wanted == "fused" and not _has_fused_kernel(part):
+    # torch only checks at the first step, too late to choose another implementation.
+    has_fused = all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in part.parameters())
+    if wanted == "fused" and not has_fused:
         logger.info("optimizer.implementation: there is no fused kernel for these parameters, using foreach")
         wanted = "foreach"
     return kind(part.parameters(), fused=wanted == "fused", foreach=wanted == "foreach", **settings)
-
-
-def _has_fused_kernel(part: nn.Module) -> bool:
-    # torch only checks at the first step, too late to choose another implementation.
-    return all(p.device.type in FUSED_DEVICES and p.is_floating_point() for p in part.parameters())
 
 
 def lr_factor(step: int, config: LRScheduler, total_steps: int) -> float:

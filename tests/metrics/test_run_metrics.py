@@ -94,7 +94,7 @@ def test_an_error_that_ends_the_run_is_a_failed_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("reason", [{"rank": 1}, {"load_only": True}])
 def test_other_ranks_and_a_run_that_only_loads_write_no_ledger(reason: dict[str, Any], tmp_path: Path) -> None:
-    with _metrics(tmp_path, prometheus_file="run.prom", **reason) as metrics:
+    with _metrics(tmp_path, **reason) as metrics:
         metrics.begin("2 processes")
         metrics.start(0)
         _train(metrics, 1, [1.0, 1.0])

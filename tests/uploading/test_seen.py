@@ -1,16 +1,13 @@
-"""What people see of uploads: the verb, `ls`, the progress line, the file for Prometheus."""
+"""What people see of uploads: the verb, `ls`, the progress line."""
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 from tests.checkpoint.small_run import SmallRun
 from tests.cli.command import command
-from torchtitan_lite.events import Uploaded, UploadFailed
 from torchtitan_lite.metrics.progress_bar import Progress
-from torchtitan_lite.metrics.run_metrics import upload_figures
 from torchtitan_lite.store.store import CheckpointStore
 
 
@@ -61,12 +58,3 @@ def test_ls_says_nothing_of_uploads_where_there_are_none(tmp_path: Path) -> None
 def test_the_progress_line_has_the_last_upload() -> None:
     assert "uploaded 30" in Progress(40, 100, uploaded=30).fields()
     assert not any("uploaded" in each for each in Progress(40, 100).fields())
-
-
-def test_prometheus_has_the_last_upload_and_the_failures() -> None:
-    figures = upload_figures({}, UploadFailed(5, path="s3://b/r", reason="no answer"))
-    figures = upload_figures(figures, Uploaded(5, path="s3://b/r", bytes=100, seconds=2.0, failures=1))
-    assert figures["uploaded_step"] == 5
-    assert figures["uploaded_bytes_per_second"] == 50.0
-    assert figures["upload_failures"] == 1
-    assert math.isfinite(figures["uploaded_timestamp_seconds"])

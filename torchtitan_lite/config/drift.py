@@ -149,7 +149,7 @@ _PATHS = frozenset(
 _OF_A_HOST = frozenset(
     {
         *("job.config_file", "job.dump_folder", "job.description", "job.print_args", "training.tokens_folder"),
-        *("metrics.enable_progress_bar", "metrics.prometheus_file", "metrics.enable_wandb", "comm.trace_buf_size"),
+        *("metrics.enable_progress_bar", "metrics.enable_wandb", "comm.trace_buf_size"),
     }
 )
 _SECTION_OF_A_HOST = "profiling."

@@ -174,6 +174,7 @@ _FEATURES: Mapping[str, Mapping[str, object]] = {
         "checkpoint.debug_staging": False,
     },
     BEST_MODE: {"checkpoint.keep_best_mode": "min"},
+    "a file for Prometheus (ledger.now and metrics.jsonl have its figures)": {"metrics.prometheus_file": ""},
     PEER_COPIES: {"checkpoint.memory_replicas": 0},
     RATE_OF_PEER_COPIES: {"checkpoint.memory_replica_max_mb_per_second": 0.0},
 }

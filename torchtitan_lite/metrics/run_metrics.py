@@ -40,12 +40,11 @@ from torchtitan_lite.events import (
     ReplicaReady,
     SaveStaged,
     Uploaded,
-    UploadFailed,
 )
 from torchtitan_lite.json_lines import JsonLines
 from torchtitan_lite.log import logger
 from torchtitan_lite.metrics.ledger import Ledger, RunClock
-from torchtitan_lite.metrics.logger import MetricsLogger, PrometheusFile, WandbRun
+from torchtitan_lite.metrics.logger import MetricsLogger, WandbRun
 from torchtitan_lite.metrics.progress_bar import build_progress_bars
 
 EVENTS_FILE = "events.jsonl"
@@ -76,8 +75,6 @@ class RunMetrics:
         self.ledger = Ledger(dump_folder, RunClock(began=began), writes=self._writes)
         """Where the time goes."""
         self._heartbeat: Heartbeat | None = None
-        path = config.metrics.prometheus_file if self._writes else ""
-        self._prometheus = PrometheusFile(dump_folder / path, str(dump_folder)) if path else None
         self._wandb = WandbRun(dump_folder) if config.metrics.enable_wandb and self._writes else None
         self._config = config
         folder = config.checkpoint.folder
@@ -99,7 +96,7 @@ class RunMetrics:
             version=torchtitan_lite.__version__,
         )
         if self._writes:
-            self._heartbeat = Heartbeat(self._beat)
+            self._heartbeat = Heartbeat(self.ledger.beat)
             if self._wandb is not None:
                 first = (*(start.id for start in self.ledger.before.starts), self.ledger.id)[0]
                 self._wandb.begin(first, self._config.to_dict())
@@ -157,8 +154,6 @@ class RunMetrics:
             self._event_tags |= checkpoint_tags(event)
         for bar in self._bars:
             bar.note(event)
-        if self._prometheus is not None and isinstance(event, Uploaded | UploadFailed):
-            self._prometheus.uploads = upload_figures(self._prometheus.uploads, event)
 
     def past(self) -> Past:
         """Return the hours and the unclean ends of earlier starts; none where no ledger is written."""
@@ -189,8 +184,6 @@ class RunMetrics:
         for bar in self._bars:
             bar.logged(tags["loss_metrics/global_avg_loss"], tags["throughput(tps)"])
         self._files.log(step, tags)
-        if self._prometheus is not None:
-            self._prometheus.logged = tags
         if self._wandb is not None:
             self._wandb.log(step, tags)
         logger.info(step_line(step, tags, *progress))
@@ -207,20 +200,11 @@ class RunMetrics:
             self._heartbeat.close()
             self._heartbeat = None
             self.ledger.end(None if failed else self._end)
-            self._write_prometheus(is_up=False)
         if self._wandb is not None:
             self._wandb.close(failed=failed)
         self._files.close()
         if self._events is not None:
             self._events.close()
-
-    def _beat(self) -> None:
-        self.ledger.beat()
-        self._write_prometheus(is_up=True)
-
-    def _write_prometheus(self, *, is_up: bool) -> None:
-        if self._prometheus is not None:
-            self._prometheus.write(self.ledger.accounts(), self.ledger.at_risk(), is_up=is_up)
 
     def __enter__(self) -> RunMetrics:
         return self
@@ -229,18 +213,6 @@ class RunMetrics:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close(failed=error is not None)
-
-
-def upload_figures(before: Mapping[str, float], event: Uploaded | UploadFailed) -> dict[str, float]:
-    """Return the figures for Prometheus after `event`."""
-    if isinstance(event, UploadFailed):
-        return {**before, "upload_failures": before.get("upload_failures", 0) + 1}
-    return {
-        "uploaded_step": event.step,
-        "uploaded_timestamp_seconds": time.time(),
-        "uploaded_bytes_per_second": event.bytes / event.seconds if event.seconds > 0 else 0.0,
-        "upload_failures": before.get("upload_failures", 0),
-    }
 
 
 def checkpoint_tags(event: Event) -> dict[str, float]:

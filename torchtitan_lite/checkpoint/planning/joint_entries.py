@@ -177,7 +177,7 @@ def balance(tensors: Sequence[JointTensor], num_ranks: int) -> None:
     for spread, num_bytes in of_lowest.values():
         np.add.at(loads, spread.ranks[spread.starts], spread.numels * num_bytes)
     # The largest first: then no two ranks differ by more than the largest part. DCP goes through them in their order.
-    for tensor in sorted(shared, key=_largest_part, reverse=True):
+    for tensor in sorted(shared, key=lambda each: int(each.spread.largest_shared) * each.itemsize, reverse=True):
         spread = tensor.spread
         boxes = spread.is_shared & (spread.numels > 0)
         rows = _with_least(spread, loads, boxes)
@@ -187,10 +187,6 @@ def balance(tensors: Sequence[JointTensor], num_ranks: int) -> None:
         else:
             tensor.writers = rows
         np.add.at(loads, spread.ranks[rows], spread.numels[boxes] * tensor.itemsize)
-
-
-def _largest_part(tensor: JointTensor) -> int:
-    return int(tensor.spread.largest_shared) * tensor.itemsize
 
 
 def _with_least(spread: Spread, loads: Numbers, boxes: npt.NDArray[np.bool_]) -> Numbers:

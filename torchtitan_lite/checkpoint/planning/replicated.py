@@ -21,7 +21,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.checkpoint.format.flattening import State
-from torchtitan_lite.checkpoint.format.shards import LocalShard, local_of, local_shards
+from torchtitan_lite.checkpoint.format.shards import local_of, local_shards
 from torchtitan_lite.checkpoint.state.optimizer_state import OWNERS, STATE
 from torchtitan_lite.disk.digest import text_digest
 from torchtitan_lite.distributed.peers import Peers
@@ -111,9 +111,10 @@ class Replicated:
             if not is_compared_apart and key not in self._may_differ:
                 section = sections[key.partition(".")[0] if is_full else _WEIGHTS]
                 if isinstance(value, torch.Tensor):
-                    section |= {
-                        _shard_label(key, part): _value_digest(part.memory) for part in local_shards(key, value)
-                    }
+                    for part in local_shards(key, value):
+                        # Another label for each shard of a tensor, the same for its replicas.
+                        label = f"{key} at {list(part.offsets)}" if any(part.offsets) else key
+                        section[label] = _value_digest(part.memory)
                 else:
                     section[key] = _value_digest(value)
         return sections
@@ -178,11 +179,6 @@ def _different(
     different = {key: held[0][0] for key, held in holders.items() if len({digest for _, digest in held}) > 1}
     part = next((parts[key] for key in different if key in parts), "")
     return [(different, part), *(({}, part) for _ in per_rank[1:])]
-
-
-def _shard_label(key: str, part: LocalShard) -> str:
-    """Return a label that differs between the shards of a tensor, and is the same for its replicas."""
-    return f"{key} at {list(part.offsets)}" if any(part.offsets) else key
 
 
 def _value_digest(value: Any) -> str:

@@ -123,12 +123,9 @@ def last_step(folder: Path) -> Path | None:
 
     Looks at names only. Any rank.
     """
-    steps = [places[0] for places in Listing(folder).places().values() if _is_described(places[0])]
-    return steps[-1] if steps else None
-
-
-def _is_described(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (layout.METADATA, layout.MANIFEST))
+    described = (layout.METADATA, layout.MANIFEST)
+    steps = [places[0] for places in Listing(folder).places().values()]
+    return next((step for step in reversed(steps) if any((step / name).is_file() for name in described)), None)
 
 
 _MOST_NAMES = 8

@@ -81,21 +81,12 @@ class Metrics:
     enable_progress_bar: bool = True
     """Show a progress bar below the log lines, while stderr is a terminal; in a pipe or a file there is none."""
 
-    prometheus_file: str = ""
-    """File for Prometheus' textfile collector, inside job.dump_folder or absolute; empty for none. Its name must end
-    with ".prom". Rank 0 replaces it every four seconds."""
-
     enable_wandb: bool = False
     """Log to Weights & Biases from rank 0; restarts continue the same run there. Needs the extra "wandb"; the project
     and the mode are those of WANDB_PROJECT and WANDB_MODE."""
 
     def __post_init__(self) -> None:
         check_types(self, "metrics")
-        if self.prometheus_file and not self.prometheus_file.endswith(".prom"):
-            raise ConfigError(
-                f'metrics.prometheus_file: expected a name that ends with ".prom", which is what the collector reads, '
-                f"found {self.prometheus_file!r}."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
