@@ -43,7 +43,7 @@ def load(target: BenchState, folder: Path, peers: Peers, verify: Verify, files: 
     """Load as a resume does: check that everything fits, then read every state. **Collective**."""
     stored = StoredCheckpoint(folder, peers, verify=verify, files=files)
     slots = _slots(target)
-    stored.check(target.model, slots, ["train_state"])
+    stored.report(target.model, slots, ["train_state"])
     stored.verify_rest()
     target.counters = stored.read_state("train_state", target.counters)
     if slots:

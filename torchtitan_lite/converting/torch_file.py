@@ -29,7 +29,7 @@ def write_state(path: Path, state: Mapping[str, Any], stream: TensorStream, adva
         tensors.append(tensor)
         return tensor_call(DTYPES[tensor.dtype], tensor.shape, len(tensors) - 1)
 
-    archive = Archive(pickled(_mapped(state, call, lambda value: value)))
+    archive = Archive(pickled(_remade(state, call, lambda value: value)))
     parts: list[Part] = []
     begin = 0
     for number, tensor in enumerate(tensors):
@@ -48,17 +48,17 @@ def _check_torch_file(path: Path, state: Mapping[str, Any]) -> None:
         loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
         raise TorchtitanLiteError(f"{path.name} was written, but torch does not load it: {error}") from None
-    expected, found = (_mapped(each, lambda t: (dtype_name(t.dtype), tuple(t.shape)), type) for each in (state, loaded))
+    expected, found = (_remade(each, lambda t: (dtype_name(t.dtype), tuple(t.shape)), type) for each in (state, loaded))
     if expected != found:
         raise TorchtitanLiteError(f"{path.name} was written, but torch loads something else from it")
 
 
-def _mapped(value: Any, of_tensor: Callable[[Any], Any], of_other: Callable[[Any], Any]) -> Any:
+def _remade(value: Any, of_tensor: Callable[[Any], Any], of_other: Callable[[Any], Any]) -> Any:
     """Return the nested containers in `value` with what the functions return for all else."""
     if isinstance(value, NewTensor | torch.Tensor):
         return of_tensor(value)
     if type(value) is list:
-        return [_mapped(item, of_tensor, of_other) for item in value]
+        return [_remade(item, of_tensor, of_other) for item in value]
     if type(value) is dict:
-        return {key: _mapped(item, of_tensor, of_other) for key, item in value.items()}
+        return {key: _remade(item, of_tensor, of_other) for key, item in value.items()}
     return of_other(value)

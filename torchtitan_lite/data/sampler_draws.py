@@ -120,8 +120,8 @@ class ReplayedSampler:
         changed = {path for path, copy in began.items() if copy != made.get(path)} | moved
         generators = {path for path, copy in began.items() if isinstance(copy, tuple)}
         kept = {
-            "began": _written(name, {path: began[path] for path in began if path in changed | generators}),
-            "now": _written(name, {path: now.values[path] for path in now.values if path in moved}),
+            "began": _with_copies(name, {path: began[path] for path in began if path in changed | generators}),
+            "now": _with_copies(name, {path: now.values[path] for path in now.values if path in moved}),
             "drawn": iteration.drawn,
         }
         is_needed = any(kept.values()) or self._attributes.has_iterators
@@ -254,7 +254,7 @@ def _refuse_strangers(name: str, found: dict[str, object]) -> None:
         )
 
 
-def _written(name: str, copies: dict[str, Copy]) -> dict[str, Any]:
+def _with_copies(name: str, copies: dict[str, Copy]) -> dict[str, Any]:
     written = {}
     for path, copy in copies.items():
         try:

@@ -70,7 +70,8 @@ def adapter_card(name: str, opened: OpenedCheckpoint, stream: TensorStream, fact
 
 def _card(name: str, head: list[str], example: str, facts: Mapping[str, str]) -> bytes:
     rows = [f"| {_cell(key)} | {_cell(value)} |" for key, value in facts.items()]
-    lines = ["---", *head, "---", "", f"# {_cell(name)}", "", example.format(name=_in_code(name))]
+    in_code = "".join(each for each in name if each.isprintable() and each not in '"\\')
+    lines = ["---", *head, "---", "", f"# {_cell(name)}", "", example.format(name=in_code)]
     lines += ["## How it was made", "", "| | |", "| --- | --- |", *rows, ""]
     lines += ["License, data and intended use are not recorded: add them before you give this model away."]
     return ("\n".join(lines) + "\n").encode(errors="replace")
@@ -131,7 +132,3 @@ def _origin_rows(opened: OpenedCheckpoint) -> dict[str, str]:
 def _cell(text: object) -> str:
     """Return `text` on one line of a table."""
     return " ".join(str(text).replace("|", "\\|").split())
-
-
-def _in_code(name: str) -> str:
-    return "".join(each for each in name if each.isprintable() and each not in '"\\')

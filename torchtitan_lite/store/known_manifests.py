@@ -147,7 +147,7 @@ class KnownManifests(Manifests):
         looked_at = [self.find_intact(step, listing.places_of(step)) for step in steps]
         known |= {on_disk(info.path).name: info for info in looked_at if info is not None}
         # What was replaced, and is all there is of a step, has its name for a moment only.
-        self._listed = known if self._is_writer and not any(map(layout.parse_replaced, listing.names)) else None
+        self._listed = known if self._is_writer and not any(map(layout.parse_replaced, listing.hidden)) else None
         self._forget_purged(listing)
         return sorted(known.values(), key=attrgetter("step"))
 

@@ -185,7 +185,7 @@ class Listing:
         with suppress(FileNotFoundError):
             self.names = sorted(os.listdir(root))  # noqa: PTH208  # a thousand paths take milliseconds
         self._taken = set(self.names)
-        self._hidden = [name for name in self.names if name.startswith(".")]
+        self.hidden = [name for name in self.names if name.startswith(".")]
 
     def places(self) -> dict[int, list[Path]]:
         """Return the paths of the checkpoints of each step, by ascending step.
@@ -258,7 +258,7 @@ class Listing:
         return 1 + max((number for found, number in self._numbered(parse) if found == step), default=0)
 
     def _numbered(self, parse: Callable[[str], tuple[int, int] | None]) -> list[tuple[int, int]]:
-        return [found for name in self._hidden if (found := parse(name))]
+        return [found for name in self.hidden if (found := parse(name))]
 
 
 def is_folder(path: Path) -> bool:

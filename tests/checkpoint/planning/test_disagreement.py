@@ -10,7 +10,7 @@ def held(host: str, **digests: int) -> Holdings:
 
 
 def disagreement(per_rank: list[Holdings]) -> str:
-    (text,) = {text for _, text in disagreements(per_rank)}
+    (text,) = {text for _, text in disagreements(per_rank, in_words=True)}
     return text
 
 
@@ -44,5 +44,5 @@ def test_what_is_equal_is_no_disagreement() -> None:
 
 
 def test_each_rank_learns_which_of_its_own_differ() -> None:
-    found = disagreements([held("a", w=1, b=5), held("b", w=2, b=5), ("c", {(1, 0): ("w", 3)})])
-    assert [places for places, _ in found] == [[(0, 0)], [(0, 0)], []]
+    found = disagreements([held("a", w=1, b=5), held("b", w=2, b=5), ("c", {(1, 0): ("w", 3)})], in_words=False)
+    assert found == [([(0, 0)], ""), ([(0, 0)], ""), ([], "")]

@@ -258,7 +258,8 @@ REFUSED = {
     "a frozenset": ((frozenset([1]),), r"s\.mine holds an object that .* set\(it\) of a frozenset"),
     "an enum": (collections.deque([Color.RED]), r"s\.mine holds an object that .* it\.value of an enum"),
     "a dataclass": ([1, Size(2)], r"s\.mine holds an object that .* dataclasses\.asdict\(it\)"),
-    "an array of objects": (np.array([None]), r"s\.mine holds an object that .* it\.tolist\(\)"),
+    "an array of objects": (np.array([None]), r"s\.mine holds an object that .* it\.tolist\(\) of NumPy.s times, obj"),
+    "times of NumPy": (np.array(["2020-01-01"], "M8[D]"), r"s\.mine holds an object that .* of NumPy.s times, obj"),
     "a long key": ({10**5000: 1}, r"s\.mine has a int as a key"),
 }
 

@@ -20,6 +20,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -174,7 +175,7 @@ class RankComparison:
         self.corruption = ""
         differing = {at // 2 for at in range(0, len(highest), 2) if _NONE < highest[at] != -highest[at + 1]}
         if differing and self._is_complete and self._is_watching:
-            _, self.corruption = self._compared(self._by_place(flat, only_samples=False))
+            _, self.corruption = self._compared(self._by_place(flat, only_samples=False), in_words=True)
             found = RanksDiffer(self.corruption, AFTER_CORRUPTION) if self.corruption else None
         elif differing:
             found = self._looked_at(flat)
@@ -204,19 +205,24 @@ class RankComparison:
         # Ranks that differ by rounding are never equal in each bit.
         return self._watches and not self._has_warned
 
-    def _compared(self, tensors: Mapping[Place, tuple[str, torch.Tensor]]) -> tuple[list[Place], str]:
-        """Return which of this rank's `tensors` differ between ranks, and in words where. **Collective**."""
+    def _compared(
+        self, tensors: Mapping[Place, tuple[str, torch.Tensor]], *, in_words: bool
+    ) -> tuple[list[Place], str]:
+        """Return which of this rank's `tensors` differ between ranks, and where, `in_words`. **Collective**."""
 
         def digests() -> Holdings:
-            return platform.node(), {at: (key, elements_digest(tensor)) for at, (key, tensor) in tensors.items()}
+            # Thousands of names, and a text of them for each rank, only where someone reads it.
+            found = {at: (key if in_words else "", elements_digest(tensor)) for at, (key, tensor) in tensors.items()}
+            return platform.node(), found
 
-        return self._peers.scatter_answers(self._peers.together(digests), disagreements)
+        answer = partial(disagreements, in_words=in_words)
+        return self._peers.scatter_answers(self._peers.together(digests), answer)
 
     def _looked_at(self, flat: State) -> RanksDiffer | None:
         """Find out which items differ, and how much. **Collective**."""
         only_samples = self._has_warned
         tensors = self._by_place(flat, only_samples=only_samples)
-        differing = {place: tensors[place] for place in sorted(self._compared(tensors)[0])}
+        differing = {place: tensors[place] for place in sorted(self._compared(tensors, in_words=False)[0])}
         if not self._peers.max_over_ranks(len(differing))[0]:
             # Digests were of another moment: a loop changed the state meanwhile.
             return None
@@ -394,10 +400,10 @@ Holdings = tuple[str, Mapping[Place, tuple[str, int]]]
 _SHOWN = 3
 
 
-def disagreements(per_rank: Sequence[Holdings]) -> list[tuple[list[Place], str]]:
+def disagreements(per_rank: Sequence[Holdings], *, in_words: bool) -> list[tuple[list[Place], str]]:
     """Return for each rank the places among its own where ranks hold different things, and a text for all of them.
 
-    It has the ranks, their hosts and what they hold otherwise, and is empty if all that is held is equal.
+    It has the ranks, their hosts and what they hold otherwise, and is empty if all is equal, or if not `in_words`.
     """
     holders: dict[Place, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     names: dict[Place, str] = {}
@@ -407,7 +413,7 @@ def disagreements(per_rank: Sequence[Holdings]) -> list[tuple[list[Place], str]]
             holders[place][digest].append(rank)
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = defaultdict(list)
     differing = {place: by_digest for place, by_digest in holders.items() if len(by_digest) > 1}
-    for place, by_digest in differing.items():
+    for place, by_digest in differing.items() if in_words else ():
         found[_minority(list(by_digest.values()))].append(names[place])
     text = "; ".join(_disagreement_text(odd, rest, named, per_rank) for (odd, rest), named in sorted(found.items()))
     return [([place for place in held if place in differing], text) for _, held in per_rank]

@@ -136,9 +136,10 @@ def _not_loadable(key: str, value: Any, reason: Exception | str) -> TypeError:
 
 
 _RETURN_OTHERS = (
-    "Return tensors, numbers, strings, bytes, paths, times, NumPy's arrays of these, and lists, tuples, deques, sets "
-    "and dicts from state_dict, and make the object of them in load_state_dict. Such are it.value of an enum, "
-    "tuple(it) of a namedtuple, set(it) of a frozenset, dataclasses.asdict(it), and it.tolist() of an array of objects"
+    "Return tensors, numbers, strings, bytes, paths, times of datetime, NumPy's arrays of numbers and text, and lists, "
+    "tuples, deques, sets and dicts from state_dict, and make the object of them in load_state_dict. Such are it.value "
+    "of an enum, tuple(it) of a namedtuple, set(it) of a frozenset, dataclasses.asdict(it), and it.tolist() of NumPy's "
+    "times, objects and structures"
 )
 
 

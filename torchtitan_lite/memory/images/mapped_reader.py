@@ -120,14 +120,14 @@ def _fill(mapping: _Mapping, checked: CheckedFile, segment: Segment) -> None:
     for part in by_block(segment):
         pieces = pieces_in_order(part)
         if pieces is not None and checked.blocks:
-            checked.check(part.begin, part.end, _copied_and_digested(mapping, part, pieces))
+            checked.check(part.begin, part.end, _placed_and_digested(mapping, part, pieces))
             continue
         if checked.blocks:
             checked.check(part.begin, part.end, block_digest(mapping.view[part.begin : part.end]))
         scatter(part, 0, mapping.memory, mapping.address)
 
 
-def _copied_and_digested(mapping: _Mapping, part: Segment, pieces: Sequence[tuple[int, memoryview]]) -> bytes:
+def _placed_and_digested(mapping: _Mapping, part: Segment, pieces: Sequence[tuple[int, memoryview]]) -> bytes:
     """Fill `pieces`, which are in order, and return the digest of all bytes of `part`."""
     digest, view = BlockDigest(), mapping.view
     done = part.begin
