@@ -86,11 +86,11 @@ def _install(trainer: Any, coin: Coin) -> None:
     """Take the ledger out of the steps that the coin says."""
     metrics: Any = trainer.metrics
     ledger: Any = metrics.ledger
-    part, step, tags, beat = metrics.part, ledger.step, ledger.tags, metrics._beat
+    part, step, tags, beat = metrics.part, ledger.step, ledger.tags, ledger.beat
     metrics.part = lambda name: part(name) if coin.is_on else _nothing()
     ledger.step = lambda number: step(number) if coin.is_on else _nothing()
     ledger.tags = lambda: tags() if coin.is_on else {"goodput(%)": 0.0}
-    metrics._beat = lambda: beat() if coin.is_on else None
+    ledger.beat = lambda: beat() if coin.is_on else None
     next_batch = trainer._next_batch
 
     def tossed() -> Any:
@@ -118,7 +118,7 @@ def _costs(trainer: Any) -> dict[str, float]:
     return {
         "step": _seconds_of(one_step, ROUNDS),
         "logged": _seconds_of(lambda: metrics._files.log(step, metrics.ledger.tags()), ROUNDS // 4),
-        "beat": _seconds_of(metrics._beat, ROUNDS // 10),
+        "beat": _seconds_of(metrics.ledger.beat, ROUNDS // 10),
     }
 
 
