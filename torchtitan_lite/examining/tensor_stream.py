@@ -330,7 +330,7 @@ class Cut(NamedTuple):
 def cuts(shape: Shape, most_elements: int) -> Iterator[Cut]:
     """Yield cuts of at most `most_elements` that make up a tensor of `shape`, in order; none if it is empty.
 
-    They depend on the arguments only: tensors of one shape are cut alike, whatever their dtypes and chunks.
+    They depend on the arguments only: tensors of one shape are cut alike, also with other dtypes and chunks.
     """
     if 0 in shape:
         return

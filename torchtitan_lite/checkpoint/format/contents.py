@@ -207,7 +207,7 @@ _COUNTERS = ("step", "n_tokens_seen", "log_steps")
 
 
 def is_clock(key: str, keys: Collection[str]) -> bool:
-    """Return whether `key`, one of the `keys` of a checkpoint, is a clock of its run, whatever its state is called."""
+    """Return whether `key`, one of the `keys` of a checkpoint, is a clock of its run under any name of its state."""
     state, dot, name = key.rpartition(".")
     return name in CLOCKS and all(f"{state}{dot}{field}" in keys for field in _COUNTERS)
 

@@ -276,7 +276,7 @@ class Restore:
 
     def _report(self, keys: KeyReport, refused_states: Sequence[str]) -> ResumeReport:
         everything = not self._source.model_only
-        # A state that is missing as a whole is an error whatever the strictness.
+        # A state that is missing as a whole is an error with any strictness.
         strict = self._config.checkpoint.load_strictness == "error" or not {*keys.missing}.isdisjoint(self._loaded)
         names = self._stored.model_names(self._model_state) if keys.missing else {}
         frozen, own = self._model.frozen_names(), tensors_of(self._model_state)
