@@ -66,7 +66,7 @@ except ImportError as error:
     raise ExtraMissing.of(error, "lightning") from None
 
 
-class Checkpoints(_package.Callback):  # type: ignore[misc, name-defined]  # Lightning need not be installed
+class LightningCheckpoints(_package.Callback):  # type: ignore[misc, name-defined]  # Lightning need not be installed
     """Save and resume a run of Lightning's Trainer in `folder`, with the keys of `CheckpointManager.for_loop`.
 
     The model, the optimizers, the schedulers, the loops, the position in the training data, all random generators, and
@@ -157,6 +157,9 @@ class Checkpoints(_package.Callback):  # type: ignore[misc, name-defined]  # Lig
         """Yield the present fit, if there is one and it saves."""
         if self._fit is not None:
             yield self._fit
+
+
+Checkpoints = LightningCheckpoints  # The name to import.
 
 
 class _First(_package.Callback):  # type: ignore[misc, name-defined]  # nor here

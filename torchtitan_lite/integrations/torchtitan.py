@@ -66,7 +66,7 @@ _OWN_KEYS = (
 """Keys of ours that torchtitan does not have; docs/config.md describes them."""
 
 
-class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan need not be installed
+class TorchtitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan need not be installed
     """A manager for `torchtitan.trainer.Trainer`: `Config.build` takes what torchtitan gives to its own.
 
     It saves what torchtitan's saves, and the random generators. A checkpoint is there complete or not at all, so
@@ -198,6 +198,9 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         if callable(close := getattr(trainer, "close", None)):
             close()  # Its metrics; it closes this manager once more, which does nothing.
         leave(self._own, signal)
+
+
+CheckpointManager = TorchtitanCheckpointManager  # The name to import.
 
 
 class HuggingFaceWeights:

@@ -57,7 +57,7 @@ _REFUSED = {
 """Arguments of the Trainer that do what the manager does, each with what to do instead."""
 
 
-class Checkpoints(TrainerCallback):  # type: ignore[misc]  # transformers need not be installed
+class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # transformers need not be installed
     """Saves into `folder` and resumes from it; `keys` are those of `[checkpoint]`.
 
     On SIGTERM, SIGUSR1 or SIGINT all ranks save the same step and leave with 128 + signal, unless `exit_on_signal` is
@@ -194,6 +194,9 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]  # transformers need n
         if self._exit_on_signal:
             leave(self._manager, self._manager.preempted_by)
         control.should_training_stop = True
+
+
+Checkpoints = TrainerCheckpoints  # The name to import.
 
 
 class _HasEnded(Exception):
