@@ -375,12 +375,17 @@ def emit_to(listener: EventListener | None) -> Emit:
     """
     if listener is None:
         return ignore
+    return contained("on_event", lambda event: listener(event.name, event.step, **event.figures))
+
+
+def contained(name: str, listen: Emit) -> Emit:
+    """Return `listen`, of which an error is a warning that names `name`."""
 
     def emit(event: Event) -> None:
         try:
-            listener(event.name, event.step, **event.figures)
+            listen(event)
         except (Exception, SystemExit) as error:
-            logger.warning("on_event failed for %s of step %d: %s", event.name, event.step, in_one_line(error))
+            logger.warning("%s failed for %s of step %d: %s", name, event.name, event.step, in_one_line(error))
 
     return emit
 

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.small_run import SmallRun
+from tests.logged import logged_warnings
+from tests.uploading.runs import steps_in
 from torchtitan_lite.checkpoint import manager
 from torchtitan_lite.checkpoint.saving.companion import Companion
-from torchtitan_lite.events import Event
+from torchtitan_lite.events import Committed, Event
 
 BEFORE_THE_LOOP = ["copying", "sources", "begin", "loaded"]
 OF_A_SAVE = ["numbers", "agreed", "copied"]
@@ -57,9 +59,11 @@ class Counting(Companion):
         self.given.append(tuple(maxima))
 
 
-def accompanied(folder: Path, monkeypatch: pytest.MonkeyPatch, companions: Sequence[Companion]) -> SmallRun:
+def accompanied(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, companions: Sequence[Companion], **keys: Any
+) -> SmallRun:
     monkeypatch.setattr(manager, "build_companions", lambda *_: companions)
-    return SmallRun(folder, async_mode="async", interval=2, keep_latest_k=2)
+    return SmallRun(folder, **{"async_mode": "async", "interval": 2, "keep_latest_k": 2} | keys)
 
 
 def test_the_moments_of_a_run_come_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +85,34 @@ def test_the_moments_of_a_run_come_in_order(tmp_path: Path, monkeypatch: pytest.
         "save_started",
         "committed",
     ]
+
+
+class Failing(Companion):
+    """Cannot note a commit, nor say what it still reads."""
+
+    def hear(self, event: Event) -> None:
+        if isinstance(event, Committed):
+            raise OSError("full")
+
+    def protected(self) -> frozenset[int]:
+        raise LookupError("lost")
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_a_companion_that_fails_is_named_and_the_run_saves_on_and_removes_nothing(
+    async_mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    companions = [Failing(), Noting()]
+    with (
+        logged_warnings() as warnings,
+        accompanied(tmp_path, monkeypatch, companions, async_mode=async_mode, keep_latest_k=1).loaded() as run,
+    ):
+        for _ in range(4):
+            run.step()
+    assert warnings.count("Failing failed for committed of step 4: OSError: full") == 1
+    assert warnings.count("No checkpoint is removed, because one may be in use: LookupError: lost") == 1
+    assert [companion.events.count("committed") for companion in companions if isinstance(companion, Noting)] == [2]
+    assert steps_in(run.root) == [2, 4]
 
 
 def test_each_companion_gets_the_maxima_of_its_own_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

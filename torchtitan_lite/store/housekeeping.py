@@ -17,7 +17,7 @@ from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.threads import Background
 from torchtitan_lite.errors import CheckpointUnreadable, ConfigError, LeaseLost, PinsUnreadable, SaveFailed
 from torchtitan_lite.events import Emit, Purged
-from torchtitan_lite.log import logger, readable_bytes
+from torchtitan_lite.log import in_one_line, logger, readable_bytes
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, without_abandoned
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.retention import KeepAll, RetentionPolicy, Verdict, judge_checkpoints
@@ -112,7 +112,7 @@ class Housekeeping:
             logger.warning("A checkpoint is still being removed after %.0f s; the next start removes the rest", seconds)
 
     def purge(self, store: StoresCheckpoints, protected: Callable[[], AbstractSet[int]] | None = None) -> None:
-        """Remove the checkpoints that are not kept; nothing if disk or rule fails, or the folder is another job's."""
+        """Remove the checkpoints that are not kept; nothing if disk, rule or companion fails, or another job has it."""
         if self._retention == KeepAll() and not self._missing_bytes(store):
             return
         try:
@@ -123,6 +123,8 @@ class Housekeeping:
             self._warn_of(str(error))
         except ConfigError as error:  # The text may name the step: that is no other cause.
             self._warn_of(f"{error} No checkpoint is removed while that is so", type(error.__cause__).__name__)
+        except Exception as error:  # Of what accompanies the run.
+            self._warn_of(f"No checkpoint is removed, because one may be in use: {in_one_line(error)}")
         else:
             self._warned_of = ""
             self.remove(going, store)

@@ -203,7 +203,7 @@ class Manifest:
     structure: Table = field(default_factory=Table)
     """"root" to the tree of containers of the keys of both tables. The store does not look into it."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """JSON values; the store looks only at `nan_in`, `ranks_differ` and `metrics`."""
+    """JSON values, by the names in `manifest_fields`."""
     unknown: Mapping[str, Any] = field(default_factory=dict)
     """Fields that a later version added, as they are in the file."""
 

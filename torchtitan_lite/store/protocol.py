@@ -158,7 +158,7 @@ class StoresCheckpoints(Protocol):
         return latest
 
     def damaged(self) -> dict[int, CheckpointDamaged]:
-        """Return what is wrong with each step that has no intact manifest: a damaged one, none, or another one."""
+        """Return what is wrong with each step whose manifest is damaged, or that of another step."""
         errors = self.errors_by_step()
         return {step: error for step, error in errors.items() if isinstance(error, CheckpointDamaged)}
 

@@ -299,7 +299,8 @@ def recover_with_log(store: StoresCheckpoints) -> bool:
     """Remove what a crash left in the folder of `store`. Return whether there was anything. **Coordinator only**."""
     recovered = store.recover()
     for place in recovered:
-        logger.info("Recovered after a save that was cut off: %s", place)
+        is_kept = store.root is not None and os.path.lexists(place)
+        logger.info("%s what a save that was cut off left: %s", "Kept" if is_kept else "Removed", place)
     return bool(recovered)
 
 

@@ -1,7 +1,8 @@
 """What may accompany a run: copies in memory, copies at other hosts, uploads. A run has a list of companions.
 
-The list is empty by default. The manager and the saves call each companion at the moments below, in the order of the
-list, and ask nothing else of it, so that a run can be read, and runs, without them.
+The list is empty unless keys of the configuration name some. The manager and the saves call each companion at the
+moments below, in the order of the list and at the end in reverse, and ask nothing else of it, so that a run can be
+read, and runs, without them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.reading.source import LoadSource, Sources
 from torchtitan_lite.checkpoint.saving.target import Origin, RankContent, SaveTarget
 from torchtitan_lite.checkpoint.staging.stager import Copying, StagedCopy
-from torchtitan_lite.events import Emit, Event
+from torchtitan_lite.events import Emit, Event, contained
 from torchtitan_lite.store.manifest import CheckpointInfo
 
 
@@ -42,9 +43,10 @@ class Companion:
         """Start processes, for the run `run_id`, right before the loop or after its first step. Idempotent."""
 
     def hear(self, event: Event) -> None:
-        """Note what happened on this rank. Any thread.
+        """Note what happened on this rank, and return at once: saves wait. Any thread. What it raises is a warning.
 
-        `Committed` comes on the coordinator alone, of every save, before a later one can remove that checkpoint.
+        `Committed` comes on the coordinator alone, of every save, before a later one can remove that checkpoint. What
+        companions emit themselves is not heard.
         """
 
     def sized(self, num_bytes: int) -> None:
@@ -81,19 +83,23 @@ class Companion:
         """Wait until nothing reads the state any more: a load changes it."""
 
     def protected(self) -> AbstractSet[int]:
-        """Return the steps on disk that no rule removes for now. **Coordinator only**, any thread."""
+        """Return the steps on disk that no rule removes for now. **Coordinator only**, any thread.
+
+        A save that lacks room removes them all the same. While this raises, nothing is removed.
+        """
         return frozenset()
 
     def finished(self, run_id: str) -> None:
         """Note that nothing of the run `run_id` is left to train: no later start needs what is kept for one."""
 
     def close(self) -> None:
-        """Wait for work under way, before the saver is closed. Idempotent."""
+        """Wait for what still needs the saver, which is closed next. Idempotent."""
 
     def leave(self, seconds_left: Callable[[], float]) -> None:
         """End what was started, after the saver was closed, within `seconds_left`. Idempotent.
 
-        It is infinite unless a signal came. Nothing is heard any more.
+        It is infinite unless a signal came, and 0 or less when the time is over or the run ends by an error. A purge
+        under way may still ask what is protected, and be heard.
         """
 
 
@@ -115,9 +121,10 @@ def heard_by(companions: Sequence[Companion], emit: Emit) -> Emit:
     if not companions:
         return emit
 
+    listeners = [emit, *(contained(type(each).__name__, each.hear) for each in companions)]
+
     def to_all(event: Event) -> None:
-        emit(event)
-        for each in companions:
-            each.hear(event)
+        for listen in listeners:
+            listen(event)
 
     return to_all

@@ -28,6 +28,7 @@ from torchtitan_lite.store.layout import Listing
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest, Table, last_digest
 from torchtitan_lite.store.manifest_fields import (
+    START,
     TRAINED_SECONDS,
     file_name,
     integer_field,
@@ -284,7 +285,7 @@ def assembled_manifest(cards: Sequence[Card]) -> Manifest:
         extra={
             "topology": first.run.topology,
             "config": dict(first.run.config),
-            "start": first.key.start,
+            START: first.key.start,
             TRAINED_SECONDS: first.run.trained_seconds,
         },
     )
