@@ -45,7 +45,10 @@ class Lineage:
         """Return the step beyond which checkpoints of other runs are abandoned; None if none are."""
         if self.counts_again:
             return -1
-        return self.branch_point if self.rolls_back_to is None else self.rolls_back_to
+        if self.rolls_back_to is not None:
+            return self.rolls_back_to
+        # A branch that has rolled back since keeps what it has saved up to there.
+        return None if self.branch_point is None else self.began_at
 
     @property
     def began_at(self) -> int | None:

@@ -179,7 +179,7 @@ def test_a_branch_of_the_run_leaves_them_out_and_a_new_run_does_not(start_run: S
     assert fresh.manager.batches_to_skip(6) == 0
 
 
-def test_the_load_step_of_a_branch_continues_it_after_it_rolled_back(start_run: StartRun) -> None:
+def test_the_load_step_of_a_branch_continues_it_after_it_rolled_back_and_all_it_has_stays(start_run: StartRun) -> None:
     run = start_run(interval=1).loaded()
     train(run, poisoned=(), steps=8)
     run.manager.close()
@@ -188,6 +188,9 @@ def test_the_load_step_of_a_branch_continues_it_after_it_rolled_back(start_run: 
     branch.manager.close()
     again = start_run(interval=1, load_step=3).loaded()
     assert again.train_state.step == 7
+    train(again, poisoned=(), steps=8)
+    again.manager.close()
+    assert again.committed() == [*range(1, 9)]
 
 
 def test_a_run_that_cannot_roll_back_is_refused(start_run: StartRun) -> None:
