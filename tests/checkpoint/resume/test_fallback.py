@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import shutil
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.small_run import SmallRun, same
@@ -83,6 +85,25 @@ def test_a_resumed_run_is_the_run_from_the_older_one(trained: SmallRun, start_ru
     straight.train(8)
     assert same(run.contents(), straight.contents())
     assert run.committed() == [2, 4, 6, 8]
+
+
+def test_what_was_allocated_for_a_damaged_one_is_free_once_an_older_one_is_loaded(
+    trained: SmallRun, start_run: StartRun
+) -> None:
+    def moments() -> int:
+        shape = trained.model.first.weight.shape
+        return sum(type(each) is Tensor and each.shape == shape for each in gc.get_objects())
+
+    flip_in(trained.root / "step-6", "model.second.weight")
+    run = start_run(interval=2)
+    gc.collect()
+    before = moments()
+    gc.disable()  # As training does.
+    try:
+        assert run.resumed().train_state.step == 4
+        assert moments() - before == 2
+    finally:
+        gc.enable()
 
 
 def test_the_finding_names_file_and_tensor(trained: SmallRun, start_run: StartRun) -> None:

@@ -10,6 +10,7 @@ proof of damage. Every public method is **collective**.
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,7 +57,7 @@ class Candidates:
     """Chooses the next candidate, none of the steps given last."""
     sources: Sources = field(default_factory=Sources)
     """What else there is to load; it goes before the disk."""
-    damaged: dict[int, CheckpointDamaged] = field(default_factory=dict)
+    damaged: dict[int, CheckpointDamaged] = field(default_factory=dict, init=False)
     """Damaged checkpoints found so far, by step; the same on every rank."""
     _chosen: Identity | None = field(default=None, init=False, repr=False)
     """The identity of the manifest of the last candidate; coordinator only."""
@@ -75,26 +76,40 @@ class Candidates:
             try:
                 load(source)
             except (CheckpointDamaged, CheckpointUnsafe, CheckpointUnreadable) as error:
-                if self.sources.drop(source, error):
-                    continue
-                if self._is_gone(source):
-                    self._warn("Step %d was removed during the load: choosing again", source.step)
-                    continue
-                # A network that fails makes every checkpoint look damaged, so an error of the machine ends the run.
-                if source.is_explicit or isinstance(error, CheckpointUnreadable):
-                    self._report_failure(source.step, error)
-                    raise
-                damage = damage_in(source.path, error) if isinstance(error, CheckpointUnsafe) else error
-                self.damaged[source.step] = damage
-                if not source.model_only:
+                damage = None if self._is_chosen_again(source, error) else self._note_damage(source, error)
+                if damage is not None and not source.model_only:
                     partly_loaded = damage
-                self._warn(_DAMAGED, source.step, damage.summary)
             else:
                 self._quarantine_damaged(source)
                 if source.model_only and partly_loaded is not None:
                     raise _only_in_a_new_process(partly_loaded, source)
                 return source
+            # Here, where no traceback holds it any more: what was allocated for this one, as for its optimizer states.
+            gc.collect()
         return None
+
+    def _is_chosen_again(self, source: LoadSource, error: CheckpointError) -> bool:
+        """Return whether `error`, of `source`, is none of a checkpoint that is still in the folder."""
+        if self.sources.drop(source, error):
+            return True
+        if is_gone := self._is_gone(source):
+            self._warn("Step %d was removed during the load: choosing again", source.step)
+        return is_gone
+
+    def _note_damage(
+        self, source: LoadSource, error: CheckpointDamaged | CheckpointUnsafe | CheckpointUnreadable
+    ) -> CheckpointDamaged:
+        # A network that fails makes every checkpoint look damaged, so an error of the machine ends the run.
+        if source.is_explicit or isinstance(error, CheckpointUnreadable):
+            self._report_failure(source.step, error)
+            raise error
+        if isinstance(error, CheckpointUnsafe):
+            damage = damage_in(source.path, error)
+        else:  # Another object than `error`, whose traceback keeps what was read.
+            damage = CheckpointDamaged(error.path, error.finding, error.keys)
+        self.damaged[source.step] = damage
+        self._warn(_DAMAGED, source.step, damage.summary)
+        return damage
 
     def first(self) -> LoadSource | None:
         """Return the first candidate whose manifest and file sizes are right; None if there are no candidates.
