@@ -42,6 +42,19 @@ def lower_io() -> None:
         libc().syscall(number, 1, this_thread, best_effort_lowest)
 
 
+def in_a_thread(name: str, run: Callable[[], object]) -> None:
+    """Call `run`, which raises nothing, in a daemon thread, or here if the system has no more threads."""
+
+    def run_below() -> None:
+        lower_io()
+        run()
+
+    try:
+        threading.Thread(target=run_below, name=name, daemon=True).start()
+    except RuntimeError:
+        run()
+
+
 class Background:
     """A queue of tasks and a thread that runs them, which exists only while there are any. Any thread."""
 
@@ -58,9 +71,9 @@ class Background:
         with self._changed:
             self.is_closed = False
             self._waiting[key] = work
-            if not self._is_running:
-                self._is_running = True
-                threading.Thread(target=self._run_all, name=self._name, daemon=True).start()
+            is_first, self._is_running = not self._is_running, True
+        if is_first:
+            in_a_thread(self._name, self._run_all)
 
     def wait(self, seconds: float) -> bool:
         """Wait at most `seconds`, which may be infinite, until no task is left; return whether none is."""
@@ -76,7 +89,6 @@ class Background:
         return is_over
 
     def _run_all(self) -> None:
-        lower_io()
         while work := self._next():
             try:
                 work()

@@ -49,10 +49,11 @@ def destroy(group: dist.ProcessGroup | None) -> None:
 
 @contextmanager
 def if_overdue(seconds: float, act: Callable[[], None]) -> Iterator[None]:
-    """Call `act` once, in a thread, if the block takes longer than `seconds`. Any rank."""
+    """Call `act` once, in a thread, if the block takes longer than `seconds`, and there is a thread. Any rank."""
     timer = threading.Timer(seconds, act)
     timer.daemon = True
-    timer.start()
+    with suppress(RuntimeError):
+        timer.start()
     try:
         yield
     finally:

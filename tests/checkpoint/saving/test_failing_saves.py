@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
+import threading
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests.checkpoint.conftest import StartRun
 from tests.checkpoint.sharded_run import (
@@ -15,11 +19,13 @@ from tests.checkpoint.sharded_run import (
     sharded_run,
     train_over_a_failure,
 )
+from tests.checkpoint.small_run import Tiny
 from tests.disks import FailingDisk, injected
 from tests.ranks import on_two_ranks
 from tests.store.filled import without_token
 from torchtitan_lite import faults
 from torchtitan_lite.errors import SaveFailed
+from torchtitan_lite.store import layout
 from torchtitan_lite.store.store import CheckpointStore
 
 ERRORS = ("ENOSPC", "EIO", "EACCES", "EROFS", "EDQUOT")
@@ -137,3 +143,37 @@ def test_a_sync_of_the_coordinator_that_fails_names_the_file(
     assert run.manager.latest_step() == -1
     reason = run.events.figures("save_failed")["reason"]
     assert f"Input/output error: '{tmp_path}/checkpoint/step-1.staging/{name}'" in without_token(reason)
+
+
+def test_where_the_system_has_no_more_threads_saves_are_made_by_the_caller(
+    start_run: StartRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    run = start_run(interval=1, async_mode="async", keep_latest_k=2).loaded()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    run.train(4, last=False)
+    assert run.names() == ["step-3", "step-4"]
+
+
+class CountingCasts(FailingDisk):
+    """Fails the first commit, and counts the cast weights that are in memory when the folder of each save is made."""
+
+    def __init__(self) -> None:
+        super().__init__("rename", times=1)
+        self.casts: list[int] = []
+
+    def make_dir(self, path: Path) -> None:
+        if layout.parse_staging(path.name) is not None:
+            alive = [each for each in gc.get_objects() if type(each) is Tensor and each.dtype == torch.bfloat16]
+            self.casts.append(sum(each.shape == Tiny().first.weight.shape for each in alive))
+        super().make_dir(path)
+
+
+def test_the_second_try_of_an_export_holds_no_cast_of_the_first(start_run: StartRun, tmp_path: Path) -> None:
+    disk = CountingCasts()
+    store = CheckpointStore(tmp_path / "checkpoint", durable=disk)
+    keys = {"model_weights_only": True, "export_dtype": "bfloat16"}
+    start_run(interval=9, seams={"store": store}, **keys).finished(1)
+    assert len(disk.casts) == 2 and len({*disk.casts}) == 1

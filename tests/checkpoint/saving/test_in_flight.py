@@ -60,6 +60,17 @@ class HeldSaver(SyncSaver):
             self.durable.set_exception(failure)
 
 
+def begin(
+    in_flight: InFlightSave,
+    step: int,
+    store: CheckpointStore,
+    save: Callable[[SaveTarget], PendingSave],
+    kind: CheckpointKind = CheckpointKind.FULL,
+) -> None:
+    target = in_flight.begin(step, kind, store, ORIGIN)
+    in_flight.follow(target, save(target))
+
+
 class Case:
     """An `InFlightSave` and its collaborators."""
 
@@ -70,7 +81,7 @@ class Case:
 
     def begin(self, step: int, durable: Durable = DISK, kind: CheckpointKind = CheckpointKind.FULL) -> None:
         store = CheckpointStore(self.root, durable=durable)
-        self.in_flight.begin(step, kind, store, partial(self.saver.save, {"weight": torch.ones(3)}), ORIGIN)
+        begin(self.in_flight, step, store, partial(self.saver.save, {"weight": torch.ones(3)}), kind)
 
     def save(self, step: int, durable: Durable = DISK, kind: CheckpointKind = CheckpointKind.FULL) -> SaveFailed | None:
         self.begin(step, durable, kind)
@@ -188,7 +199,7 @@ def test_a_save_that_is_not_durable_in_time_failed(root: Path) -> None:
     events = Events()
     housekeeping = Housekeeping(KeepAll(), events.emit)
     in_flight = InFlightSave(housekeeping, RunContext(Checkpoint(timeout_seconds=1), PEERS, Clock(), events.emit))
-    in_flight.begin(1, CheckpointKind.FULL, CheckpointStore(root), partial(HeldSaver().save, {}), ORIGIN)
+    begin(in_flight, 1, CheckpointStore(root), partial(HeldSaver().save, {}))
     failure = in_flight.settle()
     assert failure is not None
     assert "not durable after 1 s (checkpoint.timeout_seconds)" in failure.cause
@@ -197,7 +208,7 @@ def test_a_save_that_is_not_durable_in_time_failed(root: Path) -> None:
 def test_a_copy_that_is_not_made_in_time_is_an_error(root: Path) -> None:
     context = RunContext(Checkpoint(timeout_seconds=1), PEERS, Clock(), ignore)
     in_flight = InFlightSave(Housekeeping(KeepAll(), ignore), context)
-    in_flight.begin(1, CheckpointKind.FULL, CheckpointStore(root), partial(HeldSaver().save, {}), ORIGIN)
+    begin(in_flight, 1, CheckpointStore(root), partial(HeldSaver().save, {}))
     with pytest.raises(SaveFailed, match=r"not staged after 1 s \(checkpoint.timeout_seconds\)"):
         in_flight.wait_for_staging()
 
@@ -279,7 +290,7 @@ class Slow(SyncSaver):
 
 def test_a_save_that_the_caller_waits_for_stalls_training_for_all_of_it(root: Path) -> None:
     case = Case(root)
-    case.in_flight.begin(1, CheckpointKind.FULL, CheckpointStore(root), partial(Slow(case.clock).save, {}), ORIGIN)
+    begin(case.in_flight, 1, CheckpointStore(root), partial(Slow(case.clock).save, {}))
     assert case.events.figures("staged") == {"stall_seconds": 3}
     case.clock.seconds += 10
     case.in_flight.poll()
@@ -353,7 +364,7 @@ def test_the_group_of_saves_is_in_doubt_if_and_only_if_a_save_did_not_end_in_tim
     for saver, is_in_doubt in ((SyncSaver(peers), False), (HeldSaver(), True)):
         context = RunContext(Checkpoint(timeout_seconds=1), peers, Clock(), events.emit)
         in_flight = InFlightSave(Housekeeping(KeepAll(), events.emit), context)
-        in_flight.begin(1, CheckpointKind.FULL, CheckpointStore(root), partial(saver.save, {}), ORIGIN)
+        begin(in_flight, 1, CheckpointStore(root), partial(saver.save, {}))
         in_flight.settle()
         assert peers.is_group_in_doubt == is_in_doubt
 
@@ -407,14 +418,14 @@ def test_only_the_coordinator_cleans_the_folder_and_reports_a_save(
     store = CheckpointStore(root, free_bytes=lambda path: 0)
     caplog.clear()
     with caplog.at_level(logging.INFO, "torchtitan_lite"):
-        in_flight.begin(3, CheckpointKind.FULL, store, partial(saver.save, {}), ORIGIN)
+        begin(in_flight, 3, store, partial(saver.save, {}))
         saver.durable.set_result(None)
         in_flight.poll()
     assert in_flight.last_durable == 3
     assert [name for name, *_ in events.recorded] == ["save_started", "staged"]
     assert [record for record in caplog.records if record.name == "torchtitan_lite"] == []
     place = store.begin(4)
-    in_flight.begin(4, CheckpointKind.FULL, store, partial(saver.save, {}), ORIGIN)
+    begin(in_flight, 4, store, partial(saver.save, {}))
     saver.durable.set_exception(SaveFailed(4, "of the disk"))
     assert in_flight.settle() is not None
     assert case.names() == ["step-1", "step-2", place]
@@ -437,7 +448,7 @@ def test_only_the_coordinator_checks_for_room(root: Path) -> None:
 
         saver.save = noted  # type: ignore[method-assign]  # to have the target
         in_flight = InFlightSave(Housekeeping(KeepAll(), ignore), RunContext(Checkpoint(), peers, Clock(), ignore))
-        in_flight.begin(2, CheckpointKind.FULL, full, partial(saver.save, {}), ORIGIN)
+        begin(in_flight, 2, full, partial(saver.save, {}))
         if is_refused:
             with pytest.raises(SaveFailed, match="room for"):
                 targets[0].check()
@@ -465,8 +476,7 @@ def test_a_save_needs_as_much_room_as_the_one_before_it_took(root: Path) -> None
     needed = CheckpointStore(root).get(1).nbytes
     for free, step in ((needed, 2), (needed - 1, 3)):
         store = CheckpointStore(root, free_bytes=lambda path, free=free: free)
-        begin = partial(case.saver.save, {"weight": torch.ones(3)})
-        case.in_flight.begin(step, CheckpointKind.FULL, store, begin, ORIGIN)
+        begin(case.in_flight, step, store, partial(case.saver.save, {"weight": torch.ones(3)}))
         case.saver.complete()
         failure = case.in_flight.settle()
         assert (failure is None) == (free == needed)

@@ -16,7 +16,6 @@ tensors in the thread that trains: the answer has to come before the save does.
 from __future__ import annotations
 
 import platform
-import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -33,7 +32,7 @@ from torchtitan_lite.checkpoint.planning.distances import Distance, joint_distan
 from torchtitan_lite.checkpoint.planning.rank_summary import HeldPart
 from torchtitan_lite.checkpoint.planning.shared_items import Member, SharedParts
 from torchtitan_lite.disk.forks import forget_in_children
-from torchtitan_lite.disk.threads import in_threads
+from torchtitan_lite.disk.threads import in_a_thread, in_threads
 from torchtitan_lite.distributed.environment import cores_of_rank
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import RanksDiffer
@@ -128,7 +127,7 @@ class RankComparison:
                 future.set_exception(error)
 
         # In a thread, once a start: to digest 2 GB takes 0.11 s (by hand, two ranks), too long for every save.
-        threading.Thread(target=work, name="compare ranks", daemon=True).start()
+        in_a_thread("compare ranks", work)
 
     def wait(self) -> None:
         """Wait until the state may change, as far as digests go. Any rank."""

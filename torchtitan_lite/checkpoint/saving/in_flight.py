@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from torchtitan_lite import faults
 from torchtitan_lite.checkpoint.context import RunContext
@@ -63,6 +63,7 @@ class InFlightSave:
         self._max_failed_saves = config.max_failed_saves
         self._peers, self._clock, self._emit = context.peers, context.clock, context.emit
         self._save: _Save | None = None
+        self._began = 0.0
         self._emitting = threading.Lock()
         self._failed_in_a_row = 0
         self.differs: RanksDiffer | None = None
@@ -93,39 +94,36 @@ class InFlightSave:
         step: int,
         kind: CheckpointKind,
         store: StoresCheckpoints,
-        begin: Callable[[SaveTarget], PendingSave],
         origin: Origin,
         *,
         writes_anyway: bool = False,
-    ) -> None:
-        """Begin the save of `step`, by `begin`; nothing may be in flight. **Collective**.
-
-        Raises `RanksDiffer`, or with `writes_anyway` keeps it in `differs`.
-        """
+    ) -> SaveTarget:
+        """Note that the save of `step` begins, and return what it creates; nothing may be in flight. Any rank."""
         assert self._save is None, "settle() comes first"
-        began = self._clock()
+        self._began = self._clock()
         at_risk_steps, at_risk_seconds = origin.at_risk
         self._emit(SaveStarted(step, kind=kind.value, at_risk_steps=at_risk_steps, at_risk_seconds=at_risk_seconds))
         faults.set_step(step)
         faults.point("save")
-        target = SaveTarget(
-            store, step, kind, origin, check=lambda: self._preflight(step, kind, store), writes_anyway=writes_anyway
-        )
-        try:
-            pending = begin(target)
-        except RanksDiffer as error:
-            self._emit(SaveFailure(step, reason=str(error), in_a_row=self._failed_in_a_row))
-            raise
+        check = partial(self._preflight, step, kind, store)
+        return SaveTarget(store, step, kind, origin, check=check, writes_anyway=writes_anyway)
+
+    def note_refused(self, step: int, error: RanksDiffer) -> None:
+        """Note that the save of `step` is not made, although it began, because ranks differ. Any rank."""
+        self._emit(SaveFailure(step, reason=str(error), in_a_row=self._failed_in_a_row))
+
+    def follow(self, target: SaveTarget, pending: PendingSave) -> None:
+        """Have `pending`, the save of `target` that began last, in flight. Any rank."""
         self.differs = pending.differs
-        save = _Save(target, pending, began_seconds=began)
+        save = _Save(target, pending, began_seconds=self._began)
         save.pending.durable.add_done_callback(lambda durable: self._when_over(save, durable))
-        save.stall_seconds = self._clock() - began
+        save.stall_seconds = self._clock() - self._began
         self._save = save
         if not save.over.done():
             # The threads that save are daemon threads, so one that hangs cannot keep the process alive. Registered now,
             # not at import: what is registered last is called first, while the process groups still exist.
             atexit.register(self.end_at_exit)
-        self._emit(SaveStaged(step, stall_seconds=save.stall_seconds))
+        self._emit(SaveStaged(target.step, stall_seconds=save.stall_seconds))
         save.pending.durable.add_done_callback(lambda durable: self._emit_at_once(save, durable))
 
     def forget_lineage(self) -> None:
@@ -217,7 +215,8 @@ class InFlightSave:
         else:
             self._failed_in_a_row += 1
             in_a_row, limit = self._failed_in_a_row, self._max_failed_saves
-            logger.error("%s (failed save %d of at most %d in a row)", failure, in_a_row, limit)
+            # As text: a handler that keeps records would keep its traceback, and with it the state.
+            logger.error("%s (failed save %d of at most %d in a row)", str(failure), in_a_row, limit)
             self._emit(SaveFailure(save.pending.step, reason=failure.cause, in_a_row=in_a_row))
         del save.pending  # Its callbacks have the save: only garbage collection, now and then, would free both.
         return failure

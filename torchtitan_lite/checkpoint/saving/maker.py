@@ -7,8 +7,8 @@ make their states together: a state that fails on one rank fails the save on all
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TypeVar
 
 from torchtitan_lite.checkpoint.context import RunContext
@@ -17,17 +17,17 @@ from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.checkpoint.run_folders import RunFolders
 from torchtitan_lite.checkpoint.saving.companion import Companion
 from torchtitan_lite.checkpoint.saving.in_flight import InFlightSave
-from torchtitan_lite.checkpoint.saving.savers import PendingSave, Saver, refused
-from torchtitan_lite.checkpoint.saving.target import Origin, SaveTarget
+from torchtitan_lite.checkpoint.saving.savers import Saver, refused
+from torchtitan_lite.checkpoint.saving.target import Origin
 from torchtitan_lite.checkpoint.schedule.interval import BEGINNING, AtRisk, Tick
 from torchtitan_lite.checkpoint.state.model_wrapper import EXPORT_DTYPES, weights_only
 from torchtitan_lite.checkpoint.state.run_state import RunState
 from torchtitan_lite.checkpoint.state.train_state import Metrics, finite
 from torchtitan_lite.distributed.groups import naming_missing_ranks
-from torchtitan_lite.errors import ConfigError, SaveFailed
+from torchtitan_lite.errors import ConfigError, RanksDiffer, SaveFailed
 from torchtitan_lite.events import SaveSkipped
 from torchtitan_lite.log import logger
-from torchtitan_lite.store.manifest import CheckpointKind
+from torchtitan_lite.store.manifest import CheckpointKind, abandoned_by
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.stores import usable
 
@@ -67,9 +67,7 @@ class SaveMaker:
     @property
     def on_disk(self) -> Tick:
         """The moment of the latest state that is durable. Any rank."""
-        if self._in_flight.last_durable == self._begun.step:
-            self._on_disk = self._begun
-        return self._on_disk
+        return self._begun if self._in_flight.last_durable == self._begun.step else self._on_disk
 
     def now(self, step: int) -> Tick:
         """Return the moment of `step`, which has just been trained. Any rank."""
@@ -95,7 +93,7 @@ class SaveMaker:
 
     def begin(self, step: int) -> None:
         """Begin a full save in the background; nothing may be in flight."""
-        self._begin(step, self._full, CheckpointKind.FULL, self._folders.checkpoints, self._saver)
+        self._begin(step, self._full_state, CheckpointKind.FULL, self._folders.checkpoints, self._saver)
 
     def note_not_saved(self, step: int) -> None:
         """Let the companions copy the state of `step`, which is not saved. Fails no save.
@@ -107,7 +105,7 @@ class SaveMaker:
             self._try_loads(step)  # All ranks are here, or none.
             return self._origin(step, {})
 
-        copied = [each.not_saved(step, self._full, make_origin) for each in self._companions]
+        copied = [each.not_saved(step, self._full_state, make_origin) for each in self._companions]
         if any(copied):
             self._look_back(step)
 
@@ -116,7 +114,7 @@ class SaveMaker:
 
         Raises `RanksDiffer` after the lowest ranks' state was saved.
         """
-        self._and_wait(step, self._full, CheckpointKind.FULL, self._folders.checkpoints)
+        self._and_wait(step, self._full_state, CheckpointKind.FULL, self._folders.checkpoints)
 
     def last_of_all(self, step: int) -> None:
         """Save the last step as `config` says, in full, only its weights or both; durable and raises as `full`."""
@@ -183,54 +181,67 @@ class SaveMaker:
             return
         if now or self._peers.max_over_ranks(not self._run.optimizer.has_state()) == (0,):
             self._is_prepared = True
-            self._saver.prepare(lambda: self._together(step, self._full))
+            self._saver.prepare(lambda: self._together(step, self._full_state))
 
     def compare_alongside(self, step: int) -> None:
         """Begin to compare what ranks share, alongside the training that follows `step`, once a start."""
         if not self._is_compared:
             self._is_compared = True
-            self._saver.compare_alongside(lambda: self._together(step, self._full))
+            self._saver.compare_alongside(lambda: self._together(step, self._full_state))
 
-    def _full(self) -> State:
+    def _full_state(self) -> State:
         return self._run.full(self._peers.rank)
 
     def _is_saved_in_full(self, step: int) -> bool:
         with usable(self._folders.checkpoints.address):
             committed = self._folders.checkpoints.committed()
-        return any(info.step == step and info.kind is CheckpointKind.FULL for info in committed)
+        lineage = self.origin.lineage
+        left = abandoned_by(lineage.run_id, lineage.last_kept, committed)
+        return any(
+            info.step == step and info.kind is CheckpointKind.FULL and (step, info.run_id) not in left
+            for info in committed
+        )
 
     def _and_wait(
         self, step: int, make_state: Callable[[], State], kind: CheckpointKind, store: StoresCheckpoints
     ) -> None:
-        failure: SaveFailed | None = None
         # No interval follows the last save, so it is tried again at once.
-        for _ in range(2):
+        for is_last_try in (False, True):
             self._begin(step, make_state, kind, store, self._at_once)
             failure = self._in_flight.outcome()
             if failure is None:
                 if self._in_flight.differs is not None:
                     raise self._in_flight.differs
                 return
-        assert failure is not None
-        raise failure
+            if is_last_try:
+                raise failure
+            # Its traceback keeps the state that was to be saved.
+            del failure
+            gc.collect()
 
     def _begin(
         self, step: int, make_state: Callable[[], State], kind: CheckpointKind, store: StoresCheckpoints, saver: Saver
     ) -> None:
+        state: State = {}
         metrics: dict[str, float] = {}
-        begin: Callable[[SaveTarget], PendingSave]
+        failure: SaveFailed | None = None
         begun = self.now(step)
         try:
             if kind is CheckpointKind.FULL:
                 self._try_loads(step)
             state, metrics = self._together(step, lambda: (make_state(), finite(self._metrics)))
-            begin = partial(saver.save, state)
         except SaveFailed as error:
-            # Not raised here, so that the in_flight reports and counts it like any other failed save.
-            begin = partial(refused, error)
-        origin = self._origin(step, metrics)
-        self._in_flight.begin(step, kind, store, begin, origin, writes_anyway=saver is self._at_once)
-        self._begun, self.last = begun, self.now(step)
+            failure = error
+        origin, writes_anyway = self._origin(step, metrics), saver is self._at_once
+        target = self._in_flight.begin(step, kind, store, origin, writes_anyway=writes_anyway)
+        try:
+            # Not raised here, so that it is reported and counted like any other failed save.
+            pending = saver.save(state, target) if failure is None else refused(failure, target)
+        except RanksDiffer as error:
+            self._in_flight.note_refused(step, error)
+            raise
+        self._in_flight.follow(target, pending)
+        self._on_disk, self._begun, self.last = self.on_disk, begun, self.now(step)
         self._look_back(step)
 
     def _try_loads(self, step: int) -> None:

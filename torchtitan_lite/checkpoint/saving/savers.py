@@ -11,7 +11,6 @@ first. **Collective**: all ranks save the same step with the same kind of saver.
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -39,7 +38,7 @@ from torchtitan_lite.collection import no_collection
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.block_writer import NewFile
 from torchtitan_lite.disk.digest import FileRecord
-from torchtitan_lite.disk.threads import lower_io
+from torchtitan_lite.disk.threads import in_a_thread
 from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.distributed.exchange import Exchange
 from torchtitan_lite.distributed.peers import Peers
@@ -315,7 +314,10 @@ def _at_once(work: Callable[[], T]) -> Future[T]:
 
 
 def _run_in_thread(work: Callable[[], T]) -> Future[T]:
-    """Return the outcome of `work`, which a daemon thread runs: one that hangs does not keep the process alive."""
+    """Return the outcome of `work`, which a daemon thread runs: one that hangs does not keep the process alive.
+
+    Where the system has no more threads, it runs here.
+    """
     future: Future[T] = Future()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
@@ -323,14 +325,13 @@ def _run_in_thread(work: Callable[[], T]) -> Future[T]:
         try:
             if device is not None:
                 torch.cuda.set_device(device)  # A new thread begins with device 0.
-            lower_io()
             outcome = work()
         except BaseException as error:
             future.set_exception(error)
         else:
             future.set_result(outcome)
 
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    in_a_thread("checkpoint", run)
     return future
 
 

@@ -10,8 +10,7 @@ import dataclasses
 import platform
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ from torchtitan_lite.checkpoint.saving.target import RankContent, SaveTarget
 from torchtitan_lite.disk.block_writer import in_memory
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.distributed.exchange import Exchange, RanksFailed
+from torchtitan_lite.distributed.groups import if_overdue
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import LeaseLost, SaveFailed
 from torchtitan_lite.log import listed, logger
@@ -141,7 +141,7 @@ class SaveOfRanks:
             return None
         plan, began = content.plan, time.perf_counter()
         name, new = f"{target.store.address}/{place}/{plan.file_name}", target.store.new_file(place, plan.file_name)
-        with _said_if_slow(name):
+        with if_overdue(SLOW_SECONDS, lambda: _warn_of_slow(name)):
             record = content.write(new)
         # From the copy and in the saver's thread, where there is one: no step waits for it.
         digests = _written_shares(plan, content.tensors()) if target.origin.tensor_digests else {}
@@ -198,7 +198,7 @@ def commit(
     """
     save = SaveOfRanks(target, content)
     try:
-        place = exchange.decide(lambda: _raised(failure), lambda _: save.begin())
+        place = exchange.decide(lambda: _raise_if(failure), lambda _: save.begin())
         exchange.decide(lambda: save.write(place), lambda results: save.finish(place, results))
     except RanksFailed as error:
         for cause in error.failures.values():
@@ -214,20 +214,11 @@ def commit(
     return save.committed
 
 
-@contextmanager
-def _said_if_slow(file: str) -> Iterator[None]:
-    """Log once that writing `file` takes long, while it does."""
-    text = "Writing %s takes more than %g s: its file system is slow, or does not answer"
-    timer = threading.Timer(SLOW_SECONDS, logger.warning, (text, file, SLOW_SECONDS))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+def _warn_of_slow(file: str) -> None:
+    logger.warning("Writing %s takes more than %g s: its file system is slow, or does not answer", file, SLOW_SECONDS)
 
 
-def _raised(failure: Exception | None) -> None:
+def _raise_if(failure: Exception | None) -> None:
     if failure is not None:
         raise failure
 

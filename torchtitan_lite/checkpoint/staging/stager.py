@@ -8,7 +8,6 @@ into which arena, and copiers.py how.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -25,6 +24,7 @@ from torchtitan_lite.checkpoint.staging.copiers import Copier, build_copier
 from torchtitan_lite.checkpoint.staging.mark import Mark
 from torchtitan_lite.config.job_config import Checkpoint
 from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.disk.threads import in_a_thread
 from torchtitan_lite.disk.writer_process import WriterProcess
 from torchtitan_lite.log import listed, logger
 
@@ -149,7 +149,7 @@ class Stager:
             except BaseException as error:
                 making.set_exception(error)
 
-        threading.Thread(target=make, name="staging", daemon=True).start()
+        in_a_thread("staging", make)
         return making
 
     def _make(self, slot: ArenaSlot, num_bytes: int) -> None:

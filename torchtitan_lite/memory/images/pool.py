@@ -21,6 +21,7 @@ from torchtitan_lite.checkpoint.staging.arena import NO_STEP, ArenaSlot, Slots, 
 from torchtitan_lite.checkpoint.staging.copiers import Copier, build_copier
 from torchtitan_lite.checkpoint.staging.mark import Mark, UnusableMark, read_mark
 from torchtitan_lite.checkpoint.staging.stager import Stager
+from torchtitan_lite.disk.threads import in_a_thread
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.memory.images.tier import Tier
 
@@ -218,7 +219,7 @@ class FormerImages:
     def free_later(self) -> None:
         """Free all of them in a thread. Idempotent."""
         if self._arenas:
-            threading.Thread(target=self.free, name="former images", daemon=True).start()
+            in_a_thread("former images", self.free)
 
     def close(self) -> None:
         """Close them, and leave those to later starts that the keeper holds. Idempotent."""
