@@ -12,7 +12,9 @@ from tests.checkpoint.small_run import SmallRun
 from tests.logged import logged_warnings
 from tests.uploading.runs import steps_in
 from torchtitan_lite.checkpoint import manager
+from torchtitan_lite.checkpoint.reading.source import Sources
 from torchtitan_lite.checkpoint.saving.companion import Companion
+from torchtitan_lite.errors import PeerLost
 from torchtitan_lite.events import Committed, Event
 
 BEFORE_THE_LOOP = ["copying", "sources", "begin", "loaded"]
@@ -113,6 +115,45 @@ def test_a_companion_that_fails_is_named_and_the_run_saves_on_and_removes_nothin
     assert warnings.count("No checkpoint is removed, because one may be in use: LookupError: lost") == 1
     assert [companion.events.count("committed") for companion in companions if isinstance(companion, Noting)] == [2]
     assert steps_in(run.root) == [2, 4]
+
+
+class Holding(Companion, Sources):
+    """Holds something from `look` to `close`, unless it `fails` to look."""
+
+    def __init__(self, fails: bool) -> None:
+        Sources.__init__(self)
+        self._fails, self.is_held = fails, False
+
+    def sources(self, others: Sources) -> Sources:
+        return self
+
+    def look(self, topology: str) -> None:
+        self.is_held = True
+        if self._fails:
+            raise PeerLost(1, "has ended")
+
+    def close(self) -> None:
+        self.is_held = False
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["look", "after the load"])
+def test_what_a_companion_holds_for_a_load_is_let_go_where_the_load_fails(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holding = Holding(fails)
+
+    def refuse(step: int) -> None:
+        assert holding.is_held
+        raise PeerLost(1, "has ended")
+
+    with accompanied(tmp_path, monkeypatch, []).loaded() as run:
+        run.train(2)
+    again = accompanied(tmp_path, monkeypatch, [holding])
+    monkeypatch.setattr(again.manager._maker, "secure", refuse)
+    with pytest.raises(PeerLost):
+        again.loaded()
+    assert not holding.is_held
+    again.manager.close()
 
 
 def test_each_companion_gets_the_maxima_of_its_own_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

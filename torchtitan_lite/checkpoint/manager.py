@@ -249,8 +249,8 @@ class CheckpointManager:
 
         Wait for the save in flight, if there is one. Skip a damaged checkpoint for the next older one. Return False for
         a fresh start, which changes nothing. Raises `CheckpointNotFound`, `CheckpointMismatch` and what a state refuses
-        with, before the model is touched, `CheckpointUnreadable`, and `AllCheckpointsDamaged`. Sets `loaded_step`, and
-        `preempted_by` if a rank received a signal.
+        with, before the model is touched, `CheckpointUnreadable`, `AllCheckpointsDamaged`, and `SaveFailed` of one in
+        flight. Sets `loaded_step`, and `preempted_by` if a rank received a signal.
         """
         step = arguments.checked_step("load", step, -1)
         if not self._opened(again=True, step=step):
@@ -258,12 +258,15 @@ class CheckpointManager:
         self._settle()
         if step == -1:
             self._initial_import.run()
-        source = self._load.load(step)
-        if source is not None and not self._config.load_only:
-            source = self._roll_back.after_load(source)
-        self._first_save.allow()
-        if source is not None:
-            self._continue_from(source)
+        with ExitStack() as unless_loaded:
+            unless_loaded.callback(self._load.sources.close)
+            source = self._load.load(step)
+            if source is not None and not self._config.load_only:
+                source = self._roll_back.after_load(source)
+            self._first_save.allow()
+            if source is not None:
+                self._continue_from(source)
+            unless_loaded.pop_all()
         for each in self._companions:
             each.loaded(source)
         self._maker.trained.restart()
@@ -345,7 +348,7 @@ class CheckpointManager:
         return saved
 
     def wait(self) -> int:
-        """Wait until no save is in flight and return the step saved last by this manager, -1 if none was.
+        """Wait until no save is in flight and return the step saved last since the last load, -1 if none was.
 
         Raises `SaveFailed` if the save in flight failed and was one too many in a row.
         """
@@ -425,7 +428,8 @@ class CheckpointManager:
 
         Waits at most `timeout_seconds` for each of them. With an `upload_folder` waits until all is there, as long as
         something is sent within `timeout_seconds`. Raises `SaveFailed` if that save failed and was one too many in a
-        row, and `UploadRefused`; all else is closed then, too. Idempotent; any other call opens the manager again.
+        row, and `UploadRefused`; all but the process groups is closed then, too, and these by a second call.
+        Idempotent; any other call opens the manager again.
         """
         self._close(is_cut=False)
 
@@ -496,7 +500,7 @@ class CheckpointManager:
         Companions have no time if the run `is_cut` by an error. If it `has_lost` a rank, no flags are waited for.
         """
         # Called from the last to the first, even if one of them raises. The folders are released only when no thread
-        # and no process of this job writes into them.
+        # and no process of this job writes into them, or one did not end in time: its commit then finds the lease gone.
         with ExitStack() as in_reverse:
             in_reverse.callback(self._opener.note_closed)
             in_reverse.callback(self._folders.release)
@@ -504,13 +508,14 @@ class CheckpointManager:
             in_reverse.callback(self._preemption.close)
             in_reverse.callback(self._housekeeping.close, self._config.timeout_seconds)
             for each in self._companions:
-                in_reverse.callback(each.leave, float if is_cut else self._seconds_left)
+                in_reverse.callback(each.leave, (lambda: 0.0) if is_cut else self._seconds_left)
             in_reverse.callback(self._close_saver)
             for each in self._companions:
                 in_reverse.callback(each.close)
             in_reverse.callback(self._hooks.close)
             in_reverse.callback(self._in_flight.settle)
-            in_reverse.callback(bool if has_lost else self._decider.drain)
+            if not has_lost:
+                in_reverse.callback(self._decider.drain)
 
     def _seconds_left(self) -> float:
         """Return the seconds of the grace period that companions may use; infinity until a signal comes."""

@@ -1,9 +1,9 @@
 """One folder of checkpoints.
 
-For every reader and after any crash, `step-N` is a complete checkpoint or absent: `commit` is the only door to that
-name, and the rename in it is the commit. Every method may be cut anywhere; `recover` finishes or removes what was left.
-Only names that `layout` spells are ever removed; a damaged checkpoint is renamed, never removed. There must be only one
-writer at a time, so `commit` checks the lease before each rename.
+For every reader and after any crash, `step-N` is a complete checkpoint or absent: for a new one `commit` is the only
+door to that name, and the rename in it is the commit. Every method may be cut anywhere; `recover` finishes or removes
+what was left. Only names that `layout` spells are ever removed; a damaged checkpoint is renamed, never removed. There
+must be only one writer at a time, so `commit` checks the lease before the renames that decide.
 """
 
 from __future__ import annotations

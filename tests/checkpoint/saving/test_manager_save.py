@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,10 @@ from tests.checkpoint.one_file import as_one_file
 from tests.checkpoint.small_run import Tiny, fqns, job_config, same
 from tests.disks import FailingDisk
 from tests.store.looks import parsed_from_now_on
+from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint.saving.savers import ThreadSaver
+from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.errors import ConfigError, SaveFailed
 from torchtitan_lite.store.manifest import CheckpointKind
 from torchtitan_lite.store.store import CheckpointStore
@@ -249,6 +254,21 @@ def test_the_last_checkpoint_may_hold_only_the_weights(start_run: StartRun, tmp_
     assert plain.first.weight.dtype == torch.bfloat16
 
 
+class Unprepared(ThreadSaver):
+    """Has no memory for a copy."""
+
+    def prepare(self, get_state: Callable[[], State]) -> None:
+        raise MemoryError
+
+
+@pytest.mark.parametrize("seeds", [False, True], ids=["last", "seed"])
+def test_nothing_is_allocated_for_a_save_after_the_last(start_run: StartRun, seeds: bool) -> None:
+    saver = Unprepared(Peers(timedelta(seconds=60)))
+    run = start_run(interval=9, async_mode="async", create_seed_checkpoint=seeds, seams={"saver": saver})
+    run.step(last=True)
+    assert run.committed() == [1]
+
+
 def test_an_export_folder_takes_the_weights_and_the_last_full_one_stays(start_run: StartRun, tmp_path: Path) -> None:
     run = start_run(interval=2, model_weights_only=True, export_folder="export", keep_latest_k=1)
     run.train(3)
@@ -264,6 +284,17 @@ def test_an_export_never_replaces_a_full_checkpoint(start_run: StartRun, caplog:
     run.manager.save(3, force=True)
     assert CheckpointStore(run.root).get(3).kind is CheckpointKind.FULL
     assert "--checkpoint.export_folder" in caplog.text
+
+
+def test_the_weights_of_a_branch_replace_the_full_checkpoint_of_the_run_that_it_left(start_run: StartRun) -> None:
+    start_run(interval=1).finished(4)
+    branch = start_run(interval=9, load_step=1, model_weights_only=True).resumed()
+    branch.scramble()
+    branch.train_state.step = 2
+    branch.finished(3)
+    kinds = {info.step: info.kind for info in CheckpointStore(branch.root).committed()}
+    assert kinds == {1: CheckpointKind.FULL, 3: CheckpointKind.WEIGHTS_ONLY}
+    assert same(as_one_file(branch.root / "step-3"), branch.contents()["model"])
 
 
 def test_training_on_gives_the_name_of_the_weights_to_the_full_checkpoint(

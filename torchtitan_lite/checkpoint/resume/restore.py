@@ -24,7 +24,7 @@ from torchtitan_lite.checkpoint.format.key_report import KeyReport
 from torchtitan_lite.checkpoint.format.shards import Shape, local_shards
 from torchtitan_lite.checkpoint.format.tensor_digest import TensorDigest, digest_chunk, finish
 from torchtitan_lite.checkpoint.reading.files import Files
-from torchtitan_lite.checkpoint.reading.load_rules import LoadRules, build_load_rules, unmatched_globs
+from torchtitan_lite.checkpoint.reading.load_rules import build_load_rules, unmatched_globs
 from torchtitan_lite.checkpoint.reading.source import LoadSource, Wanted, recorded_section
 from torchtitan_lite.checkpoint.reading.stored_checkpoint import StoredCheckpoint
 from torchtitan_lite.checkpoint.reading.torchtitan_states import as_own_state, why_it_begins_fresh
@@ -114,7 +114,7 @@ class Restore:
         """Whether `run` has given this rank the random generators that it had at the save."""
         # The initial weights of a new run may have any precision: an export has another one than training.
         self._cast = source.initial
-        rules = build_load_rules(config.checkpoint)
+        self._rules = rules = build_load_rules(config.checkpoint)
         self._stored = StoredCheckpoint(source.path, peers, rules, verify=source.verify(config.checkpoint), files=files)
 
     def _read_owners(self) -> None:
@@ -147,8 +147,7 @@ class Restore:
             # What the states refuse may be the cause: another tokenizer has other shapes.
             report = self.report()
             raise CheckpointMismatch(str(report.path), "\n".join([*report.refusals, *report.ways_out]))
-        rules = build_load_rules(self._config.checkpoint)
-        if not rules.is_partial:
+        if not self._rules.is_partial:
             self._stored.verify_rest()
         self._warn_of_unmatched_globs()
         self._warn_of_other_optimizers()
@@ -173,7 +172,7 @@ class Restore:
         if self._optimizer is not None:
             self._load_together(self._optimizer, self._stored.read_optimizer(self._slots))
         whole = self._stored.read_model(self._model_state, cast=self._cast)
-        self._model.keep([fqn for fqn in self._model_state if rules.wants(fqn)])
+        self._model.keep([fqn for fqn in self._model_state if self._rules.wants(fqn)])
         # Most tensors were read in place. Extra state, and what hooks made of tensors, only the modules can load.
         self._peers.together(lambda: self._model.put_back(whole))
         if "load" in self._config.checkpoint.digest_tensors:
@@ -182,10 +181,9 @@ class Restore:
             self._restore_rng()
 
     def _warn_of_unmatched_globs(self) -> None:
-        rules = build_load_rules(self._config.checkpoint)
-        if rules.is_partial:
+        if self._rules.is_partial:
             fqns = [fqn for per_rank in self._peers.gather(list(self._model_state)) for fqn in per_rank]
-            for glob in unmatched_globs(rules, fqns):
+            for glob in unmatched_globs(self._rules, fqns):
                 logger.warning("checkpoint.load_include / load_exclude: %r matches no tensor of the model", glob)
 
     def _warn_of_other_optimizers(self) -> None:
@@ -262,8 +260,9 @@ class Restore:
         if makes_states and self._optimizer is not None:
             self._optimizer.make_first_states()
             self._slots.update(self._optimizer.slots())  # In place: a rank alone may have to.
-        rules = build_load_rules(self._config.checkpoint)
-        return self._model.left_out([fqn for fqn in self._stored.model_names(self._model_state) if rules.wants(fqn)])
+        return self._model.left_out(
+            [fqn for fqn in self._stored.model_names(self._model_state) if self._rules.wants(fqn)]
+        )
 
     def _resized(self) -> dict[str, Any]:
         """Return new memory for the buffers whose modules load them in the shape that the checkpoint has."""
@@ -308,23 +307,24 @@ class Restore:
         return as_own_state(name, read, own, self._stored)
 
     def _verify(self) -> None:
-        rules = build_load_rules(self._config.checkpoint)
-        if rules.changes_tensors or self._cast:
+        if self._rules.changes_tensors or self._cast:
             logger.warning(
                 "checkpoint.digest_tensors: nothing is compared after this load: with renames, casts or a lower "
                 "load_strictness the loaded tensors need not equal the saved ones"
             )
             return
         digests = self._source.recorded.tensor_digests
-        verify(str(self._source.path), lambda: self._state_to_verify(rules), digests, self._peers)
+        verify(str(self._source.path), self._state_to_verify, digests, self._peers)
 
-    def _state_to_verify(self, rules: LoadRules) -> dict[str, Any]:
+    def _state_to_verify(self) -> dict[str, Any]:
         # A new state dict: the one that the load read into may hold copies, which prove nothing about the model.
-        model = {fqn: value for fqn, value in self._model.state_dict().items() if rules.wants(fqn)}
+        model = {fqn: value for fqn, value in self._model.state_dict().items() if self._rules.wants(fqn)}
         state: dict[str, Any] = {"model": model, **{name: state.state_dict() for name, state in self._loaded.items()}}
         if self._optimizer is not None:
             own = self._optimizer.state_dict()
-            state["optimizer"] = {key: own[key] for key in own if rules.wants(key.partition(".")[2].rpartition(".")[0])}
+            state["optimizer"] = {
+                key: own[key] for key in own if self._rules.wants(key.partition(".")[2].rpartition(".")[0])
+            }
         return state
 
     def _restore_rng(self) -> None:

@@ -48,18 +48,14 @@ class RunLoad:
         """Load `step` itself, or for -1 what the config says; return what was loaded, None for a fresh start.
 
         With -1, finishes an interrupted rollback. Raises `CheckpointNotFound`, `CheckpointMismatch`,
-        `AllCheckpointsDamaged`, and the error of a state that refuses, on every rank.
+        `AllCheckpointsDamaged`, and the error of a state that refuses, on every rank. After an error `sources.close`.
         """
         config = self._config.checkpoint
-        wanted = config.load_step if step == -1 else step
-        if wanted == -1:
+        is_exact, step = step != -1, config.load_step if step == -1 else step
+        if step == -1:
             self._peers.on_coordinator(usable(self._store.address)(self._warn_of_unmanaged))
         self.sources.look(self._topology)
-        try:
-            source = self._take(Wanted(wanted, config, is_exact=step != -1))
-        except BaseException:
-            self.sources.close()
-            raise
+        source = self._take(Wanted(step, config, is_exact=is_exact))
         if source is None:
             self._report_neighbour()
             logger.info("No checkpoint in %s: a fresh start", self._store.address)
@@ -89,8 +85,8 @@ class RunLoad:
         candidates = Candidates(self._store, wanted, self._peers, self._emit, sources=self.sources)
         return candidates.take(lambda source: self._load(wanted.step, source))
 
-    def _load(self, wanted: int, source: LoadSource) -> None:
-        self._report_choice(wanted, source)
+    def _load(self, step: int, source: LoadSource) -> None:
+        self._report_choice(step, source)
         began = self._clock()
         logger.info("Loading the checkpoint at step %d.", source.saved_at)
         self._emit(LoadStarted(source.step, path=str(source.path), origin=source.origin))
@@ -118,12 +114,12 @@ class RunLoad:
             )
         )
 
-    def _report_choice(self, wanted: int, source: LoadSource) -> None:
+    def _report_choice(self, step: int, source: LoadSource) -> None:
         self._report_skipped(source)
         if source.initial:
             logger.info("Starting from %s", source.path)
-        elif wanted not in (-1, source.step):
-            logger.info("Rolled back to step %d before: resuming from step %d of that branch", wanted, source.step)
+        elif step not in (-1, source.step):
+            logger.info("Rolled back to step %d before: resuming from step %d of that branch", step, source.step)
         if source.lineage.counts_again:
             logger.info("Counting steps from the start again; the first save sets the old run's checkpoints aside")
 
