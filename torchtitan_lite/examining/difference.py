@@ -35,11 +35,11 @@ from torchtitan_lite.disk.read_requests import Piece
 from torchtitan_lite.errors import CheckpointDamaged, reading
 from torchtitan_lite.examining.opened import OpenedCheckpoint
 from torchtitan_lite.log import readable_bytes
+from torchtitan_lite.store.manifest_fields import TENSOR_DIGESTS
 from torchtitan_lite.store.place import Place
 
 NOTHING = "-"
 """Stands for what one of the two does not have."""
-_DIGESTS = "tensor_digests"
 
 Pairs = dict[str, tuple[str, str]]
 """What is in A and what in B, in a few words, by name."""
@@ -105,7 +105,7 @@ def compare_checkpoints(a: OpenedCheckpoint, b: OpenedCheckpoint) -> Difference:
         origin=_origin_differences(a, b),
         has_common_names=bool(same or tensors or a.contents.objects.keys() & b.contents.objects.keys()),
         clocks=clocks,
-        by_digest=_values_by_digest(a.extra.get(_DIGESTS, {}), b.extra.get(_DIGESTS, {}), same, clocks),
+        by_digest=_values_by_digest(a.extra.get(TENSOR_DIGESTS, {}), b.extra.get(TENSOR_DIGESTS, {}), same, clocks),
         comparable=tuple(key for key in forms if in_a[key].shape == in_b[key].shape),
     )
 

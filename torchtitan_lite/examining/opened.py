@@ -37,6 +37,7 @@ from torchtitan_lite.examining.other_libraries import (
 )
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
+from torchtitan_lite.store.manifest_fields import CONFIG, TOPOLOGY
 from torchtitan_lite.store.place import Place, home_of, on_disk
 
 POSITIONS_OF_TORCHTITAN = "dataloader.dp_rank_"
@@ -80,7 +81,7 @@ class SavingJob:
     @classmethod
     def of(cls, manifest: Manifest) -> SavingJob:
         """Return the job that wrote `manifest`."""
-        return cls(manifest.world_size, str(manifest.extra.get("topology", "")), manifest.extra.get("config", {}))
+        return cls(manifest.world_size, str(manifest.extra.get(TOPOLOGY, "")), manifest.extra.get(CONFIG, {}))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,9 @@ from typing import Any, NoReturn, TypeVar
 
 from torchtitan_lite.disk.plain_file import is_plain_name, is_plain_path
 
+TOPOLOGY, CONFIG, TENSOR_DIGESTS = "topology", "config", "tensor_digests"
+"""Fields of `extra`: the topology in words, the configuration by section, and each tensor's digest by key."""
+
 NAN_IN = "nan_in"
 """Field of `extra`: the keys of weights with NaN, and of optimizer states with NaN or infinity, when they were saved;
 absent if none was found."""
@@ -131,17 +134,17 @@ def file_path(name: str) -> str:
 def extra(document: dict[str, Any]) -> dict[str, Any]:
     """Return `extra`: fields that a load uses have their types, others may hold anything."""
     values: dict[str, Any] = value_of(document, "extra", dict)
-    expected = (("topology", str), ("config", dict), ("tensor_digests", dict), (NAN_IN, list), (METRICS, dict))
+    expected = ((TOPOLOGY, str), (CONFIG, dict), (TENSOR_DIGESTS, dict), (NAN_IN, list), (METRICS, dict))
     later = ((RANKS_DIFFER, list), (START, str), (RESUMED_FROM_MEMORY, int), (TRAINED_SECONDS, float))
     for name, kind in (*expected, *later, (NEVER_FINITE, list)):
         if name in values and type(values[name]) is not kind:
             raise ValueError(f"extra.{name}: expected {kind.__name__}, found {json_type(values[name])}")
-    for section, keys in values.get("config", {}).items():
+    for section, keys in values.get(CONFIG, {}).items():
         if type(keys) is not dict:
             raise ValueError(f"extra.config.{bare(section)}: expected dict, found {json_type(keys)}")
         if not _is_shallow(keys, MAX_CONFIG_DEPTH):
             raise ValueError(f"extra.config.{bare(section)}: it is nested more than {MAX_CONFIG_DEPTH} deep")
-    digests = values.get("tensor_digests", {})
+    digests = values.get(TENSOR_DIGESTS, {})
     if not {*map(type, digests.values())} <= {str}:
         raise ValueError("extra.tensor_digests: expected texts, found something else")
     _refuse_halves(digests)

@@ -43,7 +43,7 @@ def test_a_second_load_uses_each_memory_once_and_images_continue(tmp_path: Path,
 
 def test_a_second_load_among_two_copies_of_a_step_shares_no_memory(tmp_path: Path) -> None:
     run = start(tmp_path, 3)
-    images_of(run).not_saved(3, run.manager._maker._full, lambda: run.manager._maker._origin(3, {}))
+    images_of(run).not_saved(3, run.manager._maker._full_state, lambda: run.manager._maker._origin(3, {}))
     assert images_of(run).marker.wait(60)
     run.manager.load()
     assert run.train_state.step == 3
@@ -65,7 +65,7 @@ def two_copies(folder: Path) -> Path:
     """Leave two images of step 3, of which the later one has another loss; return the folder of checkpoints."""
     run = start(folder, 3)
     run.train_state.record_loss(77.0, 77.0)
-    images_of(run).not_saved(3, run.manager._maker._full, lambda: run.manager._maker._origin(3, {}))
+    images_of(run).not_saved(3, run.manager._maker._full_state, lambda: run.manager._maker._origin(3, {}))
     assert images_of(run).marker.wait(60)
     run.manager.close()
     return run.root
@@ -131,7 +131,7 @@ def test_two_copies_of_a_step_that_wait_for_their_digests_both_give_their_memory
         "another image", lambda: None if may_continue.wait(60) else pytest.fail("it waited for too long")
     )
     for _ in range(2):
-        images.not_saved(3, run.manager._maker._full, lambda: run.manager._maker._origin(3, {}))
+        images.not_saved(3, run.manager._maker._full_state, lambda: run.manager._maker._origin(3, {}))
     may_continue.set()
     assert images.marker.wait(60)
     assert [slot.num_readers for slot in images.stager.pool.slots] == [0, 0, 0]

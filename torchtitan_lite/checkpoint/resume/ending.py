@@ -18,6 +18,7 @@ from torchtitan_lite.checkpoint.reading.source import recorded_section
 from torchtitan_lite.checkpoint.resume.load_source import checkpoints_of_run
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind
+from torchtitan_lite.store.manifest_fields import CONFIG
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.stores import usable
 
@@ -104,4 +105,4 @@ def _was_ended_by_data(made_last: CheckpointInfo, config: JobConfig) -> bool:
 def _config_section(info: CheckpointInfo, name: str) -> dict[str, Any]:
     """Return the section `name` of the configuration in the manifest of `info`; empty if it has none."""
     manifest = CheckpointFolder(info.path).manifest_alone
-    return {} if manifest is None else recorded_section(manifest.extra.get("config"), name)
+    return {} if manifest is None else recorded_section(manifest.extra.get(CONFIG), name)

@@ -23,7 +23,15 @@ from torchtitan_lite.errors import CheckpointError, CheckpointMismatch, Checkpoi
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, of_equal_ranks
-from torchtitan_lite.store.manifest_fields import NAN_IN, NEVER_FINITE, RANKS_DIFFER, TRAINED_SECONDS
+from torchtitan_lite.store.manifest_fields import (
+    CONFIG,
+    NAN_IN,
+    NEVER_FINITE,
+    RANKS_DIFFER,
+    TENSOR_DIGESTS,
+    TOPOLOGY,
+    TRAINED_SECONDS,
+)
 from torchtitan_lite.store.place import Place, on_disk
 from torchtitan_lite.store.protocol import StoresCheckpoints
 from torchtitan_lite.store.rollbacks import Rollback, joint_rollbacks, of_run, unfinished
@@ -224,9 +232,9 @@ def _with_origin(source: LoadSource) -> LoadSource:
         return source
     extra = manifest.extra
     recorded = RunFacts(
-        topology=extra.get("topology", ""),
-        config=extra.get("config", {}),
-        tensor_digests=extra.get("tensor_digests", {}),
+        topology=extra.get(TOPOLOGY, ""),
+        config=extra.get(CONFIG, {}),
+        tensor_digests=extra.get(TENSOR_DIGESTS, {}),
         has_nan=bool(extra.get(NAN_IN)),
         never_finite=extra.get(NEVER_FINITE, ()),
         ranks_differ=bool(extra.get(RANKS_DIFFER)),

@@ -98,15 +98,15 @@ class SaveDecider:
         self._is_overdue = False
         if not saved and not self._has_warned_of_missed and self._peers.is_coordinator:
             self._warn_of_missed(reached, step)
-        goes_on = not last and not leaving_for
-        if goes_on:
+        continues = not last and not leaving_for
+        if continues:
             # After the first step there is all that is to be saved.
             self._maker.prepare(step, now=True)
-        if goes_on and not saved and not self._loads_only:
+        if continues and not saved and not self._loads_only:
             self._maker.note_not_saved(step)
             self._maker.compare_alongside(step)
         for each in self._auto:
-            each.leave(step, began=saved and goes_on)
+            each.leave(step, began=saved and continues)
         if leaving_for:
             self._note_left(leaving_for)
         # After the save, not together with `receive`: flags from before it would say that a save by the clock is due,

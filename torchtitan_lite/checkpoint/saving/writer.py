@@ -36,6 +36,7 @@ from torchtitan_lite.store.files_of_ranks import Files, FilesOfRanks, with_rank_
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest, abandoned_by
 from torchtitan_lite.store.manifest_fields import (
+    CONFIG,
     DCP_METADATA,
     LEFT_OUT,
     METRICS,
@@ -44,6 +45,8 @@ from torchtitan_lite.store.manifest_fields import (
     RANKS_DIFFER,
     RESUMED_FROM_MEMORY,
     START,
+    TENSOR_DIGESTS,
+    TOPOLOGY,
     TRAINED_SECONDS,
 )
 
@@ -272,7 +275,7 @@ def _extra(
     # Only a start that keeps images records these: later ones compare images with them.
     of_start = {TRAINED_SECONDS: origin.trained_seconds} if origin.start else {}
     of_memory = {RESUMED_FROM_MEMORY: origin.memory_step} if origin.memory_step >= 0 else {}
-    recorded = {"topology": origin.topology, "config": origin.config, "tensor_digests": tensor_digests}
+    recorded = {TOPOLOGY: origin.topology, CONFIG: origin.config, TENSOR_DIGESTS: tensor_digests}
     return recorded | {name: value for name, value in optional.items() if value} | of_start | of_memory
 
 

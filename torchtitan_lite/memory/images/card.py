@@ -28,7 +28,9 @@ from torchtitan_lite.store.layout import Listing
 from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import CheckpointInfo, CheckpointKind, Manifest, Table, last_digest
 from torchtitan_lite.store.manifest_fields import (
+    CONFIG,
     START,
+    TOPOLOGY,
     TRAINED_SECONDS,
     file_name,
     integer_field,
@@ -283,8 +285,8 @@ def assembled_manifest(cards: Sequence[Card]) -> Manifest:
         objects=_objects_of_ranks(by_rank),
         structure=joined_structures([tables.structure for tables in having if tables.structure is not None]),
         extra={
-            "topology": first.run.topology,
-            "config": dict(first.run.config),
+            TOPOLOGY: first.run.topology,
+            CONFIG: dict(first.run.config),
             START: first.key.start,
             TRAINED_SECONDS: first.run.trained_seconds,
         },

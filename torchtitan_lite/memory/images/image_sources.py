@@ -36,7 +36,7 @@ from torchtitan_lite.memory.images.snapshot_match import OnDisk, why_not
 from torchtitan_lite.memory.images.tier import TakenOver, Tier
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.manifest import CheckpointKind, Manifest
-from torchtitan_lite.store.manifest_fields import START, TRAINED_SECONDS
+from torchtitan_lite.store.manifest_fields import CONFIG, START, TOPOLOGY, TRAINED_SECONDS
 from torchtitan_lite.store.protocol import StoresCheckpoints
 
 
@@ -363,7 +363,7 @@ def _memory_source(
         lineage=lineage,
         nbytes=manifest.nbytes,
         recorded=RunFacts(
-            manifest.extra["topology"], manifest.extra["config"], trained_seconds=manifest.extra[TRAINED_SECONDS]
+            manifest.extra[TOPOLOGY], manifest.extra[CONFIG], trained_seconds=manifest.extra[TRAINED_SECONDS]
         ),
         **offered,
     )
