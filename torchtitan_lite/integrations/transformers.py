@@ -15,6 +15,7 @@ import os
 from collections.abc import Mapping
 from contextlib import closing
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -111,19 +112,17 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc]  # transformers
     def _resume_from(self, mark: Path) -> str | None:
         """Make `mark` a checkpoint in the Trainer's own form of the latest step, without weights; None without one."""
         config, state = self._config.checkpoint, ""
-
-        def read(source: LoadSource) -> None:
-            nonlocal state
-            state = "" if source.model_only else peers.on_coordinator(lambda: _state_in(source))
-
         self._begun_at = 0
         if not config.enable_checkpoint:
             return None
         with closing(Peers(timedelta(seconds=config.timeout_seconds))) as peers:
-            source = Candidates(open_store(self._folder), Wanted(config.load_step, config), peers, ignore).take(read)
-        if source is None or not state:
+            candidates = Candidates(open_store(self._folder), Wanted(config.load_step, config), peers, ignore)
+            for source in candidates:
+                with candidates.trying(source):
+                    state = "" if source.model_only else peers.on_coordinator(partial(_state_in, source))
+        if candidates.taken is None or not state:
             return None
-        self._begun_at = source.step
+        self._begun_at = candidates.taken.step
         assert self._trainer is not None
         (mark / TRAINER_STATE_NAME).write_text(state)
         _write_no_weights(self._trainer.model, mark)

@@ -117,13 +117,13 @@ def test_an_image_is_left_out_with_what_was_found(tmp_path: Path, kind: type[Che
 
     images = Offering(Tier(Keeper(tmp_path, 600.0), 0), RunContext(Checkpoint(), peers, time.monotonic, events.emit))
 
-    def load(source: LoadSource) -> None:
-        raise kind(str(source.path), "its bytes are wrong")
-
     candidates = Candidates(CheckpointStore(tmp_path), Wanted(-1, Checkpoint()), peers, events.emit, sources=images)
     candidates.choose = lambda *_, **__: None
     with logged_warnings() as warned:
-        assert candidates.take(load) is None
+        for each in candidates:
+            with candidates.trying(each):
+                raise kind(str(each.path), "its bytes are wrong")
+    assert candidates.taken is None
     assert images._held.left_out == {key}
     assert warned == ["The in-memory snapshot of step 3 is not loaded: its bytes are wrong. Trying the next source"]
     assert events.figures("image_skipped") == {"finding": "its bytes are wrong"}

@@ -72,6 +72,14 @@ def candidates(store: CheckpointStore, wanted: int = -1, **config: Any) -> tuple
     return Candidates(store, Wanted(wanted, Checkpoint(**config)), PEERS, events.emit), events
 
 
+def take(found: Candidates, load: Callable[[LoadSource], object]) -> LoadSource | None:
+    """Load candidates with `load`, until one is undamaged, and return that one."""
+    for source in found:
+        with found.trying(source):
+            load(source)
+    return found.taken
+
+
 def names(store: CheckpointStore) -> list[str]:
     return sorted(path.name for path in store.root.iterdir())
 
@@ -87,7 +95,7 @@ def unseal(folder: Path) -> None:
 def test_the_latest_is_taken_and_nothing_is_changed(store: CheckpointStore) -> None:
     load = Load()
     found, events = candidates(store)
-    source = found.take(load)
+    source = take(found, load)
     assert source is not None
     assert (source.step, load.tried, events.recorded, found.damaged) == (6, [6], [], {})
     assert names(store) == ["step-2", "step-4", "step-6"]
@@ -106,7 +114,7 @@ def test_what_memory_has_comes_with_the_rollbacks_of_its_run_that_the_folder_rec
     of_another = Rollback(run_id="run8", left=Lineage("run7"), **common)  # type: ignore[arg-type]  # as above
     store.rollbacks.write([own, of_another])
     found = Candidates(store, Wanted(-1, Checkpoint()), PEERS, Events().emit, sources=LaterInMemory())
-    source = found.take(Load())
+    source = take(found, Load())
     assert source is not None
     assert (source.step, source.rollbacks) == (8, (own,))
 
@@ -114,7 +122,7 @@ def test_what_memory_has_comes_with_the_rollbacks_of_its_run_that_the_folder_rec
 def test_without_candidates_nothing_is_loaded(tmp_path: Path) -> None:
     load = Load()
     found, events = candidates(CheckpointStore(tmp_path / "none"))
-    assert found.take(load) is None
+    assert take(found, load) is None
     assert found.first() is None
     assert (load.tried, events.recorded) == ([], [])
 
@@ -124,7 +132,7 @@ def test_each_damaged_one_is_reported_and_quarantined_once_another_was_loaded(
 ) -> None:
     load = Load(damaged(store, 4, 6, keys=3))
     found, events = candidates(store)
-    source = found.take(load)
+    source = take(found, load)
     assert source is not None
     assert (source.step, load.tried) == (2, [6, 4, 2])
     assert names(store) == ["step-2", "step-4.corrupt", "step-6.corrupt"]
@@ -147,7 +155,7 @@ def test_each_damaged_one_is_reported_and_quarantined_once_another_was_loaded(
 def test_an_event_names_a_hundred_keys_at_most(store: CheckpointStore) -> None:
     for count, named in ((100, 100), (101, 100)):
         found, events = candidates(store, load_only=True)
-        found.take(Load(damaged(store, 6, keys=count)))
+        take(found, Load(damaged(store, 6, keys=count)))
         assert events.figures("fallback")["keys"] == [f"key{number}" for number in range(named)]
 
 
@@ -157,7 +165,7 @@ def test_one_whose_files_have_another_size_is_not_even_tried(store: CheckpointSt
     found, events = candidates(store)
     assert found.first() is not None
     assert (found.damaged.keys(), names(store)) == ({6}, ["step-2", "step-4", "step-6"])
-    assert found.take(load) is not None
+    assert take(found, load) is not None
     assert load.tried == [4]
     assert DATA in events.figures("fallback")["finding"]
     assert names(store) == ["step-2", "step-4", "step-6.corrupt"]
@@ -167,7 +175,7 @@ def test_sizes_are_not_checked_if_nothing_is_verified(store: CheckpointStore) ->
     cut(store.root / "step-6" / DATA)
     load = Load()
     found, _ = candidates(store, verify_on_load="off")
-    assert found.take(load) is not None
+    assert take(found, load) is not None
     assert load.tried == [6]
 
 
@@ -176,7 +184,7 @@ def test_a_named_step_is_not_replaced_by_another_and_stays(store: CheckpointStor
         spoil()
         found, events = candidates(store, wanted=4)
         with pytest.raises(CheckpointDamaged, match="step-4"):
-            found.take(load)
+            take(found, load)
         assert [event for event, *_ in events.recorded] == ["load_failed"]
         assert events.steps("load_failed") == [4]
         assert names(store) == ["step-2", "step-4", "step-6"]
@@ -185,7 +193,7 @@ def test_a_named_step_is_not_replaced_by_another_and_stays(store: CheckpointStor
 def test_damaged_steps_next_to_a_named_one_are_left_alone(store: CheckpointStore) -> None:
     unseal(store.root / "step-6")
     found, events = candidates(store, wanted=2)
-    source = found.take(Load())
+    source = take(found, Load())
     assert source is not None
     assert (source.step, events.recorded, names(store)) == (2, [], ["step-2", "step-4", "step-6"])
 
@@ -194,7 +202,7 @@ def test_a_damaged_manifest_is_reported_if_it_is_later_than_the_loaded_step(stor
     for step in (2, 6):
         unseal(store.root / f"step-{step}")
     found, events = candidates(store)
-    source = found.take(Load())
+    source = take(found, Load())
     assert source is not None
     assert (source.step, events.steps("quarantined")) == (4, [6])
     assert names(store) == ["step-2", "step-4", "step-6.corrupt"]
@@ -207,7 +215,7 @@ def test_where_all_are_damaged_each_is_named_and_stays(store: CheckpointStore, s
     load = Load()
     found, events = candidates(store)
     with pytest.raises(AllCheckpointsDamaged) as raised:
-        found.take(load)
+        take(found, load)
     assert sorted(raised.value.findings) == [2, 4, 6]
     assert (load.tried, events.recorded, names(store)) == ([], [], ["step-2", "step-4", "step-6"])
 
@@ -218,12 +226,12 @@ def test_another_runs_checkpoint_does_not_hide_that_all_of_the_runs_own_are_dama
     beginning = str(commit(CheckpointStore(tmp_path / "another"), 9))
     found, _ = candidates(store, initial_load_path=beginning)
     with pytest.raises(AllCheckpointsDamaged):
-        found.take(Load(damaged(store, 2, 4, 6)))
+        take(found, Load(damaged(store, 2, 4, 6)))
     for step in (2, 4, 6):
         unseal(store.root / f"step-{step}")
     found, _ = candidates(store, initial_load_path=beginning)
     with pytest.raises(AllCheckpointsDamaged):
-        found.take(Load())
+        take(found, Load())
     assert names(store) == ["step-2", "step-4", "step-6"]
 
 
@@ -235,14 +243,14 @@ def test_another_runs_checkpoint_that_is_damaged_is_not_replaced_and_stays(tmp_p
     load = Load({0: CheckpointDamaged(str(path), "it is cut")})
     found, events = candidates(empty, initial_load_path=str(path))
     with pytest.raises(CheckpointDamaged, match="it is cut"):
-        found.take(load)
+        take(found, load)
     assert events.recorded == [("load_failed", 0, {"path": str(path), "finding": "it is cut"})]
     assert (load.tried, names(another)) == ([0], ["step-9"])
 
 
 def test_a_run_that_only_loads_reports_damage_and_renames_nothing(store: CheckpointStore) -> None:
     found, events = candidates(store, load_only=True)
-    source = found.take(Load(damaged(store, 6)))
+    source = take(found, Load(damaged(store, 6)))
     assert source is not None
     assert (source.step, events.steps("fallback"), events.steps("quarantined")) == (4, [4], [])
     assert names(store) == ["step-2", "step-4", "step-6"]
@@ -252,7 +260,7 @@ def test_an_error_of_the_machine_ends_the_load_and_is_no_damage(store: Checkpoin
     found, events = candidates(store)
     failures = damaged(store, 6) | {4: CheckpointUnreadable("step-4", "EIO")}
     with pytest.raises(CheckpointUnreadable):
-        found.take(Load(failures))
+        take(found, Load(failures))
     assert events.recorded == [("load_failed", 4, {"path": "step-4", "finding": "EIO"})]
     assert names(store) == ["step-2", "step-4", "step-6"]
 
@@ -260,11 +268,11 @@ def test_an_error_of_the_machine_ends_the_load_and_is_no_damage(store: Checkpoin
 def test_what_was_found_damaged_before_is_not_tried_again(store: CheckpointStore) -> None:
     found, _ = candidates(store, load_only=True)
     load = Load(damaged(store, 6))
-    found.take(load)
+    take(found, load)
     first = found.first()
     assert first is not None
     assert first.step == 4
-    found.take(load)
+    take(found, load)
     assert load.tried == [6, 4, 4]
 
 
@@ -274,7 +282,7 @@ def test_a_named_step_with_a_damaged_manifest_is_an_event_that_names_the_file(
     unseal(store.root / "step-4")
     found, events = candidates(store, wanted=4)
     with pytest.raises(CheckpointDamaged, match=r"step-4 is damaged: manifest\.json: "):
-        found.take(Load())
+        take(found, Load())
     [(event, step, figures)] = events.recorded
     assert (event, step, figures["path"]) == ("load_failed", 4, str(store.root / "step-4"))
     assert figures["finding"].startswith("manifest.json: ")
@@ -285,7 +293,7 @@ def test_damage_on_a_continued_branch_is_reported_and_quarantined(store: Checkpo
         commit(store, step, Lineage("branch", 4, 4, ((6, "run1"),)))
     unseal(store.root / "step-8")
     found, events = candidates(store, wanted=4)
-    source = found.take(Load())
+    source = take(found, Load())
     assert source is not None
     assert (source.step, events.steps("fallback"), events.steps("quarantined")) == (6, [6], [8])
 
@@ -293,7 +301,7 @@ def test_damage_on_a_continued_branch_is_reported_and_quarantined(store: Checkpo
 def test_a_pipe_in_a_checkpoint_is_damage_that_names_the_file(store: CheckpointStore) -> None:
     for path, finding in ((store.root / "step-6" / DATA, f"{DATA}: a pipe"), (store.root / "step-6", "a pipe")):
         found, events = candidates(store, load_only=True)
-        source = found.take(Load({6: CheckpointUnsafe(str(path), "a pipe")}))
+        source = take(found, Load({6: CheckpointUnsafe(str(path), "a pipe")}))
         assert source is not None
         assert (source.step, events.figures("fallback")["finding"]) == (4, finding)
 
@@ -312,7 +320,7 @@ def test_a_step_that_is_removed_while_it_is_read_is_chosen_again(
             raise CheckpointUnreadable(str(source.path), "FileNotFoundError")
 
     found, events = candidates(store, load_only=True, verify_on_load=verify)
-    source = found.take(load)
+    source = take(found, load)
     assert source is not None
     assert (source.step, tried, events.recorded, found.damaged) == (8, [6, 8], [], {})
     assert "Step 6 was removed during the load: choosing again" in caplog.text
@@ -332,7 +340,7 @@ def test_a_step_that_was_replaced_during_the_load_is_read_again(store: Checkpoin
             raise CheckpointDamaged(str(source.path), "half of it is another")
 
     found, events = candidates(store, load_only=True)
-    assert found.take(load) is not None
+    assert take(found, load) is not None
     assert (tried, events.recorded) == ([6, 6], [])
 
 
@@ -351,7 +359,7 @@ def test_an_older_step_that_the_system_does_not_give_is_a_warning(
 ) -> None:
     machine_fails(2)
     found, events = candidates(store)
-    source = found.take(Load(damaged(store, 6)))
+    source = take(found, Load(damaged(store, 6)))
     assert source is not None
     assert (source.step, events.steps("quarantined")) == (4, [6])
     assert names(store) == ["step-2", "step-4", "step-6.corrupt"]
@@ -370,9 +378,9 @@ def test_a_newer_step_that_the_system_does_not_give_ends_the_start(
     machine_fails(6)
     found, events = candidates(store)
     with pytest.raises(CheckpointUnreadable, match=r"step-6 could not be read: .*Input/output error"):
-        found.take(Load())
+        take(found, Load())
     assert events.steps("load_failed") == [6]
-    assert candidates(store, wanted=4)[0].take(Load()) is not None
+    assert take(candidates(store, wanted=4)[0], Load()) is not None
     assert names(store) == ["step-2", "step-4", "step-6"]
 
 
@@ -386,7 +394,7 @@ def test_a_folder_that_the_system_does_not_list_is_named(store: CheckpointStore)
         make_unlistable(store.root)
         raise CheckpointDamaged(str(store.root / "step-6"), "a digest")
 
-    for look in (lambda: candidates(store)[0].take(load), candidates(store)[0].first):
+    for look in (lambda: take(candidates(store)[0], load), candidates(store)[0].first):
         with pytest.raises(FolderUnusable, match=r"checkpoint cannot be used for .*: \[Errno 20\] .*Make it a folder"):
             look()
 
@@ -398,4 +406,4 @@ def test_a_folder_that_the_system_does_not_list_after_the_load_is_named(store: C
         make_unlistable(store.root)
 
     with pytest.raises(FolderUnusable, match="checkpoint cannot be used for checkpoints"):
-        candidates(store)[0].take(load)
+        take(candidates(store)[0], load)

@@ -56,9 +56,11 @@ def load_model(
     wanted = Wanted(step, config.checkpoint, is_exact=step != -1)
     candidates = Candidates(open_store(str(folder)), wanted, peers, ignore, choose=_choose)
     with closing(peers):
-        source = candidates.take(lambda source: Restore(source, config, peers, owners, topology="").run())
-    assert source is not None, "a folder without checkpoints is refused, and so is one in which all are damaged"
-    return source.step
+        for source in candidates:
+            with candidates.trying(source):
+                Restore(source, config, peers, owners, topology="").run()
+    assert candidates.taken is not None, "a folder without checkpoints is refused, as is one in which all are damaged"
+    return candidates.taken.step
 
 
 def _choose(store: StoresCheckpoints, wanted: Wanted, skipped: Collection[int]) -> LoadSource | None:

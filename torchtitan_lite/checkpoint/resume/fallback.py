@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,36 +58,44 @@ class Candidates:
     """Chooses the next candidate, none of the steps given last."""
     sources: Sources = field(default_factory=Sources)
     """What else there is to load; it goes before the disk."""
+    taken: LoadSource | None = field(default=None, init=False)
+    """The one that was loaded, undamaged."""
     damaged: dict[int, CheckpointDamaged] = field(default_factory=dict, init=False)
     """Damaged checkpoints found so far, by step; the same on every rank."""
     _chosen: Identity | None = field(default=None, init=False, repr=False)
     """The identity of the manifest of the last candidate; coordinator only."""
+    _partly_loaded: CheckpointDamaged | None = field(default=None, init=False, repr=False)
 
-    def take(self, load: Callable[[LoadSource], None]) -> LoadSource | None:
-        """Load candidates with `load` until one is undamaged, and return that one; None if there are no candidates.
+    def __iter__(self) -> Iterator[LoadSource]:
+        """Yield one candidate after the other, until one was `taken`, or there is none.
 
         Raises `AllCheckpointsDamaged` if each one is damaged; `CheckpointDamaged` or `CheckpointUnsafe` for a step or
         path that the user named; `CheckpointUnreadable` for an error of the machine, and `FolderUnusable` where that
-        keeps the coordinator from seeing what is there. Raises `CheckpointDamaged`, too, where only a seed is left: it
-        does not replace what was already loaded of the damaged one. If the job that writes the folder removes a
-        candidate in the meantime, chooses again.
+        keeps the coordinator from seeing what is there.
         """
-        partly_loaded: CheckpointDamaged | None = None
-        while (source := self._first_of(self._choose_and_report)) is not None:
-            try:
-                load(source)
-            except (CheckpointDamaged, CheckpointUnsafe, CheckpointUnreadable) as error:
-                damage = None if self._is_chosen_again(source, error) else self._note_damage(source, error)
-                if damage is not None and not source.model_only:
-                    partly_loaded = damage
-            else:
-                self._quarantine_damaged(source)
-                if source.model_only and partly_loaded is not None:
-                    raise _only_in_a_new_process(partly_loaded, source)
-                return source
-            # Here, where no traceback holds it any more: what was allocated for this one, as for its optimizer states.
-            gc.collect()
-        return None
+        self.taken = None
+        while self.taken is None and (source := self._first_of(self._choose_and_report)) is not None:
+            yield source
+            if self.taken is None:
+                gc.collect()  # No traceback holds any more what was allocated for it, as for its optimizer states.
+
+    @contextmanager
+    def trying(self, source: LoadSource) -> Iterator[None]:
+        """Take `source` if the block, which loads it, ends without an error; if it is damaged, note that.
+
+        If the job that writes the folder has removed it in the meantime, does neither. Raises `CheckpointDamaged` for
+        a seed, which does not replace what was already loaded of a damaged one, and as the iteration does.
+        """
+        try:
+            yield
+        except (CheckpointDamaged, CheckpointUnsafe, CheckpointUnreadable) as error:
+            if not self._is_chosen_again(source, error):
+                self._note_damage(source, error)
+        else:
+            self._quarantine_damaged(source)
+            if source.model_only and self._partly_loaded is not None:
+                raise _only_in_a_new_process(self._partly_loaded, source)
+            self.taken = source
 
     def _is_chosen_again(self, source: LoadSource, error: CheckpointError) -> bool:
         """Return whether `error`, of `source`, is none of a checkpoint that is still in the folder."""
@@ -98,7 +107,7 @@ class Candidates:
 
     def _note_damage(
         self, source: LoadSource, error: CheckpointDamaged | CheckpointUnsafe | CheckpointUnreadable
-    ) -> CheckpointDamaged:
+    ) -> None:
         # A network that fails makes every checkpoint look damaged, so an error of the machine ends the run.
         if source.is_explicit or isinstance(error, CheckpointUnreadable):
             self._report_failure(source.step, error)
@@ -108,13 +117,14 @@ class Candidates:
         else:  # Another object than `error`, whose traceback keeps what was read.
             damage = CheckpointDamaged(error.path, error.finding, error.keys)
         self.damaged[source.step] = damage
+        if not source.model_only:
+            self._partly_loaded = damage
         self._warn(_DAMAGED, source.step, damage.summary)
-        return damage
 
     def first(self) -> LoadSource | None:
         """Return the first candidate whose manifest and file sizes are right; None if there are no candidates.
 
-        Changes nothing. Raises as `take` does.
+        Changes nothing. Raises as the iteration does.
         """
         return self._first_of(self._choose)
 

@@ -83,7 +83,10 @@ class RunLoad:
 
     def _take(self, wanted: Wanted) -> LoadSource | None:
         candidates = Candidates(self._store, wanted, self._peers, self._emit, sources=self.sources)
-        return candidates.take(lambda source: self._load(wanted.step, source))
+        for source in candidates:
+            with candidates.trying(source):
+                self._load(wanted.step, source)
+        return candidates.taken
 
     def _load(self, step: int, source: LoadSource) -> None:
         self._report_choice(step, source)
