@@ -100,8 +100,11 @@ def test_a_message_names_the_fix(kind: type[TorchtitanLiteError], fix: str) -> N
 
 
 @every_error
-def test_an_error_is_not_reported_elsewhere_when_it_is_raised(kind: type[TorchtitanLiteError]) -> None:
-    assert not sample(kind).reported_elsewhere
+def test_an_error_is_not_reported_elsewhere_and_of_no_other_rank_when_it_is_raised(
+    kind: type[TorchtitanLiteError],
+) -> None:
+    error = sample(kind)
+    assert (error.reported_elsewhere, error.origin_rank) == (False, 0)
 
 
 @every_error

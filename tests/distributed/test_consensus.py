@@ -10,7 +10,7 @@ import pytest
 from tests.ranks import on_two_ranks
 from torchtitan_lite.distributed.peers import Peers
 from torchtitan_lite.distributed.step_consensus import StepConsensus, StepFlags
-from torchtitan_lite.errors import CheckpointNotFound, CorpusChanged
+from torchtitan_lite.errors import CheckpointNotFound, CorpusChanged, PeerLost
 
 TIMEOUT = timedelta(seconds=30)
 NOTHING = StepFlags()
@@ -52,6 +52,18 @@ def test_flags_of_both_ranks_are_ored_and_the_highest_signal_wins(rank: int) -> 
     consensus = StepConsensus(TIMEOUT)
     consensus.send(StepFlags(save_due=True, signal=10) if rank == 0 else StepFlags(save_failed=True, signal=15))
     assert consensus.receive() == StepFlags(save_due=True, save_failed=True, signal=15)
+
+
+@on_two_ranks
+def test_a_rank_that_has_gone_is_a_lost_peer_for_who_waits_for_its_flags(rank: int) -> None:
+    consensus = StepConsensus(TIMEOUT)
+    consensus.send(NOTHING)
+    consensus.receive()
+    if rank == 0:
+        consensus.send(NOTHING)
+        with pytest.raises(PeerLost, match="lost its connection to another rank"):
+            consensus.receive()
+    consensus.close()
 
 
 @on_two_ranks

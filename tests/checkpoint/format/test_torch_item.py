@@ -51,6 +51,11 @@ def test_the_pickle_is_the_one_that_torch_writes() -> None:
         assert loads[0] == loads[1]
 
 
+def test_the_entries_of_an_item_are_plain_and_have_no_time() -> None:
+    for entry in zipfile.ZipFile(io.BytesIO(object_item({"a": 1}))).infolist():
+        assert (entry.flag_bits, entry.compress_type, entry.date_time) == (0, zipfile.ZIP_STORED, (1980, 0, 0, 0, 0, 0))
+
+
 @pytest.mark.parametrize(
     "value",
     [None, True, 0, -(2**70), 1.5, float("inf"), "text", b"bytes", [1, [2]], (1, "a"), {"a": {"b": (None,)}}, {3: 4}],
