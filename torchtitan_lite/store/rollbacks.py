@@ -44,7 +44,7 @@ class Rollback:
     """Of the run that rolled back."""
     target: int = _NOT_YET
     """The step that it rolled back to; -1 while it is on its way."""
-    unknown: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    unknown: Mapping[str, Any] = field(default_factory=dict)
     """Fields that a later version added."""
 
     def __str__(self) -> str:
