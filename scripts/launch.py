@@ -1,8 +1,9 @@
 """Check the configuration, then become torchrun with train.py: one start of an interpreter in place of three.
 
 run_train.sh runs it and documents the variables. A wrong configuration, a missing file and ranks that do not fit end
-with 2, and --help with 0, before torch is imported; without $NGPU torch has to count the devices first. If the workers
-fail or a signal ends the job, torchrun's report is shown without its traceback, and the exit code is 1.
+with 2, and --help with 0, before torch is imported; without $NGPU torch has to count the devices first. The workers
+refuse the same with the same words; this spares their start, and torchrun's report of it. If the workers fail or a
+signal ends the job, torchrun's report is shown without its traceback, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ from torchtitan_lite import faults
 from torchtitan_lite.collection import freeze_imported, no_collection
 from torchtitan_lite.config.job_config import JobConfig
 from torchtitan_lite.config.manager import parse_config_or_exit
+from torchtitan_lite.data.batch_size import global_batch_size
+from torchtitan_lite.data.tokenizer import BYTES, tokenizer_file
 from torchtitan_lite.distributed.environment import fault_spec, memory_is_off
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.preflight import check_files, check_ranks
+from torchtitan_lite.models.llama.config_file import build_model_args
+from torchtitan_lite.parallelisms.parallel_dims import build_parallel_dims
+from torchtitan_lite.preflight import refuse_shared_seed
 
 TRAIN = Path(__file__).resolve().parents[1] / "train.py"
 LAST_CALL_SECONDS = 5
@@ -62,6 +67,26 @@ def _ending_with_2() -> Iterator[None]:
     except ConfigError as error:
         sys.stderr.write(f"ConfigError: {error}\n")
         raise SystemExit(2) from None
+
+
+def check_files(config: JobConfig) -> None:
+    """Raise ConfigError if the tokenizer, the model's file or all data are missing."""
+    model, training = config.model, config.training
+    if model.tokenizer_path != BYTES:
+        tokenizer_file(model.tokenizer_path)
+    build_model_args(model, vocab_size=0, seq_len=training.seq_len)
+    # A dry run takes no step, so its machine may be without the data; "stdlib" is part of Python.
+    if training.dataset not in ("stdlib", "huggingface") and not config.checkpoint.dry_run:
+        from torchtitan_lite.data.documents import check_some_file_matches  # It imports NumPy.
+
+        check_some_file_matches(training.dataset_path or "")
+
+
+def check_ranks(config: JobConfig, num_processes: int) -> None:
+    """Raise ConfigError if the degrees of parallelism or the batch do not fit this many processes."""
+    refuse_shared_seed(config, num_processes)
+    dims = build_parallel_dims(config.parallelism, config.comm.simulated_ranks or num_processes)
+    global_batch_size(config.training, dims.dp_degree)
 
 
 def _check_ranks(config: JobConfig, num_processes: int) -> None:

@@ -56,7 +56,7 @@ WITHOUT_TORCH = (
     "metrics.ledger",
     *("accounts", "json_lines", "examining.listed_tree", "examining.verified"),
     *("cli.verify", "cli.diff"),
-    *("preflight", "data.batch_size"),
+    *("preflight", "data.batch_size", "data.tokenizer"),
     *("report", "cli.report", "hangs"),
     *("cli.app", "cli.exit_codes", "cli.inspect_step", "cli.ls", "cli.memory"),
     *("cli.named_checkpoint", "cli.screen"),

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from scripts.launch import check_files
 from torchtitan_lite.config.keys import ALIASES, FORMER_SECTIONS_OF_PARALLELISM, KEYS, VALUE_ALIASES
 from torchtitan_lite.config.manager import parse_config
 from torchtitan_lite.config.own_loop import loop_config
 from torchtitan_lite.config.unsupported import UNSUPPORTED
 from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.preflight import check_files
 
 NOVEMBER_2024 = str(Path(__file__).with_name("torchtitan_debug_2024_11.toml"))
 FEBRUARY_2026 = str(Path(__file__).with_name("torchtitan_debug_2026_02.toml"))
