@@ -39,6 +39,15 @@ def test_below_what_a_container_sees_its_own_cgroups_count(tmp_path: Path) -> No
     assert free(tmp_path, files) == 3
 
 
+def test_below_what_a_container_sees_its_own_cgroups_of_version_1_count_too(tmp_path: Path) -> None:
+    mount = "30 23 0:26 /docker/abc /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n"
+    files = of("/docker/abc/job", mount) | {"proc/self/cgroup": "4:memory:/docker/abc/job\n"}
+    for folder, gib in (("", 9), ("job/", 4)):
+        at = f"sys/fs/cgroup/memory/{folder}"
+        files |= {f"{at}memory.limit_in_bytes": f"{gib * GIB}\n", f"{at}memory.usage_in_bytes": f"{GIB}\n"}
+    assert free(tmp_path, files) == 3
+
+
 def test_a_cgroup_that_is_not_shown_leaves_the_limit_of_the_mount(tmp_path: Path) -> None:
     assert free(tmp_path, of("/elsewhere/job") | limited("", 5)) == 4
     assert free(tmp_path, of("/../above") | limited("", 5) | limited("above", 2)) == 4, "it is above the mount"

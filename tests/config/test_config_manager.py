@@ -201,6 +201,8 @@ def test_an_error_in_a_toml_file_is_named_with_its_fix(toml, text, expected):
         ("--training.steps", "--training.steps: expected a whole number, found nothing. Write --training.steps=VALUE."),
         ("--training.steps 5 6", "--training.steps: expected one value, found '5 6'."),
         ("--training.seed soon", "--training.seed: expected a whole number, found 'soon'."),
+        ("--training.spike_factor inf", "training.spike_factor: expected a number above 1, or 0, found inf."),
+        ("--training.spike_factor 1", "training.spike_factor: expected a number above 1, or 0, found 1.0."),
         ("--training.compile maybe", "--training.compile: expected true or false, found 'maybe'."),
         ("--training.no_compile=1", "--training.no_compile: takes no value, found '1'."),
         ("training.steps=5", "'training.steps=5' comes before any key."),
