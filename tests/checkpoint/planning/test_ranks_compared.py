@@ -20,7 +20,9 @@ from tests.checkpoint.images.image_runs import tier_on
 from tests.checkpoint.small_run import Events
 from tests.logged import logged_warnings
 from tests.ranks import Ranks, on_two_ranks
+from torchtitan_lite.checkpoint.format.flattening import State
 from torchtitan_lite.checkpoint.manager import CheckpointManager
+from torchtitan_lite.checkpoint.planning import rank_comparison
 from torchtitan_lite.checkpoint.planning.plan_cache import PlanCache
 from torchtitan_lite.checkpoint.planning.rank_comparison import RankComparison
 from torchtitan_lite.checkpoint.planning.replicated import Replicated
@@ -504,3 +506,24 @@ def test_a_start_tries_once_to_compare_its_ranks_alongside_training(rank: int, t
             manager.save(step)
             asked.append(state.asked)
     assert asked == [2] * 4
+
+
+def test_what_is_digested_alongside_training_waits_for_the_devices_that_compute_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[str] = []
+
+    class OnDevice:
+        def synchronize(self) -> None:
+            order.append("computed")
+
+    class Noting(RankComparison):
+        def _complete_digests(self, flat: State) -> list[int]:
+            order.append("digested")
+            return super()._complete_digests(flat)
+
+    monkeypatch.setattr(rank_comparison, "_events", lambda flat: [OnDevice(), OnDevice()])
+    comparison = Noting(Peers(timedelta(seconds=60)))
+    comparison.digest_alongside({"weight": torch.ones(3)})
+    comparison.wait()
+    assert order == ["computed", "computed", "digested"]

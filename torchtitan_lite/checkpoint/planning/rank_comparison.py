@@ -114,7 +114,7 @@ class RankComparison:
 
         Any rank.
         """
-        ready = [torch.cuda.current_stream(device).record_event() for device in _devices(flat)]
+        ready = _events(flat)
         future: Future[list[int]] = Future()
         self._digesting = future
 
@@ -329,9 +329,11 @@ def _local_memory(value: torch.Tensor) -> torch.Tensor:
     return local_of(value).detach().resolve_conj().resolve_neg()
 
 
-def _devices(flat: State) -> set[torch.device]:
+def _events(flat: State) -> list[torch.cuda.Event]:
+    """Return an event for each device with some of `flat`, which is over when it has computed what is asked by now."""
     tensors = (value for value in flat.values() if isinstance(value, torch.Tensor))
-    return {tensor.device for tensor in tensors if tensor.is_cuda}
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    return [torch.cuda.current_stream(device).record_event() for device in devices]
 
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
