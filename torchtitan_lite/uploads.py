@@ -201,6 +201,8 @@ class UploadedSources(Sources):
     def drop(self, source: LoadSource, error: CheckpointError) -> bool:
         if not isinstance(source, InUploadFolder):
             return self._inner.drop(source, error)
+        if source.is_explicit:
+            return False
         # A store that fails to answer makes each of its checkpoints look damaged.
         if isinstance(error, CheckpointUnreadable) and source.is_all_there_is:
             raise error
