@@ -152,7 +152,12 @@ class FoundImages(Companion):
         """
         taken = self._sources.taken_over(source)
         if self._peers.is_coordinator:
-            self.tier.commits = commits_in(self._store)
+            try:
+                self.tier.commits = commits_in(self._store)
+            except (OSError, CheckpointError) as error:
+                # The other ranks wait for this one in the next exchange.
+                self.tier.commits, self.tier.is_off = (), True
+                logger.warning("No in-memory snapshots: %s cannot be listed: %s", self._store.address, error)
         self._begin_keeping()
         if taken is None:
             return
