@@ -138,9 +138,7 @@ class FoundImages(Companion):
         start, folder_id, lineage = self._peers.on_coordinator(
             lambda: (uuid.uuid4().hex[:16], self._folder_id(), origin.lineage)
         )
-        self.tier.start, self.tier.folder_id = start, folder_id
-        if not folder_id:
-            self.tier.is_off = True
+        self.tier.begin(start, folder_id)
         if not folder_id or not self.keeps_copies:
             return origin
         return dataclasses.replace(origin, start=start, lineage=lineage)

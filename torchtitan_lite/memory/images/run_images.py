@@ -101,6 +101,10 @@ class KeptImages(FoundImages):
         """
         return self._interval > 0
 
+    def begin(self, origin: Origin) -> Origin:
+        self._is_off, self.marker.num_failed = False, 0
+        return super().begin(origin)
+
     def copying(self) -> Copying:
         return Copying(self.stager, self.process, digests=self.are_made_at_once, timeout_seconds=self._timeout_seconds)
 
