@@ -6,7 +6,9 @@ import os
 import queue
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.checkpoint.images.cards import CARD, changed
+from tests.checkpoint.images.image_runs import images_of, step
+from tests.checkpoint.small_run import SmallRun
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
 from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.distributed.environment import runtime_folder
 from torchtitan_lite.memory.images.card import Card, ImageKey
 from torchtitan_lite.memory.images.held_images import Move, moves
-from torchtitan_lite.memory.images.host_replicas import ReplicaHost, Turns, own_address, partners, ring_text
+from torchtitan_lite.memory.images.host_replicas import (
+    HostReplicas,
+    ReplicaHost,
+    Turns,
+    own_address,
+    partners,
+    ring_text,
+)
 from torchtitan_lite.memory.images.memory_budget import Room, has_no_room_for_replicas
 from torchtitan_lite.memory.images.replica_sender import Outcome, ReplicaJob, ReplicaMemory, ReplicaProcess
 from torchtitan_lite.memory.images.snapshot_match import is_replica
@@ -125,6 +137,23 @@ def test_a_rank_that_never_had_the_image_does_not_hold_up_the_others() -> None:
     assert one.due is two.due is None
 
 
+def job_of(rank: int, folder: Path, runtime: Path, *, port: int) -> ReplicaJob:
+    """Return the job of one of two ranks; the other one receives at `port`."""
+    return ReplicaJob(
+        rank=rank,
+        start=START,
+        folder=str(folder),
+        ttl_seconds=60.0,
+        runtime=str(runtime),
+        secret=SECRET,
+        address="127.0.0.1",
+        port=port,
+        senders=(1 - rank,),
+        most_bytes=len(DATA),
+        bytes_per_second=0.0,
+    )
+
+
 class Sender:
     """A rank of this host that sends images to a second one, whose keeper is `keeper`: both are on the loopback."""
 
@@ -137,19 +166,7 @@ class Sender:
         ports = [listener.getsockname()[1] for listener in self._listeners]
         self.processes = [
             ReplicaProcess(
-                ReplicaJob(
-                    rank=rank,
-                    start=START,
-                    folder=str(folder),
-                    ttl_seconds=60.0,
-                    runtime=str(runtime),
-                    secret=SECRET,
-                    address="127.0.0.1",
-                    port=ports[1 - rank],
-                    senders=(1 - rank,),
-                    most_bytes=len(DATA),
-                    bytes_per_second=0.0,
-                ),
+                job_of(rank, folder, runtime, port=ports[1 - rank]),
                 self._listeners[rank],
                 self.outcomes.put if rank == 0 else lambda outcome: None,
             )
@@ -196,6 +213,57 @@ def sender(tmp_path: Path, memory_tier: Path) -> Iterator[Sender]:
         yield made
     finally:
         made.close()
+
+
+@contextmanager
+def replicas_of(run: SmallRun) -> Iterator[HostReplicas]:
+    """Yield those of `run`, as of a rank of two hosts whose next host is not there."""
+    replicas, keeper = images_of(run)._replicas, images_of(run).tier.keeper
+    listener = socket.create_server(("127.0.0.1", 0))
+    job = job_of(0, keeper.folder, runtime_folder() or Path(), port=1)
+    replicas._process = process = ReplicaProcess(job, listener, replicas._note)
+    process.start()
+    try:
+        yield replicas
+    finally:
+        process.close()
+
+
+@pytest.mark.usefixtures("memory_tier")
+def test_a_manager_that_is_opened_again_needs_no_process_of_the_start_before(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path, async_mode="async", interval=100, memory_interval=1)
+    with run.loaded(), replicas_of(run) as replicas:
+        process = replicas._process
+        assert process is not None
+        for _ in range(2):
+            step(run)
+        run.manager.close()
+        assert process.pid is None
+        run.manager.load()
+        for _ in range(2):
+            step(run)
+        assert run.train_state.step == 4
+        assert replicas._turns.due is None and replicas._process is None, "there is one host"
+
+
+def test_where_no_process_can_be_started_an_image_has_no_peer_copy(
+    tmp_path: Path, memory_tier: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes: queue.Queue[Outcome] = queue.Queue()
+    listener = socket.create_server(("127.0.0.1", 0))
+    process = ReplicaProcess(job_of(0, tmp_path, memory_tier, port=1), listener, outcomes.put)
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(OSError, match="can't start new thread"):
+            process.start()
+    assert process.pid is None
+    process.start()
+    assert process.pid is not None
+    process.close()
 
 
 def image(step: int, data: bytes = DATA) -> Card:
