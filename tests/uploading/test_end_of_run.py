@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
@@ -13,7 +14,12 @@ from tests.checkpoint.companions import uploader_of, uploads_of
 from tests.checkpoint.small_run import SmallRun
 from tests.disks import injected
 from tests.uploading.runs import run_of, steps_in
+from torchtitan_lite.disk import helper
 from torchtitan_lite.errors import FolderUnusable
+from torchtitan_lite.events import ignore
+from torchtitan_lite.uploading import upload_process
+from torchtitan_lite.uploading.upload_process import UploadProcess
+from torchtitan_lite.uploading.uploader import UploadJob
 
 NO_FOLDER = "/proc/no/folder"
 """Where no process, of root either, can make a folder."""
@@ -40,6 +46,31 @@ def test_an_uploader_that_was_killed_is_replaced_and_all_is_there(tmp_path: Path
         with injected(""):
             run.manager.close()
     assert steps_in(other) == [1, 2, 3, 4]
+
+
+def test_an_uploader_that_could_not_be_started_again_at_once_is_started_later(
+    tmp_path: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = SmallRun(tmp_path / "run", interval=1).loaded().finished(1)
+    process = UploadProcess(UploadJob(str(run.root), str(other), "run"), ignore)
+    process.start()
+    assert process.pid is not None and process._listener is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process._listener.join()
+
+    def no_process(*call: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(upload_process, "_RESTART_SECONDS", 0.0)
+    with monkeypatch.context() as full:
+        full.setattr(helper, "_spawn", no_process)
+        process.look()
+    assert process.pid is None
+    process.look()
+    assert process.pid is not None
+    assert process.wait(lambda: math.inf, 600.0)
+    process.close()
+    assert steps_in(other) == [1]
 
 
 @pytest.mark.slow
