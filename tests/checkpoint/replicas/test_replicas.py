@@ -230,6 +230,23 @@ def replicas_of(run: SmallRun) -> Iterator[HostReplicas]:
 
 
 @pytest.mark.usefixtures("memory_tier")
+def test_no_process_receives_while_a_load_takes_memory_over_and_the_next_image_starts_another_one(
+    tmp_path: Path,
+) -> None:
+    run = SmallRun(tmp_path, async_mode="async", interval=100, memory_interval=1)
+    with run.loaded(), replicas_of(run) as replicas:
+        step(run)
+        assert replicas._process is not None
+        before = replicas._process.pid
+        assert before is not None
+        run.manager.load()
+        assert replicas._process.pid is None and replicas._turns.due is None
+        step(run)
+        step(run)
+        assert replicas._process.pid not in (None, before)
+
+
+@pytest.mark.usefixtures("memory_tier")
 def test_a_manager_that_is_opened_again_needs_no_process_of_the_start_before(tmp_path: Path) -> None:
     run = SmallRun(tmp_path, async_mode="async", interval=100, memory_interval=1)
     with run.loaded(), replicas_of(run) as replicas:

@@ -222,6 +222,7 @@ class KeptImages(FoundImages):
     def settle(self) -> None:
         self.wait_for_staging()
         self.marker.wait(self._timeout_seconds)
+        self._replicas.pause()  # A load may take over the memory that it receives into.
 
     def finished(self, run_id: str) -> None:
         super().finished(run_id)
