@@ -21,6 +21,7 @@ from tests.checkpoint.small_run import SmallRun
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
 from torchtitan_lite.disk.digest import FileRecord
 from torchtitan_lite.distributed.environment import runtime_folder
+from torchtitan_lite.distributed.job_link import JobLink
 from torchtitan_lite.memory.images.card import Card, ImageKey
 from torchtitan_lite.memory.images.held_images import Move, moves
 from torchtitan_lite.memory.images.host_replicas import (
@@ -32,7 +33,14 @@ from torchtitan_lite.memory.images.host_replicas import (
     ring_text,
 )
 from torchtitan_lite.memory.images.memory_budget import Room, has_no_room_for_replicas
-from torchtitan_lite.memory.images.replica_sender import Outcome, ReplicaJob, ReplicaMemory, ReplicaProcess
+from torchtitan_lite.memory.images.replica_sender import (
+    Outcome,
+    ReplicaJob,
+    ReplicaMemory,
+    ReplicaPlace,
+    ReplicaProcess,
+    _receive_copies,
+)
 from torchtitan_lite.memory.images.snapshot_match import is_replica
 from torchtitan_lite.memory.keeper.client import Keeper
 
@@ -363,4 +371,29 @@ def test_memory_of_a_replica_that_never_arrived_is_used_again(tmp_path: Path, me
         memory.release(place)
     assert memory.place(image(6), len(DATA), None) is first
     assert memory.finding_after(first, image(4).to_bytes()) == "its bytes do not have their digests"
+    keeper.finish()
+
+
+def test_memory_for_a_sender_that_left_before_it_was_answered_is_used_again(tmp_path: Path, memory_tier: Path) -> None:
+    keeper = Keeper(tmp_path, 60.0, runtime=memory_tier)
+    keeper.start()
+    places: list[ReplicaPlace | None] = []
+
+    class Left(ReplicaMemory):
+        """Memory that is found just before the other end hangs up."""
+
+        def place(self, card: Card, num_bytes: int, keeps: ImageKey | None) -> ReplicaPlace | None:
+            places.append(super().place(card, num_bytes, keeps))
+            link.close()
+            return places[-1]
+
+    memory = Left(keeper, START, [0], len(DATA))
+    for step_of_image in (2, 4):
+        ours, theirs = socket.socketpair()
+        receiving = threading.Thread(target=_receive_copies, args=(theirs, SECRET, memory))
+        receiving.start()
+        link = JobLink(ours, SECRET, is_caller=True)
+        link.send({"num_bytes": len(DATA), "keeps": None}, image(step_of_image).to_bytes())
+        receiving.join()
+    assert places[0] is not None and places[1] is places[0]
     keeper.finish()
