@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import shlex
 import signal
 from pathlib import Path
 
@@ -137,3 +138,14 @@ def test_what_is_wrong_with_that_folder_names_no_key_of_another_one(
     with run_of(tmp_path / "run", other).loaded() as run:
         assert run.train_state.step == 1
     assert "set another --checkpoint.upload_folder); continuing with step 1" in caplog.text
+
+
+def test_the_command_that_uploads_what_is_missing_has_quoted_folders(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    there = tmp_path / "other place"
+    SmallRun(tmp_path / "my run", interval=1).loaded().finished(1)
+    with run_of(tmp_path / "my run", there) as run:
+        uploads_of(run.manager)._report_missing(set(), "")
+        _, _, command = caplog.messages[-1].partition("run: ")
+        assert shlex.split(command) == ["torchtitan-lite", "upload", str(run.root), str(there)]

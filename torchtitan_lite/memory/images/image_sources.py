@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -192,7 +193,7 @@ def _of_image(error: CheckpointMismatch, source: LoadSource, folder: str) -> Che
     path = f"the in-memory snapshot of step {source.step}" if error.path == str(source.path) else error.path
     way_out = (
         f"  It was read from memory. To load from disk, or to begin from scratch if nothing is there, free it: "
-        f"torchtitan-lite memory {folder} --end"
+        f"torchtitan-lite memory {shlex.quote(folder)} --end"
     )
     named = CheckpointMismatch(path, f"{error.report}\n{way_out}")
     named.origin_rank, named.reported_elsewhere = error.origin_rank, error.reported_elsewhere
