@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -141,8 +142,7 @@ class Uploads(UploadFolder):
             self._target.address,
             f"{counted(len(lacking), 'checkpoint')} ({size})" if lacking else "perhaps the last checkpoints",
             f" ({problem})" if problem else "",
-            self._source.address,
-            self._target.address,
+            *map(shlex.quote, (self._source.address, self._target.address)),
         )
 
     def _missing(self, stored: AbstractSet[Save]) -> list[CheckpointInfo]:
@@ -201,6 +201,8 @@ class UploadedSources(Sources):
     def drop(self, source: LoadSource, error: CheckpointError) -> bool:
         if not isinstance(source, InUploadFolder):
             return self._inner.drop(source, error)
+        if source.is_explicit:
+            return False  # No other one may take its place.
         # A store that fails to answer makes each of its checkpoints look damaged.
         if isinstance(error, CheckpointUnreadable) and source.is_all_there_is:
             raise error

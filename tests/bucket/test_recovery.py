@@ -32,6 +32,7 @@ from torchtitan_lite.bucket.naming import HEAD
 from torchtitan_lite.bucket.objects import StoreUnavailable
 from torchtitan_lite.errors import FolderUnusable, FormatTooNew, LeaseLost
 from torchtitan_lite.store import layout
+from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import seal
 
 
@@ -147,6 +148,27 @@ def test_a_step_of_an_abandoned_run_that_was_saved_again_is_found(job: Job, buck
     lose(bucket)
     started(bucket)
     assert found_in(bucket) == {5: b"data", 10: b"again"}
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_steps_that_only_a_removed_commit_of_a_branch_abandoned_stay_so(job: Job, bucket: Bucket, is_cut: bool) -> None:
+    """The first commit of a branch lists them, and a policy removes it long before the last one."""
+    for step in (10, 14, 20):
+        save(job.store, step)
+    branch = Lineage("run1", branch_point=10, ancestors=((10, "run0"),))
+    for step, left in ((12, ((14, "run0"), (20, "run0"))), (14, ())):
+        manifest = replace(manifest_of(step, b"branch"), lineage=replace(branch, abandons=left))
+        info = job.store.commit(step, manifest, place=write(job.store, step, b"branch"))
+    purge(job.store, 12)
+    if is_cut:
+        bucket.put(f"{info.path.name}/{FILE}", b"cut")
+        job.store.quarantine(14, ["a finding"])
+    before = found_in(bucket)
+    aside = {(entry.name, entry.status) for entry in set_aside_in(job.store)}
+    lose(bucket)
+    later = started(bucket)
+    assert found_in(bucket) == before
+    assert {(entry.name, entry.status) for entry in set_aside_in(later.store)} == aside
 
 
 def test_weights_that_a_full_checkpoint_replaced_stay_aside(job: Job, bucket: Bucket) -> None:

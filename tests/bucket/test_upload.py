@@ -91,6 +91,31 @@ def test_parts_come_without_checksums_that_not_every_store_knows(proxy: Proxy, f
     assert not [name for name in names if "checksum" in name or name == "x-amz-trailer"]
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_upload_that_is_unknown_at_its_end_counts_if_the_object_is_there_and_else_begins_again(
+    proxy: Proxy, folder: str, is_there: bool
+) -> None:
+    """The answer that completes it may be lost; the request, sent again, finds no upload any more."""
+    pytest.importorskip("boto3")
+    parts, objects = s3_parts_at(folder), connect(parse_address(folder))
+    assert parts is not None
+    rules = [where(proxies.answers(404, "NoSuchUpload"), "POST", "*uploadId=*")]
+    if is_there:
+        rules.insert(0, where(proxies.loses_answer, "POST", "*uploadId=*", times=1))
+        proxy.again(*rules)
+        parts.upload("a", in_place(DATA))
+    else:
+        objects.put("a", b"of another size")
+        for key in ("a", "b"):
+            proxy.again(*rules)
+            with pytest.raises(StoreUnavailable, match="NoSuchUpload"):
+                parts.upload(key, in_place(DATA))
+        parts.remove_all_but("")
+        proxy.again()
+        parts.upload("a", in_place(DATA))
+    assert objects.get("a")[0] == DATA
+
+
 def test_a_part_that_is_sent_again_has_the_same_bytes(proxy: Proxy, folder: str) -> None:
     proxy.rules += [
         where(proxies.loses_answer, "PUT", "*partNumber=1*", times=1),

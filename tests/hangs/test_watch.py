@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,8 +17,11 @@ import pytest
 from tests.hangs import ranks
 from tests.logged import logged_warnings
 from tests.processes import children, command_line, own_children, read_lines, send, wait_until
-from torchtitan_lite.hangs.own_rank import dump_signal
+from torchtitan_lite.disk.helper import Line
+from torchtitan_lite.distributed.job_link import JobLink
+from torchtitan_lite.hangs.own_rank import WORDS_BYTES, OwnRank, dump_signal
 from torchtitan_lite.hangs.watch import HangWatch
+from torchtitan_lite.hangs.watcher import Follower, Orders
 
 POLL_CALLS = (7, 73)
 """poll on x86-64, ppoll on arm64, in which it is called for poll."""
@@ -169,6 +174,28 @@ def test_a_rank_whose_judge_is_gone_is_named_by_its_own_watcher(tmp_path: Path) 
     (code, _), (other_code, logged) = [ranks.end(process) for process in processes]
     assert (code, other_code) == (0, -signal.SIGKILL)
     assert "ERROR - Rank 1 hangs in step 4:" in logged
+
+
+def test_a_watcher_that_could_not_reach_the_judge_at_first_joins_it_later() -> None:
+    ours, theirs = socket.socketpair()
+    words, stacks = memoryview(bytearray(WORDS_BYTES)).cast("Q"), os.memfd_create("stacks")
+    with socket.socket() as listening, ours:
+        listening.bind(("127.0.0.1", 0))
+        orders = Orders(1, os.getpid(), *listening.getsockname(), "secret", "")
+        with logged_warnings() as warned:
+            follower = Follower(OwnRank(1, os.getpid(), words, stacks, Line(theirs)), orders)
+        assert "cannot reach the one of rank 0" in warned[0]
+        listening.listen()
+        listening.settimeout(60.0)
+        watching = threading.Thread(target=follower.run, daemon=True)
+        watching.start()
+        link = JobLink(listening.accept()[0], b"secret", is_caller=False)
+        assert link.receive() == {"is": "here", "rank": 1}
+    watching.join()
+    assert follower._link is not None
+    for each in (link, follower._link, theirs):
+        each.close()
+    os.close(stacks)
 
 
 @pytest.mark.slow

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+import shlex
 import signal
 from pathlib import Path
 
@@ -13,7 +15,12 @@ from tests.checkpoint.companions import uploader_of, uploads_of
 from tests.checkpoint.small_run import SmallRun
 from tests.disks import injected
 from tests.uploading.runs import run_of, steps_in
+from torchtitan_lite.disk import helper
 from torchtitan_lite.errors import FolderUnusable
+from torchtitan_lite.events import ignore
+from torchtitan_lite.uploading import upload_process
+from torchtitan_lite.uploading.upload_process import UploadProcess
+from torchtitan_lite.uploading.uploader import UploadJob
 
 NO_FOLDER = "/proc/no/folder"
 """Where no process, of root either, can make a folder."""
@@ -40,6 +47,31 @@ def test_an_uploader_that_was_killed_is_replaced_and_all_is_there(tmp_path: Path
         with injected(""):
             run.manager.close()
     assert steps_in(other) == [1, 2, 3, 4]
+
+
+def test_an_uploader_that_could_not_be_started_again_at_once_is_started_later(
+    tmp_path: Path, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = SmallRun(tmp_path / "run", interval=1).loaded().finished(1)
+    process = UploadProcess(UploadJob(str(run.root), str(other), "run"), ignore)
+    process.start()
+    assert process.pid is not None and process._listener is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process._listener.join()
+
+    def no_process(*call: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(upload_process, "_RESTART_SECONDS", 0.0)
+    with monkeypatch.context() as full:
+        full.setattr(helper, "_spawn", no_process)
+        process.look()
+    assert process.pid is None
+    process.look()
+    assert process.pid is not None
+    assert process.wait(lambda: math.inf, 600.0)
+    process.close()
+    assert steps_in(other) == [1]
 
 
 @pytest.mark.slow
@@ -106,3 +138,14 @@ def test_what_is_wrong_with_that_folder_names_no_key_of_another_one(
     with run_of(tmp_path / "run", other).loaded() as run:
         assert run.train_state.step == 1
     assert "set another --checkpoint.upload_folder); continuing with step 1" in caplog.text
+
+
+def test_the_command_that_uploads_what_is_missing_has_quoted_folders(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    there = tmp_path / "other place"
+    SmallRun(tmp_path / "my run", interval=1).loaded().finished(1)
+    with run_of(tmp_path / "my run", there) as run:
+        uploads_of(run.manager)._report_missing(set(), "")
+        _, _, command = caplog.messages[-1].partition("run: ")
+        assert shlex.split(command) == ["torchtitan-lite", "upload", str(run.root), str(there)]

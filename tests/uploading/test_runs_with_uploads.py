@@ -12,8 +12,9 @@ from tests.checkpoint.small_run import SmallRun, same
 from tests.disks import small_disk
 from tests.store.filled import flip
 from tests.uploading.runs import run_of, steps_in
+from torchtitan_lite.checkpoint.reading.source import LoadSource
 from torchtitan_lite.config.job_config import Checkpoint
-from torchtitan_lite.errors import ConfigError, FolderUnusable, UploadRefused
+from torchtitan_lite.errors import CheckpointDamaged, CheckpointError, ConfigError, FolderUnusable, UploadRefused
 from torchtitan_lite.store.store import CheckpointStore
 from torchtitan_lite.uploading import record
 
@@ -239,6 +240,26 @@ def test_a_step_that_only_that_folder_has_can_be_named(tmp_path: Path, other: Pa
     shutil.rmtree(tmp_path / "run")
     with run_of(tmp_path / "run", other, load_step=2).loaded() as run:
         assert run.train_state.step == 3
+
+
+@pytest.mark.parametrize("is_passed", [True, False])
+def test_a_named_step_that_only_that_folder_has_and_that_is_damaged_ends_the_load(
+    tmp_path: Path, is_passed: bool
+) -> None:
+    there = SmallRun(tmp_path / "there", interval=1).loaded().finished(2).root
+    flip(there / "step-1" / "__0_0.distcp")
+    with run_of(tmp_path / "run", there, load_step=-1 if is_passed else 1) as run:
+        sources, dropped = run.manager._load.sources, list[int]()
+        drop = sources.drop
+
+        def drop_once(source: LoadSource, error: CheckpointError) -> bool:
+            assert not dropped, "the same step was loaded again"
+            dropped.append(source.step)
+            return drop(source, error)
+
+        sources.drop = drop_once  # type: ignore[method-assign]  # else a load that never ends
+        with pytest.raises(CheckpointDamaged, match="step-1"):
+            run.manager.load(1 if is_passed else -1)
 
 
 @pytest.mark.slow

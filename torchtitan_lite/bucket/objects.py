@@ -372,8 +372,8 @@ def _of_no_answer(text: str, status: str, word: str, key: str) -> OSError:
         return PermissionError(errno.EACCES, _NO_TLS, key)
     if "redirect without LOCATION" in text or status in ("301", "307"):
         return PermissionError(errno.EACCES, _OTHER_REGION, key)
-    # 408 and 429 are an overloaded store's; other statuses below 500 would be the same at every try.
-    if status.startswith("4") and status not in ("408", "429"):
+    # 408 and 429 are an overloaded store's, and another upload may be begun; others would be the same at every try.
+    if status.startswith("4") and status not in ("408", "429") and "NoSuchUpload" not in word:
         return OSError(errno.EINVAL, f"the store does not accept the request ({word})", key)
     return StoreUnavailable(errno.ETIMEDOUT, f"no usable answer from the store ({word or _cause(text)})", key)
 

@@ -20,6 +20,7 @@ from torchtitan_lite.bucket.objects import Condition, Objects
 from torchtitan_lite.errors import CheckpointDamaged, CheckpointUnreadable, FolderUnusable
 from torchtitan_lite.store import layout
 from torchtitan_lite.store.files_of_ranks import recorded_sizes
+from torchtitan_lite.store.lineage import Lineage
 from torchtitan_lite.store.manifest import UNKNOWN, CheckpointKind
 from torchtitan_lite.store.place import ObjectPlace
 
@@ -36,18 +37,20 @@ class FoundCommit:
     entry: Entry
     epoch: int = 0
     created_at: float = 0.0
-    abandons: tuple[tuple[int, str], ...] = ()
+    lineage: Lineage = UNKNOWN
 
     def onto(self, head: Head) -> Head:
         """Return `head` after this commit."""
         findings, before = self.entry.findings, head.kept_of(self.entry.step)
-        replaced = None if before is None or (before.step, before.run_id) in self.abandons else before
+        # The commit of its branch that listed them may have been removed since.
+        abandons = {(e.step, e.run_id) for e in head.kept if self.lineage.leaves(e.step, e.run_id)}
+        replaced = None if before is None or (before.step, before.run_id) in abandons else before
         if not self.entry.digest or (findings and replaced):
             # It may never have been committed, and must not replace what is intact.
             return head.with_entry(self.entry.damaged(findings))
         if replaced and (replaced.kind, self.entry.kind) == (CheckpointKind.FULL, CheckpointKind.WEIGHTS_ONLY):
             return head.with_entry(dataclasses.replace(self.entry, status=Status.WEIGHTS))
-        after = head.with_commit(self.entry, self.abandons)
+        after = head.with_commit(self.entry, abandons)
         return after.with_corrupt(self.entry.name, findings) if findings else after
 
 
@@ -91,4 +94,4 @@ def _found_commit(objects: Objects, name: str, sizes: Mapping[str, int]) -> Foun
     entry = Entry(step, attempt, manifest.kind, manifest.lineage.run_id, digest, findings=tuple(findings))
     epoch = manifest.extra.get(EPOCH)
     epoch = epoch if type(epoch) is int and epoch >= 0 else 0
-    return FoundCommit(entry, epoch, manifest.created_at, manifest.lineage.abandons)
+    return FoundCommit(entry, epoch, manifest.created_at, manifest.lineage)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torchtitan_lite.bucket import naming
@@ -101,8 +101,15 @@ class S3Parts:
                 under_way.add(pool.submit(send, number, source.kept(begin, begin + sizes[number])))
             while under_way:
                 under_way = _settled(under_way, tags)
-            parts = [{"PartNumber": number, "ETag": tags[number]} for number in sorted(tags)]
-            self._client.complete_multipart_upload(**object_key, UploadId=upload_id, MultipartUpload={"Parts": parts})
+            whole = {"Parts": [{"PartNumber": number, "ETag": tags[number]} for number in sorted(tags)]}
+            try:
+                self._client.complete_multipart_upload(**object_key, UploadId=upload_id, MultipartUpload=whole)
+            except self._client.exceptions.NoSuchUpload:
+                # The client sends it again where its answer is lost.
+                with suppress(self._client.exceptions.ClientError):
+                    if self._client.head_object(**object_key)["ContentLength"] == source.num_bytes:
+                        return
+                raise
 
     def remove_all_but(self, kept: str) -> None:
         """Give up the uploads of checkpoints below the address that were cut, but those of the checkpoint `kept`.

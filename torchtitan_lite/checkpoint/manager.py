@@ -435,7 +435,7 @@ class CheckpointManager:
 
     def _close(self, *, is_cut: bool, has_lost: bool = False) -> None:
         if self._is_open:
-            self._is_open = self._has_started_saver = False
+            self._is_open = self._has_started_saver = self._maker.is_prepared = False
             self._end_all(is_cut=is_cut, has_lost=has_lost)
         for groups in () if has_lost else self._own_groups:  # If something failed, a rank may still be in an exchange.
             groups.close()

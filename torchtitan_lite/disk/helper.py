@@ -11,6 +11,7 @@ up.
 from __future__ import annotations
 
 import ctypes
+import errno
 import math
 import os
 import pickle
@@ -211,10 +212,15 @@ class Helper:
         self._lines = lines
 
     def _listen(self) -> None:
-        """Have a thread call `_heard` with each message of the process, and `_ended` after the last one."""
-        name, line = self._name.lower(), self._lines[0]
-        self._listener = threading.Thread(target=self._hear_all, args=(line,), name=name, daemon=True)
-        self._listener.start()
+        """Have a thread call `_heard` with each message of the process, `_ended` after the last one. Raises OSError."""
+        name = self._name.lower()
+        listener = threading.Thread(target=self._hear_all, args=self._lines[:1], name=name, daemon=True)
+        try:
+            listener.start()
+        except RuntimeError as error:
+            self.end()
+            raise OSError(errno.EAGAIN, str(error)) from None
+        self._listener = listener
 
     def _hear_all(self, line: Line) -> None:
         with suppress(EOFError, OSError):

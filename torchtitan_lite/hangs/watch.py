@@ -155,7 +155,7 @@ class HangWatch(Helper):
         self.end()
         try:
             self._start_process()
-        except (OSError, RuntimeError):
+        except OSError:
             self._ended(has_died=True)
 
     def _heard(self, message: Any) -> None:

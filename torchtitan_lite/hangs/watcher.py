@@ -10,7 +10,6 @@ links: what makes a rank hang is not to hold it up. `HangWatch` is the end of th
 from __future__ import annotations
 
 import dataclasses
-import math
 import resource
 import socket
 import threading
@@ -188,8 +187,8 @@ class Follower:
         self._rank = rank
         self._orders = orders
         self._link = _judge_link(orders, CONNECT_SECONDS, says_why=True)
-        self._next_try = math.inf
-        """When to join the judge again, after its link was lost: it may have been started again."""
+        self._next_try = 0.0
+        """When to join the judge again, while there is no link: it may be slow, or have been started again."""
         self._waits_since: float | None = None
         """For the judge."""
         self._next_alarm = 0.0

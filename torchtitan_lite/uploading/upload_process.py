@@ -92,8 +92,10 @@ class UploadProcess(Helper):
         self.close()
         self._has_died = False
         self.state = State()
-        with suppress(OSError):
+        try:
             self.start()
+        except OSError:
+            self._has_died, self._started_at = True, time.monotonic()  # As if it had died at once.
 
     @property
     def is_idle(self) -> bool:

@@ -14,6 +14,7 @@ from tests.checkpoint.small_run import SmallRun
 from tests.logged import logged_warnings
 from torchtitan_lite.checkpoint.staging.mark import Marked, read_mark
 from torchtitan_lite.distributed.environment import runtime_folder
+from torchtitan_lite.memory.images import run_images
 from torchtitan_lite.memory.images.card import Card
 from torchtitan_lite.memory.keeper.client import HeldMemory
 
@@ -56,6 +57,27 @@ def test_a_second_load_among_two_copies_of_a_step_shares_no_memory(tmp_path: Pat
     assert runtime is not None
     assert max(held(run.root, runtime)) == 7
     step(run, last=True)
+
+
+@pytest.mark.parametrize("end", ["finished", "failed images", "no memory"])
+def test_a_manager_that_is_opened_again_makes_images_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    run = start(tmp_path, 3)
+    for _ in range(3 if end == "failed images" else 0):
+        images_of(run).marker.note_failed(3, OSError("no"))
+    with monkeypatch.context() as patched:
+        patched.setattr(run_images, "is_short", lambda: end == "no memory")
+        step(run, last=end == "finished")
+    run.manager.close()
+    run.manager.load()
+    runtime = runtime_folder()
+    assert runtime is not None
+    begun = run.train_state.step
+    for _ in range(3):
+        step(run)
+    assert max(held(run.root, runtime)) == begun + 3
+    assert len(images_of(run).stager.pool.slots) == 3
 
 
 OPTIONS = {"async_mode": "async", "interval": 100, "memory_interval": 1, "max_failed_saves": 9}

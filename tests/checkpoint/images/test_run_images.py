@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,22 @@ def test_the_ids_of_a_start_are_in_its_origin_and_a_folder_without_one_turns_the
     assert without is not None and without.begin(origin) is origin
     assert without.tier.is_off
     assert "No in-memory snapshots: the folder" in caplog.text
+
+
+@pytest.mark.usefixtures("memory_tier")
+def test_a_folder_that_cannot_be_listed_after_a_load_turns_the_tier_off_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only the coordinator lists it: an error there would leave the other ranks waiting."""
+    found = images_of_run(tmp_path)
+    assert found is not None
+    found.begin(Origin(Lineage("r1"), "", {}))
+    shutil.rmtree(tmp_path / "checkpoint")
+    (tmp_path / "checkpoint").write_text("no folder")
+    found.loaded(None)
+    assert found.tier.is_off and found.tier.commits == ()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"No in-memory snapshots: {tmp_path / 'checkpoint'} cannot be listed: ")
 
 
 @pytest.mark.usefixtures("memory_tier")

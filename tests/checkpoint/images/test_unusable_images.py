@@ -59,7 +59,7 @@ def loop(folder: Path, width: int, *, steps: int, load: int = -1, **checkpoint: 
 
 
 def test_an_image_of_another_model_is_named_with_the_way_to_leave_it_out(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
+    folder = tmp_path / "my run"
     loop(folder, 4, steps=3)
     with pytest.raises(CheckpointMismatch) as refusal:
         loop(folder, 5, steps=3)
@@ -67,7 +67,7 @@ def test_an_image_of_another_model_is_named_with_the_way_to_leave_it_out(tmp_pat
     assert text.startswith("the in-memory snapshot of step 3 does not fit this run:\n")
     assert "step-3" not in text
     assert "weight: shape [4, 3] in the checkpoint" in text
-    assert f"torchtitan-lite memory {folder} --end" in text
+    assert f"torchtitan-lite memory '{folder}' --end" in text
     assert not refusal.value.reported_elsewhere
     assert steps_in(folder)[-1] == 3, "the image stays for a start that fits"
     assert Keeper(folder, 60.0, runtime=runtime_folder()).end() == ()

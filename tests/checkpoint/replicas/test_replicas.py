@@ -6,7 +6,9 @@ import os
 import queue
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,13 +16,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.checkpoint.images.cards import CARD, changed
+from tests.checkpoint.images.image_runs import images_of, step
+from tests.checkpoint.small_run import SmallRun
 from torchtitan_lite.checkpoint.staging.mark import Mark, read_mark
 from torchtitan_lite.disk.digest import FileRecord
+from torchtitan_lite.distributed.environment import runtime_folder
+from torchtitan_lite.distributed.job_link import JobLink
 from torchtitan_lite.memory.images.card import Card, ImageKey
 from torchtitan_lite.memory.images.held_images import Move, moves
-from torchtitan_lite.memory.images.host_replicas import ReplicaHost, Turns, own_address, partners, ring_text
+from torchtitan_lite.memory.images.host_replicas import (
+    HostReplicas,
+    ReplicaHost,
+    Turns,
+    own_address,
+    partners,
+    ring_text,
+)
 from torchtitan_lite.memory.images.memory_budget import Room, has_no_room_for_replicas
-from torchtitan_lite.memory.images.replica_sender import Outcome, ReplicaJob, ReplicaMemory, ReplicaProcess
+from torchtitan_lite.memory.images.replica_sender import (
+    Outcome,
+    ReplicaJob,
+    ReplicaMemory,
+    ReplicaPlace,
+    ReplicaProcess,
+    _receive_copies,
+)
 from torchtitan_lite.memory.images.snapshot_match import is_replica
 from torchtitan_lite.memory.keeper.client import Keeper
 
@@ -125,6 +145,23 @@ def test_a_rank_that_never_had_the_image_does_not_hold_up_the_others() -> None:
     assert one.due is two.due is None
 
 
+def job_of(rank: int, folder: Path, runtime: Path, *, port: int) -> ReplicaJob:
+    """Return the job of one of two ranks; the other one receives at `port`."""
+    return ReplicaJob(
+        rank=rank,
+        start=START,
+        folder=str(folder),
+        ttl_seconds=60.0,
+        runtime=str(runtime),
+        secret=SECRET,
+        address="127.0.0.1",
+        port=port,
+        senders=(1 - rank,),
+        most_bytes=len(DATA),
+        bytes_per_second=0.0,
+    )
+
+
 class Sender:
     """A rank of this host that sends images to a second one, whose keeper is `keeper`: both are on the loopback."""
 
@@ -137,19 +174,7 @@ class Sender:
         ports = [listener.getsockname()[1] for listener in self._listeners]
         self.processes = [
             ReplicaProcess(
-                ReplicaJob(
-                    rank=rank,
-                    start=START,
-                    folder=str(folder),
-                    ttl_seconds=60.0,
-                    runtime=str(runtime),
-                    secret=SECRET,
-                    address="127.0.0.1",
-                    port=ports[1 - rank],
-                    senders=(1 - rank,),
-                    most_bytes=len(DATA),
-                    bytes_per_second=0.0,
-                ),
+                job_of(rank, folder, runtime, port=ports[1 - rank]),
                 self._listeners[rank],
                 self.outcomes.put if rank == 0 else lambda outcome: None,
             )
@@ -196,6 +221,74 @@ def sender(tmp_path: Path, memory_tier: Path) -> Iterator[Sender]:
         yield made
     finally:
         made.close()
+
+
+@contextmanager
+def replicas_of(run: SmallRun) -> Iterator[HostReplicas]:
+    """Yield those of `run`, as of a rank of two hosts whose next host is not there."""
+    replicas, keeper = images_of(run)._replicas, images_of(run).tier.keeper
+    listener = socket.create_server(("127.0.0.1", 0))
+    job = job_of(0, keeper.folder, runtime_folder() or Path(), port=1)
+    replicas._process = process = ReplicaProcess(job, listener, replicas._note)
+    process.start()
+    try:
+        yield replicas
+    finally:
+        process.close()
+
+
+@pytest.mark.usefixtures("memory_tier")
+def test_no_process_receives_while_a_load_takes_memory_over_and_the_next_image_starts_another_one(
+    tmp_path: Path,
+) -> None:
+    run = SmallRun(tmp_path, async_mode="async", interval=100, memory_interval=1)
+    with run.loaded(), replicas_of(run) as replicas:
+        step(run)
+        assert replicas._process is not None
+        before = replicas._process.pid
+        assert before is not None
+        run.manager.load()
+        assert replicas._process.pid is None and replicas._turns.due is None
+        step(run)
+        step(run)
+        assert replicas._process.pid not in (None, before)
+
+
+@pytest.mark.usefixtures("memory_tier")
+def test_a_manager_that_is_opened_again_needs_no_process_of_the_start_before(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path, async_mode="async", interval=100, memory_interval=1)
+    with run.loaded(), replicas_of(run) as replicas:
+        process = replicas._process
+        assert process is not None
+        for _ in range(2):
+            step(run)
+        run.manager.close()
+        assert process.pid is None
+        run.manager.load()
+        for _ in range(2):
+            step(run)
+        assert run.train_state.step == 4
+        assert replicas._turns.due is None and replicas._process is None, "there is one host"
+
+
+def test_where_no_process_can_be_started_an_image_has_no_peer_copy(
+    tmp_path: Path, memory_tier: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes: queue.Queue[Outcome] = queue.Queue()
+    listener = socket.create_server(("127.0.0.1", 0))
+    process = ReplicaProcess(job_of(0, tmp_path, memory_tier, port=1), listener, outcomes.put)
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(OSError, match="can't start new thread"):
+            process.start()
+    assert process.pid is None
+    process.start()
+    assert process.pid is not None
+    process.close()
 
 
 def image(step: int, data: bytes = DATA) -> Card:
@@ -278,4 +371,29 @@ def test_memory_of_a_replica_that_never_arrived_is_used_again(tmp_path: Path, me
         memory.release(place)
     assert memory.place(image(6), len(DATA), None) is first
     assert memory.finding_after(first, image(4).to_bytes()) == "its bytes do not have their digests"
+    keeper.finish()
+
+
+def test_memory_for_a_sender_that_left_before_it_was_answered_is_used_again(tmp_path: Path, memory_tier: Path) -> None:
+    keeper = Keeper(tmp_path, 60.0, runtime=memory_tier)
+    keeper.start()
+    places: list[ReplicaPlace | None] = []
+
+    class Left(ReplicaMemory):
+        """Memory that is found just before the other end hangs up."""
+
+        def place(self, card: Card, num_bytes: int, keeps: ImageKey | None) -> ReplicaPlace | None:
+            places.append(super().place(card, num_bytes, keeps))
+            link.close()
+            return places[-1]
+
+    memory = Left(keeper, START, [0], len(DATA))
+    for step_of_image in (2, 4):
+        ours, theirs = socket.socketpair()
+        receiving = threading.Thread(target=_receive_copies, args=(theirs, SECRET, memory))
+        receiving.start()
+        link = JobLink(ours, SECRET, is_caller=True)
+        link.send({"num_bytes": len(DATA), "keeps": None}, image(step_of_image).to_bytes())
+        receiving.join()
+    assert places[0] is not None and places[1] is places[0]
     keeper.finish()

@@ -57,7 +57,7 @@ class SaveMaker:
         self._saver, self._at_once = savers
         self._config, self._peers, self._emit = context.config, context.peers, context.emit
         self.trained = TrainedClock(context.clock)
-        self._is_prepared = self._is_compared = self._is_tried = False
+        self.is_prepared = self._is_compared = self._is_tried = False
         self._metrics: Metrics = {}
         self.origin = origin
         """Recorded in what is saved from now on; the parent step, though, is the last durable one."""
@@ -177,10 +177,10 @@ class SaveMaker:
 
         Before its first step an optimizer has no state to plan for.
         """
-        if self._is_prepared or self._config.load_only:
+        if self.is_prepared or self._config.load_only:
             return
         if now or self._peers.max_over_ranks(not self._run.optimizer.has_state()) == (0,):
-            self._is_prepared = True
+            self.is_prepared = True
             self._saver.prepare(lambda: self._together(step, self._full_state))
 
     def compare_alongside(self, step: int) -> None:

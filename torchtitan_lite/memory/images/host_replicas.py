@@ -112,10 +112,19 @@ class HostReplicas:
             with self._lock:
                 self._order(slot)
 
+    def pause(self) -> None:
+        """End the process, and give up what it sends; the next image starts another one. Main thread; all ranks."""
+        with self._lock:
+            self._turns = Turns()
+        if self._process is not None:
+            self._process.end()
+
     def close(self) -> None:
-        """End the process that sends and receives. Idempotent."""
+        """End the process that sends and receives; the next start has one of its own. Idempotent."""
+        self.pause()
         if self._process is not None:
             self._process.close()
+            self._process = None
 
     def _begin(self, key: ImageKey) -> None:
         with self._lock:
@@ -125,7 +134,7 @@ class HostReplicas:
     def _start(self, process: ReplicaProcess) -> None:
         try:
             process.start()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # In a forked child, whose listener is closed.
             self._report(f"the process that sends them does not start: {error}")
 
     def _order(self, slot: ArenaSlot) -> None:

@@ -124,7 +124,8 @@ class Marker:
         self._clock, self._emit = context.clock, context.emit
         self._background = Background("images")
         self._lock = threading.Lock()
-        self._num_failed = 0
+        self.num_failed = 0
+        """The images that failed in a row."""
         self._joined: int | None = None
         self._cards: WeakKeyDictionary[StagingArena, Card] = WeakKeyDictionary()
         """The card of the last image in each arena, if this process wrote it: each commit renews all of them."""
@@ -132,7 +133,7 @@ class Marker:
     @property
     def has_failed(self) -> bool:
         """Return whether too many images have failed in a row to make more."""
-        return self._num_failed >= MAX_FAILED
+        return self.num_failed >= MAX_FAILED
 
     def start_process(self) -> None:
         """Start the process that digests, if there is one, unless it lives. Main thread."""
@@ -173,8 +174,8 @@ class Marker:
     def note_failed(self, step: int, error: Exception) -> None:
         """Note that `step` got no image, because of `error`."""
         with self._lock:
-            self._num_failed += 1
-            number = self._num_failed
+            self.num_failed += 1
+            number = self.num_failed
         if number <= MAX_FAILED:
             logger.warning("Step %d has no in-memory snapshot of rank %d: %s", step, self._tier.rank, error)
 
@@ -225,7 +226,7 @@ class Marker:
             self.renew_cards()
         self._replicas.send(staged.slot, image.copy)
         with self._lock:
-            self._num_failed = 0
+            self.num_failed = 0
         at_risk_steps, at_risk_seconds = image.origin.at_risk
         self._emit(
             ImageReady(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -138,9 +139,7 @@ class FoundImages(Companion):
         start, folder_id, lineage = self._peers.on_coordinator(
             lambda: (uuid.uuid4().hex[:16], self._folder_id(), origin.lineage)
         )
-        self.tier.start, self.tier.folder_id = start, folder_id
-        if not folder_id:
-            self.tier.is_off = True
+        self.tier.begin(start, folder_id)
         if not folder_id or not self.keeps_copies:
             return origin
         return dataclasses.replace(origin, start=start, lineage=lineage)
@@ -152,7 +151,12 @@ class FoundImages(Companion):
         """
         taken = self._sources.taken_over(source)
         if self._peers.is_coordinator:
-            self.tier.commits = commits_in(self._store)
+            try:
+                self.tier.commits = commits_in(self._store)
+            except (OSError, CheckpointError) as error:
+                # The other ranks wait for this one in the next exchange.
+                self.tier.commits, self.tier.is_off = (), True
+                logger.warning("No in-memory snapshots: %s cannot be listed: %s", self._store.address, error)
         self._begin_keeping()
         if taken is None:
             return
@@ -189,7 +193,7 @@ def _of_image(error: CheckpointMismatch, source: LoadSource, folder: str) -> Che
     path = f"the in-memory snapshot of step {source.step}" if error.path == str(source.path) else error.path
     way_out = (
         f"  It was read from memory. To load from disk, or to begin from scratch if nothing is there, free it: "
-        f"torchtitan-lite memory {folder} --end"
+        f"torchtitan-lite memory {shlex.quote(folder)} --end"
     )
     named = CheckpointMismatch(path, f"{error.report}\n{way_out}")
     named.origin_rank, named.reported_elsewhere = error.origin_rank, error.reported_elsewhere

@@ -198,10 +198,11 @@ def _receive_copies(connection: socket.socket, secret: bytes, memory: ReplicaMem
             except (KeeperUnavailable, ValueError, KeyError, TypeError, OSError) as error:
                 link.send({"finding": str(error)})
                 continue
-            link.send({"has_it": place is None})
             if place is None:
+                link.send({"has_it": True})
                 continue
             try:
+                link.send({"has_it": False})
                 link.receive_into(place.view)
                 link.send({"finding": memory.finding_after(place, card)})
             finally:

@@ -101,6 +101,10 @@ class KeptImages(FoundImages):
         """
         return self._interval > 0
 
+    def begin(self, origin: Origin) -> Origin:
+        self._is_off, self.marker.num_failed = False, 0
+        return super().begin(origin)
+
     def copying(self) -> Copying:
         return Copying(self.stager, self.process, digests=self.are_made_at_once, timeout_seconds=self._timeout_seconds)
 
@@ -218,6 +222,7 @@ class KeptImages(FoundImages):
     def settle(self) -> None:
         self.wait_for_staging()
         self.marker.wait(self._timeout_seconds)
+        self._replicas.pause()  # A load may take over the memory that it receives into.
 
     def finished(self, run_id: str) -> None:
         super().finished(run_id)

@@ -71,6 +71,11 @@ class Tier:
         self._lock = threading.Lock()
         self._starting: threading.Thread | None = None
 
+    def begin(self, start: str, folder_id: str) -> None:
+        """Begin the start with the id `start`, whatever ended the tier before; without a `folder_id` it is off."""
+        self.start, self.folder_id = start, folder_id
+        self.is_off, self._trouble, self._num_keepers = not folder_id, "", 1
+
     def note_committed(self, info: CheckpointInfo) -> None:
         """Note that this run committed the full checkpoint `info`. Coordinator, any thread."""
         commit = commit_of(info)
