@@ -275,12 +275,16 @@ class UploadedSources(Sources):
         # Else the disk would begin another branch, or has not all of the one that began there.
         if wanted.step == -1 or disk is None or not disk.is_explicit:
             full = [info for info in full if continues(latest, info)]
+        # Where what a rollback has left was brought back on the disk, the branch may still be there.
+        rollbacks = store.rollbacks.read()
+        left = [each.run_id for each in rollbacks if each.is_left]
+        full = [info for info in full if not any(map(info.lineage.is_of, left))]
         kept = {info.step for info in full}
         skipped = self._dropped | {info.step for info in there if info.step not in kept}
         own = dataclasses.replace(wanted, config=dataclasses.replace(wanted.config, initial_load_path=""))
         source = None
         with suppress(CheckpointNotFound):  # What is there is after the step that the run is not to keep.
-            source = choose_source(self._target, own, skipped, store.rollbacks.read()) if full else None
+            source = choose_source(self._target, own, skipped, rollbacks) if full else None
         self._report_damaged(-1 if source is None else source.step, latest)
         return None if source is None else InUploadFolder(**vars(source), is_all_there_is=latest is None)
 

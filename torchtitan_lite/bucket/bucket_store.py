@@ -46,7 +46,7 @@ from torchtitan_lite.store.manifest_fields import json_bytes
 from torchtitan_lite.store.place import ObjectPlace, Place
 from torchtitan_lite.store.protocol import ABANDONED, CORRUPT, SetAside, StoresCheckpoints
 from torchtitan_lite.store.rollbacks import RollbackRecord
-from torchtitan_lite.store.set_aside import branch_in_the_way
+from torchtitan_lite.store.set_aside import branch_in_the_way, leave_rollbacks
 
 KEPT_SECONDS = 24 * 3600.0
 """Of objects that no head lists: for people, who look after a failure on the next day."""
@@ -327,6 +327,7 @@ class BucketShelf:
         return None if entry is None else self._store.place_of(entry.name)
 
     def bring_back(self, aside: SetAside) -> Sequence[Place]:
+        leave_rollbacks(self._store, aside)
         branch = {info.path.name for info in branch_in_the_way(self._store, aside)}
         self._held.change(lambda head: head.with_brought_back(aside.folder.name, branch))
         try:

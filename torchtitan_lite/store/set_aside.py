@@ -21,6 +21,7 @@ from torchtitan_lite.store.lease import process_lock
 from torchtitan_lite.store.manifest import CheckpointInfo
 from torchtitan_lite.store.place import Place, on_disk
 from torchtitan_lite.store.protocol import ABANDONED, CORRUPT, SetAside, StoresCheckpoints
+from torchtitan_lite.store.rollbacks import brought_back
 
 
 class ShelfOnDisk:
@@ -51,6 +52,7 @@ class ShelfOnDisk:
     def bring_back(self, aside: SetAside) -> list[Path]:
         final = self._root / layout.step_dir(aside.step)
         with process_lock(self._store.address):
+            leave_rollbacks(self._store, aside)
             abandoners, branch = abandoners_of(self._store, aside), branch_in_the_way(self._store, aside)
             rest = [info for info in reversed(branch) if info not in abandoners]
             # Until the last of the abandoners has lost its name the step is still abandoned, and a start after a crash
@@ -104,6 +106,14 @@ def branch_in_the_way(store: StoresCheckpoints, aside: SetAside) -> list[Checkpo
 def abandoners_of(store: StoresCheckpoints, aside: SetAside) -> list[CheckpointInfo]:
     """Return the committed checkpoints that abandon `aside`."""
     return [info for info in store.intact() if (aside.step, aside.run_id) in info.lineage.abandons]
+
+
+def leave_rollbacks(store: StoresCheckpoints, aside: SetAside) -> None:
+    """Note on record that `aside` comes back, before it does: else the next start would roll back once more."""
+    found = store.rollbacks.read()
+    if (new := brought_back(found, aside.step, aside.manifest.lineage)) != found:
+        store.check_lease()
+        store.rollbacks.write(new)
 
 
 def refuse_harm(store: StoresCheckpoints, aside: SetAside, there: Place | None, *, leave_branch: bool) -> None:
