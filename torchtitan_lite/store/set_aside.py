@@ -98,9 +98,10 @@ def _why(name: str) -> tuple[int, str] | None:
 
 
 def branch_in_the_way(store: StoresCheckpoints, aside: SetAside) -> list[CheckpointInfo]:
-    """Return the committed checkpoints of the branches that abandon `aside`, by ascending step; mostly none."""
-    runs = {info.run_id for info in abandoners_of(store, aside)}
-    return [info for info in store.intact() if info.run_id in runs]
+    """Return the committed checkpoints of the branches that have left `aside`, by ascending step; mostly none."""
+    intact = store.intact()
+    runs = {info.run_id for info in intact if info.lineage.leaves(aside.step, aside.run_id)}
+    return [info for info in intact if info.run_id in runs]
 
 
 def abandoners_of(store: StoresCheckpoints, aside: SetAside) -> list[CheckpointInfo]:
@@ -126,7 +127,8 @@ def refuse_harm(store: StoresCheckpoints, aside: SetAside, there: Place | None, 
     given_up = {info.path for info in branch}
     if there is not None and there not in given_up:
         raise CheckpointError(f"{name} stays as it is: {there} is there already. Rename or remove that one first.")
-    if (abandoners := abandoners_of(store, aside)) and not leave_branch:
+    if branch and not leave_branch:
+        abandoners = abandoners_of(store, aside) or branch[:1]
         raise CheckpointError(
             f"{name} stays as it is: {_named(abandoners)} of run {abandoners[0].run_id} abandons it, and no run would "
             f"see it. With --leave-branch it comes back, and {_named(branch)} {'is' if len(branch) == 1 else 'are'} "
